@@ -31,10 +31,7 @@ class Tiles:
 
 
 def tiles(capability: int, dtype: torch.dtype, width: int) -> Tiles:
-    """Return the tiles for a chip (90 = sm_90), a type and the width of a head.
-
-    Chosen by ahead-of-time compilation for sm_80, 89, 90, 100 and 120: none of them spills.
-    """
+    """Tiles for a chip (90 = sm_90), type and width of a head; none spills on sm_80 to sm_120."""
     if dtype == torch.float32:  # three products of tf32, as exact as one of float32
         return Tiles(64, 32, 4, 2)
     if width > 128:
@@ -136,7 +133,6 @@ def _looked(  # type: ignore[no-untyped-def]
     partly: tl.constexpr, causal: tl.constexpr, held: tl.constexpr, step: tl.constexpr,
     width: tl.constexpr, padded: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    """Update the running maximum and sum of `queries` with keys `begin` to `end`."""
     place = first + tl.arange(0, held)
     for at in range(begin, end, step):
         keys = _load(key, row_stride, at, size, step, width, padded, upcast)
@@ -205,25 +201,15 @@ def attention_column_sums(
     spans: Tensor | None = None,
     longest: int | None = None,
 ) -> Tensor:
-    """Sum over queries of the attention that each key receives, per query head.
+    """Sum over queries of the attention that each key receives, `[B, H, S]` float32.
 
-    Args:
-        query: `[B, H, L, D]`, type and D within `MAX_WIDTH`, contiguous in D.
-        key: `[B, Hkv, S, D]`, H a multiple of Hkv; the heads of a group share keys in place.
-        lse: `[B, H, L]` float32, log-sum-exp of the scaled logits of every query.
-        scale: Factor of the logits.
-        causal: Query i sees the keys up to `S - L + i`.
-        queries: Only those from the first number up to the second; not with `spans`.
-        weights: `[B, H, L]` float32, any strides but 1 in L: factor of every query.
-        spans: `[n, 3]` int32, batch row, first token and end of sequences that do not overlap and
-            attend only to themselves (L = S).
-        longest: At least the length of the longest sequence; None means S.
-
-    Returns:
-        `[B, H, S]` float32; 0 for keys outside of all sequences.
-
-    Raises:
-        ValueError: A shape, type or layout does not fit.
+    `query` `[B, H, L, D]`, of a type and D within `MAX_WIDTH`, is contiguous in D; in `key` `[B,
+    Hkv, S, D]` the H / Hkv heads of a group share keys in place. `lse` `[B, H, L]` float32 is the
+    log-sum-exp of the scaled logits. With `causal` query i sees the keys up to `S - L + i`.
+    `queries` takes a range of them only (not with `spans`); `weights` `[B, H, L]` float32, any
+    strides but 1 in L, are their factors. `spans` `[n, 3]` int32 has batch row, first token and end
+    of sequences that do not overlap and attend only to themselves (L = S), `longest` at most (None:
+    S) tokens long; keys outside of all get 0. A ValueError says that something does not fit.
     """
     items, heads, length, _ = query.shape
     shared, grid = _launch(query, key, scale, spans, longest or key.shape[2], key.shape[2])
@@ -249,10 +235,9 @@ def log_sum_exp(
     spans: Tensor | None = None,
     longest: int | None = None,
 ) -> Tensor:
-    """Log-sum-exp of the scaled logits of every query, `[B, H, L]` float32.
+    """Log-sum-exp of the scaled logits of every query, `[B, H, L]` float32; -inf if it sees no key.
 
-    Arguments and errors are those of `attention_column_sums`. A query that sees no key has -inf,
-    and so has one outside of all sequences.
+    Arguments and errors are those of `attention_column_sums`.
     """
     shared, grid = _launch(query, key, scale, spans, longest or key.shape[2], query.shape[2])
     out = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)

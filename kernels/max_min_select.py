@@ -132,17 +132,11 @@ def _raise(  # type: ignore[no-untyped-def]
 
 
 def nearest_other(gram: Tensor, scale: Tensor, start: int = 0, *, store: bool = True) -> Tensor:
-    """Similarity of each row to the nearest other one, from inner products.
+    """Similarity of each row to the nearest other one, `[B, R]` float32; -inf where there is none.
 
-    Args:
-        gram: `[B, R, N or more]` float32, rows contiguous: products of rows `start` to
-            `start + R` with all N rows.
-        scale: `[B, N]` float32, one over the length of each row.
-        start: Number of the first row of `gram`.
-        store: Turn `gram` into similarities, at most `SAME`, in place.
-
-    Returns:
-        `[B, R]` float32; -inf where there is no other row.
+    `gram` `[B, R, N or more]` float32, rows contiguous, has the products of rows `start` to `start
+    + R` with all N rows, `scale` `[B, N]` one over the length of each row. `store` turns `gram`
+    into similarities, at most `SAME`, in place.
     """
     items, rows, _ = gram.shape
     n = scale.shape[-1]
@@ -154,19 +148,11 @@ def nearest_other(gram: Tensor, scale: Tensor, start: int = 0, *, store: bool = 
 
 
 def max_min_select(similarity: Tensor, first: Tensor, count: int) -> Tensor:
-    """Pick the row least similar to all picks so far, `count` times.
+    """Pick the row least similar to all picks so far, `count` times, after the `first` `[B]` int64.
 
-    Args:
-        similarity: `[B, N, N]` float32, rows contiguous, N at most `MAX_TOKENS`; the diagonal is
-            not read.
-        first: `[B]` int64, the first pick of each item.
-        count: Picks per item, at most N.
-
-    Returns:
-        `[B, count]` int64 in the order of picking; no row twice, ties to the lowest index.
-
-    Raises:
-        ValueError: More tokens than fit one program, or a shape or dtype does not fit.
+    `similarity` is `[B, N, N]` float32, rows contiguous, its diagonal not read. Returns `[B,
+    count]` int64 in the order of picking; no row twice, ties to the lowest index. A ValueError says
+    that a shape or dtype does not fit, or that there are more tokens than `MAX_TOKENS`.
     """
     items, n, columns = similarity.shape
     if n != columns or n > MAX_TOKENS or not 0 < count <= n:
@@ -196,17 +182,12 @@ def pick_block(
 ) -> Tensor:
     """Continue the picks inside a block of rows as long as no row outside can come first.
 
-    Args:
-        product: `[S, N]` float32, contiguous: inner products of the block's rows with all rows.
-        scale: `[N]` float32, one over the length of each row.
-        bound: `[N]` float32, the similarity of each row to the nearest pick; +inf for picks.
-        index: `[S]` int64 ascending, the rows of the block: those of lowest (bound, index).
-        outside: `[1]` int64, the next row in that order; N if there is none.
-        picks: `[count]` int64, picks in order; the new ones are written from `taken` on.
-        taken: `[1]` int64, the number of picks, also written.
-
-    Returns:
-        `[S]` int32, 1 for the rows of the block that were picked.
+    `index` `[S]` int64 ascending has the rows of the block, those of lowest (bound, index), and
+    `outside` `[1]` int64 the next one in that order, N if there is none. `product` `[S, N]`
+    float32, contiguous, has their inner products with all rows, `scale` `[N]` one over the length
+    of each row, `bound` `[N]` the similarity of each to the nearest pick, +inf for picks. New picks
+    are written into `picks` `[count]` int64 from `taken` `[1]` int64 on, which is advanced. Returns
+    `[S]` int32, 1 for the rows of the block that were picked.
     """
     size, n = product.shape
     new = torch.empty(size, dtype=torch.int32, device=product.device)

@@ -66,20 +66,12 @@ def _merge(  # type: ignore[no-untyped-def]
 def segment_merge(
     x: Tensor, offsets: Tensor, source: Tensor, weight: Tensor | None, *, mean: bool
 ) -> Tensor:
-    """Add up rows of `x`, segment by segment.
+    """Add up rows of `x`, segment by segment: `[B, M, D]`, the same bits at every run.
 
-    Args:
-        x: `[B, N, D]` float32, float16 or bfloat16, the columns of a row next to each other.
-        offsets: `[B, M + 1]` int32, entries `offsets[m]` to `offsets[m + 1]` make up output m.
-        source: `[B, K]` int32, the row that each entry reads.
-        weight: `[B, K]` float32, weight of an entry; None is 1.
-        mean: Divide every output by the number of its entries.
-
-    Returns:
-        `[B, M, D]` in the dtype of `x`, the same bits at every run; 0 for an empty segment.
-
-    Raises:
-        ValueError: A shape, dtype or stride does not fit.
+    `x` is `[B, N, D]` float32, float16 or bfloat16, the columns of a row next to each other.
+    Entries `offsets[m]` to `offsets[m + 1]` (`[B, M + 1]` int32) make up output m, 0 where there is
+    none; each reads the row `source` `[B, K]` int32 with `weight` `[B, K]` float32 (None is 1).
+    `mean` divides by their number. A ValueError says that a shape, dtype or stride does not fit.
     """
     _check(x, offsets, source, weight)
     items, _, width = x.shape
@@ -112,10 +104,9 @@ def segment_merge(
 
 
 def config(width: int, entries: int, outputs: int, bytes_each: int) -> dict[str, int]:
-    """Return tile and warps for rows of `width` numbers and the mean length of segments.
+    """Tile and warps for rows of `width` numbers and the mean length of segments.
 
-    A thread reads 16 bytes of each of `rows` rows and adds them up by itself: warps lie side by
-    side along a row. Short segments need few rows at once, long ones many, for bytes in flight.
+    A thread reads 16 bytes of each of `rows` rows: few for short segments, many for long ones.
     """
     block = min(max(triton.next_power_of_2(width), 512 // bytes_each), 2048 // bytes_each)
     rows = 8 if entries <= 16 * outputs else 16

@@ -94,18 +94,11 @@ def temporal_difference(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Compare every patch with the same patch one frame earlier.
 
-    Args:
-        x: `[F, n, D]` float32, float16 or bfloat16, the frames of all clips one after the other,
-            D at most `MAX_WIDTH` and contiguous.
-        lengths: Frames of each clip, F in all.
-        l1: Compute mean absolute differences, too.
-
-    Returns:
-        Cosines `[F, n]` float64 (0 with a zero row, -inf in the first frame of a clip), mean
-        absolute differences `[F, n]` float32 (inf there) or None, and lengths `[F, n]` float32.
-
-    Raises:
-        ValueError: A shape or dtype does not fit.
+    `x` is `[F, n, D]` float32, float16 or bfloat16, the frames of all clips one after the other
+    (`lengths` frames each), D at most `MAX_WIDTH` and contiguous. Returns cosines `[F, n]` float64
+    (0 with a zero row, -inf in the first frame of a clip), with `l1` mean absolute differences `[F,
+    n]` float32 (inf there), else None, and lengths `[F, n]` float32. A ValueError says that a shape
+    or dtype does not fit.
     """
     frames, n, d = x.shape
     if d > MAX_WIDTH or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):

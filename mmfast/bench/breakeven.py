@@ -1,7 +1,6 @@
 """Break-even of reductions, by visual tokens and by answers computed at once.
 
-It measures prefill behind the encoder and decoding steps: the encoder costs both sides the same, so
-it changes the gain but not the break-even point. Selection and hooks count against the method.
+Without the encoder, which costs both sides the same; selection and hooks count.
 """
 
 from __future__ import annotations
@@ -81,10 +80,7 @@ def run_break_even(
     device: str | None = None,
     tick: Tick = lambda done, total, label: None,
 ) -> list[Row]:
-    """Return rows of all points of a shape.
-
-    `pays` is True where the gain is beyond noise, False where the loss is, None between.
-    """
+    """Rows of all points of a shape; `pays` is None where the gain is within noise."""
     where = pick_device(device)
     kind = pick_dtype("auto", get_preset(preset), where)
     todo, found = points(preset), []
@@ -104,7 +100,6 @@ def run_break_even(
 
 
 def _rows(case: Case, point: CurvePoint, clock: Clock) -> Iterator[Row]:
-    """Gate the methods of a point, then compare them with stock for `ROUND_SECONDS`."""
     specs = [f"{method}:{KEEP}" for method in point.methods]
     group = SpecGroup(case.repeated(point.batch), "llm", point.stages, specs, clock, full=False)
     faults = group.prepare()

@@ -20,11 +20,7 @@ _PERIOD = 1_048_583
 
 @torch.no_grad()
 def fill_(model: nn.Module, seed: int = 0) -> None:
-    """Fill every parameter with plausible values at memory speed: seconds for 7 billion.
-
-    Matrices hold normal noise with variance 1 / fan-in, so that attention is not flat; embeddings
-    have variance 1, norms are 1, biases small. Zeros would run faster than real weights.
-    """
+    """Fill parameters at memory speed, with variances of trained models: zeros run faster."""
     noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
     for index, (name, parameter) in enumerate(model.named_parameters()):
         if parameter.ndim == 1 and name.endswith("weight"):
@@ -45,10 +41,9 @@ def _scale(name: str, parameter: Tensor) -> float:
 
 
 def video_features(grid: tuple[int, int, int], width: int, seed: int = 0) -> Tensor:
-    """Return `[T * H * W, width]` of a clip with a still background, a moving block and noise.
+    """`[T * H * W, width]` of a clip with a still background, a moving block, noise and one cut.
 
-    The cosine of a background patch with itself a frame later is about 0.94, as on real clips. One
-    camera cut at two thirds replaces the background.
+    The cosine of a background patch with itself a frame later is about 0.94, as on real clips.
     """
     frames, rows, columns = grid
     gen = torch.Generator().manual_seed(seed)

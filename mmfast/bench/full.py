@@ -1,7 +1,6 @@
 """`mmfast bench --full`: all benchmarks of one device in minutes, and the table of goals.
 
-One command checks the kernels, times them and real shapes, appends rows after every step, and
-reports the steps that time or memory excluded. On the CPU the same steps run at tiny sizes.
+Rows are appended after every step; on the CPU the same steps run at tiny sizes.
 """
 
 from __future__ import annotations
@@ -79,11 +78,9 @@ def run_full(
     """Run the plan on a device, by default CUDA where there is one; `preset` is one shape for all.
 
     Steps share the remaining `minutes` by their weights; rounds end early, and a step without any
-    is left out. `sink` receives the rows of each step, `tell` lines of text.
-
-    Returns:
-        `ok`, `device`, `seconds`, `steps` [{label, state, seconds, rows, reason}] and `rows`; a
-        step is `done`, `left out` or `failed`, and a failed one makes `ok` False.
+    is left out. `sink` receives the rows of each step, `tell` lines of text. Returns `ok`,
+    `device`, `seconds`, `steps` [{label, state, seconds, rows, reason}] and `rows`; a step is
+    `done`, `left out` or `failed`, and a failed one makes `ok` False.
     """
     if not minutes > 0:
         raise MmfastError(f"--minutes {minutes} is no time to measure in; give more than 0")

@@ -1,7 +1,4 @@
-"""Correctness gate of the benchmarks, and comparison with golden vectors for `mmfast verify`.
-
-A method that fails the gate gets no speed.
-"""
+"""Correctness gate of the benchmarks, and comparison with golden vectors for `mmfast verify`."""
 
 from __future__ import annotations
 
@@ -101,7 +98,6 @@ def expected_lengths(twins: Twins, stock: list[int], batch: int = 1) -> list[int
 
 
 def _firsts(spec: Spec, results: Sequence[Reduction], layers: int) -> list[int]:
-    """Return the decoder layer before which each recorded call ran."""
     if not spec.staged:
         return [spec.layer or 0] * len(results)
     cuts = expand((spec,), layers)
@@ -134,10 +130,7 @@ class ParityRow:
 
 
 def verify(directory: Path) -> list[ParityRow]:
-    """Compare every golden file of a directory with the reducers; one row a file, broken ones too.
-
-    tests/golden/README.md describes the format.
-    """
+    """Compare every golden file (tests/golden/README.md) with the reducers, one row a file."""
     if not directory.is_dir():
         raise MmfastError(
             f"{str(directory)!r} is no directory; give a folder of golden vectors (*.safetensors)"
@@ -196,7 +189,6 @@ def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def _difference(found: Tensor | None, wanted: Tensor, exact: bool) -> str:
-    """Describe the difference of two arrays; "" if there is none."""
     if found is None:
         return "no rule computes this array"
     if found.shape != wanted.shape:

@@ -1,7 +1,6 @@
 """Model plugin for lmms-eval: any supported checkpoint, with `reduce=` and `cache=`.
 
-Found through the entry point `lmms_eval.models`. Beside the answers it reports time to first token
-and tokens per second of decoding alone, which lmms-eval lacks for Hugging Face models.
+Beside the answers it reports time to first token and tokens per second of decoding alone.
 """
 
 from __future__ import annotations
@@ -34,16 +33,10 @@ Chat = list[dict[str, Any]]
 class Mmfast(lmms):  # type: ignore[misc]
     """A checkpoint under lmms-eval.
 
-    Args:
-        pretrained: Directory or hub id; the embedded video model by default.
-        reduce: Spec string such as `evs:0.25+fastv@llm3:0.5`.
-        cache: KV policy spec string.
-        device: `cpu`, `cuda`; CUDA where there is one by default.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        batch_size: Questions in one forward pass.
-        max_num_frames: Frames sampled uniformly from a clip.
-        fps: Sample at this rate instead.
-        system_prompt: A system message in front of every conversation.
+    `pretrained` is a directory or hub id, the embedded video model by default; `reduce` (such as
+    `evs:0.25+fastv@llm3:0.5`) and `cache` are specs; `dtype` is `auto`, `float32`, `bfloat16` or
+    `float16`. `batch_size` questions make one forward pass. A clip gives `max_num_frames` uniformly
+    sampled frames, or `fps` a second; `system_prompt` stands in front of every conversation.
     """
 
     is_simple = False

@@ -1,7 +1,6 @@
 """Drivers that reproduce golden vectors with the reducers, one function a method.
 
-A driver takes the `in.*` arrays and the parameters of a file and returns the `out.*` arrays as
-mmfast computes them, and a list of further faults of the exact mode.
+From the `in.*` arrays and parameters of a file to `out.*` arrays and faults of the exact mode.
 """
 
 from __future__ import annotations

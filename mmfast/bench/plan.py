@@ -1,8 +1,7 @@
 """Plans for model shapes, and predicted against measured times to the first token.
 
-One layer and one tower block are built and timed, the others are counted, so that a shape can be
-planned that does not fit on this machine; `check_plan` builds all of it. For comparisons the rates
-are measured in the same process, so that other load affects prediction and measurement alike.
+One layer and one tower block are built and timed, the others counted, so that a shape can be
+planned that does not fit here; `check_plan` builds all of it, with rates of the same process.
 """
 
 from __future__ import annotations

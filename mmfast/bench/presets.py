@@ -29,7 +29,6 @@ class Preset:
 
 
 def _table(*names: str) -> Callable[..., dict[str, Any]]:
-    """Return a function from values in the order of `names`, and further options, to a config."""
     return lambda *values, **more: {**dict(zip(names, values, strict=True)), **more}
 
 

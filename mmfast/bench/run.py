@@ -152,10 +152,7 @@ WARM_ENOUGH_MS = 1000.0  # a run this long is its own warm-up; the gate made sev
 
 
 class SpecGroup:
-    """The specs that apply to one group of stages, from gate to rows.
-
-    Without `full` there are no fixed-index twins, and neither memory nor selection is measured.
-    """
+    """Specs of one group of stages; without `full` there are no twins, memory or selection."""
 
     def __init__(
         self,
@@ -220,7 +217,6 @@ class SpecGroup:
         return spans(self.stage.case.model, twins.stages, tower=self.stage.group != "llm")
 
     def _stock_spans(self) -> dict[Span, float]:
-        """Measure the stock model in layers whose attention some method reads."""
         where = list(dict.fromkeys(span for twins in self.twins for span in self._spans(twins)))
         return peaks_in(self.stage.case.model, where, partial(self.stage.run, None))
 
@@ -265,7 +261,6 @@ class SpecGroup:
 
 
 def _part(text: str, group: str) -> str | None:
-    """Return the stages of a spec that run in `group`; None without any."""
     stages = parse(text)
     if group == "llm":
         stages = tuple(s for s in stages if s.site != "vit")
@@ -292,26 +287,15 @@ def run_bench(
     progress: Progress | None = None,
     enough: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Measure `reduce` on `preset`.
+    """Measure `reduce` on `preset` and return the JSON document of `mmfast bench`.
 
-    Args:
-        preset: One of `mmfast.bench.presets.PRESETS`.
-        reduce: Specs; those without a budget get each of `keep`.
-        frames: Frames of the synthetic clip.
-        keep: Budgets such as `"0.25,0.1"` (also the default).
-        stages: Of `vit`, `llm` (prefill behind the encoder), `decode`, `ttft`, and `selection`
-            (choosing and compacting inside the run, as a share of `ttft`, or else of `llm`).
-        device: `cpu`, `cuda`, `cuda:1`; CUDA where there is one.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        threads: CPU threads; torch's own choice if None.
-        iters: Timed rounds; if None 30 on CUDA, 10 on the CPU, and 5 for a real shape on the CPU,
-            where one round of ten specs takes a minute.
-        progress: Called with (done, total).
-        enough: Ends a group's rounds early, after the third, once it is true.
-
-    Returns:
-        The JSON document of `mmfast bench`. `ok` is False and `rows` empty where the gate found
-        a fault; `faults` names them.
+    Specs without a budget get each of `keep`, such as `"0.25,0.1"`. `frames` are those of the
+    synthetic clip. `stages` are of `vit`, `llm` (prefill behind the encoder), `decode`, `ttft`, and
+    `selection` (choosing and compacting inside the run, as a share of `ttft`, or else of `llm`).
+    `dtype` is `auto`, `float32`, `bfloat16` or `float16`. `iters` rounds are timed: 30 on CUDA by
+    default, 10 on the CPU, and 5 for a real shape there, where one round of ten specs takes a
+    minute; once `enough` is true, a group ends after its third. `progress` gets (done, total).
+    Where the gate found `faults`, `ok` is False and `rows` empty.
     """
     shape, asked, where = get_preset(preset), parse_stages(stages), pick_device(device)
     alone = "selection" in asked and not {"llm", "ttft"} & set(asked)
@@ -348,7 +332,6 @@ def _measure(
     ticks: _Ticks,
     enough: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Run gate and rounds of every group; after a fault the document has no speed."""
     ticks.total = sum(group.work(rounds) for group in groups)
     faults, rows, floors = list[str](), list[dict[str, Any]](), dict[str, float]()
     warm, ran = [], []

@@ -27,7 +27,7 @@ OTHER_SITES = ("fastv", "holitom_inner")
 
 
 def accuracy_specs() -> list[str]:
-    """Return the specs without budgets that the accuracy tables measure.
+    """Specs without budgets that the accuracy tables measure.
 
     Every registered method at its default site, some also before the last layer, where they lose
     least. Site `pixel` needs a tower that packs patches, which the embedded models lack.
@@ -111,9 +111,8 @@ class StageRecording:
 class Twins:
     """Private copies of the methods of one spec, registered under names of their own.
 
-    All run through `attach` like any other method, so hooks, gathers and masks are the same:
-    `plain` is the spec itself, with made-up tower signals where no tower runs; `recorded` also
-    keeps inputs and choices of each stage; `fixed` returns that choice without computing it.
+    All run through `attach`, so hooks, gathers and masks are the same: `plain` is the spec itself;
+    `recorded` also keeps inputs and choices; `fixed` returns that choice without computing it.
     """
 
     def __init__(self, text: str, key: str, towerless: bool, asked: str | None = None) -> None:
@@ -170,7 +169,6 @@ class Twins:
         spec, made_up = recording.spec, self._made_up(recording.spec)
 
         def plain(tokens: Tokens, budget: int | None) -> Reduction:
-            """Run the method as it is."""
             seen = _with_signals(tokens, made_up) if made_up else tokens
             result: Reduction = spec.method.fn(seen, budget, **spec.knobs)
             return result
@@ -181,7 +179,6 @@ class Twins:
         plain = self._plain(recording)
 
         def recorded(tokens: Tokens, budget: int | None) -> Reduction:
-            """Run the method and record its input and choice."""
             result = plain(tokens, budget)
             recording.calls.append((tokens, budget))
             recording.results.append(result)

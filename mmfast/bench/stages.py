@@ -46,8 +46,8 @@ class RunOutcome:
 class MeasuredStage:
     """One group of stages that one run of the model measures together.
 
-    `vit` is the tower with its projector; `llm` the prefill behind the encoder, one logit row,
-    followed by `decode`; `ttft` both halves. `attach` is entered outside the clock, as by users.
+    `vit` is the tower with its projector, `llm` the prefill behind it and one logit row, followed
+    by `decode`; `ttft` both halves. `attach` is entered outside the clock.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class MeasuredStage:
         return RunOutcome({"vit": ms}, feature_rows(out)), wall
 
     def _prefill(self) -> tuple[RunOutcome, float]:
-        """Return the outcome, and milliseconds of the prefill by the wall clock."""
         case = self.case
         inputs = {**case.prompt, "use_cache": True, "logits_to_keep": 1}
         if self.group == "ttft":
@@ -160,10 +159,7 @@ def spans(model: Any, specs: Sequence[Spec], tower: bool) -> list[Span]:
 
 
 def peaks_in(model: Any, where: Sequence[Span], run: Callable[[], object]) -> dict[Span, float]:
-    """Measure peak megabytes of each span in one run of the model; no run without spans.
-
-    A layer's span ends where the next layer begins: signals are also read behind a layer.
-    """
+    """Measure peak megabytes of each span in one run; a layer's ends where the next one begins."""
     peaks: dict[Span, float] = {}
     if where:
         with _watched(model, where, peaks):
@@ -328,7 +324,6 @@ def _product_seconds(side: int, device: str, dtype: torch.dtype, cuda: bool) -> 
 
 
 def _best_seconds(job: Callable[[], object], cuda: bool) -> float:
-    """Return seconds of the fastest run, without the first one, a warm-up."""
     clock, _ = clock_of(torch.device("cpu"), torch.get_num_threads())
     once = partial(timed_by_events, job) if cuda else partial(timed, job, clock)
     return min([once()[1] for _ in range(ROUNDS * 4 + 1 if cuda else ROUNDS + 1)][1:]) / 1e3

@@ -83,9 +83,8 @@ def interleave(
 ) -> dict[str, list[Sample]]:
     """Run every job once a round, and stop after a round once `enough()`.
 
-    The order starts one job later each round and runs backwards in every other one: drift of a
-    shared machine then meets all jobs alike, and neighbours (a method and its fixed-index twin)
-    stay neighbours.
+    The order shifts and reverses from round to round, so that drift of a shared machine meets all
+    jobs alike, and neighbours (a method and its fixed-index twin) stay neighbours.
     """
     names = list(jobs)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
@@ -130,8 +129,7 @@ def noise(first: Sequence[float], second: Sequence[float]) -> float:
 class PairedTimes:
     """Milliseconds of jobs by round, compared with a baseline that ran twice a round.
 
-    The baseline is the first job, its second run a round is called `again`; `base` is the mean of
-    both in every round, and `noise` the noise floor of the pair, as a share.
+    The second run is called `again`; `base` is the mean of both, `noise` their difference.
     """
 
     def __init__(self, times: Mapping[str, Sequence[float]]) -> None:
@@ -163,10 +161,7 @@ def compare_jobs(
     device: torch.device | str = "cpu",
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Time jobs in turn on one thread without gradients, and compare them with the first.
-
-    Returns a row per job with the fields of `shared`, of `PairedTimes.row`, the clock, and `extra`.
-    """
+    """Time jobs in turn on one thread without gradients; a row each, compared with the first."""
     kind = torch.device(device).type
     with torch.no_grad(), one_thread():
         found = PairedTimes(device_times({**jobs, AGAIN: next(iter(jobs.values()))}, rounds, kind))
@@ -176,10 +171,7 @@ def compare_jobs(
 
 
 def peak_during(job: Callable[[], object]) -> float:
-    """Return peak megabytes while `job` runs, in a separate pass: weights and activations.
-
-    On Linux of the resident set, reset before; elsewhere an upper bound, the peak so far.
-    """
+    """Peak resident megabytes while `job` runs; outside of Linux, of the process so far."""
     reset_peak()
     job()
     return peak_now()
@@ -250,12 +242,11 @@ Job = Callable[[], object]
 def device_times(
     jobs: Mapping[str, Job], rounds: int, device: torch.device | str, flush: bool = True
 ) -> dict[str, list[float]]:
-    """Return milliseconds of every job in every round, the jobs of a round in shuffled order.
+    """Milliseconds of every job in every round, the jobs of a round in shuffled order.
 
-    On CUDA a job stands between two events of the current stream; on the CPU it is the time of
-    this process, all threads added up. A job that should not find its input in a cache has to
-    rotate inputs itself. `flush` overwrites the second-level cache before each run on CUDA; the
-    writing also keeps the device busy while the host queues the job, whose launch else counts.
+    On CUDA between two events of the current stream; on the CPU the time of this process, all
+    threads added up. `flush` overwrites the second-level cache before each run on CUDA, which also
+    keeps the device busy while the host queues the job, whose launch else counts.
     """
     where = torch.device(device)
     if not jobs or rounds < 1:

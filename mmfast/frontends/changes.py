@@ -45,8 +45,7 @@ class FrameGate:
     """Gate before an encoder, which skips at most `longest` frames in a row.
 
     A frame passes if any cell of a 32 x 32 raster differs from the last frame THAT PASSED by more
-    than `threshold` (mean change of colour, 0 to 1), which detects a small moving thing as well as
-    a slow drift of the whole picture. Noise of the sensor averages out inside a cell.
+    than `threshold` (mean change of colour, 0 to 1): small moving things and slow drifts show.
     """
 
     def __init__(self, threshold: float = 0.03, longest: int | None = None) -> None:
@@ -78,10 +77,7 @@ class FrameGate:
 
 
 def cell_means(pixels: Pixels) -> Tensor:
-    """Mean colours of the cells of a frame `[H, W, 3]` uint8: `[rows, columns, 3]` in [0, 1].
-
-    At most 8 x 8 pixels of each cell are read, evenly spaced, whatever the size of the frame.
-    """
+    """Mean colours `[rows, columns, 3]` in [0, 1], of at most 8 x 8 evenly spaced pixels a cell."""
     for axis in (0, 1):
         stride = max(1, pixels.shape[axis] // (CELLS * _SAMPLES))
         pixels = pixels[::stride] if axis == 0 else pixels[:, ::stride]
@@ -138,11 +134,7 @@ class Refresh:
         return self.share == 1.0 or self.every == 1
 
     def choose(self, change: Tensor, since: int) -> Tensor | None:
-        """Choose the patches to compute anew, ascending; None for all of them.
-
-        `change` is `[n]`, of each patch since it was computed last; the last whole frame is `since`
-        back.
-        """
+        """Choose the patches to compute anew by their `change` `[n]`; None for all of them."""
         n = change.shape[0]
         if self.share is not None:
             first = stable_topk(change, count(self.share, n) or 1)

@@ -57,10 +57,9 @@ class Orientation:
 
 
 def write_rgb(frame: Any, into: Frame, orientation: Orientation, name: str) -> None:
-    """Convert a PyAV frame and write it upright into `into` [H, W, 3].
+    """Convert a PyAV frame and write it upright into `into` [H, W, 3]; pixels are not stretched.
 
-    Colours follow the stream's matrix and range; where it names none, BT.601 limited as FFmpeg
-    assumes. Pixels are taken as stored: non-square ones are not stretched.
+    Colours follow the stream's matrix and range, else BT.601 limited as FFmpeg assumes.
     """
     height, width = into.shape[:2]
     if orientation.size(frame.width, frame.height) != (width, height):
@@ -97,10 +96,9 @@ class Clip:
     def metadata(self) -> dict[str, Any]:
         """Return the fields of transformers' ``VideoMetadata`` for ``do_sample_frames=False``.
 
-        Processors compute a frame's time as ``frames_indices / fps``. Where the source's own
-        numbers and rate give the true times to within a millisecond they are used; otherwise
-        (variable frame rate, late start) frames are numbered on a clock of one million per second,
-        which gives every time to within half a microsecond and the same mean sampling rate.
+        Processors compute a time as ``frames_indices / fps``. Where the source's own numbers and
+        rate do not give the true times to a millisecond (variable frame rate, late start), frames
+        are numbered on a clock of one million per second.
         """
         fps, total, indices = self.fps, self.total_frames, list(self.indices)
         times = np.array(self.times)

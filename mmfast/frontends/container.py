@@ -38,11 +38,7 @@ class Header:
 
 @contextmanager
 def open_container(source: MediaSource, form: str, **options: str) -> Iterator[Any]:
-    """Open a file with PyAV and one demuxer.
-
-    Nothing but the file itself can be opened, so a playlist disguised as a video reaches neither
-    the network nor other files.
-    """
+    """Open a file with PyAV and one demuxer, which reaches neither the network nor other files."""
     file: Any = source.open() if isinstance(source.data, bytes) else str(source.data)
     options = {"protocol_whitelist": "file", **options}
     with refusing(source.name, "opened"):

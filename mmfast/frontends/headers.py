@@ -85,7 +85,6 @@ def _boxes(file: IO[bytes], size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _children(data: bytes, kind: bytes) -> Iterator[bytes]:
-    """Yield the bodies of the boxes called `kind` directly inside a box body."""
     position = 0
     while position + 8 <= len(data):
         length, name = struct.unpack_from(">I4s", data, position)

@@ -60,8 +60,7 @@ def to_numpy(array: Any, name: str) -> npt.NDArray[Any]:
 def channel_axis(shape: tuple[int, ...], tensor: bool, name: str) -> int:
     """Find the channels of a picture: -1 for [..., H, W, C], -3 for [..., C, H, W].
 
-    Where both are possible (a picture 1, 3 or 4 pixels wide), an axis of 3 wins, then the custom of
-    the library: torch puts channels first, numpy last.
+    Where both are possible, an axis of 3 wins, then the custom of the library (torch or numpy).
     """
     axes = [axis for axis in (-1, -3) if shape[axis] in _CHANNELS]
     if not axes:
@@ -76,10 +75,7 @@ def channel_axis(shape: tuple[int, ...], tensor: bool, name: str) -> int:
 
 
 def array_picture(array: Any, name: str, limits: Limits, axis: int | None = None) -> Frame:
-    """Turn one picture [H, W], [H, W, C] or [C, H, W] into uint8 RGB [H, W, 3].
-
-    Float in [0, 1] is scaled to 255, grey is repeated, alpha is composited over white.
-    """
+    """Turn a picture [H, W], [H, W, C] or [C, H, W] into RGB [H, W, 3]; float is scaled by 255."""
     shape = tuple(array.shape)
     if len(shape) not in (2, 3):
         raise MediaError(
@@ -211,11 +207,7 @@ def is_animated(image: Image.Image) -> bool:
 
 @contextmanager
 def open_image(source: MediaSource, limits: Limits) -> Iterator[Image.Image]:
-    """Open an image lazily: its header is read and its size checked, no pixel is decoded.
-
-    `Image.open` would try every plugin and only warns about a decompression bomb; here the plugin
-    follows from the detected kind, and the limit is an error.
-    """
+    """Open an image lazily, by the plugin of its kind: its size is checked, no pixel is decoded."""
     check_header(source)
     name = IMAGE_KINDS[source.kind]
     Image.preinit()
@@ -303,7 +295,6 @@ def iter_animation(image: Image.Image, limits: Limits, name: str) -> Iterator[tu
 
 @contextmanager
 def _position_kept(image: Image.Image) -> Iterator[None]:
-    """Restore the position of an animation."""
     start = image.tell()
     try:
         yield

@@ -231,8 +231,7 @@ def is_encoded(media: object) -> bool:
 def open_source(media: object, limits: Limits, kind_of: Sniffer | None = None) -> MediaSource:
     """Check the size and kind of a path, bytes or file object without decoding anything.
 
-    `kind_of` detects the kind from the first 512 bytes, `sniff` when left out. A MediaError says
-    that it is missing, empty, too large, unreadable, a network address, or of no known kind.
+    `kind_of` detects the kind from the first 512 bytes, `sniff` when left out.
     """
     kind_of = kind_of or sniff
     if isinstance(media, bytes | bytearray | memoryview):
@@ -284,7 +283,6 @@ def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> MediaSource:
 
 
 def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
-    """Read a file object to its end and restore its position."""
     given = getattr(file, "name", None)
     name = quote(given) if isinstance(given, str) else f"a {type(file).__name__}"
     parts, total = [], 0

@@ -125,10 +125,7 @@ _BETWEEN = re.compile(rf"(?<=\d)\s?([{re.escape(''.join(BETWEEN))}])\s?(?=\d)", 
 
 
 def spoken(text: str) -> list[str]:
-    """Return the spoken words of a text, such as `["it", "is", "three", "fifteen", "."]`.
-
-    Letters of other scripts and silent signs are left out. Spoken text is not changed.
-    """
+    """Return the spoken words of a text, such as `["it", "is", "three", "fifteen", "."]`."""
     return list(_tidy(_groups(_plain(text))))
 
 
@@ -160,8 +157,7 @@ class SpokenStream:
 def _certain(text: str) -> int:
     """Length of the beginning whose words do not depend on later text.
 
-    Text may be cut at a space between a word of letters and another complete one: the reading of a
-    number depends on its neighbours, and a mark belongs to the word before it.
+    It ends at a space between a word of letters and another complete one.
     """
     spaces = [found.end() for found in re.finditer(r"(?<=[^\W\d_][,.?!]|[^\W\d_]{2})\s+", text)]
     for cut in reversed(spaces):
@@ -173,7 +169,6 @@ def _certain(text: str) -> int:
 
 
 def _plain(text: str) -> str:
-    """Remove accents, curly quotes and full-width forms; keep one kind of white space."""
     text = unicodedata.normalize("NFKD", text.translate(ALIKE))
     text = "".join(sign for sign in text if not unicodedata.combining(sign))
     text = re.sub(r"\s+", " ", text)
@@ -271,7 +266,6 @@ def _money(token: str) -> Iterator[str]:
 
 
 def _said(number: str, form: str = "cardinal") -> list[str]:
-    """Return the words of a number in digits, such as "1,205" or "3.50"."""
     whole, _, part = number.replace(",", "").partition(".")
     after = [word for digit in part for word in _said(digit)]
     if len(whole) > LONGEST or (len(whole) > 1 and whole[0] == "0"):
@@ -288,7 +282,6 @@ def _said(number: str, form: str = "cardinal") -> list[str]:
 
 
 def _tidy(parts: Iterable[str], before: str = ",") -> Iterator[str]:
-    """Drop marks at the beginning or after another mark."""
     for part in parts:
         if part not in MARKS or before not in MARKS:
             yield part

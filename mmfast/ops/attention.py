@@ -64,12 +64,10 @@ def segment_attention(
 ) -> Tensor:
     """Attention of each token to all tokens of its own segment, all of them `[S, H, d]`.
 
-    Segments, between the `[G + 1]` boundaries `ends`, of one length go through one call of SDPA:
-    neighbours as views on the CPU, where a call costs little and a copy much, wherever they lie on
-    other devices. Half precision on CUDA is one call of torch's variable-length flash attention and
-    waits for nothing. `bias` `[S]` is added to the logits of each key; `longest` is the length of
-    the longest segment, where known. On the CPU the result is bit for bit that of a call per
-    segment.
+    Segments of one length, between the `[G + 1]` boundaries `ends`, go through one call of SDPA: on
+    the CPU, bit for bit as one by one, if they are neighbours. Half precision on CUDA is one call
+    of torch's variable-length flash attention. `bias` `[S]` is added to the logits of each key;
+    `longest` is the length of the longest segment, where known.
     """
     flash = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     if flash and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 - _WIDEN:
@@ -151,11 +149,7 @@ def _rows(x: Tensor, rows: Tensor | slice) -> Tensor:
 
 
 def widened(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Extend `q` and `k` by eight channels whose scaled product is `bias`.
-
-    Two of them hold the value and its rounding error, against a power of two: exact enough in
-    bfloat16.
-    """
+    """Extend `q` and `k` by eight channels whose scaled product is `bias`, also in bfloat16."""
     lift = 2.0 ** torch.tensor(1 / scale).log2().ceil().item()
     value = bias.double() / (scale * lift)
     high = value.to(k.dtype)

@@ -67,10 +67,9 @@ class _Workspace:
     held: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, out: Tensor, query: Tensor, key: Tensor, extra: Extra) -> None:
-        """Add to `out` the attention of the keys, from each head or from all that share them.
+        """Add to `out` `[b, Hkv, G or 1, S]` the attention of the keys, from each head or group.
 
-        Of shapes `[b, Hkv, G or 1, S]`, `[b, H, L, D]` and `[b, Hkv, S, D]`. A small problem is
-        one step, a larger one goes head of keys by head of keys.
+        A small problem is one step, a larger one goes head of keys by head of keys.
         """
         heads, length, size = query.shape[1], query.shape[2], key.shape[2]
         shared, (begin, end) = key.shape[1], self.queries or (0, length)

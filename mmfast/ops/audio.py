@@ -53,11 +53,9 @@ class _FilterPlan:
     table: Tensor | None  # `[down + 2 reach - 1, up]`, the taps as a matrix; None if too large
 
     def certain(self, heard: int) -> int:
-        """Return the number of outputs whose inputs are all among the first `heard`."""
         return max(0, -((self.reach - heard) * self.up // self.down))
 
     def whole(self, heard: int) -> int:
-        """Return the number of outputs of a sound of `heard` samples."""
         return -(-heard * self.up // self.down)
 
     def compute(self, inputs: Tensor, first: int, start: int, stop: int) -> Tensor:
@@ -146,8 +144,7 @@ class ResamplerState:
 class Resampler:
     """Streaming `resample`, a `Stage` from pcm `[B, n]` at `source` to pcm `[B, m]` at `rate`.
 
-    `delay` is the seconds of sound that an output waits for: the reach of the filter (1.1 ms for 48
-    or 24 kHz to 16 kHz).
+    `delay` is the seconds of sound that an output waits for: the reach of the filter.
     """
 
     def __init__(
@@ -210,10 +207,7 @@ _MEL_BLOCK = 4096  # frames transformed at once: 10 minutes of windows would be 
 def mel_filters(
     bins: int = BINS, size: int = WINDOW, rate: int = RATE, top: float | None = None
 ) -> Tensor:
-    """Triangles on the HTK mel scale, peak 1, from 0 Hz to `top` (half the rate when left out).
-
-    Float64 `[size // 2 + 1, bins]`: one column per mel bin.
-    """
+    """Triangles on the HTK mel scale from 0 Hz to `top`, float64 `[size // 2 + 1, bins]`."""
     highest = 2595.0 * math.log10(1.0 + (rate / 2 if top is None else top) / 700.0)
     mels = torch.linspace(0.0, highest, bins + 2, dtype=torch.float64)
     edges = 700.0 * (10.0 ** (mels / 2595.0) - 1.0)  # [bins + 2] Hz

@@ -34,8 +34,7 @@ def dpc_knn(x: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tensor]:
 def _distances(x: Tensor) -> Tensor:
     """Distances between the rows of `x` `[n, D]`, `[n, n]` float32; exactly 0 for equal rows.
 
-    The product is ten times faster than differences; float64 and the final rounding hide its
-    cancellation, so equal rows also have equal distances to all others.
+    The product is ten times faster than differences; float64 hides its cancellation.
     """
     rows = x.double()
     product = rows @ rows.T
@@ -75,8 +74,7 @@ def best_blocks(score: Tensor, owner: Tensor, budget: int, chunk: int = 1) -> Te
     """Choose the clusters of the `budget` best blocks, `[C]` bool; ties go to the earliest block.
 
     `owner` `[C]` is the number of each cluster's block, whose score is that of its best cluster.
-    With `chunk` blocks come in groups of so many neighbours, by the mean of their scores; the last
-    group may be smaller. `budget // chunk` groups are chosen, at least one.
+    `chunk` neighbours are chosen together, by the mean of their scores; at least one group is.
     """
     blocks, index = owner.unique(return_inverse=True)  # ascending, so in time order
     if len(blocks) <= budget:

@@ -104,10 +104,7 @@ def _log_probability(logits: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def code_loss(logits: Tensor, codes: Tensor, weights: Tensor | None = None) -> CodeLoss:
-    """Mean cross-entropy of logits `[..., K, V]` and the codes `[..., K]` that exist.
-
-    Entries outside 0..V-1 (no code, -100) are left out; `weights` `[..., K]` weigh each code.
-    """
+    """Weighted mean cross-entropy of logits `[..., K, V]` and codes `[..., K]` in 0..V-1."""
     logp, there = _log_probability(logits, codes)
     lost = -logp
     flat = there.flatten(0, -2)

@@ -1,8 +1,7 @@
 """Recording of a function of static buffers: one launch replays hundreds of kernels.
 
-A recorded function reads and writes tensors at fixed addresses, does not synchronise and makes no
-decision on the host. The same function runs without recording on a device without CUDA graphs, so
-tests on the CPU run what a GPU replays.
+A recorded function reads and writes tensors at fixed addresses and decides nothing on the host.
+Without CUDA graphs the same function runs unrecorded, so that CPU tests cover it.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class Compiled:
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory, replayed in turn on the current stream.
-
-    Only buffers made outside of the functions outlive a replay: memory that a function allocates is
-    used again by the next one. `cuda` is `torch.cuda`, or a stand-in in tests.
-    """
+    """CUDA graphs that share a pool: only buffers made outside of functions outlive a replay."""
 
     def __init__(self, device: torch.device | str = "cuda", cuda: Any = torch.cuda) -> None:
         self.device, self.cuda = torch.device(device), cuda

@@ -1,8 +1,6 @@
 """Greedy subset searches that update only the rows that can be picked next.
 
-`greedy_dpp` looks for the most probable subset of a determinantal point process, `LazyGreedy` for
-rows of low cost that are unlike each other. Both keep bounds of all rows and bring a few rows up to
-date at a time, with the same picks as a search that updates every row after each pick.
+The picks are those of a search that updates every row after each pick.
 """
 
 from __future__ import annotations
@@ -51,10 +49,7 @@ def greedy_dpp(rows: Tensor, quality: Tensor, count: int) -> Tensor:
 
 
 def stepwise(rows: Tensor, count: int) -> Tensor:
-    """Picks `[B, count]` of `rows` `[B, N, D]`, all rows updated after each, without a wait.
-
-    The number N stands for "none" once the picks span all rows.
-    """
+    """Picks `[B, count]` of `rows` `[B, N, D]` without a wait; N once the picks span all rows."""
     items, n, width = rows.shape
     batch = torch.arange(items, device=rows.device)
     gain = rows.square().sum(-1)  # [B, N]
@@ -83,8 +78,7 @@ class _Search:
     """Search for the same picks on the host, without updating every row after each.
 
     Gains only shrink, so one that has missed some picks is an upper bound. The rows of largest
-    bound are brought up to date and picked from by their inner products alone, as long as no
-    other row can come first.
+    bound are brought up to date and picked from as long as no other row can come first.
     """
 
     rows: Floats  # [N, D]
@@ -109,7 +103,6 @@ class _Search:
         return torch.tensor(self.picks + none, dtype=torch.int64)
 
     def _refresh(self, active: Integers) -> Floats:
-        """Return rows `active` less their part in the span, `[A, D]`, and update their gains."""
         now = len(self.picks)
         # Few products of many rows: to take out a direction again changes nothing.
         stale = np.where(self.seen[active] < now, self.seen[active] // _GRAIN * _GRAIN, now)
@@ -125,7 +118,6 @@ class _Search:
         return residual
 
     def _pick(self, active: Integers, residual: Floats, outside: tuple[float, int]) -> None:
-        """Pick the best of `active` until one outside may come first."""
         places, (key_, place) = lowest(-self.key[active], _BEST)
         outside = min(outside, (key_, int(active[place])))
         active, residual = active[places], residual[places]
@@ -148,7 +140,6 @@ class _Search:
         self._extend(active[new], residual[new])
 
     def _extend(self, chosen: Integers, residual: Floats) -> None:
-        """Add the directions of the picks, rows `residual` `[k, D]`, to the basis."""
         now, more = len(self.picks), len(chosen)
         if not more:
             return
@@ -186,10 +177,9 @@ Key = tuple[float, int]  # cost and index: the order in which rows are picked
 class LazyGreedy:
     """Exact greedy picks of lowest cost, `share * likeness - own`, ties to the lowest index.
 
-    The likeness of a row is its largest cosine with a pick. It only grows, and with it the cost,
-    so one that has missed some picks is a lower bound. The rows of lowest cost (`_ACTIVE`) are
-    kept up to date; of these the lowest (`_BLOCK`) are picked among themselves as long as no other
-    row can come first. Rows near a pick are not looked at again.
+    The likeness of a row is its largest cosine with a pick. It only grows, and with it the cost, so
+    one that has missed some picks is a lower bound. The rows of lowest cost (`_ACTIVE`) are kept up
+    to date, and the lowest of these (`_BLOCK`) picked as long as no other can come first.
     """
 
     rows: Tensor  # `[U, D]` unit rows on the host
@@ -224,7 +214,6 @@ class LazyGreedy:
         return torch.tensor(self.picks, dtype=torch.int64)
 
     def _run_dense(self, start: list[int]) -> Tensor:
-        """Pick from the table of all cosines."""
         cosine, everything = self._cosine(self.rows, self.rows), np.arange(len(self.rows))
         picked = np.zeros(len(self.rows))  # +inf where it is
         cost = self.cost
@@ -281,7 +270,6 @@ class LazyGreedy:
         self.chosen[before : len(self.picks)] = self.rows[torch.tensor(new, dtype=torch.int64)]
 
     def _refresh(self, index: Integers, own: Tensor) -> None:
-        """Bring `index` (rows `own`) up to date with the picks each has missed."""
         stale, now = self.seen[index], len(self.picks)
         for since in np.unique(stale):
             if since == now:

@@ -18,8 +18,7 @@ from mmfast.ops.similarity import nearest, unit_rows
 def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
     """Run a policy of role `position` or `score` on keys `x` `[..., H, N, d]` and signals.
 
-    A share is of `total` tokens, None is N; a whole number above N keeps all. SpecError: a signal
-    is missing, or a knob is wrong; MmfastError: NaN or infinity in what the policy reads.
+    A share is of `total` tokens, None is N; a whole number above N keeps all.
     """
     budget = _budget(spec, tokens.n, total)
     if budget == tokens.n:
@@ -41,10 +40,7 @@ def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
 
 
 def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
-    """Keep the tokens that stand, and of the others what a policy chooses; budgets add up.
-
-    `stands` `[..., N]` bool marks equally many in every row; a share of the policy is of all N.
-    """
+    """Keep the tokens that stand, `[..., N]` bool, and of the others what a policy chooses."""
     heads = tokens.x.shape[-3:-2]
     fixed = _each(marked(stands), heads)  # [..., H, S]
     if fixed.shape[-1] == tokens.n:
@@ -115,11 +111,7 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
 
 
 def pooled_votes(score: Tensor, kernel: int, pool: str = "mean") -> Tensor:
-    """Mean or maximum of `[..., N]` over the odd number `kernel` of places around each token.
-
-    At the ends only the neighbours that exist count. Float64: sums of float32 votes are exact, so
-    equal votes stay equal.
-    """
+    """Mean or maximum of `[..., N]` over `kernel` (odd) places around each token, in float64."""
     if kernel < 1 or kernel % 2 == 0:
         raise SpecError(f"knob kernel={kernel} is not odd; choose 1, 3, 5, 7 …")
     if pool not in ("mean", "max"):

@@ -94,7 +94,6 @@ def _box(place: Tensor) -> Tensor:
 
 
 def _overlapping(boxes: Tensor) -> bool:
-    """Return True if any two of the boxes `[P, 4]` share a cell."""
     low = torch.maximum(boxes[:, None, :2], boxes[None, :, :2])
     high = torch.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
     shared = (low < high).all(-1).fill_diagonal_(False)

@@ -53,11 +53,7 @@ def _on_host(x: Tensor, count: int) -> Tensor:
 
 
 def first_of_equal(rows: Tensor) -> Tensor:
-    """Return for every row of `rows` `[N, D]`, float32 or float64, the first equal row, `[N]`.
-
-    Rows that differ in a few spread columns cannot be equal, so only the others are compared in
-    full: a static video costs one pass, any other next to nothing.
-    """
+    """Return for every row of `rows` `[N, D]` the first equal row, `[N]`."""
     n, width = rows.shape
     first = torch.arange(n, device=rows.device)
     probe = rows[:, :: max(1, width // 8)]
@@ -94,11 +90,9 @@ _ALL_AT_ONCE = 256  # rows up to which the whole product costs less than the sea
 def most_isolated(rows: Tensor, twins: Tensor) -> int:
     """Find the unit row of `[U, D]` with the smallest cosine to its nearest other row.
 
-    Exact without the whole U x U product: a row is excluded as soon as it was compared with one
-    other row that is nearer than the nearest of the best row so far. Rows are first compared with
-    those that share their nearest landmark, so most are excluded early. Rows are distinct; `twins`
-    stand for several equal ones, whose nearest is at cosine 1. The lowest index wins ties; 0 if all
-    have twins.
+    A row is excluded as soon as another one is nearer to it than the nearest of the best so far;
+    those that share a nearest landmark are compared first. Rows are distinct; `twins` stand for
+    several equal ones, at cosine 1. The lowest index wins ties; 0 if all have twins.
     """
     alive = (~twins).nonzero()[:, 0]
     if not len(alive) or len(rows) < 2:
@@ -159,10 +153,8 @@ _CHUNK = 1 << 26  # products held at a time while looking for the first pick, 25
 def max_min_device(x: Tensor, count: int, *, largest: int = LARGEST, block: int = _BLOCK) -> Tensor:
     """Picks `[B, count]` of `x` `[B, N, D]`, as `max_min` describes them.
 
-    Half precision is multiplied as it is, which loses nothing: products of two such numbers are
-    exact in float32, and so is the sum as of any float32 rows. Above `largest` tokens the matrix of
-    similarities is never held, and `block` rows are picked among themselves: time grows with picks
-    times tokens, memory with tokens.
+    Half precision is multiplied as it is, which loses nothing in float32. Above `largest` tokens
+    the matrix of similarities is never held, and `block` rows are picked among themselves.
     """
     rows, scale = _prepared(x)
     n = x.shape[1]
@@ -174,10 +166,7 @@ def max_min_device(x: Tensor, count: int, *, largest: int = LARGEST, block: int 
 
 
 def _prepared(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad rows to `[B, N', D']`, and return factors `[B, N]` that make their products cosines.
-
-    Rows of zeros get a one in a column of their own: they equal each other and nothing else.
-    """
+    """Rows padded to `[B, N', D']`, with a one in rows of zeros, and cosine factors `[B, N]`."""
     x, n, width = x.detach(), *x.shape[1:]
     half = x.dtype in (torch.float16, torch.bfloat16)
     zero = (x == 0).all(-1)
@@ -214,9 +203,8 @@ def _whole(rows: Tensor, scale: Tensor, count: int) -> Tensor:
 def _blocks(rows: Tensor, scale: Tensor, count: int, size: int) -> Tensor:
     """Pick `[count]` of one item, block by block, each brought up to date by one product.
 
-    Similarity to the nearest pick only grows, so the rows of a block can be picked among
-    themselves until one outside, whose bound is known, would come first. At least one row a block
-    is picked, so the passes between two looks are never idle before the end.
+    Similarity to the nearest pick only grows, so the rows of a block can be picked among themselves
+    until one outside, whose bound is known, would come first.
     """
     from mmfast.kernels.max_min_select import pick_block, raise_bounds
 
@@ -237,7 +225,6 @@ def _blocks(rows: Tensor, scale: Tensor, count: int, size: int) -> Tensor:
 
 
 def _one(rows: Tensor, index: Tensor, n: int) -> Tensor:
-    """Products of rows `index` with all n rows, contiguous."""
     return _product(rows.index_select(0, index), rows[:n])
 
 
@@ -267,11 +254,7 @@ def _first(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def max_min_plain(similarity: Tensor, first: Tensor, count: int) -> Tensor:
-    """Pick the row least similar to all picks so far, `count` times, a step in Python each.
-
-    From `similarity` `[B, N, N]`, its diagonal unread, and the `first` picks `[B]`: `[B, count]`
-    int64 in the order of picking; no row twice, ties to the lowest index.
-    """
+    """Picks `[B, count]` after the `first` `[B]` by `similarity` `[B, N, N]`, step by step."""
     batch = torch.arange(len(similarity), device=similarity.device)
     nearest = torch.full_like(similarity[:, 0], -torch.inf)  # [B, N]
     picks = [first]
@@ -284,11 +267,7 @@ def max_min_plain(similarity: Tensor, first: Tensor, count: int) -> Tensor:
 
 
 def max_min_reference(x: Tensor, count: int) -> Tensor:
-    """Picks of the DivPrune reference, in the order of picking: `[count]` for `x` `[N, D]`.
-
-    Nothing keeps a picked row from being picked again, which happens as soon as every row equals
-    a pick. The running minimum gives the picks of the reference, which takes it anew each time.
-    """
+    """Picks `[count]` of the DivPrune reference for `x` `[N, D]`, which may pick rows again."""
     rows = x / x.norm(dim=-1, keepdim=True)
     distance = 1.0 - rows @ rows.T  # [N, N]
     nearest = distance.topk(2, dim=0, largest=False).values[1]  # the smallest is the row itself
@@ -305,10 +284,9 @@ def greedy_diverse(
 ) -> Tensor:
     """Pick `count` rows, each with the best score less its likeness to the picks before it.
 
-    A row's worth is `balance * score - (1 - balance) * likeness`, the likeness being its largest
-    cosine with a pick, the score `[N]` of the order of a cosine: see `rescale`. The first pick has
-    the best score; ties go to the lowest index. `start` is picked beforehand. Returns `[count]`
-    int64 in order.
+    A row's worth is `balance * score - (1 - balance) * likeness`, the likeness its largest cosine
+    with a pick, the score `[N]` of the order of a cosine: see `rescale`. `start` is picked
+    beforehand. Returns `[count]` int64 in order; ties go to the lowest index.
     """
     own = balance * score.double()
     first = [] if start is None else start.tolist()

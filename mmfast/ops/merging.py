@@ -24,9 +24,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def segment_merge(x: Tensor, segments: Segments) -> Tensor:
     """Output m is the sum (or mean) of `weight * x[source]` over the entries of m: `[..., M, D]`.
 
-    A sum is taken in float32 at least and rounded once to the dtype of `x`; an output without
-    entries is 0. On CUDA one program adds up one output, in a fixed order and without atomics;
-    float64 and gradients use plain torch.
+    A sum is taken in float32 at least, 0 without entries. On CUDA one program adds up one output
+    without atomics; float64 and gradients use plain torch.
     """
     learning = x.requires_grad and torch.is_grad_enabled()
     if not x.is_cuda or x.dtype not in _DTYPES or learning:
@@ -105,7 +104,6 @@ def _joined(alike: Floats, most: int | None, threshold: float) -> Integers:
 
 
 def _runs(starts: Integers, n: int, device: torch.device) -> Reduction:
-    """Average runs of tokens `[start, next start)`."""
     ends = np.append(starts[1:], n)
     middle = torch.from_numpy((starts + ends - 1) // 2).to(device)
     lengths = torch.from_numpy(ends - starts).to(device)
@@ -259,10 +257,7 @@ class Matching:
 def match(
     metric: Tensor, count: int, *, class_token: bool = False, distill_token: bool = False
 ) -> Matching:
-    """Choose the `count` even tokens of `[..., N, d]` most similar (by cosine) to an odd one.
-
-    Token 0 is never merged if it is a class token, and nothing into a distill token 1.
-    """
+    """Choose the `count` even tokens of `[..., N, d]` most similar to an odd one."""
     rows = unit_rows(metric)
     even, odd = rows[..., ::2, :], rows[..., 1::2, :]
     partner = nearest_rows(even, odd, not_first=distill_token)  # [..., a]
@@ -282,10 +277,7 @@ Box = tuple[int, ...]  # start and stop of frames, rows and columns
 
 @lru_cache(maxsize=64)
 def split_box(grid: tuple[int, int, int], count: int) -> tuple[Box, ...]:
-    """Cut a grid `(frames, rows, columns)` into exactly `count` boxes of nearly equal volume.
-
-    The longest side is halved; boxes `(t0, t1, y0, y1, x0, x1)` cover every token once.
-    """
+    """Cut a grid into `count` boxes `(t0, t1, y0, y1, x0, x1)` of nearly equal volume."""
     done: list[Box] = []
     todo: list[tuple[Box, int]] = [((0, grid[0], 0, grid[1], 0, grid[2]), count)]
     while todo:
@@ -318,10 +310,7 @@ Cut = Callable[[tuple[int, int, int], int], Sequence[Box]]
 
 
 def pool_boxes(tokens: Tokens, count: int, cut: Cut) -> Reduction:
-    """Average every box that `cut(grid, count)` makes of the raster; without a grid of a row.
-
-    A box stands at the place of its middle token; boxes cover every token once.
-    """
+    """Average every box that `cut(grid, count)` makes of the raster (without a grid a row)."""
     keep, target = _plan(tokens.grid or (1, 1, tokens.n), count, cut)
     lead, device = tokens.x.shape[:-2], tokens.x.device
     return Reduction.merge(

@@ -63,10 +63,7 @@ class Quantiser:
     residual: int = 128  # how many of the most recent tokens a cache keeps as they are
 
     def pack(self, x: Tensor, *, keys: bool = False) -> PackedTensor:
-        """Quantise `x` `[..., n, d]`: groups along the width, for `keys` along the tokens.
-
-        Keys have channels of unlike size, values have not (KIVI, Liu et al. 2024).
-        """
+        """Quantise `x` `[..., n, d]` by row, `keys` by channel (KIVI, Liu et al. 2024)."""
         return quantise(x, self.bits, self.group, along_tokens=keys)
 
     @staticmethod
@@ -115,7 +112,6 @@ def _extremes(grouped: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _block(grouped: Tensor) -> int:
-    """Number of rows of dimension -3 that are processed at once."""
     return max(1, _BLOCK * grouped.shape[-3] // max(1, grouped.numel()))
 
 
@@ -206,10 +202,7 @@ def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
 
 
 def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:
-    """Write parts `[..., n, d]` one behind the other into `out`; tensors are copied.
-
-    Neighbours of one form are read at once.
-    """
+    """Write parts `[..., n, d]` one behind the other into `out`; tensors are copied."""
     start = 0
     for _, group in groupby(packs, _form):
         alike = list(group)

@@ -13,10 +13,7 @@ from mmfast.core.tokens import Tokens
 
 
 def stable_topk(score: Tensor, count: int) -> Tensor:
-    """Indices `[..., count]` of the highest scores `[..., N]`, best first; ties: lowest index.
-
-    `torch.topk` leaves the order of ties open, and CPU and CUDA differ.
-    """
+    """Indices `[..., count]` of the highest scores `[..., N]`, best first; ties: lowest index."""
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -25,11 +22,7 @@ ROUNDING = 2.0**-30
 
 
 def snap(score: Tensor) -> Tensor:
-    """Round a float64 score to multiples of 2^-30.
-
-    Rounding noise of float64 is a million times smaller, so equal tokens get equal bits; and up to
-    four million snapped cosines add up without any rounding at all.
-    """
+    """Round a float64 score to multiples of 2^-30, so that equal tokens get equal bits."""
     return (score / ROUNDING).round_().mul_(ROUNDING)
 
 
@@ -52,10 +45,7 @@ def outlier_count(score: Tensor) -> int:
 
 
 def grouped_topk(score: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-    """Mark the `counts[..., g]` highest scores of each group g; ties go to the lowest index.
-
-    `score` and `group` (in `[0, G)`, in any order) are `[..., N]`; `marked` makes the mask indices.
-    """
+    """Mark the `counts[..., g]` highest scores of each group g; ties go to the lowest index."""
     score, group = torch.broadcast_tensors(score, group)
     counts = counts.expand(*score.shape[:-1], counts.shape[-1])
     best = score.sort(dim=-1, descending=True, stable=True).indices
@@ -81,11 +71,7 @@ def marked(mask: Tensor) -> Tensor:
 
 
 def mass_cover(mass: Tensor, share: float) -> Tensor:
-    """Mark, row by row, the fewest entries whose sum reaches `share` of the row's sum.
-
-    `mass` `[..., C]` is not negative, no row all zero; a share of 1 takes every entry. Of equal
-    entries the first ones are taken, at least one per row.
-    """
+    """Mark the fewest entries of each row of `mass` `[..., C]` whose sum reaches `share` of it."""
     if share >= 1:
         return torch.ones_like(mass, dtype=torch.bool)
     ordered, index = mass.double().sort(dim=-1, descending=True, stable=True)

@@ -13,10 +13,7 @@ from mmfast.ops.temporal_difference import row_dots
 
 
 def unit_rows(x: Tensor) -> Tensor:
-    """Divide every row of `x` `[..., N, D]` by its length, in at least float32.
-
-    A zero row stays zero: its cosine with anything is 0, never NaN.
-    """
+    """Divide every row of `x` `[..., N, D]` by its length, in at least float32; zero rows stay."""
     rows = x.to(torch.promote_types(x.dtype, torch.float32))
     length: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)  # [..., N, 1]
     length = length.masked_fill(length == 0, torch.inf)
@@ -33,20 +30,15 @@ _CHUNK, _CHUNK_CUDA = 1 << 20, 1 << 28
 
 
 def nearest(cosine: Tensor) -> Tensor:
-    """Find the first column of `cosine` `[..., A, B]` that is largest up to rounding: `[..., A]`.
-
-    Among equal tokens the lowest index wins on any device and shape.
-    """
+    """First column of `cosine` `[..., A, B]` that is largest up to rounding: `[..., A]`."""
     best = cosine.amax(dim=-1, keepdim=True)
     return (cosine >= best - _ROUNDING).byte().argmax(dim=-1)
 
 
 def nearest_rows(a: Tensor, b: Tensor, *, not_first: bool = False) -> Tensor:
-    """Return the row of `b` with the largest product for each row of `a`, ties as in `nearest`.
+    """Row of `b` with the largest product for each row of `a`, ties as in `nearest`.
 
-    The matrix of products of unit rows `[..., A, D]` and `[..., B, D]` is never held as a whole:
-    rows of `a` are taken a chunk at a time. `not_first` leaves out the first row of `b` if there is
-    another.
+    The matrix of products is never held as a whole; `not_first` leaves out `b[0]`, unless alone.
     """
     columns = b.transpose(-1, -2)
     one_row = max(1, a.shape[:-2].numel() * b.shape[-2])
@@ -85,19 +77,13 @@ TABLE_CHUNK = 1 << 19  # float64 numbers of a temporary, 4 MB: they stay in cach
 
 
 def cosine_table(a: Tensor, b: Tensor) -> Tensor:
-    """Cosines `[..., A, B]` of each row of `a` `[..., A, D]` with each row of `b` `[..., B, D]`.
-
-    Float64 in steps of 2^-30: equal rows have equal entries. A zero row has cosine 0 with anything.
-    """
+    """Cosines `[..., A, B]` of rows `[..., A, D]` and `[..., B, D]`, float64 in steps of 2^-30."""
     parts = list(cosine_parts(a, b))
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
 def cosine_parts(a: Tensor, b: Tensor) -> Iterator[Tensor]:
-    """Yield `cosine_table` some rows of `a` at a time, for callers that need each row once.
-
-    No float64 temporary is as large as `a` or the table.
-    """
+    """Yield `cosine_table` some rows of `a` at a time, for callers that need each row once."""
     columns = unit_rows(b.double()).transpose(-1, -2)
     items, widest = a.shape[:-2].numel(), max(1, a.shape[-1], b.shape[-2])
     for rows in a.split(max(64, TABLE_CHUNK // max(1, items * widest)), -2):

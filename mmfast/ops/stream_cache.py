@@ -95,8 +95,7 @@ class Placer:
     """Makes places: rotary tables and masks are prepared once and sliced.
 
     `angles(n)` gives cosines and sines of the positions `0..n-1`, each `[n, r]`. A token sees
-    `window` positions, its own included; 0 is all. `explicit` masks also where `causal` says the
-    same.
+    `window` positions, 0 is all. `explicit` masks also where `causal` says the same.
     """
 
     def __init__(
@@ -135,11 +134,7 @@ class Placer:
     def uneven(
         self, starts: Sequence[int], n: int, firsts: Sequence[int] | None = None
     ) -> TokenPlaces:
-        """Every stream at its own position, reading from its own first one on.
-
-        `n` is that of the stream with the most new tokens; what others write behind theirs is
-        overwritten by their next pass before anything reads it.
-        """
+        """Every stream at its own position, from its own first one; `n` is that of the longest."""
         begins = torch.tensor(starts, device=self._device)[:, None]  # [B, 1]
         at = begins + torch.arange(n, device=self._device)  # [B, n]
         stop = max(starts) + n
@@ -237,11 +232,7 @@ class StepPlaces:
 def advance(
     state: StreamKV, n: int, real: Tensor | None = None, window: int | None = None, width: int = 1
 ) -> StepPlaces:
-    """Places of the next `n` tokens after `state`, `width` of them sharing a place.
-
-    Padding of shorter streams, where `real` `[B, n]` is False, is seen by no token. A token looks
-    back `window` places, its own included; None for all.
-    """
+    """Places of the next `n` tokens after `state`, `width` to a place; no token sees padding."""
     if real is None:
         real = state.place.new_ones(len(state.seen), n, dtype=torch.bool)
     place = state.seen[:, None] + (real.long().cumsum(1) - 1).div(width, rounding_mode="floor")

@@ -17,10 +17,7 @@ Array = NDArray[np.floating[Any]]
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Dot products of rows `[..., D]` in the same place, float64, summed in float32 at least.
-
-    Equal rows have equal products, to the bit: all come from one summation of one order.
-    """
+    """Dot products of rows `[..., D]`, float64; equal rows have equal ones, to the bit."""
     wide = torch.promote_types(a.dtype, torch.float32)
     a, b = a.to(wide), b.to(wide)
     if a.device.type != "cpu" or torch.compiler.is_compiling():
@@ -31,10 +28,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Array:
-    """A float32 or float64 tensor on the host as numpy array; copied unless rows are contiguous.
-
-    BLAS takes another path for rows with gaps, with another order of summation.
-    """
+    """A host tensor as numpy array with contiguous rows: BLAS sums others in another order."""
     x = x.detach()
     whole = x.shape[-1] == 1 or x.stride(-1) == 1
     array: Array = (x if whole else x.contiguous()).numpy()
@@ -71,8 +65,7 @@ def temporal_difference(
     """Cosine, mean absolute difference and length of every patch over time, in one read.
 
     EVS (Bagrov et al., 2025) thresholds differences, HoliTom (Shao et al., NeurIPS 2025) cosines.
-    `x` `[F, n, D]` holds the frames of all clips one after the other, `lengths` those of each clip,
-    one by default; without `l1` there are no mean absolute differences.
+    `x` `[F, n, D]` holds all clips of `lengths` frames one after the other, by default one clip.
     """
     lengths = [len(x)] if lengths is None else list(lengths)
     if sum(lengths) != len(x) or min(lengths, default=0) < 0:
@@ -91,11 +84,7 @@ def temporal_difference(
 
 
 def static_runs(static: Tensor) -> Tensor:
-    """Number of steps for which each patch has not changed, `[F, n]` int32, from `static` bool.
-
-    It is r where the patch is static (like the one a frame earlier) in this frame and the r - 1
-    before, and no longer; 0 where it is not.
-    """
+    """Length of the run of `static` frames that ends at each patch, `[F, n]` int32; 0 outside."""
     if static.is_cuda:
         from mmfast.kernels import temporal_difference as kernel
 
@@ -147,7 +136,6 @@ def _blocks(x: Tensor) -> Iterator[tuple[Tensor, int, int, slice]]:
 
 
 def _in_chunks(x: Tensor, lengths: Sequence[int], l1: bool) -> Difference:
-    """Apply `reference` to a few patches and frames at a time."""
     opens = _opens(lengths, x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
     kinds = (torch.float64, wide, wide)

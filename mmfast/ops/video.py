@@ -19,10 +19,7 @@ from mmfast.ops.temporal_difference import temporal_difference
 
 
 def temporal_cosine(x: Tensor, frames: int) -> Tensor:
-    """Cosine of every token with the token at the same place one frame later.
-
-    `x` `[..., T * n, D]`, frame after frame, gives `[..., T - 1, n]` float64.
-    """
+    """Cosine of tokens `[..., T * n, D]` with the same place a frame later: `[..., T - 1, n]`."""
     video = x.unflatten(-2, (frames, -1))  # [..., T, n, D]
     lead, n = video.shape[:-3], video.shape[-2]
     flat = video.reshape(-1, n, x.shape[-1])
@@ -34,10 +31,7 @@ _WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)
 
 
 def closeness(x: Tensor, centre: Tensor) -> Tensor:
-    """Sum of `exp(-|x - centre|^2 / (2 a))` over five widths a from 1/8 to 2: 5 at the centre.
-
-    Rows `[..., n, C]`, of unit length in the methods that use it, give `[..., n]`.
-    """
+    """Sum of `exp(-|x - centre|^2 / (2 a))` over five widths a from 1/8 to 2: 5 at the centre."""
     square = (x - centre).square().sum(-1)
     total = (-square / (2 * _WIDTHS[0])).exp()
     for width in _WIDTHS[1:]:
@@ -46,10 +40,7 @@ def closeness(x: Tensor, centre: Tensor) -> Tensor:
 
 
 def spatial_novelty(frame: Tensor, rows: int, columns: int) -> Tensor:
-    """One minus the larger cosine with the token on the left and the one above.
-
-    `[..., rows * columns]` float64; infinite for the first token, which has no such neighbour.
-    """
+    """One minus the larger cosine with the token on the left and above; infinite for the first."""
     image = frame.unflatten(-2, (rows, columns))
     alike = torch.full(image.shape[:-1], -torch.inf, dtype=torch.float64, device=image.device)
     alike[..., 1:] = paired_cosine(image[..., 1:, :], image[..., :-1, :])
@@ -62,14 +53,9 @@ Floats = NDArray[np.floating[Any]]
 
 
 class SinceKept:
-    """Changes of tokens since the last one kept at their place, for any threshold.
-
-    The first frame is kept. All pairs of frames are compared beforehand, `T * N` numbers, so that
-    many thresholds can be tried.
-    """
+    """Changes of tokens since the last one kept at their place, for any threshold."""
 
     def __init__(self, x: Tensor, frames: int) -> None:
-        """`x` is `[N, D]`, frame after frame."""
         places = rearrange(x.detach(), "(t n) d -> n t d", t=frames)
         self._change: Floats = _changes(places).cpu().numpy()  # [n, T, T]
 
@@ -84,11 +70,7 @@ class SinceKept:
         return seen
 
     def tuned(self, count: int) -> float:
-        """Find by bisection the threshold at which `count` later tokens are kept.
-
-        It keeps at least `count`, and the next higher multiple of 2^-30 fewer; with a threshold of
-        -1 or less everything is kept.
-        """
+        """Highest threshold, in steps of 2^-30, that keeps at least `count` later tokens."""
         low, high = -round(1 / ROUNDING), round(2 / ROUNDING)  # nothing is above 2
         while high - low > 1:
             middle = (low + high) // 2
@@ -114,10 +96,7 @@ _CHANNEL_CHUNK = TABLE_CHUNK // 2  # the sums hold two temporaries
 
 
 def steady_channels(x: Tensor, count: int) -> Tensor:
-    """The `count` channels of smallest population variance over the tokens, smallest first.
-
-    `[..., N, D]`, summed in float64, gives `[..., count]` int64; ties go to the lowest channel.
-    """
+    """The `count` channels of `[..., N, D]` of least variance, smallest first: `[..., count]`."""
     n = x.shape[-2]
     # From the first token on: a channel that never changes then has a variance of exactly 0.
     first = x[..., :1, :].double()
@@ -150,10 +129,9 @@ Segment = tuple[int, int]  # first and last frame
 def static_windows(alike: Tensor, longest: int) -> tuple[list[Segment], int]:
     """Maximise the tokens saved when static places of a window are kept once.
 
-    A place is static in frames a..b if it is `alike` (`[T - 1, n]` bool) in all steps between them.
-    A window, of at most `longest` frames, saves `static places * (b - a)` tokens. On ties no window
-    wins, then the shortest. Returns segments that cover all frames in order (single frames
-    included), and the tokens saved.
+    A place is static in frames a..b if it is `alike` (`[T - 1, n]` bool) in all steps between. A
+    window of at most `longest` frames saves `static places * (b - a)` tokens; ties go to no window,
+    then to the shortest. Returns segments that cover all frames, and the tokens saved.
     """
     saved = _tokens_saved(alike.cpu().numpy())
     frames = len(saved)
@@ -208,10 +186,7 @@ class Quota:
 
 
 def paper_quota(places: list[int], dynamic: Tensor, attn: Tensor, ratio: float) -> Quota:
-    """Return the counts of the paper: clusters rounded, most attended tokens of a frame rounded up.
-
-    `places` are the static places of each window; `dynamic` and `attn` are `[T, n]`.
-    """
+    """Counts of the paper from static places by window, and `dynamic` and `attn` `[T, n]`."""
     score = attn.masked_fill(~dynamic, -torch.inf)
     rank = stable_topk(score, dynamic.shape[-1]).argsort(-1)
     quota = [math.ceil(int(count) * ratio) for count in dynamic.sum(-1)]
@@ -225,10 +200,9 @@ def exact_quota(
     """Move a quota to exactly `budget` tokens.
 
     Too many: the least attended chosen tokens go, then clusters of the fullest window. Too few: the
-    most attended tokens left out come back, then clusters where most places share one, and at last,
-    with everything kept, static tokens leave their mean, most attended first. `places` are the
-    static places of each window; `dynamic` tokens `[T, n]` are not static, `late` ones are and lie
-    after the first frame of their window.
+    most attended tokens left out come back, then clusters where most places share one, and at last
+    static tokens leave their mean. `places` are the static places of each window; `dynamic` tokens
+    `[T, n]` are not static, `late` ones are and lie after the first frame of their window.
     """
     clusters = list(quota.clusters)
     missing = budget - sum(clusters) - int(quota.chosen.sum())
@@ -257,10 +231,9 @@ def _best(candidates: Tensor, attn: Tensor, count: int) -> Tensor:
 
 
 def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
-    """Cut at the least similar adjacent frames and wherever similarity is below `tau`.
+    """First and last frames of segments of `[T, n, D]`, cut where frames are least alike.
 
-    Frames of `[T, n, D]` are compared by their mean token; `least` segments are cut at least.
-    Returns the first and last frame of each, in order.
+    Frames are compared by their mean token, cut below `tau`, and into `least` segments at least.
     """
     if video.device.type != "cpu":
         frames = video.double().mean(1)  # [T, D]
@@ -276,10 +249,9 @@ def shots(video: Tensor, least: int, tau: float) -> list[tuple[int, int]]:
 def first_frame(x: Tensor, grid: tuple[int, int, int], budget: int) -> Tensor:
     """Places of the first frame to keep, for methods that then keep only changes.
 
-    The whole frame, if the budget of the video holds it. Otherwise a quarter of the budget (rounded
-    up; all of it for an image) goes to the tokens least like both the token on their left and the
-    one above. Of the shares tried on the embedded model, from an eighth to two thirds, a quarter
-    answered best at 10 %.
+    The whole frame, if the budget holds it. Otherwise a quarter of it (all for an image), which of
+    the shares tried on the embedded model answered best at 10 %, of the tokens least like both the
+    token on their left and the one above.
     """
     frames, rows, columns = grid
     n = rows * columns
@@ -309,9 +281,8 @@ class Familiarity:
 def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Familiarity:
     """Score the tokens of a chunk `[..., T * n, D]` against the memory and their own frame.
 
-    Only the half of the channels that vary least over the chunk counts. Entries of the memory come
-    from different channels in every chunk and are averaged by rank: the memory holds levels of
-    steady channels, not a picture.
+    Only the half of the channels that vary least over the chunk counts. As these differ between
+    chunks, the memory holds levels by rank, not a picture.
     """
     channels = steady_channels(x, max(1, x.shape[-1] // 2))
     n = x.shape[-2] // frames
@@ -332,11 +303,7 @@ BEFORE, LEFT, ABOVE = (1, 0, 0), (0, 0, 1), (0, 1, 0)
 
 
 def raster_links(tokens: Tokens, step: tuple[int, int, int]) -> Tensor:
-    """Return the token that lies `step` earlier, such as `BEFORE`, `[N]` int64; -1 where none does.
-
-    One item with the signal `place` `[N, 3]`; of an image cut into tiles, `tile` tells the overview
-    from the mosaic, which share places.
-    """
+    """Return the token `step` earlier in the raster or mosaic, `[N]` int64; -1 where none is."""
     place, tile = tokens.need("place").long(), tokens.signal("tile")
     plane = torch.zeros_like(place[:, 0]) if tile is None else (tile > 0).long()
     sizes = (place.amax(0) + 1).tolist()

@@ -1,9 +1,4 @@
-"""Calibration of this device on the model's own layers: some seconds, once per model and device.
-
-Only single layers run, whatever the size of the model, and a point that would take long is left
-out: rates barely change there. Where a whole call is short it runs too, since then the time
-between the layers counts.
-"""
+"""Calibration of this device on single layers of the model, once per model and device."""
 
 from __future__ import annotations
 
@@ -64,10 +59,7 @@ class Reached:
 def reach(
     module: nn.Module, run: Callable[[], Any], clock: Clock = time.perf_counter
 ) -> Reached | None:
-    """Call `run` until it calls `module` in this thread; None where it never does.
-
-    The model is as before afterwards, and other threads pass through undisturbed.
-    """
+    """Call `run` until it calls `module` in this thread; None where it never does."""
     me, found = threading.get_ident(), list[Reached]()
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -254,7 +246,6 @@ def _estimate(
 
 
 def _rest_macs(bench: Bench) -> int:
-    """Multiply-adds per patch outside the blocks: projector and merger."""
     base = bench.model.base_model
     names = ("multi_modal_projector", "connector", "mlp1", "aligner")
     found = [getattr(base, name) for name in names if hasattr(base, name)]

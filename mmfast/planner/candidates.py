@@ -1,8 +1,7 @@
 """Candidate specs for a request, with evidence for their accuracy and reasons against others.
 
-The evidence is accuracy rows in the package: the accuracy that each method kept at each budget on
-questions about unseen media. Between two measured budgets the worse of both counts; below the
-smallest there is no evidence.
+The evidence is accuracy rows in the package. Between two measured budgets the worse of both counts;
+below the smallest there is no evidence.
 """
 
 from __future__ import annotations
@@ -96,10 +95,7 @@ class Evidence:
         return None
 
     def random(self, curve: Curve, share: float) -> float | None:
-        """The best that random selection was measured to do with no smaller a budget.
-
-        Random at the same site counts too, where it was measured.
-        """
+        """Best result of random selection at no smaller a budget, also at the same site."""
         rivals = [c for c in self.baselines if _comparable(c, curve)]
         found = [next((s for at, s in c.points if at >= share - 1e-6), None) for c in rivals]
         return max((score for score in found if score is not None), default=None)
@@ -162,7 +158,6 @@ def _usable(row: Row) -> bool:
 
 
 def _curves(rows: Iterable[Row], total: float) -> list[Curve]:
-    """Group rows by spec without budgets; the latest row of a budget counts."""
     found: dict[str, tuple[tuple[Spec, ...], dict[float, float]]] = {}
     for row in rows:
         try:
@@ -234,11 +229,7 @@ def candidates(
     check: Callable[[tuple[Spec, ...]], object] = lambda stages: None,
     floor: float = 0.0,
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """List every spec that the evidence allows on this model, and the others with a reason.
-
-    `price` predicts the cost of a spec, `check` raises MmfastError for one that the model cannot
-    run, and no share below `floor` is kept.
-    """
+    """List every spec that the evidence allows on this model, and the others with a reason."""
     best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
     rejected: list[Rejected] = []
     for curve in evidence.curves:
@@ -311,7 +302,6 @@ def _moved(curve: Curve, depth: int) -> tuple[Spec, ...]:
 def _unfit(
     stages: Sequence[Spec], work: Work, check: Callable[[tuple[Spec, ...]], object]
 ) -> str | None:
-    """Reason why this model or request cannot use the spec; None where it can."""
     for stage in stages:
         if stage.site not in ("pre", "llm"):
             return f"the cost of site {stage.where!r} is not modelled"

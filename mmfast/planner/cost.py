@@ -1,8 +1,7 @@
 """Predicted time and memory of a request under a spec, from the model's shape and the rates.
 
-Time to first token = encoder + selection + prefill + overhead. Prefill adds up the layers with
-the tokens that each of them really gets; memory adds weights, keys and values, and the larger of
-what the encoder and one decoder layer hold while they work.
+Time to first token = encoder + selection + prefill + overhead; memory = weights, keys and values,
+and the larger of what the encoder and one decoder layer hold while they work.
 """
 
 from __future__ import annotations
@@ -232,7 +231,6 @@ def _prefill(shape: ModelShape, rates: Rates, tokens: Sequence[int], rows: int) 
 
 
 def _signals(rates: Rates, work: Work, stages: Sequence[Spec]) -> float:
-    """Reading attention in the tower, once per place."""
     needs = {need for s in stages if s.site == "pre" for need in s.method.needs}
     read = {"attn" if n == "attn_visual" else n for n in needs & set(TOWER_SIGNALS) - {"keys"}}
     return len(read) * at(rates.signal, work.pixels)

@@ -39,9 +39,8 @@ class Learner:
     """Rates of one model of a known family, those of earlier runs unless given.
 
     `shape` is the model's where the one at hand is cut down to fewer layers; `remember` keeps what
-    is measured for later runs; `clock` gives seconds of the processor where a machine is too busy
-    for those of the wall. `refused` holds what a method said that would not choose, by the key of
-    its time, `measuring_ms` the time spent on what happens once.
+    is measured; `clock` gives seconds of the processor where a machine is too busy. `refused` holds
+    what a method said that would not choose, by the key of its time.
     """
 
     def __init__(
@@ -172,7 +171,6 @@ def selection_ms(bench: Bench, stage: Spec, work: Work) -> float:
 
 
 def _tokens(bench: Bench, n: int, grid: tuple[int, int, int] | None) -> Tokens:
-    """Noise with every signal that the model side may supply."""
 
     def noise(*size: int) -> Tensor:
         return torch.randn(*size, device=bench.device).to(bench.dtype)

@@ -92,11 +92,7 @@ def meets(candidate: Candidate, target: Target, spent: float = 0.0) -> bool:
 def choose(
     candidates: Sequence[Candidate], target: Target, spent: float = 0.0
 ) -> tuple[Candidate | None, list[Candidate]]:
-    """The first step of the ladder that meets the target, None if none does; and the ladder.
-
-    A quality alone is a limit from below, so the fastest step that it allows is taken; `fast` is
-    the best of what keeps a tenth.
-    """
+    """The first step of the ladder that meets the target, None if none does; and the ladder."""
     limited = target.tokens is not None or target.memory is not None
     timed = target.ttft_ms is not None or (target.quality is not None and not limited)
     steps = ladder(good_enough(candidates, target.quality), timed)
@@ -179,11 +175,7 @@ class PlanWarning(UserWarning):
 
 
 class Planner:
-    """Plans for one model of a known family on its device.
-
-    `name` is the model's in the accuracy `rows`, by default those of the package; see `Learner` for
-    the rest.
-    """
+    """Plans for one model of a known family, by `name` in the accuracy `rows`, on its device."""
 
     def __init__(
         self,
@@ -214,12 +206,9 @@ class Planner:
 
         `run` runs one call (`generate` or `forward`) for real, so that the overhead of short ones
         can be learnt; `spent` ms are gone since the caller started to wait; `kind` is that of the
-        media, unless the target names one. A latency that is out of reach is refused if `strict`,
-        else a warning, and the fastest runs; `tick` gets (steps done, steps, label) while the
-        device is measured.
-
-        Raises:
-            MmfastError: No plan meets the target; says what the best one reaches.
+        media, unless the target names one. A target out of reach is an MmfastError that says what
+        the best plan reaches; unless `strict`, a latency out of reach is a warning, and the fastest
+        runs.
         """
         work, media = work_of(self.model, inputs), target.kind or kind
         with self.learner.aside():
@@ -268,7 +257,6 @@ class Planner:
     def _weigh(
         self, work: Work, target: Target, call: str, gone: float, kind: str
     ) -> tuple[Candidate | None, list[Candidate], list[Candidate], list[Rejected]]:
-        """The choice, the ladder it stands on, all candidates, and what is out of question."""
         while True:
             found, rejected = self._candidates(self._evidence(kind), work, kind, call)
             choice, steps = choose(found, target, gone)
@@ -318,7 +306,6 @@ def _best_effort(
 
 
 def _embedded_layers(name: str) -> int | None:
-    """Decoder layers of an embedded model; None where it is another one."""
     try:
         config = json.loads((embedded_path(name) / "config.json").read_text(encoding="utf-8"))
     except ModelError:

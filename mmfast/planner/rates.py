@@ -76,11 +76,7 @@ def _time(value: Any) -> float:
 
 
 def at(points: Sequence[Point], amount: float, power: float = 1.0) -> float:
-    """Milliseconds at an amount of work.
-
-    Between two points time runs straight in `amount ** power`; beyond the last one it grows like
-    `amount ** power`; below the first it is that of the first, since a call has a floor.
-    """
+    """Milliseconds at an amount of work, straight in `amount ** power` between two points."""
     if not points or amount <= 0:
         return 0.0
     sizes = [size for size, _ in points]

@@ -44,7 +44,6 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _evaluations(log: list[Row]) -> str:
-    """Table of the answers with all visual tokens, one row for each evaluation."""
     found = [(each, each["rows"][0]) for each in _rows(log, "evaluation")]
     kinds = list(found[0][1]["by_kind"])
     rows = []
@@ -155,7 +154,6 @@ def _speech(folder: Path, log: list[Row]) -> Row:
 
 
 def _heads(log: list[Row]) -> str:
-    """Table of the draft modules; figures on held-out texts where the log has some."""
     lines = []
     for name in ("mctp", "mtp"):
         mine = [row for row in log if name in row]

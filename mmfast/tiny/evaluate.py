@@ -103,13 +103,10 @@ def run_eval(
 
     A spec is such as "divprune:0.25", None = all tokens. All rows are repeated under each KV policy
     of `caches` ("snapkv:0.25") and then name theirs under `cache`. Progress is called with (spec,
-    questions done, n). All specs are checked before any media are made.
-
-    Returns:
-        The document that `mmfast eval --json` prints: accuracy and by_kind are shares of exact
-        answers, interval the 95 % interval of the accuracy (Wilson), kept the mean number of
-        visual tokens a question, ttft_ms the median time to the first token a question (in
-        batches, encoder included).
+    questions done, n). The result is the document of `mmfast eval --json`: accuracy and by_kind are
+    shares of exact answers, interval the 95 % interval of the accuracy (Wilson), kept the mean
+    number of visual tokens a question, ttft_ms the median time to the first token (in batches,
+    encoder included).
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
@@ -138,12 +135,10 @@ def run_eval(
 
 
 def _in_tower(stages: Sequence[Spec]) -> bool:
-    """Return whether some stage changes the computation of the encoder."""
     return any(stage.site in ("vit", "pixel") for stage in stages)
 
 
 def _alone(stages: Sequence[Spec]) -> bool:
-    """Return whether some stage takes one question at a time."""
     return any(stage.method.revives for stage in stages)
 
 

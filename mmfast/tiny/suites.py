@@ -1,8 +1,4 @@
-"""Suites of questions to the embedded models: clips, pictures, several pictures, pages.
-
-A suite is an endless sequence of cases; its kinds of question take turns, and the same seed gives
-the same cases. Media are files as people have them (H.264 in mp4, JPEG, PNG), never training ones.
-"""
+"""Suites of questions to the embedded models, as files: clips, pictures, albums, pages."""
 
 from __future__ import annotations
 
@@ -91,7 +87,6 @@ class Picture:
 
 
 def _clips(seed: int) -> Iterator[Medium]:
-    """Clips with their clear facts."""
     for index in count():
         draft = scene.make_scene(scene.EVAL, seed, index)
         drawing = scene.draw(draft)
@@ -104,7 +99,6 @@ def _clip(frames: scene.Bytes) -> tuple[bytes, ...]:
 
 
 def _pages(seed: int) -> Iterator[Medium]:
-    """Pages with printed numbers, as PNG."""
     for index in count():
         page = pages.make_page(scene.EVAL, seed, index)
         yield partial(_files, [page.picture], "PNG"), list(pages.page_facts(page))
@@ -125,14 +119,12 @@ def _albums(stream: int, size: int, seed: int) -> Iterator[Medium]:
 
 
 def _alone(fact: Fact, others: Sequence[Picture]) -> bool:
-    """Return whether no other picture of the prompt has an answer, too."""
     if fact.kind == "number":
         return not any(other.number for other in others)
     return not any(set(fact.slots) & set(names) for other in others for names in other.names)
 
 
 def _pictures(seed: int, stream: int) -> Iterator[Picture]:
-    """A random frame of each unseen clip, with its facts."""
     rng = np.random.default_rng([scene.EVAL, seed, stream])
     for index in count():
         draft = scene.make_scene(scene.EVAL, seed, index)

@@ -28,7 +28,7 @@ Report = Callable[[Figures], None]
 class Optimiser:
     """Muon for hidden matrices `[a, b]`, AdamW for everything else, Muon at twice the peak rate.
 
-    Muon (Jordan 2024; step size matched to AdamW, arXiv 2502.16982) needs about half the steps.
+    Muon (Jordan 2024; step size matched to AdamW, arXiv 2502.16982) needs half the steps.
     """
 
     def __init__(
@@ -152,11 +152,7 @@ def train(
     save: Callable[[], None] = lambda: None,
     checkpoint: Path | None = None,
 ) -> int:
-    """Train as long as the course says; returns the steps.
-
-    After each evaluation on held-out data `save` writes the model, and the run's state goes to the
-    file `checkpoint`; a run whose file exists continues from it.
-    """
+    """Train as long as the course says, or go on from the file `checkpoint`; returns the steps."""
     step, spent = (0, 0.0) if checkpoint is None else restore(task, checkpoint)
     began = time.monotonic() - spent
     looked, rows, threads = time.monotonic(), list[Figures](), torch.get_num_threads()

@@ -82,7 +82,6 @@ def _whole(what: str, row: Row | None) -> str:
 
 
 def _accuracy(source: str, every: bool = False) -> ReportTable:
-    """Methods by kept share; `every` also lists registered reducers without a row."""
 
     def lines(rows: Rows) -> list[Row]:
         found = by_share(rows)
@@ -113,7 +112,6 @@ def _best(rows: Rows) -> list[Row]:
 
 
 def _best_kept(rows: Rows) -> list[Row]:
-    """The run with all tokens, then the best run at a quarter and at a tenth."""
     whole = [row for row in rows if not row["reduce"]][-1:]
     kept = [[r for r in rows if r["reduce"] and share(r["reduce"], 0, 0) == s] for s in (0.25, 0.1)]
     return whole + [max(part, key=lambda row: float(row["score"])) for part in kept if part]

@@ -144,7 +144,6 @@ def _default(name: str) -> str:
 
 
 def _note(row: Row) -> tuple[str, str]:
-    """Site, unless it is the default of the method, and the reason."""
     site = "" if row["site"] == _default(row["method"]) else str(row["site"])
     return site, str(row["reason"])
 

@@ -24,11 +24,7 @@ _STYLE: Any = {
 
 
 def accuracy_svg(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Draw one line a method; "" where there is nothing to draw.
-
-    Args:
-        series: `(kept share, accuracy)` ascending by method; "all tokens" is the dashed level.
-    """
+    """Draw a line of (kept share, accuracy) a method, "all tokens" dashed; "" without points."""
     lines = {name: list(pts) for name, pts in series.items() if name != ALL and pts}
     if not lines:
         return ""
@@ -38,10 +34,7 @@ def accuracy_svg(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
 
 
 def speeds(rows: Sequence[Row]) -> tuple[Points, list[tuple[float, float]]]:
-    """(kept share, speed-up) by method of the latest rows, and the ideal of removing at `pre`.
-
-    The rows are those of the 0.5B shape's prefill on a CPU, of one number of frames: the latest.
-    """
+    """Latest (kept share, speed-up) by method of the 0.5B prefill on a CPU, and the ideal."""
     mine = [r for r in rows if (r["preset"], r["device"], r["stage"]) == (PRESET, DEVICE, STAGE)]
     mine = [row for row in mine if row["frames"] == mine[-1]["frames"]]
     found: dict[str, dict[float, float]] = {}
@@ -58,12 +51,7 @@ def speeds(rows: Sequence[Row]) -> tuple[Points, list[tuple[float, float]]]:
 def speed_svg(
     series: Mapping[str, Sequence[tuple[float, float]]], ideal: Sequence[tuple[float, float]]
 ) -> str:
-    """Draw one line a method and the ideal, dashed; "" where there is nothing to draw.
-
-    Args:
-        series: `(kept share, speed-up)` ascending, by method.
-        ideal: The same of the ratio of FLOPs.
-    """
+    """Draw (kept share, speed-up) by method, and the ideal by FLOPs dashed; "" without points."""
     return _draw("speed-up", series, ("ideal by FLOPs", ideal), "{:g}x") if series else ""
 
 
@@ -73,7 +61,6 @@ def _draw(
     level: tuple[str, Sequence[tuple[float, float]]],
     form: str,
 ) -> str:
-    """A chart of curves over the kept share, with a dashed level, as an SVG document."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -115,7 +115,6 @@ def _properties(method: Method) -> list[tuple[str, str]]:
 
 
 def _knobs(method: Method, parameters: Any) -> list[str]:
-    """Knobs with defaults; the description of a parameter stands in the docstring."""
     told = {each.name: " ".join(each.description.split()) for each in parameters}
     cells = [(f"`{k}`", f"`{_shown(v)}`", told.get(k, "")) for k, v in method.knobs.items()]
     return ["\n".join(markdown(("knob", "default", "meaning"), cells)) if cells else "None."]
@@ -244,11 +243,7 @@ def drawn(found: Points) -> Points:
 
 
 def outputs(root: Path) -> dict[Path, str]:
-    """Every generated file under `root` and the text that it should hold.
-
-    Raises:
-        MmfastError: `root` is no checkout, or a marker names no known table.
-    """
+    """Every generated file under `root`, a checkout, and the text that it should hold."""
     readme, folder = root / "README.md", root / "assets" / "results"
     if not readme.is_file():
         raise MmfastError(f"no README.md in {root.name!r}: run this from a checkout")

@@ -43,7 +43,6 @@ def _basis(rows: Rows) -> str:
 
 
 def _accepted(row: Row) -> str:
-    """Acceptance of each codebook."""
     found = row["acceptance"]
     values = found.values() if isinstance(found, Mapping) else found
     return ", ".join(f"{100 * value:.0f} %" for value in values)

@@ -91,7 +91,6 @@ def _even_title(rows: Rows) -> str:
 
 
 def _even_lines(rows: Rows) -> list[Row]:
-    """Gains of each stage and spec by what varies, tokens or answers at once."""
     return pivot(
         sorted(rows, key=lambda row: bool(row["stage"] != "llm")),
         lambda row: f"{STAGES[row['stage']]}|`{row['reduce']}`",
@@ -161,7 +160,6 @@ _ON_GPU = (  # benchmark, way, start of the case, goal, text of a row
 
 
 def _kernel_lines(rows: Rows) -> list[Row]:
-    """Every goal of a kernel on a GPU, with the latest row that is about it."""
     on_gpu = [row for row in rows if (row["device"], row["dtype"]) == ("cuda", "bfloat16")]
     lines = []
     for bench, way, case, bound, text in _ON_GPU:

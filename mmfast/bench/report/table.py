@@ -89,16 +89,11 @@ def _nothing(rows: Rows) -> str:
 class ReportTable:
     """A table declared as data.
 
-    Attributes:
-        source: Suites, parted by blanks, whose files `SUITE*.jsonl` hold the rows.
-        columns: `"head: cell | …"`, cells by head, or a function from the rows to cells by head.
-        bench: Takes the rows of this benchmark alone.
-        keys: Of rows that agree in these fields only the latest counts; () takes all.
-        split: One table for each combination of these fields.
-        lines: One mapping a line, made from the rows of the table.
-        before: Text above the table.
-        after: Text below it.
-        spare: Columns that no line fills are left out.
+    Rows come from the files `SUITE*.jsonl` of the suites in `source` (parted by blanks), of one
+    benchmark alone with `bench`; of those that agree in `keys` only the latest counts, () takes
+    all. `columns` are `"head: cell | …"`, cells by head, or a function from the rows to cells by
+    head. `split` makes a table for each combination of these fields. `lines` has one mapping a
+    line, made from the rows of the table; `spare` columns are left out where no line fills them.
     """
 
     source: str
@@ -122,7 +117,6 @@ class ReportTable:
         return [line for group in groups.values() or ([],) for line in self._one(group)][:-1]
 
     def _one(self, rows: Rows) -> list[str]:
-        """One table with its texts, and a blank line behind each part."""
         lines, columns = self.lines(rows), self._columns(rows)
         cells = [[fill(cell, line) for cell in columns.values()] for line in lines]
         used = [n for n in range(len(columns)) if not self.spare or any(row[n] for row in cells)]

@@ -21,11 +21,7 @@ _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.DOTA
 
 
 def write_table(name: str, rows: Sequence[Row]) -> list[str]:
-    """Lines of Markdown of a table.
-
-    Raises:
-        MmfastError: There is no such table; names the choices and the nearest.
-    """
+    """Lines of Markdown of a table; a MmfastError names the choices and the nearest."""
     if name not in TABLES:
         raise MmfastError(unknown("table", name, TABLES))
     parts = [table.markdown(rows) for table in TABLES[name]]
@@ -40,11 +36,7 @@ def read_rows(folder: Path, suite: str) -> list[Row]:
 
 
 def render(text: str, folder: Path) -> str:
-    """`text` with everything between its table markers written anew from rows in `folder`.
-
-    Raises:
-        MmfastError: A marker names no known table.
-    """
+    """`text` with everything between its table markers written anew from rows in `folder`."""
 
     def fill(match: re.Match[str]) -> str:
         name = match[2]

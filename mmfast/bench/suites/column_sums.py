@@ -1,7 +1,4 @@
-"""Benchmark of attention column sums against eager weights and FlexAttention.
-
-The column sum of a key is the attention it receives from all queries and heads.
-"""
+"""Benchmark of the attention that keys receive, against eager weights and FlexAttention."""
 
 from __future__ import annotations
 
@@ -129,11 +126,7 @@ def _weights(x: AttentionInputs) -> Tensor:
 
 
 def swapped_flex(x: AttentionInputs, compiled: bool = True) -> Callable[[], Tensor]:
-    """Return FlexAttention with queries and keys exchanged.
-
-    Its log-sum-exp is then the logarithm of the column sums. Grouped keys have to be repeated,
-    and unused values of width 16 are carried along.
-    """
+    """FlexAttention with queries and keys exchanged: its log-sum-exp gives the column sums."""
     case, lse = x.case, x.lse
 
     def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -227,7 +220,6 @@ def _peaks(jobs: dict[str, Callable[[], Tensor]], x: AttentionInputs) -> dict[st
 
 
 def _check(x: AttentionInputs) -> dict[str, float]:
-    """Return the errors of all ways that compute sums; ours into memory that holds NaN."""
     exact, errors = exact_sums(x), {}
     for name, way in WAYS.items():
         if name == "sdpa alone":

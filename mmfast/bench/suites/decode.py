@@ -21,7 +21,6 @@ from mmfast.bench.results import Row, dtype_name
 
 
 def _case(preset: str, frames: int, device: str | None) -> tuple[Case, Row]:
-    """Build a case on a device; return it with the fields of its rows."""
     where, shape = pick_device(device), get_preset(preset)
     case = build(preset, ("llm", "decode"), frames, where, pick_dtype("auto", shape, where))
     shared = {"preset": preset, "device": where.type, "visual": case.n}
@@ -39,11 +38,7 @@ COMPILED = (("tiny", 4, 33, 9), ("llava-onevision-0.5b", 1, 6, 3))  # frames, st
 
 @benchmark("decode", "compiled")
 def compiled(tick: Tick) -> list[Row]:
-    """Compare eager with compiled decoding behind a reduced prompt: one graph, the same tokens.
-
-    Masks, positions and cache lengths are tensors of fixed shape, so nothing is compiled again
-    while the cache fills, and a GPU can capture the step. The stock model is measured likewise.
-    """
+    """Compare eager with compiled decoding behind a reduced prompt: one graph, the same tokens."""
     return [row for shape in COMPILED for row in compiled_rows(*shape, tick=tick)]
 
 
@@ -202,11 +197,9 @@ HOOKED = (("tiny", 4, 32, 15), ("llava-onevision-0.5b", 2, 4, 7))  # frames, ste
 
 @benchmark("decode", "hooks")
 def hooks(tick: Tick) -> list[Row]:
-    """Measure the overhead of `attach` in one decode step, on the tiny and the 0.5B shape.
+    """Overhead of `attach` in one decode step, beside stock on a cache with as many entries.
 
-    The twin is the stock model on a stock cache that holds as many entries in every layer, so the
-    difference is the cost of hooks, shortened cache layers and policies. Policies that evict,
-    unpack or read a part at every step do work of their own, which `work` names.
+    Policies that evict, unpack or read a part at every step do work of their own (`work`).
     """
     return [row for shape in HOOKED for row in hook_rows(*shape, tick=tick)]
 
@@ -274,7 +267,6 @@ def _steps(case: Case, cache: Any, steps: int) -> timing.Sample:
 
 
 def _twin(held: Any) -> Any:
-    """Return a stock cache with as many entries in each layer."""
     from transformers import DynamicCache
 
     cache = DynamicCache()

@@ -1,7 +1,6 @@
 """The real server with an engine without a model and a simulated internet, in its own process.
 
-`python -m mmfast.bench.suites.hostile_server PORT OPTIONS`: connections to names of `.example` go
-to PORT of this machine, whatever address a name resolves to.
+Connections to names of `.example` go to PORT of this machine, whatever their address.
 """
 
 from __future__ import annotations

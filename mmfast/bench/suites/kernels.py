@@ -1,7 +1,6 @@
 """Benchmarks of kernels against the operations that torch offers in their place.
 
-Cases are declared in tables by kind of device: real sizes on CUDA, tiny ones on the CPU. Before
-a kernel is timed, its result is compared with a reference; a wrong one is not timed.
+Real sizes run on CUDA, tiny ones on the CPU; kernels with wrong results are not timed.
 """
 
 from __future__ import annotations
@@ -136,8 +135,7 @@ PICKS = {
 def max_min_select(tick: Tick) -> list[Row]:
     """Compare farthest-point selection with loops over picks.
 
-    `speedup` is over the loop that keeps a running minimum (None where it would take too long),
-    `cover` the cosine of the worst covered token with its nearest pick.
+    `speedup` is over the loop that keeps a running minimum, `cover` the worst token's cosine.
     """
     return over_cases(PICKS, ONE_DTYPE, _pick_rows, tick)
 
@@ -347,10 +345,7 @@ CLIPS = {
 
 @benchmark("kernels", "temporal-difference")
 def temporal_differences(tick: Tick) -> list[Row]:
-    """Compare changes of patches between frames with eager and compiled torch.
-
-    `speedup` is over eager torch with the same results, `gb_s` on CUDA that of the clip read once.
-    """
+    """Compare changes of patches between frames with eager torch (`speedup`) and compiled torch."""
     return over_cases(CLIPS, DTYPES, _difference_rows, tick)
 
 
@@ -373,7 +368,6 @@ def _difference_rows(case: DifferenceCase, dtype: torch.dtype, device: str) -> l
 
 
 def _differences(case: DifferenceCase, device: str) -> dict[str, Callable[[Tensor], object]]:
-    """Return all three results, or the cosine alone: ours, eager, and compiled on a GPU."""
     lengths = list(case.lengths)
     cosine: Merge = lambda x: F.cosine_similarity(x[1:], x[:-1], dim=-1)
     ways: dict[str, Callable[[Tensor], object]] = {

@@ -1,7 +1,6 @@
 """Benchmark of a frame of Moshi, beside the lower bound that its bytes set.
 
-On a GPU the whole 7B shape: states that are values against four CUDA graphs with a full window.
-On the CPU a tiny shape, plain or compiled; the large shape is then a row without a time.
+On the CPU a tiny shape; the large shape is then a row without a time.
 """
 
 from __future__ import annotations
@@ -120,7 +119,6 @@ def _rows(
 
 
 def _times(ways: Mapping[str, Frame], pcm: Tensor, device: str) -> dict[str, list[float]]:
-    """Measure milliseconds of every frame, all ways in turn."""
     clock = time.perf_counter if device == "cuda" else time.process_time
     times: dict[str, list[float]] = {way: [] for way in ways}
     for each in pcm:
@@ -132,7 +130,6 @@ def _times(ways: Mapping[str, Frame], pcm: Tensor, device: str) -> dict[str, lis
 
 
 def _by_value(voice: MoshiVoice, batch: int) -> Frame:
-    """Return steps whose state is a value, as for conversations that branch."""
     state = voice.start(batch)
 
     def frame(pcm: Tensor) -> UserSound:

@@ -132,7 +132,6 @@ def _scene(shape: ClipShape) -> Iterator[Frame]:
 
 
 def _texture(rng: np.random.Generator, height: int, width: int) -> Frame:
-    """Sum noise at four scales, coarse ones stronger, as in natural pictures."""
     total = np.zeros((height, width))
     for scale in (4, 12, 36, 108):
         coarse = rng.standard_normal((height // scale + 2, width // scale + 2))

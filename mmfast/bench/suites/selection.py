@@ -1,6 +1,6 @@
 """Cost of choosing tokens against the textbook formulation of the same rule.
 
-The textbooks follow the papers' own code: plain, slow, and independent of `mmfast.ops`.
+The textbooks follow the papers' own code, independent of `mmfast.ops`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ def method_case(method: str, grid: tuple[int, int, int], d: int, share: float) -
 
 
 def _method_job(method: str, grid: tuple[int, int, int], d: int, budget: int) -> SelectionJob:
-    """Build the method and its textbook on a synthetic video."""
     name = method.partition("@")[0]
     if name not in TEXTBOOKS:
         raise MmfastError(f"no textbook for {name!r}; choices: {', '.join(sorted(TEXTBOOKS))}")
@@ -216,8 +215,7 @@ CASES = (
 def measure(cases: Sequence[SelectionCase] = CASES, repeats: int = 9) -> Iterator[Row]:
     """Time every case on one thread, ours and textbook in turn; a slow textbook runs once.
 
-    `noise` is the difference of two runs of ours in a round; `extra_mb` and `textbook_extra_mb` are
-    peaks of memory above that in use before.
+    `noise` is the difference of two runs of ours; `extra_mb` is above the memory used before.
     """
     for case in cases:
         with one_thread():

@@ -170,7 +170,6 @@ def _answer(scheduler: Scheduler, tokens: int, count: int, together: bool) -> No
 
 
 def _overload(scheduler: Scheduler, tokens: int, count: int) -> Row:
-    """Submit more chats than there is room for, and count the outcomes."""
     records, busy, retry = [], 0, 0.0
     for _ in range(count):
         try:
@@ -235,7 +234,6 @@ def _during_prompt(scheduler: Scheduler, words: int) -> tuple[TimeSpent, TimeSpe
 
 
 def _turns(scheduler: Scheduler) -> Row:
-    """Submit many requests of one tenant, then few of another; return the places of the few."""
     reset(scheduler)
     tenants = ["many"] * FROM_MANY + ["few"] * FROM_FEW
     records = [ChatRecord(scheduler, chat(8, tenant=tenant)) for tenant in tenants]
@@ -254,11 +252,7 @@ ENGINES = (("inproc", 1), ("ray", 1), ("ray", 2))  # engine and workers
 def batch(
     tick: Tick, engines: Sequence[tuple[str, int]] = ENGINES, count: int = FILES, rounds: int = 3
 ) -> list[Row]:
-    """Measure clips per second of `mmfast batch`: in one process, and on Ray.
-
-    The rate is that of the second half of a run, when all workers have their model; `start_s` are
-    the seconds until the first answer. Each row is that of the round with the median rate.
-    """
+    """Measure clips per second of `mmfast batch`, in one process and on Ray, with warm workers."""
     with tempfile.TemporaryDirectory(prefix="mmfast-") as where:
         folder = Path(where) / "clips"
         folder.mkdir()
@@ -303,11 +297,7 @@ FIRST_QUESTIONS = {"text": "Hello?", "clip": "Which way does the red circle move
 
 @benchmark("serve", "start")
 def start(tick: Tick, rounds: int = 5) -> list[Row]:
-    """Measure a fresh `mmfast serve` up to its first answer.
-
-    `listening_s` is the time until a client can connect, `answer_s` until the answer to a question
-    asked at that moment; `cpu_s` is the server's processor time until then.
-    """
+    """Measure a fresh `mmfast serve` up to its first answer."""
     found: dict[str, list[Row]] = {name: [] for name in FIRST_QUESTIONS}
     for number in range(rounds):
         for name, starts in found.items():

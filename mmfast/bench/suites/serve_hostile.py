@@ -1,7 +1,6 @@
 """Benchmark of hostile requests: status, time, and memory of the whole server.
 
-The files are small and huge once decoded, the bodies and addresses malformed or endless. The real
-server runs in its own process (`hostile_server`), and every request must be refused.
+Files are huge once decoded, bodies and addresses malformed or endless; all must be refused.
 """
 
 from __future__ import annotations
@@ -223,7 +222,6 @@ def hostile_requests() -> list[HostileRequest]:
 
 
 def _files() -> Iterator[tuple[str, str, str]]:
-    """Yield the name of a request, the kind of its media, and their data URL."""
     clip = mp4()
     torn = picture(width=2000, height=2000)[:3000]
     yield "PNG of 500 MB", "image", encode(png(), "image/png")
@@ -279,7 +277,6 @@ def _headers(port: int) -> int:
 
 
 def _slow(port: int, start: bytes) -> int:
-    """Send a byte every 0.1 seconds."""
     end = time.monotonic() + _WAIT
     with socket.create_connection(("127.0.0.1", port), 0.1) as sock:
         sock.sendall(start)
@@ -299,7 +296,6 @@ class _InternetHandler(BaseHTTPRequestHandler):
     """`/to?URL` redirects, `/endless` never ends, all other paths are a picture."""
 
     def do_GET(self) -> None:
-        """Answer a request."""
         path, _, where = self.path.partition("?")
         if path == "/to":
             self.send_response(302)

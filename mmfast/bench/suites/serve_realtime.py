@@ -1,7 +1,6 @@
 """Benchmark of `/v1/realtime`: the time to the first sound, and to silence after an interruption.
 
-A client on this machine sends sound as a microphone would, through a real socket: the figures
-include the whole server, and the embedded models.
+Sound comes as from a microphone, through a real socket, to the embedded models.
 """
 
 from __future__ import annotations
@@ -100,8 +99,6 @@ def listening(service: Any) -> Iterator[str]:
 
 
 class _RealtimeClient:
-    """A connection that records the time of each event."""
-
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self.times: dict[str, list[float]] = {}
@@ -129,7 +126,6 @@ class _RealtimeClient:
         return len(self.times.get(kind, ()))
 
     async def event(self, kind: str, count: int) -> float:
-        """Wait for the nth event of a kind; return its time."""
         async with self._news:
             await self._news.wait_for(lambda: self.count(kind) >= count)
         return self.times[kind][count - 1]

@@ -54,9 +54,8 @@ class LanguageShape(NamedTuple):
 def shape(tick: Tick) -> list[Row]:
     """Measure drafting on the shape of Qwen2-7B with VITA-Audio's vocabulary (arXiv 2505.03739).
 
-    Layers share the weights of two of them, modules too, so that the model fits in memory; a layer
-    is larger than any cache, so each use reads it from memory anew, as in the whole model. Two
-    ideals: by the weights read, and with the measured cost of a pass over eleven tokens.
+    Layers and modules share the weights of two layers, which are larger than any cache. Two ideals:
+    by the weights read, and with the measured cost of a pass over eleven tokens.
     """
     return shape_rows(LanguageShape(), ROUNDS, tick)
 
@@ -94,7 +93,6 @@ class _SharedTrunk:
         return getattr(self._backbone, name)
 
     def new_layer(self, ffn: int | None = None) -> nn.Module:
-        """Return one of the backbone's own layers."""
         self._made += 1
         layer: nn.Module = self._backbone.decoder.layers[self._made % self._distinct]
         return layer
@@ -158,7 +156,6 @@ class _ClockedHead:
         return getattr(self._head, name)
 
     def draft(self, *inputs: Any) -> int:
-        """Draft as the head does."""
         start = time.process_time()
         ran = int(self._head.draft(*inputs))
         self.seconds += time.process_time() - start
@@ -166,10 +163,7 @@ class _ClockedHead:
 
 
 def ideal_speedup(schedule: str, share: float, wide: float = 1.0) -> float:
-    """Return the ideal by weights read: a module reads `share` of a pass.
-
-    A pass behind drafts takes `wide` times as long as one over a single token.
-    """
+    """Ideal where a module reads `share` of a pass; one behind drafts is `wide` times as long."""
     main, drafts = parse_schedule(schedule).pairs[-1]
     return (main + drafts) / (main - 1 + wide + share * drafts)
 
@@ -429,11 +423,7 @@ def draft_row(
 
 @benchmark("speech", "depth-drafts")
 def depth_drafts(tick: Tick, count: int = 60, steps: int = 400, unseen: int = 5) -> list[Row]:
-    """Measure the share of accepted drafts, codebook by codebook, and depth passes per frame.
-
-    A small causal language model with a depth head learns residual codebooks of recordings, and
-    three drafters learn the codes of the depth head; most of the time is training.
-    """
+    """Measure the share of accepted drafts, codebook by codebook, and depth passes per frame."""
     tick("recordings and training", 0, 2)
     seen, books = codes_of(count, seed=0)
     fresh, _ = codes_of(unseen, seed=977, books=books)

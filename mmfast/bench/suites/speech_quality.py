@@ -1,7 +1,6 @@
 """Quality of speech models: word errors of spoken text, answers to spoken questions, the codec.
 
-The recogniser is pocketsphinx with the English model of its wheel. Its grammar allows every
-sentence and question of the domain, so it has to distinguish them by sound.
+The recogniser is pocketsphinx with a grammar of every sentence and question of the domain.
 """
 
 from __future__ import annotations
@@ -346,21 +345,11 @@ def run_speech_eval(
 ) -> dict[str, Any]:
     """Measure word errors of a model's speech, and right answers to spoken questions.
 
-    Args:
-        n: Unseen sentences, and as many unseen questions.
-        seed: Of the sentences and questions.
-        model: None (the embedded model), its folder, or an object that speaks and listens.
-        modes: Of MODES; all of them if empty.
-        tasks: Of TASKS.
-        progress: Called with a label, steps done and steps in all.
-        recognise: Sound to text; pocketsphinx with the grammar of the domain if None.
-        answer: Answers to questions about clips; the embedded video model's if None.
-
-    Returns:
-        `suite`, `n`, `seed`, `model` and `rows`; see `speaking_rows` and `listening_rows`.
-
-    Raises:
-        MmfastError: An unknown mode or task, or something that has to be installed.
+    `n` unseen sentences and `n` unseen questions are drawn. `model` is None (the embedded model),
+    its folder, or an object that speaks and listens; `modes` are of MODES, all by default.
+    `recognise` turns sound into text (pocketsphinx with the grammar of the domain), `answer`
+    answers questions about clips (the embedded video model). Returns `suite`, `n`, `seed`, `model`
+    and `rows`; see `speaking_rows` and `listening_rows`.
     """
     for what, asked, known in (("mode", modes, tuple(MODES)), ("task", tasks, TASKS)):
         for name in set(asked) - set(known):
@@ -431,7 +420,6 @@ def codec_rows(
 
 
 def _through(codec: Any, recorded: Sequence[Tensor]) -> tuple[list[Tensor], float, float]:
-    """Return sound encoded and decoded, and processor seconds of both directions."""
     coded, encoding, decoding = [], 0.0, 0.0
     with torch.inference_mode(), one_thread():
         codec.decode(codec.encode(recorded[0][None]))  # warm-up

@@ -81,7 +81,6 @@ class HumSpeaker:
 
 
 def _words(parts: Iterable[str]) -> Iterator[str]:
-    """Yield words with the space before them, as soon as they are complete."""
     held = ""
     for part in parts:
         held += part
@@ -275,7 +274,6 @@ class Soak:
             self.faults.append(f"{self.seconds:.2f} s, {why} {item}: {found!r}, heard {wanted!r}")
 
     def _interfere(self) -> None:
-        """Cancel the reply, or truncate it as a client does."""
         if self.random.random() < 0.5:
             self.session.cancel()
         elif self.item in self.session.history.items:
@@ -284,7 +282,6 @@ class Soak:
         self._take(self.session.poll())
 
     def _check(self) -> None:
-        """Check that the context holds exactly the text that was heard."""
         items = self.session.history.items
         if self.item in items and self.item not in self.expected:
             self._expect(self.item, items[self.item].text, "played")
@@ -298,11 +295,7 @@ class Soak:
 
 
 def soak(seconds: float = 3600.0, seed: int = 0) -> dict[str, Any]:
-    """Converse for simulated seconds with random interruptions; return figures and ten faults.
-
-    `checks` compares the context with the samples played; memory is that after a tenth of the time
-    and at the end.
-    """
+    """Converse for simulated seconds with random interruptions; return figures and ten faults."""
     run, started, marks = Soak(seed), time.perf_counter(), list[tuple[float, int]]()
     for at in run.run(seconds):
         if (at >= WARM * seconds and not marks) or at >= seconds:

@@ -186,11 +186,7 @@ def first_sound(tick: Tick) -> list[Row]:
 def sound_rows(
     model: Any, lines: Sequence[SpokenLine], asked: Sequence[Any], tick: Tick
 ) -> list[Row]:
-    """Measure a `Speaker` and `Chatter` on texts to say and spoken questions `[n]`.
-
-    The clock starts at the end of the question. It is the wall clock, as for a listener; the
-    processor time beside it excludes other load.
-    """
+    """Time a `Speaker` and `Chatter` by the wall clock on texts and spoken questions `[n]`."""
     found, done, total = [], 0, len(SOUND_MODES) * (len(lines) + len(asked))
     with timing.frozen():
         for mode in SOUND_MODES:

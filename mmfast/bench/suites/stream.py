@@ -40,10 +40,7 @@ _ASK, _SAMPLE, _SIDE = 500, 50, 96
 
 @benchmark("stream", "bounded")
 def bounded(tick: Tick) -> list[Row]:
-    """Watch 20,000 frames with the embedded model: memory and time per frame must not grow.
-
-    The session has a window, an archive whose quotas are reached early, a gate and a reducer.
-    """
+    """Watch 20,000 frames with the embedded model: memory and time per frame must not grow."""
     import mmfast
 
     pipe = mmfast.pipeline("video-stream", device="cpu", dtype="float32", reduce="dtd:0.5")
@@ -58,11 +55,7 @@ def bounded_row(
     side: int = _SIDE,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Row:
-    """Compare time and memory after `early` frames with those before.
-
-    Bytes of session and process are the highest up to `early` and of all; the times are medians of
-    `part` frames.
-    """
+    """Compare highest bytes, and median times of `part` frames, after `early` with those before."""
     seen, figures = _watch(pipe, frames, side, tick)
     samples = early // _SAMPLE
     before = statistics.median(seen.spent[early - part : early])
@@ -161,15 +154,11 @@ def prefill_rows(layers: int, frames: int, rounds: int) -> list[Row]:
 
 
 def _saving(rows: list[Row]) -> list[Row]:
-    """Add the share of the baseline's time that a job saves."""
     return [{**row, "saved": 1.0 - 1.0 / row["speedup"]} for row in rows]
 
 
 def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
-    """Append every frame to an empty cache; return it and the last hidden state `[D]`.
-
-    Kept tokens keep their positions, and the next frame begins behind the whole frame.
-    """
+    """Append every frame to an empty cache; return it and the last hidden state `[D]`."""
     decoder: Any = case.model.get_decoder()
     _, rows, columns = case.grid
     reducer = None if spec is None else StreamReducer(spec)
@@ -189,7 +178,6 @@ def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
 
 
 def _check_prefill(case: Case) -> int:
-    """Return the number of kept tokens."""
     cache, last = append_frames(case, None)
     decoder: Any = case.model.get_decoder()
     at_once = decoder(inputs_embeds=case.visual[None]).last_hidden_state[0, -1]
@@ -218,11 +206,7 @@ def frame_cache(tick: Tick) -> list[Row]:
 
 
 def frame_cache_rows(name: str, rounds: int) -> list[Row]:
-    """Measure one shape of `SHAPES`.
-
-    Every frame differs a little in all patches, so that the cache computes exactly its share of
-    each; the rule that finds scene cuts is off.
-    """
+    """Measure one shape of `SHAPES`: patches change a little, scene cuts are not looked for."""
     preset, frames, note = SHAPES[name]
     case = build(preset, ("vit",), frames=frames)
     encode = case.model.get_video_features

@@ -1,7 +1,4 @@
-"""Benchmarks of the vision tower on real shapes with random weights.
-
-A variant is timed only if its features are close to those of the stock tower.
-"""
+"""Benchmarks of the vision tower on real shapes with random weights."""
 
 from __future__ import annotations
 
@@ -215,15 +212,11 @@ MERGES = (*_TOME, "saint@vit:0.5")
 def merging(
     tick: Tick, specs: Sequence[str] = MERGES, rounds: int = 3, layers: int = 4
 ) -> list[Row]:
-    """Compare the stock towers with merging between blocks.
-
-    `ideal` is the speed-up by FLOPs, `merging_ms` the time to choose and merge.
-    """
+    """Compare the stock towers with merging between blocks; `ideal` is the speed-up by FLOPs."""
     return over(TOWERS, lambda name: _merge_rows(name, specs, rounds, layers), tick)
 
 
 def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> list[Row]:
-    """Measure one tower."""
     tower, where = TOWERS[name], pick_device(None)
     layers, frames = (tower.blocks, 32) if where.type == "cuda" else (layers, tower.frames)
     case = tower.case(layers, frames)
@@ -254,7 +247,6 @@ def _encode_reduced(case: Case, spec: str) -> Tensor:
 
 
 def _flops(case: Case, leaving: list[int]) -> int:
-    """Count the FLOPs of the blocks by the tokens that reach the MLP of each."""
     grid = (case.grid[0], *case.preset.grid)
     return tower_flops(case.model, grid, [math.prod(grid), *leaving[:-1]], leaving)
 
@@ -285,7 +277,6 @@ class _LaunchCount(TorchDispatchMode):
 
 @contextmanager
 def _merges_recorded(counting: bool = False) -> Iterator[_MergeRecord]:
-    """Record the merging of every block; counting and timing take separate passes."""
     stock, seen = MergePass.merge, _MergeRecord()
 
     def merge(work: MergePass, block: int, hidden: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ _RISE = 0.05  # dB per window by which the noise estimate rises while it is loud
 class Energy:
     """Loudness of a window above the noise before it, which takes any loud noise for speech.
 
-    The state is the level of the noise, `[B]` in dB: it falls at once and rises 1.5 dB a second.
+    The state, the level of the noise `[B]` in dB, falls at once and rises 1.5 dB a second.
     """
 
     window = WINDOW
@@ -131,9 +131,8 @@ class ActivityState:
 class VoiceActivity:
     """A `Stage`: pcm `[B, n]` at 16 kHz in, probabilities of speech `[B, t]` per 512 samples out.
 
-    Windows are judged one by one, so any split gives the same figures; NaN and infinite samples are
-    silence. The engine "silero" takes about 0.5 ms a window; "energy", loudness above the noise,
-    takes any loud noise for speech and is never chosen automatically.
+    Any split gives the same figures; NaN and infinite samples are silence. The engine "silero"
+    takes about 0.5 ms a window; "energy" takes any loud noise for speech and must be asked for.
     """
 
     rate, window = RATE, WINDOW

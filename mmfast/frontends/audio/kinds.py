@@ -38,14 +38,7 @@ _MAGIC = (
 
 
 def sniff_sound(name: str, head: bytes) -> str:
-    """Detect the kind of a sound file from its first bytes.
-
-    Returns:
-        A key of `AUDIO_KINDS` or of `VIDEO_KINDS`, or `OTHER`.
-
-    Raises:
-        MediaError: It is an image.
-    """
+    """Kind of a file by its first bytes (`AUDIO_KINDS`, `VIDEO_KINDS`, `OTHER`); no images."""
     kind = next((k for k, at, magic in _MAGIC if head[at : at + len(magic)] == magic), "")
     kind = kind or magic_kind(head)
     if kind in IMAGE_KINDS:

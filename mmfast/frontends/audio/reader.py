@@ -32,11 +32,7 @@ _DAMAGED = 100  # packets in a row that do not decode, after which reading ends
 
 
 def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
-    """Decode a file; the rate may change between pieces.
-
-    Damaged packets and a truncated end are left out; a MediaError says that nothing decodes, or
-    that it lasts or takes too long.
-    """
+    """Decode a file without its damaged packets; the rate may change between pieces."""
     raw = _other_pieces(source) if source.kind == OTHER else _decoded(source, limits)
     budget, seconds = Budget(limits, source.name), 0.0
     waiting: list[Tensor] = []
@@ -101,7 +97,6 @@ def _mono(frame: Any, name: str) -> Tensor:
 
 
 def _other_pieces(source: MediaSource) -> Iterator[Piece]:
-    """Read with libsndfile a kind that is not in `AUDIO_KINDS`."""
     import soundfile
 
     with source.open() as file:
@@ -194,7 +189,6 @@ def _given(
 
 
 def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece]:
-    """Yield mono samples and their rate."""
     media, given = _unwrapped(media, given)
     if is_encoded(media):
         if given.encoding is None:
@@ -206,7 +200,6 @@ def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece
 
 
 def _is_samples(media: Any) -> bool:
-    """Return True for an array or a list of numbers."""
     if hasattr(media, "__array__") or isinstance(media, Tensor):
         return True
     return isinstance(media, list | tuple) and (not media or isinstance(media[0], Real))

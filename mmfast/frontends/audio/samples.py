@@ -49,10 +49,7 @@ def mix(samples: Any, name: str, axis: int | None = None) -> Tensor:
 
 
 def check(pcm: Tensor, name: str, before: float = 0.0, rate: int = 0) -> Tensor:
-    """Return float samples `[n]` if all are finite and of a plausible size.
-
-    Messages count from `before` seconds at `rate` samples per second, where that is not 0.
-    """
+    """Return float samples `[n]` if finite and plausible; messages count from `before` seconds."""
     if not pcm.numel():
         return pcm
     low, high = torch.aminmax(pcm)
@@ -104,8 +101,7 @@ def _scaled(pcm: Tensor, name: str) -> Tensor:
 def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, bytes]:
     """Decode raw little-endian samples (pcm8 is unsigned, mulaw and alaw are G.711) to mono.
 
-    Returns float32 samples `[n]`, interleaved channels averaged, and the bytes of an incomplete
-    sample, to prepend to the next chunk.
+    Returns float32 `[n]`, and the bytes of an incomplete sample, which belong to the next chunk.
     """
     if encoding not in ENCODINGS:
         raise MediaError(f"encoding {encoding!r} is unknown; choices: {', '.join(ENCODINGS)}")

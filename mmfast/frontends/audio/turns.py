@@ -208,7 +208,6 @@ class TurnCutter:
         return replace(state, waiting_from=None), [event]
 
     def _trimmed(self, state: TurnState) -> TurnState:
-        """Drop samples that cannot become part of a turn."""
         needed = state.heard if state.gate.loud_from is None else state.gate.loud_from
         return cut(state, max(state.kept_from, needed - self._prefix))
 

@@ -1,8 +1,7 @@
 """A transformer with a sliding window on an endless stream.
 
-Keys are kept as they are before rotation and rotated to their place in the window at every step.
-Attention with rotary positions depends on distances only, so positions need not count up and no
-number grows with the length of the stream. Memory is bounded by the window.
+Keys are kept unrotated and rotated to their place in the window at every step: attention depends on
+distances only, so no number grows with the length of the stream.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Transformer(CodecLayer):
 def _layer(
     layer: Any, x: Tensor, past_k: Tensor, past_v: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one decoder layer on `x` and the keys and values before it; return all of them."""
     inner = layer.self_attn
     normed = layer.input_layernorm(x)
     heads = (*x.shape[:2], -1, inner.head_dim)

@@ -116,10 +116,7 @@ def _check_variant(config: Any) -> None:
 
 
 def dac_codec(model: Any, codebooks: int | None = None, lookahead: int | None = None) -> StackCodec:
-    """Return a codec over a `DacModel` in evaluation mode.
-
-    `lookahead` is the frames of future each frame may see; None: all that the layers see (exact).
-    """
+    """A codec over a `DacModel`; frames see `lookahead` later ones, None is all that layers see."""
     config = model.config
     books = pick_books(codebooks, 1, config.n_codebooks, "DAC")
     if lookahead is not None and lookahead < 0:

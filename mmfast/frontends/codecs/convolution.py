@@ -1,9 +1,8 @@
 """Convolutions on a stream: left context kept, look-ahead waited for, overlaps carried.
 
-A causal convolution of effective kernel k and stride s needs the k - s inputs before a chunk. A
-transposed one spreads each input over k outputs: the k - s last of them are not certain until the
-next chunk has been added, and the bias belongs to them once. Padding at both ends of a stream is
-what the offline layer does: zeros, copies of the end, or its mirror image.
+A causal convolution of effective kernel k and stride s needs the k - s inputs before a chunk; the k
+- s last outputs of a transposed one are not certain until the next chunk has been added, and the
+bias belongs to them once. Both ends of a stream are padded as the offline layer does.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ class Past(NamedTuple):
 
 
 class Conv(CodecLayer):
-    """A convolution with `left` and `right` samples of padding (one of `MODES`) for its own.
-
-    `right` is the number of inputs that it looks ahead. `whole` also pads at the end up to a
-    multiple of the stride, as SEANet layers do.
-    """
+    """A convolution with its own padding, if `whole` up to a multiple of the stride."""
 
     def __init__(
         self, conv: Any, left: int, right: int, mode: str = "constant", whole: bool = False

@@ -1,10 +1,9 @@
 """Layers that work on a stream: the state that each one keeps is a value, handed in and out.
 
 All of them take and give `[B, C, t]`, for any t including 0. A layer is in step when t inputs give
-exactly t * up / down outputs at once, for every chunk of whole frames: then a row of a batch can
-begin anew while the others go on. Other layers wait: for the first samples (reflection), or for
-later ones (convolutions that look ahead). Layers whose look-ahead is longer than the latency allows
-run on a window around each frame (`Windowed`), with an error that `deviation` measures.
+exactly t * up / down outputs at once: then a row of a batch can begin anew while the others go on.
+Other layers wait, for the first samples (reflection) or for later ones (look-ahead). Layers whose
+look-ahead is longer than the latency allows run on a window around each frame (`Windowed`).
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ class CodecLayer:
 
 
 class Pointwise(CodecLayer):
-    """A function of each moment alone, `[B, …, t]` to `[B, *shape, t]`: activations, tables.
-
-    Without a shape or a dtype of its output these are those of its input.
-    """
+    """A function of each moment alone, `[B, …, t]` to `[B, *shape, t]`: activations, tables."""
 
     def __init__(
         self,
@@ -179,10 +175,7 @@ def join(head: Tensor | None, tail: Tensor | None) -> Tensor | None:
 
 
 class Edge(CodecLayer):
-    """Padding with `left` copies of the first sample and `right` copies of the last one.
-
-    Its state is the last sample so far, `[B, C, 1]`.
-    """
+    """Padding with `left` copies of the first sample and `right` of the last one, `[B, C, 1]`."""
 
     in_step = False
 
@@ -252,9 +245,7 @@ class FrameWindow(NamedTuple):
 class Windowed(CodecLayer):
     """Layers run anew on each frame with `back` frames before it and `ahead` frames after it.
 
-    The stream is taken to end where the window does. The result is exact where the window covers
-    all of the future that the layers see. A frame is `unit` inputs of `channels` channels, of the
-    type of `like`, and `yields` outputs.
+    A frame is `unit` inputs of `channels` channels, of the type of `like`, and `yields` outputs.
     """
 
     in_step = False

@@ -1,14 +1,13 @@
 """Streaming stages over the modules of a codec: sound to codes and codes to sound, in any pieces.
 
-`stream` turns a module into a streaming layer. It recognises modules by their parts, not by their
-class: SEANet convolutions (`conv`, `causal`, `pad_mode`), their residual blocks (`block`,
-`shortcut`), an LSTM beside a skip (`lstm`), plain convolutions with zero padding, and functions of
-each moment. `FrameStage` runs such layers on whole frames. All rows of a batch share one grid of
-frames. A row can begin anew while the others go on: in place where every layer is in step; where a
-layer waits for samples (mirrored padding, look-ahead), the row becomes a group of its own, whose
-output comes `lag` frames late, with blanks before it. The state of a stream is a tuple of tuples,
-tensors and numbers; every tensor has the rows of the batch first, so rows can be taken out and put
-back without knowing what a state means.
+`stream` turns a module into a streaming layer, recognised by its parts and not by its class: SEANet
+convolutions (`conv`, `causal`, `pad_mode`), residual blocks (`block`, `shortcut`), an LSTM beside a
+skip (`lstm`), plain convolutions with zero padding, and functions of each moment. `FrameStage` runs
+such layers on whole frames; all rows of a batch share one grid of frames. A row can begin anew
+while the others go on: in place where every layer is in step; where a layer waits for samples
+(mirrored padding, look-ahead), in a group of its own, whose output comes `lag` frames late. The
+state is a tuple of tuples, tensors and numbers; every tensor has the rows of the batch first, so
+rows can be taken out and put back without knowing what a state means.
 """
 
 from __future__ import annotations
@@ -148,10 +147,9 @@ class RowState(NamedTuple):
 class FrameStage:
     """A stage over layers that turn frames of `unit` inputs into `yields` outputs each.
 
-    `check` checks the input for a number of streams. `blank` is the output of a row that began late
-    until its own comes (-1 for codes, 0.0 for sound), `shape` the dimensions between the batch and
-    time. `whole` fills the last frame with zeros; else the layers see the part that exists.
-    `lookahead` outputs come late once a stream runs, and `startup` frames before the first one.
+    `check` checks the input. `blank` is the output of a row that began late until its own comes (-1
+    for codes, 0.0 for sound), `shape` the dimensions between batch and time. `whole` fills the last
+    frame with zeros. `lookahead` outputs come late, and `startup` frames before the first one.
     """
 
     def __init__(
@@ -216,10 +214,7 @@ class FrameStage:
         return self._gather(state, [self._fill(tail, longest) for tail in tails])
 
     def reset(self, state: RowState, rows: Tensor) -> RowState:
-        """Return the state with streams `rows` (`[B]` bool) started anew.
-
-        Their samples of a frame that is not full become silence, since rows share frames.
-        """
+        """The state with streams `rows` (`[B]` bool) anew; their begun frame becomes silence."""
         if rows.dtype != torch.bool or rows.shape != (state.batch,):
             raise MediaError(
                 f"rows are {rows.dtype} {list(rows.shape)}; give torch.bool [{state.batch}]"
@@ -274,7 +269,6 @@ class FrameStage:
         return x if len(state.groups) == 1 else x.index_select(0, group.rows)
 
     def _gather(self, state: RowState, outs: list[Tensor]) -> Tensor:
-        """Put the rows of all groups back in their places."""
         if len(outs) == 1 and len(outs[0]) == state.batch:
             return outs[0]
         back = torch.argsort(torch.cat([group.rows for group in state.groups]))

@@ -1,10 +1,8 @@
 """Cameras and network addresses as open inputs of FFmpeg, with every address checked first.
 
-Nothing is opened unless the caller allows it, and never a private host. Names are resolved here,
-every address that a name has is checked, and the connection goes to the address that was checked:
-a name that resolves differently the second time gains nothing. FFmpeg's own HTTP client would
-follow a redirect anywhere; here every hop is checked like the first address, and playlists are not
-followed.
+Nothing is opened unless the caller allows it, and never a private host. Every address of a name is
+checked, and the connection goes to the address that was checked: a name that resolves differently
+the second time gains nothing. Every redirect is checked alike, and playlists are not followed.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ def shown(url: SplitResult) -> str:
 def check_address(text: str, allowed: Allowed) -> Address:
     """Check a URL before anything is opened.
 
-    `allowed` is False: no network; True: public hosts; a collection: these hosts only, and these
-    also where they are private. A MediaError names the scheme, host or address that is refused.
+    `allowed` is False, True (public hosts) or the only hosts, which may then be private.
     """
     try:
         url = urlsplit(text)
@@ -117,10 +114,7 @@ def is_public(ip: str) -> bool:
 
 
 def open_rtsp(address: Address, timeout: float) -> Any:
-    """Connect PyAV to an RTSP source over TCP, within `timeout` seconds.
-
-    A server may redirect its client; FFmpeg follows, with these protocols only.
-    """
+    """Connect PyAV to an RTSP source over TCP; redirects are limited to these protocols."""
     url, scheme = address.url, address.url.scheme
     user = url.netloc.rpartition("@")[0]
     # A certificate is issued to a name, so that under TLS the name must stay.
@@ -311,10 +305,9 @@ _RATE = 25  # frames per second, where nothing is known
 
 
 def camera_address(camera: int | str, platform: str = sys.platform) -> tuple[str, str]:
-    """Return FFmpeg's input format and the device name of a camera, given by number or name.
+    """FFmpeg's input format and the device name of a camera, given by number or name.
 
-    A name is a path such as ``/dev/video0`` on Linux, the name in the system elsewhere. A
-    MediaError says that this system has no numbers or no cameras.
+    A name is a path such as ``/dev/video0`` on Linux, the name in the system elsewhere.
     """
     text = str(camera)
     number = text.isdecimal()
@@ -352,10 +345,9 @@ def open_camera(camera: int | str, timeout: float) -> Any:
 def running_frames(
     container: Any, name: str, limits: Limits, file: Any = None
 ) -> Iterator[tuple[Any, float | None]]:
-    """Yield PyAV frames of an open source with the seconds since the first one.
+    """Yield PyAV frames with the seconds since the first one; the source is closed at the end.
 
-    A packet that does not decode is yielded as its exception, for the consumer to count. The
-    container and the file that it reads are closed at the end.
+    A packet that does not decode is yielded as its exception, for the consumer to count.
     """
     with closing(file) if file is not None else nullcontext(), container:
         stream: Any = container.streams.best("video")
@@ -381,11 +373,7 @@ def running_frames(
 
 
 class _Since:
-    """Seconds since the first frame.
-
-    Some sources, RTSP among them, give their first frames no time: these lie a frame apart and
-    the first known time follows on them.
-    """
+    """Seconds since the first frame; first frames without a time (RTSP) lie a frame apart."""
 
     def __init__(self, stream: Any) -> None:
         self._tick = float(stream.time_base)
@@ -394,7 +382,6 @@ class _Since:
         self._origin: float | None = None
 
     def __call__(self, pts: int | None) -> float | None:
-        """Time of a frame; None where it has none and others have."""
         if pts is None:
             self._untimed += 1
             return (self._untimed - 1) * self._step if self._origin is None else None

@@ -87,8 +87,7 @@ class FrameQueue:
 class Push(FrameQueue, Iterator[tuple[Any, float]]):
     """Frames pushed by one thread and iterated by another; `end` finishes the iteration.
 
-    A frame without a time gets the seconds since the first push. At most `held` frames wait for
-    the consumer.
+    A frame without a time gets the seconds since the first push; at most `held` frames wait.
     """
 
     interrupt = FrameQueue.close
@@ -98,10 +97,7 @@ class Push(FrameQueue, Iterator[tuple[Any, float]]):
         self._begin: float | None = None
 
     def push(self, frame: Any, time: float | None = None, patience: float | None = None) -> bool:
-        """Add a frame; wait at most `patience` seconds for room (None: without a limit).
-
-        False where there was no room in time and the frame was not taken.
-        """
+        """Add a frame; False where there is no room within `patience` seconds (None: no limit)."""
         at = self._now() if time is None else float(time)
         try:
             return self.put((frame, at), patience)
@@ -158,9 +154,8 @@ _WAITING = 4  # items that wait for the consumer; a camera's own buffer drops wh
 class Pump(FrameQueue, Iterator[Any]):
     """Items of a source that may stall, in order, each within `timeout` seconds of the request.
 
-    A call that blocks in foreign code cannot be interrupted. After a stall or `close` the thread
-    stays blocked, ends when the call returns, and never keeps the process alive. Without a timeout
-    the wait is unlimited, and `close` from another thread ends it.
+    After a stall or `close` a thread blocked in foreign code ends when its call returns, and never
+    keeps the process alive. Without a timeout only `close` from another thread ends the wait.
     """
 
     def __init__(self, items: Iterable[Any], name: str, timeout: float | None) -> None:
@@ -201,8 +196,7 @@ _TIMEOUT = 10.0  # seconds, of cameras and addresses
 class LiveSource(Iterator[tuple[Frame, float]]):
     """Frames [H, W, 3] uint8 of one source at rising times in seconds.
 
-    `name` is without passwords; `events` counts irregularities: ``broken``, ``repeated``, ``late``,
-    ``jumps``, ``resized``.
+    `events` counts irregularities: ``broken``, ``repeated``, ``late``, ``jumps``, ``resized``.
     """
 
     def __init__(

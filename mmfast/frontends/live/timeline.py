@@ -85,9 +85,9 @@ def steady(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield usable frames of one size at rising times.
 
-    A picture that `convert` refuses is skipped (`broken`); one of another size than the first is
-    scaled into it, with black bars where the shape differs (`resized`). A MediaError ends thirty
-    broken pictures in a row, a source without a usable one, and a stopped clock.
+    A picture that `convert` refuses is skipped (`broken`); one of another size is scaled into the
+    first one's, with black bars (`resized`). Thirty broken ones in a row, a source without a usable
+    one, and a stopped clock are a MediaError.
     """
     timeline = SteadyTimes(name, events, rate)
     shape: tuple[int, ...] | None = None
@@ -134,8 +134,7 @@ def at_rate(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the first frame at or after every 1/fps s since the first, as soon as it comes.
 
-    `sample_stream` takes the frame that was on screen at each instant, which it knows one frame
-    later: exact for files, late for a camera.
+    `sample_stream` takes the one on screen at each instant, which is known one frame later.
     """
     start: float | None = None
     due = 0

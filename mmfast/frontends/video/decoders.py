@@ -111,8 +111,7 @@ def count_frames(
 ) -> tuple[Index, str]:
     """Index the frames by decoding them all, without keeping them.
 
-    Also returns the threading with which decoding again gives the same frames. A MediaError says
-    that nothing decodes, most of the stream is damaged, or its frames have no times.
+    Also returns the threading with which decoding again gives the same frames.
     """
     decoder, ticks, threads = None, [], "AUTO"
     for threads in ("AUTO", "SLICE"):  # frame threads drop other frames each time on damage
@@ -180,7 +179,6 @@ def read_all(
 
 
 def _time(source: MediaSource, header: Header, number: int, tick: int | None) -> float:
-    """Return the frame's own time; AVI and bare streams have only a rate."""
     if tick is not None and source.kind != "avi":
         return float(header.seconds(tick))
     if not header.rate:

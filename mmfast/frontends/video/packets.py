@@ -1,9 +1,8 @@
 """Packets of a video: entry points of decoding, the packets that wanted frames need, their reader.
 
 The first bytes of a packet show whether decoding may begin with it and whether other pictures refer
-to it (unit types: ITU-T H.264 table 7-1 and D.1.8, recovery point; H.265 table 7-1). Packets are
-grouped by entry points, wanted frames turn groups into independent jobs, and `SliceReader` decodes
-jobs and checks every packet and frame against its plan.
+to it (unit types: ITU-T H.264 table 7-1 and D.1.8, recovery point; H.265 table 7-1). Wanted frames
+turn groups of packets into independent jobs, which `SliceReader` decodes and checks.
 """
 
 from __future__ import annotations
@@ -186,8 +185,7 @@ def all_groups(packets: Sequence[tuple[int | None, bool, Facts]]) -> tuple[Packe
 def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[PacketGroup]:
     """Cut a stream of (ticks, shown, facts) at its entry points.
 
-    `Mismatch` where it does not begin with an entry, has no other one for long, changes its
-    parameters, or its groups overlap in time: it has to be decoded from its start.
+    `Mismatch` where it has to be decoded from its start: entries are missing, or groups overlap.
     """
     held: list[tuple[int, bool, Facts]] = []
     first = 0
@@ -233,10 +231,7 @@ def _after(group: PacketGroup, latest: int | None) -> int | None:
 def with_wanted(
     wanted: Iterable[int], seen: deque[PacketGroup]
 ) -> Iterator[tuple[PacketGroup, list[int]]]:
-    """Give each group the wanted ticks (ascending) among its frames.
-
-    `seen` has the groups up to the one that holds the tick drawn last, or more; they are consumed.
-    """
+    """Give each of the groups `seen`, which are consumed, the wanted ticks (ascending) in it."""
     mine: list[int] = []
     for tick in wanted:
         while tick > seen[0].pts[seen[0].shown].max(initial=-(1 << 62)):
@@ -249,10 +244,7 @@ def with_wanted(
 
 
 def jobs(planned: Iterable[tuple[PacketGroup, list[int]]]) -> Iterator[SliceJob]:
-    """Turn groups with their wanted ticks into jobs; groups without any are skipped.
-
-    In an open group the pictures before its entry need the group before: they join its job.
-    """
+    """Turn groups with wanted ticks into jobs; an open group joins the job of the one before it."""
     before: tuple[PacketGroup, list[int]] | None = None
     for group, wanted in planned:
         entry = int(group.pts[0])
@@ -359,7 +351,6 @@ class SliceReader:
         return packet
 
     def _reach(self, job: SliceJob) -> Any:
-        """Return the job's first packet."""
         try:
             if 0 <= job.first - self._at <= _NEAR:
                 for _ in range(job.first - self._at):

@@ -47,7 +47,6 @@ class _FilePlan:
     size: tuple[int, int]  # width, height after rotation
 
     def choose(self, index: Index) -> tuple[Indices, Indices, Frames]:
-        """Return requested frame numbers [m], the distinct ones ascending [u], and their buffer."""
         times, end = self.header.seconds(index.ticks), float(self.header.seconds(index.end))
         half_tick = float(self.header.time_base) / 2 + 1e-9
         self.limits.check_duration(self.source.name, end - float(times[0]))
@@ -60,7 +59,6 @@ class _FilePlan:
     def attempt(
         self, index: Index, backend: str, decode: Callable[[Indices, Frames], bool | None]
     ) -> Clip | None:
-        """Read with one decoder; None where it fails or would not pay."""
         asked, rows, out = self.choose(index)
         try:
             done = decode(rows, out)
@@ -69,7 +67,6 @@ class _FilePlan:
         return None if done is False else self.clip(index, asked, rows, out, backend)
 
     def clip(self, index: Index, asked: Indices, rows: Indices, out: Frames, backend: str) -> Clip:
-        """Put the decoded frames [u] into the requested order."""
         in_order = len(asked) == len(rows) and (asked == rows).all()
         return make_clip(
             frames=out if in_order else out[np.searchsorted(rows, asked)],
@@ -124,8 +121,8 @@ def iter_file(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the frames of a file in turn, or those at every 1/fps s; damaged packets are skipped.
 
-    The wall clock of the limits does not count, since the consumer sets the pace; `ahead` bounds
-    the frames that wait for it. A bad header is an error now, a spent budget later.
+    The consumer sets the pace, so no wall clock counts. A bad header is an error now, a spent
+    budget later.
     """
     check_header(source)
     with open_video(source, limits) as (container, stream):

@@ -27,8 +27,6 @@ DEFAULT_RATE = 24.0  # the assumption of transformers' processors
 
 @dataclass(frozen=True)
 class _FrameOptions:
-    """Frames as given by the caller."""
-
     name: str  # for messages
     items: Iterable[Any]  # frames, or (frame, seconds) pairs
     counted: bool = True  # False for an iterator, whose length is unknown
@@ -102,7 +100,6 @@ def split_pair(item: Any) -> tuple[Any, float | None]:
 
 
 def _convert(given: _FrameOptions, limits: Limits) -> Iterator[tuple[Frame, float | None]]:
-    """Convert frame after frame to uint8 RGB; all must have the size of the first."""
     first: tuple[int, ...] = ()
     for i, item in enumerate(given.items):
         raw, time = split_pair(item)

@@ -1,9 +1,7 @@
 """Parallel decoding of long files: slices that begin at key frames, each decoded by one thread.
 
-FFmpeg's own frame threads wait for each other and decode every frame. Here a thread decodes a slice
-alone and leaves out packets that no wanted frame refers to, while FFmpeg releases the interpreter's
-lock. Every packet and frame is checked against the plan; where the stream differs, `Mismatch` asks
-the caller to decode from the start.
+Packets that no wanted frame refers to are left out. Every packet and frame is checked against the
+plan; where the stream differs, `Mismatch` asks the caller to decode from the start.
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ class Stopped(Exception):  # noqa: N818 - ends a thread, never reaches a caller
 class LaneQueue:
     """Bounded queue of several producers, read lane after lane: lane 0 to its end, then lane 1.
 
-    The lane that is read may always add one item, however much the later lanes hold, so that the
-    bound never blocks the producer for which the consumer waits.
+    The lane that is read may always add one item, so that the bound never blocks its producer.
     """
 
     ahead: Ahead
@@ -196,10 +193,7 @@ class SliceThreads:
         self._lanes = 0
 
     def items(self) -> Iterator[Any]:
-        """Yield the results of `convert` for every wanted frame, in order.
-
-        `Mismatch` and `MediaError` come after the items before them.
-        """
+        """Yield the results of `convert` for every wanted frame, in order, before any error."""
         threads = [
             threading.Thread(target=self._work, name="mmfast-slice", daemon=True)
             for _ in range(self.workers)
@@ -291,10 +285,7 @@ _UNBOUND = Ahead(frames=1 << 60, bytes=1 << 60)
 def scan(
     source: MediaSource, limits: Limits, header: Header
 ) -> Iterator[tuple[int | None, bool, Facts]]:
-    """Yield the packets of a file lazily: ticks, True if shown, facts.
-
-    `Mismatch` if there are too many or their facts are unreadable, `Damage` if one is broken.
-    """
+    """Yield packets of a file lazily; `Mismatch` without facts, `Damage` if one is broken."""
     look = packets.unit_reader(header)
     if look is None:
         raise Mismatch
@@ -323,8 +314,7 @@ def sampled(
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the frames that `sample_stream` takes of a file, decoded in parallel.
 
-    Packets are listed only as far as the threads need, so that the first frame of a film comes as
-    soon as that of a clip. `Mismatch`, after the frames before it, asks to decode from the start.
+    Packets are listed only as far as the threads need. `Mismatch` asks to decode from the start.
     """
     seen: deque[PacketGroup] = deque()
 
@@ -355,8 +345,7 @@ def fill(
 ) -> bool:
     """Fill `out` [m, H, W, 3] with the frames at `ticks` [m] (ascending), in parallel.
 
-    False where threads would not pay; nothing is done then. `Mismatch` asks to decode from the
-    start.
+    False where threads would not pay. `Mismatch` asks to decode from the start.
     """
     pixels = out.shape[1] * out.shape[2]
     workers = crew_size(pixels)

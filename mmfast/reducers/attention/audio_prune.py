@@ -24,9 +24,6 @@ def audio_prune(tokens: Tokens, budget: int, *, coverage: float = 0.5) -> Reduct
         budget: Tokens to keep.
         coverage: Share of the budget for stretches, from 0 (top-k) to 1, one stretch at least
             unless it is 0.
-
-    Raises:
-        SpecError: `coverage` outside [0, 1].
     """
     if not 0 <= coverage <= 1:
         raise SpecError(f"knob coverage={coverage} of 'audio_prune' is no share from 0 to 1")

@@ -26,9 +26,6 @@ def info_rank(tokens: Tokens, budget: int, *, rank: float = 0.01) -> Reduction:
         budget: Tokens to keep; ties go to the lowest index.
         rank: Directions below this share of the largest singular value do not count, in
             [1e-6, 1).
-
-    Raises:
-        SpecError: `rank` out of range.
     """
     if not 1e-6 <= rank < 1:
         raise SpecError(f"knob rank={rank} of 'info_rank' is out of range; choose 1e-6 to below 1")

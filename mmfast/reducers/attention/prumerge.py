@@ -122,7 +122,6 @@ def prumerge_plus(
 
 
 def _strided(attn: Tensor) -> Tensor:
-    """Outliers of `attn` `[N]`, then every s-th of the other tokens."""
     n = len(attn)
     outliers = min(max(outlier_count(attn), 1), n - 1)
     top = stable_topk(attn, outliers)

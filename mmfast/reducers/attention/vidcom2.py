@@ -41,15 +41,7 @@ def vidcom2(tokens: Tokens, budget: int | None, *, ratio: float = 0.25) -> Reduc
 
 
 def video_scores(x: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """Closeness of tokens to their video and frame, and distance of frames from the video.
-
-    Args:
-        x: `[..., T * n, D]`, frame after frame.
-        frames: T.
-
-    Returns:
-        `[..., T, n]` and `[..., T]`, float64.
-    """
+    """Closeness of tokens to video and frame `[..., T, n]`, and distance of frames `[..., T]`."""
     slim = take_channels(x, steady_channels(x, max(1, x.shape[-1] // 2)))
     n = slim.shape[-2] // frames
     sums = (unit_rows(part.double()).sum(-2, keepdim=True) for part in parts(slim))

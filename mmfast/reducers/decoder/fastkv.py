@@ -21,9 +21,6 @@ def fastkv(tokens: Tokens, budget: int, *, kernel: int = 7) -> Reduction:
         tokens: `attn_window` `[..., N]`, attention from the last 8 queries, mean over heads.
         budget: Tokens to keep; ties go to the lowest index.
         kernel: Neighbours in the mean, an odd number; at the ends only those that exist.
-
-    Raises:
-        SpecError: An even or negative kernel.
     """
     votes = pooled_votes(tokens.need("attn_window"), kernel)
     return Reduction.prune(stable_topk(votes, budget), tokens.n)

@@ -31,9 +31,6 @@ def slimfer(tokens: Tokens, budget: int, *, block: int = 16) -> Reduction:
         tokens: `attn_window` `[..., N]`, attention from the last 8 queries, mean over heads.
         budget: Tokens to keep; ties go to the lowest index, of blocks and of tokens.
         block: Tokens per block, counted among the tokens that are left.
-
-    Raises:
-        SpecError: A block of no token.
     """
     if block < 1:
         raise SpecError(f"knob block={block} of 'slimfer' is no size; choose 1 or more")

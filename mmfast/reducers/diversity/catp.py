@@ -32,9 +32,6 @@ def catp(tokens: Tokens, budget: int, *, balance: float = 0.5, surplus: float = 
             as there are images.
         balance: Weight of alignment against diversity, from 0 to 1.
         surplus: How many times the budget the first stage leaves for the second, at least 1.
-
-    Raises:
-        SpecError: `surplus` below 1.
     """
     if surplus < 1:
         raise SpecError(f"knob surplus={surplus} of 'catp' is below 1; 2.0 leaves twice the budget")

@@ -46,11 +46,7 @@ def picks(x: Tensor, score: Tensor, count: int) -> Tensor:
 def relevance(x: Tensor, query: Tensor, *, opposite: bool, together: bool = False) -> Tensor:
     """Mean cosine of each token with the text, scaled to (0, 1], `[..., N]` float64.
 
-    Args:
-        x: `[..., N, C]`.
-        query: `[..., T, C]`.
-        opposite: Take the negative.
-        together: One scale for all items, not one for each.
+    `opposite` takes the negative; `together` scales all items alike, not each by itself.
     """
     score = snap(cosine_table(x, query).mean(-1))
     score = -score if opposite else score

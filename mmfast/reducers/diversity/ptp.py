@@ -45,7 +45,6 @@ def _prune(item: Tokens, budget: int, balance: float) -> Reduction:
 
 
 def _regions(item: Tokens) -> Tensor:
-    """Region of each token, `[N]` int64 from 0 without gaps."""
     tile = item.signal("tile")
     if tile is not None:
         number: Tensor = tile.unique(return_inverse=True)[1]

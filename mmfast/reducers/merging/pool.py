@@ -81,7 +81,6 @@ def temporal_pool(tokens: Tokens, budget: int) -> Reduction:
 
 
 def _columns(grid: tuple[int, int, int], budget: int) -> list[Box]:
-    """Cells of a frame, each over all frames."""
     frames, rows, columns = grid
     return [(0, frames, *cell[2:]) for cell in split_box((1, rows, columns), budget)]
 

@@ -25,14 +25,8 @@ def stream_dtd(
     """One frame of a stream; the state is the last token kept at every place.
 
     A place of which nothing was kept yet has a change of 1. What a small budget leaves out of the
-    first frame, or of a new scene, therefore comes with the frames that follow.
-
-    Args:
-        tokens: `x` `[n, D]` of one frame, with its `grid`.
-        budget: Tokens to keep of this frame; None keeps every change above `threshold`, which of
-            the first frame is all.
-        state: Of the frame before; None at the start. Another raster starts anew.
-        threshold: Smallest change that counts, one minus cosine, 0 to 2, without a budget.
+    first frame, or of a new scene, therefore comes with the frames that follow. Without a budget a
+    frame keeps every change above `threshold`; another raster starts anew.
     """
     grid = tokens.grid or (1, 1, tokens.n)
     rows, columns = grid[1:]

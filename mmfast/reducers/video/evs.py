@@ -33,16 +33,10 @@ def stream_evs(
     parity: bool = False,
     q: float | None = None,
 ) -> tuple[Reduction, dict[str, Tensor]]:
-    """One frame of a stream; the state is the frame before.
+    """One frame of a stream; the state is the frame before, and another raster starts anew.
 
-    Args:
-        tokens: `x` `[n, D]` of one frame, with its `grid`.
-        budget: Tokens to keep of this frame, the first one included; None keeps the first frame
-            and every change above `threshold`.
-        state: Of the frame before; None at the start. Another raster starts anew.
-        threshold: Smallest change that counts, 0 to 2, without a budget.
-        parity: Not in a stream.
-        q: Not in a stream.
+    The budget counts for this frame, the first one included; without one a frame keeps every change
+    above `threshold`, and the first frame is whole. `parity` and `q` are refused in a stream.
     """
     if parity or q is not None:
         raise SpecError(

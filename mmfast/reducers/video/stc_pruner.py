@@ -18,13 +18,7 @@ from mmfast.ops.video import ChunkMemory, familiarity
 def stream_stc_pruner(
     tokens: Tokens, budget: int | None, state: Mapping[str, Tensor] | None
 ) -> tuple[Reduction, dict[str, Tensor]]:
-    """One frame of a stream, which is one chunk; the state is the memory, one level per channel.
-
-    Args:
-        tokens: `x` `[n, D]` of one frame.
-        budget: Tokens to keep of this frame.
-        state: Of the frame before; None at the start.
-    """
+    """One frame of a stream, which is one chunk; the state is the memory, one level per channel."""
     if budget is None:
         raise SpecError("'stc_pruner' needs a budget; write 'stc_pruner:0.25'")
     before = None
@@ -53,13 +47,7 @@ def stc_pruner(tokens: Tokens, budget: int) -> Reduction:
 def prune_chunk(
     tokens: Tokens, budget: int, memory: ChunkMemory | None
 ) -> tuple[Reduction, ChunkMemory]:
-    """Prune one chunk of a stream and hand on the memory with this chunk in it.
-
-    Args:
-        tokens: `x` `[..., N, D]` of the chunk's frames, with their `grid`.
-        budget: Tokens to keep of the chunk.
-        memory: Of the chunks before; None at the start.
-    """
+    """Prune one chunk of a stream, and hand on the `memory` of the chunks before with it added."""
     frames = 1 if tokens.grid is None else tokens.grid[0]
     n = tokens.n // frames
     found = familiarity(tokens.x, frames, memory)

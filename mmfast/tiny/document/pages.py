@@ -1,9 +1,8 @@
 """Pages of high resolution: things with printed numbers beside them, too small for an overview.
 
-A page is three clips wide and high. LLaVA-OneVision sees it as one overview and nine tiles; a
-number can only be read in its tile, and the place of a thing on the page only from all of them.
-Labels of the visual tokens make the decoder learn pages sooner: one answer a question says little
-about 1,475 tokens.
+A page is three clips wide and high, one overview and nine tiles for LLaVA-OneVision: numbers can
+only be read in tiles, places only seen from all. Labels of visual tokens make the decoder learn
+sooner, since one answer a question says little about 1,475 tokens.
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ PARTS = {
 def page_labels(page: Page) -> Tensor:
     """Labels of every visual token but the last newline, `[parts, tokens]`, IGNORE where none.
 
-    A token predicts its cell of the page; a thing's token the number beside the thing, and a
-    number's token its thing, where that came earlier in the sequence: a token cannot see the rest.
+    A thing's token predicts its number, a number's its thing, where that came earlier.
     """
     side = CELLS * scene.PATCHES
     maps = np.full((len(PARTS), side, side), scene.IGNORE)

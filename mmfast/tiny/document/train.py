@@ -1,8 +1,7 @@
 """Train the embedded document model from the video model: `python -m mmfast.tiny.document.train`.
 
-Tower and projector stay as they are; the decoder learns to find things on a page of nine tiles
-and to read the numbers beside them. One CPU core needs half an hour. The figures in
-OUT/training.jsonl go into the model card.
+Tower and projector stay as they are; the decoder learns to find things on a page of nine tiles and
+to read the numbers beside them, in half an hour of one CPU core.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ class PageTask(training.Task):
         return [(chosen, lesson, self._kept(lesson))]
 
     def _kept(self, lesson: Lesson) -> Tensor:
-        """Indices `[B, M]` of the most diverse tokens, of random ones, or of all.
-
-        A random part loses digits, so most steps keep what differs from the rest of the page.
-        """
+        """Indices `[B, M]` of the most diverse tokens, of random ones, or of all."""
         draw = float(torch.rand((), generator=self.rng))
         whole = self.options.whole
         if draw < whole:

@@ -1,11 +1,8 @@
 """Lessons of the speech model: what it says, what it hears, and short conversations.
 
-All are drawn from a seed and said by espeak-ng. A recording becomes ids and codes where it is
-said, log-mel where it is heard; heard recordings come from more voices and through bad lines.
-
-A place of a sequence predicts the next id over text rows or over audio rows alone. The text that
-follows a `<next>` comes at once, or late: passes that draft several tokens run past it
-(arXiv 2505.03739), and training does the same.
+Heard recordings come from more voices and through bad lines. A place of a sequence predicts the
+next id over text rows or over audio rows alone. The text that follows a `<next>` comes at once, or
+late: passes that draft several tokens run past it (arXiv 2505.03739), and training does the same.
 """
 
 from __future__ import annotations

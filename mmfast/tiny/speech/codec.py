@@ -49,7 +49,7 @@ def _nearest(frames: Tensor, book: Tensor, price: Tensor) -> Tensor:
 
 
 def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
-    """Fit one book to frames `[N, D]`: entries `[V, D]`, the first one zero, and prices `[V]`.
+    """Fit a book to `[N, D]`: entries `[V, D]`, the first one zero, and their prices `[V]`.
 
     `price` is the squared distance that a nat of surprise is worth.
     """
@@ -72,10 +72,7 @@ def fit_book(frames: Tensor, entries: int, price: float, seed: int) -> Books:
 
 
 def fit_codec(corpus: Iterable[Tensor], seed: int = 0) -> Books:
-    """Codebooks for recordings `[n]` at 16 kHz; an hour of all voices is enough.
-
-    They come as they are stored: `books [2, V, 100]` rounded to float16, `bias [2, V]` float32.
-    """
+    """Codebooks `[2, V, 100]` in float16 and prices `[2, V]` for recordings `[n]` at 16 kHz."""
     padded = (F.pad(pcm.double(), (PAST, -len(pcm) % FRAME)) for pcm in corpus)
     frames = torch.cat([features(pcm[None])[0] for pcm in padded]).float()
     if len(frames) < ENTRIES:
@@ -121,11 +118,7 @@ def spectra(sound: Tensor, size: int) -> Tensor:
 
 
 def spectral_loss(made: Tensor, real: Tensor) -> Tensor:
-    """Mean over resolutions of the distance of logarithms and of magnitudes.
-
-    R. Yamamoto, E. Song, J. Kim, "Parallel WaveGAN" (2020), with means in place of norms; both
-    sounds are `[B, n]`.
-    """
+    """Spectral distance of sounds `[B, n]` (Yamamoto, Song, Kim, "Parallel WaveGAN", 2020)."""
     total = made.new_zeros(())
     for size in SIZES:
         ours, theirs = spectra(made, size), spectra(real, size)
@@ -152,10 +145,7 @@ class Lessons:
 
 
 def target_pitch(pcm: Tensor) -> tuple[Tensor, Tensor]:
-    """Pitch at the ends of hops of sound `[640 T]`, and how voiced it is.
-
-    The pitch is the log of Hz over 110 `[4 T]`, gaps filled; voicing is 0 to 1 `[4 T]`.
-    """
+    """Log pitch over 110 Hz by hop `[4 T]`, gaps filled, and voicing 0 to 1 `[4 T]`."""
     later = math.ceil(_LATE)
     heard = F.pad(pcm.double(), (PAST, later * FRAME // STEPS))[None]
     hertz, strength = pitch_track(heard)

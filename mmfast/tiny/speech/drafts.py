@@ -1,8 +1,4 @@
-"""Training of the draft modules on what the speech model says itself.
-
-Backbone and encoder stay as they are. The model says texts of the domain greedily; the modules
-learn to predict the tokens that it chose, for it is the backbone that accepts or refuses drafts.
-"""
+"""Training of the draft modules on the tokens that the frozen backbone itself chooses."""
 
 from __future__ import annotations
 
@@ -122,7 +118,6 @@ def make_places(
 
 
 def _runs(true: Tensor) -> Tensor:
-    """Number of consecutive true places that begin at each."""
     found, many = [], 0
     for value in reversed(true.tolist()):
         many = many + 1 if value else 0
@@ -131,8 +126,6 @@ def _runs(true: Tensor) -> Tensor:
 
 
 class _HeadTask(Task):
-    """A draft head of a frozen backbone."""
-
     name: str
 
     def __init__(self, backbone: Backbone, layout: SpeechLayout, seed: int, **options: Any) -> None:
@@ -149,18 +142,13 @@ class _HeadTask(Task):
         self.optimiser = Optimiser(matrices, [p for p in used if p.ndim < 2], rate)
 
     def save(self, folder: Path) -> None:
-        """Write the head, in float16."""
         path = folder / "heads" / f"{self.name}.safetensors"
         save_head(self.head, path, torch.float16)
         path.chmod(0o644)
 
 
 class ChainedTask(_HeadTask):
-    """An `mctp` head without attention, trained on single places.
-
-    With `window=1` a module sees a hidden state and the token before its guess, nothing else. So
-    places of many texts are mixed freely, and the backbone reads each text once for all steps.
-    """
+    """An `mctp` head without attention, trained on single places of many texts."""
 
     name = "mctp"
 

@@ -1,7 +1,4 @@
-"""The speech model in training: a stock backbone, the speech encoder, and losses of all tasks.
-
-Logits are computed where something is predicted, over the rows that can be predicted there.
-"""
+"""The speech model in training: a stock backbone, the speech encoder, and losses of all tasks."""
 
 from __future__ import annotations
 
@@ -164,10 +161,7 @@ def ages(layout: SpeechLayout, ids: Tensor) -> Tensor:
 
 
 def sounding(kind: Tensor, ahead: int, shift: int, every: int) -> Tensor:
-    """Choose one in `every` places `[B, n]` that, with the next `ahead`, predict sound.
-
-    Text in between comes from outside: drafts never cross it.
-    """
+    """Choose one in `every` places `[B, n]` that, with the next `ahead`, predict sound."""
     n = kind.shape[1] - 1 - ahead
     whole = torch.stack([kind[:, i : i + n] == AUDIO for i in range(ahead + 1)]).all(0)
     rows, places = torch.arange(len(kind))[:, None], torch.arange(n)
@@ -191,10 +185,7 @@ def further_loss(model: TrainingModel, states: Tensor, batch: PaddedBatch) -> Te
 
 @torch.no_grad()
 def add_codes(model: TrainingModel, layout: SpeechLayout, vectors: Tensor) -> TrainingModel:
-    """Add rows for all codes to a model of text rows, codes of similar sound near each other.
-
-    `vectors` is the share of each code in the sound's features. `[Q, V, n]`
-    """
+    """Add rows for all codes, placed by their shares `[Q, V, n]` of the sound's features."""
     larger = TrainingModel(make_backbone(layout), model.tower, layout, model.middle)
     width, old = larger.embed.shape[1], len(model.embed)
     shared = torch.randn(vectors.shape[-1], width, generator=torch.Generator().manual_seed(3))

@@ -1,8 +1,7 @@
 """Recordings for training and tests: text to 16 kHz sound, with the time of every word.
 
-The synthesiser is espeak-ng, through the shared library in the wheel `espeakng-loader`. It keeps
-its state in globals, such as the phase of the voice, so the library is loaded anew for every text
-(a millisecond): the sound of a text does not depend on earlier texts.
+espeak-ng keeps its state in globals, such as the phase of the voice, so the library is loaded anew
+for every text (a millisecond): the sound of a text does not depend on earlier texts.
 """
 
 from __future__ import annotations
@@ -89,8 +88,6 @@ _Callback = ctypes.CFUNCTYPE(
 
 
 class _Library:
-    """The loaded library, and the sound and events of its callback."""
-
     def __init__(self) -> None:
         try:
             loader: Any = importlib.import_module("espeakng_loader")
@@ -112,7 +109,6 @@ class _Library:
         self.library.espeak_SetSynthCallback(self.callback)
 
     def close(self) -> None:
-        """Unload the library and with it its state."""
         self.library.espeak_Terminate()
         system: Any = importlib.import_module("_ctypes")
         unload = getattr(system, "dlclose", None) or system.FreeLibrary
@@ -227,7 +223,6 @@ def _share(pieces: list[str], start: int, stop: int, pcm: Samples) -> Iterator[W
 
 
 def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...], Samples]:
-    """Cut the silence at the end that is longer than TAIL."""
     loud = np.flatnonzero(np.abs(pcm) > QUIET)
     end = min(len(pcm), (int(loud[-1]) + 1 if len(loud) else 0) + round(TAIL * RATE))
     kept = tuple(WordTime(w.text, min(w.start, end), min(w.stop, end)) for w in words)
@@ -235,10 +230,7 @@ def _cut(words: tuple[WordTime, ...], pcm: Samples) -> tuple[tuple[WordTime, ...
 
 
 def worsen(pcm: Samples, rng: np.random.Generator) -> tuple[Samples, int]:
-    """Degrade a recording: silence around, gain, band, noise, offset, clipping.
-
-    One in eight stays clean. The number is that of the samples of silence in front.
-    """
+    """Degrade seven of eight recordings; return sound, and the samples of silence in front."""
     before, after = int(rng.integers(0, 8000)), int(rng.integers(800, 6000))
     sound = np.concatenate([np.zeros(before), pcm, np.zeros(after)])
     if rng.random() < 0.125:

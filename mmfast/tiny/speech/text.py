@@ -127,7 +127,6 @@ def spoken_wording(text: str) -> str:
 
 
 def _wordings(*tables: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """All wordings of the questions, each once, with rules in their slots."""
     pairs = ((kind, w) for table in tables for kind, wordings in table.items() for w in wordings)
     return tuple(dict.fromkeys(spoken_wording(w.format(*SLOTS[kind])) for kind, w in pairs))
 
@@ -228,7 +227,6 @@ def spoken_variants(typed_question: str) -> list[str]:
 
 
 def _words() -> tuple[str, ...]:
-    """Every word of the domain, in alphabetic order."""
     texts = (alternative for rule in RULES.values() for alternative in rule)
     found = {part for text in texts for part in groups(REFERENCE.sub(" ", text))}
     return tuple(sorted(found - set(MARKS)))
@@ -269,7 +267,6 @@ def jsgf() -> str:
 
 
 def _needed(texts: dict[str, tuple[str, ...]]) -> set[str]:
-    """Names of the rules that the sentences reach."""
     table, found = {**RULES, **texts}, set[str]()
     todo = [*texts, "carrier", "lead"]
     while todo:
@@ -320,8 +317,6 @@ Exchange = tuple[str, str]
 
 
 class _State(NamedTuple):
-    """Memory of a conversation before its next exchange."""
-
     rng: np.random.Generator
     split: Split
     turns: list[Turn]
@@ -404,7 +399,6 @@ number =
 
 
 def _tell(state: _State) -> Exchange:
-    """Something that can be asked for later."""
     what = state.pick(tuple(TOLD))
     number = what == "number"
     value = number_words(state.number(0, 99)) if number else state.pick(RULES[what])
@@ -413,7 +407,6 @@ def _tell(state: _State) -> Exchange:
 
 
 def _recall(state: _State) -> Exchange:
-    """A question about what was said before, or never was."""
     known = tuple(state.memory) if state.memory and state.rng.random() < 0.85 else ()
     what = state.pick(known or tuple(TOLD))
     _, _, asked, reply, unknown = TOLD[what]
@@ -445,17 +438,12 @@ SKILLS: dict[Callable[[_State], Exchange], float] = {
 
 
 def _cut(text: str, rng: np.random.Generator) -> str:
-    """The beginning of a reply that is interrupted."""
     words = text.split()
     return " ".join(words[: int(rng.integers(1, len(words)))]) if len(words) > 1 else text
 
 
 def dialogue(rng: np.random.Generator, split: Split = "train") -> list[Turn]:
-    """A conversation, user and assistant in turn; the last reply is whole.
-
-    The splits share no conversation, sentence or question. One has 1 to 4 exchanges, in
-    evaluation 2 to 4.
-    """
+    """A conversation of 1 (evaluation: 2) to 4 exchanges, none in both splits; its end is whole."""
     skills, weights = list(SKILLS), np.array(list(SKILLS.values()))
     while True:
         many = int(rng.integers(2 if split == "eval" else 1, 5))

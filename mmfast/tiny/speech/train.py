@@ -1,8 +1,6 @@
 """Train the embedded speech model: `python -m mmfast.tiny.speech.train --out DIR --work DIR`.
 
-Stages: codec and vocoder; recordings by espeak-ng; the speech encoder ("ear") alone; the language
-model with it; draft modules. Each leaves files, so an interrupted run continues. Two CPU cores
-need less than four hours.
+Each stage leaves files, so an interrupted run continues. Two CPU cores need less than four hours.
 """
 
 from __future__ import annotations

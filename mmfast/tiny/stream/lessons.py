@@ -1,8 +1,4 @@
-"""Training batches of the stream model: short streams put together from clips, with questions.
-
-A batch is laid out as one of two sessions sees a stream: with an unbounded cache, or with sinks,
-retrieved frames and a window.
-"""
+"""Training batches of the stream model: clips as a bounded or unbounded session sees them."""
 
 from __future__ import annotations
 
@@ -67,10 +63,7 @@ def encode_frames(model: Any, frames: Sequence[Bytes]) -> Tensor:
 def make_clips(
     model: Any, facts: bool, count: int, seed: int, folder: Path | None = None
 ) -> list[StreamClip]:
-    """Make clips 0 to count - 1 of a seed; every other one has been through a video file.
-
-    Tower and projector of the model encode the frames; `folder` caches them between runs.
-    """
+    """Make clips 0 to count - 1, half of them through a video file; `folder` caches frames."""
     name = "facts" if facts else "scenes"
     kept = None if folder is None else folder / f"{name}-{seed}-{count}.pt"
     known = torch.load(kept) if kept is not None and kept.exists() else None
@@ -239,10 +232,7 @@ class StreamSampler:
 
 
 def _thin(shown: Tensor, keep: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens that differ most from the mean of their frame: `[B, T, P, D]` to `[B, N, D]`.
-
-    With them come the place of each in its frame `[B, N]`, and its frame `[N]`.
-    """
+    """Tokens least like their frame's mean, `[B, N, D]`, their places `[B, N]` and frames `[N]`."""
     score = (shown - shown.mean(2, keepdim=True)).norm(dim=-1)  # [B, T, P]
     score = score / score.mean(-1, keepdim=True) + 0.15 * torch.randn_like(score)
     order = score.argsort(-1, descending=True)
@@ -255,8 +245,7 @@ def _thin(shown: Tensor, keep: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
 def unbounded(lesson: StreamLesson, rng: np.random.Generator) -> DecoderLayout:
     """Layout where everything is seen; gaps and weights stand for hours that are left out.
 
-    Segments lie up to some hundred frames apart, and each token of an older ordinary frame counts
-    as up to 64 tokens like it, as it would among so many more frames.
+    Segments lie far apart, and each token of an older ordinary frame counts as up to 64 like it.
     """
     slots, frame = lesson.slots, lesson.frame
     gaps = np.zeros(len(slots.clip), int)
@@ -283,9 +272,8 @@ def bounded(
 ) -> tuple[DecoderLayout, Tensor]:
     """Layout of a session's memory: opening, sinks, retrieved frames, window, question.
 
-    Frames saw a window only. Each layer reads other retrieved frames, mostly the facts among
-    them, at contiguous positions behind the sinks. Facts that no layer reads are not in memory:
-    the second result marks the questions that can be answered. `[B, Q]`
+    Each layer reads other retrieved frames, mostly the facts among them. The second result `[B, Q]`
+    marks questions that can be answered: some layer reads their fact.
     """
     slots, frame = lesson.slots, lesson.frame
     total, batch = len(slots.clip), len(lesson.tokens)

@@ -1,8 +1,7 @@
 """The `stream` suite: facts of endless worlds, asked about seconds to hours after they were shown.
 
-Several sessions with different memories watch the same streams and answer the same questions:
-about the present, about facts still in the window, and at the end of the stream about all of its
-facts. The memory None, an unbounded cache, is the reference of the bounded ones.
+Sessions with different memories watch the same streams and answer the same questions; the memory
+None, an unbounded cache, is the reference of the bounded ones.
 """
 
 from __future__ import annotations
@@ -116,11 +115,7 @@ class Setting:
 
 
 def needles(world: World, setting: Setting) -> list[Needle]:
-    """Questions about a stream, in order of time; the same for the same world.
-
-    For each of its facts one question about the present and one about the fact while it is in the
-    window; at the end all questions about all facts.
-    """
+    """Questions about a stream in order of time: on single facts, and at the end on all."""
     rng = np.random.default_rng([EVAL, world.seed, 50])
     fps, found = setting.fps, list[Needle]()
     for event in world.events():
@@ -164,12 +159,9 @@ def run_needles(
     """Accuracy of memories (cache specs) by age of the fact, on streams of about 80 questions.
 
     The embedded stream model is the default; `unbounded` runs a session with an unbounded cache
-    first. Progress is called with (memory, questions asked, n).
-
-    Returns:
-        A document like that of `run_eval`. In each row `by_age` has n, accuracy, interval of each
-        band, `past` those of all facts older than the window, and `relative` that accuracy
-        divided by the unbounded cache's.
+    first. Progress is called with (memory, questions asked, n). The document is like that of
+    `run_eval`; in each row `by_age` has n, accuracy, interval of each band, `past` those of all
+    facts older than the window, and `relative` that accuracy divided by the unbounded cache's.
     """
     if n < 1:
         raise MmfastError(f"n={n} asks nothing; give at least 1")

@@ -1,9 +1,8 @@
 """Train the embedded stream model: `python -m mmfast.tiny.stream.train --out DIR`.
 
-Starts from the video model. Tower and projector stay as they are and are run once over moments of
-endless worlds; the decoder learns to answer about the present and about facts long gone, with an
-unbounded cache and in the bounded layout of a session, and to make the frames of a fact easy to
-find. Two CPU cores need less than an hour.
+Starts from the video model; the decoder learns to answer about the present and about facts long
+gone, with an unbounded cache and in the bounded layout of a session, and to make the frames of a
+fact easy to find. Two CPU cores need less than an hour.
 """
 
 from __future__ import annotations

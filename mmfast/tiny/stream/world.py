@@ -256,7 +256,6 @@ def _cuts(world: World, minute: int) -> tuple[float, ...]:
 
 
 def _cut(world: World, time: float) -> tuple[int, int]:
-    """Minute, and number in it, of the ordinary scene at a time."""
     minute = int(time // MINUTE)
     cuts = _cuts(world, minute)
     return minute, max(i for i, cut in enumerate(cuts) if cut <= time - minute * MINUTE)
@@ -315,10 +314,7 @@ def present_questions(world: World, time: float) -> list[WorldQuestion]:
 
 
 def past_questions(world: World, time: float) -> list[WorldQuestion]:
-    """Questions at a time about the facts shown until then, oldest first.
-
-    A fact's name appears at no other moment of a world, so the answers hold for ever after.
-    """
+    """Questions about the facts shown until a time, oldest first; their answers hold for ever."""
     found = []
     for i, event in enumerate(world.events(time)):
         for fact in event_facts(event.name, event.number, event.corner):

@@ -1,8 +1,4 @@
-"""Training batches of the decoder: clips or pictures, questions packed behind them, dense labels.
-
-All questions about one clip stand in one row. Each sees the visual tokens and itself, and its
-positions start right after them, so a packed row gives the same numbers as single questions.
-"""
+"""Training batches of the decoder: clips or pictures, questions behind them, dense labels."""
 
 from __future__ import annotations
 
@@ -58,10 +54,7 @@ def pack(
     rows: Sequence[Sequence[tuple[list[int], list[int]]]],
     marks: Sequence[Sequence[dict[int, int]]] = (),
 ) -> PackedQuestions:
-    """Pack rows of (question ids, answer ids).
-
-    `marks` has for each question the thing (1 + number) named up to some of its tokens.
-    """
+    """Pack rows of (question ids, answer ids); `marks` has the thing named up to each token."""
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for line, row in enumerate(rows):
         found: tuple[list[int], ...] = ([], [], [], [], [])
@@ -139,11 +132,7 @@ def score(model: Any, lessons: Sequence[Lesson], keep: float = 1, way: str = "")
 
 
 class ClipSampler:
-    """Batches from a bank of clips whose visual tokens are already computed.
-
-    Half of the clips are shown backwards: the features of a frame do not depend on the direction
-    of time, so this is another clip at no cost, with its own facts.
-    """
+    """Batches from a bank of clips with computed visual tokens; half of them run backwards."""
 
     def __init__(
         self, bank: Bank, tokens: Tensor, tokenizer: PreTrainedTokenizerFast, seed: int
@@ -179,7 +168,6 @@ class ClipSampler:
         return Lesson(torch.stack(tokens), pack(rows, marks), kinds, motion, named)
 
     def _names(self, clip: int, ids: list[int]) -> dict[int, int]:
-        """Places of a question where the name of a thing ends."""
         table, found = self.bank.tables[clip], {}
         for thing in range(table.count):
             first, second = self.ids(" " + table.name(thing))
@@ -201,7 +189,6 @@ class ClipSampler:
         return self.known[clip, back]
 
     def _choose(self, by_kind: dict[str, list[Fact]], most: int, weights: Weights) -> list[Fact]:
-        """Facts in random order, kinds drawn by weight, none twice."""
         keyed = []
         for kind, known in by_kind.items():
             for place, which in enumerate(self.rng.permutation(len(known))):
@@ -255,10 +242,8 @@ def _farthest(tokens: Tensor, keep: int) -> Tensor:
 class PictureSampler:
     """Batches of pictures as the image path lays them out: overview, tiles, and newlines.
 
-    The model's newline embedding ends every row of tiles. `tokens` are projected features of the
-    overview and the tiles, float16 `[n, 1 + tiles, P, H]`; a picture of one tile is its own
-    overview. `facts` are those of each picture; a share of questions is
-    `unmarked`.
+    `tokens` are projected features of overview and tiles, float16 `[n, 1 + tiles, P, H]`; a picture
+    of one tile is its own overview. A share of questions is `unmarked`.
     """
 
     def __init__(

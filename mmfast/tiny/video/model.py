@@ -1,8 +1,7 @@
 """The video model before training: stock classes, tokenizer and processor, nothing downloaded.
 
-Beside them the decoder as training runs it. Frames are computed once for all questions about them:
-a question sees the frames and itself, with the numbers of the stock forward pass. Questions of a
-stream may see keys at other positions than those at which frames were computed, in each layer
+In training a question sees the frames and itself, with the numbers of the stock forward pass; those
+of a stream may see keys at other positions than those at which frames were computed, in each layer
 others, as a session moves retrieved frames between its sinks and its window.
 """
 

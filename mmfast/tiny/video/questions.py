@@ -77,11 +77,7 @@ class Fact:
 
 
 def facts(table: Table, margin: bool = False) -> list[Fact]:
-    """Facts about a clip that can be asked without ambiguity.
-
-    `margin` leaves out close comparisons, as evaluation does: speeds of things that are hardly in
-    sight together, appearances less than 3 samples apart.
-    """
+    """Facts about a clip without ambiguity; `margin` leaves out close comparisons."""
     things = [i for i in range(table.count) if table.clear(i).sum() >= 3]
     looks = table.looks
     found = [fact for i in things for fact in look_facts(looks[i], looks)]

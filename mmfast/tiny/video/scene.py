@@ -391,11 +391,7 @@ def make_table(scene: Scene, drawing: Drawing) -> Table:
 
 
 def patch_owners(drawing: Drawing, side: int, share: float) -> NDArray[np.int8]:
-    """Owner of most pixels of each patch of a side x side grid: int8 `[T, side * side]`.
-
-    0 is nothing, 1 to 4 a thing, 5 and 6 the left and right digit. Only background and bar can be
-    outvoted: anything else wins from `share` of the patch.
-    """
+    """Owner of each patch, int8 `[T, side * side]`: a thing or digit from a `share` of it on."""
     owner = drawing.owner[sampled_indices(FRAMES)]
     step = PIXELS // side
     blocks = owner.reshape(len(owner), side, step, side, step)

@@ -1,8 +1,7 @@
 """Train the embedded video model: `python -m mmfast.tiny.video.train --out DIR`.
 
-Four stages: make a bank of clips; teach tower and projector the content of every patch; run them
-over the bank once; teach the decoder to answer, first about clips, then also about pictures. Two
-CPU cores need less than three hours. The figures in OUT/training.jsonl go into the model card.
+First tower and projector learn the content of every patch, then the decoder learns to answer about
+clips, at last also about pictures. Two CPU cores need less than three hours.
 """
 
 from __future__ import annotations

@@ -37,10 +37,9 @@ _BLOCK = 250  # frames at once: bounded memory however long the sound
 
 
 def quantise(frames: Tensor, books: Tensor, bias: Tensor) -> Tensor:
-    """Residual quantisation: each book codes the remainder of the books before it.
+    """Codes `[..., Q]` of frames `[..., D]` float64: each book `[V, D]` codes what is left.
 
-    Codes `[..., Q]` int64 of frames `[..., D]` float64, by entries `[Q, V, D]` and the `bias` `[Q,
-    V]`, the cost of an entry beside its squared distance.
+    The `bias` `[Q, V]` is the cost of an entry beside its squared distance.
     """
     codes = []
     for book, price in zip(books.double(), bias.double(), strict=True):
@@ -88,10 +87,7 @@ class EmbeddedEncoder:
         return self.step(state, state.tail.new_zeros(len(state.tail), rest))[1]
 
     def reset(self, state: EncoderState, rows: Tensor) -> EncoderState:
-        """Start streams `rows` (`[B]` bool) anew; the others go on.
-
-        Their samples of the begun frame become silence, since rows share frames.
-        """
+        """Start streams `rows` (`[B]` bool) anew; their begun frame becomes silence."""
         if bool(rows.all()):
             return self.start(len(state.tail))
         return EncoderState(state.tail.masked_fill(rows.to(state.tail.device)[:, None], 0.0))
@@ -107,11 +103,7 @@ class DecoderState(NamedTuple):
 
 
 class EmbeddedDecoder:
-    """Stage from codes `[B, Q, t]` to pcm `[B, n]`; sound comes one frame after its codes.
-
-    A stream that is reset while others go on is silent for one frame and then sounds as a new one
-    does; the sound that was pending is dropped.
-    """
+    """Stage from codes `[B, Q, t]` to pcm `[B, n]`; sound comes one frame after its codes."""
 
     lookahead = LOOKAHEAD * FRAME  # samples
 

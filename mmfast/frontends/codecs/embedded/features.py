@@ -47,9 +47,9 @@ def _cosines(size: int, count: int) -> Tensor:
 
 
 def pitch_track(heard: Tensor) -> tuple[Tensor, Tensor]:
-    """Pitch of sound in Hz `[B, t]`, and its correlation with the period before, 0 to 1.
+    """Pitch in Hz `[B, t]` every 10 ms, and its correlation with the period before, 0 to 1.
 
-    From `[B, 480 + 160 t]` float64, the 480 samples before it in front: 100 values a second.
+    From `[B, 480 + 160 t]` float64, the 480 samples before it in front.
     """
     windows = heard.unfold(-1, _SPAN, HOP)  # [B, t, 640]
     windows = windows - windows.mean(-1, keepdim=True)
@@ -77,10 +77,7 @@ def voicing(strength: Tensor) -> Tensor:
 
 
 def features(heard: Tensor) -> Tensor:
-    """Features `[B, T, 100]` of whole frames of sound; silence is all zeros.
-
-    From `[B, 480 + 640 T]` float64, the 480 samples before it in front.
-    """
+    """Features `[B, T, 100]` of `[B, 480 + 640 T]`, 480 earlier ones in front; silence is zeros."""
     mel = log_mel(heard)[:, PAST // HOP :].clamp(min=QUIET) - QUIET  # [B, 4 T, 80]
     mel = rearrange(mel, "b (t s) m -> b t s m", s=STEPS)
     shape = torch.einsum(
@@ -101,11 +98,7 @@ _LEVEL = -4.0  # log magnitude where the last layer starts
 
 
 class CausalBlock(nn.Module):
-    """A causal convolution and a pointwise layer, added to their input.
-
-    The convolution is one product with the inputs of its taps side by side: for a frame at a time
-    in float64 that is ten times faster than the library's own.
-    """
+    """A causal convolution (one product: ten times faster) and a pointwise layer, both residual."""
 
     def __init__(self, width: int, kernel: int, dilation: int = 1) -> None:
         super().__init__()
@@ -143,11 +136,7 @@ class VocoderNet(nn.Module):
     def forward(
         self, frames: Tensor, tails: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Run frames `[B, T, 100]` that follow those of `tails`, the past of each layer.
-
-        Returns Hz `[B, 4 T]` and log magnitudes `[B, 4 T, 96]` of the frames one earlier, and new
-        tails.
-        """
+        """Hz `[B, 4 T]` and log magnitudes `[B, 4 T, 96]`, one frame late, and new tails."""
         left = list(self.tails(len(frames)) if tails is None else tails)
         kept: list[Tensor] = []
         x = self.enter(frames / _SCALE)

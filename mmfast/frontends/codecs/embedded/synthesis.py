@@ -97,10 +97,7 @@ def noise_filter(points: Tensor) -> Tensor:
 
 
 def amplitudes(points: Tensor, pitch: Tensor, count: int) -> Tensor:
-    """Signed amplitudes `[..., count]` of the first harmonics; 0 above 7.8 kHz.
-
-    From log magnitudes of the envelope `[..., 64]` and pitch in Hz `[...]`.
-    """
+    """Signed amplitudes `[..., count]` of harmonics, by an envelope `[..., 64]` and Hz `[...]`."""
     hertz = pitch[..., None] * torch.arange(1, count + 1, dtype=pitch.dtype, device=pitch.device)
     place = _place(hertz, HARMONIC_POINTS).clamp(max=HARMONIC_POINTS - 1.001)
     low = place.floor().long()
@@ -114,8 +111,8 @@ def amplitudes(points: Tensor, pitch: Tensor, count: int) -> Tensor:
 def phases(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
     """Cycles of the first harmonic `[B, T, HOP]`, and the phase after the last hop `[B]`.
 
-    `before` and `pitch` `[B, T]` are Hz at the start and the end of each hop, linear in between; 0
-    at both ends stops the phase. `phase` `[B]` is that at the start of the first.
+    `before` and `pitch` `[B, T]` are Hz at both ends of each hop, linear in between; 0 at both ends
+    stops the phase.
     """
     n = torch.arange(1, HOP + 1, dtype=pitch.dtype, device=pitch.device)
     slope = (pitch - before)[..., None] / (2 * HOP)
@@ -126,10 +123,7 @@ def phases(before: Tensor, pitch: Tensor, phase: Tensor) -> tuple[Tensor, Tensor
 
 
 def harmonics(cycles: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """Sum of harmonics whose amplitudes change from hop to hop, `[B, T, HOP]`.
-
-    From cycles of the first one `[B, T, HOP]` and amplitudes `[B, T, K]` at both ends of each hop.
-    """
+    """Sum `[B, T, HOP]` of harmonics with amplitudes `[B, T, K]` at both ends of each hop."""
     order = torch.arange(1, start.shape[-1] + 1, dtype=cycles.dtype, device=cycles.device)
     rise, both = _rise().to(start), torch.stack([start, end], -1)  # [B, T, K, 2]
     hops = max(1, _AT_ONCE // (len(cycles) * HOP * len(order)))
@@ -147,7 +141,7 @@ def synthesise(
     """Synthesise hops of sound `[B, T * 160]` after `state`, which is returned anew.
 
     `pitch` `[B, T]` in Hz and log magnitudes `points` `[B, T, 96]` are those at the end of each
-    hop. Hops that are not `active` `[B, T]` are the silence before a stream starts.
+    hop; hops that are not `active` `[B, T]` are silent.
     """
     if active is not None:
         points = torch.where(active[..., None], points, torch.full_like(points, SILENT))
@@ -184,10 +178,7 @@ def _noise(first: Tensor, points: Tensor, live: Tensor, ringing: Tensor) -> tupl
 
 
 def overlap_add(parts: Tensor, ringing: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up parts `[B, T, SIZE]` that start a hop apart: `[B, T * HOP]`, and the tail.
-
-    `ringing` `[B, SIZE - HOP]` is the tail of earlier parts.
-    """
+    """Add up parts `[B, T, SIZE]` a hop apart and the tail before: `[B, T * HOP]`, and a tail."""
     batch, hops, _ = parts.shape
     length = (hops - 1) * HOP + SIZE
     added = torch.nn.functional.fold(parts.mT, (1, length), (1, SIZE), stride=(1, HOP)).reshape(
