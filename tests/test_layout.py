@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-# May only fall. The goal for lines is 76,000.
-FILES, LINES = 430, 83_000
+# May only fall.
+FILES, LINES = 430, 76_000
 TOPS = ("mmfast", "kernels", "pipelines", "demos")
 MEDIA = {"av", "decord", "PIL", "numpy", "soundfile"}
 EVERY = {"core", "ops", "reducers", "caches", "decoding", "heads", "frontends", "models", "attach"}

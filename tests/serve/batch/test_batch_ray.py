@@ -86,7 +86,7 @@ def _watched(command: list[str]) -> tuple[int, list[psutil.Process]]:
     while process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(process.pid).children(recursive=True)
-            seen |= {p.pid: p for p in children if p.name().startswith("ray::Worker")}
+            seen |= {p.pid: p for p in children if p.name().startswith("ray::BatchWorker")}
         time.sleep(0.1)
     return process.wait(), list(seen.values())
 
