@@ -20,12 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import click
 import pytest
-import typer
 from scheduling import model_of
 
-from mmfast.cli import app
+from mmfast.cli import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -139,9 +137,7 @@ def test_commands_are_those_of_the_program(page: str, line: str) -> None:
         return
     text = re.sub(r"\$\(specs .*?\)|\$caches", "--reduce evs:0.25", found[1])
     words = shlex.split(text.replace("$name", "frame-cache"))
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
-    command = group.commands[words[0]]
+    command = load(words[0])
     context = command.make_context(words[0], words[1:])
     assert context.info_name == words[0]
 

@@ -141,7 +141,7 @@ def test_nothing_to_verify(tmp_path: Path) -> None:
 
 def test_rows_are_plain_data() -> None:
     row = ROWS["evs-1.safetensors"]
-    assert json.loads(json.dumps([row["file"], row["method"], row["ok"], row["detail"]]))
+    assert json.loads(json.dumps([row.file, row.method, row.ok, row.detail]))
 
 
 @pytest.mark.parametrize(
