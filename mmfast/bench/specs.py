@@ -169,6 +169,7 @@ class Twins:
         spec, made_up = recording.spec, self._made_up(recording.spec)
 
         def plain(tokens: Tokens, budget: int | None) -> Reduction:
+            """Run the method as it is."""  # the registry wants a summary
             seen = _with_signals(tokens, made_up) if made_up else tokens
             result: Reduction = spec.method.fn(seen, budget, **spec.knobs)
             return result
@@ -179,6 +180,7 @@ class Twins:
         plain = self._plain(recording)
 
         def recorded(tokens: Tokens, budget: int | None) -> Reduction:
+            """Run the method and record its input and choice."""
             result = plain(tokens, budget)
             recording.calls.append((tokens, budget))
             recording.results.append(result)
