@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -168,19 +169,24 @@ def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bool, str]:
-    driver = DRIVERS.get(metadata["method"])
-    if driver is None:
+    if metadata["method"] not in DRIVERS:
         raise MmfastError(unknown("method", metadata["method"], DRIVERS))
-    inputs = {n.removeprefix("in."): a for n, a in arrays.items() if n.startswith("in.")}
+    drive, read, knobs = DRIVERS[metadata["method"]]
+    params: dict[str, Any] = json.loads(metadata["params"])
+    named = {n.removeprefix("param.") for n in metadata if n.startswith("param.")}
+    inputs = {n.removeprefix("in."): _wide(a) for n, a in arrays.items() if n.startswith("in.")}
     wanted = {n.removeprefix("out."): a for n, a in arrays.items() if n.startswith("out.")}
-    if not wanted:
-        raise MmfastError("the file holds no out.* array to compare with")
+    _check_names("parameter", params, knobs, named)
+    _check_names("array", [f"in.{n}" for n in inputs], [f"in.{n}" for n in read])
     with torch.no_grad():
-        found, faults = driver(inputs, json.loads(metadata["params"]))
+        found, faults = drive(inputs, params)
     how: dict[str, str] = json.loads(metadata.get("compare", "{}"))
+    known = [f"out.{n}" + "?" * (bool(how) and n not in how) for n in found]
+    results = [n for n in arrays if not n.startswith("in.")]
+    _check_names("array", results, known, [f"out.{n}" for n in how])
     for name, array in wanted.items():
-        exact = how.get(name, "close" if array.is_floating_point() else "exact") == "exact"
-        fault = _difference(found.get(name), array, exact)
+        exact = how.get(name, "close" if array.is_floating_point() else "exact") != "close"
+        fault = _difference(found[name], array, exact)
         if fault:
             faults.append(f"{name}: {fault}")
     if faults:
@@ -188,13 +194,28 @@ def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
     return True, f"{len(wanted)} arrays: {', '.join(sorted(wanted))}"
 
 
-def _difference(found: Tensor | None, wanted: Tensor, exact: bool) -> str:
-    if found is None:
-        return "no rule computes this array"
+def _check_names(
+    what: str, given: Collection[str], known: Collection[str], more: Collection[str] = ()
+) -> None:
+    """Refuse names that are not `known`, and known ones not `given`, but those that end in `?`."""
+    names = {name.rstrip("?") for name in known}
+    for name in sorted({*given, *more} - names):
+        raise MmfastError(unknown(what, name, names))
+    if missing := sorted({name for name in known if not name.endswith("?")} - set(given)):
+        raise MmfastError(f"the file lacks {what} {', '.join(missing)}")
+
+
+def _wide(array: Tensor) -> Tensor:
+    wide = torch.promote_types(array.dtype, torch.float32)
+    return array.to(wide) if array.is_floating_point() else array
+
+
+def _difference(found: Tensor, wanted: Tensor, exact: bool) -> str:
     if found.shape != wanted.shape:
         return f"shape {list(found.shape)} instead of {list(wanted.shape)}"
     ours, theirs = found.double(), wanted.double()
-    equal = ours == theirs if exact else torch.isclose(ours, theirs, rtol=_RTOL, atol=_ATOL)
+    rtol = max(_RTOL, torch.finfo(wanted.dtype).eps) if wanted.is_floating_point() else _RTOL
+    equal = ours == theirs if exact else torch.isclose(ours, theirs, rtol=rtol, atol=_ATOL)
     if equal.all():
         return ""
     at = (~equal).nonzero()[0].tolist()
