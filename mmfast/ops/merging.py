@@ -142,8 +142,8 @@ def neighbour_merge(
     source, near = _neighbours(unit_rows(keys.double()), listed, rest, neighbours)
     weight = attn.gather(-1, near).unflatten(-1, (listed.shape[-1], -1)) if near.numel() else None
     scale = torch.ones_like(listed, dtype=torch.float64)
-    if raw and listed.ndim == 1:  # a token listed twice is still one output
-        scale = 1.0 - (listed[:, None] == listed).tril(-1).any(-1).double()
+    if raw:  # a token listed twice is still one output
+        scale = 1.0 - (listed[..., None] == listed[..., None, :]).tril(-1).any(-1).double()
     elif weight is not None:
         scale = 1 / (1 + weight.sum(-1))
     share = attn.gather(-1, rest)

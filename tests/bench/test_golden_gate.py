@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runs import run
 from golden_files import GOLDEN, load
 from safetensors.torch import save_file
 
@@ -17,7 +18,6 @@ from mmfast import Reduction
 from mmfast.bench import parity
 from mmfast.bench.gate import ParityRow, verify
 from mmfast.bench.parity import DRIVERS
-from mmfast.cli import main
 
 NAMES = sorted(DRIVERS)
 UNUSED = {"params": {"ratio", "model", "grids", "image_sizes"}, "arrays": {"in.size"}}
@@ -94,11 +94,11 @@ def test_a_changed_array_is_seen_whatever_the_list_says(name: str, tmp_path: Pat
 def test_the_command_ends_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arrays, metadata = load(GOLDEN / "evs-1.safetensors")
     save_file(arrays, tmp_path / "evs-1.safetensors", metadata)
-    assert main(["verify", str(tmp_path)]) == 0
+    assert run(capsys, "verify", str(tmp_path))[0] == 0
     save_file({**arrays, "out.other": torch.ones(2)}, tmp_path / "evs-2.safetensors", metadata)
-    assert main(["verify", str(tmp_path), "--json"]) == 1
-    out = capsys.readouterr().out
-    document = json.loads(out[out.index("{") :])
+    code, out, _ = run(capsys, "verify", str(tmp_path), "--json")
+    document = json.loads(out)
+    assert code == 1 and not document["ok"]
     assert [row["ok"] for row in document["rows"]] == [True, False]
     assert "'out.other'" in document["rows"][1]["detail"]
 
@@ -117,7 +117,6 @@ def _reversed(found: Reduction) -> Reduction:
     return replace(found, order=parity.order_of(found).flip(-1))
 
 
-KEEPS = [name for name in NAMES if name not in ("prumerge", "prumerge_plus")]
 FEATURES = ["dycoke", "holitom", "prumerge", "prumerge_plus", "tome", "visionzip"]
 ORDERS = [*FEATURES, "cdpruner", "divprune"]
 
