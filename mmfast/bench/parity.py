@@ -1,8 +1,7 @@
 """Drivers that reproduce golden vectors with the reducers, one function a method.
 
 From the `in.*` arrays and parameters of a file to `out.*` arrays and faults of the exact mode.
-Kept tokens, their order and their features are those of the reducer's Reduction; scores and counts
-that a Reduction does not hold come from the functions that the reducer calls.
+Scores and counts that a Reduction does not hold come from the functions that the reducer calls.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mmfast.models.reduction.probe import last_query_scores
 from mmfast.ops import video
 from mmfast.ops.max_min import max_min
 from mmfast.ops.merging import match
-from mmfast.ops.ranking import stable_topk
+from mmfast.ops.ranking import complement, index_mask, stable_topk
 from mmfast.reducers.attention.prumerge import reference_share
 from mmfast.reducers.attention.vidcom2 import frame_shares, video_scores
 from mmfast.reducers.diversity.cdpruner import relevance
@@ -35,21 +34,6 @@ Arrays = Mapping[str, Tensor]
 Params = Mapping[str, Any]
 Outcome = tuple[dict[str, Tensor], list[str]]
 Drive = Callable[[Arrays, Params], Outcome]
-
-
-# Of each method: the driver, the input arrays and the parameters; one with a `?` may be missing.
-DRIVERS: dict[str, tuple[Drive, list[str], list[str]]] = {}
-
-
-def _reads(arrays: str, params: str, name: str = "") -> Callable[[Drive], Drive]:
-    """Enter a driver under its name, or `name`, with what the files of its method hold."""
-
-    def enter(drive: Drive) -> Drive:
-        method = name or drive.__name__.removeprefix("_")
-        DRIVERS[method] = (drive, arrays.split(), params.split())
-        return drive
-
-    return enter
 
 
 def run(tokens: Tokens, name: str, budget: int | None = None, **knobs: Any) -> list[Reduction]:
@@ -69,30 +53,20 @@ def order_of(reduction: Reduction) -> Tensor:
     return torch.arange(reduction.m).expand_as(reduction.keep)
 
 
-def mask_of(reduction: Reduction) -> Tensor:
-    """Return `[..., N]` bool, True at the kept sources."""
-    none = torch.zeros(reduction.owner.shape, dtype=torch.bool)
-    return none.scatter_(-1, reduction.keep, torch.ones_like(reduction.keep, dtype=torch.bool))
-
-
-@_reads("attn_object attn_deep", "alpha retention")
 def _hiprune(arrays: Arrays, params: Params) -> Outcome:
     middle, deep = (arrays[name].mean((1, 2))[:, 1:] for name in ("attn_object", "attn_deep"))
     budget = int(params["retention"] / len(deep))
     side = round(deep.shape[1] ** 0.5)
     signals = {"attn_visual": deep, "attn_middle": middle}
     tokens = Tokens(deep[..., None], grid=(1, side, side), signals=signals)
-    mask = mask_of(run(tokens, "hiprune", budget, parity=True, alpha=params["alpha"])[0])
+    (found,) = run(tokens, "hiprune", budget, parity=True, alpha=params["alpha"])
+    mask = index_mask(found.keep, found.n)
     return {"mask": mask, "indices": mask.nonzero()[:, 1], "counts": mask.sum(-1)}, []
 
 
-_HIRED_ARRAYS = "first_layer_cls_attn late_layer_cls_attn"
-
-
-@_reads(_HIRED_ARRAYS, "alpha n_tokens num_partitions rate grids? image_sizes?")
 def _hired(arrays: Arrays, params: Params) -> Outcome:
     n, parts = params["n_tokens"], params["num_partitions"]
-    first, late = (arrays[name].sum(1)[:, -n:] for name in _HIRED_ARRAYS.split())
+    first, late = (arrays[f"{name}_layer_cls_attn"].sum(1)[:, -n:] for name in ("first", "late"))
     masks: list[Tensor] = []
     for early, score in zip(first.split(parts), late.split(parts), strict=True):
         tile = torch.arange(len(score)).repeat_interleave(n)
@@ -100,7 +74,7 @@ def _hired(arrays: Arrays, params: Params) -> Outcome:
         tokens = Tokens(score.reshape(-1, 1), attn=score.flatten(), signals=signals)
         budget = int(len(score) * n * params["rate"])
         (found,) = run(tokens, "hired", budget, parity=True, alpha=params["alpha"])
-        masks.append(mask_of(found).reshape(-1, n))
+        masks.append(index_mask(found.keep, found.n).reshape(-1, n))
     kept = [mask.sum(-1) for mask in masks]
     budgets = {
         "kept_per_partition": torch.cat(kept),
@@ -109,7 +83,7 @@ def _hired(arrays: Arrays, params: Params) -> Outcome:
     return {"mask": torch.cat(masks), **budgets}, []
 
 
-def _prumerge(name: str, arrays: Arrays, params: Params) -> Outcome:
+def _prumerge(arrays: Arrays, params: Params, name: str = "prumerge") -> Outcome:
     query, keys, x = arrays["q_cls"], arrays["k"], arrays["features"]
     attn = last_query_scores(query[:, None], keys[:, None])[:, 1:]  # one head of the full width
     ratio = None if params["adaptive"] else params["ratio"]
@@ -124,11 +98,6 @@ def _prumerge(name: str, arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
-for _name in ("prumerge", "prumerge_plus"):
-    _reads("q_cls k features", "adaptive ratio?", _name)(partial(_prumerge, _name))
-
-
-@_reads("features image_embeds text_embeds", "keep")
 def _cdpruner(arrays: Arrays, params: Params) -> Outcome:
     x, joint = arrays["features"], arrays["image_embeds"]
     query = arrays["text_embeds"].expand(len(x), -1, -1)
@@ -136,7 +105,7 @@ def _cdpruner(arrays: Arrays, params: Params) -> Outcome:
     (found,) = run(tokens, "cdpruner", params["keep"], parity=True)
     outputs = {
         "indices": found.keep.gather(-1, order_of(found)),
-        "mask": mask_of(found),
+        "mask": index_mask(found.keep, found.n),
         "relevance": relevance(joint, query, opposite=True, together=True),
     }
     return outputs, []
@@ -145,7 +114,6 @@ def _cdpruner(arrays: Arrays, params: Params) -> Outcome:
 _FRAME_TOKENS = {"clip": 144, "llava_ov": 196, "llava_vid": 169}
 
 
-@_reads("x", "merging_ratio tokens_per_frame")
 def _dycoke(arrays: Arrays, params: Params) -> Outcome:
     x, n = arrays["x"], params["tokens_per_frame"]
     frames = len(x) // n
@@ -153,13 +121,12 @@ def _dycoke(arrays: Arrays, params: Params) -> Outcome:
     (found,) = run(tokens, "dycoke", parity=True, ratio=params["merging_ratio"])
     outputs = {
         "indices": found.keep[order_of(found)],
-        "per_frame": mask_of(found).reshape(frames, n).sum(-1)[: frames // 2 * 2],
+        "per_frame": index_mask(found.keep, found.n).reshape(frames, n).sum(-1)[: frames // 2 * 2],
         "tokens": found.apply(x, emit=True),
     }
     return outputs, []
 
 
-@_reads("x", "chunk_frames keep_per_frame model")
 def _stc_pruner(arrays: Arrays, params: Params) -> Outcome:
     n, keep = _FRAME_TOKENS[params["model"]], params["keep_per_frame"]
     found: dict[str, list[Tensor]] = {name: [] for name in ("indices", "channels", "score", "raw")}
@@ -195,7 +162,6 @@ def _rows_with_separators(places: Tensor, side: int = 13) -> Tensor:
     return torch.cat([kept, ends], dim=-1).flatten()
 
 
-@_reads("x", "base_scale tokens_per_frame model?")
 def _vidcom2(arrays: Arrays, params: Params) -> Outcome:
     x, n = arrays["x"], params["tokens_per_frame"]
     frames = len(x) // n
@@ -203,7 +169,7 @@ def _vidcom2(arrays: Arrays, params: Params) -> Outcome:
     score, unusual = video_scores(x, frames)
     outputs = {
         "indices": found.keep,
-        "per_frame": mask_of(found).reshape(frames, n).sum(-1),
+        "per_frame": index_mask(found.keep, found.n).reshape(frames, n).sum(-1),
         "channels": video.steady_channels(x.double(), x.shape[1] // 2).sort().values,
         "scales": frame_shares(unusual, params["base_scale"]),
         "score": score,
@@ -211,7 +177,6 @@ def _vidcom2(arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
-@_reads("pixel_values grid_thw", "anchored metric spatial_merge_size threshold")
 def _pixelprune(arrays: Arrays, params: Params) -> Outcome:
     merge = params["spatial_merge_size"]
     pixels = arrays["pixel_values"].reshape(-1, merge**2 * arrays["pixel_values"].shape[1])
@@ -224,7 +189,6 @@ def _pixelprune(arrays: Arrays, params: Params) -> Outcome:
     return {"indices": torch.cat(kept), "counts": torch.tensor([len(k) for k in kept])}, []
 
 
-@_reads("x", "ratio")
 def _divprune(arrays: Arrays, params: Params) -> Outcome:
     tokens = Tokens(arrays["x"])
     count = round(params["ratio"] * tokens.n)
@@ -238,19 +202,17 @@ def _divprune(arrays: Arrays, params: Params) -> Outcome:
     return {"indices": picks}, faults
 
 
-@_reads("x", "H T W q spatial_merge_size")
 def _evs(arrays: Arrays, params: Params) -> Outcome:
     merge = params["spatial_merge_size"]
     grid = (params["T"], params["H"] // merge, params["W"] // merge)
     tokens = Tokens(arrays["x"], grid=grid)
     (found,) = run(tokens, "evs", parity=True, q=params["q"])
-    keep, mask = found.keep, mask_of(found)
+    keep, mask = found.keep, index_mask(found.keep, found.n)
     same = run(tokens, "evs", len(keep))[0].keep.equal(keep)
     faults = [] if same else ["exact mode with the same count keeps other tokens"]
     return {"mask": mask, "indices": keep, "per_frame": mask.reshape(grid[0], -1).sum(-1)}, faults
 
 
-@_reads("attn", "image_len image_start r")
 def _fastv(arrays: Arrays, params: Params) -> Outcome:
     start, length = params["image_start"], params["image_len"]
     row = arrays["attn"].mean(0)  # [S], over heads
@@ -264,7 +226,6 @@ def _fastv(arrays: Arrays, params: Params) -> Outcome:
     return {"topk_visual": start + ranked, "keep_indices": kept.nonzero()[:, 0]}, []
 
 
-@_reads("cls_attn hidden metric", "contextual dominant")
 def _visionzip(arrays: Arrays, params: Params) -> Outcome:
     dominant, context = params["dominant"], params["contextual"]
     score = arrays["cls_attn"].sum(1)[:, 1:]  # [B, N]: over heads, without the class token
@@ -274,8 +235,7 @@ def _visionzip(arrays: Arrays, params: Params) -> Outcome:
     emitted = zipped.keep.gather(-1, order_of(zipped))  # dominant in order of place, then targets
     first, targets = emitted[:, :dominant], emitted[:, dominant:]
     rank = stable_topk(score.gather(-1, first), dominant)
-    merged = torch.ones_like(score, dtype=torch.bool).scatter_(-1, zipped.keep, False)
-    merged_at = merged.nonzero()[:, 1].reshape(len(hidden), zipped.n - zipped.m)
+    merged_at = complement(zipped.keep, zipped.n)
     number = order_of(zipped).argsort(-1).gather(-1, zipped.owner.gather(-1, merged_at)) - dominant
     class_token = torch.zeros(len(hidden), 1, dtype=torch.int64)
     outputs = {
@@ -288,7 +248,6 @@ def _visionzip(arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
-@_reads("metric x size?", "class_token distill_token r")
 def _tome(arrays: Arrays, params: Params) -> Outcome:
     x, metric = arrays["x"], arrays["metric"]
     n = x.shape[1]
@@ -302,9 +261,8 @@ def _tome(arrays: Arrays, params: Params) -> Outcome:
     emitted = merged.keep.gather(-1, order)
     source = merged.owner[:, None, :] == order[..., None]  # [B, M, N]
     sizes = signals.get("sizes", torch.ones(x.shape[:2]))
-    joined = metric.new_zeros(len(x), 0, dtype=torch.int64)
-    if count:  # a Reduction does not say in which order they joined
-        joined = 2 * match(metric, count, **knobs).source
+    # A Reduction does not say in which order tokens joined.
+    joined = 2 * match(metric, count, **knobs).source if count else order[:, :0]
     outputs = {
         "unm_idx": emitted[emitted % 2 == 0].reshape(len(x), (n + 1) // 2 - count) // 2,
         "src_idx": joined // 2,
@@ -313,11 +271,9 @@ def _tome(arrays: Arrays, params: Params) -> Outcome:
         "size": (source * sizes[:, None, :]).sum(-1, keepdim=True),
         "source": source,
     }
-    stays = bool(mask_of(merged).gather(-1, joined).any())
-    return outputs, ["a token that has to merge is kept"] if stays else []
+    return outputs, []
 
 
-@_reads("x attn", "D K beta max_window_size retain_ratio tau")
 def _holitom(arrays: Arrays, params: Params) -> Outcome:
     if params["D"] != 0:
         reason = "contextual tokens of a frame are not covered"
@@ -346,3 +302,26 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
         "token_is_static": merged.sizes()[order] > 1,
     }
     return outputs, []
+
+
+_prumerge_plus = partial(_prumerge, name="prumerge_plus")
+_TILES = "first_layer_cls_attn late_layer_cls_attn"
+_PIXEL = "anchored metric spatial_merge_size threshold"
+# Of each method the driver, the input arrays and the parameters; one with a `?` may be missing.
+DRIVERS: dict[str, tuple[Drive, str, str]] = {
+    "cdpruner": (_cdpruner, "features image_embeds text_embeds", "keep"),
+    "divprune": (_divprune, "x", "ratio"),
+    "dycoke": (_dycoke, "x", "merging_ratio tokens_per_frame"),
+    "evs": (_evs, "x", "H T W q spatial_merge_size"),
+    "fastv": (_fastv, "attn", "image_len image_start r"),
+    "hiprune": (_hiprune, "attn_object attn_deep", "alpha retention"),
+    "hired": (_hired, _TILES, "alpha n_tokens num_partitions rate grids? image_sizes?"),
+    "holitom": (_holitom, "x attn", "D K beta max_window_size retain_ratio tau"),
+    "pixelprune": (_pixelprune, "pixel_values grid_thw", _PIXEL),
+    "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),
+    "prumerge_plus": (_prumerge_plus, "q_cls k features", "adaptive ratio?"),
+    "stc_pruner": (_stc_pruner, "x", "chunk_frames keep_per_frame model"),
+    "tome": (_tome, "metric x size?", "class_token distill_token r"),
+    "vidcom2": (_vidcom2, "x", "base_scale tokens_per_frame model?"),
+    "visionzip": (_visionzip, "cls_attn hidden metric", "contextual dominant"),
+}

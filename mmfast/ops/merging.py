@@ -131,12 +131,11 @@ def neighbour_merge(
     the place of the most attended of them. Weights are then scaled to 1 in each output, but if
     `raw`: then they are 1 for the token itself, attention for the others. From `attn` `[..., N]`,
     `keys` `[..., N, d]`, `listed` `[..., m]` (one that is listed twice is its own neighbour and
-    gives one output, which `order` names twice) and `rest` `[..., r]`, ascending; r >= 1 if not
-    `raw`.
+    gives one output, which `order` names twice) and `rest` `[..., r]`, ascending, empty if `raw`
+    at most: then the summary, last in the `order` of `listed`, is -1.
 
-    Returns a Reduction with a mix; `order` is that of `listed`, the summary last, -1 where it sums
-    up nothing. All tokens that are not listed are owned by the summary, or by nothing without one,
-    though listed ones may hold a part of them.
+    Returns a Reduction with a mix. All tokens that are not listed are owned by the summary, if
+    there is one, though listed ones may hold a part of them.
     """
     attn = attn.double()
     source, near = _neighbours(unit_rows(keys.double()), listed, rest, neighbours)

@@ -32,8 +32,7 @@ def cdpruner(
         budget: Tokens to keep.
         opposite: Relevance is the negative cosine, which the authors found to work in the common
             space of CLIP. In the space of a language model the cosine itself measures nearness.
-        parity: As the reference: `opposite`, and scaled over all items of a batch together;
-            `order` has the picks.
+        parity: As the reference: `opposite`, scaled over a whole batch; `order` has the picks.
     """
     joint = tokens.signal("joint")
     source = tokens.x if joint is None else joint

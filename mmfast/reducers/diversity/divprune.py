@@ -21,8 +21,7 @@ def divprune(tokens: Tokens, budget: int, *, parity: bool = False) -> Reduction:
         tokens: `x` of shape `[..., N, D]`.
         budget: Tokens to keep; ties go to the lowest index; tokens equal to a kept one come last.
         parity: Pick tokens again, as the reference does when fewer than `budget` tokens
-            differ: repeats count, so fewer tokens may be left; `order` has the picks. One item,
-            N >= 2.
+            differ: repeats count, so fewer tokens may be left. `order` has them. One item, N >= 2.
     """
     if parity:
         picks = max_min_reference(tokens.x, budget)

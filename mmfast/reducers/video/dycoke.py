@@ -44,7 +44,8 @@ def dycoke(
             "it takes no budget (write 'dycoke?parity=true') and more than 4 frames"
         )
     change = snap(_changes(tokens.x, frames, rows, columns))  # [..., T, n]
-    whole = _whole(frames, parity)
+    frame = torch.arange(frames)
+    whole = (frame % 4 == 0) | (parity & (frame % 4 == 2) & (frame >= frames - 2))  # not compared
     counts = _counts(whole, rows * columns, budget, ratio).to(change.device)
     if parity and frames % 2:
         counts[-1] = 0
@@ -68,12 +69,6 @@ def _changes(x: Tensor, frames: int, rows: int, columns: int) -> Tensor:
     return change
 
 
-def _whole(frames: int, parity: bool) -> Tensor:
-    """Mark the frames that are not compared with an earlier one, `[T]`."""
-    frame = torch.arange(frames)
-    return (frame % 4 == 0) | (parity & (frame % 4 == 2) & (frame >= frames - 2))
-
-
 def _counts(whole: Tensor, n: int, budget: int | None, ratio: float) -> Tensor:
     """Tokens that each frame keeps, `[T]`."""
     if budget is not None:
@@ -83,10 +78,7 @@ def _counts(whole: Tensor, n: int, budget: int | None, ratio: float) -> Tensor:
 
 
 def _emission(keep: Tensor, change: Tensor, whole: Tensor) -> Tensor:
-    """Slots frame by frame: whole frames in place order, the others from most changed to least.
-
-    A compared frame that keeps all of its tokens is emitted by change, too.
-    """
+    """Slots frame by frame: whole frames in place order, the others from most changed to least."""
     n = change.shape[-1]
     placed = whole.to(keep.device)[keep // n]
     moved = change.flatten(-2).gather(-1, keep).masked_fill(placed, torch.inf)
