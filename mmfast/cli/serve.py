@@ -32,6 +32,10 @@ def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> Non
     if dry_run:
         return print_json(resolved.public())
     quiet()
+    if resolved.engine == "ray":
+        from mmfast.serve.ray.cluster import imported
+
+        imported("--engine ray", "ray")  # a missing extra is told before anything is loaded
     try:
         from mmfast.serve.guard.caller import loopback
         from mmfast.serve.guard.logs import set_up

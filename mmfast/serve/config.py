@@ -17,7 +17,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mmfast.core.errors import MmfastError, unknown
 
-ENGINES = ("inproc", "processes", "ray")
+ENGINES = ("inproc", "ray")
+_REPLICAS = ("replicas", "encode_replicas", "prefill_replicas", "decode_replicas")
 HASHED = "sha256:"  # prefix of a key that is given by its hash
 _HASH = re.compile(HASHED + r"[0-9a-fA-F]{64}")
 HIDDEN = ("api_keys",)  # never printed, logged or part of a repr
@@ -42,15 +43,16 @@ class ServerConfig:
         host: Address to listen on; the default admits this machine only.
         port: Port to listen on; 0 takes a free one.
         api_keys: Keys of clients; without one, everyone who reaches the port may ask.
-        engine: `inproc`, `processes` or `ray`.
+        engine: `inproc`, this process alone, or `ray`, processes of this and other machines.
         slots: Most requests answered at once.
         context: Longest prompt and answer in tokens; None takes the model's.
         chunk: Tokens of a prompt between two steps of the running answers.
         queue: Most requests that wait; another one is refused with 429.
         memory: Bytes of keys and values, such as `2GB`; None takes a share of the free memory.
-        encode_replicas: Workers that encode, of engines with several workers.
-        prefill_replicas: Workers that read prompts, of engines with several workers.
-        decode_replicas: Workers that decode answers, of engines with several workers.
+        replicas: Copies of the whole engine on `ray`; None runs encode, prefill and decode apart.
+        encode_replicas: Processes of the engine `ray` that encode.
+        prefill_replicas: Processes of the engine `ray` that read prompts.
+        decode_replicas: Processes of the engine `ray` that decode answers.
         ray_address: Address of a cluster for the engine `ray`; `local` starts one here.
         max_tokens: Longest answer in tokens that a request may ask for.
         default_tokens: Longest answer in tokens of a request without `max_tokens`.
@@ -115,6 +117,7 @@ class ServerConfig:
     chunk: int = 256
     queue: int = 32
     memory: str | None = None
+    replicas: int | None = None
     encode_replicas: int = 1
     prefill_replicas: int = 1
     decode_replicas: int = 1
@@ -181,6 +184,7 @@ class ServerConfig:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and name not in _FROM_ZERO and not value > 0:
                 raise MmfastError(f"{name}={value!r} is not allowed; give more than 0")
+        self._check_replicas()
         if not 0 <= self.port <= 65535:
             raise MmfastError(f"port={self.port} is none; give 1 to 65535, or 0 for a free one")
         for name in _QUOTAS:
@@ -196,6 +200,20 @@ class ServerConfig:
                 )
         if self.frames > self.max_frames:
             raise MmfastError(f"frames={self.frames} is more than max_frames={self.max_frames}")
+
+    def _check_replicas(self) -> None:
+        many = {name: getattr(self, name) for name in _REPLICAS if (getattr(self, name) or 1) > 1}
+        for name, value in many.items():
+            if self.engine != "ray":
+                raise MmfastError(
+                    f"{name}={value} needs the engine ray, and engine={self.engine!r} is one "
+                    'process; give --engine ray, after pip install "mmfast[ray]"'
+                )
+            if self.replicas is not None and name != "replicas":
+                raise MmfastError(
+                    f"{name}={value} is not possible with replicas={self.replicas}, each of which "
+                    "runs the whole model; leave one of them out"
+                )
 
     def public(self) -> dict[str, Any]:
         """Return all options by name, for `--dry-run` and logs; of secrets only their number."""

@@ -6,7 +6,6 @@ import hashlib
 import queue
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from mmfast.models.prompt import Shot
 from mmfast.serve.engine.base import (
     Delta,
-    Echo,
     Event,
     Executor,
     Media,
@@ -59,19 +57,6 @@ def asked(
     return Request(name, (message,), sampling, Options(reduce=reduce))
 
 
-def said(name: str, words: int) -> Request:
-    """So many words, for `Echo`."""
-    text = " ".join(f"w{i}" for i in range(words))
-    return Request(name, (Message("user", (text,)),), SamplingOptions(max_tokens=10_000))
-
-
-def hello(name: str) -> Request:
-    """A question about nothing."""
-    return Request(
-        name, (Message("user", ("Hello, what is this?",)),), SamplingOptions(max_tokens=4)
-    )
-
-
 def eventually(true: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait for it."""
     until = time.monotonic() + seconds
@@ -110,11 +95,3 @@ class Inbox(list[Event]):
     @property
     def over(self) -> bool:
         return bool(self) and not isinstance(self[-1], Delta)
-
-
-def once(marker: str, **given: Any) -> Echo:
-    """An engine that can be made once only."""
-    if Path(marker).exists():
-        raise ImportError("it was here before")
-    Path(marker).touch()
-    return Echo(**given)

@@ -25,24 +25,18 @@ REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
 
 @benchmark("serve", "faults")
 def faults(tick: Tick) -> list[Row]:
-    """Kill a worker of every engine and role, with the embedded model on the CPU."""
-    from mmfast.serve.engine.processes.engine import process_engine
+    """Kill a replica of every role on Ray, with the embedded model on the CPU."""
     from mmfast.serve.ray.engine import RayEngine
 
-    engines: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "processes": (process_engine, ("encode", "decode")),
-        "ray": (RayEngine, ("encode", "prefill", "decode")),
-    }
-    found, done = [], 0
-    for name, (make, roles) in engines.items():
-        with endless_model() as model:
-            replicas = dict.fromkeys(roles, REPLICAS)
-            engine = make(str(model), device="cpu", slots=24, linger=LINGER, **replicas)
+    parts = dict.fromkeys(("encode", "prefill", "decode"), REPLICAS)
+    found: list[Row] = []
+    with endless_model() as model:
+        for counts in (parts, {"replicas": REPLICAS}):
+            engine = RayEngine(str(model), device="cpu", slots=24, linger=LINGER, **counts)
             try:
-                for role in roles:
-                    found.append({"engine": name, "replicas": REPLICAS, **trial(engine, role)})
-                    done += 1
-                    tick(f"{name}: {role}", done, 5)
+                for role in engine.replicas:
+                    found.append({"engine": "ray", "replicas": REPLICAS, **trial(engine, role)})
+                    tick(f"ray: {role}", len(found), len(parts) + 1)
             finally:
                 engine.close()
     return found
@@ -79,11 +73,10 @@ def trial(
     while not (fed and fed[0].begun.is_set()):  # then every role holds a request
         _feed(engine, fed, every, patience)
     begun = {each.name for each in (*long, *fed) if each.begun.is_set() and not each.over.is_set()}
-    # The worker that served a running answer, or the first of the role.
-    victim = int(engine.workers(long[0].name).get(role) or engine.pids(role)[0])
+    victim = engine.workers(long[0].name)[role]  # the worker that served a running answer
     mine = {name for name in begun if engine.workers(name).get(role) == victim}
     # Answers that have begun have passed encode and prefill.
-    spared = begun - mine if role == "decode" else begun
+    spared = begun if role in ("encode", "prefill") else begun - mine
     os.kill(victim, signal.SIGKILL)
     killed = time.perf_counter()
     recovered = _recovery(

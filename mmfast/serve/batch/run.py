@@ -77,6 +77,11 @@ def run_batch(
         raise MmfastError(unknown("engine", way.engine, ENGINES))
     if way.workers is not None and way.workers < 1:
         raise MmfastError(f"workers={way.workers}; give a whole number of at least 1")
+    if way.engine == "inproc" and (way.workers or 1) > 1:
+        raise MmfastError(
+            f"workers={way.workers} needs the engine ray, and engine='inproc' is one process; give "
+            '--engine ray, after pip install "mmfast[ray]"'
+        )
     media = find_media(job.folder, way.pattern, way.limit, out)
     wanted = [(medium, question) for medium in media for question in job.questions]
     with RowStore(out, job.identity(), way.resume, warn) as store:

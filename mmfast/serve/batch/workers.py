@@ -258,7 +258,7 @@ def _shares(
 
 @contextmanager
 def _cluster(address: str) -> Iterator[Any]:
-    (ray,) = imported("mmfast batch", "inproc", "ray")
+    (ray,) = imported("mmfast batch", "ray")
     start(ray, address)
     try:
         with redirect_stdout(_ThreadOutput()):

@@ -107,8 +107,7 @@ class Scheduler:
     once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of prompts
     between two decoding steps, `context` the longest prompt and answer in tokens (None: the
     model's). `memory` bounds keys and values, such as `"2GB"`; None takes a share of the free
-    memory, which `sharing` engines divide. `encoder` makes the encoder from a model, a processor
-    and the bytes of results to keep.
+    memory, which `sharing` engines divide.
     """
 
     def __init__(
@@ -126,7 +125,6 @@ class Scheduler:
         memory: str | int | None = None,
         sharing: int = 1,
         name: str | None = None,
-        encoder: Callable[[Any, Any, int], MediaEncoder] = MediaEncoder,
     ) -> None:
         parse(reduce), call_plan(cache)
         stock, processor = load(model, device, dtype)
@@ -135,7 +133,7 @@ class Scheduler:
         self._queue: FairQueue[ActiveRequest] = FairQueue()
         self._most, self._slots = slots + queue, slots
         self.context = context or context_of(stock)
-        kept = encoder(stock, processor, min(limit // 4, 256 << 20))
+        kept = MediaEncoder(stock, processor, min(limit // 4, 256 << 20))
         self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model)
         self._default = Options(reduce, cache)
         self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))

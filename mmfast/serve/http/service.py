@@ -176,18 +176,9 @@ def load_engine(config: ServerConfig) -> Executor:
         return Scheduler(config.model, **options)
     for role in ("encode", "prefill", "decode"):
         options[role] = getattr(config, f"{role}_replicas")
-    if config.engine == "processes":
-        from mmfast.serve.engine.processes.engine import process_engine
+    from mmfast.serve.ray.engine import RayEngine
 
-        return process_engine(config.model, **options)
-    try:
-        from mmfast.serve.ray.engine import RayEngine
-    except ModuleNotFoundError as error:
-        raise MmfastError(
-            f"--engine ray needs {error.name}, which is not installed; "
-            'pip install "mmfast[ray]", or choose inproc or processes'
-        ) from error
-    return RayEngine(config.model, **options, address=config.ray_address)
+    return RayEngine(config.model, **options, replicas=config.replicas, address=config.ray_address)
 
 
 def name_of(config: ServerConfig) -> str:

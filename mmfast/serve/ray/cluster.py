@@ -13,8 +13,10 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,7 @@ class Cluster:
             os.environ.setdefault("RAY_worker_niceness", "0")  # replicas run at normal priority
             # The default of 0.1 s is too short for a replica that computes.
             os.environ.setdefault("RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S", "1")
-        ray, serve = imported("the engine 'ray'", "inproc or processes", "ray", "ray.serve")
+        ray, serve = imported("the engine 'ray'", "ray", "ray.serve")
         self._ray: Any = ray
         self._serve: Any = serve
         self._own = not self._ray.is_initialized()
@@ -157,7 +159,7 @@ class Cluster:
             self.spare.close()
 
 
-def imported(user: str, instead: str, *modules: str) -> list[Any]:
+def imported(user: str, *modules: str) -> list[Any]:
     """Import modules of Ray with its usage reports turned off.
 
     Without Ray, `MmfastError` is raised.
@@ -169,15 +171,35 @@ def imported(user: str, instead: str, *modules: str) -> list[Any]:
     except ImportError as error:
         raise MmfastError(
             f"{user} needs {error.name}, which is not installed: "
-            f'pip install "mmfast[ray]", or take the engine {instead}'
+            'pip install "mmfast[ray]", or take the engine inproc'
         ) from None
 
 
 def start(ray: Any, address: str, **local: Any) -> None:
     """Connect to Ray, with retries: on a busy machine a node may not start within 30 s.
 
-    The address `local` starts a node here with the options `local` of `ray.init`.
+    The address `local` starts a node here with the options `local` of `ray.init`. On Linux the
+    processes of a node end with the thread that started them, so a thread that may end before this
+    process leaves the start to one that does not.
     """
+    if threading.current_thread() is threading.main_thread():
+        _start(ray, address, local)
+        return
+    started: Future[None] = Future()
+
+    def keep() -> None:
+        try:
+            started.set_result(_start(ray, address, local))
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            threading.Event().wait()
+
+    threading.Thread(target=keep, name="mmfast-ray-node", daemon=True).start()
+    started.result()
+
+
+def _start(ray: Any, address: str, local: Mapping[str, Any]) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of this machine alone

@@ -1,29 +1,74 @@
-"""Encode, prefill and decode as deployments of Ray Serve, each with its number of replicas.
+"""Replicas of Ray Serve: encode, prefill and decode apart, or copies of the whole engine.
 
-A request passes one replica of each: encode computes embeddings, prefill keys and values with the
-logits of the first token, decode the answer, in one batch with the others of its replica. Results
-lie in Ray's object store, go straight to the next replica, and outlive the replica that made them.
-An error of a request travels the same way, as a `Failure`.
+Apart, a request passes one replica of each role: encode computes embeddings, prefill keys and
+values with the logits of the first token, decode the answer, in one batch with the others of its
+replica. Results lie in Ray's object store, go straight to the next replica, and outlive the replica
+that made them. An error of a request travels the same way, as a `Failure`.
+
+A copy of the engine is a `Scheduler` in a replica of its own, so that all its methods are possible.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import pickle
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.loading import load
 from mmfast.models.quiet import quiet
-from mmfast.serve.engine.base import Delta, Event, Failure, Request, failure
-from mmfast.serve.engine.processes.messages import Parcel, unwrap, wrap
+from mmfast.serve.engine.base import Delta, Emit, Event, Failure, Request, failure
 from mmfast.serve.engine.slots import moved
 from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
 
 ROLES = ("encode", "prefill", "decode")
+WHOLE = "answer"  # role of a replica with the whole engine
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """A pickled value whose tensors and arrays lie apart, as Ray carries arrays without copying."""
+
+    body: bytes
+    arrays: tuple[np.ndarray[Any, Any], ...]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays of their bytes, since numpy knows no bfloat16."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """See `pickle.Pickler`."""
+        if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
+            return NotImplemented
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (flat.numpy(), value.dtype, tuple(value.shape))
+
+
+def _tensor(flat: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(flat).view(dtype).reshape(shape)
+
+
+def wrap(value: Any) -> Parcel:
+    """Pickle a value; tensors of a device are copied to the CPU (see `moved`)."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(file, 5, buffer_callback=buffers.append).dump(value)
+    return Parcel(file.getvalue(), tuple(np.frombuffer(each.raw(), np.uint8) for each in buffers))
+
+
+def unwrap(parcel: Parcel) -> Any:
+    """Return the value of a parcel; its tensors are copies, since Ray's memory is read-only."""
+    return pickle.loads(parcel.body, buffers=[bytearray(each) for each in parcel.arrays])
 
 
 @dataclass(frozen=True)
@@ -40,15 +85,19 @@ class ReplicaSettings:
     # bytes of keys and values in one decode replica, as for the `Scheduler`
     memory: str | int | None = None
     linger: float = 0.0  # seconds by which encode and prefill delay each result, to test faults
-    sharing: int = 1  # decode replicas that share the free memory of a device
+    sharing: int = 1  # replicas with answers that share the free memory of a device
+    reduce: str | None = None  # specs of a whole engine for requests that name none
+    cache: str | None = None
 
-    def load(self) -> tuple[Any, Any]:
-        """Load the model and its processor."""
-        import torch
-
+    def settle(self) -> None:
+        """Set up the process of a replica."""
         quiet()
         if self.threads:
             torch.set_num_threads(self.threads)
+
+    def load(self) -> tuple[Any, Any]:
+        """Set up the process, and load the model and its processor."""
+        self.settle()
         return load(self.model, self.device, self.dtype)
 
 
@@ -74,16 +123,21 @@ class EncodeReplica:
         try:
             prepare = self._stage.encoder.prepare
             prepared = await asyncio.to_thread(prepare, request, reduce)
-        except ModelError as error:  # the model takes no such media
-            return Failure(str(error), 400, "invalid_request_error")
         except Exception as error:
-            return failure(error, request.id)
+            return _refusal(error, request)
         try:
             embedded = await asyncio.wrap_future(self._stage.encode(prepared))
         except Exception as error:
             return failure(error, request.id)
         await asyncio.sleep(self._linger)
         return StageResult(wrap(embedded), {"encode": os.getpid()})
+
+
+def _refusal(error: Exception, request: Request) -> Failure:
+    """Return the failure of a request that was not begun."""
+    if isinstance(error, ModelError):  # the model takes no such media
+        return Failure(str(error), 400, "invalid_request_error")
+    return failure(error, request.id)
 
 
 class PrefillReplica:
@@ -136,26 +190,71 @@ class DecodeReplica:
             yield (given,)
             return
         yield {**given.workers, "decode": os.getpid()}
-        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        inbox = _Inbox()
+        self._stage.add(request, moved(unwrap(given.parcel), self._device), inbox.put)
+        async with aclosing(inbox.batches(request.id, self._stage.cancel)) as batches:
+            async for events in batches:
+                yield events
 
-        def emit(event: Event) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, event)
 
-        self._stage.add(request, moved(unwrap(given.parcel), self._device), emit)
+class AnswerReplica:
+    """Answers requests with a `Scheduler`; the engine limits its queue."""
+
+    def __init__(self, plan: ReplicaSettings) -> None:
+        from mmfast.serve.engine.scheduler import Scheduler
+
+        plan.settle()
+        names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "memory")
+        options = {name: getattr(plan, name) for name in names}
+        # A request that was cancelled holds its place here for a moment longer than on Ray.
+        self._engine = Scheduler(plan.model, queue=plan.slots, sharing=plan.sharing, **options)
+
+    async def __call__(self, request: Request) -> AsyncIterator[dict[str, int] | tuple[Event, ...]]:
+        """Yield the process of the request, then its events as they come."""
+        inbox, cancel = _Inbox(), self._engine.cancel
+        submitted = asyncio.ensure_future(
+            asyncio.to_thread(self._engine.submit, request, inbox.put)
+        )
+        try:
+            await asyncio.shield(submitted)
+        except asyncio.CancelledError:  # the caller is gone, but the thread goes on
+            submitted.add_done_callback(lambda done: done.exception() or cancel(request.id))
+            raise
+        except Exception as error:
+            yield (_refusal(error, request),)
+            return
+        yield {WHOLE: os.getpid()}
+        async with aclosing(inbox.batches(request.id, cancel)) as batches:
+            async for events in batches:
+                yield events
+
+
+class _Inbox:
+    """Events of a request, from the thread of an engine to the loop of a replica."""
+
+    def __init__(self) -> None:
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        self.put: Emit = partial(self._loop.call_soon_threadsafe, self._events.put_nowait)
+
+    async def batches(
+        self, name: str, cancel: Callable[[str], None]
+    ) -> AsyncGenerator[tuple[Event, ...]]:
+        """Yield events until the last one; a caller that is gone cancels the request `name`."""
         over = False
         try:
             while not over:
-                events = [await inbox.get()]
-                while not inbox.empty():
-                    events.append(inbox.get_nowait())
+                events = [await self._events.get()]
+                while not self._events.empty():
+                    events.append(self._events.get_nowait())
                 over = not isinstance(events[-1], Delta)
                 yield tuple(events)
         finally:
-            if not over:  # the caller is gone
-                self._stage.cancel(request.id)
+            if not over:
+                cancel(name)
 
 
 BODIES = {"encode": EncodeReplica, "prefill": PrefillReplica, "decode": DecodeReplica}
+BODIES |= {WHOLE: AnswerReplica}
 
 
 def deploy(
@@ -163,22 +262,23 @@ def deploy(
 ) -> dict[str, Any]:
     """Start replicas and wait until they are ready; return a handle per role.
 
-    `apps` are the names of the applications of Ray Serve in the order of `ROLES`. The handle of
-    `decode` streams. A replica that does not start raises `MmfastError`.
+    `apps` are the names of the applications of Ray Serve in the order of `replicas`. The handle of
+    the last role streams. A replica that does not start raises `MmfastError`.
     """
     from ray import serve
 
     have, count = cluster.resources(), sum(replicas.values())
     parts = share(have, count, plan.device, spare=0.1)  # leaves room for the controller
     places = cluster.machines() if not parts["num_gpus"] else int(have["GPU"])
-    plan = replace(plan, sharing=sharing(replicas["decode"], count, places))
+    last = [*replicas][-1]
+    plan = replace(plan, sharing=sharing(replicas[last], count, places))
     targets = []
-    for role, app in zip(ROLES, apps, strict=True):
+    for role, app in zip(replicas, apps, strict=True):
         deployment: Any = serve.deployment(
             BODIES[role],
             name=role,
             num_replicas=replicas[role],
-            max_ongoing_requests=plan.slots if role == "decode" else 8,
+            max_ongoing_requests=plan.slots if role == last else 8,
             max_queued_requests=-1,  # the engine limits the queue
             ray_actor_options=parts,
             health_check_period_s=1.0,
@@ -192,8 +292,8 @@ def deploy(
             handles = serve.run_many(targets)
     except RuntimeError as error:
         raise MmfastError(f"a replica does not start: {_reason(error)}") from None
-    found = dict(zip(ROLES, handles, strict=True))
-    found["decode"] = found["decode"].options(stream=True)
+    found = dict(zip(replicas, handles, strict=True))
+    found[last] = found[last].options(stream=True)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The engine on Ray: drives encode, prefill and decode replicas from the server's process."""
+"""The engine on Ray: drives replicas from the server's process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED
 from mmfast.serve.engine.base import (
     CANCELLED,
@@ -30,7 +32,7 @@ from mmfast.serve.engine.base import (
 from mmfast.serve.engine.encoder import early
 from mmfast.serve.engine.request import checked
 from mmfast.serve.ray.cluster import Cluster
-from mmfast.serve.ray.deployments import ROLES, ReplicaSettings, deploy
+from mmfast.serve.ray.deployments import ROLES, WHOLE, ReplicaSettings, deploy
 
 LOST = Failure("the replica that worked on this answer was lost; ask again", 503, "replica_lost")
 
@@ -51,13 +53,16 @@ class RemoteStream:
 async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None) -> Event:
     """Emit the pieces of an answer and return its last event."""
     request = stream.request
-    # Handles take each other's responses: results go from replica to replica.
-    embedded = handles["encode"].remote(request, reduce)
-    piece = handles["prefill"].remote(embedded, request.sampling.max_tokens)
-    chunks = handles["decode"].remote(replace(request, messages=()), piece)
+    if WHOLE in handles:
+        responses = [handles[WHOLE].remote(request)]
+    else:  # handles take each other's responses: results go from replica to replica
+        embedded = handles["encode"].remote(request, reduce)
+        piece = handles["prefill"].remote(embedded, request.sampling.max_tokens)
+        chunks = handles["decode"].remote(replace(request, messages=()), piece)
+        responses = [chunks, piece, embedded]
     last: Event | None = None
     try:
-        async for chunk in chunks:
+        async for chunk in responses[0]:
             if isinstance(chunk, dict):
                 stream.workers = chunk
                 continue
@@ -69,7 +74,7 @@ async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | 
                     stream.emit(event)
     finally:
         if last is None:  # cancelled or failed: stop all replicas
-            for response in (chunks, piece, embedded):
+            for response in responses:
                 response.cancel()
     if isinstance(last, Finish):
         first = stream.first or time.perf_counter()
@@ -105,13 +110,14 @@ def failure_of(error: BaseException) -> Failure:
 class RayEngine:
     """Answers requests on Ray; see `mmfast.serve.engine.base.Executor`.
 
-    Reducers act between vision tower and language model (site `pre`); methods that act inside the
-    language model, or on its cache, need the engine `inproc` or `processes`; so `cache` must be
-    None.
+    `encode`, `prefill` and `decode` count the replicas of each part of the model. Reducers act
+    between vision tower and language model (site `pre`) then; methods that act inside the language
+    model, or on its cache, raise `SpecError`. With `replicas`, that many copies of the whole engine
+    answer, with all its methods, and there are no parts.
 
     The model must be on every machine. Options are those of the `Scheduler`; `slots` and `memory`
-    are per decode replica. `encode`, `prefill` and `decode` count replicas. `cpus` are the cores of
-    a local cluster (None counts them), `threads` those of torch in each replica.
+    are per replica that decodes. `cpus` are the cores of a local cluster (None counts them),
+    `threads` those of torch in each replica.
     """
 
     def __init__(
@@ -131,21 +137,25 @@ class RayEngine:
         encode: int = 1,
         prefill: int = 1,
         decode: int = 1,
+        replicas: int | None = None,
         address: str = "local",
         cpus: int | None = None,
         threads: int = 1,
         linger: float = 0.0,
     ) -> None:
-        _check(reduce, cache)
+        parts = dict(zip(ROLES, (encode, prefill, decode), strict=True))
+        self.replicas: dict[str, int] = {WHOLE: replicas} if replicas else parts
+        self._last = [*self.replicas][-1]  # the role that decodes
+        self._check(reduce, cache)
         self._reduce = reduce
         self.model = name or (EMBEDDED if model is None else str(model))
-        self._most = slots * decode + queue
+        self._most = slots * self.replicas[self._last] + queue
         where = None if model is None else str(model)
         plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
+        plan = replace(plan, reduce=reduce, cache=cache)
         self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self.replicas: dict[str, int] = dict(zip(ROLES, (encode, prefill, decode), strict=True))
         self._running = dict(self.replicas)
         self._cluster = Cluster(address, cpus)
         self._app = f"mmfast-{secrets.token_hex(3)}"
@@ -165,14 +175,17 @@ class RayEngine:
 
     @property
     def _apps(self) -> list[str]:
-        return [f"{self._app}-{role}" for role in ROLES]
+        return [f"{self._app}-{role}" for role in self.replicas]
 
     def submit(self, request: Request, emit: Emit) -> None:
         """See `Executor.submit`."""
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
-        _check(reduce, request.options.cache)
-        if request.options.target_ttft_ms is not None:
-            raise MmfastError("target_ttft_ms is not possible on Ray; name reducers instead")
+        self._check(reduce, request.options.cache)
+        if request.options.target_ttft_ms is not None and self._last != WHOLE:
+            raise MmfastError(
+                "target_ttft_ms is not possible where encode, prefill and decode run apart; name "
+                "reducers, or start the server with --replicas"
+            )
         sampling = checked(request.sampling)
         stream = RemoteStream(replace(request, sampling=sampling), emit)
         with self._lock:
@@ -182,8 +195,8 @@ class RayEngine:
                 raise MmfastError(f"request id {request.id!r} is at work already; give another")
             if len(self._streams) >= self._most:
                 raise BusyError(f"{len(self._streams)} requests run or wait already; try again")
-            if not self._running["decode"]:
-                raise BusyError("no decode replica is ready; it is being started", 2.0)
+            if not self._running[self._last]:
+                raise BusyError(f"no {self._last} replica is ready; it is being started", 2.0)
             self._streams[request.id] = stream
             self._loop.call_soon_threadsafe(self._begin, stream, reduce)
 
@@ -222,6 +235,22 @@ class RayEngine:
             thread.join()
         self._loop.close()
         self._cluster.close(self._apps)
+
+    def _check(self, reduce: str | None, cache: str | None) -> None:
+        """Refuse wrong specs, and those that need the whole model, with `SpecError`."""
+        parse(reduce), call_plan(cache)
+        if self._last == WHOLE:
+            return
+        fix = "start the server with --replicas, whose copies run all of it, or take inproc"
+        if not early(reduce):
+            raise SpecError(
+                f"{reduce!r} acts inside the model, which Ray runs in parts; name reducers at site "
+                f"'pre', {fix}"
+            )
+        if cache:
+            raise SpecError(
+                f"cache {cache!r} acts inside the model, which Ray runs in parts; {fix}"
+            )
 
     # --- the loop's thread --------------------------------------------------------------------
 
@@ -264,19 +293,6 @@ class RayEngine:
         from ray import serve
 
         known = serve.status().applications
-        for role, app in zip(ROLES, self._apps, strict=True):
+        for role, app in zip(self.replicas, self._apps, strict=True):
             states: Any = known[app].deployments[role].replica_states if app in known else {}
             self._running[role] = int(states.get("RUNNING", 0))
-
-
-def _check(reduce: str | None, cache: str | None) -> None:
-    """Refuse methods that act inside the language model, with `SpecError`."""
-    if not early(reduce):
-        raise SpecError(
-            f"{reduce!r} acts inside the model, which Ray runs in parts; name reducers at site "
-            "'pre', or take the engine inproc or processes"
-        )
-    if cache:
-        raise SpecError(
-            f"cache {cache!r} is not possible on Ray; take the engine inproc or processes"
-        )

@@ -12,12 +12,16 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from mmfast.serve.engine.processes import PRELOAD
-
+# transformers imports on first use: its three modules are those that load a checkpoint.
 # The last module is the part of Ray Serve in a replica.
 PARTS = (
-    *(*PRELOAD, "mmfast.serve.engine.stages"),
-    *("mmfast.serve.ray.deployments", "ray.serve._private.replica"),
+    "mmfast.serve.engine.scheduler",
+    "mmfast.serve.engine.stages",
+    "transformers.models.auto.configuration_auto",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+    "mmfast.serve.ray.deployments",
+    "ray.serve._private.replica",
 )
 PLACE = "MMFAST_RAY_SPARES"  # environment: a folder; workers warm up once it holds a file `warm`
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_requests import Inbox, asked, eventually, said
+from engine_requests import Inbox, asked, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling import Ear, answers, ask, clip, image, model_of, stock, together
@@ -24,16 +21,11 @@ from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, Sampli
 from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.prefill import BLOCK, Prefiller, Prefixes
-from mmfast.serve.engine.processes.engine import WorkerEngine
-from mmfast.serve.engine.processes.messages import SegmentNames, pack
-from mmfast.serve.engine.processes.pool import Maker, Restarts
-from mmfast.serve.engine.processes.workers import RemoteEncoder
 from mmfast.serve.engine.scheduler import FairQueue, Scheduler
 from mmfast.serve.engine.slots import kv_limit
 from mmfast.serve.engine.stages import DecodeStage, EncodeStage, PrefillStage
 
 FAMILY = "llava_onevision"
-SEGMENTS = Path("/dev/shm")
 
 
 @pytest.fixture
@@ -43,100 +35,7 @@ def engine() -> Iterator[Scheduler]:
     made.close()
 
 
-# --- no room in shared memory -------------------------------------------------------------------
-
-
-def full(*_: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_no_room_in_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are taken before they are written to: one that is not there kills the process."""
-    names = SegmentNames(f"mmfast-test-{os.getpid()}-full")
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(BusyError, match=r"no room for 4,000,000 bytes"):
-        pack(torch.zeros(10**6), names)
-    assert not list(SEGMENTS.glob(f"{names.prefix}*"))
-    assert not pack(torch.zeros(100), names).name  # what is small needs none
-
-
-def test_media_that_find_no_room_fail_one_request() -> None:
-    """On the way to an encoder, in the engine's own thread."""
-
-    def ask_of(call: str, prepared: Any) -> None:
-        raise BusyError("no room")
-
-    model, processor = model_of(FAMILY)
-    encoder = RemoteEncoder(model, processor, 0, ask_of)
-    both = [ask("a", image(1), "what?"), ask("b", "hello")]
-    found = encoder.encode([encoder.prepare(request) for request in both])
-    assert isinstance(found[0], BusyError) and not isinstance(found[1], Exception)
-
-
 # --- a thread that lives on ---------------------------------------------------------------------
-
-
-def test_a_message_that_cannot_be_read_fails_one_answer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The thread that hears all workers goes on."""
-    from mmfast.serve.engine.processes import engine as where
-
-    echo = Maker("mmfast.serve.engine.base:Echo", {"pause": 0.02})
-    role = Maker("mmfast.serve.engine.processes.workers:Answering", {"engine": echo}, 1)
-    executor = WorkerEngine("echo", role, 1, restarts=Restarts(most=1, first=0.05))
-    unpack, seen = where.unpack, list[str]()
-
-    def broken(packet: Any) -> Any:
-        value = unpack(packet)
-        if getattr(value, "text", "").strip() == "w3" and not seen:
-            seen.append("w3")
-            raise FileNotFoundError("its segment is gone")
-        return value
-
-    monkeypatch.setattr(where, "unpack", broken)
-    try:
-        inboxes = [Inbox(), Inbox()]
-        with caplog.at_level(logging.ERROR, "mmfast.serve"):
-            for i, inbox in enumerate(inboxes):
-                executor.submit(said(f"r{i}", 20), inbox.append)
-            eventually(lambda: all(inbox.over for inbox in inboxes), 30)
-        ends = [type(inbox[-1]) for inbox in inboxes]
-        assert sorted(end.__name__ for end in ends) == ["Failure", "Finish"]
-        (failed,) = [inbox[-1] for inbox in inboxes if isinstance(inbox[-1], Failure)]
-        assert (failed.status, failed.kind) == (500, "server_error")
-        assert len([r for r in caplog.records if r.name == "mmfast.serve"]) == 1
-        after = Inbox()
-        executor.submit(said("after", 2), after.append)
-        eventually(lambda: after.over, 30)
-        assert isinstance(after[-1], Finish)
-    finally:
-        executor.close()
-
-
-def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    echo = Maker("mmfast.serve.engine.base:Echo")
-    role = Maker("mmfast.serve.engine.processes.workers:Answering", {"engine": echo}, 1)
-    executor = WorkerEngine("echo", role, 1, restarts=Restarts(most=5, first=0.05))
-    try:
-        pool, (place,) = executor._pool, executor._pool.places
-        start, tries = pool._start, list[int]()
-
-        def poor(place: Any) -> None:
-            tries.append(1)
-            if len(tries) < 3:
-                raise OSError(errno.EAGAIN, "no more processes")
-            start(place)
-
-        monkeypatch.setattr(pool, "_start", poor)
-        place.process.kill()
-        eventually(lambda: len(tries) == 3 and place.ready, 60)
-        assert place.total == 3  # the one that was killed, and two that never were
-        inbox = Inbox()
-        executor.submit(said("after", 2), inbox.append)
-        eventually(lambda: inbox.over, 30)
-    finally:
-        executor.close()
 
 
 class Choking(Writer):
@@ -260,8 +159,6 @@ def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 def test_workers_share_the_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.serve.engine import slots
-    from mmfast.serve.engine.processes import engine as processes
-    from mmfast.serve.engine.processes import engine as worker_engine
 
     monkeypatch.setattr(slots, "_free", lambda: 32 << 30)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
@@ -269,12 +166,6 @@ def test_workers_share_the_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 20 << 30))
     assert kv_limit(None, cuda, 2) == 4 << 30
     assert kv_limit("1GB", cuda, 4) == 10**9  # what is named is each one's
-    made: list[Any] = []
-    monkeypatch.setattr(
-        worker_engine.WorkerEngine, "__init__", lambda self, *given: made.append(given)
-    )
-    processes.process_engine(encode=1, decode=3)
-    assert made[0][1].given["given"]["sharing"] == 3
 
 
 def test_replicas_on_ray_share_the_memory_out() -> None:

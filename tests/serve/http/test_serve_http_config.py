@@ -115,6 +115,15 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             (["--reduce", "evz:0.5"], "did you mean 'evs'"),
             (["--cache", "snapkw:64"], "did you mean 'snapkv'"),
             (["--engine", "rai"], "did you mean 'ray'"),
+            (["--engine", "processes"], "choices: inproc, ray"),
+            (["--replicas", "2"], "replicas=2 needs the engine ray"),
+            (["--replicas", "2"], 'pip install "mmfast[ray]"'),
+            (["--decode-replicas", "3"], "decode_replicas=3 needs the engine ray"),
+            (["--replicas", "0"], "replicas=0"),
+            (
+                ["--engine", "ray", "--replicas", "2", "--encode-replicas", "2"],
+                "not possible with replicas=2",
+            ),
             (["--model", "./nowhere"], "./nowhere"),
         ):
             code, out, err = cli(capsys, *args)
@@ -170,11 +179,20 @@ def test_a_missing_extra_is_named(
     assert code == 2 and 'pip install "mmfast[serve]"' in err and "uvicorn" in err
 
 
+def test_without_ray_the_extra_is_named_and_nothing_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for args in ([], ["--replicas", "2"], ["--decode-replicas", "2"]):
+        code, out, err = cli(capsys, "--engine", "ray", "--port", "0", *args)
+        assert (code, out) == (2, "") and 'pip install "mmfast[ray]"' in err
+        assert len(err.strip().splitlines()) == 1 and "listening" not in err
+
+
 @pytest.mark.parametrize(
     ("engine", "module", "name"),
     [
         ("inproc", "mmfast.serve.engine.scheduler", "Scheduler"),
-        ("processes", "mmfast.serve.engine.processes.engine", "process_engine"),
         ("ray", "mmfast.serve.ray.engine", "RayEngine"),
     ],
 )
@@ -189,7 +207,12 @@ def test_every_engine_gets_its_options(
     signature = inspect.signature(getattr(home, name))
     monkeypatch.setattr(home, name, signature.bind)  # what it does not take raises
     config = ServerConfig(
-        engine=engine, model="org/some", reduce="evs:0.5", slots=3, queue=4, decode_replicas=2
+        engine=engine,
+        model="org/some",
+        reduce="evs:0.5",
+        slots=3,
+        queue=4,
+        decode_replicas=2 if engine == "ray" else 1,
     )
     found: Any = load_engine(config)
     given = {**found.arguments, **found.arguments.get("given", {})}

@@ -1,0 +1,161 @@
+"""Parts of the engine on Ray that need no cluster: parcels, and the thread that starts a node."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.serve.engine.slots import Embedded, Filled, moved
+from mmfast.serve.engine.stages import PromptPiece
+from mmfast.serve.ray import cluster
+from mmfast.serve.ray.deployments import unwrap, wrap
+from mmfast.serve.ray.engine import RayEngine
+
+
+def carried(value: Any) -> Any:
+    """Carry a value as Ray does: arrays apart from the pickle, read-only at the other end."""
+    buffers: list[Any] = []
+    body = pickle.dumps(wrap(value), 5, buffer_callback=buffers.append)
+    return unwrap(pickle.loads(body, buffers=[bytes(each.raw()) for each in buffers]))
+
+
+def test_a_parcel_keeps_every_value() -> None:
+    same = torch.randn(30_000, 3)
+    value = {
+        "f": same,
+        "again": same,
+        "bf16": torch.randn(7).to(torch.bfloat16),
+        "turned": torch.arange(10).reshape(5, 2).T,
+        "part": torch.randn(10_000)[:3],
+        "bool": torch.rand(9) > 0.5,
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "trained": torch.nn.Parameter(torch.randn(2)),
+        "array": np.arange(30, dtype="<i2").reshape(3, 10)[:, ::-1],
+        "columns": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        "nothing": np.zeros((0, 3)),
+        "number": np.array(2.5),
+        "rest": ("text", 7, None),
+    }
+    back = carried(value)
+    for name, before in value.items():
+        if isinstance(before, torch.Tensor):
+            assert back[name].dtype == before.dtype and torch.equal(back[name], before), name
+        elif isinstance(before, np.ndarray):
+            assert back[name].dtype == before.dtype and np.array_equal(back[name], before), name
+        else:
+            assert back[name] == before
+    assert back["again"] is back["f"]
+    back["f"] += 1  # its own memory, which may be written to
+    assert not torch.equal(back["f"], same)
+
+
+def test_a_parcel_copies_a_tensor_once_and_only_its_own_part() -> None:
+    tensor = torch.zeros(1000, 100)
+    parcel = wrap({"a": tensor, "b": tensor, "c": tensor[:10]})
+    assert sum(each.nbytes for each in parcel.arrays) == tensor.nbytes + 10 * 100 * 4
+    assert len(parcel.body) < 1000  # the values lie apart
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=4))))
+def test_tensors_of_any_shape_and_type(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+    tensors = [(torch.rand(shape) * 9).to(dtype) for dtype, shape in kinds]
+    back = carried(tensors)
+    assert [each.shape for each in back] == [each.shape for each in tensors]
+    for after, before in zip(back, tensors, strict=True):
+        assert after.dtype == before.dtype and torch.equal(after, before)
+
+
+def test_the_data_of_a_replica_go_to_the_device_of_another() -> None:
+    prompt = Embedded(torch.zeros(2, 4), torch.zeros(1, 2), planes=(torch.ones(1),))
+    piece = PromptPiece(Filled((torch.zeros(2, 1, 2, 4),), torch.zeros(1), torch.zeros(9)), 2)
+    there = torch.device("meta")
+    back, filled = carried(prompt), carried(piece)
+    assert moved(back, there).planes[0].device == there == moved(filled, there).filled.kv[0].device
+    assert moved({"a": [torch.zeros(1), "b"]}, there)["a"][1] == "b"
+    assert moved(prompt, torch.device("cpu")) is prompt
+
+
+# ---- a node lives as long as the thread that starts it
+
+
+def fake_ray(calls: list[threading.Thread], error: Exception | None = None) -> Any:
+    def init(address: str, **options: Any) -> None:
+        calls.append(threading.current_thread())
+        if error is not None:
+            raise error
+
+    return SimpleNamespace(init=init)
+
+
+def test_a_short_thread_leaves_the_start_to_one_that_lives_on() -> None:
+    calls: list[threading.Thread] = []
+    starter = threading.Thread(target=cluster.start, args=(fake_ray(calls), "local"))
+    starter.start()
+    starter.join(30)
+    time.sleep(0.1)
+    (keeper,) = calls
+    assert keeper is not starter and not starter.is_alive()
+    assert keeper.is_alive() and keeper.daemon  # ends with the process, and delays it never
+
+
+def test_the_main_thread_starts_a_node_itself() -> None:
+    calls: list[threading.Thread] = []
+    cluster.start(fake_ray(calls), "local")
+    assert calls == [threading.main_thread()]
+
+
+def test_an_error_of_the_start_comes_back_and_its_thread_ends() -> None:
+    calls: list[threading.Thread] = []
+    errors: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            cluster.start(fake_ray(calls, RuntimeError("no such cluster")), "ray://nowhere:1")
+        except MmfastError as error:
+            errors.append(error)
+
+    starter = threading.Thread(target=start)
+    starter.start()
+    starter.join(30)
+    assert "cannot start at 'ray://nowhere:1': no such cluster" in str(errors[0])
+    calls[0].join(30)
+    assert not calls[0].is_alive()
+
+
+# ---- refusals before a cluster is started
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reduce": "fastv@llm3:0.5"}, "fastv@llm3:0.5"),
+        ({"cache": "snapkv:64"}, "snapkv:64"),
+        ({"reduce": "evz:0.5"}, "did you mean 'evs'"),
+        ({"cache": "snapkw:64", "replicas": 2}, "did you mean 'snapkv'"),
+        ({"reduce": "evz:0.5", "replicas": 2}, "did you mean 'evs'"),
+    ],
+)
+def test_specs_are_checked_first(
+    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmfast.serve.ray.engine.Cluster", None)  # is not reached
+    with pytest.raises(SpecError) as error:
+        RayEngine(**options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert ("--replicas" in str(error.value)) == ("evz" not in words and "did you" not in words)

@@ -1,0 +1,68 @@
+"""`mmfast serve --engine ray` as a process of its own: it answers, stays, and ends without rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("ray", reason="needs Ray: pip install mmfast[ray]")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi")
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": "Hello, what is this?"}
+    return {"model": "mmfast-tiny-video", "messages": [message], **more}
+
+
+def started(process: subprocess.Popen[str]) -> str:
+    """Wait until the server is ready and return its address; its log is read on."""
+    lines: list[str] = []
+    for line in process.stderr or ():
+        lines.append(line)
+        if line.startswith("  curl"):
+            break
+    url = re.search(r"http://127.0.0.1:\d+", "".join(lines))
+    assert url and lines[-1].startswith("  curl"), lines
+    return url[0]
+
+
+@pytest.mark.parametrize("options", [[], ["--replicas", "1", "--cache", "snapkv:64"]])
+def test_it_answers_stays_and_ends_without_rest(options: list[str]) -> None:
+    command = [sys.executable, "-m", "mmfast", "serve", "--engine", "ray", "--port", "0"]
+    command += ["--no-voice", "--no-demo", "--device", "cpu", *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
+        url = started(process)
+        rest: list[str] = []
+        log = threading.Thread(target=lambda: rest.extend(process.stderr or ()), daemon=True)
+        log.start()
+        first = httpx.post(f"{url}/v1/chat/completions", json=chat(), timeout=300)
+        assert first.status_code == 200 and first.json()["usage"]["completion_tokens"] > 0
+        time.sleep(10)  # the thread that loaded the engine has ended long ago
+        assert process.poll() is None
+        health = httpx.get(f"{url}/health", timeout=60)
+        assert health.status_code == 200
+        again = httpx.post(f"{url}/v1/chat/completions", json=chat(temperature=0), timeout=300)
+        message = first.json()["choices"][0]["message"]
+        assert again.status_code == 200 and again.json()["choices"][0]["message"] == message
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert any("ServeReplica" in each.name() for each in children)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(120)
+        log.join(30)
+    assert code == 0 and "Traceback" not in "".join(rest) and "stopped" in "".join(rest)
+    assert not psutil.wait_procs(children, timeout=60)[1]
