@@ -149,12 +149,19 @@ def attach(
     from mmfast.models.wrappers import stock_model
 
     specs, plan, model = parse(reduce), call_plan(cache), stock_model(model)
-    written = reduce if isinstance(reduce, str) else "+".join(map(str, specs))
-    parts = (written, plan and f"cache {plan}", encoder and f"encoder {encoder}")
-    handle = Handle(model, ", ".join(part for part in parts if part))
+    handle = Handle(model, _written(reduce, specs, plan, encoder))
     if specs or plan is not None or encoder is not None:
         handle.install(model, _stages(model, specs, plan, encoder, handle.trace))
     return handle
+
+
+def _written(
+    reduce: Any, specs: Sequence[Spec], plan: CachePlan | None, encoder: str | None
+) -> str:
+    """Name what is attached, as the caller wrote it."""
+    stages = reduce if isinstance(reduce, str) else "+".join(map(str, specs))
+    parts = (stages, plan and f"cache {plan}", encoder and f"encoder {encoder}")
+    return ", ".join(part for part in parts if part)
 
 
 def _nobody() -> None:
