@@ -42,6 +42,7 @@ class Index:
     keys: Indices  # [k] presentation ticks of the key frames, ascending
     trusted: bool  # every packet is one frame with its own time, so that seeking is exact
     plain: bool  # decord may read it: fresh starts only, no hidden frame, fixed parameters
+    mended: int = 0  # frames whose time did not rise
     groups: tuple[PacketGroup, ...] | None = None  # by entry points; None: only the start is one
 
 

@@ -185,14 +185,15 @@ def all_groups(packets: Sequence[tuple[int | None, bool, Facts]]) -> tuple[Packe
 def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[PacketGroup]:
     """Cut a stream of (ticks, shown, facts) at its entry points.
 
-    `Mismatch` where it has to be decoded from its start: entries are missing, or groups overlap.
+    Where it has to be decoded from its start: `Mismatch` if entries are missing; `Damage` if units
+    are strange, the first entry is missing or groups overlap, since destroyed packets look so, too.
     """
     held: list[tuple[int, bool, Facts]] = []
     first = 0
     latest = None
     for number, (pts, shown, facts) in enumerate(packets):
         if facts.strange or pts is None or not (number or facts.fresh):
-            raise Mismatch
+            raise Damage
         if facts.entry and held:
             group = _group(first, held)
             latest = _after(group, latest)
@@ -224,7 +225,7 @@ def _after(group: PacketGroup, latest: int | None) -> int | None:
     if not len(ticks):
         return latest
     if (np.diff(ticks) <= 0).any() or (latest is not None and ticks[0] <= latest):
-        raise Mismatch
+        raise Damage
     return int(ticks[-1])
 
 
