@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
