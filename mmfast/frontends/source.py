@@ -178,26 +178,16 @@ _MAGIC: tuple[tuple[str, int, bytes], ...] = (
     ("flac", 0, b"fLaC"),
     ("mp3", 0, b"ID3"),
 )
+# kind -> Pillow's name
 IMAGE_KINDS = {
-    "png": "PNG",
-    "jpeg": "JPEG",
-    "gif": "GIF",
-    "webp": "WEBP",
-    "bmp": "BMP",
-    "tiff": "TIFF",
+    "png": "PNG", "jpeg": "JPEG", "gif": "GIF", "webp": "WEBP", "bmp": "BMP", "tiff": "TIFF",
     "avif": "AVIF",
-}  # kind -> Pillow's name
+}  # fmt: skip
+# kind -> FFmpeg's demuxer, the only one the file is given to
 VIDEO_KINDS = {
-    "mp4": "mp4",
-    "mkv": "matroska",
-    "avi": "avi",
-    "flv": "flv",
-    "asf": "asf",
-    "ogg": "ogg",
-    "mpeg": "mpeg",
-    "mpegts": "mpegts",
-    "y4m": "yuv4mpegpipe",
-}  # kind -> FFmpeg's demuxer, the only one the file is given to
+    "mp4": "mp4", "mkv": "matroska", "avi": "avi", "flv": "flv", "asf": "asf", "ogg": "ogg",
+    "mpeg": "mpeg", "mpegts": "mpegts", "y4m": "yuv4mpegpipe",
+}  # fmt: skip
 _AUDIO_KINDS = ("wav", "flac", "mp3", "aac")
 
 

@@ -8,19 +8,11 @@ from __future__ import annotations
 from mmfast.core.errors import MediaError
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, MediaSource, magic_kind
 
+# kind -> FFmpeg's demuxer; containers with a picture may hold sound, too
 AUDIO_KINDS = {
-    "wav": "wav",
-    "w64": "w64",
-    "aiff": "aiff",
-    "au": "au",
-    "caf": "caf",
-    "flac": "flac",
-    "wavpack": "wv",
-    "mp3": "mp3",
-    "aac": "aac",
-    "ac3": "ac3",
-    "amr": "amr",
-}  # kind -> FFmpeg's demuxer; containers with a picture may hold sound, too
+    "wav": "wav", "w64": "w64", "aiff": "aiff", "au": "au", "caf": "caf", "flac": "flac",
+    "wavpack": "wv", "mp3": "mp3", "aac": "aac", "ac3": "ac3", "amr": "amr",
+}  # fmt: skip
 OTHER = "other"  # unknown magic, which libsndfile may know (NIST, VOC, PAF, RF64, …)
 
 _MAGIC = (
