@@ -101,7 +101,8 @@ def restamped(path: Path, out: Path, times: Sequence[int]) -> Path:
         if out.suffix == ".mp4":  # where times of decoding have to rise
             decoded = decoded - np.arange(len(packets))[::-1]
         for packet, pts, dts in zip(packets, shown.tolist(), decoded.tolist(), strict=True):
-            packet.stream, packet.time_base = stream, Fraction(1, 1000)
+            stay = round(1000 * packet.duration * packet.time_base)
+            packet.stream, packet.time_base, packet.duration = stream, Fraction(1, 1000), stay
             packet.pts, packet.dts = pts, dts
             copy.mux(packet)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,10 +89,12 @@ def _build(
     # AVI stores no presentation times: its frames are shown at the decoding times in turn.
     avi = source.kind == "avi"
     ticks = np.array(sorted(t for p in shown if (t := p.dts if avi else p.pts) is not None))
+    in_turn = all(a.pts < b.pts for a, b in pairwise(shown) if None not in (a.pts, b.pts))
     keys = sorted(p.pts for p in packets if p.key and p.pts is not None)
     trusted = (
         header.codec in _ONE_PACKET_ONE_FRAME
         and header.progressive
+        and (in_turn or header.reorders)
         and source.kind in _SEEKABLE_KINDS
         and not any(p.corrupt or p.pts is None for p in packets)
         and (not avi or all(p.pts == p.dts for p in packets))

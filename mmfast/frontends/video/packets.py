@@ -307,17 +307,27 @@ class SliceReader:
         self._at = 0  # number of the packet that comes next
 
     def frames(self, job: SliceJob, go_on: Callable[[], bool]) -> Iterator[tuple[Any, int]]:
-        """Yield the wanted frames with their ticks while `go_on`; `Damage` if they differ."""
-        left = iter(job.wanted)
-        due = next(left)
+        """Yield the wanted frames with their ticks while `go_on`; `Damage` if they differ.
+
+        A frame waits for those that are decoded before it and shown after it, since it may refer
+        to them, and a decoder tells of damage when it shows a picture.
+        """
+        left, held = iter(job.wanted), deque[tuple[Any, int]]()
+        due, shown = next(left), -(1 << 62)
+        latest = np.maximum.accumulate(np.where(job.send, job.pts, -(1 << 62)))
+        until = dict(zip(job.pts.tolist(), latest.tolist(), strict=True))
         for frame in self._decoded(job, go_on):
-            if frame.pts is None or frame.is_corrupt or frame.pts > due:
+            if frame.pts is None or frame.is_corrupt or not shown < frame.pts <= due:
                 raise Damage
+            shown = frame.pts
             if frame.pts == due:
-                yield frame, due
+                held.append((frame, due))
                 due = next(left, 1 << 62)
+            while held and until[held[0][1]] <= frame.pts:
+                yield held.popleft()
         if due != 1 << 62 and go_on():
             raise Damage
+        yield from held
 
     def _decoded(self, job: SliceJob, go_on: Callable[[], bool]) -> Iterator[Any]:
         packet = self._reach(job)

@@ -21,7 +21,7 @@ from mmfast.frontends.video import threads
 from mmfast.frontends.video.reader import iter_video, read_video
 from mmfast.serve.guard.sandbox import decode
 
-COUNT, STEP = 100, 40
+COUNT, STEP, BACK = 100, 40, "a little back"
 EVEN = [STEP * i for i in range(COUNT)]
 
 
@@ -41,7 +41,8 @@ MENDED = {
     "three at the end": replaced(_97=EVEN[96], _98=EVEN[96], _99=EVEN[96]),
     "sixteen": replaced(**{f"_{i}": EVEN[20] for i in range(21, 37)}),
     "in several places": replaced(_10=EVEN[9], _30=EVEN[29], _31=EVEN[29], _70=EVEN[69]),
-    "a little back": replaced(_60=EVEN[58] - 5),
+    BACK: replaced(_60=EVEN[58] - 5),
+    "back and again": replaced(_60=EVEN[58] - 5, _61=EVEN[59]),
     "every second": [2 * STEP * (i // 2) for i in range(COUNT)],
 }
 REFUSED = {
@@ -91,8 +92,12 @@ def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "SLICE", 8)
 
 
-@pytest.mark.parametrize("kind", ["mkv", "mp4", "B-frames"])
-@pytest.mark.parametrize("name", MENDED)
+# One time alone that runs back may as well be that of a frame decoded out of turn, where a file
+# may hold such frames.
+KINDS = [(name, kind) for name in MENDED for kind in ("mkv", "mp4", "B-frames")]
+
+
+@pytest.mark.parametrize(("name", "kind"), [k for k in KINDS if k[0] != BACK or k[1] == "mkv"])
 def test_every_reader_gives_the_same_times(name: str, kind: str, stamped) -> None:
     times, seconds = MENDED[name], pytest.approx(wanted(MENDED[name]), abs=1e-9)
     path = stamped(times, *({"B-frames": ("mkv", 2)}.get(kind, (kind, 0))))
