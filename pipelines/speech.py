@@ -244,11 +244,7 @@ class TextToSpeech:
         model: None (embedded), a directory or hub id (CSM, Qwen2.5-Omni), or a `Speaker`.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        **options: Of all that is said: `voice`, a name (None takes the model's own); `rate`, words
-            per minute; `pitch`, 0 to 99; `mode`, when drafts are made: `vanilla`, `balance`,
-            `boost` or `turbo` (default); `verify`: `exact` (default: what one token per pass says),
-            `typical:0.3`, or `none`: the most tokens per pass, and hard to understand on the
-            embedded model; and further ones of the model.
+        **options: Of all that is said, as of `SpeechChat`; words per minute are `rate`.
 
     Raises:
         ModelError: The checkpoint cannot be loaded, or cannot speak.

@@ -107,14 +107,10 @@ class Clip:
             indices = np.round(times * _CLOCK).astype(int).tolist()
             fps, total = float(_CLOCK), max(round(self.duration * _CLOCK), max(indices) + 1)
         return {
-            "total_num_frames": total,
-            "fps": fps,
-            "duration": self.duration,
-            "frames_indices": indices,
-            "width": self.width,
-            "height": self.height,
+            "total_num_frames": total, "fps": fps, "duration": self.duration,
+            "frames_indices": indices, "width": self.width, "height": self.height,
             "video_backend": self.backend,
-        }
+        }  # fmt: skip
 
 
 def make_clip(

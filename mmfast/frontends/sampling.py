@@ -121,15 +121,14 @@ def rising(
     the first one warns. An item without a time (None) passes, unless it is among such ones.
     MediaError where more than 16 in a row do not rise, or all.
     """
-    last = gap = None
+    last, gap = -math.inf, math.inf
     stuck: list[T] = []
     for number, (item, time) in enumerate(pairs):
         if time is None and not stuck:
             yield item, None
-        elif last is None or (time is not None and time > last):
-            if last is not None:
-                gap = (time - last) / (len(stuck) + 1)
-                yield from ((each, last + gap * i) for i, each in enumerate(stuck, 1))
+        elif time is not None and time > last:
+            gap = (time - last) / (len(stuck) + 1)
+            yield from ((each, last + gap * i) for i, each in enumerate(stuck, 1))
             last, stuck = time, []
             yield item, time
         else:
@@ -144,7 +143,7 @@ def rising(
                     name,
                     number,
                 )
-    if stuck and (gap is None or len(stuck) > _RUN):
+    if stuck and (math.isinf(gap) or len(stuck) > _RUN):
         raise no_times(name)
     yield from ((each, last + gap * i) for i, each in enumerate(stuck, 1))
 

@@ -15,18 +15,12 @@ AUDIO_KINDS = {
 }  # fmt: skip
 OTHER = "other"  # unknown magic, which libsndfile may know (NIST, VOC, PAF, RF64, …)
 
+# mp4: any brand, also those that announce pictures
 _MAGIC = (
-    ("wav", 0, b"RF64"),
-    ("w64", 0, b"riff\x2e\x91\xcf\x11"),
-    ("aiff", 8, b"AIFF"),
-    ("aiff", 8, b"AIFC"),
-    ("au", 0, b".snd"),
-    ("caf", 0, b"caff"),
-    ("wavpack", 0, b"wvpk"),
-    ("ac3", 0, b"\x0bw"),
-    ("amr", 0, b"#!AMR"),
-    ("mp4", 4, b"ftyp"),  # any brand, also those that announce pictures
-)
+    ("wav", 0, b"RF64"), ("w64", 0, b"riff\x2e\x91\xcf\x11"), ("aiff", 8, b"AIFF"),
+    ("aiff", 8, b"AIFC"), ("au", 0, b".snd"), ("caf", 0, b"caff"), ("wavpack", 0, b"wvpk"),
+    ("ac3", 0, b"\x0bw"), ("amr", 0, b"#!AMR"), ("mp4", 4, b"ftyp"),
+)  # fmt: skip
 
 
 def sniff_sound(name: str, head: bytes) -> str:

@@ -41,8 +41,8 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     factor, shapes = base.config.downsample_factor, call["spatial_shapes"].tolist()
     folded = []
     for tile, (h, w) in zip(values.chunk(len(shapes)), shapes, strict=True):
-        sizes = {"h": h // factor, "down": factor, "across": factor}
-        folded.append(reduce(tile[: h * w], "(h down w across) c -> (h w) c", "mean", **sizes))
+        pattern, own = "(h down w across) c -> (h w) c", tile[: h * w]
+        folded.append(reduce(own, pattern, "mean", h=h // factor, down=factor, across=factor))
     return [torch.cat(tiles) for tiles in _split(folded, tile_counts(base, call))]
 
 
