@@ -21,6 +21,7 @@ Indices = npt.NDArray[np.int64]
 T = TypeVar("T")
 logger = logging.getLogger("mmfast")
 
+_SPREAD = "%s: frame %d has no later time than before; such are spread between their neighbours"
 _RUN = 16  # frames in a row without a later time: more, and the clock is broken
 
 
@@ -137,12 +138,7 @@ def rising(
             if len(stuck) > _RUN:
                 break
             if events["mended"] == 1:
-                logger.warning(
-                    "%s: frame %d has no later time than the one before it; such frames are spread "
-                    "between their neighbours",
-                    name,
-                    number,
-                )
+                logger.warning(_SPREAD, name, number)
     if stuck and (math.isinf(gap) or len(stuck) > _RUN):
         raise no_times(name)
     yield from ((each, last + gap * i) for i, each in enumerate(stuck, 1))
