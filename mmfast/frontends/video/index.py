@@ -89,7 +89,7 @@ def _build(
     # AVI stores no presentation times: its frames are shown at the decoding times in turn.
     avi = source.kind == "avi"
     ticks = np.array(sorted(t for p in shown if (t := p.dts if avi else p.pts) is not None))
-    in_turn = all(a.pts < b.pts for a, b in pairwise(shown) if None not in (a.pts, b.pts))
+    in_turn = all(a < b for a, b in pairwise([p.pts for p in shown if p.pts is not None]))
     keys = sorted(p.pts for p in packets if p.key and p.pts is not None)
     trusted = (
         header.codec in _ONE_PACKET_ONE_FRAME
