@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mmfast.cli import KEPT
+
 _err = Console(stderr=True)
 
 
@@ -39,8 +41,10 @@ def progress(label: str) -> Iterator[Tick]:
 
 
 def keep_rows(out: Path | None, rows: Any) -> None:
-    """Append result rows to a file, where one is given."""
-    if out is not None:
+    """Append result rows to a file, where one is given, and count them for Ctrl-C."""
+    where = f"in {out}" if out is not None else "as --out names no file"
+    KEPT[f"rows kept {where}"] += len(rows) if out is not None else 0
+    if out is not None and rows:
         from mmfast.bench.results import append
 
         append(out, rows)
@@ -71,13 +75,22 @@ def _cell(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on standard output."""
-    _table(_out(), columns, rows)
+def print_rows(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], errors: bool = False
+) -> None:
+    """Print a table on standard output, or on standard error."""
+    _table(_err if errors else _out(), columns, rows)
+
+
+def say_note(note: str) -> None:
+    """Print a remark as one line on standard error."""
+    if note:
+        print(f"mmfast: note: {note}", file=sys.stderr)
 
 
 def print_answer(answer: Any, as_json: bool) -> None:
     """Print the text on standard output and its trace on standard error, or one document."""
+    say_note(answer.note)
     if as_json:
         return print_json(answer.to_dict())
     print(answer.text)
@@ -93,6 +106,28 @@ def print_answer(answer: Any, as_json: bool) -> None:
         (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
     ]
     _table(_err, ("stage", "tokens in", "out", "ms", "peak MB"), rows)
+
+
+def print_comparison(document: dict[str, Any], as_json: bool) -> None:
+    """Print both answers, and the times of all tokens and of a spec by stage."""
+    say_note(document.get("note", ""))
+    if as_json:
+        return print_json(document)
+    spec, rows = " ".join(filter(None, map(document.get, ("reduce", "cache")))), document["rows"]
+    cells = [
+        (*(row[k] for k in ("stage", "all_ms", "median_ms")), _ratio(row), f"{row['noise']:.1%}")
+        for row in rows
+    ]
+    print_rows(("stage", "all tokens ms", f"{spec} ms", "speed-up", "noise"), cells)
+    print("all tokens: {all}\n{0}: {spec}".format(spec, **document["answers"]))
+    print("the answers agree" if document["agree"] else "the answers differ")
+    print(
+        f"{document['kept_tokens']} of {document['visual_tokens']} visual tokens", file=sys.stderr
+    )
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return "=" if row["equal"] else f"{row['speedup']:.2f}x"
 
 
 def print_methods(rows: Sequence[Any], as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmfast.cli.options import Device, Dtype, Model
+from mmfast.cli.options import Device, Dtype, Json, Model
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig, helps, resolve, types_of
 
@@ -18,19 +18,25 @@ _EXTRAS = {"fastapi", "uvicorn", "pydantic", "starlette", "websockets", "prometh
 _NAMES = {"api_keys": "--api-key", "remote_hosts": "--remote-host"}  # given several times
 
 
-def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> None:
+def serve(
+    config: str | None = None, dry_run: bool = False, as_json: bool = False, **flags: Any
+) -> None:
     """Answer questions over HTTP as OpenAI's API has it: chat, speech and realtime.
 
     Every option is also MMFAST_<OPTION> in the environment, and a key in the file of --config.
     """
-    from mmfast.cli.output import print_json
+    from mmfast.cli.output import print_json, print_rows
     from mmfast.models.quiet import quiet
 
     lists = {name: tuple(flags[name]) if flags[name] else None for name in _NAMES}
     resolved = resolve({**flags, **lists}, config)
     _check_specs(resolved)
-    if dry_run:
+    if dry_run and as_json:
         return print_json(resolved.public())
+    if dry_run:
+        return print_rows(("would serve", ""), _plan(resolved))
+    if as_json:
+        raise MmfastError("--json prints what --dry-run would serve; give both, or neither")
     quiet()
     try:
         from mmfast.serve.guard.caller import loopback
@@ -53,16 +59,39 @@ def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> Non
     _say("stopped")
 
 
+def _plan(config: ServerConfig) -> list[tuple[str, object]]:
+    """Return the lines of `--dry-run`: the service, then options that are not the defaults."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = f"http://{host}:{config.port or '<a free port>'}"
+    kinds = ("encode", "prefill", "decode")
+    workers = ", ".join(f"{getattr(config, f'{kind}_replicas')} {kind}" for kind in kinds)
+    limits = ("slots", "queue", "context", "max_tokens", "max_media", "max_frames", "connections")
+    rows: list[tuple[str, object]] = [
+        ("model", config.model or "tiny-video (embedded)"),
+        ("reduce", config.reduce or "all tokens"),
+        ("cache", config.cache or "all keys and values"),
+        ("engine", config.engine),
+        ("workers", "this process" if config.engine == "inproc" else workers),
+        (
+            "limits",
+            ", ".join(f"{name} {getattr(config, name) or 'of the model'}" for name in limits),
+        ),
+        ("URL", f"{url}/v1" + (f", demo at {url}/demo" if config.demo else "")),
+    ]
+    plain, given = ServerConfig().public(), config.public()
+    shown = {name for name, _ in rows} | {"host", "port", "demo", *limits}
+    return rows + [(k, v) for k, v in given.items() if v != plain[k] and k not in shown]
+
+
 def _check_specs(config: ServerConfig) -> None:
     """Refuse wrong specs before anything is loaded."""
+    from mmfast.core.spec import check_names
+
+    check_names([config.reduce], [config.cache])
     if config.model is not None and config.model.startswith((".", "/", "~")):
         path = Path(config.model).expanduser()
         if not (path / "config.json").is_file():
             raise MmfastError(f"model {config.model!r} is no directory of a checkpoint; give one")
-    if config.reduce is not None:
-        from mmfast.core.spec import parse
-
-        parse(config.reduce)
     if config.cache is not None:
         from mmfast.caches.plan import call_plan
 
@@ -99,9 +128,10 @@ def _parameters() -> list[inspect.Parameter]:
             keyword,
             default=False,
             annotation=Annotated[
-                bool, typer.Option("--dry-run", help="Print all options and stop.")
+                bool, typer.Option("--dry-run", help="Print what would be served, and stop.")
             ],
         ),
+        inspect.Parameter("as_json", keyword, default=False, annotation=Json),
     ]
     for each in fields(ServerConfig):
         flag = _NAMES.get(each.name, "--" + each.name.replace("_", "-"))
