@@ -127,9 +127,10 @@ def main(args: list[str] | None = None) -> None:
     except usage_error as error:
         code = _fail(_usage(error))
     except typer.Abort:
+        code = 130
+    if code == 130:  # versions of typer raise or return on Ctrl-C
         kept = "".join(f"; {number} {what}" for what, number in KEPT.items())
         print(f"mmfast: interrupted{kept}", file=sys.stderr)
-        code = 130
     sys.exit(code if isinstance(code, int) else 0)
 
 

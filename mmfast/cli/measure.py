@@ -378,10 +378,11 @@ def eval_stream(
                 progress=lambda memory, done, total: tick(done, total, memory),
             )
 
-        documents = [run(spec) for spec in specs]
+        documents = []
+        for spec in specs:
+            documents.append(run(spec))
+            keep_rows(out, eval_rows(documents[-1], environ))
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
-    if out is not None:
-        keep_rows(out, eval_rows(document, environ))
     print_json(document) if as_json else _show_streams(document)
 
 
