@@ -113,44 +113,35 @@ def print_comparison(document: dict[str, Any], as_json: bool) -> None:
     say_note(document.get("note", ""))
     if as_json:
         return print_json(document)
-    spec, rows = " ".join(filter(None, map(document.get, ("reduce", "cache")))), document["rows"]
-    cells = [
-        (*(row[k] for k in ("stage", "all_ms", "median_ms")), _ratio(row), f"{row['noise']:.1%}")
-        for row in rows
-    ]
+    spec = " ".join(filter(None, map(document.get, ("reduce", "cache"))))
+    cells = []
+    for row in document["rows"]:
+        ratio = "=" if row["equal"] else f"{row['speedup']:.2f}x"
+        cells.append((row["stage"], row["all_ms"], row["median_ms"], ratio, f"{row['noise']:.1%}"))
     print_rows(("stage", "all tokens ms", f"{spec} ms", "speed-up", "noise"), cells)
     print("all tokens: {all}\n{0}: {spec}".format(spec, **document["answers"]))
     print("the answers agree" if document["agree"] else "the answers differ")
-    print(
-        f"{document['kept_tokens']} of {document['visual_tokens']} visual tokens", file=sys.stderr
-    )
-
-
-def _ratio(row: dict[str, Any]) -> str:
-    return "=" if row["equal"] else f"{row['speedup']:.2f}x"
+    tokens = f"{document['kept_tokens']} of {document['visual_tokens']} visual tokens"
+    _err.print(tokens, style="dim")
 
 
 def print_methods(rows: Sequence[Any], as_json: bool) -> None:
     """Print one line for each method."""
     if as_json:
         return print_json([row.to_dict() for row in rows])
-    columns = ("name", "kind", "sites", "paper", "needs", "summary")
-    kinds = [" ".join(filter(None, (r.kind, r.role))) for r in rows]
-    cells = [
-        (r.name, kind, " ".join(r.sites), r.paper, " ".join(r.needs), r.summary)
-        for r, kind in zip(rows, kinds, strict=True)
-    ]
-    _table(_out(), columns, cells)
+    cells = []
+    for r in rows:
+        kind, sites, needs = map(" ".join, ((r.kind, r.role), r.sites, r.needs))
+        cells.append((r.name, kind.strip(), sites, r.paper, needs, r.summary))
+    print_rows(("name", "kind", "sites", "paper", "needs", "summary"), cells)
 
 
 def print_checks(rows: Sequence[Any], as_json: bool) -> None:
     """Print one line for each check of `mmfast doctor`."""
     if as_json:
         return print_json([asdict(row) for row in rows])
-    mark = {True: "ok", False: "missing"}
-    _table(
-        _out(), ("what", "", "found", "fix"), [(r.what, mark[r.ok], r.found, r.fix) for r in rows]
-    )
+    cells = [(r.what, "ok" if r.ok else "missing", r.found, r.fix) for r in rows]
+    print_rows(("what", "", "found", "fix"), cells)
 
 
 def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
@@ -158,13 +149,9 @@ def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
     ok = all(row.ok for row in rows)
     if as_json:
         print_json({"ok": ok, "rows": [asdict(row) for row in rows]})
-        return ok
-    mark = {True: "ok", False: "FAILED"}
-    _table(
-        _out(),
-        ("file", "method", "", "detail"),
-        [(r.file, r.method, mark[r.ok], r.detail) for r in rows],
-    )
+    else:
+        cells = [(r.file, r.method, "ok" if r.ok else "FAILED", r.detail) for r in rows]
+        print_rows(("file", "method", "", "detail"), cells)
     return ok
 
 
@@ -177,28 +164,17 @@ def print_eval(document: dict[str, Any], as_json: bool) -> None:
         kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
         name = row["reduce"] or "all tokens"
         name += f", {row['cache']}" if row.get("cache") else ""
-        low, high = row["interval"]
-        between = f"{low:.3f} to {high:.3f}"
-        weakest = f"{kind} {worst:.3g}"
-        rows.append((name, row["accuracy"], between, weakest, row["kept"], row["ttft_ms"]))
+        between = "{:.3f} to {:.3f}".format(*row["interval"])
+        figures = (row["accuracy"], between, f"{kind} {worst:.3g}", row["kept"], row["ttft_ms"])
+        rows.append((name, *figures))
     names = ("reduce", "accuracy", "95 % interval", "weakest kind", "kept", "ttft ms")
-    _table(_out(), names, rows)
+    print_rows(names, rows)
 
 
-_BENCH = {
-    "reduce": "reduce",
-    "stage": "stage",
-    "median_ms": "median ms",
-    "speedup": "speed-up",
-    "ideal": "ideal",
-    "of_ideal": "of ideal",
-    "of_oracle": "of oracle",
-    "of_ceiling": "of ceiling",
-    "selection_ms": "selection ms",
-    "reducing_share": "of run",
-    "peak_mb": "peak MB",
-    "scoring_over": "over sdpa",
-}
+_BENCH = {key: key.replace("_", " ") for key in ("reduce", "stage", "median_ms")}
+_BENCH |= {"speedup": "speed-up", "ideal": "ideal", "of_ideal": "of ideal"}
+_BENCH |= {"of_oracle": "of oracle", "of_ceiling": "of ceiling", "selection_ms": "selection ms"}
+_BENCH |= {"reducing_share": "of run", "peak_mb": "peak MB", "scoring_over": "over sdpa"}
 
 
 def print_bench(document: dict[str, Any], as_json: bool) -> None:
@@ -227,7 +203,7 @@ def print_bench_rows(found: Sequence[dict[str, Any]]) -> None:
         if row["stage"] == "selection":
             row["reducing_share"] = row["share"]
     keys = [key for key in _BENCH if any(row.get(key) is not None for row in rows)]
-    _table(_out(), [_BENCH[key] for key in keys], [[row.get(key) for key in keys] for row in rows])
+    print_rows([_BENCH[key] for key in keys], [[row.get(key) for key in keys] for row in rows])
 
 
 def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
@@ -238,4 +214,4 @@ def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     names = ["case", "ms", "textbook ms", "faster", "same indices", "noise"]
     peaks = ("extra_mb", "textbook_extra_mb")  # of a few cases
     cells = [[row.get(key) for key in (*keys, *peaks)] for row in rows]
-    _table(_out(), [*names, "peak MB", "textbook peak MB"], cells)
+    print_rows([*names, "peak MB", "textbook peak MB"], cells)

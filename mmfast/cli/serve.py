@@ -15,6 +15,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig, helps, resolve, types_of
 
 _EXTRAS = {"fastapi", "uvicorn", "pydantic", "starlette", "websockets", "prometheus_client"}
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be served, and stop.")]
 _NAMES = {"api_keys": "--api-key", "remote_hosts": "--remote-host"}  # given several times
 
 
@@ -59,28 +60,21 @@ def serve(
     _say("stopped")
 
 
+# Options that `--dry-run` shows although they are the defaults, and what None means.
+_SHOWN = {"engine": "", "slots": "", "queue": "", "max_tokens": "", "max_media": "", "context": ""}
+_SHOWN |= {"model": "tiny-video (embedded)", "reduce": "all tokens", "cache": "all keys and values"}
+
+
 def _plan(config: ServerConfig) -> list[tuple[str, object]]:
-    """Return the lines of `--dry-run`: the service, then options that are not the defaults."""
+    given, plain = config.public(), ServerConfig().public()
+    names = [name for name in given if name in _SHOWN or given[name] != plain[name]]
+    kinds = [f"{given[f'{kind}_replicas']} {kind}" for kind in ("encode", "prefill", "decode")]
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{host}:{config.port or '<a free port>'}"
-    kinds = ("encode", "prefill", "decode")
-    workers = ", ".join(f"{getattr(config, f'{kind}_replicas')} {kind}" for kind in kinds)
-    limits = ("slots", "queue", "context", "max_tokens", "max_media", "max_frames", "connections")
-    rows: list[tuple[str, object]] = [
-        ("model", config.model or "tiny-video (embedded)"),
-        ("reduce", config.reduce or "all tokens"),
-        ("cache", config.cache or "all keys and values"),
-        ("engine", config.engine),
-        ("workers", "this process" if config.engine == "inproc" else workers),
-        (
-            "limits",
-            ", ".join(f"{name} {getattr(config, name) or 'of the model'}" for name in limits),
-        ),
-        ("URL", f"{url}/v1" + (f", demo at {url}/demo" if config.demo else "")),
+    return [
+        *((k, (_SHOWN[k] or "of the model") if given[k] is None else given[k]) for k in names),
+        ("workers", "this process" if config.engine == "inproc" else ", ".join(kinds)),
+        ("URL", f"http://{host}:{config.port or '<a free port>'}/v1"),
     ]
-    plain, given = ServerConfig().public(), config.public()
-    shown = {name for name, _ in rows} | {"host", "port", "demo", *limits}
-    return rows + [(k, v) for k, v in given.items() if v != plain[k] and k not in shown]
 
 
 def _check_specs(config: ServerConfig) -> None:
@@ -106,15 +100,10 @@ def _welcome(url: str, config: ServerConfig) -> str:
     from mmfast.serve.http.service import name_of
 
     key = ' -H "Authorization: Bearer $MMFAST_API_KEY"' if config.api_keys else ""
-    body = (
-        f'{{"model": "{name_of(config)}", "messages": [{{"role": "user", "content": "Hello?"}}]}}'
-    )
-    lines = [
-        f"ready: {url}/v1 (described by {url}/openapi.json"
-        + (f", demo at {url}/demo)" if config.demo else ")"),
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
-    ]
-    return "\n".join(lines)
+    asked = f'"model": "{name_of(config)}", "messages": [{{"role": "user", "content": "Hello?"}}]'
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
+    page = f", demo at {url}/demo" if config.demo else ""
+    return f"ready: {url}/v1 (described by {url}/openapi.json{page})\n  {curl} -d '{{{asked}}}'"
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -123,14 +112,7 @@ def _parameters() -> list[inspect.Parameter]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     found = [
         _option("config", str, "--config", "TOML file of options."),
-        inspect.Parameter(
-            "dry_run",
-            keyword,
-            default=False,
-            annotation=Annotated[
-                bool, typer.Option("--dry-run", help="Print what would be served, and stop.")
-            ],
-        ),
+        inspect.Parameter("dry_run", keyword, default=False, annotation=_DryRun),
         inspect.Parameter("as_json", keyword, default=False, annotation=Json),
     ]
     for each in fields(ServerConfig):

@@ -169,16 +169,9 @@ class WatchRun:
         stats = self.session.stats()
         if not self.as_json:
             return _err.print(line_of(stats), style="dim", highlight=False)
-        document = {
-            "source": source,
-            "answers": self.answers,
-            "events": self.events,
-            "interrupted": interrupted,
-            "error": None if error is None else str(error),
-            "saved": None if save is None else str(save),
-            "stats": stats,
-        }
-        print_json(document)
+        document = {"source": source, "answers": self.answers, "events": self.events}
+        texts = {"error": error and str(error), "saved": save and str(save)}
+        print_json({**document, "interrupted": interrupted, **texts, "stats": stats})
 
 
 def line_of(stats: dict[str, Any]) -> str:

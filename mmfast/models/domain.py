@@ -12,8 +12,8 @@ from PIL import Image
 from mmfast.models.prompt import Shot
 
 # Colours of things, panels and digits as they are drawn, on textures with channels within DIM.
-PALETTE = ((225, 45, 40), (50, 190, 60), (50, 90, 235), (235, 215, 50), (180, 60, 210))
-PALETTE += ((240, 240, 240), (12, 12, 12), (250, 245, 200))
+PALETTE = [(225, 45, 40), (50, 190, 60), (50, 90, 235), (235, 215, 50), (180, 60, 210)]
+PALETTE += [(240, 240, 240), (12, 12, 12), (250, 245, 200)]
 DIM, SIDE = (12, 125), 96  # SIDE in pixels is that of the encoder's input
 
 

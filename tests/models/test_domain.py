@@ -48,7 +48,14 @@ def _shots(suite: Suite, case: SuiteCase) -> list[Shot]:
 
 
 @pytest.mark.parametrize(
-    ("name", "n"), [("video", 120), ("image", 200), ("multi-image", 60), ("document", 40)]
+    ("name", "n"),
+    [
+        pytest.param("video", 120, marks=pytest.mark.slow),
+        pytest.param("image", 200, marks=pytest.mark.slow),
+        pytest.param("multi-image", 60, marks=pytest.mark.slow),
+        pytest.param("document", 40, marks=pytest.mark.slow),
+        *(("video", 16), ("image", 40), ("document", 8)),
+    ],
 )
 def test_no_alarm_on_questions_of_the_suites(name: str, n: int, tokenizer: Any) -> None:
     suite = SUITES[name]
@@ -59,11 +66,11 @@ def test_no_alarm_on_questions_of_the_suites(name: str, n: int, tokenizer: Any) 
 
 
 def test_no_alarm_on_drawn_scenes() -> None:
-    drawn = (scene.draw(scene.make_scene(scene.TRAIN, 5, i)).frames for i in range(150))
+    drawn = (scene.draw(scene.make_scene(scene.TRAIN, 5, i)).frames for i in range(60))
     alarms = [[is_foreign(frames), is_foreign(frames[i % 16])] for i, frames in enumerate(drawn)]
-    assert np.sum(alarms) <= 3
+    assert np.sum(alarms) <= 1
     world = World(3)
-    assert sum(is_foreign(world.frame(7.0 * i)) for i in range(100)) <= 1
+    assert sum(is_foreign(world.frame(7.0 * i)) for i in range(40)) <= 1
 
 
 def test_the_vocabulary_is_that_of_the_grammar(tokenizer: Any) -> None:
@@ -72,7 +79,7 @@ def test_the_vocabulary_is_that_of_the_grammar(tokenizer: Any) -> None:
     ]
     names = [f"{colour} {shape}" for colour in scene.COLOURS for shape in scene.SHAPES]
     for wording in table:
-        for first, second in zip(names, reversed(names), strict=True):
+        for first, second in zip(names[::4], names[3::4], strict=False):
             for end in ("start", "end"):
                 text = wording.format(first, end if "at the {1}" in wording else second)
                 assert not scope_note(tokenizer, [], text)
