@@ -191,12 +191,10 @@ def compare_answers(
         tick(len(samples), ROUNDS * len(pipes))
         return samples[-1]
 
-    start = time.perf_counter()
-    found = timing.interleave(
-        {name: partial(run, pipe) for name, pipe in pipes.items()},
-        ROUNDS,
-        enough=lambda: time.perf_counter() - start > SECONDS,
-    )
+    jobs, start = {name: partial(run, pipe) for name, pipe in pipes.items()}, time.perf_counter()
+    with timing.frozen():
+        late = lambda: time.perf_counter() - start > SECONDS
+        found = timing.interleave(jobs, ROUNDS, enough=late)
     rows = []
     for stage in samples[0]:
         times = timing.PairedTimes.of(found, stage)

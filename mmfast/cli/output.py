@@ -78,8 +78,9 @@ def _cell(value: object) -> str:
 def print_rows(
     columns: Sequence[str], rows: Iterable[Sequence[object]], errors: bool = False
 ) -> None:
-    """Print a table on standard output, or on standard error."""
-    _table(_err if errors else _out(), columns, rows)
+    """Print a table on standard output, or on standard error, where a pipe folds no reason."""
+    wide = Console(stderr=True, width=None if _err.is_terminal else 2000)
+    _table(wide if errors else _out(), columns, rows)
 
 
 def say_note(note: str) -> None:

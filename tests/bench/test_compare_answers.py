@@ -36,6 +36,12 @@ class Pipe:
         )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine ends no comparison early."""
+    monkeypatch.setattr(compare, "SECONDS", float("inf"))
+
+
 def _compared(stock: list[float], spec: list[float], text: str = "left") -> tuple[Any, list[str]]:
     log: list[str] = []
     ticks: list[tuple[int, int]] = []

@@ -96,8 +96,9 @@ def run_batch(
                     done += len(rows)
                     tick(done, len(wanted))
         store.finish()
-        rows = ((m.path, question, store.done[m.path, question].error) for m, question in wanted)
-        errors = tuple(dict(zip(_ERROR, row, strict=True)) for row in rows if row[2])
+        keys = [(medium.path, question) for medium, question in wanted]
+        faults = ((*key, error) for key in keys if (error := store.done[key].error))
+        errors = tuple(dict(zip(_ERROR, fault, strict=True)) for fault in faults)
     seconds = time.perf_counter() - start
     return BatchOutcome(out, len(media), len(wanted), before, errors, seconds)
 
