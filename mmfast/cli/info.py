@@ -66,12 +66,11 @@ def _show(found: Sequence[Method], name: str, kind: str | None, as_json: bool) -
     if as_json:
         return print_json(pages[-1] | ({"also": pages[:-1]} if len(pages) > 1 else {}))
     for page in pages:
-        tables = [page.pop(key).items() for key in ("knobs", "example")]
-        page["signals"] = page.pop("needs")
+        knobs, lines, page["signals"] = page.pop("knobs"), page.pop("example"), page.pop("needs")
         shown = {k: " ".join(v) if isinstance(v, list) else v for k, v in page.items()}
         print_rows(("method", shown.pop("name")), shown.items())
-        for head, rows in zip((("knob", "default"), ("used by", "")), tables, strict=True):
-            print_rows(head, rows)
+        print_rows(("knob" if knobs else "no knobs", "default" if knobs else ""), knobs.items())
+        print("", *lines.values(), "", sep="\n")
 
 
 def _example(method: Method) -> dict[str, str]:
