@@ -266,8 +266,8 @@ def bench(
     if out is not None:
         keep_rows(out, bench_rows(document))
     print_bench(document, as_json)
-    if not document["ok"]:
-        raise typer.Exit(1)
+    if not document["ok"] or document["interrupted"]:
+        raise typer.Exit(130 if document["interrupted"] else 1)
 
 
 def bench_compare(

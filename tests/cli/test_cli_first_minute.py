@@ -305,6 +305,34 @@ def test_an_interrupted_command_exits_130(
     assert err.strip() == "mmfast: interrupted; 0 rows kept as --out names no file"
 
 
+@pytest.mark.parametrize("whole", [2, 4])
+def test_an_interrupted_measurement_keeps_whole_rounds(
+    whole: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from mmfast.bench import timing
+
+    calls, out, interleave = [0], tmp_path / "rows.jsonl", timing.interleave
+
+    def interrupted(jobs: dict, rounds: int, tick: object, *rest: object, **more: object) -> object:
+        def raises() -> None:
+            calls[0] += 1
+            if calls[0] > whole * len(jobs):
+                raise KeyboardInterrupt
+
+        return interleave(jobs, rounds, raises, *rest, **more)
+
+    monkeypatch.setattr(timing, "interleave", interrupted)
+    args = ("bench", "--reduce", "uniform:0.25", "--frames", "2", "--out", str(out))
+    code, text, err = run(capsys, *args, "--iters", "9")
+    assert code == 130
+    if whole < timing.FEWEST:
+        assert not out.exists() and f"; 0 rows kept in {out}" in err and not text
+    else:
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert {row["n"] for row in rows} == {4} and "uniform:0.25" in text
+        assert f"mmfast: interrupted; {len(rows)} rows kept in {out}" in err
+
+
 def test_a_wrong_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     for option, near in {
         "--qualty": "--quality",
