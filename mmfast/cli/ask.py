@@ -9,10 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from mmfast.cli import KEPT
 from mmfast.cli import options as shared
 from mmfast.cli.output import print_answer, print_comparison, print_json, print_rows, progress
 from mmfast.core.errors import MmfastError
+
+_Compare = Annotated[
+    str | None,
+    typer.Option(metavar="[SPEC]", help="Time SPEC, or --reduce and --cache, and all tokens."),
+]
 
 
 def ask(
@@ -30,10 +34,7 @@ def ask(
     max_memory: shared.Memory = None,
     quality: shared.Quality = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
-    compare: Annotated[
-        str | None,
-        typer.Option(metavar="[SPEC]", help="Time SPEC, or --reduce and --cache, and all tokens."),
-    ] = None,
+    compare: _Compare = None,
     save_overlay: Annotated[
         Path | None,
         typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
@@ -77,11 +78,10 @@ def ask(
     from mmfast.bench.compare import compare_answers
 
     pipe.embedded = False  # its answer is noted; the other one would not spend time on that
-    stock = pipeline(task, (pipe.model, pipe.processor), **options)
+    pipes = pipeline(task, (pipe.model, pipe.processor), **options), pipe
     with progress("comparing") as tick:
-        document = compare_answers(stock, pipe, media, question, tick)
-    document |= {"reduce": reduce, "cache": cache}
-    print_comparison(document | ({"note": answer.note} if answer.note else {}), as_json)
+        found = compare_answers(*pipes, media, question, tick)
+    print_comparison({**found, "reduce": reduce, "cache": cache, "note": answer.note}, as_json)
 
 
 def _compared(
@@ -152,13 +152,7 @@ def batch(
     job = BatchJob(folder.resolve(), asked, **how, batch_size=batch_size)
     way = runner.BatchOptions(engine, workers, address, pattern, limit, resume, retry_errors)
     target = out.parent.resolve() / out.name
-    kept = f"answers kept in {target}.parts, run again to resume"
-    with progress("answers") as bar:
-
-        def tick(done: int, total: int) -> None:
-            KEPT[kept] = done
-            bar(done, total)
-
+    with progress("answers", f"answers kept in {target}.parts, run again to resume") as tick:
         done = runner.run_batch(job, target, way, tick=tick, warn=_warn)
     _show_batch(done, as_json)
     return int(done.failed > 0)

@@ -263,8 +263,7 @@ def bench(
     with progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)
-    if out is not None:
-        keep_rows(out, bench_rows(document))
+    keep_rows(out, bench_rows(document))
     print_bench(document, as_json)
     if not document["ok"] or document["interrupted"]:
         raise typer.Exit(130 if document["interrupted"] else 1)

@@ -27,14 +27,19 @@ class Tick(Protocol):
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Tick]:
-    """Show a bar on standard error; yields `tick(done, total)`."""
+def progress(label: str, kept: str = "") -> Iterator[Tick]:
+    """Show a bar on standard error; yields `tick(done, total)`.
+
+    `kept` says for Ctrl-C where what is done is kept.
+    """
     text, count = TextColumn("{task.description}"), MofNCompleteColumn()
     columns = (text, BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
         def tick(done: int, total: int, label: str | None = None) -> None:
+            if kept:
+                KEPT[kept] = done
             bar.update(task, completed=done, total=total, description=label)
 
         yield tick
@@ -111,9 +116,10 @@ def print_answer(answer: Any, as_json: bool) -> None:
 
 def print_comparison(document: dict[str, Any], as_json: bool) -> None:
     """Print both answers, and the times of all tokens and of a spec by stage."""
-    say_note(document.get("note", ""))
+    note = document.pop("note")
+    say_note(note)
     if as_json:
-        return print_json(document)
+        return print_json(document | ({"note": note} if note else {}))
     spec = " ".join(filter(None, map(document.get, ("reduce", "cache"))))
     cells = []
     for row in document["rows"]:
