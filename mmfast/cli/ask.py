@@ -53,15 +53,13 @@ def ask(
     from mmfast.frontends.image import kind_of
     from mmfast.models.domain import ScopeWarning
     from mmfast.models.prompt import check_question
+    from mmfast.pipelines import pipeline
+    from mmfast.pipelines.overlay import check_target, save_sheet
 
     task = f"{kind_of(media)}-qa"
     check_question(question)
     if save_overlay is not None:
-        from mmfast.pipelines.overlay import check_target
-
         check_target(save_overlay)
-    from mmfast.pipelines import pipeline
-
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
     given: dict[str, Any] = {"reduce": reduce, "cache": cache, "max_memory": max_memory}
     given |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
@@ -70,8 +68,6 @@ def ask(
         warnings.simplefilter("ignore", ScopeWarning)  # the answer has a note of it
         answer = pipe(media, question)
     if save_overlay is not None:
-        from mmfast.pipelines.overlay import save_sheet
-
         save_sheet(pipe.overlay(media, answer.trace), save_overlay)
     if compare is None:
         return print_answer(answer, as_json)
