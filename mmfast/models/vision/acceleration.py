@@ -37,6 +37,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, kinds_of
 from mmfast.models.patching import override
+from mmfast.models.wrappers import base_of
 from mmfast.ops.attention import segment_attention
 
 Convolution = nn.Conv2d | nn.Conv3d
@@ -281,7 +282,7 @@ def fast_encoder(model: Any, mode: str | None) -> Iterator[None]:
     if mode is None:
         yield
         return
-    tower = adapter_for(model).tower(model.base_model)
+    tower = adapter_for(model).tower(base_of(model))
     check_encoder(mode, next(tower.module.parameters()).device)
     with ExitStack() as stack:
         for conv in patch_convolutions(tower.module):

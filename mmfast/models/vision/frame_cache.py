@@ -43,6 +43,7 @@ from mmfast.models.vision.frame_state import (
     groups,
     plan_pass,
 )
+from mmfast.models.wrappers import base_of
 
 
 @dataclass
@@ -262,7 +263,7 @@ class FrameCache:
         share = 0.25 if refresh is None and threshold is None else refresh
         self.rule = Refresh(share, threshold, cut, every)
         self._adapter = adapter_for(model)
-        self._tower = self._adapter.tower(model.base_model)
+        self._tower = self._adapter.tower(base_of(model))
         self._blocks = blocks_of(self._tower, self._adapter.family)
         self._fixed = fixed
         self._local = threading.local()
