@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.domain import ScopeWarning, scope_note
 from mmfast.models.families.adapter import add_views, check_media, token_counts
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, build_inputs, check_question, summed
@@ -39,7 +41,8 @@ class Answer:
     `trace` has rows per stage and every Reduction that was applied. `ttft_ms` counts from the call
     to the first token, reading the media included. `visual_tokens` are those the model would have
     got, separators not counted, `kept_tokens` those left after the last stage. `plan` is what the
-    planner chose and predicted, where a target was given.
+    planner chose and predicted, where a target was given. `note` says what of the input is unlike
+    all that the embedded model was trained on.
     """
 
     text: str
@@ -48,6 +51,7 @@ class Answer:
     visual_tokens: int = 0
     kept_tokens: int = 0
     plan: Plan | None = field(default=None, repr=False)
+    note: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -63,7 +67,7 @@ class Answer:
         }
         if self.plan is not None:
             document["plan"] = self.plan.to_dict(self.ttft_ms)
-        return document
+        return document | ({"note": self.note} if self.note else {})
 
 
 def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple[Any, str]], bool]:
@@ -208,6 +212,7 @@ class VisualQA:
                     f"{name}={value!r} is not allowed; give a whole number of at least 1"
                 )
         self.embedded = model is None
+        self._warned = False
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
@@ -292,19 +297,32 @@ class VisualQA:
         return wanted
 
     def _inputs(
-        self, pairs: list[tuple[Any, str]], trace: Trace
+        self, pairs: list[tuple[Any, str]], trace: Trace, notes: list[str] | None = None
     ) -> tuple[dict[str, Any], list[int]]:
-        """Return the model's inputs, and the number of images or clips of each question."""
+        """Return the model's inputs, and the number of images or clips of each question.
+
+        `notes` gets a line each on what is outside the scope of the embedded model, or "".
+        """
         with trace.stage("read"):
             shots = [self._read(media) for media, _ in pairs]
         with trace.stage("preprocess"):
             questions = [question for _, question in pairs]
             inputs = build_inputs(self.processor, shots, questions, self.model.device)
+            notes = [] if notes is None else notes
+            notes += map(self._note, shots, questions)
         return inputs, [len(mine) for mine in shots]
+
+    def _note(self, shots: list[Shot], question: str) -> str:
+        note = scope_note(self.processor.tokenizer, shots, question) if self.embedded else ""
+        if note and not self._warned:
+            self._warned = True
+            warnings.warn(note, ScopeWarning, stacklevel=5)
+        return note
 
     def _answer(self, pairs: list[tuple[Any, str]], target: Target) -> list[Answer]:
         start, reading, first = time.perf_counter(), Trace(), FirstToken()
-        inputs, items = self._inputs(pairs, reading)
+        notes: list[str] = []
+        inputs, items = self._inputs(pairs, reading, notes)
         reduce, plan = self.reduce, None
         if target:
             with reading.stage("plan"):
@@ -333,8 +351,8 @@ class VisualQA:
         texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
         ttft = (first.at - start) * 1e3
         return [
-            Answer(text.strip(), trace, ttft, n, m, plan)
-            for text, (n, m) in zip(texts, counts, strict=True)
+            Answer(text.strip(), trace, ttft, n, m, plan, note)
+            for text, (n, m), note in zip(texts, counts, notes, strict=True)
         ]
 
     def overlay(self, media: Any, trace: Trace, item: int = 0, *, sheets: bool = True) -> list[Any]:

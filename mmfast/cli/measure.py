@@ -29,13 +29,12 @@ def bench_full(
 ) -> None:
     """Everything for one device; rows reach `out` step by step."""
     from mmfast.bench.full import run_full
-    from mmfast.bench.results import Row, append
+    from mmfast.bench.results import Row
 
     console = Console(stderr=True)
 
     def sink(rows: list[Row]) -> None:
-        if out is not None and rows:
-            append(out, rows)
+        keep_rows(out, rows)
 
     def tell(text: str) -> None:
         console.print(text, style="dim", highlight=False, markup=False)
@@ -123,17 +122,18 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.caches.plan import call_plan
-    from mmfast.core.spec import parse
+    from mmfast.core.spec import check_names
     from mmfast.models.quiet import quiet
 
     quiet()
-    for spec in reduce or []:
-        parse(spec)
-    for spec in cache or []:
-        call_plan(spec)
+    check_names(reduce or [], cache or [])
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    keep_rows(out, [])  # from here on Ctrl-C tells of them
+    from mmfast.caches.plan import call_plan
+
+    for spec in cache or []:
+        call_plan(spec)
     if suite == "stream":
         return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
     if suite == "speech":
@@ -155,9 +155,8 @@ def evaluate(
             name=suite,
             caches=list(cache or []),
             progress=lambda spec, done, total: tick(done, total, spec),
+            sink=lambda document: keep_rows(out, eval_rows(document, environ)),
         )
-    if out is not None:
-        keep_rows(out, eval_rows(document, environ))
     print_eval(document, as_json)
 
 
@@ -245,6 +244,7 @@ def bench(
     quiet()
     way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
     _check_given(context, way)
+    keep_rows(out, [])
     if way in SUITES:
         return bench_named(way, context.params[way], out, as_json)
     if compare is not None:
@@ -263,11 +263,10 @@ def bench(
     with progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)
-    if out is not None:
-        keep_rows(out, bench_rows(document))
+    keep_rows(out, bench_rows(document))
     print_bench(document, as_json)
-    if not document["ok"]:
-        raise typer.Exit(1)
+    if not document["ok"] or document["interrupted"]:
+        raise typer.Exit(130 if document["interrupted"] else 1)
 
 
 def bench_compare(
@@ -378,10 +377,11 @@ def eval_stream(
                 progress=lambda memory, done, total: tick(done, total, memory),
             )
 
-        documents = [run(spec) for spec in specs]
+        documents = []
+        for spec in specs:
+            documents.append(run(spec))
+            keep_rows(out, eval_rows(documents[-1], environ))
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
-    if out is not None:
-        keep_rows(out, eval_rows(document, environ))
     print_json(document) if as_json else _show_streams(document)
 
 
