@@ -15,11 +15,11 @@ from typing import Any
 
 sys.path.insert(0, os.environ["MMFAST_SUITES"])
 
-from tests.test_modeling_common import ModelTesterMixin  # noqa: E402
-from tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
-from tiny_models import build  # noqa: E402
+from tests.test_modeling_common import ModelTesterMixin
+from tests.test_training_mixin import TrainingTesterMixin
+from tiny_models import build
 
-import mmfast  # noqa: E402
+import mmfast
 
 FAMILY, SPEC = os.environ["MMFAST_FAMILY"], os.environ["MMFAST_SPEC"]
 
