@@ -36,14 +36,14 @@ CONFIG, INPUTS = TINY.model.config, media(TINY)
 STOCK = type(TINY.model)
 
 
-def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+def begin(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     STOCK.__init__(self, config, *args, **kwargs)
     if SPEC:
         self.__dict__["_handle"] = mmfast.attach(self, SPEC)
 
 
 # The suites build the class they are given; messages and files go by its name.
-CLASS = type(STOCK.__name__, (STOCK,), {"__init__": __init__, "__module__": STOCK.__module__})
+CLASS = type(STOCK.__name__, (STOCK,), {"__init__": begin, "__module__": STOCK.__module__})
 
 
 class Tester(SimpleNamespace):
