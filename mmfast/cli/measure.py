@@ -87,12 +87,15 @@ def completer(suite: str) -> Callable[[str], list[str]]:
     return complete
 
 
-def bench_named(suite: str, name: str, out: Path | None, as_json: bool) -> None:
+def bench_named(
+    suite: str, name: str, out: Path | None, as_json: bool, peer: Path | None = None
+) -> None:
     """Measure `name` of `suite`, append the rows to `out`, print them."""
     from mmfast.bench.registry import named_rows
 
     with progress(name) as tick:
-        rows = named_rows(suite, name, lambda label, done, total: tick(done, total, label))
+        told = lambda label, done, total: tick(done, total, label)
+        rows = named_rows(suite, name, told, peer=None if peer is None else str(peer))
     keep_rows(out, rows)
     if as_json:
         return print_json(rows)
@@ -192,6 +195,7 @@ _TAKES = {
     "full": {"device", "preset", "minutes", "out"},
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
+    "encoder": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},
 }
@@ -233,6 +237,9 @@ def bench(
     kernels: Annotated[str | None, _named("kernels", "a kernel")] = None,
     decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
     encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
+    peer: Annotated[
+        Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -246,7 +253,7 @@ def bench(
     way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
     _check_given(context, way)
     if way in SUITES:
-        return bench_named(way, context.params[way], out, as_json)
+        return bench_named(way, context.params[way], out, as_json, peer)
     if compare is not None:
         return bench_compare(compare, fail_above, out, as_json)
     if full:

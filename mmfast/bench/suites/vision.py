@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,15 +22,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfast.attach import attach
-from mmfast.bench.cases import Case, build, feature_rows, pick_device
+from mmfast.bench.cases import Case, build, feature_rows, fill_, pick_device
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.timing import compare_jobs, one_thread, peak_during, timed
 from mmfast.core.errors import MmfastError
-from mmfast.models.flops import tower_flops
+from mmfast.models.flops import linear_macs, tower_flops
 from mmfast.models.vision.acceleration import MODES, as_linear, check_encoder, fast_encoder
-from mmfast.models.vision.merge_pass import MergePass
+from mmfast.models.vision.merge_pass import MergePass, MergePlan
 from mmfast.ops.attention import segment_attention
 
 Jobs = dict[str, Callable[[], Any]]
@@ -289,6 +293,86 @@ def _merges_recorded(counting: bool = False) -> Iterator[_MergeRecord]:
 
     with patch.object(MergePass, "merge", merge):
         yield seen
+
+
+ALONE = ("tome@vit:0.5", "saint@vit:0.5")
+TOME = "tome@vit:0.5"  # the authors' own code merges as many tokens a block
+
+
+@benchmark("encoder", "timm")
+def timm_encoder(
+    tick: Tick,
+    specs: Sequence[str] = ALONE,
+    rounds: int = 5,
+    layers: int = 4,
+    size: int = 384,
+    peer: str | None = None,
+) -> list[Row]:
+    """Compare timm's ViT-L/16 with merging; `peer` is a checkout of facebookresearch/ToMe."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    where, images = pick_device(None), 1
+    if where.type == "cuda":
+        layers, images = 24, 64
+    shape: dict[str, Any] = {"img_size": size, "embed_dim": 1024, "num_heads": 16, "depth": layers}
+    model = VisionTransformer(**shape, weight_init="skip").eval()
+    fill_(model)
+    model = model.to(where, torch.bfloat16 if where.type == "cuda" else torch.float32)
+    weight: Tensor = model.patch_embed.proj.weight
+    x = torch.randn(images, 3, size, size, generator=torch.Generator().manual_seed(0))
+    x = x.to(weight)
+    jobs: Jobs = {"stock": partial(_classify, model, x, None)}
+    patches = images * model.patch_embed.num_patches
+    flops = _alone_flops(model, images, [patches] * layers)
+    extra: dict[str, Row] = {"stock": {"reduce": None, "ideal": 1.0}}
+    for number, spec in enumerate(specs):
+        tick(spec, number, len(specs))
+        jobs[spec] = partial(_classify, model, x, spec)
+        with _merges_recorded() as seen:
+            jobs[spec]()
+        extra[spec] = {"reduce": spec, "ideal": flops / _alone_flops(model, images, seen.lengths)}
+    if peer is not None:
+        jobs["ToMe's own code"] = partial(_classify, _peer_model(model, peer), x, None)
+        extra["ToMe's own code"] = {"reduce": TOME, "ideal": extra[TOME]["ideal"]}
+    shared: Row = {"tower": f"ViT-L/16, {size} px", "images": images, "layers": layers}
+    shared |= {"of_layers": 24, "dtype": dtype_name(weight.dtype)}
+    found = compare_jobs(jobs, rounds, shared, where, extra)
+    per_second = lambda row: {"images_per_s": images / row["median_ms"] * 1e3}
+    return [{**row, **per_second(row), "of_ideal": row["speedup"] / row["ideal"]} for row in found]
+
+
+@torch.no_grad()
+def _classify(model: nn.Module, x: Tensor, spec: str | None) -> Tensor:
+    if spec is None:
+        return model(x)  # type: ignore[no-any-return]
+    with attach(model, spec):
+        return model(x)  # type: ignore[no-any-return]
+
+
+def _alone_flops(model: Any, images: int, leaving: Sequence[int]) -> int:
+    """FLOPs of a ViT of timm, whose blocks leave so many patches of all images."""
+    classes, patches = images * model.num_prefix_tokens, images * model.patch_embed.num_patches
+    total = 2 * int(model.patch_embed.proj.weight.numel()) * patches
+    for block, n, m in zip(model.blocks, [patches, *leaving[:-1]], leaving, strict=True):
+        mlp, n, m = linear_macs(block, "mlp"), n + classes, m + classes
+        total += 2 * (linear_macs(block) - mlp) * n + 2 * mlp * m
+        total += 4 * n * n // images * int(model.embed_dim)
+    return total
+
+
+def _peer_model(model: Any, path: str) -> Any:
+    """The model under the authors' patch, on the schedule of `TOME`."""
+    if not Path(path, "tome", "patch").is_dir():
+        raise MmfastError(f"--peer {path} holds no tome/patch; give a checkout of ToMe")
+    if path not in sys.path:
+        sys.path.append(path)
+    patch_model = importlib.import_module("tome.patch").timm
+    patched, n, layers = copy.deepcopy(model), model.patch_embed.num_patches, len(model.blocks)
+    patch_model(patched)
+    plan = MergePlan((n,), (round(0.5 * n),), (n,), layers)
+    left = [n, *(plan.after(block)[0] for block in range(layers))]
+    patched.r = [before - after for before, after in pairwise(left)]
+    return patched
 
 
 PATCHES = ("siglip-so400m-384, two frames", "qwen2.5-vl, two frames of 392 x 392")

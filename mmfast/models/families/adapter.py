@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def one_tile(base: Any, call: Call) -> list[int]:
     return [1] * len(call["pixel_values"])
 
 
+@lru_cache
 def raster_places(grid: tuple[int, int, int]) -> Tensor:
     """`(t, y, x)` of every token of a full raster, `[t * h * w, 3]`."""
     axes = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
@@ -102,6 +104,7 @@ class Adapter:
             where this call is causal.
         deepstack: The text model adds further visual features after its first layers.
         mrope: Positions have three axes, and the base model remembers `rope_deltas`.
+        alone: A vision encoder without a language model.
     """
 
     family: str
@@ -115,6 +118,7 @@ class Adapter:
     blocks: Callable[[Call], Tensor | None] = lambda _: None
     deepstack: bool = False
     mrope: bool = False
+    alone: bool = False
 
     def tower_of(self, base: Any, kind: str) -> Tower:
         """The tower that encodes a kind of media."""
@@ -151,6 +155,11 @@ def adapter_for(model: Any) -> Adapter:
     family = getattr(getattr(model, "config", None), "model_type", None)
     import_all(_PACKAGE)
     if family not in _ADAPTERS:
+        from mmfast.models.families.encoder import encoder_adapter  # it builds an Adapter
+
+        alone = encoder_adapter(model)
+        if alone is not None:
+            return alone
         part = getattr(getattr(getattr(model, "thinker", None), "config", None), "model_type", None)
         if part in _ADAPTERS:
             raise ModelError(
@@ -169,7 +178,7 @@ def adapter_for(model: Any) -> Adapter:
 
 def tower_of(model: Any) -> Tower:
     """The vision tower of a model; ModelError where the family is unknown."""
-    return adapter_for(model).tower(model.base_model)
+    return adapter_for(model).tower(getattr(model, "base_model", model))
 
 
 def token_counts(
