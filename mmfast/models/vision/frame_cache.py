@@ -149,8 +149,11 @@ class FramePass:
 
         Returns the input itself, or a new tensor with the block's output where that is read.
         """
-        bounds = kwargs.get("cu_seqlens")
-        self._hidden = run(self._hidden, partial(self._attend, index, bounds, hidden))
+        if len(self.rows):
+            attend = partial(self._attend, index, kwargs.get("cu_seqlens"), hidden)
+            self._hidden = run(self._hidden, attend)
+        else:
+            self._known(index, self._hidden, self._hidden)
         if index not in self.plan.taps:
             return hidden
         full = self._mixed(self._hidden, lambda known: known.outputs[index])
@@ -168,10 +171,7 @@ class FramePass:
         scale: float | None,
     ) -> Tensor:
         """Attend from chosen rows `[K, H, d]` to all keys of their segments, old and new ones."""
-        keys = self._mixed(key, lambda known: known.keys[index])
-        values = self._mixed(value, lambda known: known.values[index])
-        self._keys.append(self._lasting(keys))
-        self._values.append(self._lasting(values))
+        keys, values = self._known(index, key, value)
         attended = torch.empty_like(query)
         for rows, frame, span in self._grouped(bounds, hidden):
             q, k, v = query[rows], keys[frame][span], values[frame][span]  # [k or n, H, d]
@@ -179,6 +179,14 @@ class FramePass:
             found = F.scaled_dot_product_attention(q, k, v, scale=scale)  # [1, H, k, d]
             attended[rows] = found[0].transpose(0, 1)
         return attended
+
+    def _known(self, index: int, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of each frame, with those of the chosen rows `[K, H, d]` put in."""
+        keys = self._mixed(key, lambda known: known.keys[index])
+        values = self._mixed(value, lambda known: known.values[index])
+        self._keys.append(self._lasting(keys))
+        self._values.append(self._lasting(values))
+        return keys, values
 
     def _mixed(self, new: Tensor, old: Callable[[ReferenceFrame], Tensor]) -> list[Tensor]:
         """Chosen rows `[K, ...]` put into what each frame builds on, `[n, ...]` per frame."""
