@@ -22,7 +22,7 @@ def _short(monkeypatch: Any) -> None:
 
 
 def test_all_are_found_by_name() -> None:
-    assert names("encoder") == ["attention", "batch", "compile", "merge", "patch"]
+    assert names("encoder") == ["attention", "batch", "compile", "merge", "patch", "timm"]
 
 
 def check(rows: list[dict[str, Any]], first: str) -> None:

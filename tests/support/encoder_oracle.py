@@ -78,6 +78,16 @@ def embedded(model: Any, pixels: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     return found[0], tables
 
 
+def part(owner: Any, *names: str) -> Any:
+    """The first of these attributes that there is."""
+    return next(getattr(owner, name) for name in names if hasattr(owner, name))
+
+
+def heads_of(attn: Any) -> int:
+    """Number of heads."""
+    return int(part(attn, "num_heads", "num_attention_heads"))
+
+
 def _project(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values `[n, H, d]` of rows `[n, D]`."""
     if getattr(attn, "qkv", None) is None:
@@ -89,8 +99,8 @@ def _project(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             q, k, v = q + more[0], k + more[1], v + more[2]
         elif getattr(attn, "q_bias", None) is not None:
             q, v = q + attn.q_bias, v + attn.v_bias
-    q, k, v = (rows.unflatten(-1, (attn.num_heads, -1)) for rows in (q, k, v))
-    return attn.q_norm(q), attn.k_norm(k), v
+    q, k, v = (rows.unflatten(-1, (heads_of(attn), -1)) for rows in (q, k, v))
+    return (attn.q_norm(q), attn.k_norm(k), v) if hasattr(attn, "q_norm") else (q, k, v)
 
 
 def _rotated(x: Tensor, row: Tensor, half: bool) -> Tensor:
@@ -108,12 +118,15 @@ def _scaled(block: Any, number: int, step: Tensor) -> Tensor:
     scale = getattr(block, f"ls{number}", None)
     if isinstance(scale, LayerScale):
         return step * scale.gamma
-    gamma = getattr(block, f"gamma_{number}", None)
+    if hasattr(block, f"layer_scale{number}"):
+        return step * getattr(block, f"layer_scale{number}").lambda1
+    gamma = getattr(block, f"gamma_{number}", getattr(block, f"lambda_{number}", None))
     return step if gamma is None else step * gamma
 
 
 def _half(block: Any, number: int, x: Tensor, run: Any) -> Tensor:
-    norm = getattr(block, f"norm{number}")
+    behind = "layernorm_before" if number == 1 else "layernorm_after"
+    norm = part(block, f"norm{number}", f"layer_norm{number}", behind)
     if type(block).__name__ in ("ResPostBlock", "EvaBlockPostNorm"):
         return x + norm(run(x))
     return x + _scaled(block, number, run(norm(x)))
@@ -121,7 +134,7 @@ def _half(block: Any, number: int, x: Tensor, run: Any) -> Tensor:
 
 def _attention(block: Any, tokens: list[dict[str, Any]], rope: Tensor | None) -> Any:
     """A function of rows `[n, D]`; leaves the key of each token in it."""
-    attn = block.attn
+    attn = part(block, "attn", "self_attn", "attention")
 
     def run(x: Tensor) -> Tensor:
         q, k, v = (rows.clone() for rows in _project(attn, x))
@@ -132,10 +145,12 @@ def _attention(block: Any, tokens: list[dict[str, Any]], rope: Tensor | None) ->
             token["key"] = k[i].mean(0)
         sizes = torch.tensor([float(token["size"]) for token in tokens])
         out = []
-        for h in range(attn.num_heads):
+        for h in range(heads_of(attn)):
             weights = sizes * (q[:, h] @ k[:, h].T * q.shape[-1] ** -0.5).exp()
             out.append(weights / weights.sum(1, keepdim=True) @ v[:, h])
-        return attn.proj(attn.norm(torch.cat(out, -1)))
+        rows = torch.cat(out, -1)
+        rows = attn.norm(rows) if hasattr(attn, "norm") else rows
+        return part(attn, "proj", "out_proj", "projection_layer", "o_proj")(rows)
 
     return run
 
@@ -152,15 +167,23 @@ def _put(tokens: list[dict[str, Any]], rows: Tensor) -> None:
 def naive(model: Any, pixels: Tensor, left: int) -> tuple[list[Tensor], list[list[list[int]]]]:
     """Outputs of all blocks `[B, P + N, D]` at full length, and the patches of each token left."""
     start, tables = embedded(model, pixels)
-    prefix, found, groups = model.num_prefix_tokens, [], []
+    return naive_blocks(model.blocks, start, model.num_prefix_tokens, left, tables)
+
+
+def naive_blocks(
+    blocks: Any, start: Tensor, prefix: int, left: int, tables: list[Tensor | None] | None = None
+) -> tuple[list[Tensor], list[list[list[int]]]]:
+    """The same of blocks, from the input of the first one."""
+    found, groups = [], []
+    tables = [None] * len(blocks) if tables is None else tables
     for x in start:
         first = [{"x": row, "size": 1, "place": None} for row in x[:prefix]]
         tokens = [
             {"x": row, "size": 1, "place": p, "patches": [p], "share": {}}
             for p, row in enumerate(x[prefix:])
         ]
-        outputs, steps = [], _steps(len(tokens), left, len(model.blocks))
-        for block, rope, target in zip(model.blocks, tables, steps, strict=True):
+        outputs, steps = [], _steps(len(tokens), left, len(blocks))
+        for block, rope, target in zip(blocks, tables, steps, strict=True):
             both = first + tokens
             _put(both, _half(block, 1, _rows(both), _attention(block, both, rope)))
             tokens = _merge(tokens, target) if target < len(tokens) else tokens
