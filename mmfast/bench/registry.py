@@ -62,7 +62,7 @@ def named_rows(
 
     `peer` is a folder with other code to measure beside; an MmfastError where there is no such job.
     """
-    run = find(suite, name)
+    run: Callable[..., list[Row]] = find(suite, name)
     if peer is not None:
         if "peer" not in inspect.signature(run).parameters:
             raise MmfastError(f"--{suite} {name} has no peer; leave --peer out")

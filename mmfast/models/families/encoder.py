@@ -6,7 +6,6 @@ image is one raster of patches; class, distillation and register tokens stand in
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -30,8 +29,7 @@ def encoder_adapter(model: Any) -> Adapter | None:
     if tower is None:
         return None
     name = type(tower.module).__name__
-    find, media = (lambda _: tower), ("image",)
-    return Adapter(name, _layout, _fold, tower=find, tile_counts=_ones, media=media, alone=True)
+    return Adapter(name, _layout, _fold, tower=lambda _: tower, media=("image",), alone=True)
 
 
 def _find(model: Any) -> Tower | None:
@@ -41,9 +39,8 @@ def _find(model: Any) -> Tower | None:
 
         for part in (model, getattr(model, "timm_model", None), getattr(model, "model", None)):
             if isinstance(part, (VisionTransformer, Eva)):
-                return Tower(
-                    part, part, part.blocks, packed=False, class_token=part.cls_token is not None
-                )
+                blocks: Any = part.blocks
+                return Tower(part, part, blocks, False, part.cls_token is not None)
         if type(model).__module__.startswith("timm."):
             raise ModelError(
                 f"{type(model).__name__} of timm is no plain ViT; attach to a VisionTransformer "
@@ -56,24 +53,14 @@ def _find(model: Any) -> Tower | None:
     return batch_tower(module, module)
 
 
-def _pixels(call: Call) -> Tensor:
-    pixels: Tensor = call["x"] if "x" in call else call["pixel_values"]
-    return pixels  # [B, 3, H, W]
-
-
 def _layout(base: Any, kind: str, call: Call) -> list[Layout]:
-    height, width = _pixels(call).shape[-2:]
+    images, _, height, width = call["pixel_values"].shape
     if hasattr(base, "patch_embed"):
         rows, columns = map(int, base.patch_embed.dynamic_feat_size((height, width)))
     else:
         rows, columns = height // base.config.patch_size, width // base.config.patch_size
-    return [Layout(rows * columns, (1, rows, columns))] * len(_pixels(call))
+    return [Layout(rows * columns, (1, rows, columns))] * images
 
 
 def _fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
-    layouts = _layout(base, kind, call)
-    return list(values.cpu().split([math.prod(each.grid or ()) for each in layouts]))
-
-
-def _ones(base: Any, call: Call) -> list[int]:
-    return [1] * len(_pixels(call))
+    return list(values.cpu().chunk(len(call["pixel_values"])))

@@ -64,6 +64,8 @@ class Tower:
         bound = inspect.signature(getattr(self.base, name)).bind(*args, **kwargs)
         if self.alone:
             bound.apply_defaults()
+        if self.timm:
+            bound.arguments["pixel_values"] = bound.arguments["x"]
         return bound.arguments
 
     def states(self, arguments: Mapping[str, Any]) -> set[int]:

@@ -410,7 +410,8 @@ class FrameCache:
             output = forward(block, rows if self._tower.packed else rows[None], *args, **given)
         finally:
             work.attend = None
-        return (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+        out: Tensor = output[0] if isinstance(output, tuple) else output
+        return out.flatten(0, -2)
 
     def _attend(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around attention: `(module, q, k, v, …)` of transformers, `(q, k, v)` of sdpa in timm."""
@@ -421,8 +422,8 @@ class FrameCache:
         if work.attend is None:
             work.calls.append((key, value))
             return call(*args, **kwargs)
-        rows = (each[0].transpose(0, 1) for each in (query, key, value))  # [K, H, d]
-        return work.attend(*rows, kwargs.get("scaling"))[None], None
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [K, H, d]
+        return work.attend(q, k, v, kwargs.get("scaling"))[None], None
 
 
 @dataclass

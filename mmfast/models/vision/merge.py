@@ -207,7 +207,8 @@ def _half(block: Any, number: int, run: Any, x: Tensor, *args: Any, **kwargs: An
     if scale is not None:
         step = scale(step) if isinstance(scale, nn.Module) else scale * step
     drop = part_of(block, _DROPS[number])
-    return x + (step if drop is None else drop(step))
+    out: Tensor = x + (step if drop is None else drop(step))
+    return out
 
 
 def patch_raster(grid: tuple[int, int, int] | None, patches: int) -> tuple[int, int, int] | None:

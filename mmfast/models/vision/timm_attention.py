@@ -60,7 +60,7 @@ def set_sizes(work: MergePass, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         )
     if hidden.shape[1] != work.plan.prefix + work.lengths[0]:
         raise ModelError("site 'vit' needs all patches; call eval(), or set patch_drop_rate=0")
-    bias = work.bias(*hidden.shape[:2], hidden)
+    bias = work.bias(len(hidden), hidden.shape[1], hidden)
     if bias is not None:
         kwargs["attn_mask"] = bias
     work.rope = kwargs.get("rope")
