@@ -50,8 +50,7 @@ def attach(
     read text, tokens that position policies keep, and the frames chosen for the question.
 
     Args:
-        model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration, or a
-            vision encoder alone (a ViT of timm, SigLIP, CLIP, DINOv2), whose site is `vit`.
+        model: A stock transformers model, or a vision encoder alone (a ViT of timm, CLIP, SigLIP).
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
             `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
             and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule, which

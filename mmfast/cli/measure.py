@@ -189,6 +189,10 @@ _FailAbove = Annotated[
 ]
 
 
+_Peer = Annotated[
+    Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
+]
+
 # What else each way to measure takes, beside --json; the last one is without any of the others.
 _TAKES = {
     "compare": {"fail_above", "out"},  # --out is refused with a reason
@@ -237,9 +241,7 @@ def bench(
     kernels: Annotated[str | None, _named("kernels", "a kernel")] = None,
     decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
     encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
-    peer: Annotated[
-        Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
-    ] = None,
+    peer: _Peer = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -270,8 +272,7 @@ def bench(
     with progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)
-    if out is not None:
-        keep_rows(out, bench_rows(document))
+    keep_rows(out, bench_rows(document))
     print_bench(document, as_json)
     if not document["ok"]:
         raise typer.Exit(1)
