@@ -40,6 +40,16 @@ FAMILIES: dict[str, Any] = {
     "eva_mixed": lambda: Eva(
         **_EVA, rope_type="mixed", num_reg_tokens=2, attn_type="rope", dynamic_img_size=True
     ),
+    "dinov3": lambda: Eva(
+        **SMALL,
+        use_rot_pos_emb=True,
+        rope_type="dinov3",
+        rope_rotate_half=True,
+        use_abs_pos_emb=False,
+        num_reg_tokens=4,
+        init_values=0.5,
+        qkv_bias=False,
+    ),
     "eva_post": lambda: Eva(**_EVA, use_post_norm=True, rope_rotate_half=True, global_pool="map"),
 }
 

@@ -22,6 +22,8 @@ from transformers import (
     Dinov2WithRegistersModel,
     SiglipVisionConfig,
     SiglipVisionModel,
+    TimmWrapperConfig,
+    TimmWrapperForImageClassification,
 )
 
 from mmfast.attach import attach
@@ -66,7 +68,9 @@ def test_prefix_tokens_are_in_every_block_and_count_once(
 ) -> None:
     model, pixels = build(name), images()
     prefix, lengths = model.num_prefix_tokens, []
-    assert prefix == {"deit_distilled": 2, "dinov2_reg4": 5, "eva_mixed": 3}.get(name, prefix)
+    assert prefix == {"deit_distilled": 2, "dinov2_reg4": 5, "eva_mixed": 3, "dinov3": 5}.get(
+        name, prefix
+    )
     for block in model.blocks:
         block.mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     with attach(model, "tome@vit:0.5"):
@@ -186,6 +190,19 @@ def test_a_feature_extractor_is_its_encoder() -> None:
     assert [row.tokens_out for row in trace.rows] == [8, 8]
     assert not torch.equal(maps[1], stock[1])
     assert all(map(torch.equal, getter(images()), stock))
+
+
+def test_the_wrapper_of_transformers_is_its_encoder() -> None:
+    shape = {name: SMALL[name] for name in ("embed_dim", "depth", "num_heads", "img_size")}
+    torch.manual_seed(0)
+    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=shape, num_labels=3)
+    model = TimmWrapperForImageClassification(config).eval()
+    stock = model(images()).logits
+    with attach(model, "tome@vit:0.5") as trace:
+        merged = model(images()).logits
+    assert [row.tokens_out for row in trace.rows] == [8, 8]
+    assert not torch.equal(merged, stock)
+    assert torch.equal(model(images()).logits, stock)
 
 
 def test_gradients_reach_every_weight() -> None:
