@@ -235,7 +235,8 @@ def joined(parts: Sequence[Reduction]) -> Reduction:
     for part in parts:
         keep.append(part.keep + n)
         owner.append(torch.where(part.owner < 0, part.owner, part.owner + m))
-        order.append(m + (torch.arange(part.m).to(keep[-1]) if part.order is None else part.order))
+        slots = torch.arange(part.m).to(keep[-1]) if part.order is None else part.order
+        order.append(torch.where(slots < 0, slots, slots + m))
         if part.mix is not None:
             mixes.append(Mix(part.mix.output + m, part.mix.source + n, part.mix.weight))
         n, m = n + part.n, m + part.m

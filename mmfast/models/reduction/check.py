@@ -20,6 +20,7 @@ from mmfast.models.families.tower import (
 from mmfast.models.layers import CONV, LAYER_KINDS
 from mmfast.models.reduction.decoder_signals import AHEAD, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
+from mmfast.models.wrappers import base_of, decoder_of
 
 
 def check(
@@ -35,7 +36,12 @@ def check(
     if adapter.alone:
         _check_alone(specs, tower_of(model), cache, encoder)
         return tuple(specs)
-    text = model.get_decoder()
+    text = decoder_of(model)
+    if not adapter.media and (specs or encoder):
+        raise SpecError(
+            f"{specs[0].method.name if specs else encoder!r} acts on tokens of media, and "
+            f"{type(model).__name__} reads text alone; cache='snapkv:1024' bounds its memory"
+        )
     attends = [hasattr(layer, "self_attn") for layer in text.layers]
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
@@ -102,7 +108,7 @@ def _check_site(spec: Spec, model: Any, layers: int) -> None:
 
 def _check_layers(specs: Sequence[Spec], model: Any) -> None:
     """Require that every decoder layer from the first cut on can hold fewer tokens."""
-    kinds = list(getattr(model.get_decoder().config, "layer_types", None) or ())
+    kinds = list(getattr(decoder_of(model).config, "layer_types", None) or ())
     first = min((spec.layer or 0 for spec in specs), default=len(kinds))
     for index, kind in enumerate(kinds):
         if index >= first and kind not in LAYER_KINDS:
@@ -182,7 +188,7 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
     for spec in inside:
         _check_merging(spec, adapter, model)
     _check_one(inside)
-    if early and not adapter.tower(model.base_model).packed:
+    if early and not adapter.tower(base_of(model)).packed:
         raise ModelError(
             f"'{early[0]}' cannot run in {adapter.family!r}: its vision tower takes tiles of fixed "
             "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and qwen2_5_omni_thinker, "
@@ -204,7 +210,7 @@ def check_merge_knobs(spec: Spec) -> None:
 
 def _check_merging(spec: Spec, adapter: Adapter, model: Any) -> None:
     check_merge_knobs(spec)
-    tower = adapter.tower(model.base_model)
+    tower = adapter.tower(base_of(model))
     check_blocks(tower, adapter.family, "site 'vit'")
     layers = argument(tower.base, {}, "vision_feature_layer")
     where, why = f"'{spec}' cannot run in ", None
