@@ -193,7 +193,9 @@ def _stages(
     specs = check(specs, model, plan, encoder)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
     yield compiled_again(model)
-    yield Attendance(model, specs, trace).installed()
+    attendance = Attendance(model, specs, trace).installed()
+    if not adapter.alone:
+        yield attendance
     if encoder is not None:
         yield fast_encoder(model, encoder)
     for spec in specs:
@@ -206,6 +208,8 @@ def _stages(
         yield KVStage(model, plan, trace, state).installed()
     if sites or plan is not None:
         yield Hooks(model, sites, trace, state, whole=plan is not None).installed()
+    if adapter.alone:  # around all others, so that it sees calls that they refuse
+        yield attendance
 
 
 @contextmanager
