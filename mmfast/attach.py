@@ -124,7 +124,7 @@ def attach(
     and `retrieve` only chooses what is read. A budget above what there is changes no bit.
 
     Args:
-        model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
+        model: A stock transformers model, or a vision encoder alone (a ViT of timm, CLIP, SigLIP).
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
             `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
             and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule.
@@ -193,7 +193,9 @@ def _stages(
     specs = check(specs, model, plan, encoder)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
     yield compiled_again(model)
-    yield Attendance(model, specs, trace).installed()
+    attendance = Attendance(model, specs, trace).installed()
+    if not adapter.alone:
+        yield attendance
     if encoder is not None:
         yield fast_encoder(model, encoder)
     for spec in specs:
@@ -206,6 +208,8 @@ def _stages(
         yield KVStage(model, plan, trace, state).installed()
     if sites or plan is not None:
         yield Hooks(model, sites, trace, state, whole=plan is not None).installed()
+    if adapter.alone:  # around all others, so that it sees calls that they refuse
+        yield attendance
 
 
 @contextmanager

@@ -86,12 +86,15 @@ def completer(suite: str) -> Callable[[str], list[str]]:
     return complete
 
 
-def bench_named(suite: str, name: str, out: Path | None, as_json: bool) -> None:
+def bench_named(
+    suite: str, name: str, out: Path | None, as_json: bool, peer: Path | None = None
+) -> None:
     """Measure `name` of `suite`, append the rows to `out`, print them."""
     from mmfast.bench.registry import named_rows
 
     with progress(name) as tick:
-        rows = named_rows(suite, name, lambda label, done, total: tick(done, total, label))
+        told = lambda label, done, total: tick(done, total, label)
+        rows = named_rows(suite, name, told, peer=None if peer is None else str(peer))
     keep_rows(out, rows)
     if as_json:
         return print_json(rows)
@@ -185,12 +188,17 @@ _FailAbove = Annotated[
 ]
 
 
+_Peer = Annotated[
+    Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
+]
+
 # What else each way to measure takes, beside --json; the last one is without any of the others.
 _TAKES = {
     "compare": {"fail_above", "out"},  # --out is refused with a reason
     "full": {"device", "preset", "minutes", "out"},
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
+    "encoder": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},
 }
@@ -232,6 +240,7 @@ def bench(
     kernels: Annotated[str | None, _named("kernels", "a kernel")] = None,
     decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
     encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
+    peer: _Peer = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -246,7 +255,7 @@ def bench(
     _check_given(context, way)
     keep_rows(out, [])
     if way in SUITES:
-        return bench_named(way, context.params[way], out, as_json)
+        return bench_named(way, context.params[way], out, as_json, peer)
     if compare is not None:
         return bench_compare(compare, fail_above, out, as_json)
     if full:

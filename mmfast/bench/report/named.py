@@ -217,6 +217,11 @@ ENCODER = {
         "faster: {gain} | ideal: [reduce]{ideal:.2f}x | "
         "of it to choose and merge: [reduce]{merged:.1%}",
     ),
+    "timm": (
+        "A ViT of timm with merging inside, and the authors' own code",
+        "encoder: {tower_part} | stage: [reduce]`{job}` or {job} | images/s: {images_per_s:.2f} | "
+        "faster: {gain} | ideal: [reduce]{ideal:.2f}x | of the ideal: [reduce]{of_ideal:.0%}",
+    ),
     "compile": (
         'Whole tower with `encoder="fast"` and `"compile"`',
         "tower: {tower_part} | mode: {job} | ms: {median_ms:.0f} | faster: {gain} | "
