@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.frontends.changes import Refresh, changes
 from mmfast.models.families.adapter import Call, adapter_for
 from mmfast.models.families.tower import Tower, attention_of, kinds_of
@@ -68,8 +69,8 @@ class FramePass:
         self._frames: list[_PassFrame] = []
         self._last: dict[int, int] = {}  # by stream, the frame that becomes the reference
         self._since: dict[int, int] = {}  # by stream, frames since one was computed whole
-        self._keys: list[dict[int, Tensor]] = []  # by block and frame, [n, H, d]
-        self._values: list[dict[int, Tensor]] = []
+        # By block, of keys and of values, and by frame: [n, H, d].
+        self._attended: list[list[dict[int, Tensor]]] = []
         self._outputs: dict[int, dict[int, Tensor]] = {}
         self._rotary: Rotary | None = None
         self._groups: dict[int, tuple[Any, list[Group]]] = {}
@@ -125,9 +126,11 @@ class FramePass:
 
     def watch(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Note keys and values `[B, H, n, d]` of a block that runs as stock, call by call."""
-        for kept, calls in ((self._keys, keys), (self._values, values)):
+        pair = []
+        for calls in (keys, values):
             flat = torch.cat([call.transpose(1, 2).flatten(0, 1) for call in calls])  # [S, H, d]
-            kept.append(self._lasting(flat.split(self.plan.sizes)))
+            pair.append(self._lasting(flat.split(self.plan.sizes)))
+        self._attended.append(pair)
 
     def note(self, index: int, flat: Tensor) -> None:
         """Note the output `[S, D]` of a block that ran as stock."""
@@ -153,10 +156,9 @@ class FramePass:
         if rotary is not None and self._rotary is None:
             self._rotary = (rotary[0][self._rows], rotary[1][self._rows])
         query, key, value = block.project(self._hidden, self._rotary)
-        keys = self._mixed(key, lambda known: known.keys[index])
-        values = self._mixed(value, lambda known: known.values[index])
-        self._keys.append(self._lasting(keys))
-        self._values.append(self._lasting(values))
+        keys = self._mixed(key, lambda known: known.kv.keys[index])
+        values = self._mixed(value, lambda known: known.kv.values[index])
+        self._attended.append([self._lasting(keys), self._lasting(values)])
         attended = torch.empty_like(query)
         for rows, frame, span in self._grouped(kwargs.get("cu_seqlens"), hidden):
             q, k, v = query[rows], keys[frame][span], values[frame][span]  # [k or n, H, d]
@@ -204,7 +206,6 @@ class FramePass:
 
     def commit(self) -> None:
         """Put the new references into the states, now that the pass has succeeded."""
-        blocks = range(len(self._keys))
         for stream, state in enumerate(self._states):
             mine = [i for i, each in enumerate(self.plan.streams) if each == stream]
             if not mine:
@@ -214,8 +215,9 @@ class FramePass:
                 state.reference = ReferenceFrame(
                     self.plan.layouts[i],
                     self._frames[i].patches.clone(),
-                    tuple(self._keys[block][i] for block in blocks),
-                    tuple(self._values[block][i] for block in blocks),
+                    KVBlock(
+                        *(tuple(each[i] for each in x) for x in zip(*self._attended, strict=True))
+                    ),
                     {block: rows[i] for block, rows in self._outputs.items()},
                     self._since[stream],
                 )
