@@ -311,6 +311,13 @@ def advance(
     return StepPlaces(place, known, sees, state.advance + real.sum(1) // width)
 
 
+def within(state: KVBlock, window: int | None, width: int = 1) -> KVBlock:
+    """All that the next step may see, of the last `window` - 1 places of `width` tokens."""
+    start = 0 if window is None else max(0, state.n - (window - 1) * width)
+    kept = state.each(lambda x, _: x[:, :, start:]) if start else state
+    return replace(kept, relative=state.relative[:, start:])
+
+
 def crop(state: KVBlock, seen: Tensor) -> KVBlock:
     """Keep the first `seen` places of each stream, `[B]`; what none of them has is dropped."""
     seen = torch.minimum(seen, state.advance)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.models.reduction.cache_layers import Pair, cache_over
-from mmfast.ops.stream_cache import advance, empty
+from mmfast.ops.stream_cache import advance, empty, within
 
 
 class StreamDecoder:
@@ -51,15 +51,13 @@ class StreamDecoder:
         `real` `[B, n]` is False where shorter streams are padded; padding leaves no trace.
         """
         step = advance(state, embeds.shape[1], real, self.window, self.width)
-        keep = None if self.window is None else (self.window - 1) * self.width
         kept: list[Pair] = []
 
         def join(layer: int, keys: Tensor, values: Tensor) -> Pair:
             if state.keys:
                 keys = torch.cat([state.keys[layer], keys], dim=2)
                 values = torch.cat([state.values[layer], values], dim=2)
-            last = slice(None) if keep is None else slice(-keep, None)
-            kept.append((keys[:, :, last], values[:, :, last]))
+            kept.append((keys, values))
             return keys, values
 
         out: Tensor = self.body(
@@ -69,9 +67,8 @@ class StreamDecoder:
             past_key_values=cache_over(self.layers, join, lambda _: state.n),
             use_cache=True,
         ).last_hidden_state
-        known = step.known if keep is None else step.known[:, -keep:]
-        keys, values = zip(*kept, strict=True)
-        return KVBlock(keys, values, known, step.seen), out
+        state = KVBlock(*zip(*kept, strict=True), step.known, step.seen)
+        return within(state, self.window, self.width), out
 
     def mask(self, sees: Tensor, dtype: torch.dtype) -> Tensor:
         """Turn what a token sees, `[B, 1, n, N]` bool, into the mask its attention takes."""

@@ -316,7 +316,7 @@ def test_nothing_of_the_prompt_is_kept_for_as_long_as_an_answer(engine: Schedule
 def test_decoding_alone_keeps_no_second_copy() -> None:
     request = ask("a", "a long one " * 9, tokens=300)
     piece = _filled(request)
-    layer = weakref.ref(piece.filled.kv[0])
+    layer = weakref.ref(piece.filled.kv.keys[0])
     model, processor = model_of(FAMILY)
     made, inbox = DecodeStage(DecodeBatch(model, 2), processor.tokenizer, 1 << 30), Inbox()
     try:
