@@ -73,7 +73,7 @@ def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
     held = _filled(tmp_path)
     held.read(1, [Found(0, None)])  # the table of contents is in memory now
     path = _files(tmp_path)[0]
-    (place,) = TreeFile(path).skeleton["list"][2]["value"][1][0][1].values()  # keys of layer 0
+    (place,) = TreeFile(path).skeleton["list"][2]["tuple"][0].values()  # keys of layer 0
     data = bytearray(path.read_bytes())
     data[TreeFile(path).rows[place][3]] ^= 1
     path.write_bytes(data)
