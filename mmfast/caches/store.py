@@ -57,7 +57,10 @@ def leave(
     gaps = tuple(length - key.shape[1] for key, _, _ in rows)
     fillers = {"kind": -1}  # a kind of -1 is padding
     return Left(
-        KVBlock(*((_together(part, gaps),) for part in ([r[i] for r in rows] for i in (0, 1)))),
+        KVBlock(
+            (_together([row[0] for row in rows], gaps),),
+            (_together([row[1] for row in rows], gaps),),
+        ),
         {
             name: _together([row[2][name] for row in rows], gaps, fillers.get(name, 0))
             for name in rows[0][2]

@@ -323,8 +323,9 @@ def recall(
     turner.move_layer(layer, buffer, blocks, [*starts[:at], *starts[at + len(parts) : -1]])
     places = zip(stored, starts[at : at + len(parts)], strict=True)
     where = torch.cat([block.positions(layer, start) for block, start in places], 1)
-    keys = _side_by_side([part.keys[0] for part in parts], buffer)
-    values = _side_by_side([part.values[0] for part in parts], buffer)
+    assert buffer.data is not None
+    both, like = zip(*((part.keys[0], part.values[0]) for part in parts), strict=True), buffer.data
+    keys, values = (torch.cat([x.to(like.device, like.dtype) for x in rows], 1) for rows in both)
     buffer.write(keys, turner.rotate(layer, keys, where), values)
     buffer.length += keys.shape[1]
 
@@ -360,8 +361,3 @@ def _as_block(number: int, relative: Tensor, advance: Start) -> LiveBlock:
     level = axes > 1 and len(set(advance)) == 1 and bool((relative == relative[:1]).all())
     top, kinds = highest(relative, advance), torch.zeros(n, dtype=torch.int64)
     return LiveBlock(number, "text", None, relative, advance, False, level, top, kinds, (0,) * axes)
-
-
-def _side_by_side(rows: Sequence[Tensor], buffer: RowBuffer) -> Tensor:
-    assert buffer.data is not None
-    return torch.cat([row.to(buffer.data.device, buffer.data.dtype) for row in rows], 1)

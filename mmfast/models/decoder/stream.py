@@ -67,7 +67,8 @@ class StreamDecoder:
             past_key_values=cache_over(self.layers, join, lambda _: state.n),
             use_cache=True,
         ).last_hidden_state
-        state = KVBlock(*zip(*kept, strict=True), step.known, step.seen)
+        keys, values = zip(*kept, strict=True)
+        state = KVBlock(keys, values, step.known, step.seen)
         return within(state, self.window, self.width), out
 
     def mask(self, sees: Tensor, dtype: torch.dtype) -> Tensor:

@@ -212,8 +212,7 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
         """Unpack everything."""
         self.keys, self.values = self.whole()
         self.rows = tuple(PackedRow() for _ in self.rows)
-        gaps = self._gaps()
-        self.front, self.extra = gaps, 0
+        self.front, self.extra = self._gaps(), 0
 
     def _gaps(self) -> tuple[int, ...]:
         if self.notes is None:

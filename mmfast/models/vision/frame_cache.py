@@ -212,12 +212,12 @@ class FramePass:
                 continue
             if stream in self._last:
                 i = self._last[stream]
+                pairs = zip(*self._attended, strict=True)
+                keys, values = (tuple(block[i] for block in blocks) for blocks in pairs)
                 state.reference = ReferenceFrame(
                     self.plan.layouts[i],
                     self._frames[i].patches.clone(),
-                    KVBlock(
-                        *(tuple(each[i] for each in x) for x in zip(*self._attended, strict=True))
-                    ),
+                    KVBlock(keys, values),
                     {block: rows[i] for block, rows in self._outputs.items()},
                     self._since[stream],
                 )
