@@ -42,8 +42,7 @@ class HeadState:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        own = sum(t.numel() * t.element_size() for t in (self.embeds, self.hidden))
-        return own + sum(slot.nbytes for slot in self.slots)
+        return sum(each.nbytes for each in (self.embeds, self.hidden, *self.slots))
 
 
 def room(state: HeadState, needed: int) -> None:

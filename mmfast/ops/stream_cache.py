@@ -100,9 +100,7 @@ class RowBuffer:
         if place.at is not None:
             return self.put(torch.stack((keys, values)), place)
         self.write(keys, values, at=place.start)
-        assert self.data is not None
-        keys, values = self.data[:, :, :, place.first : place.stop].unbind(0)
-        return keys, values
+        return self.read(0, place.first, place.stop), self.read(1, place.first, place.stop)
 
     def scatter(self, both: Tensor, at: tuple[Tensor, Tensor]) -> None:
         """Write `[2, B, H, n, d]` to the streams `[B, 1]` and places `[B, n]` that `at` names."""
@@ -140,8 +138,10 @@ class RowBuffer:
         """A copy with room for `reserve` more rows."""
         copy = RowBuffer(self.length + reserve)
         if self.data is not None:
-            copy.write(*self.read(slice(None)), at=0)
+            held = self.read(slice(None))
+            copy._grow(held, held.shape[:-2], 0, self.length)
             copy.length = self.length
+            copy.read(slice(None)).copy_(held)
         return copy
 
     def _grow(self, like: Tensor, lead: tuple[int, ...], start: int, n: int) -> None:
@@ -152,7 +152,8 @@ class RowBuffer:
         data = like.new_empty(*lead, capacity, like.shape[-1])
         if self.data is not None:
             data.narrow(-2, 0, have).copy_(self.data)
-        data.narrow(-2, have, capacity - have).zero_()  # masked places get a weight of 0
+        if len(lead) > 2:  # streams of a batch read rows behind their own, at a weight of 0
+            data.narrow(-2, have, capacity - have).zero_()
         self.data = data
 
     @property
