@@ -72,16 +72,16 @@ class RowBuffer:
         """
         first = planes[0]
         start, n = self.length if at is None else at, first.shape[-2]
-        if any(plane.shape != first.shape for plane in planes):
-            raise ModelError(
-                f"keys and values of shapes {[list(plane.shape) for plane in planes]} cannot lie "
-                "side by side; use a model whose heads are equally wide"
-            )
         if self.data is None or start + n > self.data.shape[-2]:
+            if any(plane.shape != first.shape for plane in planes):
+                raise ModelError(
+                    f"keys and values of shapes {[list(plane.shape) for plane in planes]} cannot "
+                    "lie side by side; use a model whose heads are equally wide"
+                )
             self._grow(first, (len(planes), *first.shape[:-2]), start, n)
         assert self.data is not None
-        for own, plane in zip(self.data, planes, strict=True):
-            own.narrow(-2, start, n).copy_(plane)
+        for own, plane in zip(self.data.narrow(-2, start, n).unbind(0), planes, strict=True):
+            own.copy_(plane)
 
     def put(self, both: Tensor, place: TokenPlaces) -> tuple[Tensor, Tensor]:
         """Write keys and values `[2, B, H, n, d]`; read all up to them, `[B, H, keys, d]`."""
@@ -111,7 +111,7 @@ class RowBuffer:
     def read(self, plane: int | slice, start: int = 0, stop: int | None = None) -> Tensor:
         """A view `[.., H, stop - start, d]` of one plane, or of several; `stop` None is the end."""
         assert self.data is not None
-        return self.data[plane, ..., start : self.length if stop is None else stop, :]
+        return self.data[plane].narrow(-2, start, (self.length if stop is None else stop) - start)
 
     def keep(self, spans: Sequence[Span]) -> None:
         """Keep only these ranges, ascending, and close the gaps between them."""
