@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 Numbers = Any  # a tensor, or one in few bits (`ops.quantisation.PackedTensor`)
-NOWHERE = torch.empty(0, 0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +33,9 @@ class KVBlock:
 
     keys: tuple[Numbers, ...] = ()
     values: tuple[Numbers, ...] = ()
-    relative: Tensor = NOWHERE
-    advance: Tensor = NOWHERE
+    # No default tensors: a compiled step could not make a block. None where nothing has places.
+    relative: Tensor = None  # type: ignore[assignment]
+    advance: Tensor = None  # type: ignore[assignment]
     kept: tuple[Tensor | None, ...] = ()
     number: int = 0
     kind: str = "text"

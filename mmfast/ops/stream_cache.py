@@ -315,7 +315,9 @@ def advance(
 def within(state: KVBlock, window: int | None, width: int = 1) -> KVBlock:
     """All that the next step may see, of the last `window` - 1 places of `width` tokens."""
     start = 0 if window is None else max(0, state.n - (window - 1) * width)
-    kept = state.each(lambda x, _: x[:, :, start:]) if start else state
+    if not start:
+        return state
+    kept = state.each(lambda x, _: x.narrow(2, start, state.n - start))
     return replace(kept, relative=state.relative[:, start:])
 
 
