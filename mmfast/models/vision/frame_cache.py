@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.frontends.changes import Refresh, changes
 from mmfast.models.families.adapter import Call, adapter_for, tower_of
 from mmfast.models.families.tower import Tower, attention_of, has_halves
@@ -71,8 +72,8 @@ class FramePass:
         self._frames: list[_PassFrame] = []
         self._last: dict[int, int] = {}  # by stream, the frame that becomes the reference
         self._since: dict[int, int] = {}  # by stream, frames since one was computed whole
-        self._keys: list[dict[int, Tensor]] = []  # by block and frame, [n, H, d]
-        self._values: list[dict[int, Tensor]] = []
+        # By block, of keys and of values, and by frame: [n, H, d].
+        self._attended: list[list[dict[int, Tensor]]] = []
         self._outputs: dict[int, dict[int, Tensor]] = {}
         self._groups: dict[int, tuple[Any, list[Group]]] = {}
 
@@ -128,9 +129,11 @@ class FramePass:
 
     def watch(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Note keys and values `[B, H, n, d]` of a block that runs as stock, call by call."""
-        for kept, calls in ((self._keys, keys), (self._values, values)):
+        pair = []
+        for calls in (keys, values):
             flat = torch.cat([rearrange(call, "b h n d -> (b n) h d") for call in calls])
-            kept.append(self._lasting(flat.split(self.plan.sizes)))
+            pair.append(self._lasting(flat.split(self.plan.sizes)))
+        self._attended.append(pair)
 
     def note(self, index: int, flat: Tensor) -> None:
         """Note the output `[S, D]` of a block that ran as stock."""
@@ -183,10 +186,9 @@ class FramePass:
 
     def _known(self, index: int, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of each frame, with those of the chosen rows `[K, H, d]` put in."""
-        keys = self._mixed(key, lambda known: known.keys[index])
-        values = self._mixed(value, lambda known: known.values[index])
-        self._keys.append(self._lasting(keys))
-        self._values.append(self._lasting(values))
+        keys = self._mixed(key, lambda known: known.kv.keys[index])
+        values = self._mixed(value, lambda known: known.kv.values[index])
+        self._attended.append([self._lasting(keys), self._lasting(values)])
         return keys, values
 
     def _mixed(self, new: Tensor, old: Callable[[ReferenceFrame], Tensor]) -> list[Tensor]:
@@ -223,18 +225,18 @@ class FramePass:
 
     def commit(self) -> None:
         """Put the new references into the states, now that the pass has succeeded."""
-        blocks = range(len(self._keys))
         for stream, state in enumerate(self._states):
             mine = [i for i, each in enumerate(self.plan.streams) if each == stream]
             if not mine:
                 continue
             if stream in self._last:
                 i = self._last[stream]
+                pairs = zip(*self._attended, strict=True)
+                keys, values = (tuple(block[i] for block in blocks) for blocks in pairs)
                 state.reference = ReferenceFrame(
                     self.plan.layouts[i],
                     self._frames[i].patches.clone(),
-                    tuple(self._keys[block][i] for block in blocks),
-                    tuple(self._values[block][i] for block in blocks),
+                    KVBlock(keys, values),
                     {block: rows[i] for block, rows in self._outputs.items()},
                     self._since[stream],
                 )

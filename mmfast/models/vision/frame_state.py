@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.models.families.adapter import Adapter, Call
 from mmfast.models.families.tower import Tower, argument, numbers_of
 
@@ -21,23 +22,21 @@ class ReferenceFrame:
     """One frame as the tower saw it, patch by patch possibly at different times.
 
     Frames with the same `layout` (patches, rows, columns) are compared. `patches` `[n, D]` is the
-    input of the first block; `keys` and `values` per block `[n, H, d]` are as attended; `outputs`
-    by block `[n, D]` are those that are read: the last one, feature layers, DeepStack taps. `since`
-    counts frames since one was computed whole.
+    input of the first block; `kv` has the keys and values `[n, H, d]` of every block as attended;
+    `outputs` by block `[n, D]` are those that are read: the last one, feature layers, DeepStack
+    taps. `since` counts frames since one was computed whole.
     """
 
     layout: tuple[int, ...]
     patches: Tensor
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    kv: KVBlock
     outputs: Mapping[int, Tensor]
     since: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.patches, *self.keys, *self.values, *self.outputs.values())
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return self.kv.nbytes + sum(t.nbytes for t in (self.patches, *self.outputs.values()))
 
 
 @dataclass(eq=False)
@@ -72,6 +71,7 @@ class FrameCacheState:
             return {**counts, "reference": None}
         tree = {**vars(self.reference), "layout": list(self.reference.layout)}
         tree["outputs"] = [[block, rows] for block, rows in self.reference.outputs.items()]
+        tree["kv"] = [self.reference.kv.keys, self.reference.kv.values]
         return {**counts, "reference": tree}
 
     @classmethod
@@ -83,8 +83,7 @@ class FrameCacheState:
             state.reference = ReferenceFrame(
                 tuple(kept["layout"]),
                 kept["patches"],
-                tuple(kept["keys"]),
-                tuple(kept["values"]),
+                KVBlock(*kept["kv"]),
                 {int(block): rows for block, rows in kept["outputs"]},
                 kept["since"],
             )
