@@ -91,6 +91,7 @@ def _stages(
     from mmfast.models.reduction.check import check
     from mmfast.models.reduction.hooks import Hooks
     from mmfast.models.reduction.site import sites_of
+    from mmfast.models.reduction.training import latest_pass
     from mmfast.models.vision.acceleration import fast_encoder
     from mmfast.models.vision.merge import vit_stage
     from mmfast.models.vision.pixel import pixel_stage
@@ -98,6 +99,7 @@ def _stages(
     specs = check(specs, model, plan, encoder)
     yield _only_once(model)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
+    yield latest_pass(model, trace)
     if encoder is not None:
         yield fast_encoder(model, encoder)
     for spec in specs:

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
@@ -72,7 +73,7 @@ def look_ahead(
     quiet = {"output_hidden_states": False, "output_attentions": False, "use_cache": False}
     call.step = _Peek(step, hidden)
     try:
-        with probing({text.layers[layer].self_attn: look}):
+        with torch.no_grad(), probing({text.layers[layer].self_attn: look}):
             # A context of its own, so that nothing of this pass is recorded as an output.
             contextvars.Context().run(text, *args, **{**kwargs, **quiet, "past_key_values": cache})
     except _StopError:

@@ -1,0 +1,155 @@
+"""Training of an attached model: its labels, layers that run again in the backward pass, its trace.
+
+A loss compares logits `[B, m, V]` of the tokens that are left with labels `[B, L]` of all tokens,
+so the loss function of the one attached model is given the labels of those that are left. What is
+predicted behind a removed token is the next one that is left, as in a prompt written without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.core.trace import Trace
+from mmfast.models.patching import stand_before
+from mmfast.models.reduction.call import PassState
+from mmfast.models.reduction.record import features_given
+from mmfast.models.reduction.sequence import Sequences
+
+IGNORE = -100  # label of a token that takes no part in a loss
+_LOSS = "_loss_function"  # where transformers keeps a loss function that was set
+# On the position embeddings of a call: the change of the inputs of each layer.
+_CHANGES = "_mmfast_changes"
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """Tokens that a call left of `length` a row: places `index` `[B, m]`, `ok` False at padding."""
+
+    length: int
+    index: Tensor
+    ok: Tensor
+
+    @classmethod
+    def of(cls, sequences: Sequences, length: int) -> Remainder | None:
+        """The remainder after the last cut; None where no token was removed."""
+        if sequences.index is None:
+            return None
+        ok = torch.ones_like(sequences.index, dtype=torch.bool)
+        return cls(length, sequences.index, ok if sequences.ok is None else sequences.ok)
+
+    def follow(self, values: Tensor, fill: float = 0) -> Tensor:
+        """Values `[B, L, …]` of the tokens as `[B, m, …]` of those left, `fill` at padding."""
+        index, gone = self.index.to(values.device), ~self.ok.to(values.device)
+        found = values[torch.arange(len(index), device=values.device)[:, None], index]
+        found[gone] = fill
+        return found
+
+    def labels(self, labels: Tensor, ignore: int = IGNORE) -> Tensor:
+        """Labels `[B, L]` as `[B, m]`; behind padding nothing predicts the first token of a row."""
+        first = self.ok & ~F.pad(self.ok, (1, 0), value=True)[:, :-1]
+        return self.follow(labels, ignore).masked_fill(first.to(labels.device), ignore)
+
+    def next_labels(self, labels: Tensor, ignore: int = IGNORE) -> Tensor:
+        """Labels `[B, L]` of the token behind each one as `[B, m]`, those of the next one left."""
+        labels = F.pad(labels, (1, 0), value=ignore)  # [B, L + 1] of each token
+        behind = torch.full_like(self.index[:, :1], self.length)
+        places = torch.cat([self.index[:, 1:], behind], dim=1)
+        return Remainder(self.length, places, self.ok).follow(labels, ignore)
+
+
+class RemainderLoss:
+    """The loss function of an attached model; gives its own one the labels of the tokens left."""
+
+    def __init__(self, model: Any, state: PassState) -> None:
+        self._model, self._state = model, state
+        self._own: Any = None  # what was set on the model
+        self._stock: Callable[..., Any]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In the place of the model's loss function, exactly undone."""
+        self.stand()
+        try:
+            yield
+        finally:
+            space = self._model.__dict__
+            if space.get(_LOSS) is self:
+                del space[_LOSS]
+                space.update({} if self._own is None else {_LOSS: self._own})
+
+    def stand(self) -> None:
+        """Stand in the place of the loss function, also of one that was set since."""
+        space = self._model.__dict__
+        heads = self._model is not self._model.base_model and hasattr(self._model, "loss_function")
+        if heads and space.get(_LOSS) is not self:
+            self._own, self._stock = space.get(_LOSS), self._model.loss_function
+            space[_LOSS] = self
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        """The loss of logits `[B, m, V]`; what runs along the prompt `[B, L]` is shortened."""
+        left = self._state.left
+        if left is not None and labels.shape[:2] == (len(left.index), left.length):
+            ignore, along = kwargs.get("ignore_index", IGNORE), labels.shape[:2]
+            for name, value in kwargs.items():
+                if name == "shift_labels" and value is not None:
+                    kwargs[name] = left.next_labels(value, ignore)
+                elif isinstance(value, Tensor) and value.shape[:2] == along:
+                    kwargs[name] = left.follow(value)
+            labels = left.labels(labels, ignore)
+        if args:
+            return self._stock(logits, labels, *args, **kwargs)
+        return self._stock(logits=logits, labels=labels, **kwargs)
+
+
+def note_change(
+    layer: int,
+    given: Mapping[str, Any],
+    cuts: Sequence[Callable[[Tensor], Tensor]],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Note the cuts before a layer in training and the arguments that are not as `given`.
+
+    A layer under gradient checkpointing may run again with its hooks, after the call has ended;
+    all it has of the call are the arguments, so the note is kept with those.
+    """
+    changed = {name: value for name, value in kwargs.items() if value is not given.get(name)}
+    if changed:
+        given["position_embeddings"][0].__dict__.setdefault(_CHANGES, {})[layer] = cuts, changed
+
+
+def inputs_again(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+    """Inputs of a layer that runs again, changed as they were; None in the first run."""
+    given = kwargs.get("position_embeddings")
+    known = {} if given is None else given[0].__dict__.get(_CHANGES, {})
+    if layer not in known:
+        return None
+    cuts, changed = known[layer]
+    hidden = args[0] if args else kwargs.pop("hidden_states")
+    for cut in cuts:
+        hidden = cut(hidden)
+    return (hidden, *args[1:]), {**kwargs, **changed}
+
+
+@contextmanager
+def latest_pass(model: Any, trace: Trace) -> Iterator[None]:
+    """Keep the trace of the latest pass alone while the model trains, so that it stays bounded."""
+
+    def forget(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if module.training and (args or features_given(kwargs)):
+            trace.rows.clear()
+            trace.reductions.clear()
+
+    undo = stand_before(model.base_model, forget, "mmfast trace")
+    try:
+        yield
+    finally:
+        undo()
