@@ -144,6 +144,7 @@ class Hooks:
         several = length_of(kwargs) > 1 and is_shortened(cache)
         wanted = prompting or several or features_given(kwargs)
         needed = wanted or self._reviver is not None or needs_layers(cache)
+        needed = needed or self._text.training  # layers may run again in the backward pass
         if is_static(cache):  # its steps may be compiled, and then open no call
             self._arming.pin()
         self._arming.begin(bool(needed))

@@ -96,8 +96,8 @@ def test_labels_come_in_every_form(this: Tiny, spec: str) -> None:
         shifted = torch.nn.functional.pad(inputs["labels"], (0, 1), value=IGNORE)[:, 1:]
         by_shift = this.model(**inputs, shift_labels=shifted).loss
         as_tuple = this.model(**inputs, return_dict=False)[0]
-    torch.testing.assert_close(plain, total / count)
-    torch.testing.assert_close(by_number, total / 7)
+    assert abs(float(plain - total / count)) < 1e-6
+    assert abs(float(7 * by_number / total - 1)) < 1e-6
     assert torch.equal(by_shift, plain)
     assert torch.equal(as_tuple, plain)
 
@@ -156,6 +156,7 @@ def test_nothing_is_left_behind(this: Tiny) -> None:
 def test_gradients_are_those_of_the_loss(spec: str) -> None:
     """The derivative along a random direction, by differences; what is kept does not change."""
     this = learner("llava_onevision")
+    this.model.loss_function = in_double
     inputs = batch_of(this, TEXTS[:2])
     generator = torch.Generator().manual_seed(0)
     way = {
@@ -174,8 +175,12 @@ def test_gradients_are_those_of_the_loss(spec: str) -> None:
                 p.sub_(way[name], alpha=step)
         return value
 
-    by_steps = (at(1e-7) - at(-1e-7)) / 2e-7
-    assert abs(slope - by_steps) < 1e-4 * max(1, abs(slope))
+    by_steps = (at(1e-4) - at(-1e-4)) / 2e-4  # norms are float32 in any case
+    assert abs(slope - by_steps) < 2e-3 * max(1, abs(slope))
+
+
+def in_double(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 CHECKPOINTED = ("random:0.4", "tome:0.4", "visionzip:0.4", "fastv@llm2:0.4", SITES[3])
@@ -218,8 +223,10 @@ def gradients_of_two(this: Tiny, spec: str, inputs: dict[str, Any]) -> Any:
 
         def both() -> Tensor:
             losses = [this.model(**inputs).loss for _ in range(2)]
+            this.model.eval()
             with torch.no_grad():
-                this.model(**batch_of(this, ("only words",)))
+                this.model(**batch_of(this, ("{x}?",)))
+            this.model.train()
             return losses[0] + losses[1]
 
         return gradients(this, both)
@@ -233,6 +240,7 @@ def test_hooks_that_run_again_repeat_what_they_did(spec: str, kind: Any) -> None
     inputs["use_cache"] = False  # a layer that runs again would store twice
     plain, _ = attached(this, spec, inputs)
     hooks_inside(this.model.get_decoder().layers, **kind)
+    this.model.enable_input_require_grads()
     assert_same(attached(this, spec, inputs)[0], plain)
     assert_same(
         gradients_of_two(this, spec, inputs),
