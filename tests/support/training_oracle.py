@@ -9,7 +9,7 @@ from typing import Any
 import model_oracle as oracle
 import torch
 from tiny_models import Tiny, build
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +22,9 @@ def learner(family: str, **shape: Any) -> Tiny:
     """A model of its own in training, in double precision."""
     this = build(family, **shape)
     this.model.double().train().requires_grad_(True)
+    for module in this.model.modules():  # or rows would not be independent of each other
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
     return this
 
 

@@ -165,8 +165,8 @@ class Hooks:
         if call is not None:
             self._state.call = None
             call.stack.close()
-            if call.step is not None:
-                self._state.left = Remainder.of(call.step.sequences, call.step.full)
+            if call.step is not None and (index := call.step.sequences.index) is not None:
+                self._state.left = Remainder(call.step.full, index, call.step.sequences.ok)
 
     def _visual(
         self,

@@ -20,49 +20,43 @@ from mmfast.core.trace import Trace
 from mmfast.models.patching import stand_before
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.record import features_given
-from mmfast.models.reduction.sequence import Sequences
 
 IGNORE = -100  # label of a token that takes no part in a loss
 _LOSS = "_loss_function"  # where transformers keeps a loss function that was set
 # On the position embeddings of a call: the change of the inputs of each layer.
 _CHANGES = "_mmfast_changes"
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Cuts = Sequence[Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True)
 class Remainder:
-    """Tokens that a call left of `length` a row: places `index` `[B, m]`, `ok` False at padding."""
+    """Tokens that a call left of `length` a row: places `[B, m]`, and `ok`, False at padding."""
 
     length: int
     index: Tensor
-    ok: Tensor
-
-    @classmethod
-    def of(cls, sequences: Sequences, length: int) -> Remainder | None:
-        """The remainder after the last cut; None where no token was removed."""
-        if sequences.index is None:
-            return None
-        ok = torch.ones_like(sequences.index, dtype=torch.bool)
-        return cls(length, sequences.index, ok if sequences.ok is None else sequences.ok)
+    ok: Tensor | None
 
     def follow(self, values: Tensor, fill: float = 0) -> Tensor:
         """Values `[B, L, …]` of the tokens as `[B, m, …]` of those left, `fill` at padding."""
-        index, gone = self.index.to(values.device), ~self.ok.to(values.device)
-        found = values[torch.arange(len(index), device=values.device)[:, None], index]
-        found[gone] = fill
+        rows = torch.arange(len(values), device=values.device)[:, None]
+        found = values[rows, self.index.to(values.device)]
+        if self.ok is not None:
+            found[~self.ok.to(values.device)] = fill
         return found
 
-    def labels(self, labels: Tensor, ignore: int = IGNORE) -> Tensor:
+    def labels(self, labels: Tensor, ignore: int) -> Tensor:
         """Labels `[B, L]` as `[B, m]`; behind padding nothing predicts the first token of a row."""
-        first = self.ok & ~F.pad(self.ok, (1, 0), value=True)[:, :-1]
-        return self.follow(labels, ignore).masked_fill(first.to(labels.device), ignore)
+        found = self.follow(labels, ignore)
+        if self.ok is not None:
+            first = self.ok & ~F.pad(self.ok, (1, 0), value=True)[:, :-1]
+            found[first.to(found.device)] = ignore
+        return found
 
-    def next_labels(self, labels: Tensor, ignore: int = IGNORE) -> Tensor:
+    def next_labels(self, labels: Tensor, ignore: int) -> Tensor:
         """Labels `[B, L]` of the token behind each one as `[B, m]`, those of the next one left."""
-        labels = F.pad(labels, (1, 0), value=ignore)  # [B, L + 1] of each token
-        behind = torch.full_like(self.index[:, :1], self.length)
-        places = torch.cat([self.index[:, 1:], behind], dim=1)
-        return Remainder(self.length, places, self.ok).follow(labels, ignore)
+        end = torch.full_like(self.index[:, :1], self.length)
+        behind = Remainder(self.length, torch.cat([self.index[:, 1:], end], 1), self.ok)
+        return behind.follow(F.pad(labels, (1, 0), value=ignore), ignore)
 
 
 class RemainderLoss:
@@ -96,14 +90,15 @@ class RemainderLoss:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
         """The loss of logits `[B, m, V]`; what runs along the prompt `[B, L]` is shortened."""
-        left = self._state.left
-        if left is not None and labels.shape[:2] == (len(left.index), left.length):
-            ignore, along = kwargs.get("ignore_index", IGNORE), labels.shape[:2]
+        left: Remainder | None = self._state.left
+        if left is not None and labels.shape[:2] == (along := (len(left.index), left.length)):
+            ignore = kwargs.get("ignore_index", IGNORE)
             for name, value in kwargs.items():
-                if name == "shift_labels" and value is not None:
-                    kwargs[name] = left.next_labels(value, ignore)
-                elif isinstance(value, Tensor) and value.shape[:2] == along:
-                    kwargs[name] = left.follow(value)
+                if isinstance(value, Tensor) and value.shape[:2] == along:
+                    shifted = name == "shift_labels"
+                    kwargs[name] = (
+                        left.next_labels(value, ignore) if shifted else left.follow(value)
+                    )
             labels = left.labels(labels, ignore)
         if args:
             return self._stock(logits, labels, *args, **kwargs)
@@ -111,23 +106,20 @@ class RemainderLoss:
 
 
 def note_change(
-    layer: int,
-    given: Mapping[str, Any],
-    cuts: Sequence[Callable[[Tensor], Tensor]],
-    kwargs: Mapping[str, Any],
+    layer: int, given: Mapping[str, Any], cuts: Cuts, kwargs: Mapping[str, Any]
 ) -> None:
     """Note the cuts before a layer in training and the arguments that are not as `given`.
 
-    A layer under gradient checkpointing may run again with its hooks, after the call has ended;
-    all it has of the call are the arguments, so the note is kept with those.
+    Up to transformers 5.22 hooks run again with a checkpointed layer, after the call has ended. All
+    the layer then has of the call are the arguments, so the note is kept with those.
     """
     changed = {name: value for name, value in kwargs.items() if value is not given.get(name)}
     if changed:
         given["position_embeddings"][0].__dict__.setdefault(_CHANGES, {})[layer] = cuts, changed
 
 
-def inputs_again(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-    """Inputs of a layer that runs again, changed as they were; None in the first run."""
+def inputs_again(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inputs `(args, kwargs)` of a layer that runs again, changed alike; None in the first run."""
     given = kwargs.get("position_embeddings")
     known = {} if given is None else given[0].__dict__.get(_CHANGES, {})
     if layer not in known:
