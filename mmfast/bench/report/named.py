@@ -268,8 +268,8 @@ TRAIN = {
     ),
     "adapt": (
         "Accuracy before and after training at a budget, questions about unseen clips",
-        "trained at: `{job}` | steps: {steps} | asked with: {asked} | tokens: {kept:.0f} | "
-        "before: {before:.1%} | after: {after:.1%} | questions: {n}",
+        "trained at: `{job}`, {steps} steps | asked with: [reduce]`{reduce}` or all | "
+        "tokens: {kept:.0f} | before: {before:.1%} | after: {after:.1%} | questions: {n}",
     ),
 }
 TABLES: dict[str, tuple[ReportTable, ...]] = {
@@ -277,6 +277,6 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     "speech_cost": _named("speech", ("job", "mode", "preset", "seed"), SPEECH),
     "serve": _named("serve", ("job", "sessions", "engine", "role"), SERVE),
     "encoder": _named("encoder", ("job", "shape", "tower", "device", "dtype"), ENCODER),
-    "train": _named("train", ("job", "asked", "device"), TRAIN),
+    "train": _named("train", ("job", "reduce", "device"), TRAIN),
     "decode": _named("decode", ("preset", "device", "job", "reduce", "batch"), DECODE),
 }
