@@ -22,7 +22,7 @@ from training_oracle import (
 from mmfast.attach import attach
 
 TEXTS = ("on {x} what?", "{x} short", "a rather long one: {x} and more!")
-SITES = ("random:0.4", "tome:0.4", "fastv@llm2:0.4", "divprune:0.6+fastv@llm1:0.5+random@llm3:0.5")
+SITES = ("random:0.4", "tome:0.4", "fastv@llm2:0.4", "divprune:0.6+fastv@llm2:0.5+random@llm3:0.5")
 KINDS = [
     {"use_reentrant": True},
     {"use_reentrant": False},
