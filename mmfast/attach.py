@@ -1,12 +1,15 @@
-"""`with attach(model, …)`: token reduction for a stock model, hooks in and hooks out."""
+"""`attach(model, …)`: token reduction for a stock model, installed at once and exactly undone."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 from mmfast.caches.plan import CachePlan, call_plan
 from mmfast.core.errors import ModelError
@@ -14,56 +17,126 @@ from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 
 _LOCK = threading.Lock()
-_attached: weakref.WeakSet[Any] = weakref.WeakSet()
 Stage = AbstractContextManager[None]
+# Of the base model while something is attached: the handle, and everything to be undone.
+_HANDLE, _UNDO = "_mmfast_handle", "_mmfast_undo"
+# Protocols of copying, which torch looks up on the object: a copy would share hooks and state.
+_COPIES = ("__deepcopy__", "__reduce_ex__")
 
 
-@contextmanager
+class Handle(AbstractContextManager[Trace]):
+    """Reductions that act on one model, until `detach()` or the end of a `with`.
+
+    Attributes:
+        trace: Rows and Reductions of every call, and notes on what could not act.
+    """
+
+    def __init__(self, model: Any, what: str) -> None:
+        self.trace = Trace()
+        self.what = what
+        self._name = type(model).__name__
+        self._undo: ExitStack | None = None
+        self._quiet = not what  # nothing to warn of
+        self._over = False
+
+    @property
+    def attached(self) -> bool:
+        """The reductions are in place."""
+        return self._undo is not None
+
+    def install(self, model: Any, stages: Iterator[Stage]) -> None:
+        """Enter the stages, all or none. The model keeps them, also when the handle is gone."""
+        base, quiet = _base_of(model), self._quiet
+        self._quiet = True  # an error says it all
+        with ExitStack() as stack:
+            stack.enter_context(_held(model, base, self))
+            for stage in stages:
+                stack.enter_context(stage)
+            base.__dict__[_UNDO] = self._undo = stack.pop_all()
+            self._undo.callback(base.__dict__.pop, _UNDO, None)
+        self._quiet = quiet
+
+    def detach(self) -> None:
+        """Make the model stock again; nothing happens the second time."""
+        self._over = True
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+    def __enter__(self) -> Trace:
+        if self._over:
+            raise ModelError(f"{self!r} was detached; call attach() again")
+        return self.trace
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._quiet = self._quiet or kind is not None
+        self.detach()
+
+    def __repr__(self) -> str:
+        state = "attached" if self.attached else "detached"
+        calls = f"{self.trace.calls} call{'s' * (self.trace.calls != 1)}"
+        return f"<mmfast.attach {self.what or 'nothing'} on {self._name}: {state}, {calls} seen>"
+
+    def __del__(self) -> None:
+        if self._quiet or self.trace.calls or self.trace.rows or sys.is_finalizing():
+            return
+        kept = "; the model stays attached: keep the handle to detach and to read its trace"
+        warnings.warn(
+            f"{self.what!r} on {self._name} has seen no prompt: the model was not called while it "
+            f"was attached{kept if self.attached else ''}",
+            stacklevel=2,
+        )
+
+
 def attach(
     model: Any,
     reduce: str | Sequence[Spec] | None = None,
     cache: str | CachePlan | None = None,
     encoder: str | None = None,
-) -> Iterator[Trace]:
-    """Reduce the visual tokens and the KV cache of a model for as long as the `with` lasts.
+) -> Handle:
+    """Reduce the visual tokens and the KV cache of a model, from now until it is detached.
+
+    Checked and installed at once: `with attach(…) as trace:` detaches at its end, also after an
+    exception; `handle = attach(…)` has `handle.trace` and `handle.detach()`. The model may also be
+    a transformers pipeline, a Trainer, a PEFT, compiled, DDP or FSDP model: the stock model inside
+    is served. While attached it cannot be copied or pickled. A prompt on which a stage cannot act
+    (no media, or features already merged into `inputs_embeds`) is warned of once and noted.
 
     Everything else stays stock: `generate` with beams, chunked prefill, static or dynamic caches,
-    batches, later turns with further images. Tokens keep their original positions; separators are
-    never dropped. A share refers to the tokens that enter its stage, a whole number is per image
-    or video, and a share of 1.0 leaves the model bit-identical. The result of removing tokens at
-    `pre` is what the stock model computes on the prompt without them: a sliding window counts the
-    tokens that are left, a convolution runs over them, and an image whose tokens see each other in
-    both directions stays such a block. The same holds at `llm<K>` for the layers from K on.
-
+    batches, threads, later turns with further images. Tokens keep their original positions;
+    separators are never dropped. A share refers to the tokens that enter its stage, a whole number
+    is per image or video, and a share of 1.0 leaves the model bit-identical. Removing tokens at
+    `pre` gives what the stock model computes on the prompt without them, sliding windows,
+    convolutions and images that see forward included; at `llm<K>` this holds from layer K on.
     Hidden states and logits of a prompt have its reduced length, rows left-padded. At `llm<K>` the
     last query and the text are those of the call: a chunk under chunked prefill, with a draft token
-    at its end under assisted decoding. Inside the `with`, a model serves any number of threads and
-    conversations; a cache that `llm<K>` made uneven is to be continued inside one too.
+    at its end under assisted decoding; a cache made uneven there is to be continued attached.
 
     `cache` decides which keys and values stay, in which precision, and which are read: by KV head,
-    layer and row, in layers of full attention (a sliding window is bounded by itself). Entries keep
-    their positions; the cache goes on reporting the whole length. Policies act at the end of a
-    prompt, however many chunks it came in, on the tokens that are present, and again at the end of
-    later prompts; `sink`, `window` and `streamingvlm` act at every step, too, so the cache stays
-    bounded. A budget above what there is, or a share of 1.0, changes no bit. `quant` and `zipvl`
-    pack entries once and unpack them when they are read. Under `retrieve` nothing leaves: answers
-    read text, tokens that position policies keep, and the frames chosen for the question.
+    layer and row, in layers of full attention. Entries keep their positions; the cache goes on
+    reporting the whole length. Policies act at the end of every prompt on the tokens present,
+    `sink`, `window` and `streamingvlm` at every step, too; `quant` and `zipvl` pack entries once,
+    and `retrieve` only chooses what is read. A budget above what there is changes no bit.
 
     Args:
         model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
             `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
-            and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule, which
-            cuts at several layers and ends at its budget. None reduces nothing.
+            and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
-            `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
-            tokens (frames for `retrieve`, bits for `quant`). For the default DynamicCache.
-        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a faster vision tower that gives the
-            same features up to rounding; see `mmfast.models.vision.acceleration`. None is stock.
+            `"lookm:0.3+quant:8"` or `"retrieve:8"`; an integer counts tokens (frames for
+            `retrieve`, bits for `quant`). For a DynamicCache; all that a text model takes.
+        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a faster vision tower with the same
+            features up to rounding (`mmfast.models.vision.acceleration`).
 
-    Yields:
-        The trace: a row per stage and call, and every Reduction. Its row `kv` counts the entries
-        of a layer and head before and after a prompt (or those read), and the bytes behind it.
+    Returns:
+        The handle. Its trace has a row per stage and call, and every Reduction; the row `kv` has
+        the entries of a layer and head before and after a prompt, and the bytes behind it.
 
     Raises:
         SpecError: Wrong name, site, knob, budget or encoder, or a K the model does not have.
@@ -73,12 +146,32 @@ def attach(
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    specs, plan, trace = parse(reduce), call_plan(cache), Trace()
-    with ExitStack() as stack:
-        if specs or plan is not None or encoder is not None:
-            for stage in _stages(model, specs, plan, encoder, trace):
-                stack.enter_context(stage)
-        yield trace
+    from mmfast.models.wrappers import stock_model
+
+    specs, plan, model = parse(reduce), call_plan(cache), stock_model(model)
+    handle = Handle(model, _written(reduce, specs, plan, encoder))
+    if specs or plan is not None or encoder is not None:
+        handle.install(model, _stages(model, specs, plan, encoder, handle.trace))
+    return handle
+
+
+def _written(
+    reduce: Any, specs: Sequence[Spec], plan: CachePlan | None, encoder: str | None
+) -> str:
+    """Name what is attached, as the caller wrote it."""
+    stages = reduce if isinstance(reduce, str) else "+".join(map(str, specs))
+    parts = (stages, plan and f"cache {plan}", encoder and f"encoder {encoder}")
+    return ", ".join(part for part in parts if part)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _base_of(model: Any) -> Any:
+    from mmfast.models.wrappers import base_of
+
+    return base_of(model)
 
 
 def _stages(
@@ -87,19 +180,20 @@ def _stages(
     """Check, then everything that enters the model, in order."""
     from mmfast.models.families.adapter import adapter_for
     from mmfast.models.kv.policy import KVStage
+    from mmfast.models.patching import compiled_again
+    from mmfast.models.reduction.attendance import Attendance
     from mmfast.models.reduction.call import PassState
     from mmfast.models.reduction.check import check
     from mmfast.models.reduction.hooks import Hooks
     from mmfast.models.reduction.site import sites_of
-    from mmfast.models.reduction.training import latest_pass
     from mmfast.models.vision.acceleration import fast_encoder
     from mmfast.models.vision.merge import vit_stage
     from mmfast.models.vision.pixel import pixel_stage
 
     specs = check(specs, model, plan, encoder)
-    yield _only_once(model)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
-    yield latest_pass(model, trace)
+    yield compiled_again(model)
+    yield Attendance(model, specs, trace).installed()
     if encoder is not None:
         yield fast_encoder(model, encoder)
     for spec in specs:
@@ -115,17 +209,36 @@ def _stages(
 
 
 @contextmanager
-def _only_once(model: Any) -> Iterator[None]:
-    base = model.base_model
+def _held(model: Any, base: Any, handle: Handle) -> Iterator[None]:
+    """Let a model have one handle and no copies; one that was collected is detached first."""
     with _LOCK:
-        if base in _attached:
+        other = base.__dict__.get(_HANDLE, _nobody)()
+        if other is not None:
             raise ModelError(
-                f"this {type(model).__name__} is attached already; leave the outer attach() first, "
-                "or join both specs with '+'"
+                f"this {type(model).__name__} is attached already, with {other.what!r}; detach() "
+                "that, leave its `with`, or join both specs with '+'"
             )
-        _attached.add(base)
+        lost = base.__dict__.get(_UNDO)
+        base.__dict__[_HANDLE] = weakref.ref(handle)
+    if lost is not None:
+        lost.close()
+
+    name, what = type(model).__name__, handle.what
+    del handle  # what is installed must not keep it alive
+
+    def refuse(*_: Any) -> NoReturn:
+        raise ModelError(
+            f"{name} has {what!r} attached, which a copy would share; detach first, then copy or "
+            "pickle it"
+        )
+
+    copied = {id(each): each for each in (model, base)}.values()
+    for module in copied:
+        module.__dict__.update(dict.fromkeys(_COPIES, refuse))
     try:
         yield
     finally:
-        with _LOCK:
-            _attached.discard(base)
+        for module in copied:
+            for each in _COPIES:
+                module.__dict__.pop(each, None)
+        base.__dict__.pop(_HANDLE, None)

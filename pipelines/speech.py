@@ -122,15 +122,13 @@ class SpeechChat:
             text model gets a voice. None lets the model answer itself.
         listener: Understands speech for `chat`; None takes the model.
         speaker: Says what `chat` answers; None takes the model.
-        voice: Name of a voice; None takes the model's own.
-        speed: Words per minute.
-        pitch: 0 to 99.
-        mode: `vanilla`, `balance`, `boost` or `turbo` (default): when drafts are made.
-        verify: `exact` (default: what one token per pass says), `typical:0.3`, or `none`: the most
-            tokens per pass, and hard to understand on the embedded model.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        **options: Further options of every reply.
+        **options: Of all that is said: `voice`, a name (None takes the model's own); `speed`, words
+            per minute; `pitch`, 0 to 99; `mode`, when drafts are made: `vanilla`, `balance`,
+            `boost` or `turbo` (default); `verify`: `exact` (default: what one token per pass says),
+            `typical:0.3`, or `none`: the most tokens per pass, and hard to understand on the
+            embedded model; and further ones of the model.
 
     Raises:
         ModelError: The checkpoint cannot be loaded, or cannot do its part.
@@ -149,17 +147,11 @@ class SpeechChat:
         chat: Chat | None = None,
         listener: Any = None,
         speaker: Any = None,
-        voice: str | None = None,
-        speed: int | None = None,
-        pitch: int | None = None,
-        mode: str | None = None,
-        verify: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         **options: Any,
     ) -> None:
-        named = {"voice": voice, "speed": speed, "pitch": pitch, "mode": mode, "verify": verify}
-        self.options = {**given_options(named), **options}
+        self.options = given_options(options)
         self.chatter: Chatter
         if chat is None:
             self.chatter = can(load_voice(model, device, dtype), "reply")
@@ -250,15 +242,9 @@ class TextToSpeech:
 
     Args:
         model: None (embedded), a directory or hub id (CSM, Qwen2.5-Omni), or a `Speaker`.
-        voice: Name of a voice; None takes the model's own.
-        rate: Words per minute.
-        pitch: 0 to 99.
-        mode: `vanilla`, `balance`, `boost` or `turbo` (default): when drafts are made.
-        verify: `exact` (default: what one token per pass says), `typical:0.3`, or `none`: the most
-            tokens per pass, and hard to understand on the embedded model.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        **options: Further options of the speaker.
+        **options: Of all that is said, as of `SpeechChat`; words per minute are `rate`.
 
     Raises:
         ModelError: The checkpoint cannot be loaded, or cannot speak.
@@ -272,17 +258,11 @@ class TextToSpeech:
         self,
         model: Any = None,
         *,
-        voice: str | None = None,
-        rate: int | None = None,
-        pitch: int | None = None,
-        mode: str | None = None,
-        verify: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         **options: Any,
     ) -> None:
-        named = {"voice": voice, "rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
-        self.options = {**given_options(named), **options}
+        self.options = given_options(options)
         self.speaker = load_speaker(model, device, dtype)
 
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,19 +168,25 @@ def _load(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bool, str]:
-    driver = DRIVERS.get(metadata["method"])
-    if driver is None:
+    if metadata["method"] not in DRIVERS:
         raise MmfastError(unknown("method", metadata["method"], DRIVERS))
+    drive, read, knobs = DRIVERS[metadata["method"]]
+    params = json.loads(metadata["params"])
+    named = {n.removeprefix("param.") for n in metadata if n.startswith("param.")}
     inputs = {n.removeprefix("in."): a for n, a in arrays.items() if n.startswith("in.")}
+    inputs = {n: a.float() if a.is_floating_point() else a for n, a in inputs.items()}
     wanted = {n.removeprefix("out."): a for n, a in arrays.items() if n.startswith("out.")}
-    if not wanted:
-        raise MmfastError("the file holds no out.* array to compare with")
+    _check_names("parameter", params, knobs.split(), named)
+    _check_names("array", [f"in.{n}" for n in inputs], [f"in.{n}" for n in read.split()])
     with torch.no_grad():
-        found, faults = driver(inputs, json.loads(metadata["params"]))
+        found, faults = drive(inputs, params)
     how: dict[str, str] = json.loads(metadata.get("compare", "{}"))
+    known = [f"out.{n}" + "?" * (bool(how) and n not in how) for n in found]
+    results = [n for n in arrays if not n.startswith("in.")]
+    _check_names("array", results, known, [f"out.{n}" for n in how])
     for name, array in wanted.items():
-        exact = how.get(name, "close" if array.is_floating_point() else "exact") == "exact"
-        fault = _difference(found.get(name), array, exact)
+        exact = how.get(name, "close" if array.is_floating_point() else "exact") != "close"
+        fault = _difference(found[name], array, exact)
         if fault:
             faults.append(f"{name}: {fault}")
     if faults:
@@ -188,9 +194,18 @@ def _compare_file(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
     return True, f"{len(wanted)} arrays: {', '.join(sorted(wanted))}"
 
 
-def _difference(found: Tensor | None, wanted: Tensor, exact: bool) -> str:
-    if found is None:
-        return "no rule computes this array"
+def _check_names(
+    what: str, given: Collection[str], known: Collection[str], more: Collection[str] = ()
+) -> None:
+    """Refuse names that are not `known`, and known ones not `given`, but those that end in `?`."""
+    names = {name.rstrip("?") for name in known}
+    for name in sorted({*given, *more} - names):
+        raise MmfastError(unknown(what, name, names))
+    if missing := sorted({name for name in known if not name.endswith("?")} - set(given)):
+        raise MmfastError(f"the file lacks {what} {', '.join(missing)}")
+
+
+def _difference(found: Tensor, wanted: Tensor, exact: bool) -> str:
     if found.shape != wanted.shape:
         return f"shape {list(found.shape)} instead of {list(wanted.shape)}"
     ours, theirs = found.double(), wanted.double()

@@ -197,7 +197,8 @@ class Reduction:
         owner: `[..., N]` in `[-1, M)`; the output each source joins, -1 where it is dropped.
         weight: `[..., N]` share of a source in its output; None means a plain mean.
         mix: Triplets that alone define `apply`, where one source feeds several outputs.
-        order: `[..., M]` permutation from ascending to emission order, where a method has one.
+        order: `[..., E]` outputs in the order of emission, where a method has one. A reference may
+            emit one twice, or a sum of nothing, which is -1 and a row of zeros.
         pure: Every output is one untouched source, so `apply` is a gather.
     """
 
@@ -292,7 +293,9 @@ class Reduction:
                 f"give [{', '.join(map(str, self.owner.shape))}, D]"
             )
         out = gather_rows(x, self.keep) if self.pure else merged(x, self.segments)
-        return gather_rows(out, self.order) if emit and self.order is not None else out
+        if not emit or self.order is None:
+            return out
+        return gather_rows(out, self.order.clamp_min(0)).masked_fill(self.order[..., None] < 0, 0)
 
     @cached_property
     def segments(self) -> Segments:

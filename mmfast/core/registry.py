@@ -46,6 +46,7 @@ class Method:
             by keys or attention), `retrieve` (keeps all, reads a part), `store` (fewer bits).
         moment: Time at which a KV policy acts: `prefill` (once, after a prompt) or `always`.
         temporal: It compares the frames of a video, so it needs more than one frame.
+        coupled: With `parity=true` the items of a batch decide together, as in the reference.
         stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
             (Reduction, state)`, where the state is None at the start and then a mapping of
             tensors of fixed size.
@@ -67,6 +68,7 @@ class Method:
     role: str = ""
     moment: str = "prefill"
     temporal: bool = False
+    coupled: bool = False
     stream: Callable[..., Any] | None = field(default=None, repr=False)
     knobs: Mapping[str, Any] = field(default_factory=dict)
 

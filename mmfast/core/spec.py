@@ -219,7 +219,7 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
             f"{method.name!r} needs {', '.join(map(repr, missing))}, which these tokens lack; "
             "pass it to Tokens (fields x, attn, query, grid, or signals by name)"
         )
-    if budget is None and lead:
+    if budget is None and lead and not (parity and method.coupled):
         items: list[Reduction] = []
         for index in range(lead[0]):
             one = run(spec, tokens.select(index))
@@ -231,7 +231,10 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
         raise MmfastError(
             f"{method.name!r} kept {reduction.m} tokens instead of {budget}; report this as a bug"
         )
-    return reduction
+    together = [reduction]
+    for size in lead if budget is None else ():
+        together = [item.select(index) for item in together for index in range(size)]
+    return together if lead and budget is None else reduction
 
 
 def reduce(tokens: Tokens, spec: str) -> Reduction | list[Reduction]:

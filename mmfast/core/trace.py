@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -193,6 +194,8 @@ class Trace:
         merged: Of items merged inside the vision tower, the mean part `[N]` that the patches of
             a token have in their outputs, by kind and number among their kind.
         patches: Places and reduction of the patches of the same items.
+        notes: Remarks in words, such as on a prompt that no stage could act on; each once.
+        calls: Calls of the model that were seen, prompts and decode steps.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -200,6 +203,14 @@ class Trace:
     views: dict[int, View] = field(default_factory=dict, repr=False)
     merged: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, repr=False)
     patches: dict[tuple[str, int], tuple[View, Reduction]] = field(default_factory=dict, repr=False)
+    notes: list[str] = field(default_factory=list)
+    calls: int = 0
+
+    def warn(self, note: str) -> None:
+        """Note something and warn of it, the first time."""
+        if note not in self.notes:
+            self.notes.append(note)
+            warnings.warn(note, stacklevel=3)
 
     @contextmanager
     def stage(self, name: str, tokens_in: int = 0, tokens_out: int = 0) -> Iterator[Row]:
@@ -328,6 +339,7 @@ class Trace:
                 }
                 for site, item, reduction in self.reductions
             ],
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
     def __str__(self) -> str:
@@ -335,7 +347,7 @@ class Trace:
         for r in self.rows:
             counts = f"{r.label:<16}{r.tokens_in:>10}{r.tokens_out:>8}"
             lines.append(f"{counts}{r.ms:>10.1f}{r.peak_bytes / 1e6:>10.0f}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def peak_bytes() -> int:

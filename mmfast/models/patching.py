@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -98,3 +100,45 @@ def _stand(handle: Any, hooks: dict[Any, Any], hook: Any, key: str | None) -> Un
     hooks[handle.id] = hook
     undo: Undo = handle.remove
     return undo
+
+
+_COMPILED = "_mmfast_compiled"  # pieces of compiled code of a model when it was detached
+
+
+@contextmanager
+def compiled_again(model: nn.Module) -> Iterator[None]:
+    """Forget the code that torch.compile made of a model while it had no hooks.
+
+    Such code does not look for hooks, so it would go on without them. What was compiled under
+    earlier hooks asks for those and stays, as long as nothing else was compiled since.
+    """
+    known = model.__dict__.pop(_COMPILED, 0)
+    if _pieces(model) != known:
+        for code in _codes(model):
+            torch._dynamo.reset_code(code)
+    try:
+        yield
+    finally:
+        pieces = _pieces(model)
+        if pieces:
+            model.__dict__[_COMPILED] = pieces
+
+
+def _pieces(model: nn.Module) -> int:
+    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+    return sum(len(entries(code)) for code in _codes(model))
+
+
+def _codes(model: nn.Module) -> list[Any]:
+    """Code that torch.compile has seen in the files of the model's classes and decorators."""
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is None:
+        return []
+    files = set()
+    for cls in {type(module) for module in model.modules()}:
+        function = cls.forward
+        while function is not None:
+            files.add(function.__code__.co_filename)
+            function = getattr(function, "__wrapped__", None)
+    seen = (reference() for reference in compiler.input_codes.seen)
+    return [code for code in seen if code is not None and code.co_filename in files]

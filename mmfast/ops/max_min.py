@@ -276,7 +276,7 @@ def max_min_reference(x: Tensor, count: int) -> Tensor:
     while len(picks) < count:
         picks.append(int(closest.argmax()))
         torch.minimum(closest, distance[picks[-1]], out=closest)
-    return torch.tensor(picks, device=x.device)
+    return torch.tensor(picks[:count], dtype=torch.int64, device=x.device)
 
 
 def greedy_diverse(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Mix, Reduction, Segments, add_rows, gather_rows
@@ -130,27 +131,31 @@ def neighbour_merge(
     the place of the most attended of them. Weights are then scaled to 1 in each output, but if
     `raw`: then they are 1 for the token itself, attention for the others. From `attn` `[..., N]`,
     `keys` `[..., N, d]`, `listed` `[..., m]` (one that is listed twice is its own neighbour and
-    gives one output, which `order` names twice) and `rest` `[..., r]`, ascending, r >= 1.
+    gives one output, which `order` names twice) and `rest` `[..., r]`, ascending, empty if `raw`
+    at most: then the summary, last in the `order` of `listed`, is -1.
 
-    Returns a Reduction with a mix; `order` is that of `listed`, the summary last. All tokens that
-    are not listed are owned by the summary, though listed ones may hold a part of them.
+    Returns a Reduction with a mix. All tokens that are not listed are owned by the summary, if
+    there is one, though listed ones may hold a part of them.
     """
-    n = attn.shape[-1]
     attn = attn.double()
     source, near = _neighbours(unit_rows(keys.double()), listed, rest, neighbours)
     weight = attn.gather(-1, near).unflatten(-1, (listed.shape[-1], -1)) if near.numel() else None
     scale = torch.ones_like(listed, dtype=torch.float64)
-    if raw and listed.ndim == 1:  # a token listed twice is still one output
-        scale = 1.0 - (listed[:, None] == listed).tril(-1).any(-1).double()
+    if raw:  # a token listed twice is still one output
+        scale = 1.0 - (listed[..., None] == listed[..., None, :]).tril(-1).any(-1).double()
     elif weight is not None:
         scale = 1 / (1 + weight.sum(-1))
-    heaviest = rest.gather(-1, attn.gather(-1, rest).argmax(-1, keepdim=True))
-    target = heaviest.expand(*heaviest.shape[:-1], n).contiguous().scatter_(-1, listed, listed)
-    keep = torch.cat([listed, heaviest], dim=-1)
-    outputs = Reduction.merge(keep.unique() if listed.ndim == 1 else keep, target)
-    slots = outputs.owner.gather(-1, keep)
-    own, last = slots[..., :-1], slots[..., -1:]
     share = attn.gather(-1, rest)
+    target, heaviest = torch.full_like(attn, -1, dtype=torch.int64), rest
+    if rest.shape[-1]:
+        heaviest = rest.gather(-1, share.argmax(-1, keepdim=True))
+        target = heaviest.expand(target.shape).contiguous()
+    keep = torch.cat([listed, heaviest], dim=-1)
+    outputs = Reduction.merge(
+        keep.unique() if listed.ndim == 1 else keep, target.scatter_(-1, listed, listed)
+    )
+    slots = outputs.owner.gather(-1, keep)
+    own, last = slots[..., : listed.shape[-1]], slots[..., listed.shape[-1] :]
     if not raw:
         total = share.sum(-1, keepdim=True)
         share = torch.where(total > 0, share / total, 1 / rest.shape[-1])
@@ -158,7 +163,7 @@ def neighbour_merge(
     if weight is not None:
         parts.append((own.gather(-1, source), near, (weight * scale[..., None]).flatten(-2)))
     mix = Mix(*(torch.cat(column, dim=-1) for column in zip(*parts, strict=True)))
-    return replace(outputs, mix=mix, order=slots)
+    return replace(outputs, mix=mix, order=F.pad(slots, (0, 1 - last.shape[-1]), value=-1))
 
 
 def _neighbours(rows: Tensor, listed: Tensor, rest: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -257,7 +258,7 @@ def _choose(spec: Spec, rows: Tensor, layer: int, layers: int) -> Reduction:
 
 
 def _wide(rows: Tensor) -> Tensor:
-    return rows.transpose(0, 1).flatten(1)  # [m, H * d]
+    return rearrange(rows, "h m d -> m (h d)")
 
 
 class Engine:

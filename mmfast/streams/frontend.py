@@ -235,7 +235,8 @@ def joined(parts: Sequence[Reduction]) -> Reduction:
     for part in parts:
         keep.append(part.keep + n)
         owner.append(torch.where(part.owner < 0, part.owner, part.owner + m))
-        order.append(m + (torch.arange(part.m).to(keep[-1]) if part.order is None else part.order))
+        slots = torch.arange(part.m).to(keep[-1]) if part.order is None else part.order
+        order.append(torch.where(slots < 0, slots, slots + m))
         if part.mix is not None:
             mixes.append(Mix(part.mix.output + m, part.mix.source + n, part.mix.weight))
         n, m = n + part.n, m + part.m
@@ -364,11 +365,7 @@ class FrontEnd:
         """The gate sees a new size by itself; caches and reducers compare place by place."""
         fresh = self.start()
         return replace(
-            state,
-            waiting=(),
-            cache=fresh.cache,
-            reducer=fresh.reducer,
-            resized=state.resized + 1,
+            state, waiting=(), cache=fresh.cache, reducer=fresh.reducer, resized=state.resized + 1
         )
 
     def _gated(self, state: FrontEndState, shot: Shot) -> tuple[FrontEndState, bool]:

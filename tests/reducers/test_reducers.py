@@ -153,6 +153,34 @@ def test_evs_on_still_video_keeps_the_earliest() -> None:
     assert reduce(tokens, "evs:20").keep.tolist() == list(range(20))
 
 
+@pytest.mark.parametrize("later", [0, 1, 2, 9])
+def test_evs_where_later_frames_have_few_tokens(later: int) -> None:
+    """A raster with holes: what later frames cannot take of a small budget, the first one does."""
+    tokens = make("video", (3, 3, 4), seed=later)
+    keep = torch.cat([torch.arange(12), 12 + 2 * torch.arange(later)])
+    signals = {"place": tokens.signals["place"][keep]}
+    holes = Tokens(tokens.x[keep], signals=signals)
+    for budget in range(1, holes.n):
+        assert not disagreement(holes, "evs", budget), budget
+
+
+def test_holitom_takes_the_lower_threshold_up_to_an_eighth() -> None:
+    angle = 0.77 * torch.arange(4.0)  # a cosine of 0.72 from frame to frame
+    turn = torch.stack([angle.cos(), angle.sin()], -1)[:, None]
+    x = torch.cat([turn.expand(4, 8, 2), torch.randn(8, 1).expand(4, 8, 1) * 0.1], -1)
+    tokens = Tokens(x.flatten(0, 1), attn=torch.rand(32), grid=(4, 1, 8))
+
+    def kept(spec: str) -> list[int]:
+        return reduce(tokens, f"holitom{spec}").keep.tolist()
+
+    for spec in (":4", "?ratio=0.125"):
+        knob = "&" if "?" in spec else "?"
+        assert kept(spec) == kept(f"{spec}{knob}tau=0.65") != kept(f"{spec}{knob}tau=0.8")
+    for spec in (":5", "?ratio=0.126"):
+        knob = "&" if "?" in spec else "?"
+        assert kept(spec) == kept(f"{spec}{knob}tau=0.8") != kept(f"{spec}{knob}tau=0.65")
+
+
 def test_tome_protects_special_tokens() -> None:
     tokens = make("equal", (1, 1, 21))
     for budget in range(3, 21):

@@ -150,6 +150,8 @@ def adapter_for(model: Any) -> Adapter:
     """The adapter of a model by `model.config.model_type`; the ModelError says how to write one."""
     family = getattr(getattr(model, "config", None), "model_type", None)
     import_all(_PACKAGE)
+    if family not in _ADAPTERS and _reads_text_alone(model):
+        return Adapter(str(family), _no_media, _no_media, media=())
     if family not in _ADAPTERS:
         part = getattr(getattr(getattr(model, "thinker", None), "config", None), "model_type", None)
         if part in _ADAPTERS:
@@ -165,6 +167,22 @@ def adapter_for(model: Any) -> Adapter:
             "folder is found by itself"
         )
     return _ADAPTERS[family]
+
+
+def _reads_text_alone(model: Any) -> bool:
+    """A language model of decoder layers, whose keys and values a policy may bound."""
+    config = getattr(model, "config", None)
+    nested = [name for name in ("vision_config", "audio_config") if hasattr(config, name)]
+    own = hasattr(model, "get_decoder") and hasattr(config, "get_text_config") and not nested
+    return bool(own and config.get_text_config() is config and _has_attention(model.get_decoder()))
+
+
+def _has_attention(text: Any) -> bool:
+    return any(hasattr(layer, "self_attn") for layer in getattr(text, "layers", ()))
+
+
+def _no_media(base: Any, *_: Any) -> Any:
+    raise ModelError(f"{type(base).__name__} takes no image, video or sound")
 
 
 def tower_of(model: Any) -> Tower:

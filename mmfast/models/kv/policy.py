@@ -32,6 +32,7 @@ from mmfast.models.layers import FULL, kind_of
 from mmfast.models.patching import override, stand_behind
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.call import Arming, PassState, PromptPart, length_of
+from mmfast.models.wrappers import base_of, decoder_of
 from mmfast.ops.quantisation import Quantiser, quantise
 
 
@@ -53,7 +54,7 @@ class KVStage:
 
     def __init__(self, model: Any, plan: CachePlan, trace: Trace, state: PassState) -> None:
         self._model, self._plan, self._trace, self._state = model, plan, trace, state
-        text = model.get_decoder()
+        text = decoder_of(model)
         self._layers: dict[int, Any] = {
             index: layer
             for index, layer in enumerate(text.layers)
@@ -71,7 +72,7 @@ class KVStage:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hooks in, hooks out."""
-        base = self._model.base_model
+        base = base_of(self._model)
         with ExitStack() as stack:
             stack.enter_context(self._prompts.told_by_generate(self._model))
             enter, leave = map(torch.compiler.disable, (self._enter, self._leave))

@@ -13,6 +13,7 @@ from mmfast.models.families.tower import argument, check_blocks
 from mmfast.models.layers import CONV, LAYER_KINDS
 from mmfast.models.reduction.decoder_signals import AHEAD, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
+from mmfast.models.wrappers import base_of, decoder_of
 
 
 def check(
@@ -24,7 +25,12 @@ def check(
     stage runs (`reduction.site`). SpecError names a site, a layer, a knob or a combination that the
     model does not have; ModelError an unknown family, or layers that cannot hold reduced tokens.
     """
-    adapter, text = adapter_for(model), model.get_decoder()
+    adapter, text = adapter_for(model), decoder_of(model)
+    if not adapter.media and (specs or encoder):
+        raise SpecError(
+            f"{specs[0].method.name if specs else encoder!r} acts on tokens of media, and "
+            f"{type(model).__name__} reads text alone; cache='snapkv:1024' bounds its memory"
+        )
     attends = [hasattr(layer, "self_attn") for layer in text.layers]
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
@@ -53,7 +59,7 @@ def _check_site(spec: Spec, model: Any, layers: int) -> None:
 
 def _check_layers(specs: Sequence[Spec], model: Any) -> None:
     """Require that every decoder layer from the first cut on can hold fewer tokens."""
-    kinds = list(getattr(model.get_decoder().config, "layer_types", None) or ())
+    kinds = list(getattr(decoder_of(model).config, "layer_types", None) or ())
     first = min((spec.layer or 0 for spec in specs), default=len(kinds))
     for index, kind in enumerate(kinds):
         if index >= first and kind not in LAYER_KINDS:
@@ -136,7 +142,7 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
         raise SpecError(
             f"'{inside[1]}' is a second stage of site 'vit'; join both budgets in one stage"
         )
-    if early and not adapter.tower(model.base_model).packed:
+    if early and not adapter.tower(base_of(model)).packed:
         raise ModelError(
             f"'{early[0]}' cannot run in {adapter.family!r}: its vision tower takes tiles of fixed "
             "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and qwen2_5_omni_thinker, "
@@ -147,7 +153,7 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
 def _check_merging(spec: Spec, adapter: Adapter, model: Any) -> None:
     if spec.budget is None:
         raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
-    tower = adapter.tower(model.base_model)
+    tower = adapter.tower(base_of(model))
     check_blocks(tower, adapter.family, "site 'vit'")
     reuse = spec.knobs.get("reuse", 1)
     if reuse < 1:

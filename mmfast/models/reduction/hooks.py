@@ -43,6 +43,7 @@ from mmfast.models.reduction.training import (
     inputs_again,
     note_change,
 )
+from mmfast.models.wrappers import base_of, decoder_of
 
 
 class Hooks:
@@ -51,7 +52,7 @@ class Hooks:
     def __init__(
         self, model: Any, sites: Sequence[Site], trace: Trace, state: PassState, whole: bool = False
     ) -> None:
-        self._model, self._base, self._text = model, model.base_model, model.get_decoder()
+        self._model, self._base, self._text = model, base_of(model), decoder_of(model)
         self._adapter = adapter_for(model)
         self._sites, self._trace, self._state = sites, trace, state
         self._recorder: Recorder
@@ -249,6 +250,11 @@ class Hooks:
         call.stack.enter_context(probing({module.self_attn: watch}))
 
     def _deepstack(self, stock: Any, hidden: Tensor, places: Tensor, planes: Tensor) -> Any:
+        if torch.compiler.is_compiling():  # prompts alone bring planes
+            return self._uncompiled(self._add_planes, stock, hidden, places, planes)
+        return self._add_planes(stock, hidden, places, planes)
+
+    def _add_planes(self, stock: Any, hidden: Tensor, places: Tensor, planes: Tensor) -> Any:
         call = self._state.call
         step = None if call is None else call.step
         if step is None or step.sequences.index is None:

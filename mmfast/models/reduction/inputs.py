@@ -25,6 +25,7 @@ from mmfast.models.reduction.record import features_given, flat, recording
 from mmfast.models.reduction.sequence import Sequences, locate
 from mmfast.models.reduction.site import sites_of
 from mmfast.models.reduction.step import ForwardStep
+from mmfast.models.wrappers import base_of
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def compress(
             raise SpecError(f"{str(spec)!r} runs inside the model; use attach() for it, not inputs")
     if inputs.get("input_ids") is None:
         raise ModelError("inputs hold no 'input_ids'; pass what the processor returned")
-    adapter, base = adapter_for(model), model.base_model
+    adapter, base = adapter_for(model), base_of(model)
     needs = {need for site in sites for need in site.needs}
     with prompt_ids(inputs["input_ids"]), recording(base, adapter, needs) as recorder:
         outputs = {kind: _encode(base, kind, inputs) for kind in features_given(inputs)}
@@ -106,7 +107,7 @@ def _embedded(base: Any, ids: Tensor, outputs: Mapping[str, Any]) -> Tensor:
 def _shortened(
     model: Any, rest: dict[str, Any], outputs: dict[str, Any], step: ForwardStep, hidden: Tensor
 ) -> tuple[dict[str, Any], Tensor]:
-    base, ids, sequences = model.base_model, rest["input_ids"], step.sequences
+    base, ids, sequences = base_of(model), rest["input_ids"], step.sequences
     places = {kind: ids == getattr(base.config, f"{kind}_token_id") for kind in outputs}
     for site in step.sites:
         hidden = step.reduce(site, hidden)
@@ -185,7 +186,7 @@ def encoded(model: Any, inputs: Mapping[str, Any], needs: Collection[str] = ()) 
     The outputs remember the layout and the tower's signals in `needs`, so stages work on them under
     `attach` as if the media were encoded there.
     """
-    base = model.base_model
+    base = base_of(model)
     outputs = {}
     with prompt_ids(inputs.get("input_ids")), recording(base, adapter_for(model), needs):
         for kind in features_given(inputs):

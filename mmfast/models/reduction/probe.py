@@ -301,6 +301,8 @@ class Levels(TorchFunctionMode):
 Hook = Callable[..., None]
 # (next, module, q, k, v, mask, *args, **kwargs) -> what `next` returns; may change any argument.
 Around = Callable[..., tuple[Tensor, Tensor | None]]
+# (number, module, q, k, v, mask) -> k, v and mask in their place.
+Change = Callable[[int, nn.Module, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
 
 _GATE = "_mmfast_gate"
 _LOCK = threading.RLock()
@@ -343,6 +345,30 @@ def intercepting(arounds: Mapping[nn.Module, Around], innermost: bool = False) -
             for module, around in arounds.items():
                 _remove(module, around)
             _leave()
+
+
+@contextmanager
+def replacing(modules: Mapping[int, nn.Module], change: Change) -> Iterator[None]:
+    """Let `change` replace keys, values and mask of the attention of these modules, uncompiled."""
+    around: Any = torch.compiler.disable(_replaced)
+    with intercepting({module: partial(around, change, i) for i, module in modules.items()}):
+        yield
+
+
+def _replaced(
+    change: Change,
+    index: int,
+    call: Around,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    seen = change(index, module, query, key, value, attention_mask)
+    return call(module, query, *seen, *args, **kwargs)
 
 
 def _remove(module: nn.Module, around: Around) -> None:

@@ -39,6 +39,7 @@ from mmfast.models.reduction.probe import (
     received_within,
 )
 from mmfast.models.reduction.signals import SignalSource, from_tower, sources_of
+from mmfast.models.wrappers import base_of
 
 # On an attention module: gives the merging of its tokens (see models/vision/merge.py).
 MERGED = "_mmfast_merged"
@@ -211,7 +212,7 @@ def tower_signals(model: Any, adapter: Adapter, needs: Collection[str]) -> Itera
     Signals that the tower cannot give are ignored, and without any that it can nothing is hooked.
     ModelError where the family is unknown, or its tower attends to nothing.
     """
-    tower = adapter.tower(model.base_model)
+    tower = adapter.tower(base_of(model))
     for name in from_tower(needs)[:1]:
         check_blocks(tower, adapter.family, f"signal {name!r}")
     collector = Collector(tower, adapter, needs)

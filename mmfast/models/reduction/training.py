@@ -1,4 +1,4 @@
-"""Training of an attached model: its labels, layers that run again in the backward pass, its trace.
+"""Training of an attached model: its labels, and layers that run again in the backward pass.
 
 A loss compares logits `[B, m, V]` of the tokens that are left with labels `[B, L]` of all tokens,
 so the loss function of the one attached model is given the labels of those that are left. What is
@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from mmfast.core.trace import Trace
-from mmfast.models.patching import stand_before
 from mmfast.models.reduction.call import PassState
-from mmfast.models.reduction.record import features_given
+from mmfast.models.wrappers import base_of
 
 IGNORE = -100  # label of a token that takes no part in a loss
 _LOSS = "_loss_function"  # where transformers keeps a loss function that was set
@@ -82,8 +80,8 @@ class RemainderLoss:
     def stand(self) -> None:
         """Stand in the place of the loss function, also of one that was set since."""
         space = self._model.__dict__
-        heads = self._model is not self._model.base_model and hasattr(self._model, "loss_function")
-        if heads and space.get(_LOSS) is not self:
+        able = self._model is not base_of(self._model) and hasattr(self._model, "loss_function")
+        if able and space.get(_LOSS) is not self:
             self._own, self._stock = space.get(_LOSS), self._model.loss_function
             space[_LOSS] = self
 
@@ -129,19 +127,3 @@ def inputs_again(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     for cut in cuts:
         hidden = cut(hidden)
     return (hidden, *args[1:]), {**kwargs, **changed}
-
-
-@contextmanager
-def latest_pass(model: Any, trace: Trace) -> Iterator[None]:
-    """Keep the trace of the latest pass alone while the model trains, so that it stays bounded."""
-
-    def forget(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if module.training and (args or features_given(kwargs)):
-            trace.rows.clear()
-            trace.reductions.clear()
-
-    undo = stand_before(model.base_model, forget, "mmfast trace")
-    try:
-        yield
-    finally:
-        undo()

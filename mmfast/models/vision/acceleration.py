@@ -28,6 +28,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import vision_utils
@@ -37,9 +38,15 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, kinds_of
 from mmfast.models.patching import override
+from mmfast.models.wrappers import base_of
 from mmfast.ops.attention import segment_attention
 
 Convolution = nn.Conv2d | nn.Conv3d
+# By the number of sides of a patch: pictures to rows of patches, and their features to maps.
+_PATCHES = {
+    2: ("b c (h p) (w q) -> b h w (c p q)", "b h w d -> b d h w"),
+    3: ("b c (n t) (h p) (w q) -> b n h w (c t p q)", "b n h w d -> b d n h w"),
+}
 
 
 def patch_convolutions(module: nn.Module) -> list[Convolution]:
@@ -65,15 +72,10 @@ def as_linear(conv: Convolution, call: Callable[..., Any], x: Tensor) -> Tensor:
     counts = [have // size for have, size in zip(x.shape[2:], sizes, strict=True)]
     for axis, (count, size) in enumerate(zip(counts, sizes, strict=True), start=2):
         x = x.narrow(axis, 0, count * size)
-    if all(count == 1 for count in counts):
-        flat = x.reshape(len(x), -1)  # the Qwen towers cut beforehand
-    else:
-        split = [n for pair in zip(counts, sizes, strict=True) for n in pair]
-        places = range(2, 2 + len(split), 2)
-        order = (0, *places, 1, *(place + 1 for place in places))
-        flat = x.reshape(*x.shape[:2], *split).permute(order).flatten(-1 - len(sizes))
-    out = F.linear(flat, conv.weight.flatten(1), conv.bias)  # [B, (h, w,) D]
-    return out.movedim(-1, 1).reshape(len(x), -1, *counts)
+    cut, joined = _PATCHES[len(sizes)]
+    flat = rearrange(x, cut, **dict(zip("tpq"[-len(sizes) :], sizes, strict=True)))
+    out = F.linear(flat, conv.weight.flatten(1), conv.bias)
+    return rearrange(out, joined)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -281,7 +283,7 @@ def fast_encoder(model: Any, mode: str | None) -> Iterator[None]:
     if mode is None:
         yield
         return
-    tower = adapter_for(model).tower(model.base_model)
+    tower = adapter_for(model).tower(base_of(model))
     check_encoder(mode, next(tower.module.parameters()).device)
     with ExitStack() as stack:
         for conv in patch_convolutions(tower.module):

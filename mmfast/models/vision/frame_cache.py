@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,6 +44,7 @@ from mmfast.models.vision.frame_state import (
     groups,
     plan_pass,
 )
+from mmfast.models.wrappers import base_of
 
 
 @dataclass
@@ -126,7 +128,7 @@ class FramePass:
     def watch(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Note keys and values `[B, H, n, d]` of a block that runs as stock, call by call."""
         for kept, calls in ((self._keys, keys), (self._values, values)):
-            flat = torch.cat([call.transpose(1, 2).flatten(0, 1) for call in calls])  # [S, H, d]
+            flat = torch.cat([rearrange(call, "b h n d -> (b n) h d") for call in calls])
             kept.append(self._lasting(flat.split(self.plan.sizes)))
 
     def note(self, index: int, flat: Tensor) -> None:
@@ -262,7 +264,7 @@ class FrameCache:
         share = 0.25 if refresh is None and threshold is None else refresh
         self.rule = Refresh(share, threshold, cut, every)
         self._adapter = adapter_for(model)
-        self._tower = self._adapter.tower(model.base_model)
+        self._tower = self._adapter.tower(base_of(model))
         self._blocks = blocks_of(self._tower, self._adapter.family)
         self._fixed = fixed
         self._local = threading.local()

@@ -30,6 +30,7 @@ from mmfast.models.patching import override
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.reduction.tower_signals import MERGED
 from mmfast.models.vision.merge_pass import MergePass, add_bias, plan_pass
+from mmfast.models.wrappers import base_of
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
     milliseconds) and its Reduction over the patches in raster order, tiles one after the other;
     `item` counts within the call.
     """
-    tower = adapter.tower(model.base_model)
+    tower = adapter.tower(base_of(model))
     if spec.whole:
         yield
         return

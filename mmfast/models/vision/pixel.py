@@ -33,6 +33,7 @@ from mmfast.models.patching import override
 from mmfast.models.reduction.record import CHAINS
 from mmfast.models.reduction.site import Chain, Site, run_site
 from mmfast.models.reduction.tower_signals import KEPT
+from mmfast.models.wrappers import base_of
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def pixel_stage(model: Any, adapter: Adapter, specs: Sequence[Spec]) -> Iterator
     While encoding, a missing signal is a ModelError, a stage that merges or a wrong budget a
     SpecError.
     """
-    tower = adapter.tower(model.base_model)
+    tower = adapter.tower(base_of(model))
     stage = _PixelStage(tower, Site(0, tuple(specs)))
     tower.module.__dict__[KEPT] = stage.kept
     try:

@@ -9,7 +9,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import index_mask, marked, stable_topk
+from mmfast.ops.ranking import index_mask, marked, one_by_one, stable_topk
 
 
 @register("hiprune", paper="2508.00553", needs=("attn_visual", "attn_middle"))
@@ -26,22 +26,30 @@ def hiprune(tokens: Tokens, budget: int, *, alpha: float = 0.1, parity: bool = F
         budget: Tokens to keep.
         alpha: Share of the budget for anchors and their neighbours.
         parity: As the reference: neighbours run over row ends and are pulled back to the first
-            and last token, anchors are excluded by subtracting 1. One item.
+            and last token, anchors are excluded by subtracting 1.
     """
     if alpha < 0:
         raise SpecError(f"knob alpha={alpha} of 'hiprune' is negative; choose a share from 0 to 1")
-    anchors = min(round(budget * alpha / 5), budget // 5)
-    deep = tokens.need("attn_visual").float()
-    best = stable_topk(tokens.need("attn_middle"), anchors)
-    columns = tokens.n if tokens.grid is None else tokens.grid[2]
-    rows = 1 if tokens.grid is None else tokens.grid[1]
     if parity:
-        around = best[..., None] + torch.tensor([0, -1, 1, -columns, columns], device=best.device)
-        near = index_mask(around.clamp(0, tokens.n - 1).flatten(), tokens.n)
-        registers = stable_topk(deep - near.float(), budget - int(near.sum()))
-        return Reduction.prune(marked(near | index_mask(registers, tokens.n)), tokens.n)
+        return one_by_one(lambda item: _as_reference(item, budget, alpha), tokens)
+    deep = tokens.need("attn_visual").float()
+    best = stable_topk(tokens.need("attn_middle"), min(round(budget * alpha / 5), budget // 5))
+    _, rows, columns = tokens.grid or (1, 1, tokens.n)
     near = index_mask(_cross(best, rows, columns).flatten(-2), tokens.n)
     return Reduction.prune(stable_topk(deep.masked_fill(near, torch.inf), budget), tokens.n)
+
+
+def _as_reference(item: Tokens, budget: int, alpha: float) -> Reduction:
+    best = stable_topk(item.need("attn_middle"), round(budget * alpha / 5))
+    columns = (item.grid or (1, 1, item.n))[2]
+    around = best[:, None] + torch.tensor([0, -1, 1, -columns, columns], device=best.device)
+    near = index_mask(around.clamp(0, item.n - 1).flatten(), item.n)
+    left = budget - int(near.sum())
+    if left < 0:
+        kept = f"'hiprune' with parity=true keeps {budget - left} anchors and neighbours"
+        raise SpecError(f"{kept}, above the budget {budget}; choose an alpha below {alpha}")
+    registers = stable_topk(item.need("attn_visual").float() - near.float(), left)
+    return Reduction.prune(marked(near | index_mask(registers, item.n)), item.n)
 
 
 def _cross(centre: Tensor, rows: int, columns: int) -> Tensor:

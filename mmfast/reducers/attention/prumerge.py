@@ -13,7 +13,7 @@ from mmfast.ops.merging import neighbour_merge
 from mmfast.ops.ranking import complement, even_spots, outlier_count, stable_topk
 
 
-@register("prumerge", paper="2403.15388", needs=("x", "attn", "keys"), adaptive=True)
+@register("prumerge", paper="2403.15388", needs=("x", "attn", "keys"), adaptive=True, coupled=True)
 def prumerge(
     tokens: Tokens,
     budget: int | None,
@@ -35,7 +35,8 @@ def prumerge(
             Q3 + 1.5 (Q3 - Q1).
         neighbours: Tokens that a kept one takes in.
         parity: As the reference: sums instead of means, emitted by attention with the summary
-            last; without a budget `int(N * share of outliers)` tokens, which may lose one.
+            last; without a budget `int(N * share of outliers)` tokens, which may lose one. A
+            batch has one share, and where all tokens are kept the summary is a row of zeros.
         ratio: Without a budget and with `parity=true`, that share instead of the outliers'.
     """
     attn = tokens.need("attn")
@@ -47,7 +48,7 @@ def prumerge(
             "and give no budget"
         )
     count = kept_tokens(attn, parity, ratio) if budget is None else budget - 1
-    listed = stable_topk(attn, min(count, tokens.n - 1))
+    listed = stable_topk(attn, count)
     rest = complement(listed, tokens.n)
     merged = neighbour_merge(
         attn, tokens.need("keys"), listed, rest, neighbours=neighbours, raw=parity
@@ -57,10 +58,15 @@ def prumerge(
 
 def kept_tokens(attn: Tensor, parity: bool, ratio: float | None) -> int:
     """Tokens to keep of `attn` `[..., N]` beside the summary when there is no budget."""
-    outliers = outlier_count(attn)
-    if not parity:
-        return outliers
-    return int(attn.shape[-1] * (outliers / attn.numel() if ratio is None else ratio))
+    return int(attn.shape[-1] * reference_share(attn, ratio)) if parity else outlier_count(attn)
+
+
+def reference_share(attn: Tensor, ratio: float | None) -> float:
+    """Share of tokens that the reference keeps: `ratio`, or that of the outliers in all items."""
+    share = outlier_count(attn) / attn.numel() if ratio is None else ratio
+    if not 0.0 <= share <= 1.0:
+        raise SpecError(f"knob ratio={ratio} is no share of the tokens; choose one from 0 to 1")
+    return share
 
 
 @register("prumerge_plus", paper="2403.15388", needs=("x", "attn", "keys"), adaptive=True)
@@ -86,7 +92,8 @@ def prumerge_plus(
         spatial: Share of evenly spaced tokens under a budget, 0 to 1.
         neighbours: Tokens that a kept one takes in.
         parity: As the reference, without a budget: sums instead of means, kept tokens in the
-            order of the paper's list. Needs outliers, fewer than a third of the tokens. One item.
+            order of the paper's list, and a row of zeros where it leaves no token for the summary.
+            Needs outliers, a third of the tokens at most. One item.
         ratio: With `parity=true`, a fixed share instead of the outliers': half a stride in, every
             1 / ratio-th token, also those kept already, each of which takes a token from the rest.
     """
@@ -133,7 +140,7 @@ def _strided(attn: Tensor) -> Tensor:
 def reference_list(attn: Tensor, ratio: float | None) -> Tensor:
     """The list of kept tokens of the reference for `attn` `[N]`, repeats included."""
     n = len(attn)
-    share = outlier_count(attn) / n if ratio is None else ratio
+    share = reference_share(attn, ratio)
     step = int(1 / share) if share else 0
     if step < (3 if ratio is None else 1):
         raise SpecError(

@@ -35,7 +35,7 @@ def vidcom2(tokens: Tokens, budget: int | None, *, ratio: float = 0.25) -> Reduc
         counts = (frame_shares(unusual, ratio) * n).round().clamp_min(1).long()
     else:
         caps = torch.full((frames,), n, device=unusual.device)
-        counts = share_out(frame_shares(unusual, budget / tokens.n, capped=False), budget, caps)
+        counts = share_out(frame_shares(unusual, budget / tokens.n), budget, caps)
     frame = torch.arange(tokens.n, device=score.device) // n
     return Reduction.prune(marked(grouped_topk(-score.flatten(-2), frame, counts)), tokens.n)
 
@@ -55,8 +55,7 @@ def video_scores(x: Tensor, frames: int) -> tuple[Tensor, Tensor]:
     return snap(to_video + torch.cat(near_frame, -2)), snap(-to_video.mean(-1))
 
 
-def frame_shares(unusual: Tensor, ratio: float, *, capped: bool = True) -> Tensor:
+def frame_shares(unusual: Tensor, ratio: float) -> Tensor:
     """Share of its tokens that each frame keeps, `[..., T]`: `ratio` on average, at most 1."""
     weight = (unusual / _TEMPERATURE).softmax(-1)
-    share = ratio * (1 + weight - weight.mean(-1, keepdim=True))
-    return share.clamp(max=1) if capped else share
+    return (ratio * (1 + weight - weight.mean(-1, keepdim=True))).clamp(max=1)

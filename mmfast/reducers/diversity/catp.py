@@ -45,7 +45,7 @@ def catp(tokens: Tokens, budget: int, *, balance: float = 0.5, surplus: float = 
 def _picks(item: Tokens, budget: int, balance: float, surplus: float) -> Tensor:
     image = item.need("image").unique(return_inverse=True)[1]
     size = image.bincount()
-    first = min(item.n, max(round(surplus * budget), min(len(size), item.n)))
+    first = min(item.n, max(round(surplus * budget), len(size)))
     counts = share_out(size, first, size).clamp_min(1)
     aligned = rescale(relevance(item.x, item.need("query")))
     parts = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,12 +32,14 @@ def cdpruner(
         budget: Tokens to keep.
         opposite: Relevance is the negative cosine, which the authors found to work in the common
             space of CLIP. In the space of a language model the cosine itself measures nearness.
-        parity: As the reference: `opposite`, and scaled over all items of a batch together.
+        parity: As the reference: `opposite`, scaled over a whole batch; `order` has the picks.
     """
     joint = tokens.signal("joint")
     source = tokens.x if joint is None else joint
     score = relevance(source, tokens.need("query"), opposite=opposite or parity, together=parity)
-    return Reduction.prune(picks(tokens.x, score, budget), tokens.n)
+    found = picks(tokens.x, score, budget)
+    pruned = Reduction.prune(found, tokens.n)
+    return replace(pruned, order=pruned.owner.gather(-1, found)) if parity else pruned
 
 
 def picks(x: Tensor, score: Tensor, count: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
@@ -19,8 +21,10 @@ def divprune(tokens: Tokens, budget: int, *, parity: bool = False) -> Reduction:
         tokens: `x` of shape `[..., N, D]`.
         budget: Tokens to keep; ties go to the lowest index; tokens equal to a kept one come last.
         parity: Pick tokens again, as the reference does when fewer than `budget` tokens
-            differ: repeats count, so fewer tokens may be left. One item, N >= 2.
+            differ: repeats count, so fewer tokens may be left. `order` has them. One item, N >= 2.
     """
     if parity:
-        return Reduction.prune(max_min_reference(tokens.x, budget).unique(), tokens.n)
+        picks = max_min_reference(tokens.x, budget)
+        pruned = Reduction.prune(picks.unique(), tokens.n)
+        return replace(pruned, order=pruned.owner[picks])
     return Reduction.prune(max_min(tokens.x, budget), tokens.n)

@@ -44,11 +44,15 @@ def dycoke(
             "it takes no budget (write 'dycoke?parity=true') and more than 4 frames"
         )
     change = snap(_changes(tokens.x, frames, rows, columns))  # [..., T, n]
-    counts = _counts(frames, rows * columns, budget, ratio, parity).to(change.device)
+    frame = torch.arange(frames)
+    whole = (frame % 4 == 0) | (parity & (frame % 4 == 2) & (frame >= frames - 2))  # not compared
+    counts = _counts(whole, rows * columns, budget, ratio).to(change.device)
+    if parity and frames % 2:
+        counts[-1] = 0
     frame = torch.arange(tokens.n, device=change.device) // (rows * columns)
     keep = marked(grouped_topk(change.flatten(-2), frame, counts))
     pruned = Reduction.prune(keep, tokens.n)
-    return replace(pruned, order=_emission(keep, change, counts)) if parity else pruned
+    return replace(pruned, order=_emission(keep, change, whole)) if parity else pruned
 
 
 def _changes(x: Tensor, frames: int, rows: int, columns: int) -> Tensor:
@@ -65,26 +69,19 @@ def _changes(x: Tensor, frames: int, rows: int, columns: int) -> Tensor:
     return change
 
 
-def _counts(frames: int, n: int, budget: int | None, ratio: float, parity: bool) -> Tensor:
+def _counts(whole: Tensor, n: int, budget: int | None, ratio: float) -> Tensor:
     """Tokens that each frame keeps, `[T]`."""
-    frame = torch.arange(frames)
-    whole = frame % 4 == 0
-    if parity:
-        whole |= (frame % 4 == 2) & (frame >= frames - 2)
     if budget is not None:
         weights = 1.0 - ratio * (~whole).double()
-        return share_out(weights, budget, torch.full((frames,), n))
-    counts = torch.where(whole, n, int((1 - ratio) * n))  # cut in double precision
-    if parity and frames % 2:
-        counts[-1] = 0
-    return counts
+        return share_out(weights, budget, torch.full(whole.shape, n))
+    return torch.where(whole, n, int((1 - ratio) * n))  # cut in double precision
 
 
-def _emission(keep: Tensor, change: Tensor, counts: Tensor) -> Tensor:
+def _emission(keep: Tensor, change: Tensor, whole: Tensor) -> Tensor:
     """Slots frame by frame: whole frames in place order, the others from most changed to least."""
     n = change.shape[-1]
-    whole = counts[keep // n] == n
-    moved = change.flatten(-2).gather(-1, keep).masked_fill(whole, torch.inf)
+    placed = whole.to(keep.device)[keep // n]
+    moved = change.flatten(-2).gather(-1, keep).masked_fill(placed, torch.inf)
     best = moved.sort(dim=-1, descending=True, stable=True).indices
     by_frame = (keep // n).gather(-1, best).sort(dim=-1, stable=True).indices
     return best.gather(-1, by_frame)

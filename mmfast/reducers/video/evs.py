@@ -119,6 +119,6 @@ def _literal_count(total: int, budget: int | None, q: float | None) -> int:
     """The reference's count; the product is cut in double precision, so 0.9 of 20 leaves 1."""
     if budget is not None and q is None:
         return budget
-    if budget is None and q is not None and 0.0 <= q < 1.0:
+    if budget is None and q is not None and 0.0 <= q <= 1.0:
         return int(total * (1 - q))
-    raise SpecError(f"'evs' with parity=true got q={q}; give either a budget or a q in [0, 1)")
+    raise SpecError(f"'evs' with parity=true got q={q}; give either a budget or a q in [0, 1]")

@@ -75,19 +75,26 @@ def holitom(
     return Reduction.stack(items, tuple(lead))
 
 
+def static_plan(
+    x: Tensor, tau: float, window: int, share: float
+) -> tuple[Tensor, list[Segment], int, float]:
+    """Cosine with the next frame `[T - 1, n]`, windows, tokens they save, share of the others."""
+    total = len(x) * x.shape[1]
+    similarity = temporal_cosine(x.flatten(0, 1), len(x))
+    segments, saved = static_windows(similarity > tau, window)
+    return similarity, segments, saved, min(share / ((total - saved) / total), 1)
+
+
 def _reduce(x: Tensor, attn: Tensor, budget: int | None, knobs: _HoliTomKnobs) -> Reduction:
     """One video: `x` `[T, n, D]`, `attn` `[T, n]`."""
-    frames, n, _ = x.shape
-    alike = temporal_cosine(x.flatten(0, 1), frames) > knobs.tau
-    segments, saved = static_windows(alike, knobs.window)
+    similarity, segments, _, ratio = static_plan(x, knobs.tau, knobs.window, knobs.ratio)
+    alike = similarity > knobs.tau
     static = [static_places(alike, segment) for segment in segments]
     dynamic = torch.ones_like(attn, dtype=torch.bool)
     late = torch.zeros_like(dynamic)
     for (first, last), places in zip(segments, static, strict=True):
         dynamic[first : last + 1, places] = False
         late[first + 1 : last + 1, places] = True
-    total = frames * n
-    ratio = min(knobs.ratio / ((total - saved) / total), 1)
     sizes = torch.stack(static).sum(-1).tolist()
     quota = paper_quota(sizes, dynamic, attn, ratio)
     if budget is not None:

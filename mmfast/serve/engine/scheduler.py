@@ -13,6 +13,7 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, load
+from mmfast.models.reduction.record import features_given
 from mmfast.planner.target import check_alone, make_target
 from mmfast.serve.engine.base import (
     CANCELLED,
@@ -220,6 +221,8 @@ class Scheduler:
         answer, runner = self._answer(request, emit, sampling), self._runner
         runner.check(answer)
         prepared = runner.encoder.prepare(request, answer.reduce if early(answer.reduce) else None)
+        if not features_given(prepared.inputs):
+            answer.reduce = None  # text has nothing to reduce, and can then run in a batch
         most = fitting(prepared.length, sampling.max_tokens, self.context)
         # The inputs hold all that is needed of the messages, which can be large.
         answer.request = replace(request, messages=())

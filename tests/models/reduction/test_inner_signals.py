@@ -211,6 +211,30 @@ def test_every_kind_of_mask(mask: str, chunk: int, monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(found[row][name], want[name], atol=1e-6, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize("left", [0, 2])
+@pytest.mark.parametrize("right", [(0, 0, 0), (3, 0, 1), (2, 2, 5)])
+def test_attention_of_the_last_token_that_is_no_padding(left: int, right: tuple[int, ...]) -> None:
+    """Rows padded on the right by different numbers, all of them, some or none."""
+    torch.manual_seed(0)
+    length, visual = 20, torch.arange(5, 11)
+    q, k = torch.randn(3, 4, length, 8), torch.randn(3, 2, length, 8)
+    place = torch.arange(length)
+    ok = (place >= left) & (place < length - torch.tensor(right)[:, None])
+    mask = torch.ones(length, length).tril().bool() & ok[:, None, None]
+    items = [MediaItem(row, row, visual, torch.arange(0), None) for row in range(3)]
+    text = [torch.arange(left, 5)] * 3
+    found = inner_signals(
+        {"attn"},
+        Sequences(length, text, text, items, ok),
+        LayerAttention(q, k, mask, None, True, 0),
+    )
+    logits = q @ k.repeat_interleave(2, dim=1).transpose(2, 3) * 8**-0.5
+    weights = logits.masked_fill(~mask, -3e38).softmax(-1).mean(1)
+    for row, gap in enumerate(right):
+        want = weights[row, length - 1 - gap, visual]
+        torch.testing.assert_close(found[row]["attn"], want, atol=1e-6, rtol=0)
+
+
 def test_nothing_is_computed_that_nobody_reads(seen: list[Tokens]) -> None:
     this = tiny("qwen2_5_vl")
     inputs = single(this, 1)

@@ -71,6 +71,15 @@ def test_chunks_that_cut_no_image_equal_one_piece() -> None:
     )
 
 
+def test_a_window_in_a_cache_without_types_of_layers() -> None:
+    """One row without padding: the layer holds more than its window sees, so it needs a mask."""
+    this = tiny("gemma3")
+    inputs = this.inputs(["so {image}{image}?"], images=this.images(2))
+    typed = run(this, inputs, past_key_values=DynamicCache(config=this.model.config), tokens=20)
+    plain = run(this, inputs, past_key_values=DynamicCache(), tokens=20)
+    torch.testing.assert_close(torch.cat(plain.logits), torch.cat(typed.logits), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["gemma3", "lfm2_vl"])
 def test_a_cache_without_types_of_layers(family: str) -> None:
     """`DynamicCache()` keeps all keys of a window's layer; convolutions cannot use it."""

@@ -1,0 +1,83 @@
+"""Attendance: the calls that an attached model saw, and prompts on which no stage could act."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmfast.core.spec import Spec
+from mmfast.core.trace import Trace
+from mmfast.models.families.tower import KINDS, kinds_of
+from mmfast.models.patching import override, stand_before
+from mmfast.models.reduction.call import apply, length_of
+from mmfast.models.reduction.record import features_given
+from mmfast.models.wrappers import base_of
+
+_KEY = "mmfast attendance"
+
+
+class Attendance:
+    """Counts the calls of one attached model, and warns once where its stages find no media.
+
+    Media that `generate` encodes ahead belong to the prompt that follows, whose first chunk may
+    hold text alone.
+    """
+
+    def __init__(self, model: Any, specs: Sequence[Spec], trace: Trace) -> None:
+        self._base, self._trace = base_of(model), trace
+        self._stages = "+".join(str(spec) for spec in specs if not spec.whole)
+        self._names = list(inspect.signature(self._base.forward).parameters)
+        self._encoded = False
+        self._uncompiled: Any = torch.compiler.disable(apply)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hooks in, hooks out."""
+        with ExitStack() as stack:
+            for kind in kinds_of(self._base):
+                stack.enter_context(override(self._base, f"get_{kind}_features", self._encode))
+            stack.callback(stand_before(self._base, self._enter, _KEY))
+            yield
+
+    def _encode(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        self._encoded = True
+        return stock(*args, **kwargs)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
+        if not torch.compiler.is_compiling():
+            self._see(kwargs)
+        elif length_of(kwargs) > 1:  # compiled steps stay whole
+            self._uncompiled(self._see, kwargs)
+
+    def _see(self, kwargs: Mapping[str, Any]) -> None:
+        self._trace.calls += 1
+        if self._base.training and features_given(kwargs):  # else it would grow with every step
+            self._trace.rows.clear()
+            self._trace.reductions.clear()
+        cache = kwargs.get("past_key_values")
+        first = length_of(kwargs) > 1 and (cache is None or int(cache.get_seq_length()) == 0)
+        encoded, self._encoded = self._encoded, False
+        if self._stages and first and not encoded and not features_given(kwargs):
+            self._trace.warn(self._reason(kwargs))
+
+    def _reason(self, kwargs: Mapping[str, Any]) -> str:
+        ids, config = kwargs.get("input_ids"), self._base.config
+        if ids is None:
+            return (
+                f"{self._stages!r} reduced nothing: inputs_embeds came without pixels, so tokens "
+                "of media cannot be told from text; pass input_ids with pixel_values"
+            )
+        for kind in KINDS:
+            token = getattr(config, f"{kind}_token_id", None)
+            if token is not None and bool((ids == token).any()):
+                return (
+                    f"{self._stages!r} reduced nothing: the prompt has {kind} placeholders, but no "
+                    f"{kind} came with it; pass what the processor returned"
+                )
+        return f"{self._stages!r} reduced nothing: the prompt has no image, video or sound"

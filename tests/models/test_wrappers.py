@@ -1,0 +1,229 @@
+"""`attach` on what people hold: pipelines, PEFT, compiled, dispatched and parallel models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import model_oracle as oracle
+import pytest
+import torch
+from tiny_models import ALL_FAMILIES, Tiny, build
+from torch import nn
+
+import mmfast
+from mmfast.core.errors import ModelError
+from mmfast.models.wrappers import stock_model
+
+SPECS = ("random:0.4", "random@llm1:0.4")
+
+
+@contextmanager
+def peft(model: Any) -> Iterator[Any]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    yield get_peft_model(model, config)
+
+
+@contextmanager
+def merged_peft(model: Any) -> Iterator[Any]:
+    """The tuner inside the PEFT model, as code that unwraps by hand has it."""
+    with peft(model) as held:
+        yield held.base_model
+
+
+@contextmanager
+def compiled(model: Any) -> Iterator[Any]:
+    torch._dynamo.reset()
+    yield torch.compile(model, backend="eager")
+
+
+@contextmanager
+def compiled_and_used(model: Any) -> Iterator[Any]:
+    """The stock code was compiled before: it does not look for hooks."""
+    with compiled(model) as held:
+        yield Used(held)
+
+
+@contextmanager
+def compiled_forward(model: Any) -> Iterator[Any]:
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    yield Used(model)
+
+
+@contextmanager
+def compiled_in_place(model: Any) -> Iterator[Any]:
+    torch._dynamo.reset()
+    model.compile(backend="eager")
+    yield Used(model)
+
+
+@contextmanager
+def compiled_decoder(model: Any) -> Iterator[Any]:
+    torch._dynamo.reset()
+    base = model.base_model
+    name = "text_model" if hasattr(base, "text_model") else "language_model"
+    setattr(base, name, torch.compile(getattr(base, name), backend="eager"))
+    yield Used(model)
+
+
+@contextmanager
+def compiled_base(model: Any) -> Iterator[Any]:
+    torch._dynamo.reset()
+    model.model = torch.compile(model.model, backend="eager")
+    yield model
+
+
+@contextmanager
+def dispatched(model: Any) -> Iterator[Any]:
+    from accelerate import cpu_offload
+
+    yield cpu_offload(model, torch.device("cpu"))
+
+
+@contextmanager
+def parallel(model: Any) -> Iterator[Any]:
+    with _group():
+        model.lm_head.requires_grad_(True)  # it wants something to train
+        yield nn.parallel.DistributedDataParallel(model)
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def held_by_pipeline(model: Any) -> Iterator[Any]:
+    """A transformers pipeline and a Trainer have the model as `.model`."""
+    yield SimpleNamespace(model=model)
+
+
+class Used:
+    """A wrapped model that has answered the prompt once before it is attached."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+HELD = (
+    *(peft, merged_peft, compiled, compiled_and_used, compiled_forward, compiled_in_place),
+    *(compiled_decoder, compiled_base, dispatched, parallel, held_by_pipeline),
+)
+
+
+def media(this: Tiny) -> dict[str, Any]:
+    kind = "video" if "video" in this.facts.kinds else "image"
+    given = {
+        "video": lambda: {"videos": this.videos(1)},
+        "image": lambda: {"images": this.images(1)},
+    }
+    found: dict[str, Any] = this.inputs([f"on {{{kind}}} what?"], **given[kind]())
+    return found
+
+
+def logits(held: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    run = held if callable(held) else held.model
+    with torch.no_grad():
+        found: torch.Tensor = run(**inputs).logits
+    return found
+
+
+def check(family: str, how: Any, spec: str) -> None:
+    """Logits of the wrapped model: stock, reduced as by hand, and stock again."""
+    this = build(family)
+    inputs = media(this)
+    with how(this.model) as held:
+        used = isinstance(held, Used)
+        held = held.held if used else held
+        if used:
+            logits(held, inputs)
+        handle = mmfast.attach(held, spec)
+        found = logits(held, inputs)[0]
+        trace = handle.trace
+        assert [row.stage for row in trace.rows] == [spec.partition("@")[2].split(":")[0] or "pre"]
+        handle.detach()
+        again = logits(held, inputs)[0]
+        if isinstance(held, nn.Module) and how is dispatched:
+            from accelerate.hooks import remove_hook_from_submodules
+
+            remove_hook_from_submodules(held)
+        this.model.__dict__.pop("forward", None)
+        this.model._compiled_call_impl = None
+        torch._dynamo.reset()
+        for name, child in list(this.model.base_model._modules.items()):
+            this.model.base_model._modules[name] = getattr(child, "_orig_mod", child)
+        if hasattr(this.model.model, "_orig_mod"):
+            this.model.model = this.model.model._orig_mod
+        stock = this.model(**inputs).logits[0].detach()
+        assert torch.equal(again, stock)
+        prompt = oracle.embed(this, inputs)
+        keep = oracle.kept_places(prompt, trace.reductions)
+        assert len(keep) < len(prompt.embeds)
+        with torch.no_grad():
+            if spec == SPECS[0]:
+                assert torch.equal(found, oracle.removed(this, prompt, keep))
+            else:
+                by_hand = oracle.masked(this, prompt, trace.reductions)[keep]
+                torch.testing.assert_close(found, by_hand, atol=1e-5, rtol=0)
+                with mmfast.attach(this.model, spec):
+                    assert torch.equal(found, this.model(**inputs).logits[0])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("how", HELD, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
+def test_held_models_are_reduced_and_restored(family: str, how: Any, spec: str) -> None:
+    check(family, how, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("how", HELD, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("family", sorted({*ALL_FAMILIES} - {"llava_onevision", "qwen3_vl"}))
+def test_held_models_of_every_family(family: str, how: Any, spec: str) -> None:
+    check(family, how, spec)
+
+
+def test_wrappers_come_off_in_any_depth() -> None:
+    this = build("llava_onevision")
+    with peft(this.model) as held:
+        whole = SimpleNamespace(model=torch.compile(held, backend="eager"))
+        assert stock_model(whole) is this.model
+    assert stock_model(this.model) is this.model
+    assert stock_model(SimpleNamespace()).__class__ is SimpleNamespace
+
+
+def test_data_parallel_over_devices_is_refused() -> None:
+    this = build("llava_onevision")
+    held = nn.DataParallel(this.model)
+    held.device_ids = [0, 1]
+    with pytest.raises(ModelError, match="2 devices at every call; use DistributedDataParallel"):
+        mmfast.attach(held, SPECS[0])
+
+
+def test_text_models_take_a_kv_policy_and_no_reducer() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).eval()
+    ids = torch.arange(40)[None]
+    with mmfast.attach(model, cache="snapkv:12") as trace:
+        out = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, do_sample=False)
+    assert [row.stage for row in trace.rows] == ["kv"]
+    assert trace.rows[0].tokens_out == 12
+    assert out.past_key_values.layers[0].keys.shape[2] == 12 + 2
+    with pytest.raises(ValueError, match="'divprune' acts on tokens of media"):
+        mmfast.attach(model, "divprune:0.5")
