@@ -22,6 +22,7 @@ SUITES = {
     "kernels": ("kernels", "column_sums", "reducers"),
     "decode": ("decode", "moshi"),
     "encoder": ("vision",),
+    "train": ("training",),
 }
 Tick = Callable[[str, int, int], None]  # label, steps done, steps in all
 Benchmark = Callable[[Tick], list[Row]]

@@ -241,6 +241,7 @@ def bench(
     decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
     encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
     peer: _Peer = None,
+    train: Annotated[str | None, _named("train", "training")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -68,6 +68,9 @@ class Attendance:
 
     def _see(self, kwargs: Mapping[str, Any]) -> None:
         self._trace.calls += 1
+        if self._base.training and features_given(kwargs):  # else it would grow with every step
+            self._trace.rows.clear()
+            self._trace.reductions.clear()
         cache = kwargs.get("past_key_values")
         first = length_of(kwargs) > 1 and (cache is None or int(cache.get_seq_length()) == 0)
         encoded, self._encoded = self._encoded, False
