@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 
+AUTO, PLANNER = "auto", "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 Stage = AbstractContextManager[None]
@@ -54,7 +56,8 @@ def attach(
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
             `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
             and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule, which
-            cuts at several layers and ends at its budget. None reduces nothing.
+            cuts at several layers and ends at its budget. None reduces nothing. `"auto"` plans at
+            the first call with media for balanced quality; the row `plan` of the trace tells.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
             tokens (frames for `retrieve`, bits for `quant`). For the default DynamicCache.
@@ -73,9 +76,17 @@ def attach(
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    specs, plan, trace = parse(reduce), call_plan(cache), Trace()
+    auto = reduce == AUTO
+    specs, plan, trace = parse(None if auto else reduce), call_plan(cache), Trace()
     with ExitStack() as stack:
-        if specs or plan is not None or encoder is not None:
+        if auto:
+
+            def install(spec: str | None) -> Iterator[Stage]:
+                return _stages(model, parse(spec), plan, encoder, trace)
+
+            planner = importlib.import_module(PLANNER)
+            stack.enter_context(planner.planned(model, install, trace))
+        elif specs or plan is not None or encoder is not None:
             for stage in _stages(model, specs, plan, encoder, trace):
                 stack.enter_context(stage)
         yield trace

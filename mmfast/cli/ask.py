@@ -52,6 +52,8 @@ def ask(
     pipe = pipeline(
         task, model, device=device, dtype=dtype, max_new_tokens=max_new_tokens, **options
     )
+    if as_json:
+        pipe.tick = shared.silent
     answer = pipe(media, question)
     if save_overlay is not None:
         from mmfast.pipelines.overlay import save_sheet

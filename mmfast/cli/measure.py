@@ -10,7 +10,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
+from mmfast.cli.options import (
+    Caches,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Reduces,
+    complete_preset,
+    silent,
+)
 from mmfast.cli.output import (
     keep_rows,
     print_bench,
@@ -126,10 +135,11 @@ def evaluate(
     from mmfast.caches.plan import call_plan
     from mmfast.core.spec import parse
     from mmfast.models.quiet import quiet
+    from mmfast.planner.target import AUTO
 
     quiet()
     for spec in reduce or []:
-        parse(spec)
+        parse(None if spec == AUTO else spec)
     for spec in cache or []:
         call_plan(spec)
     if n < 1:
@@ -146,9 +156,10 @@ def evaluate(
 
     suite_of(suite)
     environ = environment()  # of the code that is about to run, not of the tree hours later
+    specs = [_chosen(model, suite, as_json) if spec == AUTO else spec for spec in reduce or []]
     with progress("eval") as tick:
         document = run_eval(
-            list(reduce or []),
+            specs,
             n=n,
             seed=seed,
             model=model,
@@ -159,6 +170,20 @@ def evaluate(
     if out is not None:
         keep_rows(out, eval_rows(document, environ))
     print_eval(document, as_json)
+
+
+def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
+    """Plan for the first question of a suite; None where all tokens are kept."""
+    from mmfast.planner.auto import plan_once, say
+    from mmfast.tiny.evaluate import Subject
+    from mmfast.tiny.suites import suite as questions
+    from mmfast.tiny.suites import suite_of
+
+    subject = Subject(model, asked=suite_of(suite))
+    inputs = subject.inputs(questions(1, 0, suite))
+    plan = plan_once(subject.model, subject.name, inputs, silent if as_json else None)
+    typer.echo(f"auto: {say(plan)}", err=True)
+    return plan.spec
 
 
 def _named(suite: str, what: str) -> Any:

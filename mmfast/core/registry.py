@@ -45,6 +45,8 @@ class Method:
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `store` (fewer bits).
         moment: Time at which a KV policy acts: `prefill` (once, after a prompt) or `always`.
+        resizes: It keeps a smaller raster, so it may keep less than its budget; at `pixel` the
+            pictures are resized to it.
         temporal: It compares the frames of a video, so it needs more than one frame.
         stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
             (Reduction, state)`, where the state is None at the start and then a mapping of
@@ -66,6 +68,7 @@ class Method:
     revives: bool = False
     role: str = ""
     moment: str = "prefill"
+    resizes: bool = False
     temporal: bool = False
     stream: Callable[..., Any] | None = field(default=None, repr=False)
     knobs: Mapping[str, Any] = field(default_factory=dict)

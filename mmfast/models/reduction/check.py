@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmfast.caches.plan import CachePlan
@@ -25,6 +26,7 @@ def check(
     model does not have; ModelError an unknown family, or layers that cannot hold reduced tokens.
     """
     adapter, text = adapter_for(model), model.get_decoder()
+    specs = [placed(spec, model) for spec in specs]
     attends = [hasattr(layer, "self_attn") for layer in text.layers]
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
@@ -37,6 +39,23 @@ def check(
         if AHEAD in spec.method.needs:
             layer_ahead(spec, text.layers)
     return specs
+
+
+def placed(spec: Spec, model: Any) -> Spec:
+    """Move a stage that resizes pictures behind a tower that takes one size of them alone.
+
+    There features are interpolated instead, in families that spend fewer tokens on smaller
+    pictures or pool frames themselves; elsewhere it is a ModelError.
+    """
+    adapter = adapter_for(model)
+    if not spec.method.resizes or spec.site != "pixel" or adapter.tower(model.base_model).packed:
+        return spec
+    if not adapter.resizes:
+        raise ModelError(
+            f"'{spec}' is not possible in {adapter.family!r}, whose pictures all have one size and "
+            f"number of tokens; '{replace(spec, site='pre')}' interpolates their features instead"
+        )
+    return replace(spec, site="pre")
 
 
 def _check_site(spec: Spec, model: Any, layers: int) -> None:
@@ -132,6 +151,11 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
         )
     for spec in inside:
         _check_merging(spec, adapter, model)
+    if len(early) > 1 and any(spec.method.resizes for spec in early):
+        raise SpecError(
+            f"'{early[0]}' and '{early[1]}' cannot share site 'pixel': one of them resizes the "
+            "picture; write a stage of site 'pre' for the other"
+        )
     if len(inside) > 1:
         raise SpecError(
             f"'{inside[1]}' is a second stage of site 'vit'; join both budgets in one stage"
