@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -35,7 +36,7 @@ def downsample(tokens: Tokens, budget: int) -> Reduction:
         SpecError: The tokens are what another stage left of a raster.
     """
     whole = tokens.grid or (1, 1, tokens.n)
-    tiled = tokens.grid is None and tokens.has("place")
+    tiled = tokens.grid is None and (tokens.has("place") or tokens.has("tile"))
     found = _in_tiles(tokens, budget) if tiled else resize_plan(whole, fit(whole, budget))
     lead, device = tokens.x.shape[:-2], tokens.x.device
     keep, owner, *mix = (each.to(device).expand(*lead, -1).contiguous() for each in found)
@@ -84,12 +85,18 @@ def _shares(n: int, m: int) -> Tensor:
 def _in_tiles(tokens: Tokens, budget: int) -> Sequence[Tensor]:
     """As `resize_plan`, for an overview (tile 0) and the mosaic of the other tiles."""
     first = (0,) * (tokens.x.ndim - 2)  # items of a batch are alike
-    place, tile = tokens.need("place")[first].cpu(), tokens.signal("tile")
-    mosaic = torch.zeros(tokens.n, dtype=torch.bool) if tile is None else tile[first].cpu() > 0
+    tile, place = tokens.signal("tile"), tokens.signal("place")
+    tile = torch.zeros(tokens.n, dtype=torch.int64) if tile is None else tile[first].cpu()
+    if place is None:  # tiles follow each other whole, and each is resized
+        side = math.isqrt(int(tile.bincount()[-1]))
+        inside = torch.arange(tokens.n) % side**2
+        place = torch.stack([tile, inside // side, inside % side], dim=-1)
+    else:
+        place = place[first].cpu()
     owner, parts, start = torch.full((tokens.n,), -1), [], 0
-    for mine in (~mosaic, mosaic):
+    for mine in (tile == 0, tile > 0):
         where = mine.nonzero()[:, 0]
-        if len(where) and start < budget:
+        if len(where) and (start == 0 or int((tile == 0).sum()) == start < budget):
             inside = place[where] - place[where].amin(0)
             t, h, w = (inside.amax(0) + 1).tolist()
             if t * h * w != len(where):

@@ -39,7 +39,8 @@ def compress(
     """Encode and reduce the media of a prompt; the result is what `attach` would compute.
 
     Takes inputs of the processor and stages at sites `pixel` and `pre`. Returns inputs for
-    `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit `position_ids` and
+    `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit
+    `position_ids` and
     `mm_encoder_outputs` (`inputs_embeds` where there is sound). Token counts and sequences that
     `generate` returns are those of the shortened prompt. ModelError where a signal is missing, or a
     prompt ends with media whose last token is dropped.

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,8 +64,10 @@ def pixel_stage(model: Any, adapter: Adapter, specs: Sequence[Spec]) -> Iterator
     with ExitStack() as stack:
         stack.callback(tower.module.__dict__.pop, KEPT, None)
         stack.enter_context(override(tower.module, "forward", stage.around))
-        if stage.resizes:
-            stack.enter_context(override(tower.base, "get_rope_index", stage.positions))
+        owners = {id(part): part for part in (tower.base, model)} if stage.resizes else {}
+        for part in owners.values():
+            if hasattr(part, "get_rope_index"):  # of both, where `generate` calls its own
+                stack.enter_context(override(part, "get_rope_index", stage.positions))
         yield
 
 
@@ -92,8 +95,12 @@ class _PixelStage:
         if bool(mask.all()):
             output = call(hidden_states, grid_thw, **kwargs)
         else:
+            source = mask.cumsum(0).sub(1).masked_fill(~mask, -1)
             if self.resizes:
                 small = self._small(chains, grid_thw)
+                starts = accumulate((len(chain.keep) for chain in chains), initial=0)
+                pairs = zip(chains, starts, strict=False)
+                source = torch.cat([chain.reductions[0].owner + start for chain, start in pairs])
                 rows = torch.cat(list(self._resized(hidden_states, grid_thw, small)))
                 self._local.kept = standing(self._module, grid_thw, small, mask)
                 kwargs = {k: v for k, v in kwargs.items() if k not in _TABLES}
@@ -106,7 +113,7 @@ class _PixelStage:
                 output = call(rows, small, **kwargs)
             finally:
                 self._local.kept = None
-            _fill_up(output, mask)
+            _fill_up(output, Reduction(mask.nonzero()[:, 0], source))
         output.__dict__[CHAINS] = chains
         return output
 
@@ -160,7 +167,7 @@ class _PixelStage:
 
     def _resized(self, patches: Tensor, grid_thw: Tensor, small: Tensor) -> Iterator[Tensor]:
         """Patches of each picture at its smaller size, laid out as the processor does."""
-        merge, side = self._module.spatial_merge_size, self._module.patch_size
+        merge, side = self._module.spatial_merge_size, self._module.config.patch_size
         layout = "(t h w a b) (c f y x) -> (t f) c (h a y) (w b x)"
         sizes = {"a": merge, "b": merge, "y": side, "x": side}
         sizes["f"] = self._module.config.temporal_patch_size
@@ -293,14 +300,11 @@ def _bounds(ends: Tensor, present: Tensor) -> Tensor:
     return distinct.to(ends.dtype)
 
 
-def _fill_up(output: Any, mask: Tensor) -> None:
-    """Features and DeepStack planes `[K, D]` back to `[U, D]`, zeros where units were dropped."""
+def _fill_up(output: Any, whole: Reduction) -> None:
+    """Features and DeepStack planes `[K, D]` back to `[U, D]`, zeros where units were dropped.
 
-    def full(rows: Tensor) -> Tensor:
-        filled = rows.new_zeros(len(mask), rows.shape[-1])
-        filled[mask.to(rows.device)] = rows
-        return filled
-
-    output.pooler_output = full(output.pooler_output)
+    Chunked prefill looks for the places of features, so those of a resized picture are repeated.
+    """
+    output.pooler_output = whole.expand(output.pooler_output)
     if getattr(output, "deepstack_features", None) is not None:
-        output.deepstack_features = [full(plane) for plane in output.deepstack_features]
+        output.deepstack_features = [whole.expand(plane) for plane in output.deepstack_features]

@@ -208,7 +208,7 @@ def test_what_cannot_be_done_says_so_in_a_line() -> None:
             attach(this.model, spec).__enter__()
     with (
         pytest.raises(SpecError, match="full rasters"),
-        attach(this.model, "evs:0.5+downsample@pre:0.5"),
+        attach(this.model, "evs:0.3+downsample@pre:0.5"),
         torch.no_grad(),
     ):
         this.model(**clip)

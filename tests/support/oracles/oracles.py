@@ -109,7 +109,7 @@ def downsample(item: Item, budget: int) -> Answer:
     groups: dict[int, dict[int, float]] = {}
     for wanted in (False, True):  # the overview, then the mosaic with what is left
         mine = [i for i in range(item.n) if bool(tiles[i] > 0) is wanted]
-        if not mine or len(groups) == budget:
+        if not mine or len(groups) not in (0, sum(tiles == 0)) or len(groups) == budget:
             continue
         places = {tuple(int(v) for v in item.signals["place"][i]): i for i in mine}
         axes = [sorted({place[axis] for place in places}) for axis in range(3)]
