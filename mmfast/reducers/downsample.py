@@ -18,15 +18,15 @@ from mmfast.core.tokens import Tokens
 Grid = tuple[int, int, int]
 
 
-@register("downsample", paper="2510.07143", sites=("pixel", "pre"), resizes=True)
+@register("downsample", sites=("pixel", "pre"), resizes=True)
 def downsample(tokens: Tokens, budget: int) -> Reduction:
     """Resize to the largest raster whose tokens do not exceed the budget.
 
-    Rows and columns shrink alike, the aspect ratio kept to half a token (Peng et al., 2025); below
-    one token a frame, frames are averaged. At `pixel` the pictures themselves are resized, so that
-    positions, too, are those of the smaller picture. Elsewhere features are interpolated, linearly
-    with antialiasing. An image cut into tiles keeps its overview, and the mosaic of its tiles gets
-    what is left of the budget; where the overview alone exceeds it, the mosaic goes.
+    The baseline of VTC-Bench (arXiv 2510.07143). Rows and columns shrink alike, the aspect ratio
+    kept to half a token; below one token a frame, frames are averaged. At `pixel` the pictures are
+    resized, so that positions, too, are those of the smaller picture. Elsewhere features are
+    interpolated, linearly with antialiasing. An image cut into tiles keeps its overview, and its
+    mosaic gets what is left; where the overview alone exceeds the budget, the mosaic goes.
 
     Args:
         tokens: `x` `[..., N, D]`, with a `grid`, or with `place` and `tile`; else one row.

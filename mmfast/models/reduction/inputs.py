@@ -21,7 +21,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import kinds_of
-from mmfast.models.reduction.check import placed
+from mmfast.models.reduction.check import check
 from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.record import features_given, flat, recording
 from mmfast.models.reduction.sequence import Sequences, locate
@@ -47,7 +47,7 @@ def compress(
     """
     from mmfast.models.vision.pixel import pixel_stage  # imports this package
 
-    specs = tuple(placed(spec, model) for spec in parse(reduce))
+    specs = check(parse(reduce), model)
     sites, early = sites_of(specs), [spec for spec in specs if spec.site == "pixel"]
     for spec in specs:
         if spec.site not in ("pixel", "pre") or AHEAD in spec.method.needs:

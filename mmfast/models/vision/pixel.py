@@ -24,14 +24,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2 import functional as tvF
-from transformers.image_utils import (
-    IMAGENET_DEFAULT_MEAN,
-    IMAGENET_DEFAULT_STD,
-    IMAGENET_STANDARD_MEAN,
-    IMAGENET_STANDARD_STD,
-    OPENAI_CLIP_MEAN,
-    OPENAI_CLIP_STD,
-)
+from transformers import image_utils
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
@@ -220,11 +213,10 @@ def _tower_order(module: Any, grid: Tensor) -> Tensor:
 
 
 # Means and deviations by which processors normalise pictures of 8 bits.
-_NORMS = (
-    (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
-    (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD),
-    (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
-)
+_NORMS = [
+    (getattr(image_utils, f"{name}_MEAN"), getattr(image_utils, f"{name}_STD"))
+    for name in ("OPENAI_CLIP", "IMAGENET_STANDARD", "IMAGENET_DEFAULT")
+]
 # What the tower would take of the whole picture instead of computing it.
 _TABLES = {"position_ids", "cu_seqlens", "max_seqlen", "window_index", "cu_window_seqlens"}
 _TABLES |= {"max_window_seqlen", "interp_indices", "interp_weights"}
