@@ -23,10 +23,11 @@ def downsample(tokens: Tokens, budget: int) -> Reduction:
     """Resize to the largest raster whose tokens do not exceed the budget.
 
     The baseline of VTC-Bench (arXiv 2510.07143). Rows and columns shrink alike, the aspect ratio
-    kept to half a token; below one token a frame, frames are averaged. At `pixel` the pictures are
-    resized, so that positions, too, are those of the smaller picture. Elsewhere features are
-    interpolated, linearly with antialiasing. An image cut into tiles keeps its overview, and its
-    mosaic gets what is left; where the overview alone exceeds the budget, the mosaic goes.
+    kept to half a token; below one token a frame, so does the number of frames. At `pixel` the
+    pictures are resized, so that positions, too, are those of the smaller picture. Elsewhere
+    features are interpolated bilinearly, as LLaVA-OneVision pools its frames. An image cut into
+    tiles keeps its overview, and its mosaic gets what is left; where the overview alone exceeds the
+    budget, the mosaic goes.
 
     Args:
         tokens: `x` `[..., N, D]`, with a `grid`, or with `place` and `tile`; else one row.
@@ -77,9 +78,9 @@ def _outer(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _shares(n: int, m: int) -> Tensor:
-    """Weights `[m, n]` of linear interpolation from n places to m, with antialiasing."""
+    """Weights `[m, n]` of linear interpolation from n places to m."""
     eye = torch.eye(n, dtype=torch.float64)[None, None]  # a column for each source
-    return F.interpolate(eye, (m, n), mode="bilinear", antialias=True)[0, 0].float()
+    return F.interpolate(eye, (m, n), mode="bilinear", align_corners=False)[0, 0].float()
 
 
 def _in_tiles(tokens: Tokens, budget: int) -> Sequence[Tensor]:

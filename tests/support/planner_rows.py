@@ -20,7 +20,7 @@ SHARES = (0.5, 0.25, 0.1, 0.05)
 
 
 def row(reduce: str | None, score: float, kept: float, **more: Any) -> dict[str, Any]:
-    known = {"model": "m", "n": 100, "seed": 1}
+    known = {"model": "m", "n": 1000, "seed": 1}
     return {"reduce": reduce, "score": score, "kept": kept, **known, **more}
 
 

@@ -72,6 +72,7 @@ class _PixelStage:
         self._site = site
         self.resizes = site.specs[0].method.resizes
         self._local = threading.local()
+        self._known: dict[tuple[int, int, int], Chain] = {}  # of methods that resize
 
     def kept(self) -> Reduction | None:
         """The patches in the current pass, among all in the tower's order; None where all are."""
@@ -120,9 +121,12 @@ class _PixelStage:
             start += t * h * w
             x = mine.reshape(t * h * w // merge**2, -1)  # [N, merge^2 * C]
             grid = (t, h // merge, w // merge)
+            if grid in self._known:
+                chains.append(self._known[grid])
+                continue
             chain = run_site(self._site, Tokens(x, grid=grid, signals={"pixels": x}), {})
-            if self.resizes:
-                chain = _stand_ins(chain, grid, self._site.specs[0])
+            if self.resizes:  # by the size of a picture alone
+                chain = self._known[grid] = _stand_ins(chain, grid, self._site.specs[0])
             if not chain.pure:
                 raise SpecError(
                     f"'{self._site.specs[0]}' merges patches before the vision tower, which can "

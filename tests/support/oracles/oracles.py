@@ -78,13 +78,12 @@ def smaller(grid: tuple[int, int, int], budget: int) -> tuple[int, int, int]:
     return frames, *max(found)[2:]
 
 
-def _triangle(n: int, m: int, place: int) -> dict[int, float]:
-    """Weights of n places in output `place` of m: a triangle as wide as two outputs."""
-    scale = n / m
-    middle = (place + 0.5) * scale
-    near = {i: max(0.0, 1 - abs(i + 0.5 - middle) / scale) for i in range(n)}
-    total = sum(near.values())
-    return {i: weight / total for i, weight in near.items() if weight > 1e-12}
+def _hat(n: int, m: int, place: int) -> dict[int, float]:
+    """Weights of n places in output `place` of m: the two places around its middle."""
+    middle = min(max((place + 0.5) * n / m - 0.5, 0.0), n - 1.0)
+    low = math.floor(middle)
+    weights = {low: 1 - (middle - low), low + 1: middle - low}
+    return {i: weight for i, weight in weights.items() if weight > 1e-12}
 
 
 def _resized(grid: tuple[int, int, int], budget: int) -> dict[int, dict[int, float]]:
@@ -92,7 +91,7 @@ def _resized(grid: tuple[int, int, int], budget: int) -> dict[int, dict[int, flo
     groups: dict[int, dict[int, float]] = {}
     for place in itertools.product(*(range(m) for m in small)):
         standing = [(2 * i + 1) * n // (2 * m) for i, n, m in zip(place, grid, small, strict=True)]
-        axes = [_triangle(n, m, i) for i, n, m in zip(place, grid, small, strict=True)]
+        axes = [_hat(n, m, i) for i, n, m in zip(place, grid, small, strict=True)]
         mixed = {}
         for t, y, x in itertools.product(*axes):
             weight = axes[0][t] * axes[1][y] * axes[2][x]
