@@ -80,12 +80,12 @@ def attach(
     specs, plan, trace = parse(None if auto else reduce), call_plan(cache), Trace()
     with ExitStack() as stack:
         if auto:
-
-            def install(spec: str | None) -> Iterator[Stage]:
-                return _stages(model, parse(spec), plan, encoder, trace)
-
-            planner = importlib.import_module(PLANNER)
-            stack.enter_context(planner.planned(model, install, trace))
+            planned = importlib.import_module(PLANNER).planned
+            stack.enter_context(
+                planned(
+                    model, lambda spec: _stages(model, parse(spec), plan, encoder, trace), trace
+                )
+            )
         elif specs or plan is not None or encoder is not None:
             for stage in _stages(model, specs, plan, encoder, trace):
                 stack.enter_context(stage)

@@ -10,16 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mmfast.cli.options import (
-    Caches,
-    Device,
-    Dtype,
-    Json,
-    Model,
-    Reduces,
-    complete_preset,
-    silent,
-)
+from mmfast.cli import options
+from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
 from mmfast.cli.output import (
     keep_rows,
     print_bench,
@@ -181,7 +173,7 @@ def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
 
     subject = Subject(model, asked=suite_of(suite))
     inputs = subject.inputs(questions(1, 0, suite))
-    plan = plan_once(subject.model, subject.name, inputs, silent if as_json else None)
+    plan = plan_once(subject.model, subject.name, inputs, options.silent if as_json else None)
     typer.echo(f"auto: {say(plan)}", err=True)
     return plan.spec
 
