@@ -80,12 +80,10 @@ def attach(
     specs, plan, trace = parse(None if auto else reduce), call_plan(cache), Trace()
     with ExitStack() as stack:
         if auto:
-            planned = importlib.import_module(PLANNER).planned
-            stack.enter_context(
-                planned(
-                    model, lambda spec: _stages(model, parse(spec), plan, encoder, trace), trace
-                )
-            )
+            planner = importlib.import_module(PLANNER)
+            rest = (plan, encoder, trace)
+            install = planner.planned(model, lambda spec: _stages(model, parse(spec), *rest), trace)
+            stack.enter_context(install)
         elif specs or plan is not None or encoder is not None:
             for stage in _stages(model, specs, plan, encoder, trace):
                 stack.enter_context(stage)
