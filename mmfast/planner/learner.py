@@ -103,8 +103,8 @@ class Learner:
         """Compare the machine with itself before it is measured; the reason not to trust it."""
         known = not missing_points(self.rates.linear, work.prompt * work.rows)
         known = known and not unknown_pixels(self.rates, work.pixels)
-        known = known and (run is None or call in self.rates.overhead)
-        if known and not self.busy:
+        learnt = run is None or call in self.rates.overhead or not self._short(work, call)
+        if known and learnt and not self.busy:
             return ""
         if tick is not None:
             tick(0, 1, "the noise of this machine")
@@ -116,10 +116,10 @@ class Learner:
 
     def _learn_overhead(self, work: Work, call: str, run: Run) -> None:
         """Learn the overhead of short calls beyond the prediction; long calls hide it."""
+        if not self._short(work, call):
+            return
         specs = (None, PROBE)
         costs = [self.cost(work, parse(text), call) for text in specs]
-        if max(cost.ttft for cost in costs) > SHORT_MS:
-            return
         for text in specs:
             run(text)
         # Turn about, so that a busy machine treats both alike.
@@ -128,6 +128,9 @@ class Learner:
         # It may be below 0: layers can be faster in their place than alone.
         rest = tuple(ms - cost.ttft for ms, cost in zip(middle, costs, strict=True))
         self.rates = self.rates.gain(overhead={call: rest})
+
+    def _short(self, work: Work, call: str) -> bool:
+        return all(self.cost(work, parse(s), call).ttft <= SHORT_MS for s in (None, PROBE))
 
     def price(self, stages: Sequence[Spec], work: Work) -> None:
         """Measure what choosing takes, where that is not known; note what refuses to choose."""

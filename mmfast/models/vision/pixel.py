@@ -159,7 +159,8 @@ class _PixelStage:
     def _small(self, chains: Sequence[Chain], grid_thw: Tensor) -> Tensor:
         """Patches of the smaller pictures, `[items, 3]`."""
         merge = self._module.spatial_merge_size
-        sides = [(t, h * merge, w * merge) for t, h, w in (chain.raster or () for chain in chains)]
+        rasters = [chain.raster or (1, 1, 1) for chain in chains]  # `_stand_ins` tells it
+        sides = [(t, h * merge, w * merge) for t, h, w in rasters]
         return torch.tensor(sides, dtype=grid_thw.dtype, device=grid_thw.device)
 
     def _resized(self, patches: Tensor, grid_thw: Tensor, small: Tensor) -> Iterator[Tensor]:
@@ -213,7 +214,8 @@ def _tower_order(module: Any, grid: Tensor) -> Tensor:
     if not hasattr(module, "window_size"):
         return torch.arange(int(grid.prod(-1).sum()) // module.spatial_merge_size**2)
     sizes = (module.spatial_merge_size, module.window_size, module.patch_size)
-    return get_vision_window_index(grid, *sizes)[0].cpu()
+    order: Tensor = get_vision_window_index(grid, *sizes)[0].cpu()
+    return order
 
 
 # Means and deviations by which processors normalise pictures of 8 bits.
@@ -239,9 +241,14 @@ def resized(frames: Tensor, size: tuple[int, int]) -> Tensor:
         if off < max(1e-3, 20 * torch.finfo(frames.dtype).eps):
             whole = levels.round().clamp(0, 255).to(torch.uint8)
             small = tvF.resize(whole, list(size), tvF.InterpolationMode.BICUBIC, antialias=True)
-            return tvF.normalize(small.float(), mean.tolist(), std.tolist()).to(frames.dtype)
-    floats = tvF.resize(frames.float(), list(size), tvF.InterpolationMode.BICUBIC, antialias=True)
-    return floats.to(frames.dtype)
+            small = tvF.normalize(small.float(), mean.tolist(), std.tolist())
+            break
+    else:
+        small = tvF.resize(
+            frames.float(), list(size), tvF.InterpolationMode.BICUBIC, antialias=True
+        )
+    found: Tensor = small.to(frames.dtype)
+    return found
 
 
 def _mask(chain: Chain) -> Tensor:
