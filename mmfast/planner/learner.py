@@ -91,7 +91,7 @@ class Learner:
         with self._saving():
             self.rates = decoder_rates(self.bench, self.rates, work.prompt * work.rows, tick)
             if work.pixels:
-                if tick is not None:
+                if tick is not None and unknown_pixels(self.rates, work.pixels):
                     tick(0, 1, "the encoder")
                 self.rates = encoder_rates(self.bench, self.rates, inputs)
             if run is not None and call not in self.rates.overhead:
