@@ -56,8 +56,8 @@ def attach(
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
             `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
             and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule, which
-            cuts at several layers and ends at its budget. None reduces nothing. `"auto"` plans at
-            the first call with media for balanced quality; the row `plan` of the trace tells.
+            cuts at several layers and ends at its budget. None reduces nothing; `"auto"`
+            plans at the first call with media, for balanced quality.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
             tokens (frames for `retrieve`, bits for `quant`). For the default DynamicCache.
@@ -76,24 +76,24 @@ def attach(
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    auto = reduce == AUTO
-    specs, plan, trace = parse(None if auto else reduce), call_plan(cache), Trace()
+    specs = AUTO if reduce == AUTO else parse(reduce)
+    plan, trace = call_plan(cache), Trace()
     with ExitStack() as stack:
-        if auto:
-            planner = importlib.import_module(PLANNER)
-            rest = (plan, encoder, trace)
-            install = planner.planned(model, lambda spec: _stages(model, parse(spec), *rest), trace)
-            stack.enter_context(install)
-        elif specs or plan is not None or encoder is not None:
+        if specs or plan is not None or encoder is not None:
             for stage in _stages(model, specs, plan, encoder, trace):
                 stack.enter_context(stage)
         yield trace
 
 
 def _stages(
-    model: Any, specs: tuple[Spec, ...], plan: CachePlan | None, encoder: str | None, trace: Trace
+    model: Any, specs: Any, plan: CachePlan | None, encoder: str | None, trace: Trace
 ) -> Iterator[Stage]:
-    """Check, then everything that enters the model, in order."""
+    """Check, then everything that enters the model, in order; "auto" waits for the first call."""
+    if specs == AUTO:
+        planned = importlib.import_module(PLANNER).planned
+        rest = (plan, encoder, trace)
+        yield planned(model, lambda spec: _stages(model, parse(spec), *rest), trace)
+        return
     from mmfast.models.families.adapter import adapter_for
     from mmfast.models.kv.policy import KVStage
     from mmfast.models.reduction.call import PassState

@@ -72,7 +72,7 @@ class Evidence:
 
     @cached_property
     def baselines(self) -> tuple[Curve, ...]:
-        """What has to be beaten, at each site it was measured at."""
+        """Methods that have to be beaten, at each site they were measured at."""
         return tuple(c for c in self.curves if c.single and c.name in RIVALS)
 
     def chance(self, score: float, rival: float) -> float:
