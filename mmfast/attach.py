@@ -56,8 +56,7 @@ def attach(
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
             `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
             and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule, which
-            cuts at several layers and ends at its budget. None reduces nothing; `"auto"`
-            plans at the first call with media, for balanced quality.
+            cuts at several layers and ends at its budget. None reduces nothing, "auto" plans.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
             tokens (frames for `retrieve`, bits for `quant`). For the default DynamicCache.
@@ -76,12 +75,11 @@ def attach(
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
         ...     model.generate(**inputs)
     """
-    specs = AUTO if reduce == AUTO else parse(reduce)
-    plan, trace = call_plan(cache), Trace()
+    specs, plan, trace = AUTO if reduce == AUTO else parse(reduce), call_plan(cache), Trace()
     with ExitStack() as stack:
-        if specs or plan is not None or encoder is not None:
-            for stage in _stages(model, specs, plan, encoder, trace):
-                stack.enter_context(stage)
+        wanted = specs or plan is not None or encoder is not None
+        for stage in _stages(model, specs, plan, encoder, trace) if wanted else ():
+            stack.enter_context(stage)
         yield trace
 
 
