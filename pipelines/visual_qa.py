@@ -29,8 +29,9 @@ from mmfast.models.timing import FirstToken, encoder_timer
 from mmfast.models.vision.acceleration import check_encoder
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
+from mmfast.planner.auto import say
 from mmfast.planner.plan import Plan
-from mmfast.planner.target import Target, check_alone, make_target
+from mmfast.planner.target import Target, automatic, check_alone, make_target
 from mmfast.streams.reply import placeholders
 
 
@@ -157,7 +158,8 @@ class VisualQA:
 
     Args:
         model: None (embedded), a directory, a hub id, or a `(model, processor)` pair.
-        reduce: Spec string such as `"evs:0.25"` or `"divprune:0.5+fastv@llm3:0.5"`.
+        reduce: Spec string such as `"evs:0.25"` or `"divprune:0.5+fastv@llm3:0.5"`, or `"auto"`:
+            the planner chooses, for balanced quality unless a target says otherwise.
         cache: Spec string of what happens to keys and values, such as `"snapkv:1024"` (evict
             behind the prompt), `"sink:4+window:512"` (at every step) or `"quant:4"` (fewer bits);
             the trace gets a row `kv`. See `mmfast.attach`.
@@ -182,6 +184,7 @@ class VisualQA:
     """
 
     task: str
+    tick: Tick | None = None  # called while the device is measured, instead of a bar
 
     def __init__(
         self,
@@ -202,8 +205,9 @@ class VisualQA:
         quality: str | None = None,
         **generate: Any,
     ) -> None:
+        target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
+        reduce, self.target = automatic(reduce, target)
         specs, plan = parse(reduce), call_plan(cache)
-        self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
         check_alone(self.target, reduce)
         check_encoder(encoder)
         for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
@@ -257,7 +261,7 @@ class VisualQA:
         inputs, items = self._inputs([(media, check_question(question))], Trace())
         reduce = self.reduce
         if wanted:
-            reduce = self.planner.plan(inputs, items, wanted, start)[0].spec
+            reduce = self.planner.plan(inputs, items, wanted, start, tick=self.tick)[0].spec
         return stream_text(self, inputs, reduce)
 
     def plan(
@@ -325,8 +329,9 @@ class VisualQA:
         inputs, items = self._inputs(pairs, reading, notes)
         reduce, plan = self.reduce, None
         if target:
-            with reading.stage("plan"):
-                plan, measuring = self.planner.plan(inputs, items, target, start)
+            with reading.stage("plan") as row:
+                plan, measuring = self.planner.plan(inputs, items, target, start, tick=self.tick)
+                row.method = say(plan)
             reduce = plan.spec
             if measuring:  # the device, once and for all: no part of answering
                 reading.rows[-1].ms -= measuring

@@ -64,6 +64,8 @@ def ask(
     given: dict[str, Any] = {"reduce": reduce, "cache": cache, "max_memory": max_memory}
     given |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
     pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given)
+    if as_json:
+        pipe.tick = shared.silent
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScopeWarning)  # the answer has a note of it
         answer = pipe(media, question)

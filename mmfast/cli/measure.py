@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mmfast.cli import options
 from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
 from mmfast.cli.output import (
     keep_rows,
@@ -127,9 +128,10 @@ def evaluate(
     """Accuracy, tokens and time to first token per spec on the embedded task."""
     from mmfast.core.spec import check_names
     from mmfast.models.quiet import quiet
+    from mmfast.planner.target import AUTO
 
     quiet()
-    check_names(reduce or [], cache or [])
+    check_names([spec for spec in reduce or [] if spec != AUTO], cache or [])
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
     keep_rows(out, [])  # from here on Ctrl-C tells of them
@@ -149,9 +151,10 @@ def evaluate(
 
     suite_of(suite)
     environ = environment()  # of the code that is about to run, not of the tree hours later
+    specs = [_chosen(model, suite, as_json) if spec == AUTO else spec for spec in reduce or []]
     with progress("eval") as tick:
         document = run_eval(
-            list(reduce or []),
+            specs,
             n=n,
             seed=seed,
             model=model,
@@ -161,6 +164,20 @@ def evaluate(
             sink=lambda document: keep_rows(out, eval_rows(document, environ)),
         )
     print_eval(document, as_json)
+
+
+def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
+    """Plan for the first question of a suite; None where all tokens are kept."""
+    from mmfast.planner.auto import plan_once, say
+    from mmfast.tiny.evaluate import Subject
+    from mmfast.tiny.suites import suite as questions
+    from mmfast.tiny.suites import suite_of
+
+    subject = Subject(model, asked=suite_of(suite))
+    inputs = subject.inputs(questions(1, 0, suite))
+    plan = plan_once(subject.model, subject.name, inputs, options.silent if as_json else None)
+    typer.echo(f"auto: {say(plan)}", err=True)
+    return plan.spec
 
 
 def _named(suite: str, what: str) -> Any:

@@ -47,6 +47,8 @@ class Method:
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `store` (fewer bits).
         moment: Time at which a KV policy acts: `prefill` (once, after a prompt) or `always`.
+        resizes: It keeps a smaller raster, so it may keep less than its budget; at `pixel` the
+            pictures are resized to it.
         temporal: It compares the frames of a video, so it needs more than one frame.
         coupled: With `parity=true` the items of a batch decide together, as in the reference.
         stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
@@ -69,6 +71,7 @@ class Method:
     revives: bool = False
     role: str = ""
     moment: str = "prefill"
+    resizes: bool = False
     temporal: bool = False
     coupled: bool = False
     stream: Callable[..., Any] | None = field(default=None, repr=False)

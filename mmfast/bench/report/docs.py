@@ -23,7 +23,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.registry import Method, methods
 
 CHARTS = ("accuracy.svg", "speed.svg")
-BEST, BASELINES = 7, ("random", "uniform", "pool")  # lines of the accuracy chart
+BEST, BASELINES = 7, ("random", "uniform", "pool", "downsample")  # lines of the accuracy chart
 SUITES = {
     "eval-video": "clips",
     "eval-image": "single images",

@@ -102,6 +102,8 @@ class Adapter:
         blocks: `(arguments of forward) -> [B, P + L]`: for a family whose media tokens see forward
             inside their image, the number of the image of each token up to now, -1 at text; None
             where this call is causal.
+        resizes: A smaller picture gets fewer tokens (tiles), or frames are pooled, though the tower
+            takes one size alone.
         deepstack: The text model adds further visual features after its first layers.
         mrope: Positions have three axes, and the base model remembers `rope_deltas`.
         alone: A vision encoder without a language model.
@@ -116,6 +118,7 @@ class Adapter:
     tile_counts: Callable[[Any, Call], list[int]] = one_tile
     media: tuple[str, ...] = ("image", "video")
     blocks: Callable[[Call], Tensor | None] = lambda _: None
+    resizes: bool = False
     deepstack: bool = False
     mrope: bool = False
     alone: bool = False

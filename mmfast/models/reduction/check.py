@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmfast.caches.plan import CachePlan
@@ -42,6 +43,7 @@ def check(
             f"{specs[0].method.name if specs else encoder!r} acts on tokens of media, and "
             f"{type(model).__name__} reads text alone; cache='snapkv:1024' bounds its memory"
         )
+    specs = [placed(spec, model) for spec in specs]
     attends = [hasattr(layer, "self_attn") for layer in text.layers]
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
@@ -92,6 +94,23 @@ def _check_one(inside: Sequence[Spec]) -> None:
         raise SpecError(
             f"'{inside[1]}' is a second stage of site 'vit'; join both budgets in one stage"
         )
+
+
+def placed(spec: Spec, model: Any) -> Spec:
+    """Move a stage that resizes pictures behind a tower that takes one size of them alone.
+
+    There features are interpolated instead, in families that spend fewer tokens on smaller
+    pictures or pool frames themselves; elsewhere it is a ModelError.
+    """
+    adapter = adapter_for(model)
+    if not spec.method.resizes or spec.site != "pixel" or adapter.tower(base_of(model)).packed:
+        return spec
+    if not adapter.resizes:
+        raise ModelError(
+            f"'{spec}' is not possible in {adapter.family!r}, whose pictures all have one size and "
+            f"number of tokens; '{replace(spec, site='pre')}' interpolates their features instead"
+        )
+    return replace(spec, site="pre")
 
 
 def _check_site(spec: Spec, model: Any, layers: int) -> None:
@@ -187,6 +206,11 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
         )
     for spec in inside:
         _check_merging(spec, adapter, model)
+    if len(early) > 1 and any(spec.method.resizes for spec in early):
+        raise SpecError(
+            f"'{early[0]}' and '{early[1]}' cannot share site 'pixel': one of them resizes the "
+            "picture; write a stage of site 'pre' for the other"
+        )
     _check_one(inside)
     if early and not adapter.tower(base_of(model)).packed:
         raise ModelError(

@@ -222,7 +222,7 @@ class SiteRunner:
                 f"'{site.specs[0]}' runs before the vision tower; encode the media inside attach()"
             )
         chain: Chain = item.record.dropped[item.index]
-        item.signals = chain.follow(item.signals)
+        item.signals, item.raster = chain.follow(item.signals), chain.raster
         return chain
 
     def _tokens(self, site: Site, item: MediaItem, x: Tensor, hidden: Tensor) -> Tokens:
