@@ -6,7 +6,7 @@ import contextvars
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,21 +15,33 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 from mmfast.attach import attach
 from mmfast.caches.plan import call_plan
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Row, Trace, peak_bytes
-from mmfast.frontends.image import read_image
+from mmfast.frontends.image import kind_of, read_image
+from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, seekable
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.families.adapter import add_views, check_media, token_counts
 from mmfast.models.loading import load
-from mmfast.models.prompt import Shot, build_inputs, check_question, summed
+from mmfast.models.prompt import (
+    Medium,
+    Shot,
+    chat_inputs,
+    check_question,
+    is_chat,
+    read_chat,
+    summed,
+)
 from mmfast.models.timing import FirstToken, encoder_timer
-from mmfast.models.vision.acceleration import check_encoder
+from mmfast.pipelines.generation import CALL, GENERATE, merged, seeded
+from mmfast.pipelines.options import TARGET, checked
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, check_alone, make_target
 from mmfast.streams.reply import placeholders
+
+MEDIA = ("text", "images", "videos")
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,10 @@ def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple
     return [(media, text)], False
 
 
+def _several(media: Any, name: str) -> bool:
+    return isinstance(media, (list, tuple)) and (name == "images" or _many_clips(media, ""))
+
+
 def _many_images(media: Any) -> bool:
     """Tell whether each element is an input; rows of numbers are an image written as a list."""
     return isinstance(media, list) and not any(isinstance(m, list) for m in media)
@@ -117,9 +133,12 @@ class _ReaderGone(StoppingCriteria):  # type: ignore[misc]
 
 
 def stream_text(
-    pipe: Any, inputs: dict[str, Any], reduce: str | Sequence[Spec] | None
+    pipe: Any,
+    inputs: dict[str, Any],
+    reduce: str | Sequence[Spec] | None,
+    how: dict[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Generate in a thread under the spec `reduce` and yield what it writes.
+    """Generate in a thread under the spec `reduce` and yield what it writes; see `VisualQA.run`.
 
     An error in the thread is raised here; leaving the iterator early stops the generation.
     """
@@ -131,8 +150,11 @@ def stream_text(
     def work() -> None:
         try:
             with attach(pipe.model, reduce, pipe.cache, pipe.encoder):
-                criteria = StoppingCriteriaList([_ReaderGone(gone)])
-                pipe.run(inputs, streamer=streamer, stopping_criteria=criteria)
+                given = {**pipe.generate, **(how or {})}
+                criteria = StoppingCriteriaList(
+                    [*(given.pop("stopping_criteria", None) or ()), _ReaderGone(gone)]
+                )
+                pipe.run(inputs, **given, streamer=streamer, stopping_criteria=criteria)
         except BaseException as error:
             failure.append(error)
             streamer.end()
@@ -152,7 +174,11 @@ class VisualQA:
     """Answer questions about images or clips with any supported checkpoint.
 
     Args:
-        model: None (embedded), a directory, a hub id, or a `(model, processor)` pair.
+        model: None (embedded), a directory, a hub id, a model, or a `(model, processor)` pair.
+        processor: Object, directory or hub id; None takes the model's.
+        model_kwargs: Arguments of `from_pretrained`: `device_map`, `quantization_config`,
+            `attn_implementation`, `revision` and so on. A model that they place, or quantise, is
+            not moved. Remote code and weights that are no safetensors are refused.
         reduce: Spec string such as `"evs:0.25"` or `"divprune:0.5+fastv@llm3:0.5"`.
         cache: Spec string of what happens to keys and values, such as `"snapkv:1024"` (evict
             behind the prompt), `"sink:4+window:512"` (at every step) or `"quant:4"` (fewer bits);
@@ -162,27 +188,33 @@ class VisualQA:
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         frames: Frames sampled uniformly from a clip.
         fps: Sample at this rate instead.
-        max_new_tokens: Longest answer in tokens.
+        max_new_tokens: Longest answer in tokens; None: 64.
         batch_size: Questions answered in one forward pass.
         target_ttft_ms: Milliseconds to the first token; the planner picks method and budget.
         target_tokens: Visual tokens of a prompt that a decoder layer works on, on average.
         max_memory: Bytes of weights, keys and values, and activations: `"2GB"` or a number.
         quality: `high` (a point of accuracy at most), `balanced` (three) or `fast` (the best at a
             tenth of the tokens).
-        **generate: Further arguments of the model's `generate`.
+        **generate: Further arguments of the model's `generate`, such as `temperature`, `top_p`,
+            `do_sample`, `generation_config`; and `seed`, which repeats what is drawn.
 
     Raises:
         SpecError: Wrong `reduce` or `cache`, before any weight is read.
-        MmfastError: A target that nothing can meet, or one beside `reduce`.
+        MmfastError: An unknown option or value, before any weight is read; a target that nothing
+            can meet, or one beside `reduce`.
         ModelError: The checkpoint cannot be loaded.
     """
 
     task: str
+    kind: str  # `image` or `video`
 
+    @checked(CALL, GENERATE)
     def __init__(
         self,
         model: Any = None,
         *,
+        processor: Any = None,
+        model_kwargs: Mapping[str, Any] | None = None,
         reduce: str | None = None,
         cache: str | None = None,
         encoder: str | None = None,
@@ -190,7 +222,7 @@ class VisualQA:
         dtype: str | torch.dtype = "auto",
         frames: int = 8,
         fps: float | None = None,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
         batch_size: int = 1,
         target_ttft_ms: float | None = None,
         target_tokens: int | None = None,
@@ -201,20 +233,15 @@ class VisualQA:
         specs, plan = parse(reduce), call_plan(cache)
         self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
         check_alone(self.target, reduce)
-        check_encoder(encoder)
-        for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise MmfastError(
-                    f"{name}={value!r} is not allowed; give a whole number of at least 1"
-                )
         self.embedded = model is None
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
-        self.generate = {"max_new_tokens": max_new_tokens, "do_sample": False, **generate}
-        self.model, self.processor = load(model, device, dtype)
+        self._own = {"max_new_tokens": max_new_tokens, **generate}
+        self.generate = merged(self._own, {})
+        self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
         self._name = model
         self._planner: PipelinePlanner | None = None
 
@@ -222,39 +249,75 @@ class VisualQA:
     def _read(self, media: Any) -> list[Shot]:
         """Decode what one question is about."""
 
-    def __call__(self, media: Any, question: str | Sequence[str], **target: Any) -> Any:
+    @checked({*CALL, *TARGET, *MEDIA, "batch_size"}, GENERATE)
+    def __call__(self, media: Any = None, question: Any = None, **options: Any) -> Any:
         """Answer one question, or a list of them.
 
         Args:
-            media: A clip or image; a list of them gives a list of answers.
+            media: A clip or image; a list of them gives a list of answers. Or a conversation:
+                messages of `role` and `content` as transformers takes them; or a list of those.
             question: A question; a list goes with a list of media, or with one that all share.
-            **target: `target_ttft_ms`, `target_tokens`, `max_memory` or `quality`, instead of
-                those of the pipeline. A latency out of reach warns and takes the fastest plan.
+            **options: As transformers calls them: `text`, the question or conversation, and
+                `images` or `videos`, a list of which goes with one question, or fills the parts of
+                a conversation that have no source. Instead of those of the pipeline: `batch_size`,
+                `seed`, arguments of `generate`; `target_ttft_ms`, `target_tokens`, `max_memory` or
+                `quality`. A latency out of reach warns and takes the fastest plan.
 
         Returns:
             An `Answer`, or a list of them where `media` or `question` is a list.
 
         Raises:
             MediaError: The input cannot be read.
-            MmfastError: Empty question, lists of different lengths, or a target that nothing
-                meets.
+            MmfastError: Empty question, lists of different lengths, an unknown option, or a target
+                that nothing meets.
         """
-        wanted = self._wanted(target)
-        pairs, many = pair_up(media, question, self.task == "image-qa")
+        size = options.pop("batch_size", None) or self.batch_size
+        pairs, many, wanted, how = self._asked(media, question, options)
         answers: list[Answer] = []
-        for at in range(0, len(pairs), self.batch_size):
-            answers += self._answer(pairs[at : at + self.batch_size], wanted)
+        for at in range(0, len(pairs), size):
+            answers += self._answer(pairs[at : at + size], wanted, how)
         return answers if many else answers[0]
 
-    def stream(self, media: Any, question: str, **target: Any) -> Iterator[str]:
+    @checked({*CALL, *TARGET, *MEDIA}, GENERATE)
+    def stream(self, media: Any = None, question: Any = None, **options: Any) -> Iterator[str]:
         """Answer one question, as a call does, in text deltas that joined are the answer."""
-        wanted, start = self._wanted(target), time.perf_counter()
-        inputs, items = self._inputs([(media, check_question(question))], Trace())
+        start = time.perf_counter()
+        pairs, many, wanted, how = self._asked(media, question, options)
+        if many:
+            raise MmfastError(f"stream() answers one question, got a list of {len(pairs)}")
+        inputs, items = self._inputs(pairs, Trace())
         reduce = self.reduce
         if wanted:
             reduce = self.planner.plan(inputs, items, wanted, start)[0].spec
-        return stream_text(self, inputs, reduce)
+        return stream_text(self, inputs, reduce, how)
 
+    def _asked(
+        self, media: Any, question: Any, options: dict[str, Any]
+    ) -> tuple[list[tuple[Any, Any]], bool, Target, dict[str, Any]]:
+        """Media with questions, or conversations with None; whether they were a list; options."""
+        wanted = self._wanted({k: options.pop(k) for k in TARGET if k in options})
+        given = {k: v for k in MEDIA if (v := options.pop(k, None)) is not None}
+        how, text, own = merged(self._own, options), given.pop("text", None), f"{self.kind}s"
+        for name in given.keys() - {own}:
+            raise MediaError(f"{self.task} takes no {name}=; use {name[:-1]}-qa")
+        if (given and media is not None) or (text is not None and question is not None):
+            raise MmfastError(f"media and {own}=, or question and text=, are both given; give one")
+        media, question = given.get(own, media), text if question is None else question
+        chat, fill = (media, None) if question is None else (question, media)
+        chats = [chat] if is_chat(chat) else chat
+        if isinstance(chats, (list, tuple)) and chats and all(map(is_chat, chats)):
+            if fill is not None and chats is chat:
+                raise MmfastError(f"{own}= goes with one conversation; write them inside of each")
+            own_parts = [] if fill is None else fill if _several(fill, own) else [fill]
+            return [(read_chat(c, own_parts), None) for c in chats], chats is chat, wanted, how
+        if media is None:
+            raise MmfastError(f"there is no {self.kind} to ask about; give one, or a conversation")
+        if given and own == "images" and isinstance(media, list):  # all are of one question
+            one = isinstance(question, str)
+            media = tuple(media) if one else [tuple(m) if type(m) is list else m for m in media]
+        return *pair_up(media, question, own == "images"), wanted, how
+
+    @checked(TARGET)
     def plan(
         self,
         media: Any,
@@ -292,17 +355,35 @@ class VisualQA:
         return wanted
 
     def _inputs(
-        self, pairs: list[tuple[Any, str]], trace: Trace
+        self, pairs: list[tuple[Any, Any]], trace: Trace
     ) -> tuple[dict[str, Any], list[int]]:
         """Return the model's inputs, and the number of images or clips of each question."""
         with trace.stage("read"):
-            shots = [self._read(media) for media, _ in pairs]
+            chats = [self._chat(media, question) for media, question in pairs]
         with trace.stage("preprocess"):
-            questions = [question for _, question in pairs]
-            inputs = build_inputs(self.processor, shots, questions, self.model.device)
-        return inputs, [len(mine) for mine in shots]
+            inputs = chat_inputs(self.processor, chats, self.model.device)
+        parts = [[part for message in chat for part in message["content"]] for chat in chats]
+        return inputs, [sum(isinstance(part, Shot) for part in mine) for mine in parts]
 
-    def _answer(self, pairs: list[tuple[Any, str]], target: Target) -> list[Answer]:
+    def _chat(self, media: Any, question: str | None) -> list[dict[str, Any]]:
+        """Messages of texts and decoded media, of a question or of a conversation (None)."""
+        if question is not None:
+            return [{"role": "user", "content": [*self._read(media), question]}]
+        read = []
+        for message in media:
+            parts: list[Any] = []
+            for part in message["content"]:
+                if isinstance(part, Medium) and part.kind != self.kind:
+                    raise MediaError(
+                        f"{self.task} takes no {part.kind}; use pipeline('{part.kind}-qa')"
+                    )
+                parts += self._read(part.source) if isinstance(part, Medium) else [part]
+            read.append({**message, "content": parts})
+        return read
+
+    def _answer(
+        self, pairs: list[tuple[Any, Any]], target: Target, how: dict[str, Any]
+    ) -> list[Answer]:
         start, reading, first = time.perf_counter(), Trace(), FirstToken()
         inputs, items = self._inputs(pairs, reading)
         reduce, plan = self.reduce, None
@@ -319,8 +400,9 @@ class VisualQA:
             encoder_timer(self.model) as encode,
             attach(self.model, reduce, self.cache, self.encoder) as trace,
         ):
-            output = self.run(inputs, streamer=first)
+            output = self.run(inputs, **how, streamer=first)
         end = time.perf_counter()
+        first.at = first.at or end  # under beam search no token is certain before
         kind = "video" if "pixel_values_videos" in inputs else "image"
         counts = summed(token_counts(self.model, kind, inputs, trace), items)
         add_views(self.model, kind, inputs, trace)
@@ -350,13 +432,27 @@ class VisualQA:
         return draw(self._read(media), self.processor, trace, item)
 
     def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
-        """Stock greedy `generate`; a model must not write placeholder tokens into its answer."""
-        blocked = sorted(placeholders(self.model)) or None
+        """Stock `generate`; a model must not write placeholder tokens into its answer."""
+        how = {**self.generate, **extra}
+        blocked = {*placeholders(self.model), *(how.pop("suppress_tokens", None) or ())}
+        if (how.get("num_beams") or 1) > 1:
+            del how["streamer"]
+        if (seed := how.pop("seed", None)) is not None:
+            how["custom_generate"] = seeded(seed, how.get("streamer"))
+        if how.get("stop_strings"):
+            how["tokenizer"] = self.processor.tokenizer
         with torch.inference_mode():
             output: torch.Tensor = self.model.generate(
-                **inputs, suppress_tokens=blocked, **{**self.generate, **extra}
+                **inputs, suppress_tokens=sorted(blocked) or None, **how
             )
         return output
+
+
+def _encoded(media: Any) -> Any:
+    """Media that can be looked at and then read: a file that cannot seek becomes its bytes."""
+    if hasattr(media, "read") and not seekable(media):
+        return open_source(media, DEFAULT_LIMITS).data
+    return media
 
 
 @task("image-qa", aliases=("image-text-to-text",))
@@ -366,22 +462,41 @@ class ImageQA(VisualQA):
     A tuple of images is one input: the question is about all of them together.
     """
 
+    kind = "image"
+
     def _read(self, media: Any) -> list[Shot]:
         images = media if isinstance(media, tuple) else (media,)
         if not images:
             raise MmfastError("no image to ask about; give an image or a tuple of images")
-        return [Shot("image", read_image(image), None) for image in images]
+        return [Shot("image", self._picture(_encoded(image)), None) for image in images]
+
+    def _picture(self, media: Any) -> Any:
+        if kind_of(media) == "image":
+            return read_image(media)
+        length = f" of {len(media)} frames" if hasattr(media, "__len__") else ""
+        if is_encoded(media):
+            length = f" of {read_video(media, frames=1).duration:.3g} s"
+        raise MediaError(
+            f"this is a video{length}, and image-qa reads pictures; use pipeline('video-qa')"
+        )
 
 
 @task("video-qa", aliases=("video-text-to-text",))
 class VideoQA(VisualQA):
     """Answer questions about videos: path, bytes, file object, array, list of frames, iterator."""
 
+    kind = "video"
+
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(model, **options)
         check_media(self.model, "video")
 
     def _read(self, media: Any) -> list[Shot]:
+        media = _encoded(media)
+        if kind_of(media) == "image":
+            raise MediaError(
+                "this is a still picture, and video-qa reads clips; use pipeline('image-qa')"
+            )
         sampling: dict[str, Any] = {"fps": self.fps} if self.fps else {"frames": self.frames}
         clip = read_video(media, **sampling)
         return [Shot("video", clip.frames, clip.metadata())]

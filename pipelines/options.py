@@ -1,0 +1,126 @@
+"""Options of pipelines: names and values are checked before a model is read."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from mmfast.caches.plan import call_plan, plan_cache
+from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.size import parse_bytes
+from mmfast.core.spec import parse
+from mmfast.models.loading import FIXED, MODEL_KWARGS, check_fixed, pick_device, pick_dtype
+from mmfast.models.vision.acceleration import check_encoder
+from mmfast.planner.target import make_target
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def named(method: Callable[..., Any]) -> frozenset[str]:
+    """Names of the options that a function declares."""
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(method).parameters.values()
+    return frozenset(p.name for p in found if p.kind in kinds and p.name != "self")
+
+
+ABOVE, MOST = math.ulp(0.0), sys.float_info.max
+TARGET = named(make_target)
+NUMBERS: dict[str, tuple[float, float, str]] = {
+    **dict.fromkeys(
+        (
+            "frames",
+            "max_new_tokens",
+            "batch_size",
+            "batch",
+            "sized_for",
+            "host_blocks",
+            "num_beams",
+        ),
+        (1, MOST, "a whole number of at least 1"),
+    ),
+    "num_beams": (1, MOST, "a whole number of at least 1"),
+    **dict.fromkeys(("seed", "top_k"), (0, MOST, "a whole number of at least 0")),
+    **dict.fromkeys(
+        ("fps", "seconds", "repetition_penalty", "ahead"), (ABOVE, MOST, "a number above 0")
+    ),
+    **dict.fromkeys(("temperature", "delay", "quiet"), (0, MOST, "a number of at least 0")),
+    **dict.fromkeys(
+        ("top_p", "typical_p", "frame_cache"), (ABOVE, 1, "a number above 0 and at most 1")
+    ),
+    **dict.fromkeys(("min_p", "gate"), (0, 1, "a number from 0 to 1")),
+    "do_sample": (0, 1, "True or False"),
+}
+READERS: dict[str, Callable[[Any], Any]] = {
+    "reduce": parse,
+    "cache": call_plan,
+    "memory": plan_cache,
+    "encoder": check_encoder,
+    "device": pick_device,
+    "dtype": pick_dtype,
+    **{name: lambda value, name=name: make_target(**{name: value}) for name in TARGET},
+    **dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), parse_bytes),
+}
+OBJECTS = ("frame_cache", "gate")  # a number, or an object that checks itself
+
+
+@contextmanager
+def within(task: str) -> Iterator[None]:
+    """Name the task in the errors of its options."""
+    try:
+        yield
+    except MmfastError as error:
+        raise type(error)(f"{task}: {error}") from None
+
+
+def check_values(task: str, given: Mapping[str, Any]) -> None:
+    """Refuse a value that an option can never have (MmfastError)."""
+    for name, value in given.items():
+        if value is None or (name in OBJECTS and not isinstance(value, (int, float, str))):
+            continue
+        with within(task):
+            READERS.get(name, lambda _: None)(value)
+            least, most, words = NUMBERS.get(name, (0, 0, ""))
+            kind = bool if "True" in words else int if "whole" in words else (int, float)
+            fine = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if words and not (fine and least <= value <= most):
+                raise MmfastError(f"{name}={value!r} is not allowed; give {words}")
+
+
+def check_names(
+    task: str, given: Collection[str], choices: Collection[str], more: Collection[str] = ()
+) -> None:
+    """Refuse options that are neither in `choices` nor in `more`, which a message leaves out."""
+    for name in given:
+        if name in FIXED:
+            check_fixed({name: not FIXED[name]})
+        if name not in choices and name not in more:
+            place = name in MODEL_KWARGS and "model_kwargs" in choices
+            hint = f" (it belongs into model_kwargs={{{name!r}: …}})" if place else ""
+            raise MmfastError(f"{task}: {unknown('option', name, choices, more)}{hint}")
+
+
+def checked(listed: Collection[str] = (), more: Collection[str] = ()) -> Callable[[F], F]:
+    """Decorate a method of a pipeline, so that its options are checked before its body runs.
+
+    Allowed are those that it declares, `listed` and `more`; messages leave out the last.
+    """
+
+    def decorate(method: F) -> F:
+        order = list(inspect.signature(method).parameters)[1:]
+        choices = named(method) | frozenset(listed)
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            task = getattr(self, "task", type(self).__name__)
+            check_names(task, options, choices, more)
+            check_values(task, {**dict(zip(order, args, strict=False)), **options})
+            return method(self, *args, **options)
+
+        return cast(F, call)
+
+    return decorate
