@@ -12,7 +12,7 @@ import torch
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
 from mmfast.frontends.audio.reader import load_audio
-from mmfast.models.loading import check_kwargs, load
+from mmfast.models.loading import load
 from mmfast.pipelines.generation import CALL, GENERATE, merged
 from mmfast.pipelines.options import checked, named
 from mmfast.pipelines.registry import task
@@ -160,7 +160,6 @@ class OmniChat:
         given = {"processor": processor, "model_kwargs": model_kwargs}
         if model is not None:
             self._model = load(model, **place, **given)
-        check_kwargs(None, device, dtype, model_kwargs)  # the embedded ones are read later
         merged({k: v for k, v in options.items() if k in (*CALL, *GENERATE)}, {})
         self._video = {**place, **options, **(given if model is None else {})}
         self._voice = (speech, listener, speaker, device)

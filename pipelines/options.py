@@ -14,7 +14,14 @@ from mmfast.caches.plan import call_plan, plan_cache
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.size import parse_bytes
 from mmfast.core.spec import parse
-from mmfast.models.loading import FIXED, MODEL_KWARGS, check_fixed, pick_device, pick_dtype
+from mmfast.models.loading import (
+    FIXED,
+    MODEL_KWARGS,
+    check_fixed,
+    check_kwargs,
+    pick_device,
+    pick_dtype,
+)
 from mmfast.models.vision.acceleration import check_encoder
 from mmfast.planner.target import make_target
 
@@ -79,6 +86,9 @@ def within(task: str) -> Iterator[None]:
 
 def check_values(task: str, given: Mapping[str, Any]) -> None:
     """Refuse a value that an option can never have (MmfastError)."""
+    with within(task):
+        where = given.get("device"), given.get("dtype", "auto"), given.get("model_kwargs")
+        check_kwargs(given.get("model"), *where)
     for name, value in given.items():
         if value is None or (name in OBJECTS and not isinstance(value, (int, float, str))):
             continue

@@ -195,7 +195,8 @@ class SpeechChat:
         model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        check_values(self.task, {"device": device, "dtype": dtype})
+        place = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
+        check_values(self.task, place)
         told = {"voice": voice, "speed": speed, "pitch": pitch, "mode": mode, "verify": verify}
         self._part = "reply" if chat is None else "chat"
         owner = model if chat is None or speaker is None else speaker
@@ -338,7 +339,8 @@ class TextToSpeech:
         model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        check_values(self.task, {"device": device, "dtype": dtype})
+        place = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
+        check_values(self.task, place)
         told = {"voice": voice, "rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
         self.options = speech_options(self.task, model, {**told, **options}, "speak")
         self.speaker = can(load_voice(model, device, dtype, model_kwargs), "speak")

@@ -24,7 +24,7 @@ from mmfast.frontends.video.reader import read_video
 from mmfast.models.families.adapter import add_views, check_media, token_counts
 from mmfast.models.loading import load
 from mmfast.models.prompt import (
-    Medium,
+    MediaPart,
     Shot,
     chat_inputs,
     check_question,
@@ -373,11 +373,9 @@ class VisualQA:
         for message in media:
             parts: list[Any] = []
             for part in message["content"]:
-                if isinstance(part, Medium) and part.kind != self.kind:
-                    raise MediaError(
-                        f"{self.task} takes no {part.kind}; use pipeline('{part.kind}-qa')"
-                    )
-                parts += self._read(part.source) if isinstance(part, Medium) else [part]
+                if isinstance(part, MediaPart) and part.kind != self.kind:
+                    raise MediaError(f"{self.task} takes no {part.kind}; use {part.kind}-qa")
+                parts += self._read(part.source) if isinstance(part, MediaPart) else [part]
             read.append({**message, "content": parts})
         return read
 
@@ -404,8 +402,10 @@ class VisualQA:
         end = time.perf_counter()
         first.at = first.at or end  # under beam search no token is certain before
         kind = "video" if "pixel_values_videos" in inputs else "image"
-        counts = summed(token_counts(self.model, kind, inputs, trace), items)
-        add_views(self.model, kind, inputs, trace)
+        each = token_counts(self.model, kind, inputs, trace) if any(items) else []
+        counts = summed(each, items)
+        if each:
+            add_views(self.model, kind, inputs, trace)
         prompt = inputs["input_ids"].shape[1]
         inside = sum(row.ms for row in trace.rows if row.stage != "vit")  # vit is part of encode
         trace.add("prefill", prompt, 1, (first.at - begin) * 1e3 - encode.ms - inside)
@@ -476,9 +476,7 @@ class ImageQA(VisualQA):
         length = f" of {len(media)} frames" if hasattr(media, "__len__") else ""
         if is_encoded(media):
             length = f" of {read_video(media, frames=1).duration:.3g} s"
-        raise MediaError(
-            f"this is a video{length}, and image-qa reads pictures; use pipeline('video-qa')"
-        )
+        raise MediaError(f"this is a video{length}: use video-qa, or give one of its frames")
 
 
 @task("video-qa", aliases=("video-text-to-text",))
@@ -494,9 +492,7 @@ class VideoQA(VisualQA):
     def _read(self, media: Any) -> list[Shot]:
         media = _encoded(media)
         if kind_of(media) == "image":
-            raise MediaError(
-                "this is a still picture, and video-qa reads clips; use pipeline('image-qa')"
-            )
+            raise MediaError("this is a still picture, not a video: use image-qa")
         sampling: dict[str, Any] = {"fps": self.fps} if self.fps else {"frames": self.frames}
         clip = read_video(media, **sampling)
         return [Shot("video", clip.frames, clip.metadata())]

@@ -115,7 +115,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True)
-class Medium:
+class MediaPart:
     """An image or a clip of a conversation that is not read yet."""
 
     kind: str
@@ -129,7 +129,7 @@ def is_chat(value: Any) -> bool:
 
 
 def read_chat(messages: Sequence[Mapping[str, Any]], given: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages with their content as a list of texts and `Medium`, in order.
+    """Messages with their content as a list of texts and `MediaPart`, in order.
 
     Parts without a source take the next of `given`. MmfastError for an unknown role, part or key,
     for media that are left over, and where no user asks last.
@@ -152,7 +152,7 @@ def read_chat(messages: Sequence[Mapping[str, Any]], given: Sequence[Any]) -> li
     return found
 
 
-def _source(part: Any, rest: Iterator[Any]) -> str | Medium:
+def _source(part: Any, rest: Iterator[Any]) -> str | MediaPart:
     if not isinstance(part, Mapping):
         raise MmfastError(f"a part of a message is a {type(part).__name__}; give a text or a dict")
     filled = {key: value for key, value in part.items() if value is not None}
@@ -174,4 +174,4 @@ def _source(part: Any, rest: Iterator[Any]) -> str | Medium:
             source = base64.b64decode(source, validate=True)
         except (binascii.Error, ValueError, TypeError):
             raise MmfastError("base64 of an image cannot be decoded; give its bytes") from None
-    return source if kind == "text" else Medium(kind, source)
+    return source if kind == "text" else MediaPart(kind, source)
