@@ -63,7 +63,7 @@ NUMBERS: dict[str, tuple[float, float, str]] = {
     "do_sample": (0, 1, "True or False"),
 }
 READERS: dict[str, Callable[[Any], Any]] = {
-    "reduce": parse,
+    "reduce": lambda spec: spec == "auto" or parse(spec),
     "cache": call_plan,
     "memory": plan_cache,
     "encoder": check_encoder,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.spec import parse
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.families.adapter import check_media
@@ -78,6 +79,7 @@ class VideoStream:
         sized_for: int = 64,
         batch: int = 1,
     ) -> None:
+        parse(reduce)
         gate = FrameGate(gate) if isinstance(gate, int | float) else gate
         source = _embedded() if model is None else model
         self.model, self.processor = load(source, device, dtype, processor, model_kwargs)

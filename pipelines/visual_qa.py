@@ -136,7 +136,7 @@ def stream_text(
     pipe: Any,
     inputs: dict[str, Any],
     reduce: str | Sequence[Spec] | None,
-    how: dict[str, Any] | None = None,
+    how: Mapping[str, Any],
 ) -> Iterator[str]:
     """Generate in a thread under the spec `reduce` and yield what it writes; see `VisualQA.run`.
 
@@ -150,11 +150,9 @@ def stream_text(
     def work() -> None:
         try:
             with attach(pipe.model, reduce, pipe.cache, pipe.encoder):
-                given = {**pipe.generate, **(how or {})}
-                criteria = StoppingCriteriaList(
-                    [*(given.pop("stopping_criteria", None) or ()), _ReaderGone(gone)]
-                )
-                pipe.run(inputs, **given, streamer=streamer, stopping_criteria=criteria)
+                own = how.get("stopping_criteria") or ()
+                criteria = StoppingCriteriaList([*own, _ReaderGone(gone)])
+                pipe.run(inputs, how, streamer=streamer, stopping_criteria=criteria)
         except BaseException as error:
             failure.append(error)
             streamer.end()
@@ -206,7 +204,7 @@ class VisualQA:
     """
 
     task: str
-    kind: str  # `image` or `video`
+    kind = "video"  # or `image`
 
     @checked(CALL, GENERATE)
     def __init__(
@@ -283,8 +281,8 @@ class VisualQA:
         """Answer one question, as a call does, in text deltas that joined are the answer."""
         start = time.perf_counter()
         pairs, many, wanted, how = self._asked(media, question, options)
-        if many:
-            raise MmfastError(f"stream() answers one question, got a list of {len(pairs)}")
+        if many or (how.get("num_beams") or 1) > 1:
+            raise MmfastError("stream() answers one question, and without num_beams; call the pipe")
         inputs, items = self._inputs(pairs, Trace())
         reduce = self.reduce
         if wanted:
@@ -398,7 +396,7 @@ class VisualQA:
             encoder_timer(self.model) as encode,
             attach(self.model, reduce, self.cache, self.encoder) as trace,
         ):
-            output = self.run(inputs, **how, streamer=first)
+            output = self.run(inputs, how, streamer=first)
         end = time.perf_counter()
         first.at = first.at or end  # under beam search no token is certain before
         kind = "video" if "pixel_values_videos" in inputs else "image"
@@ -431,12 +429,14 @@ class VisualQA:
         draw = overlay.draw_sheets if sheets else overlay.draw_shots
         return draw(self._read(media), self.processor, trace, item)
 
-    def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
-        """Stock `generate`; a model must not write placeholder tokens into its answer."""
-        how = {**self.generate, **extra}
+    def run(
+        self, inputs: dict[str, Any], how: Mapping[str, Any] | None = None, **extra: Any
+    ) -> torch.Tensor:
+        """Stock `generate` as `how` says, else as the pipeline does, and without placeholders."""
+        how = {**(self.generate if how is None else how), **extra}
         blocked = {*placeholders(self.model), *(how.pop("suppress_tokens", None) or ())}
         if (how.get("num_beams") or 1) > 1:
-            del how["streamer"]
+            how.pop("streamer", None)
         if (seed := how.pop("seed", None)) is not None:
             how["custom_generate"] = seeded(seed, how.get("streamer"))
         if how.get("stop_strings"):
@@ -482,8 +482,6 @@ class ImageQA(VisualQA):
 @task("video-qa", aliases=("video-text-to-text",))
 class VideoQA(VisualQA):
     """Answer questions about videos: path, bytes, file object, array, list of frames, iterator."""
-
-    kind = "video"
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(model, **options)

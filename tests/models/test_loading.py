@@ -69,6 +69,7 @@ def test_arguments_reach_the_model(moved: list[Any]) -> None:
 
 @pytest.mark.parametrize("task", ["video-qa", "image-qa", "video-stream"])
 def test_placed_models_are_not_moved(task: str, moved: list[Any]) -> None:
+    pytest.importorskip("accelerate")
     pipe = mmfast.pipeline(task, model_kwargs={"device_map": "cpu"})
     assert pipe.model.device.type == "cpu" and not moved
     assert not pipe.model.training

@@ -52,7 +52,9 @@ def seen(pipe: Any, *args: Any, **options: Any) -> list[dict[str, Any]]:
     """Return the inputs of the model in each pass of a call."""
     found: list[dict[str, Any]] = []
     stock = pipe.run
-    pipe.run = lambda inputs, **how: found.append(dict(inputs)) or stock(inputs, **how)
+    pipe.run = lambda inputs, *args, **how: (
+        found.append(dict(inputs)) or stock(inputs, *args, **how)
+    )
     try:
         pipe(*args, **options)
     finally:

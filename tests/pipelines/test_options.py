@@ -327,7 +327,9 @@ def test_batch_size_of_a_call_is_the_size_of_its_passes(pipe: Any) -> None:
     questions = ["How many objects are there?", QUESTION, "Is there a red circle?"] * 2
     one_by_one = [pipe(CLIP, question).text for question in questions]
     stock = pipe.run
-    pipe.run = lambda inputs, **how: sizes.append(len(inputs["input_ids"])) or stock(inputs, **how)
+    pipe.run = lambda inputs, *args, **how: (
+        sizes.append(len(inputs["input_ids"])) or stock(inputs, *args, **how)
+    )
     try:
         assert [a.text for a in pipe(CLIP, questions, batch_size=4)] == one_by_one
     finally:
@@ -343,6 +345,11 @@ def test_beams_and_stop_strings(pipe: Any) -> None:
         ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
     )
     answer = pipe(CLIP, QUESTION, num_beams=3, max_new_tokens=8)
+    with pytest.raises(MmfastError, match="num_beams"):
+        pipe.stream(CLIP, QUESTION, num_beams=3)
+    warm = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), temperature=9.0, seed=1)
+    assert warm(CLIP, QUESTION, do_sample=False).text == pipe(CLIP, QUESTION).text
+    assert "".join(warm.stream(CLIP, QUESTION, temperature=0)).strip() == pipe(CLIP, QUESTION).text
     assert answer.text == text[0].strip() and answer.ttft_ms > 0
     word = pipe(CLIP, QUESTION).text
     assert pipe(CLIP, QUESTION, stop_strings=[word], eos_token_id=-1).text == word
