@@ -137,6 +137,8 @@ class OmniChat:
         ...     for event in session.run("question.wav", frames=[(0.0, frame)]): ...
     """
 
+    task: str
+
     @checked(_CLIP | _STREAM, GENERATE)
     def __init__(
         self,
@@ -156,10 +158,9 @@ class OmniChat:
         speaks = speech if speaker is None else speaker
         self.wording, self.options = wording, speech_options(self.task, speaks, voice or {})
         # one checkpoint for clips and streams is loaded once; the embedded ones differ
-        self._model, place = None, {"device": device, "dtype": dtype}
-        given = {"processor": processor, "model_kwargs": model_kwargs}
-        if model is not None:
-            self._model = load(model, **place, **given)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        given: dict[str, Any] = {"processor": processor, "model_kwargs": model_kwargs}
+        self._model = None if model is None else load(model, **place, **given)
         merged({k: v for k, v in options.items() if k in (*CALL, *GENERATE)}, {})
         self._video = {**place, **options, **(given if model is None else {})}
         self._voice = (speech, listener, speaker, device)

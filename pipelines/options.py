@@ -69,7 +69,6 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "encoder": check_encoder,
     "device": pick_device,
     "dtype": pick_dtype,
-    **{name: lambda value, name=name: make_target(**{name: value}) for name in TARGET},
     **dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), parse_bytes),
 }
 OBJECTS = ("frame_cache", "gate")  # a number, or an object that checks itself
@@ -93,7 +92,10 @@ def check_values(task: str, given: Mapping[str, Any]) -> None:
         if value is None or (name in OBJECTS and not isinstance(value, (int, float, str))):
             continue
         with within(task):
-            READERS.get(name, lambda _: None)(value)
+            if name in TARGET:
+                make_target(**{name: value})
+            elif name in READERS:
+                READERS[name](value)
             least, most, words = NUMBERS.get(name, (0, 0, ""))
             kind = bool if "True" in words else int if "whole" in words else (int, float)
             fine = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

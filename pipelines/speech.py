@@ -113,10 +113,8 @@ def speech_options(
     """
     with within(task):
         given = given_options(options)
-        how = speaking(given) if part == "chat" else given
-        names = (
-            check_options(model, "reply" if part == "reply" else "speak", how) if given else None
-        )
+        how, method = (speaking(given), "speak") if part == "chat" else (given, part)
+        names = check_options(model, method, how) if given else None
     if names is not None:
         names = {"speed" if (part, name) == ("chat", "rate") else name for name in names}
         check_names(task, given, names, PLACE)
@@ -178,6 +176,8 @@ class SpeechChat:
         ...         print(event.text, end="")
     """
 
+    task: str
+
     def __init__(
         self,
         model: Any = None,
@@ -195,7 +195,7 @@ class SpeechChat:
         model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        place = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
+        place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
         check_values(self.task, place)
         told = {"voice": voice, "speed": speed, "pitch": pitch, "mode": mode, "verify": verify}
         self._part = "reply" if chat is None else "chat"
@@ -203,9 +203,9 @@ class SpeechChat:
         self.options = speech_options(self.task, owner, {**told, **options}, self._part)
         self.chatter: Chatter
         if chat is None:
-            self.chatter = can(load_voice(model, device, dtype, model_kwargs), "reply")
+            self.chatter = can(load_voice(model, **place), "reply")
         else:
-            self.chatter = cascade(chat, model, listener, speaker, device, dtype, model_kwargs)
+            self.chatter = cascade(chat, model, listener, speaker, **place)
 
     def _given(self, options: dict[str, Any]) -> dict[str, Any]:
         """Options of a call above those of the pipeline."""
@@ -307,13 +307,7 @@ class TextToSpeech:
         model: None (embedded), a directory or hub id (CSM, Qwen2.5-Omni), or a `Speaker`.
         voice: Name of a voice; None takes the model's own.
         rate: Words per minute.
-        pitch: 0 to 99.
-        mode: `vanilla`, `balance`, `boost` or `turbo` (default): when drafts are made.
-        verify: `exact` (default: what one token per pass says), `typical:0.3`, or `none`: the most
-            tokens per pass, and hard to understand on the embedded model.
-        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        model_kwargs: Arguments of `from_pretrained`; see `VisualQA`.
+        pitch, mode, verify, device, dtype, model_kwargs: As for `SpeechChat`.
         **options: Further options of the speaker.
 
     Raises:
@@ -324,6 +318,8 @@ class TextToSpeech:
         >>> spoken = TextToSpeech()("The red circle moves to the left.")
         >>> spoken.save("left.wav")
     """
+
+    task: str
 
     def __init__(
         self,
@@ -339,11 +335,11 @@ class TextToSpeech:
         model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        place = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
+        place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
         check_values(self.task, place)
         told = {"voice": voice, "rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
         self.options = speech_options(self.task, model, {**told, **options}, "speak")
-        self.speaker = can(load_voice(model, device, dtype, model_kwargs), "speak")
+        self.speaker = can(load_voice(model, **place), "speak")
 
     def _given(self, options: dict[str, Any]) -> dict[str, Any]:
         """Options of a call above those of the pipeline."""

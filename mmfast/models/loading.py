@@ -133,7 +133,10 @@ def load(
             raise ModelError(f"model is a tuple of {len(model)}{beside}; give (model, processor)")
         return model
     if isinstance(model, torch.nn.Module):
-        return model, _processor_of(model, processor)
+        name = str(getattr(model, "name_or_path", None) or "")
+        if processor is None and not name:
+            raise ModelError(f"this {type(model).__name__} comes without its processor{_PASS}")
+        return model, _read_processor(processor or name, {}, None)
     if model is not None and not isinstance(model, (str, Path)):
         raise ModelError(
             f"model is a {type(model).__name__}; give a directory, a hub id, a model of "
@@ -142,41 +145,23 @@ def load(
     where, place, kind = str(model or embedded_path()), pick_device(device), pick_dtype(dtype)
     _check_directory(where)
     with loading(f"model {where!r}"):
-        read = _read_processor(processor or where, given, processor is None)
+        read = _read_processor(processor or where, given, where)
         return from_pretrained(_class_of(_config(model, given)), where, place, kind, given), read
 
 
-def _processor_of(model: Any, processor: Any) -> Any:
-    """The processor given, or that of the checkpoint from which a model was loaded."""
-    if processor is not None:
-        return _read_processor(processor)
-    name, reason = str(getattr(model, "name_or_path", None) or ""), ""
-    try:
-        if name:
-            return _read_processor(name)
-    except ModelError as error:
-        reason = f" ({error})"
-    raise ModelError(
-        f"this {type(model).__name__} comes without its processor{reason}; pass processor= (an "
-        "object, a directory or a hub id), or (model, processor)"
-    )
+_PASS = "; pass processor= (an object, a directory or a hub id), or (model, processor)"
 
 
-def _read_processor(
-    source: Any, given: Mapping[str, Any] | None = None, beside: bool = False
-) -> Any:
-    """A processor as it is or from a checkpoint, of the model's revision where `beside` it."""
+def _read_processor(source: Any, given: Mapping[str, Any], model: str | None) -> Any:
+    """A processor as it is or from a checkpoint, of the model's revision where it is the model."""
     if isinstance(source, (str, Path)):
         from transformers import AutoProcessor
 
-        options = _of_hub(given or {}, HUB if beside else HUB[:-2])
-        with loading(f"{'model' if beside else 'processor'} {str(source)!r}"):
-            source = AutoProcessor.from_pretrained(str(source), trust_remote_code=False, **options)
+        where, options = str(source), _of_hub(given, HUB if source is model else HUB[:-2])
+        with loading(f"{'model' if source is model else 'processor'} {where!r}", _PASS):
+            source = AutoProcessor.from_pretrained(where, trust_remote_code=False, **options)
     if not hasattr(source, "tokenizer"):
-        raise ModelError(
-            f"processor is a {type(source).__name__} without a tokenizer; give the processor of "
-            "the model, as AutoProcessor.from_pretrained returns it"
-        )
+        raise ModelError(f"processor is a {type(source).__name__} without a tokenizer{_PASS}")
     return source
 
 
@@ -185,7 +170,7 @@ def _of_hub(given: Mapping[str, Any], names: Sequence[str] = HUB) -> dict[str, A
 
 
 @contextmanager
-def loading(name: str) -> Iterator[None]:
+def loading(name: str, fix: str = "") -> Iterator[None]:
     """Turn errors of transformers about files and arguments into a one-line ModelError."""
     try:
         yield
@@ -193,7 +178,7 @@ def loading(name: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot load {name}: {reason}") from error
+        raise ModelError(f"cannot load {name}: {reason}{fix}") from error
 
 
 def _check_directory(where: str) -> None:

@@ -115,8 +115,9 @@ def test_agreement_is_no_contradiction() -> None:
     given = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
     model, _ = load(HERE, "cpu", "float32", None, given)
     assert model.dtype == torch.float32
-    model, _ = load(HERE, "cpu", "auto", None, {"use_cache": False})  # a field of its config
-    assert model.config.get_text_config().use_cache is False or model.config.use_cache is False
+    field = {"vision_feature_select_strategy": "default"}  # of its configuration
+    model, _ = load(HERE, "cpu", "auto", None, field)
+    assert model.config.vision_feature_select_strategy == "default"
 
 
 def test_processors(tmp_path: Path) -> None:

@@ -134,8 +134,8 @@ def write_sound(target: Any, pcm: Tensor, rate: int) -> None:
     data = io.BytesIO()
     try:
         with soundfile.SoundFile(data, "w", check_rate(rate), 1, encoding, format=kind) as file:
-            for part in samples.split(4096):  # Vorbis overflows the stack on long blocks
-                file.write(part.numpy())
+            for part in (samples if len(samples) else torch.zeros(1)).split(4096):
+                file.write(part.numpy())  # in blocks: Vorbis overflows the stack on long ones
         Path(target).write_bytes(data.getvalue())
     except (OSError, RuntimeError, ValueError) as error:
         raise MediaError(f"{quote(target)} cannot be written: {first_line(error)}") from None
