@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
+from mmfast.core.spec import parse
 from mmfast.core.speech import Turn
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.models.loading import load
 from mmfast.pipelines.generation import CALL, GENERATE, merged
-from mmfast.pipelines.options import checked, named
+from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.pipelines.speech import TALKING, cascade, collect, ear_of, speech_options, stream_of
 from mmfast.pipelines.video_stream import VideoStream
-from mmfast.pipelines.visual_qa import VideoQA, VisualQA
+from mmfast.pipelines.visual_qa import TARGET, VideoQA, VisualQA
+from mmfast.planner.target import make_target
 from mmfast.streams.session import Session
 from mmfast.voice.channel import VoiceEvent
 from mmfast.voice.ear import RATE, Ear
@@ -157,11 +160,14 @@ class OmniChat:
     ) -> None:
         speaks = speech if speaker is None else speaker
         self.wording, self.options = wording, speech_options(self.task, speaks, voice or {})
+        with within(self.task):
+            parse(options.get("reduce")), call_plan(options.get("cache"))
+            make_target(**{k: v for k, v in options.items() if k in TARGET})
+            merged({k: v for k, v in options.items() if k in (*CALL, *GENERATE)}, {})
         # one checkpoint for clips and streams is loaded once; the embedded ones differ
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         given: dict[str, Any] = {"processor": processor, "model_kwargs": model_kwargs}
         self._model = None if model is None else load(model, **place, **given)
-        merged({k: v for k, v in options.items() if k in (*CALL, *GENERATE)}, {})
         self._video = {**place, **options, **(given if model is None else {})}
         self._voice = (speech, listener, speaker, device)
         self._parts: tuple[Any, Any] | None = None

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from mmfast.caches.plan import call_plan, plan_cache
+from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.size import parse_bytes
-from mmfast.core.spec import parse
 from mmfast.models.loading import (
     FIXED,
     MODEL_KWARGS,
@@ -23,7 +22,6 @@ from mmfast.models.loading import (
     pick_dtype,
 )
 from mmfast.models.vision.acceleration import check_encoder
-from mmfast.planner.target import make_target
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,7 +34,6 @@ def named(method: Callable[..., Any]) -> frozenset[str]:
 
 
 ABOVE, MOST = math.ulp(0.0), sys.float_info.max
-TARGET = named(make_target)
 NUMBERS: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(
         (
@@ -63,8 +60,6 @@ NUMBERS: dict[str, tuple[float, float, str]] = {
     "do_sample": (0, 1, "True or False"),
 }
 READERS: dict[str, Callable[[Any], Any]] = {
-    "reduce": lambda spec: spec == "auto" or parse(spec),
-    "cache": call_plan,
     "memory": plan_cache,
     "encoder": check_encoder,
     "device": pick_device,
@@ -92,9 +87,7 @@ def check_values(task: str, given: Mapping[str, Any]) -> None:
         if value is None or (name in OBJECTS and not isinstance(value, (int, float, str))):
             continue
         with within(task):
-            if name in TARGET:
-                make_target(**{name: value})
-            elif name in READERS:
+            if name in READERS:
                 READERS[name](value)
             least, most, words = NUMBERS.get(name, (0, 0, ""))
             kind = bool if "True" in words else int if "whole" in words else (int, float)

@@ -16,7 +16,7 @@ from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import EMBEDDED, embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
-from mmfast.pipelines.options import checked, named
+from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.streams import snapshots
 from mmfast.streams.archive.blocks import TierQuotas
@@ -62,6 +62,8 @@ class VideoStream:
         '42'
     """
 
+    task: str
+
     @checked()
     def __init__(
         self,
@@ -79,7 +81,8 @@ class VideoStream:
         sized_for: int = 64,
         batch: int = 1,
     ) -> None:
-        parse(reduce)
+        with within(self.task):
+            parse(reduce)
         gate = FrameGate(gate) if isinstance(gate, int | float) else gate
         source = _embedded() if model is None else model
         self.model, self.processor = load(source, device, dtype, processor, model_kwargs)

@@ -34,7 +34,7 @@ from mmfast.models.prompt import (
 )
 from mmfast.models.timing import FirstToken, encoder_timer
 from mmfast.pipelines.generation import CALL, GENERATE, merged, seeded
-from mmfast.pipelines.options import TARGET, checked
+from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
 from mmfast.planner.plan import Plan
@@ -42,6 +42,7 @@ from mmfast.planner.target import Target, check_alone, make_target
 from mmfast.streams.reply import placeholders
 
 MEDIA = ("text", "images", "videos")
+TARGET = named(make_target)
 
 
 @dataclass(frozen=True)
@@ -228,17 +229,18 @@ class VisualQA:
         quality: str | None = None,
         **generate: Any,
     ) -> None:
-        specs, plan = parse(reduce), call_plan(cache)
-        self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
-        check_alone(self.target, reduce)
+        self._own = {"max_new_tokens": max_new_tokens, **generate}
+        with within(self.task):
+            specs, plan = parse(reduce), call_plan(cache)
+            self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
+            check_alone(self.target, reduce)
+            self.generate = merged(self._own, {})
         self.embedded = model is None
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
-        self._own = {"max_new_tokens": max_new_tokens, **generate}
-        self.generate = merged(self._own, {})
         self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
         self._name = model
         self._planner: PipelinePlanner | None = None
@@ -293,9 +295,11 @@ class VisualQA:
         self, media: Any, question: Any, options: dict[str, Any]
     ) -> tuple[list[tuple[Any, Any]], bool, Target, dict[str, Any]]:
         """Media with questions, or conversations with None; whether they were a list; options."""
-        wanted = self._wanted({k: options.pop(k) for k in TARGET if k in options})
         given = {k: v for k in MEDIA if (v := options.pop(k, None)) is not None}
-        how, text, own = merged(self._own, options), given.pop("text", None), f"{self.kind}s"
+        text, own = given.pop("text", None), f"{self.kind}s"
+        with within(self.task):
+            wanted = self._wanted({k: options.pop(k) for k in TARGET if k in options})
+            how = merged(self._own, options)
         for name in given.keys() - {own}:
             raise MediaError(f"{self.task} takes no {name}=; use {name[:-1]}-qa")
         if (given and media is not None) or (text is not None and question is not None):

@@ -148,7 +148,9 @@ def test_values_of_questions(task: str, options: dict[str, Any], told: str) -> N
         ("speech-chat", {"dtype": "half"}, "unknown dtype 'half'"),
         ("speech-chat", {"chat": str, "mode": "trubo"}, "did you mean 'turbo'"),
         ("omni-chat", {"voice": {"mode": "trubo"}}, "did you mean 'turbo'"),
-        ("omni-chat", {"reduce": "evz:0.5"}, "did you mean 'evs'"),
+        ("omni-chat", {"model": "./nowhere", "reduce": "evz:0.5"}, "omni-chat: unknown"),
+        ("omni-chat", {"model": "./nowhere", "seed": 3}, "omni-chat: seed=3"),
+        ("video-qa", {"model": "./nowhere", "cache": "snapkw:3"}, "video-qa: unknown cache"),
     ],
 )
 def test_values_of_other_tasks(task: str, options: dict[str, Any], told: str) -> None:
