@@ -13,14 +13,7 @@ from typing import Any, TypeVar, cast
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.size import parse_bytes
-from mmfast.models.loading import (
-    FIXED,
-    MODEL_KWARGS,
-    check_fixed,
-    check_kwargs,
-    pick_device,
-    pick_dtype,
-)
+from mmfast.models import loading
 from mmfast.models.vision.acceleration import check_encoder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,36 +27,23 @@ def named(method: Callable[..., Any]) -> frozenset[str]:
 
 
 ABOVE, MOST = math.ulp(0.0), sys.float_info.max
-NUMBERS: dict[str, tuple[float, float, str]] = {
-    **dict.fromkeys(
-        (
-            "frames",
-            "max_new_tokens",
-            "batch_size",
-            "batch",
-            "sized_for",
-            "host_blocks",
-            "num_beams",
-        ),
-        (1, MOST, "a whole number of at least 1"),
-    ),
-    "num_beams": (1, MOST, "a whole number of at least 1"),
-    **dict.fromkeys(("seed", "top_k"), (0, MOST, "a whole number of at least 0")),
-    **dict.fromkeys(
-        ("fps", "seconds", "repetition_penalty", "ahead"), (ABOVE, MOST, "a number above 0")
-    ),
-    **dict.fromkeys(("temperature", "delay", "quiet"), (0, MOST, "a number of at least 0")),
-    **dict.fromkeys(
-        ("top_p", "typical_p", "frame_cache"), (ABOVE, 1, "a number above 0 and at most 1")
-    ),
-    **dict.fromkeys(("min_p", "gate"), (0, 1, "a number from 0 to 1")),
-    "do_sample": (0, 1, "True or False"),
-}
+RANGES = (
+    ("a whole number of at least 1", 1, MOST, "batch batch_size frames host_blocks max_new_tokens"),
+    ("a whole number of at least 1", 1, MOST, "num_beams sized_for"),
+    ("a whole number of at least 0", 0, MOST, "top_k"),
+    ("a whole number from 0 to 2**63 - 1", 0, 2**63 - 1, "seed"),
+    ("a number above 0", ABOVE, MOST, "ahead fps repetition_penalty seconds"),
+    ("a number of at least 0", 0, MOST, "delay quiet temperature"),
+    ("a number above 0 and at most 1", ABOVE, 1, "frame_cache top_p typical_p"),
+    ("a number from 0 to 1", 0, 1, "gate min_p"),
+    ("True or False", 0, 1, "do_sample"),
+)
+NUMBERS = {name: (each[1], each[2], each[0]) for each in RANGES for name in each[3].split()}
 READERS: dict[str, Callable[[Any], Any]] = {
     "memory": plan_cache,
     "encoder": check_encoder,
-    "device": pick_device,
-    "dtype": pick_dtype,
+    "device": loading.pick_device,
+    "dtype": loading.pick_dtype,
     **dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), parse_bytes),
 }
 OBJECTS = ("frame_cache", "gate")  # a number, or an object that checks itself
@@ -82,7 +62,7 @@ def check_values(task: str, given: Mapping[str, Any]) -> None:
     """Refuse a value that an option can never have (MmfastError)."""
     with within(task):
         where = given.get("device"), given.get("dtype", "auto"), given.get("model_kwargs")
-        check_kwargs(given.get("model"), *where)
+        loading.check_kwargs(given.get("model"), *where)
     for name, value in given.items():
         if value is None or (name in OBJECTS and not isinstance(value, (int, float, str))):
             continue
@@ -101,10 +81,10 @@ def check_names(
 ) -> None:
     """Refuse options that are neither in `choices` nor in `more`, which a message leaves out."""
     for name in given:
-        if name in FIXED:
-            check_fixed({name: not FIXED[name]})
+        if name in loading.FIXED:
+            loading.check_fixed({name: not loading.FIXED[name]})
         if name not in choices and name not in more:
-            place = name in MODEL_KWARGS and "model_kwargs" in choices
+            place = name in loading.MODEL_KWARGS and "model_kwargs" in choices
             hint = f" (it belongs into model_kwargs={{{name!r}: …}})" if place else ""
             raise MmfastError(f"{task}: {unknown('option', name, choices, more)}{hint}")
 

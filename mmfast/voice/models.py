@@ -14,14 +14,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError, unknown
 from mmfast.core.speech import Listener, Sound, Speaker, Turn
-from mmfast.models.loading import (
-    HUB,
-    check_kwargs,
-    from_pretrained,
-    loading,
-    pick_device,
-    pick_dtype,
-)
+from mmfast.models import loading
 from mmfast.models.speech.families import SpeechFamily, speech_families
 
 _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
@@ -37,7 +30,7 @@ def load_voice(
 
     `model_kwargs` go to `from_pretrained`, of which the embedded one has none.
     """
-    given = check_kwargs(model, device, dtype, model_kwargs)
+    given = loading.check_kwargs(model, device, dtype, model_kwargs)
     if not (model is None or isinstance(model, str | Path)):
         return model
     family = _family(model)
@@ -69,11 +62,11 @@ def _of_family(
     """A stock checkpoint with its tokenizer, and the class here that gives it a voice."""
     import transformers
 
-    place, how, cls = pick_device(device), pick_dtype(dtype), getattr(transformers, family.stock)
-    hub = {name: given[name] for name in HUB if name in given}
-    with loading(f"model {model!r}"):
-        loaded = from_pretrained(cls, model, place, how, given)
-        reader = getattr(transformers, family.reader)
+    stock, reader = (getattr(transformers, name) for name in (family.stock, family.reader))
+    place, how = loading.pick_device(device), loading.pick_dtype(dtype)
+    hub = {name: given[name] for name in loading.HUB if name in given}
+    with loading.loading(f"model {model!r}"):
+        loaded = loading.from_pretrained(stock, model, place, how, given)
         words = reader.from_pretrained(model, trust_remote_code=False, **hub)
     return family.voice(loaded, words)
 
@@ -118,7 +111,7 @@ def _kind_of(model: str | Path) -> str:
             )
         from transformers import AutoConfig
 
-        with loading(f"model {str(model)!r}"):
+        with loading.loading(f"model {str(model)!r}"):
             return str(AutoConfig.from_pretrained(str(model), trust_remote_code=False).model_type)
     try:
         found = json.loads((where / "config.json").read_text(encoding="utf-8"))
