@@ -154,16 +154,14 @@ class SpeechChat:
             text model gets a voice. None lets the model answer itself.
         listener: Understands speech for `chat`; None takes the model.
         speaker: Says what `chat` answers; None takes the model.
-        voice: Name of a voice; None takes the model's own.
-        speed: Words per minute.
-        pitch: 0 to 99.
-        mode: `vanilla`, `balance`, `boost` or `turbo` (default): when drafts are made.
-        verify: `exact` (default: what one token per pass says), `typical:0.3`, or `none`: the most
-            tokens per pass, and hard to understand on the embedded model.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         model_kwargs: Arguments of `from_pretrained`; see `VisualQA`.
-        **options: Further options of every reply.
+        **options: Of all that is said: `voice`, a name (None takes the model's own); `speed`, words
+            per minute; `pitch`, 0 to 99; `mode`, when drafts are made: `vanilla`, `balance`,
+            `boost` or `turbo` (default); `verify`: `exact` (default: what one token per pass says),
+            `typical:0.3`, or `none`: the most tokens per pass, and hard to understand on the
+            embedded model; and further ones of the model.
 
     Raises:
         MmfastError: An unknown option or value, before any weight is read.
@@ -185,11 +183,6 @@ class SpeechChat:
         chat: Chat | None = None,
         listener: Any = None,
         speaker: Any = None,
-        voice: str | None = None,
-        speed: int | None = None,
-        pitch: int | None = None,
-        mode: str | None = None,
-        verify: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         model_kwargs: Mapping[str, Any] | None = None,
@@ -197,10 +190,9 @@ class SpeechChat:
     ) -> None:
         place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
         check_values(self.task, place)
-        told = {"voice": voice, "speed": speed, "pitch": pitch, "mode": mode, "verify": verify}
         self._part = "reply" if chat is None else "chat"
         owner = model if chat is None or speaker is None else speaker
-        self.options = speech_options(self.task, owner, {**told, **options}, self._part)
+        self.options = speech_options(self.task, owner, options, self._part)
         self.chatter: Chatter
         if chat is None:
             self.chatter = can(load_voice(model, **place), "reply")
@@ -305,10 +297,8 @@ class TextToSpeech:
 
     Args:
         model: None (embedded), a directory or hub id (CSM, Qwen2.5-Omni), or a `Speaker`.
-        voice: Name of a voice; None takes the model's own.
-        rate: Words per minute.
-        pitch, mode, verify, device, dtype, model_kwargs: As for `SpeechChat`.
-        **options: Further options of the speaker.
+        device, dtype, model_kwargs: As for `SpeechChat`.
+        **options: Of all that is said, as of `SpeechChat`; words per minute are `rate`.
 
     Raises:
         MmfastError: An unknown option or value, before any weight is read.
@@ -325,11 +315,6 @@ class TextToSpeech:
         self,
         model: Any = None,
         *,
-        voice: str | None = None,
-        rate: int | None = None,
-        pitch: int | None = None,
-        mode: str | None = None,
-        verify: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         model_kwargs: Mapping[str, Any] | None = None,
@@ -337,8 +322,7 @@ class TextToSpeech:
     ) -> None:
         place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
         check_values(self.task, place)
-        told = {"voice": voice, "rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
-        self.options = speech_options(self.task, model, {**told, **options}, "speak")
+        self.options = speech_options(self.task, model, options, "speak")
         self.speaker = can(load_voice(model, **place), "speak")
 
     def _given(self, options: dict[str, Any]) -> dict[str, Any]:
