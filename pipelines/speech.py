@@ -117,7 +117,7 @@ def speech_options(
         names = check_options(model, method, how) if given else None
     if names is not None:
         names = {"speed" if (part, name) == ("chat", "rate") else name for name in names}
-        check_names(task, given, names, PLACE)
+        check_names(task, given, names, PLACE[3:] if part == "speak" else PLACE)
     check_values(task, given)
     return given
 

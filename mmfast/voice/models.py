@@ -86,13 +86,13 @@ def check_options(model: Any, part: str, options: Mapping[str, Any]) -> set[str]
 
         family = _family(model)
         owner = embedded.SpeechModel if family is None else family.cls
-        if family is None:
-            embedded.check_options(model, options)
     if not callable(getattr(owner, part, None)):
         return None  # refused when it is loaded
     found = inspect.signature(getattr(owner, part)).parameters
     names = set(getattr(owner, "option_names", found)) - _GIVEN[part]
     rest = {name for name in names & found.keys() if found[name].kind is found[name].VAR_KEYWORD}
+    if owner is not model and family is None and options.keys() <= names:
+        embedded.check_options(model, options)
     return None if rest and owner is model else names - rest
 
 
