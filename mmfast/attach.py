@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import warnings
@@ -16,6 +17,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 
+AUTO, PLANNER = "auto", "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
 Stage = AbstractContextManager[None]
 # Of the base model while something is attached: the handle, and everything to be undone.
@@ -104,47 +106,38 @@ def attach(
     Checked and installed at once: `with attach(…) as trace:` detaches at its end, also after an
     exception; `handle = attach(…)` has `handle.trace` and `handle.detach()`. The model may also be
     a transformers pipeline, a Trainer, a PEFT, compiled, DDP or FSDP model: the stock model inside
-    is served. One that stays attached cannot be copied or pickled. A prompt on which a stage cannot
-    act (no media, or features already merged into `inputs_embeds`) is warned of once and noted.
+    is served. While attached it cannot be copied or pickled. A prompt on which a stage cannot act
+    (no media, or features already merged into `inputs_embeds`) is warned of once and noted.
 
     Everything else stays stock: `generate` with beams, chunked prefill, static or dynamic caches,
-    batches, later turns with further images. Tokens keep their original positions; separators are
-    never dropped. A share refers to the tokens that enter its stage, a whole number is per image
-    or video, and a share of 1.0 leaves the model bit-identical. The result of removing tokens at
-    `pre` is what the stock model computes on the prompt without them: a sliding window counts the
-    tokens that are left, a convolution runs over them, and an image whose tokens see each other in
-    both directions stays such a block. The same holds at `llm<K>` for the layers from K on.
-
+    batches, threads, later turns with further images. Tokens keep their original positions;
+    separators are never dropped. A share refers to the tokens that enter its stage, a whole number
+    is per image or video, and a share of 1.0 leaves the model bit-identical. Removing tokens at
+    `pre` gives what the stock model computes on the prompt without them, sliding windows,
+    convolutions and images that see forward included; at `llm<K>` this holds from layer K on.
     Hidden states and logits of a prompt have its reduced length, rows left-padded. At `llm<K>` the
     last query and the text are those of the call: a chunk under chunked prefill, with a draft token
-    at its end under assisted decoding. While attached, a model serves any number of threads and
-    conversations; a cache that `llm<K>` made uneven is to be continued attached, too.
+    at its end under assisted decoding; a cache made uneven there is to be continued attached.
 
     `cache` decides which keys and values stay, in which precision, and which are read: by KV head,
-    layer and row, in layers of full attention (a sliding window is bounded by itself). Entries keep
-    their positions; the cache goes on reporting the whole length. Policies act at the end of a
-    prompt, however many chunks it came in, on the tokens that are present, and again at the end of
-    later prompts; `sink`, `window` and `streamingvlm` act at every step, too, so the cache stays
-    bounded. A budget above what there is, or a share of 1.0, changes no bit. `quant` and `zipvl`
-    pack entries once and unpack them when they are read. Under `retrieve` nothing leaves: answers
-    read text, tokens that position policies keep, and the frames chosen for the question.
+    layer and row, in layers of full attention. Entries keep their positions; the cache goes on
+    reporting the whole length. Policies act at the end of every prompt on the tokens present,
+    `sink`, `window` and `streamingvlm` at every step, too; `quant` and `zipvl` pack entries once,
+    and `retrieve` only chooses what is read. A budget above what there is changes no bit.
 
     Args:
-        model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
+        model: A stock transformers model, or a vision encoder alone (a ViT of timm, CLIP, SigLIP).
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
-            `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
-            and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule, which
-            cuts at several layers and ends at its budget. None reduces nothing.
+            `pixel` (before the vision tower), `vit` (inside it), `pre` (before the decoder) and
+            `llm<K>` (before its layer K; `llm` for a schedule). "auto" plans at the first call.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
-            `"lookm:0.3+quant:8"`, `"sink:4+window:512"` or `"retrieve:8"`; an integer counts
-            tokens (frames for `retrieve`, bits for `quant`). For the default DynamicCache.
-        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a faster vision tower that gives the
-            same features up to rounding; see `mmfast.models.vision.acceleration`. None is stock.
+            `"lookm:0.3+quant:8"` or `"retrieve:8"`; an integer counts tokens (frames for
+            `retrieve`, bits for `quant`). For a DynamicCache; all that a text model takes.
+        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding.
 
     Returns:
-        The handle. Its trace has a row per stage and call, and every Reduction; the row `kv` counts
-        the entries of a layer and head before and after a prompt (or those read), and the bytes
-        behind it.
+        The handle. Its trace has a row per stage and call, and every Reduction; the row `kv` has
+        the entries of a layer and head before and after a prompt, and the bytes behind it.
 
     Raises:
         SpecError: Wrong name, site, knob, budget or encoder, or a K the model does not have.
@@ -156,13 +149,21 @@ def attach(
     """
     from mmfast.models.wrappers import stock_model
 
-    specs, plan, model = parse(reduce), call_plan(cache), stock_model(model)
-    written = reduce if isinstance(reduce, str) else "+".join(map(str, specs))
-    parts = (written, plan and f"cache {plan}", encoder and f"encoder {encoder}")
-    handle = Handle(model, ", ".join(part for part in parts if part))
+    specs: Any = AUTO if reduce == AUTO else parse(reduce)
+    plan, model = call_plan(cache), stock_model(model)
+    handle = Handle(model, _written(reduce, specs, plan, encoder))
     if specs or plan is not None or encoder is not None:
         handle.install(model, _stages(model, specs, plan, encoder, handle.trace))
     return handle
+
+
+def _written(
+    reduce: Any, specs: Sequence[Spec], plan: CachePlan | None, encoder: str | None
+) -> str:
+    """Name what is attached, as the caller wrote it."""
+    stages = reduce if isinstance(reduce, str) else "+".join(map(str, specs))
+    parts = (stages, plan and f"cache {plan}", encoder and f"encoder {encoder}")
+    return ", ".join(part for part in parts if part)
 
 
 def _nobody() -> None:
@@ -176,9 +177,14 @@ def _base_of(model: Any) -> Any:
 
 
 def _stages(
-    model: Any, specs: tuple[Spec, ...], plan: CachePlan | None, encoder: str | None, trace: Trace
+    model: Any, specs: Any, plan: CachePlan | None, encoder: str | None, trace: Trace
 ) -> Iterator[Stage]:
-    """Check, then everything that enters the model, in order."""
+    """Check, then everything that enters the model, in order; "auto" waits for the first call."""
+    if specs == AUTO:
+        planned = importlib.import_module(PLANNER).planned
+        rest = (plan, encoder, trace)
+        yield planned(model, lambda spec: _stages(model, parse(spec), *rest), trace)
+        return
     from mmfast.models.families.adapter import adapter_for
     from mmfast.models.kv.policy import KVStage
     from mmfast.models.patching import compiled_again
@@ -194,7 +200,9 @@ def _stages(
     specs = check(specs, model, plan, encoder)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
     yield compiled_again(model)
-    yield Attendance(model, specs, trace).installed()
+    attendance = Attendance(model, specs, trace).installed()
+    if not adapter.alone:
+        yield attendance
     if encoder is not None:
         yield fast_encoder(model, encoder)
     for spec in specs:
@@ -207,6 +215,8 @@ def _stages(
         yield KVStage(model, plan, trace, state).installed()
     if sites or plan is not None:
         yield Hooks(model, sites, trace, state, whole=plan is not None).installed()
+    if adapter.alone:  # around all others, so that it sees calls that they refuse
+        yield attendance
 
 
 @contextmanager

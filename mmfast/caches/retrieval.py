@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from mmfast.core.errors import SpecError
@@ -118,14 +119,13 @@ class HashClusters:
 
     def represent(self, keys: Tensor) -> Clusters:
         """Clusters of the block's keys `[H, n, d]`, their means in float32."""
-        heads, n, width = keys.shape
-        rows = keys.float().transpose(0, 1).flatten(1)  # [n, H * d]
+        heads, n, _ = keys.shape
+        rows = rearrange(keys.float(), "h n d -> n (h d)")
         planes = hyperplanes(rows.shape[1], self.planes, self.seed).to(rows.device)
         owner = leader_clusters(rows @ planes > 0, self.radius)
         counts = owner.bincount() if n else owner
         means = segment_merge(rows, Segments(owner, len(counts), mean=True))
-        means = means.unflatten(1, (heads, width))
-        return Clusters(means, counts, owner)
+        return Clusters(rearrange(means, "c (h d) -> c h d", h=heads), counts, owner)
 
     def choose(self, query: Tensor, index: Clusters) -> Tensor:
         """Clusters by attention mass of the query `[Hq, T, d]`: `[C]` bool."""

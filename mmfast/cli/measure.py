@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mmfast.cli import options
 from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
 from mmfast.cli.output import (
     keep_rows,
@@ -29,13 +30,12 @@ def bench_full(
 ) -> None:
     """Everything for one device; rows reach `out` step by step."""
     from mmfast.bench.full import run_full
-    from mmfast.bench.results import Row, append
+    from mmfast.bench.results import Row
 
     console = Console(stderr=True)
 
     def sink(rows: list[Row]) -> None:
-        if out is not None and rows:
-            append(out, rows)
+        keep_rows(out, rows)
 
     def tell(text: str) -> None:
         console.print(text, style="dim", highlight=False, markup=False)
@@ -87,12 +87,15 @@ def completer(suite: str) -> Callable[[str], list[str]]:
     return complete
 
 
-def bench_named(suite: str, name: str, out: Path | None, as_json: bool) -> None:
+def bench_named(
+    suite: str, name: str, out: Path | None, as_json: bool, peer: Path | None = None
+) -> None:
     """Measure `name` of `suite`, append the rows to `out`, print them."""
     from mmfast.bench.registry import named_rows
 
     with progress(name) as tick:
-        rows = named_rows(suite, name, lambda label, done, total: tick(done, total, label))
+        told = lambda label, done, total: tick(done, total, label)
+        rows = named_rows(suite, name, told, peer=None if peer is None else str(peer))
     keep_rows(out, rows)
     if as_json:
         return print_json(rows)
@@ -123,17 +126,19 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.caches.plan import call_plan
-    from mmfast.core.spec import parse
+    from mmfast.core.spec import check_names
     from mmfast.models.quiet import quiet
+    from mmfast.planner.target import AUTO
 
     quiet()
-    for spec in reduce or []:
-        parse(spec)
-    for spec in cache or []:
-        call_plan(spec)
+    check_names([spec for spec in reduce or [] if spec != AUTO], cache or [])
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    keep_rows(out, [])  # from here on Ctrl-C tells of them
+    from mmfast.caches.plan import call_plan
+
+    for spec in cache or []:
+        call_plan(spec)
     if suite == "stream":
         return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
     if suite == "speech":
@@ -146,19 +151,33 @@ def evaluate(
 
     suite_of(suite)
     environ = environment()  # of the code that is about to run, not of the tree hours later
+    specs = [_chosen(model, suite, as_json) if spec == AUTO else spec for spec in reduce or []]
     with progress("eval") as tick:
         document = run_eval(
-            list(reduce or []),
+            specs,
             n=n,
             seed=seed,
             model=model,
             name=suite,
             caches=list(cache or []),
             progress=lambda spec, done, total: tick(done, total, spec),
+            sink=lambda document: keep_rows(out, eval_rows(document, environ)),
         )
-    if out is not None:
-        keep_rows(out, eval_rows(document, environ))
     print_eval(document, as_json)
+
+
+def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
+    """Plan for the first question of a suite; None where all tokens are kept."""
+    from mmfast.planner.auto import plan_once, say
+    from mmfast.tiny.evaluate import Subject
+    from mmfast.tiny.suites import suite as questions
+    from mmfast.tiny.suites import suite_of
+
+    subject = Subject(model, asked=suite_of(suite))
+    inputs = subject.inputs(questions(1, 0, suite))
+    plan = plan_once(subject.model, subject.name, inputs, options.silent if as_json else None)
+    typer.echo(f"auto: {say(plan)}", err=True)
+    return plan.spec
 
 
 def _named(suite: str, what: str) -> Any:
@@ -186,12 +205,17 @@ _FailAbove = Annotated[
 ]
 
 
+_Peer = Annotated[
+    Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
+]
+
 # What else each way to measure takes, beside --json; the last one is without any of the others.
 _TAKES = {
     "compare": {"fail_above", "out"},  # --out is refused with a reason
     "full": {"device", "preset", "minutes", "out"},
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
+    "encoder": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},
 }
@@ -233,6 +257,8 @@ def bench(
     kernels: Annotated[str | None, _named("kernels", "a kernel")] = None,
     decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
     encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
+    peer: _Peer = None,
+    train: Annotated[str | None, _named("train", "training")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -245,8 +271,9 @@ def bench(
     quiet()
     way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
     _check_given(context, way)
+    keep_rows(out, [])
     if way in SUITES:
-        return bench_named(way, context.params[way], out, as_json)
+        return bench_named(way, context.params[way], out, as_json, peer)
     if compare is not None:
         return bench_compare(compare, fail_above, out, as_json)
     if full:
@@ -263,11 +290,10 @@ def bench(
     with progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)
-    if out is not None:
-        keep_rows(out, bench_rows(document))
+    keep_rows(out, bench_rows(document))
     print_bench(document, as_json)
-    if not document["ok"]:
-        raise typer.Exit(1)
+    if not document["ok"] or document["interrupted"]:
+        raise typer.Exit(130 if document["interrupted"] else 1)
 
 
 def bench_compare(
@@ -378,10 +404,11 @@ def eval_stream(
                 progress=lambda memory, done, total: tick(done, total, memory),
             )
 
-        documents = [run(spec) for spec in specs]
+        documents = []
+        for spec in specs:
+            documents.append(run(spec))
+            keep_rows(out, eval_rows(documents[-1], environ))
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
-    if out is not None:
-        keep_rows(out, eval_rows(document, environ))
     print_json(document) if as_json else _show_streams(document)
 
 

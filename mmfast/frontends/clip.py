@@ -89,6 +89,7 @@ class Clip:
     height: int  # pixels after rotation
     source: str  # name of the input, for messages
     backend: str = "pyav"  # reader: ``decord``, ``pyav``, ``pillow`` or ``array``
+    mended: int = 0  # frames of the source whose time did not rise: put between their neighbours
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -106,18 +107,21 @@ class Clip:
             indices = np.round(times * _CLOCK).astype(int).tolist()
             fps, total = float(_CLOCK), max(round(self.duration * _CLOCK), max(indices) + 1)
         return {
-            "total_num_frames": total,
-            "fps": fps,
-            "duration": self.duration,
-            "frames_indices": indices,
-            "width": self.width,
-            "height": self.height,
+            "total_num_frames": total, "fps": fps, "duration": self.duration,
+            "frames_indices": indices, "width": self.width, "height": self.height,
             "video_backend": self.backend,
-        }
+        }  # fmt: skip
 
 
 def make_clip(
-    frames: Frames, rows: Indices, times: Floats, end: float, rate: float, source: str, backend: str
+    frames: Frames,
+    rows: Indices,
+    times: Floats,
+    end: float,
+    rate: float,
+    source: str,
+    backend: str,
+    mended: int = 0,
 ) -> Clip:
     """Assemble a clip from frames [m, H, W, 3], their numbers [m] and all times [n]."""
     duration = max(float(end - times[0]), 1e-6)
@@ -132,6 +136,7 @@ def make_clip(
         height=frames.shape[1],
         source=source,
         backend=backend,
+        mended=mended,
     )
 
 

@@ -29,6 +29,7 @@ class Header:
     progressive: bool
     alone: bool  # no second video stream, which could confuse decord
     extradata: bytes
+    reorders: bool = True  # frames may be decoded in another order than they are shown
 
     def seconds(self, ticks: Any) -> Any:
         """Convert ticks of the stream to seconds of presentation time."""
@@ -99,4 +100,5 @@ def read_header(source: MediaSource, container: Any, stream: Any, limits: Limits
         progressive=int(getattr(context, "field_order", 0) or 0) in _PROGRESSIVE,
         alone=len(container.streams.video) == 1,
         extradata=bytes(context.extradata or b""),
+        reorders=bool(context.has_b_frames),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +19,10 @@ from mmfast.core.errors import MediaError
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 T = TypeVar("T")
+logger = logging.getLogger("mmfast")
+
+_SPREAD = "%s: frame %d has no later time than before; such are spread between their neighbours"
+_RUN = 16  # frames in a row without a later time: more, and the clock is broken
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,45 @@ def sample_stream(
     # The duration of the last frame is unknown: it is taken for that of the one before it.
     if held and _ticks(held[1] - start + max(gap, 2 * tolerance), fps, tolerance) > taken:
         yield held
+
+
+def no_times(name: str) -> MediaError:
+    """Return the error of a video whose frames cannot be told apart in time."""
+    return MediaError(
+        f"the frames of {name} have no usable times (0, repeated or running back): re-encode it "
+        f"with a rate (ffmpeg -r 30 -i IN OUT.mp4)"
+    )
+
+
+def rising(
+    pairs: Iterable[tuple[T, float | None]], name: str, events: Counter[str]
+) -> Iterator[tuple[T, Any]]:
+    """Yield items at rising times: those that do not rise share the time up to the next later one.
+
+    Behind the last rising time they keep the distance before it. They are counted as `mended`, and
+    the first one warns. An item without a time (None) passes, unless it is among such ones.
+    MediaError where more than 16 in a row do not rise, or all.
+    """
+    last, gap = -math.inf, math.inf
+    stuck: list[T] = []
+    for number, (item, time) in enumerate(pairs):
+        if time is None and not stuck:
+            yield item, None
+        elif time is not None and time > last:
+            gap = (time - last) / (len(stuck) + 1)
+            yield from ((each, last + gap * i) for i, each in enumerate(stuck, 1))
+            last, stuck = time, []
+            yield item, time
+        else:
+            stuck.append(item)
+            events["mended"] += 1
+            if len(stuck) > _RUN:
+                break
+            if events["mended"] == 1:
+                logger.warning(_SPREAD, name, number)
+    if stuck and (math.isinf(gap) or len(stuck) > _RUN):
+        raise no_times(name)
+    yield from ((each, last + gap * i) for i, each in enumerate(stuck, 1))
 
 
 def positive_rate(what: str, value: object) -> float:

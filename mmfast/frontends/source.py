@@ -154,50 +154,25 @@ _NETWORK = "network sources are off; download the file first"
 
 # kind -> offset and magic. The kind comes from the bytes, never from the file's suffix.
 _MAGIC: tuple[tuple[str, int, bytes], ...] = (
-    ("png", 0, b"\x89PNG\r\n\x1a\n"),
-    ("jpeg", 0, b"\xff\xd8\xff"),
-    ("gif", 0, b"GIF8"),
-    ("webp", 8, b"WEBP"),
-    ("bmp", 0, b"BM"),
-    ("tiff", 0, b"II*\0"),
-    ("tiff", 0, b"MM\0*"),
-    ("avif", 4, b"ftypavif"),
-    ("avif", 4, b"ftypavis"),
-    ("heic", 4, b"ftyphei"),
-    ("heic", 4, b"ftypmif1"),
-    ("heic", 4, b"ftypmsf1"),
+    ("png", 0, b"\x89PNG\r\n\x1a\n"), ("jpeg", 0, b"\xff\xd8\xff"), ("gif", 0, b"GIF8"),
+    ("webp", 8, b"WEBP"), ("bmp", 0, b"BM"), ("tiff", 0, b"II*\0"), ("tiff", 0, b"MM\0*"),
+    ("avif", 4, b"ftypavif"), ("avif", 4, b"ftypavis"), ("heic", 4, b"ftyphei"),
+    ("heic", 4, b"ftypmif1"), ("heic", 4, b"ftypmsf1"),
     *(("mp4", 4, box) for box in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")),
-    ("mkv", 0, b"\x1aE\xdf\xa3"),
-    ("avi", 8, b"AVI "),
-    ("flv", 0, b"FLV\x01"),
-    ("asf", 0, b"0&\xb2u\x8ef\xcf\x11"),
-    ("ogg", 0, b"OggS"),
-    ("mpeg", 0, b"\0\0\x01\xba"),
-    ("y4m", 0, b"YUV4MPEG2 "),
-    ("wav", 8, b"WAVE"),
-    ("flac", 0, b"fLaC"),
-    ("mp3", 0, b"ID3"),
-)
+    ("mkv", 0, b"\x1aE\xdf\xa3"), ("avi", 8, b"AVI "), ("flv", 0, b"FLV\x01"),
+    ("asf", 0, b"0&\xb2u\x8ef\xcf\x11"), ("ogg", 0, b"OggS"), ("mpeg", 0, b"\0\0\x01\xba"),
+    ("y4m", 0, b"YUV4MPEG2 "), ("wav", 8, b"WAVE"), ("flac", 0, b"fLaC"), ("mp3", 0, b"ID3"),
+)  # fmt: skip
+# kind -> Pillow's name
 IMAGE_KINDS = {
-    "png": "PNG",
-    "jpeg": "JPEG",
-    "gif": "GIF",
-    "webp": "WEBP",
-    "bmp": "BMP",
-    "tiff": "TIFF",
+    "png": "PNG", "jpeg": "JPEG", "gif": "GIF", "webp": "WEBP", "bmp": "BMP", "tiff": "TIFF",
     "avif": "AVIF",
-}  # kind -> Pillow's name
+}  # fmt: skip
+# kind -> FFmpeg's demuxer, the only one the file is given to
 VIDEO_KINDS = {
-    "mp4": "mp4",
-    "mkv": "matroska",
-    "avi": "avi",
-    "flv": "flv",
-    "asf": "asf",
-    "ogg": "ogg",
-    "mpeg": "mpeg",
-    "mpegts": "mpegts",
-    "y4m": "yuv4mpegpipe",
-}  # kind -> FFmpeg's demuxer, the only one the file is given to
+    "mp4": "mp4", "mkv": "matroska", "avi": "avi", "flv": "flv", "asf": "asf", "ogg": "ogg",
+    "mpeg": "mpeg", "mpegts": "mpegts", "y4m": "yuv4mpegpipe",
+}  # fmt: skip
 _AUDIO_KINDS = ("wav", "flac", "mp3", "aac")
 
 

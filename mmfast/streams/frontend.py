@@ -365,11 +365,7 @@ class FrontEnd:
         """The gate sees a new size by itself; caches and reducers compare place by place."""
         fresh = self.start()
         return replace(
-            state,
-            waiting=(),
-            cache=fresh.cache,
-            reducer=fresh.reducer,
-            resized=state.resized + 1,
+            state, waiting=(), cache=fresh.cache, reducer=fresh.reducer, resized=state.resized + 1
         )
 
     def _gated(self, state: FrontEndState, shot: Shot) -> tuple[FrontEndState, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -140,6 +141,7 @@ class PrunedVideos:
 
     mmfast_plan: ReducerPlan | None
     visual: Any
+    mmfast_times: str  # field of vLLM's inputs
 
     # Methods of the parent class; the plugin does not know a release without one of them.
     mmfast_needs: tuple[str, ...] = ("_postprocess_video_embeds_evs", "recompute_mrope_positions")
@@ -156,6 +158,25 @@ class PrunedVideos:
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self.mmfast_plan = plan  # a torch module takes attributes only now
+
+    def _postprocess_video_embeds_evs(
+        self, video_embeds_split: tuple[Tensor, ...], video_input: Any
+    ) -> tuple[Tensor, ...]:
+        """Prune each video `[N, D]`; without a plan, leave it to vLLM."""
+        if self.mmfast_plan is None:
+            parent: Any = super()
+            pruned: tuple[Tensor, ...] = parent._postprocess_video_embeds_evs(
+                video_embeds_split, video_input
+            )
+            return pruned
+        sizes = field(video_input, "video_grid_thw").tolist()
+        times = list(field(video_input, self.mmfast_times))
+        each = zip(video_embeds_split, sizes, times, strict=True)
+        return tuple(self.mmfast_video(*video) for video in each)
+
+    @abstractmethod
+    def mmfast_video(self, embeds: Tensor, size: Any, time: Any) -> Tensor:
+        """Prune one video `[N, D]` to what vLLM expects; `time` is its entry of `mmfast_times`."""
 
     def mmfast_choose(self, embeds: Tensor, size: Any, width: int) -> tuple[Reduction, Tensor]:
         """Choose the kept tokens of one video.

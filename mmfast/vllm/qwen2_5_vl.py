@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.model_executor.models import qwen2_5_vl as stock
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from mmfast.vllm.processor import PrunedPrompt, PrunedVideos, field
+from mmfast.vllm.processor import PrunedPrompt, PrunedVideos
 
 
 class Qwen2_5_VLMultiModalProcessor(  # noqa: N801 - vLLM's name
@@ -30,26 +30,15 @@ class Qwen2_5_VLForConditionalGeneration(  # noqa: N801 - vLLM's name
 ):
     """The model with the reduction of the plan; each kept token has its original position."""
 
-    def _postprocess_video_embeds_evs(
-        self, video_embeds_split: tuple[Tensor, ...], video_input: Any
-    ) -> tuple[Tensor, ...]:
-        """Prune each video `[N, D]` and append the positions `[M, 4]` that vLLM strips again."""
-        if self.mmfast_plan is None:
-            pruned: tuple[Tensor, ...] = super()._postprocess_video_embeds_evs(
-                video_embeds_split, video_input
-            )
-            return pruned
-        sizes = field(video_input, "video_grid_thw").tolist()
-        seconds = field(video_input, "second_per_grid_ts").long().tolist()  # whole, as the model's
-        done = []
-        for embeds, size, each in zip(video_embeds_split, sizes, seconds, strict=True):
-            chosen, _ = self.mmfast_choose(embeds, size, embeds.shape[-1])
-            positions = stock.compute_mrope_for_media(
-                size,
-                self.visual.spatial_merge_size,
-                tokens_per_second=self.config.vision_config.tokens_per_second,
-                video_second_per_grid=each,
-            ).to(embeds.device)
-            kept = positions[chosen.keep].to(embeds.dtype)
-            done.append(torch.cat([chosen.apply(embeds), kept], dim=1))
-        return tuple(done)
+    mmfast_times = "second_per_grid_ts"
+
+    def mmfast_video(self, embeds: Tensor, size: Any, time: Any) -> Tensor:
+        """Prune a video `[N, D]` and append the positions `[M, 4]` that vLLM strips again."""
+        chosen, _ = self.mmfast_choose(embeds, size, embeds.shape[-1])
+        positions = stock.compute_mrope_for_media(
+            size,
+            self.visual.spatial_merge_size,
+            tokens_per_second=self.config.vision_config.tokens_per_second,
+            video_second_per_grid=int(time),  # whole, as the model's
+        ).to(embeds.device)
+        return torch.cat([chosen.apply(embeds), positions[chosen.keep].to(embeds.dtype)], dim=1)

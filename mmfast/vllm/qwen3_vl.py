@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.model_executor.models import qwen3_vl as stock
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from mmfast.vllm.processor import PrunedText, PrunedVideos, field
+from mmfast.vllm.processor import PrunedText, PrunedVideos
 
 
 class Qwen3VLMultiModalProcessor(
@@ -31,28 +31,16 @@ class Qwen3VLForConditionalGeneration(
 
     mmfast_needs = (*PrunedVideos.mmfast_needs, "_create_final_video_embeddings")
 
-    def _postprocess_video_embeds_evs(
-        self, video_embeds_split: tuple[Tensor, ...], video_input: Any
-    ) -> tuple[Tensor, ...]:
-        """Prune each video `[N, D]`; timestamps and positions are added by vLLM."""
-        if self.mmfast_plan is None:
-            pruned: tuple[Tensor, ...] = super()._postprocess_video_embeds_evs(
-                video_embeds_split, video_input
-            )
-            return pruned
-        sizes = field(video_input, "video_grid_thw").tolist()
-        times = field(video_input, "timestamps")
-        done = []
-        for embeds, size, seconds in zip(video_embeds_split, sizes, times, strict=True):
-            chosen, mask = self.mmfast_choose(embeds, size, self.visual_dim)
-            per_frame = mask.reshape(size[0], -1).sum(dim=1).tolist()
-            done.append(
-                self._create_final_video_embeddings(
-                    video_embeddings=chosen.apply(embeds),
-                    num_tokens_per_frame=per_frame,
-                    timestamps=seconds,
-                    video_grid_thw=size,
-                    retention_mask=mask,
-                )
-            )
-        return tuple(done)
+    mmfast_times = "timestamps"
+
+    def mmfast_video(self, embeds: Tensor, size: Any, time: Any) -> Tensor:
+        """Prune a video `[N, D]`; timestamps and positions are added by vLLM."""
+        chosen, mask = self.mmfast_choose(embeds, size, self.visual_dim)
+        kept: Tensor = self._create_final_video_embeddings(
+            video_embeddings=chosen.apply(embeds),
+            num_tokens_per_frame=mask.reshape(size[0], -1).sum(dim=1).tolist(),
+            timestamps=time,
+            video_grid_thw=size,
+            retention_mask=mask,
+        )
+        return kept

@@ -90,6 +90,24 @@ def write_video(
     return path
 
 
+def restamped(path: Path, out: Path, times: Sequence[int]) -> Path:
+    """A copy of a video whose frames are shown at `times` in milliseconds, repeated or not."""
+    with av.open(str(path)) as file, av.open(str(out), "w") as copy:
+        source = file.streams.video[0]
+        stream: Any = copy.add_stream_from_template(source)
+        packets: list[Any] = [packet for packet in file.demux(source) if packet.size]
+        shown = np.array(times)[np.argsort(np.argsort([packet.pts for packet in packets]))]
+        decoded = np.minimum.accumulate(shown[::-1])[::-1]  # never behind the time of showing
+        if out.suffix == ".mp4":  # where times of decoding have to rise
+            decoded = decoded - np.arange(len(packets))[::-1]
+        for packet, pts, dts in zip(packets, shown.tolist(), decoded.tolist(), strict=True):
+            stay = round(1000 * packet.duration * packet.time_base)
+            packet.stream, packet.time_base, packet.duration = stream, Fraction(1, 1000), stay
+            packet.pts, packet.dts = pts, dts
+            copy.mux(packet)
+    return out
+
+
 def write_sound(path: Path, seconds: float = 1.0) -> Path:
     """An mp4 with an audio stream and no picture."""
     with av.open(str(path), "w", format="mp4") as file:

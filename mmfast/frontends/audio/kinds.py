@@ -8,33 +8,19 @@ from __future__ import annotations
 from mmfast.core.errors import MediaError
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, MediaSource, magic_kind
 
+# kind -> FFmpeg's demuxer; containers with a picture may hold sound, too
 AUDIO_KINDS = {
-    "wav": "wav",
-    "w64": "w64",
-    "aiff": "aiff",
-    "au": "au",
-    "caf": "caf",
-    "flac": "flac",
-    "wavpack": "wv",
-    "mp3": "mp3",
-    "aac": "aac",
-    "ac3": "ac3",
-    "amr": "amr",
-}  # kind -> FFmpeg's demuxer; containers with a picture may hold sound, too
+    "wav": "wav", "w64": "w64", "aiff": "aiff", "au": "au", "caf": "caf", "flac": "flac",
+    "wavpack": "wv", "mp3": "mp3", "aac": "aac", "ac3": "ac3", "amr": "amr",
+}  # fmt: skip
 OTHER = "other"  # unknown magic, which libsndfile may know (NIST, VOC, PAF, RF64, …)
 
+# mp4: any brand, also those that announce pictures
 _MAGIC = (
-    ("wav", 0, b"RF64"),
-    ("w64", 0, b"riff\x2e\x91\xcf\x11"),
-    ("aiff", 8, b"AIFF"),
-    ("aiff", 8, b"AIFC"),
-    ("au", 0, b".snd"),
-    ("caf", 0, b"caff"),
-    ("wavpack", 0, b"wvpk"),
-    ("ac3", 0, b"\x0bw"),
-    ("amr", 0, b"#!AMR"),
-    ("mp4", 4, b"ftyp"),  # any brand, also those that announce pictures
-)
+    ("wav", 0, b"RF64"), ("w64", 0, b"riff\x2e\x91\xcf\x11"), ("aiff", 8, b"AIFF"),
+    ("aiff", 8, b"AIFC"), ("au", 0, b".snd"), ("caf", 0, b"caff"), ("wavpack", 0, b"wvpk"),
+    ("ac3", 0, b"\x0bw"), ("amr", 0, b"#!AMR"), ("mp4", 4, b"ftyp"),
+)  # fmt: skip
 
 
 def sniff_sound(name: str, head: bytes) -> str:

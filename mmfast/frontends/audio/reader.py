@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.kinds import OTHER, demuxer, not_sound, sniff_sound
-from mmfast.frontends.audio.samples import ENCODINGS, check, decode_pcm, mix, to_mono
-from mmfast.frontends.container import main_stream, open_container
+from mmfast.frontends.audio.kinds import OTHER, sniff_sound
+from mmfast.frontends.audio.packets import decoded_sound
+from mmfast.frontends.audio.samples import ENCODINGS, check, decode_pcm, to_mono
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,
     Budget,
@@ -22,91 +21,26 @@ from mmfast.frontends.source import (
     MediaSource,
     is_encoded,
     open_source,
-    refusing,
 )
 from mmfast.ops.audio import Resampler, check_rate
 
 Piece = tuple[Tensor, int]  # samples [n] float32 mono, their rate
 _SECONDS = 0.5  # of a piece: a packet may be 1 ms
-_DAMAGED = 100  # packets in a row that do not decode, after which reading ends
 
 
 def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
     """Decode a file without its damaged packets; the rate may change between pieces."""
-    raw = _other_pieces(source) if source.kind == OTHER else _decoded(source, limits)
-    budget, seconds = Budget(limits, source.name), 0.0
+    seconds, rate = 0.0, 0
     waiting: list[Tensor] = []
-    rate = 0
-    for pcm, at in raw:
-        budget.clock()
+    for pcm, at in decoded_sound(source, limits):
         if waiting and (at != rate or sum(map(len, waiting)) >= rate * _SECONDS):
             yield torch.cat(waiting), rate
             waiting = []
         rate = check_rate(at, f"the rate of {source.name}")
-        waiting.append(check(pcm, source.name, seconds, rate))
+        waiting.append(check(torch.from_numpy(pcm), source.name, seconds, rate))
         seconds += len(pcm) / rate
-        limits.check_duration(source.name, seconds)
     if waiting:
         yield torch.cat(waiting), rate
-
-
-def _decoded(source: MediaSource, limits: Limits) -> Iterator[Piece]:
-    with open_container(source, demuxer(source)) as container:
-        stream = main_stream(source, container, "audio", "a file with an audio track")
-        length = stream.duration * stream.time_base if stream.duration else 0
-        limits.check_duration(source.name, float(length))
-        heard = failed = 0
-        for frame in _frames(source, container, stream):
-            if frame is None:
-                failed += 1
-                if failed >= _DAMAGED:
-                    break
-                continue
-            heard, failed = heard + 1, 0
-            yield _mono(frame, source.name), int(frame.sample_rate)
-    if not heard:
-        raise MediaError(f"{source.name} holds no sound that can be decoded: record it again")
-
-
-def _frames(source: MediaSource, container: Any, stream: Any) -> Iterator[Any]:
-    """Yield decoded frames, None for a packet that does not decode."""
-    packets = container.demux(stream)
-    while True:
-        try:
-            packet = next(packets, None)
-        except Exception:  # a truncated end, or a stream that the header does not name
-            return
-        if packet is None:
-            return
-        try:
-            with refusing(source.name):
-                decoded = packet.decode()
-        except MediaError:
-            yield None
-        else:
-            yield from decoded
-
-
-def _mono(frame: Any, name: str) -> Tensor:
-    array = frame.to_ndarray()
-    if not frame.format.is_planar:
-        array = array.reshape(-1, frame.layout.nb_channels).T
-    if array.dtype == np.int64:
-        array = (array >> 32).astype(np.int32)
-    return mix(array, name, axis=0)
-
-
-def _other_pieces(source: MediaSource) -> Iterator[Piece]:
-    import soundfile
-
-    with source.open() as file:
-        try:
-            sound = soundfile.SoundFile(file)
-        except (soundfile.SoundFileError, TypeError, RuntimeError):
-            raise not_sound(source) from None
-        with sound, refusing(source.name):
-            for block in sound.blocks(blocksize=1 << 14, dtype="float32", always_2d=True):
-                yield torch.from_numpy(block.mean(axis=1)), int(sound.samplerate)
 
 
 _ARRAYS, _RATES = ("array", "raw", "samples"), ("sampling_rate", "rate")  # keys of a mapping

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import av
 import numpy as np
 import torch
 from torch import Tensor
@@ -111,21 +113,14 @@ def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, b
     whole = len(data) // each * each
     raw = np.frombuffer(data[:whole], dtype={2: "<i2", 4: "<f4", 1: "u1"}[ENCODINGS[encoding]])
     if encoding in ("mulaw", "alaw"):
-        raw = (_MULAW if encoding == "mulaw" else _ALAW)[raw]
+        raw = _g711(encoding)[raw]
     pcm = _scaled(torch.from_numpy(np.array(raw, dtype=raw.dtype.newbyteorder("="))), "the sound")
     return pcm.view(-1, channels).mean(dim=1), data[whole:]
 
 
-def _g711() -> tuple[Any, Any]:
-    """16-bit values of all 256 codes (ITU-T G.711): mu-law and A-law."""
-    code = np.arange(256)
-    mu = ~code & 0xFF
-    size = (((mu & 0x0F) * 8 + 132) << (mu >> 4 & 7)) - 132
-    mulaw = np.where(mu & 0x80, -size, size)
-    a = code ^ 0x55
-    step, segment = (a & 0x0F) * 16 + 8, a >> 4 & 7
-    size = np.where(segment, (step + 256) << np.maximum(segment - 1, 0), step)
-    return mulaw.astype(np.int16), np.where(a & 0x80, size, -size).astype(np.int16)
-
-
-_MULAW, _ALAW = _g711()
+@cache
+def _g711(encoding: str) -> Any:
+    """16-bit values of all 256 codes (ITU-T G.711), by FFmpeg."""
+    codec: Any = av.CodecContext.create(f"pcm_{encoding}", "r")
+    codec.sample_rate, codec.layout = 8000, "mono"
+    return codec.decode(av.Packet(bytes(range(256))))[0].to_ndarray().flatten()

@@ -196,7 +196,8 @@ _TIMEOUT = 10.0  # seconds, of cameras and addresses
 class LiveSource(Iterator[tuple[Frame, float]]):
     """Frames [H, W, 3] uint8 of one source at rising times in seconds.
 
-    `events` counts irregularities: ``broken``, ``repeated``, ``late``, ``jumps``, ``resized``.
+    `events` counts irregularities: ``broken``, ``repeated``, ``late``, ``jumps``, ``resized``,
+    ``mended``.
     """
 
     def __init__(
@@ -277,7 +278,8 @@ def live_frames(
 
     Irregularities: a frame at the time of the one before, or up to a second earlier, is dropped; a
     clock that jumps back further continues from the last frame; a picture of another size is scaled
-    into the first one's; a broken picture is skipped; each is counted in `events`. Thirty broken
+    into the first one's; a broken picture is skipped; each is counted in `events`. Frames of files
+    whose times do not rise are `mended` instead, as in `read_video`. Thirty broken
     pictures in a row, a stopped clock, and a source that gives nothing within `timeout` or breaks
     off, end in a `MediaError` after the frames before. Late starts and gaps are kept.
 
@@ -291,8 +293,8 @@ def live_frames(
     if timeout is not None and not 0 < timeout < float("inf"):
         raise MediaError(f"timeout={timeout!r} is not a delay: give seconds such as 10")
     bound = Ahead(frames=ahead) if isinstance(ahead, int) else ahead
-    raw = _open(source, step, rate, allow_network, limits, bound, timeout)
     events: Counter[str] = Counter()
+    raw = _open(source, step, rate, allow_network, limits, bound, timeout, events)
     items: Any = raw.items
     wait = raw.timeout if timeout is None else timeout
     pump = Pump(items, raw.name, wait) if raw.live or wait is not None else None
@@ -318,6 +320,7 @@ def _open(
     limits: Limits,
     ahead: Ahead,
     timeout: float | None,
+    events: Counter[str],
 ) -> _Raw:
     wait = _TIMEOUT if timeout is None else timeout
     camera: int | str | None = None
@@ -333,7 +336,7 @@ def _open(
         convert = _picture(f"a file of {quote(folder)}", limits)
         return _Raw(quote(folder), folder_frames(folder, limits), convert, live=False)
     if is_encoded(source) or is_array(source) or not is_sequence(source):
-        pairs = iter_video(source, fps=fps, limits=limits, rate=rate, ahead=ahead)
+        pairs = iter_video(source, fps=fps, limits=limits, rate=rate, ahead=ahead, events=events)
         name = quote(source) if isinstance(source, str | os.PathLike) else "the video"
         return _Raw(name, pairs, lambda frame: frame, live=False, exact=True)
     listed = isinstance(source, list | tuple)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 from mmfast.core.errors import MediaError
 from mmfast.frontends.clip import Frame, Frames, Orientation, write_rgb
 from mmfast.frontends.container import Header, open_video
-from mmfast.frontends.sampling import Indices
+from mmfast.frontends.sampling import Indices, no_times, rising
 from mmfast.frontends.source import Budget, Limits, MediaSource, Mismatch, first_line, refusing
 from mmfast.frontends.video.index import Index
 
@@ -130,21 +131,22 @@ def count_frames(
         )
     if faults:
         logger.warning("%s: %d damaged packets, %d frames left", source.name, faults, len(ticks))
-    found = _strict(index.ticks.tolist(), len(ticks)) if source.kind == "avi" else None
-    found = found or _strict(ticks, len(ticks)) or _strict(index.ticks.tolist(), len(ticks))
-    if found is None:
-        raise MediaError(
-            f"the frames of {source.name} have no usable times (0 or repeated): re-encode it with "
-            f"a rate (ffmpeg -r 30 -i IN OUT.mp4)"
-        )
-    end = max(index.end, found[-1] + 1)
-    return replace(index, ticks=np.array(found, dtype=np.int64), end=end, trusted=False), threads
+    return _timed(source, index, ticks), threads
 
 
-def _strict(ticks: list[int | None], count: int) -> list[int] | None:
-    known = [tick for tick in ticks if tick is not None]
-    rising = all(a < b for a, b in pairwise(known))
-    return known if len(known) == count and rising else None
+def _timed(source: MediaSource, index: Index, ticks: list[int | None]) -> Index:
+    """Give the index the times of the decoded frames, or those of the packets where they lack."""
+    listed = index.ticks.tolist()
+    if len(listed) == len(ticks) and (source.kind == "avi" or None in ticks):
+        ticks = listed
+    events: Counter[str] = Counter()
+    found = [tick for _, tick in rising(((0, tick) for tick in ticks), source.name, events)]
+    if None in found:
+        raise no_times(source.name)
+    moved = found[-1] > max(listed, default=found[-1])  # behind the last time that is known
+    stay = found[-1] - found[-2] if moved else 1
+    end = max(index.end, math.ceil(found[-1] + stay))
+    return replace(index, ticks=np.array(found), end=end, trusted=False, mended=events["mended"])
 
 
 def read_counted(
@@ -164,22 +166,33 @@ def read_counted(
 
 
 def read_all(
-    source: MediaSource, limits: Limits, header: Header, turn: Orientation, threads: str = "AUTO"
+    source: MediaSource,
+    limits: Limits,
+    header: Header,
+    turn: Orientation,
+    threads: str = "AUTO",
+    events: Counter[str] | None = None,
 ) -> Iterator[tuple[Frame, float]]:
-    """Yield every frame [H, W, 3] with its time, decoded lazily."""
-    size: tuple[int, int] | None = None
-    with open_video(source, limits, threads) as (container, stream):
-        decoder = PacketDecoder(container, stream, Budget(limits, source.name))
-        for number, frame in enumerate(decoder):
+    """Yield every frame [H, W, 3] with its time, decoded lazily; `events` as in `rising`."""
+
+    def ticked(frames: Iterable[Any]) -> Iterator[tuple[tuple[int, Frame], int | None]]:
+        size: tuple[int, int] | None = None
+        for number, frame in enumerate(frames):
             size = size or turn.size(frame.width, frame.height)
             rgb = np.empty((size[1], size[0], 3), np.uint8)
             with refusing(source.name):
                 write_rgb(frame, rgb, turn, source.name)
-            yield rgb, _time(source, header, number, frame.pts)
+            yield (number, rgb), None if source.kind == "avi" else frame.pts
+
+    events = Counter() if events is None else events
+    with open_video(source, limits, threads) as (container, stream):
+        decoder = PacketDecoder(container, stream, Budget(limits, source.name))
+        for (number, rgb), tick in rising(ticked(decoder), source.name, events):
+            yield rgb, _time(source, header, number, tick)
 
 
-def _time(source: MediaSource, header: Header, number: int, tick: int | None) -> float:
-    if tick is not None and source.kind != "avi":
+def _time(source: MediaSource, header: Header, number: int, tick: float | None) -> float:
+    if tick is not None:
         return float(header.seconds(tick))
     if not header.rate:
         raise MediaError(f"frame {number} of {source.name} has no time: re-encode it with a rate")
@@ -204,7 +217,7 @@ def decord_obstacle(
         (header.alone, "several video streams"),
         (
             index.trusted and index.plain,
-            "edits, damage, open groups of pictures or parameters in the stream",
+            "edits, damage, repeated times, open groups of pictures or parameters in the stream",
         ),
     )
     return next((reason for fine, reason in checks if not fine), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ class Index:
     keys: Indices  # [k] presentation ticks of the key frames, ascending
     trusted: bool  # every packet is one frame with its own time, so that seeking is exact
     plain: bool  # decord may read it: fresh starts only, no hidden frame, fixed parameters
+    mended: int = 0  # frames whose time did not rise
     groups: tuple[PacketGroup, ...] | None = None  # by entry points; None: only the start is one
 
 
@@ -87,10 +89,12 @@ def _build(
     # AVI stores no presentation times: its frames are shown at the decoding times in turn.
     avi = source.kind == "avi"
     ticks = np.array(sorted(t for p in shown if (t := p.dts if avi else p.pts) is not None))
+    in_turn = all(a < b for a, b in pairwise([p.pts for p in shown if p.pts is not None]))
     keys = sorted(p.pts for p in packets if p.key and p.pts is not None)
     trusted = (
         header.codec in _ONE_PACKET_ONE_FRAME
         and header.progressive
+        and (in_turn or header.reorders)
         and source.kind in _SEEKABLE_KINDS
         and not any(p.corrupt or p.pts is None for p in packets)
         and (not avi or all(p.pts == p.dts for p in packets))

@@ -185,14 +185,15 @@ def all_groups(packets: Sequence[tuple[int | None, bool, Facts]]) -> tuple[Packe
 def groups(packets: Iterable[tuple[int | None, bool, Facts]]) -> Iterator[PacketGroup]:
     """Cut a stream of (ticks, shown, facts) at its entry points.
 
-    `Mismatch` where it has to be decoded from its start: entries are missing, or groups overlap.
+    Where it has to be decoded from its start: `Mismatch` if entries are missing; `Damage` if units
+    are strange, the first entry is missing or groups overlap, since destroyed packets look so, too.
     """
     held: list[tuple[int, bool, Facts]] = []
     first = 0
     latest = None
     for number, (pts, shown, facts) in enumerate(packets):
         if facts.strange or pts is None or not (number or facts.fresh):
-            raise Mismatch
+            raise Damage
         if facts.entry and held:
             group = _group(first, held)
             latest = _after(group, latest)
@@ -224,7 +225,7 @@ def _after(group: PacketGroup, latest: int | None) -> int | None:
     if not len(ticks):
         return latest
     if (np.diff(ticks) <= 0).any() or (latest is not None and ticks[0] <= latest):
-        raise Mismatch
+        raise Damage
     return int(ticks[-1])
 
 
@@ -306,17 +307,27 @@ class SliceReader:
         self._at = 0  # number of the packet that comes next
 
     def frames(self, job: SliceJob, go_on: Callable[[], bool]) -> Iterator[tuple[Any, int]]:
-        """Yield the wanted frames with their ticks while `go_on`; `Damage` if they differ."""
-        left = iter(job.wanted)
-        due = next(left)
+        """Yield the wanted frames with their ticks while `go_on`; `Damage` if they differ.
+
+        A frame waits for those that are decoded before it and shown after it, since it may refer
+        to them, and a decoder tells of damage when it shows a picture.
+        """
+        left, held = iter(job.wanted), deque[tuple[Any, int]]()
+        due, shown = next(left), -(1 << 62)
+        latest = np.maximum.accumulate(np.where(job.send, job.pts, -(1 << 62)))
+        until = dict(zip(job.pts.tolist(), latest.tolist(), strict=True))
         for frame in self._decoded(job, go_on):
-            if frame.pts is None or frame.is_corrupt or frame.pts > due:
+            if frame.pts is None or frame.is_corrupt or not shown < frame.pts <= due:
                 raise Damage
+            shown = frame.pts
             if frame.pts == due:
-                yield frame, due
+                held.append((frame, due))
                 due = next(left, 1 << 62)
+            while held and until[held[0][1]] <= frame.pts:
+                yield held.popleft()
         if due != 1 << 62 and go_on():
             raise Damage
+        yield from held
 
     def _decoded(self, job: SliceJob, go_on: Callable[[], bool]) -> Iterator[Any]:
         packet = self._reach(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -76,6 +77,7 @@ class _FilePlan:
             rate=float(self.header.rate),
             source=self.source.name,
             backend=backend,
+            mended=index.mended,
         )
 
 
@@ -117,7 +119,11 @@ def read_file(source: MediaSource, ask: Ask, limits: Limits, backend: str) -> Cl
 
 
 def iter_file(
-    source: MediaSource, limits: Limits, fps: float | None = None, ahead: Ahead = DEFAULT_AHEAD
+    source: MediaSource,
+    limits: Limits,
+    fps: float | None = None,
+    ahead: Ahead = DEFAULT_AHEAD,
+    events: Counter[str] | None = None,
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the frames of a file in turn, or those at every 1/fps s; damaged packets are skipped.
 
@@ -134,7 +140,7 @@ def iter_file(
     free = limits.untimed()
 
     def from_start(threads: str) -> Iterator[tuple[Frame, float]]:
-        pairs = decoders.read_all(source, free, header, turn, threads)
+        pairs = decoders.read_all(source, free, header, turn, threads, events)
         return sample_stream(pairs, fps, half_tick)
 
     if fps is None or not suits(source, header) or not worth(count, first.width * first.height):
@@ -184,7 +190,9 @@ def read_video(
     A file's packets are listed without decoding them, then only the groups of pictures that hold a
     wanted frame are decoded. Phone rotation and mirroring are applied, edit lists followed, sound
     ignored, 10-bit colour rounded to 8 bits without tone mapping, non-square pixels kept. After
-    damage a frame is as the decoder conceals it. `backend` is ``auto`` (decord for what it reads
+    damage a frame is as the decoder conceals it. Up to 16 frames in a row whose time repeats that
+    of the one before, or lies further back, are spread between their neighbours (`Clip.mended`),
+    with a warning. `backend` is ``auto`` (decord for what it reads
     exactly, else PyAV), ``decord`` or ``pyav``; both give the same frames. Decoded frames without
     times come at `rate` per second, 24 if not given.
 
@@ -212,6 +220,7 @@ def iter_video(
     limits: Limits = DEFAULT_LIMITS,
     rate: float | None = None,
     ahead: Ahead = DEFAULT_AHEAD,
+    events: Counter[str] | None = None,
 ) -> Iterator[tuple[Frame, float]]:
     """Yield the frames of a video lazily: (picture [H, W, 3] uint8, seconds).
 
@@ -220,24 +229,26 @@ def iter_video(
     threads, which run `ahead`; other media are decoded on request and nothing is held. An endless
     iterator of frames stays endless: limits on frames and duration apply to files only, and a slow
     consumer meets no time limit. A bad argument or file is an error at once, damage inside it
-    later.
+    later. `events` counts frames whose time was `mended`, as in `read_video`.
     """
     step = None if fps is None else positive_rate("fps", fps)
     if is_encoded(media):
         source = open_source(media, limits)
         if source.kind not in IMAGE_KINDS:
-            return iter_file(source, limits, step, ahead)
+            return iter_file(source, limits, step, ahead, events)
         media = source
-    pairs, tolerance = _stream(media, limits, rate)
+    pairs, tolerance = _stream(media, limits, rate, Counter() if events is None else events)
     return sample_stream(pairs, step, tolerance)
 
 
-def _stream(media: object, limits: Limits, rate: object) -> tuple[Iterator[Any], float]:
+def _stream(
+    media: object, limits: Limits, rate: object, events: Counter[str]
+) -> tuple[Iterator[Any], float]:
     """Return the frames of any media but video files, and the rounding of their times."""
     if isinstance(media, Image.Image):
         return iter_animation(media, limits, "the animation"), 5e-4
     if not isinstance(media, MediaSource):
-        return iter_sequence(media, limits, rate), 1e-6
+        return iter_sequence(media, limits, rate, events), 1e-6
     source = media
 
     def opened() -> Iterator[tuple[Frame, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Real
@@ -19,7 +20,7 @@ from mmfast.frontends.image import (
     is_tensor,
     picture,
 )
-from mmfast.frontends.sampling import Ask, Floats, positive_rate
+from mmfast.frontends.sampling import Ask, Floats, positive_rate, rising
 from mmfast.frontends.source import Limits, quote
 
 DEFAULT_RATE = 24.0  # the assumption of transformers' processors
@@ -47,7 +48,7 @@ def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip
         raise MediaError(
             f"{given.name} has no times: give rate=, its frames per second, or use frames="
         )
-    times, end = _times(stamps, speed, given.name)
+    times, end, mended = _times(stamps, speed, given.name)
     asked = ask.choose(given.name, times, end, 1e-6)
     wanted = set(asked.tolist())
     found: dict[int, Frame] = {}
@@ -56,13 +57,17 @@ def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip
             limits.check_decoded(given.name, len(asked), frame.shape[1], frame.shape[0])
             found[i] = frame
     picked = np.stack([found[i] for i in asked.tolist()])  # [m, H, W, 3]
-    return make_clip(picked, asked, times, end, speed, given.name, "array")
+    return make_clip(picked, asked, times, end, speed, given.name, "array", mended)
 
 
-def iter_sequence(media: object, limits: Limits, rate: object) -> Iterator[tuple[Frame, float]]:
+def iter_sequence(
+    media: object, limits: Limits, rate: object, events: Counter[str]
+) -> Iterator[tuple[Frame, float]]:
     """Yield each frame with its time at once, without a limit on their number."""
     speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
-    for i, (frame, time) in enumerate(_convert(_given(media), limits)):
+    given = _given(media)
+    numbered = (((i, frame), time) for i, (frame, time) in enumerate(_convert(given, limits)))
+    for (i, frame), time in rising(numbered, given.name, events):
         yield frame, i / speed if time is None else time
 
 
@@ -125,13 +130,14 @@ def _hold(given: _FrameOptions, limits: Limits) -> Iterator[Any]:
         yield frame if time is None else (frame, time)
 
 
-def _times(stamps: list[float | None], rate: float, name: str) -> tuple[Floats, float]:
-    """Times of the frames in seconds [n], and when the last one ends."""
+def _times(stamps: list[float | None], rate: float, name: str) -> tuple[Floats, float, int]:
+    """Times of the frames in seconds [n], when the last one ends, and how many were mended."""
     known = [stamp for stamp in stamps if stamp is not None]
     if not known:
-        return np.arange(len(stamps)) / rate, len(stamps) / rate
-    times = np.array(known, dtype=np.float64)
-    gaps = np.diff(times)
-    if len(known) != len(stamps) or not np.isfinite(times).all() or not (gaps > 0).all():
+        return np.arange(len(stamps)) / rate, len(stamps) / rate, 0
+    if len(known) != len(stamps) or not np.isfinite(known).all():
         raise MediaError(f"{name}: every frame needs a time, ascending and finite, or none has one")
-    return times, float(times[-1] + (gaps[-1] if len(gaps) else 1 / rate))
+    events: Counter[str] = Counter()
+    times = np.array([time for _, time in rising(((0, time) for time in known), name, events)])
+    stay = times[-1] - times[-2] if len(times) > 1 else 1 / rate
+    return times, float(times[-1] + stay), events["mended"]

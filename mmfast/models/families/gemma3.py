@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from einops import rearrange
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 
@@ -25,8 +26,9 @@ def layout(base: Any, kind: str, call: Call) -> list[Layout]:
 def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     """Averages values as the projector does features: `[P, C]` to one `[N, C]` per image."""
     side = base.multi_modal_projector.patches_per_image
-    images = values.reshape(-1, side, side, values.shape[-1]).movedim(-1, 1)
-    return list(base.multi_modal_projector.avg_pool(images).flatten(2).mT)
+    images = rearrange(values, "(image h w) c -> image c h w", h=side, w=side)
+    pooled = base.multi_modal_projector.avg_pool(images)
+    return list(rearrange(pooled, "image c h w -> image (h w) c"))
 
 
 def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout:

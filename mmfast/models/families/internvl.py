@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from einops import rearrange, reduce
 from torch import Tensor
 
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter, square
@@ -32,10 +33,9 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     """Mean over the patches `[P, C]` of a token, by the model's own pixel shuffle."""
     tiles, width = len(call["pixel_values"]), values.shape[-1]
     side = math.isqrt(len(values) // tiles)
-    shuffled = base.pixel_shuffle(
-        values.reshape(tiles, side, side, width), base.config.downsample_ratio
-    )
-    rows = shuffled.reshape(-1, shuffled.shape[-1] // width, width).mean(1)
+    raster = rearrange(values, "(tile h w) c -> tile h w c", tile=tiles, h=side)
+    shuffled = base.pixel_shuffle(raster, base.config.downsample_ratio)
+    rows = reduce(shuffled, "tile h w (patch c) -> (tile h w) c", "mean", c=width)
     return list(rows.split([each.length for each in layout(base, kind, call)]))
 
 
@@ -75,4 +75,4 @@ def _of_prompt(base: Any, ids: Tensor, tile: Layout) -> list[Layout]:
     return found
 
 
-add_adapter(Adapter("internvl", layout, fold, square, tile_counts=tile_counts))
+add_adapter(Adapter("internvl", layout, fold, square, tile_counts=tile_counts, resizes=True))

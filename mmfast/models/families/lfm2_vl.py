@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from einops import reduce
 from torch import Tensor
 
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
@@ -40,8 +41,8 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     factor, shapes = base.config.downsample_factor, call["spatial_shapes"].tolist()
     folded = []
     for tile, (h, w) in zip(values.chunk(len(shapes)), shapes, strict=True):
-        squares = tile[: h * w].reshape(h // factor, factor, w // factor, factor, -1)
-        folded.append(squares.mean((1, 3)).flatten(0, 1))
+        pattern, own = "(h down w across) c -> (h w) c", tile[: h * w]
+        folded.append(reduce(own, pattern, "mean", h=h // factor, down=factor, across=factor))
     return [torch.cat(tiles) for tiles in _split(folded, tile_counts(base, call))]
 
 

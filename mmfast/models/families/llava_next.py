@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from einops import rearrange
 from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import (
     get_anyres_image_grid_shape,
@@ -31,8 +32,8 @@ def layout(base: Any, kind: str, call: Call) -> list[Layout]:
 def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     """Values of the tower's patches `[P, C]` to content tokens, one `[N, C]` per image."""
     patches, width = _side(base) ** 2, values.shape[-1]
-    tiles = list(values.reshape(-1, patches, width).split(tile_counts(base, call)))
-    packed = _pack(base, tiles, values.new_zeros(width), call)
+    tiles = rearrange(values, "(tile patch) c -> tile patch c", patch=patches)
+    packed = _pack(base, list(tiles.split(tile_counts(base, call))), values.new_zeros(width), call)
     contents = [each.content().to(values.device) for each in layout(base, kind, call)]
     return [each[content] for each, content in zip(packed, contents, strict=True)]
 
@@ -62,4 +63,8 @@ def _pack(base: Any, tiles: list[Tensor], newline: Tensor, call: Call) -> list[T
     return list(packed)
 
 
-add_adapter(Adapter("llava_next", layout, fold, recover, tile_counts=tile_counts, media=("image",)))
+add_adapter(
+    Adapter(
+        "llava_next", layout, fold, recover, tile_counts=tile_counts, media=("image",), resizes=True
+    )
+)

@@ -10,6 +10,7 @@ import math
 from functools import partial
 from typing import Any
 
+from einops import rearrange
 from torch import Tensor
 from transformers.models.llava_onevision.modeling_llava_onevision import (
     get_anyres_image_grid_shape,
@@ -42,11 +43,13 @@ def _shapes(base: Any, call: Call) -> list[tuple[int, int] | None]:
 def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     """Values of the tower's patches `[P, C]` to content tokens, one `[N, C]` per item."""
     patches, width = _side(base) ** 2, values.shape[-1]
+    pictures = rearrange(values, "(picture patch) c -> picture patch c", patch=patches)
     if kind == "video":
-        pooled = base.apply_pooling(values.reshape(-1, patches, width))
-        return list(pooled.reshape(len(call["pixel_values_videos"]), -1, width))
-    tiles = list(values.reshape(-1, patches, width).split(tile_counts(base, call)))
-    packed = _pack(base, tiles, values.new_zeros(width), call)
+        pooled, videos = base.apply_pooling(pictures), len(call["pixel_values_videos"])
+        return list(rearrange(pooled, "(video t) n c -> video (t n) c", video=videos))
+    packed = _pack(
+        base, list(pictures.split(tile_counts(base, call))), values.new_zeros(width), call
+    )
     contents = [each.content().to(values.device) for each in layout(base, kind, call)]
     return [each[content] for each, content in zip(packed, contents, strict=True)]
 
@@ -98,4 +101,6 @@ def _pack(base: Any, tiles: list[Tensor], newline: Tensor, call: Call) -> list[T
     return list(packed)
 
 
-add_adapter(Adapter("llava_onevision", layout, fold, recover, tile_counts=tile_counts))
+add_adapter(
+    Adapter("llava_onevision", layout, fold, recover, tile_counts=tile_counts, resizes=True)
+)

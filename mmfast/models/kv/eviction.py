@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
 from mmfast.models.kv.notes import BASIS, KIND, PADDING, PINNED, TOTAL, WINDOW, entries, fill
-from mmfast.models.kv.packs import PackedLayer, keep_packed
+from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
 from mmfast.models.reduction.cache_layers import is_short, regroup
 from mmfast.models.reduction.call import PassState
-from mmfast.models.reduction.probe import intercepting
+from mmfast.models.reduction.probe import replacing
 
 # `(row, where [n])` -> the Reduction of these entries of a batch row, leading dims `[H]`.
 Choose = Callable[[int, Tensor], Reduction]
@@ -56,13 +55,10 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
         if isinstance(layer, PackedLayer):
             layer.open()  # what is merged is packed once more
         left = leave(layer.keys, layer.values, notes, where, reductions)
-        layer.keys, layer.values = left.keys, left.values
+        (layer.keys,), (layer.values,) = left.kv.keys, left.kv.values
         if isinstance(layer, PackedLayer):
             layer.front = left.gaps
-    gone = length - left.width
-    layer.gone, layer.dropped = layer.gone + gone, layer.dropped + gone
-    layer.notes, layer.valid = left.notes, left.valid
-    regroup(cache, index)
+    settle(cache, index, left, length)
     return before, after
 
 
@@ -318,30 +314,20 @@ class Eviction:
         if not self.always or self.rescores:
             yield
             return
-        around: Any = torch.compiler.disable(self._around)
-        with intercepting({module: partial(around, i) for i, module in modules.items()}):
+        with replacing(modules, self._masked):
             yield
 
-    def _around(
-        self,
-        index: int,
-        call: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        mask, cache = attention_mask, self._state.cache
+    def _masked(
+        self, index: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        cache = self._state.cache
         drafts = cache is not None and self._state.part is None and query.shape[2] > 1
         if drafts and index < len(cache.layers):
             layer = cache.layers[index]
             if is_short(layer) and layer.notes is not None:
                 seen = self._seen(layer, query.shape[2])
                 mask = hidden(module, query, mask, seen)
-        return call(module, query, key, value, mask, *args, **kwargs)
+        return key, value, mask
 
     def _seen(self, layer: Any, drafts: int) -> Tensor:
         """Entries that each of the last tokens sees, `[B, 1 or H, drafts, n]`."""

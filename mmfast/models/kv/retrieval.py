@@ -8,10 +8,9 @@ and a later prompt of text alone chooses anew before it reads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +26,7 @@ from mmfast.models.kv.eviction import hidden
 from mmfast.models.kv.notes import CLUSTER, FRAME, KIND, PADDING, READ, VISUAL, fill
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.call import PassState
-from mmfast.models.reduction.probe import intercepting
+from mmfast.models.reduction.probe import replacing
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
 
@@ -190,9 +189,7 @@ class Reading:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Intercept the attention of the layers."""
-        attentions = {self._text.layers[i].self_attn: i for i in self._layers}
-        around: Any = torch.compiler.disable(self._around)
-        with intercepting({module: partial(around, i) for module, i in attentions.items()}):
+        with replacing({i: self._text.layers[i].self_attn for i in self._layers}, self._read):
             yield
 
     @contextmanager
@@ -271,19 +268,10 @@ class Reading:
         # Where everything is read the layer is as stock as ever.
         layer.notes = rest if bool(read.all()) else {**rest, READ: read[:, None]}
 
-    def _around(
-        self,
-        index: int,
-        call: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        mask, raw, prompting = attention_mask, self._local.raw, self._prompting
+    def _read(
+        self, index: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        raw, prompting = self._local.raw, self._prompting
         layers = () if self._state.cache is None else self._state.cache.layers
         layer = layers[index] if index < len(layers) else None
         if layer is not None and is_short(layer) and layer.per_row:
@@ -296,7 +284,7 @@ class Reading:
                 read = fill(layer).get(READ)
                 if read is not None:
                     key, value, mask = parted(module, query, key, value, mask, read[:, 0])
-        return call(module, query, key, value, mask, *args, **kwargs)
+        return key, value, mask
 
 
 def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -283,6 +283,8 @@ class Levels(TorchFunctionMode):
             return func(*args, **given)
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
         query, key, value = args
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+            return func(*args, **given)  # what sdpa keeps for its gradient must stay as it is
         out, level = attend(query, key, value, mask, causal, given.get("scale"))
         self._found.append(level)
         return out
@@ -299,6 +301,8 @@ class Levels(TorchFunctionMode):
 Hook = Callable[..., None]
 # (next, module, q, k, v, mask, *args, **kwargs) -> what `next` returns; may change any argument.
 Around = Callable[..., tuple[Tensor, Tensor | None]]
+# (number, module, q, k, v, mask) -> k, v and mask in their place.
+Change = Callable[[int, nn.Module, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
 
 _GATE = "_mmfast_gate"
 _LOCK = threading.RLock()
@@ -343,6 +347,30 @@ def intercepting(arounds: Mapping[nn.Module, Around], innermost: bool = False) -
             _leave()
 
 
+@contextmanager
+def replacing(modules: Mapping[int, nn.Module], change: Change) -> Iterator[None]:
+    """Let `change` replace keys, values and mask of the attention of these modules, uncompiled."""
+    around: Any = torch.compiler.disable(_replaced)
+    with intercepting({module: partial(around, change, i) for i, module in modules.items()}):
+        yield
+
+
+def _replaced(
+    change: Change,
+    index: int,
+    call: Around,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    seen = change(index, module, query, key, value, attention_mask)
+    return call(module, query, *seen, *args, **kwargs)
+
+
 def _remove(module: nn.Module, around: Around) -> None:
     gate = list(module.__dict__.get(_GATE, ()))
     last = next(i for i in reversed(range(len(gate))) if gate[i] is around)
@@ -367,11 +395,13 @@ def _observe(
         hook_kv = (key, value)
     seen = (module, query, *hook_kv, mask, kwargs.get("scaling"), causal)
     if not levels or torch.compiler.is_compiling():
-        hook(*seen)
+        with torch.no_grad():  # a choice is not learned, and a layer may run again without hooks
+            hook(*seen)
         return call(module, *args, **kwargs)
     with Levels() as found:
         output = call(module, *args, **kwargs)
-    hook(*seen, found.of(query) if kwargs.get("position_bias") is None else None)
+    with torch.no_grad():
+        hook(*seen, found.of(query) if kwargs.get("position_bias") is None else None)
     return output
 
 

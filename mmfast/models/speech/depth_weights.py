@@ -19,20 +19,12 @@ def moshi_depth(depth: Any) -> DepthCore:
     """`MoshiDepthDecoder` (arXiv 2410.00037): the hidden state is added at every codebook."""
     config = depth.config
     core = _empty(
-        DepthShape(
-            hidden=config.input_size,
-            codes=config.num_codebooks,
-            size=config.audio_vocab_size,
-            first=config.vocab_size + 1,
-            dim=config.hidden_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            ffn=config.ffn_dim // 2,
-            eps=config.rms_norm_eps,
-        ),
-        config.head_dim,
+        config,
+        hidden=config.input_size,
+        codes=config.num_codebooks,
+        size=config.audio_vocab_size,
+        first=config.vocab_size + 1,
+        ffn=config.ffn_dim // 2,
     )
     _share(core.project, depth.input_projections.weight)
     _share(core.heads, depth.lm_heads.weight)
@@ -54,23 +46,15 @@ def csm_depth(depth: Any) -> DepthCore:
     config = depth.config
     model = depth.model
     core = _empty(
-        DepthShape(
-            hidden=config.backbone_hidden_size,
-            codes=config.num_codebooks - 1,
-            size=config.vocab_size,
-            first=config.vocab_size,
-            dim=config.hidden_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            ffn=config.intermediate_size,
-            eps=config.rms_norm_eps,
-            per_step=False,
-            prepend=True,
-            final_norm=True,
-        ),
-        config.head_dim,
+        config,
+        hidden=config.backbone_hidden_size,
+        codes=config.num_codebooks - 1,
+        size=config.vocab_size,
+        first=config.vocab_size,
+        ffn=config.intermediate_size,
+        per_step=False,
+        prepend=True,
+        final_norm=True,
     )
     _share(core.project, model.inputs_embeds_projector.weight)
     core.embed_in = core.project
@@ -89,10 +73,19 @@ def csm_depth(depth: Any) -> DepthCore:
     return core
 
 
-def _empty(shape: DepthShape, head_dim: int) -> DepthCore:
+def _empty(config: Any, **own: Any) -> DepthCore:
+    shape = DepthShape(
+        dim=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        **own,
+    )
     with torch.device("meta"):
         core = DepthCore(shape)
-    core.set_places(head_dim)
+    core.set_places(config.head_dim)
     return core.eval()
 
 

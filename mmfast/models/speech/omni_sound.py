@@ -321,10 +321,7 @@ class SoundStage:
             out = out if tail is None else torch.cat([out, tail[:, 0]], 1)
         out = out[:, state.given - state.certain : until - state.certain]
         given = state.given + out.shape[-1]
-        return (
-            state._replace(vocoder=vocoder, frames=frames, certain=certain, given=given),
-            out,
-        )
+        return (state._replace(vocoder=vocoder, frames=frames, certain=certain, given=given), out)
 
     def _flow(self, state: Blocks, give: int, window: int) -> tuple[Blocks, Tensor]:
         model = self.flow.model

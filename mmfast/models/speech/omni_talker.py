@@ -96,11 +96,7 @@ class Thought:
 
 @torch.no_grad()
 def think(
-    thinker: Any,
-    inputs: dict[str, Any],
-    picker: Picker | Iterator[int],
-    ends: set[int],
-    limit: int,
+    thinker: Any, inputs: dict[str, Any], picker: Picker | Iterator[int], ends: set[int], limit: int
 ) -> Iterator[Thought]:
     """Think pass by pass: the prompt, then each token that was picked, until one ends the answer.
 

@@ -13,26 +13,13 @@ _HEAD = re.compile(r"data:([a-z]+/[a-z0-9.+-]+)?((?:;[a-z0-9.+-]+=[^;,]*)*);base
 _LONGEST_HEAD = 256
 # Media type -> kinds that the first bytes may show; other types are not checked.
 _CLAIMS = {
-    "image/png": ("png",),
-    "image/jpeg": ("jpeg",),
-    "image/jpg": ("jpeg",),
-    "image/gif": ("gif",),
-    "image/webp": ("webp",),
-    "image/bmp": ("bmp",),
-    "image/tiff": ("tiff",),
-    "image/avif": ("avif",),
-    "video/mp4": ("mp4",),
-    "video/quicktime": ("mp4",),
-    "video/webm": ("mkv",),
-    "video/x-matroska": ("mkv",),
-    "video/x-msvideo": ("avi",),
-    "audio/wav": ("wav",),
-    "audio/x-wav": ("wav",),
-    "audio/mpeg": ("mp3",),
-    "audio/mp3": ("mp3",),
-    "audio/flac": ("flac",),
-    "audio/ogg": ("ogg",),
-}
+    "image/png": ("png",), "image/jpeg": ("jpeg",), "image/jpg": ("jpeg",), "image/gif": ("gif",),
+    "image/webp": ("webp",), "image/bmp": ("bmp",), "image/tiff": ("tiff",),
+    "image/avif": ("avif",), "video/mp4": ("mp4",), "video/quicktime": ("mp4",),
+    "video/webm": ("mkv",), "video/x-matroska": ("mkv",), "video/x-msvideo": ("avi",),
+    "audio/wav": ("wav",), "audio/x-wav": ("wav",), "audio/mpeg": ("mp3",), "audio/mp3": ("mp3",),
+    "audio/flac": ("flac",), "audio/ogg": ("ogg",),
+}  # fmt: skip
 
 
 def parse(url: str, most: int, param: str | None = None) -> tuple[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import hashlib
+import logging
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from mmfast.serve.guard.fetch import fetch
 
 Kind = Literal["image", "video"]
 _HEAD = 512
+logger = logging.getLogger("mmfast")
 _shared: dict[tuple[int, int, int], Decoders] = {}
 _lock = threading.Lock()
 
@@ -66,6 +68,8 @@ async def load_media(
             "too_many_frames",
             param,
         )
+    if isinstance(mended := facts.get("mended"), int) and mended > 0:
+        logger.warning("a clip has %d frames without a later time: they were spread", mended)
     key = hashlib.sha256(data).hexdigest() + f":{kind}{sampling}"
     return Media(Shot(kind, pixels, facts.get("metadata")), key)
 

@@ -22,26 +22,26 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.kinds import OTHER, demuxer, not_sound, sniff_sound
+from mmfast.frontends.audio.kinds import sniff_sound
+from mmfast.frontends.audio.packets import Samples, decoded_sound
 from mmfast.frontends.container import open_video
 from mmfast.frontends.headers import check_header
 from mmfast.frontends.image import open_image, read_image
-from mmfast.frontends.source import IMAGE_KINDS, Budget, Limits, MediaSource, open_source, refusing
+from mmfast.frontends.source import IMAGE_KINDS, Limits, MediaSource, open_source
 from mmfast.frontends.video.reader import read_video
 
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_RATES = (1_000, 400_000)  # samples per second
 _WRITES = 0o3 | 0o100  # O_WRONLY, O_RDWR, O_CREAT
 # Machine -> (its number, numbers of refused calls, `open` calls -> argument of the flags,
 # calls whose first argument must be this process, or 0).
@@ -125,24 +125,19 @@ def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
     return struct.pack("HBBI", code, yes, no, value)
 
 
-Samples = np.ndarray[Any, np.dtype[np.float32]]
-_RATES = (1_000, 400_000)
-_DAMAGED = 100  # undecodable packets in a row after which decoding stops
-
-
 def read_sound(source: MediaSource, limits: Limits) -> tuple[Samples, dict[str, Any]]:
     """Decode a sound to mono float32 `[n]` and `runs`, pairs of rate and number of samples."""
-    budget, seconds, count = Budget(limits, source.name), 0.0, 0
+    count = 0
     parts: list[Samples] = []
     runs: list[list[int]] = []
-    for pcm, rate in _other(source) if source.kind == OTHER else _decoded(source, limits):
-        budget.clock()
-        if not _RATES[0] <= rate <= _RATES[1]:
-            raise MediaError(f"{source.name} has {rate} samples per second: convert it to 16000")
-        count, seconds = count + len(pcm), seconds + len(pcm) / rate
-        limits.check_duration(source.name, seconds)
+    for pcm, rate in decoded_sound(source, limits):
+        count += len(pcm)
         if 4 * count > limits.decoded_bytes:
             raise MediaError(f"{source.name} is more than {limits.decoded_bytes:,} bytes decoded")
+        if not _RATES[0] <= rate <= _RATES[1]:
+            raise MediaError(f"{source.name} has {rate} samples per second: convert it to 16000")
+        if not np.isfinite(pcm).all():
+            raise MediaError(f"{source.name} has samples that are no numbers: record it again")
         parts.append(pcm)
         if not runs or runs[-1][0] != rate:
             runs.append([rate, 0])
@@ -150,75 +145,6 @@ def read_sound(source: MediaSource, limits: Limits) -> tuple[Samples, dict[str, 
     if not count:
         raise MediaError(f"{source.name} holds no sound that can be decoded: record it again")
     return np.concatenate(parts), {"runs": runs}
-
-
-def _decoded(source: MediaSource, limits: Limits) -> Iterator[tuple[Samples, int]]:
-    options = {"protocol_whitelist": "file"}  # a file must not refer to other resources
-    with refusing(source.name, "opened"):
-        container = av.open(
-            str(source.data), format=demuxer(source), options=options, metadata_errors="ignore"
-        )
-    with container:
-        streams = [s for s in container.streams.audio if s.codec_context is not None]
-        if not streams:
-            raise MediaError(f"{source.name} has no sound: give a file with an audio track")
-        stream = streams[0]
-        length = stream.duration * stream.time_base if stream.duration and stream.time_base else 0
-        limits.check_duration(source.name, float(length))
-        for frame in _frames(container, stream):
-            yield _mono(frame, source.name), int(frame.sample_rate)
-
-
-def _frames(container: Any, stream: Any) -> Iterator[Any]:
-    """Yield frames, without undecodable packets and a truncated end."""
-    packets, failed = container.demux(stream), 0
-    while failed < _DAMAGED:
-        try:
-            packet = next(packets, None)
-        except Exception:  # a truncated end, or a stream that the header does not name
-            return
-        if packet is None:
-            return
-        try:
-            found = packet.decode()
-        except Exception:  # decoders raise many exceptions on damaged data
-            failed += 1
-            continue
-        failed = 0
-        yield from found
-
-
-def _mono(frame: Any, name: str) -> Samples:
-    array = frame.to_ndarray()
-    if not frame.format.is_planar:
-        array = array.reshape(-1, frame.layout.nb_channels).T
-    mono: Samples = _scaled(array, name).mean(axis=0, dtype=np.float32)
-    return mono
-
-
-def _scaled(array: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    if array.dtype == np.uint8:
-        return (array.astype(np.float32) - 128.0) / 128.0
-    if array.dtype.kind == "i":
-        return (array / float(1 << (8 * array.itemsize - 1))).astype(np.float32)
-    out = array.astype(np.float32)
-    if not np.isfinite(out).all():
-        raise MediaError(f"{name} has samples that are no numbers: record it again")
-    return out
-
-
-def _other(source: MediaSource) -> Iterator[tuple[Samples, int]]:
-    """Decode with libsndfile the formats that PyAV is not used for."""
-    import soundfile
-
-    with source.open() as file:
-        try:
-            sound = soundfile.SoundFile(file)
-        except (soundfile.SoundFileError, TypeError, RuntimeError):
-            raise not_sound(source) from None
-        with sound, refusing(source.name):
-            for block in sound.blocks(blocksize=1 << 14, dtype="float32", always_2d=True):
-                yield _scaled(block.T, source.name).mean(axis=0), int(sound.samplerate)
 
 
 _LENGTH = struct.Struct("<I")
@@ -305,7 +231,7 @@ def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
     sampling = {k: job[k] for k in ("frames", "fps") if job.get(k) is not None}
     # PyAV reads every kind; the threads of decord would exceed the limits of this process.
     clip = read_video(path, limits=tight, backend="pyav", **sampling)
-    return np.ascontiguousarray(clip.frames), {"metadata": clip.metadata()}
+    return np.ascontiguousarray(clip.frames), {"metadata": clip.metadata(), "mended": clip.mended}
 
 
 def _tightened(source: MediaSource, limits: Limits, frame: int, clip: int) -> Limits:

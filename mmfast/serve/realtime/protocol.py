@@ -176,10 +176,7 @@ class Wish(StrictShape):
     conversation: Literal["auto", "none"] | None = None
     metadata: (
         Annotated[
-            dict[
-                Annotated[str, Field(max_length=64)],
-                Annotated[str, Field(max_length=512)],
-            ],
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
             Field(max_length=16),
         ]
         | None

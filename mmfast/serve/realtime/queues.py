@@ -39,10 +39,7 @@ class Outbox:
         self._waiters: list[asyncio.Future[None]] = []
 
     def put(
-        self,
-        event: Mapping[str, Any],
-        delta_of: str = "",
-        sent: Callable[[], None] | None = None,
+        self, event: Mapping[str, Any], delta_of: str = "", sent: Callable[[], None] | None = None
     ) -> None:
         """Append an event; `sent` is called when it leaves, and never if it is purged."""
         if self.closed:

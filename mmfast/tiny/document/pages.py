@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from einops import reduce
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -80,7 +81,8 @@ def make_page(purpose: int, seed: int, index: int) -> Page:
 def _patches(owner: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Patches a good part of which is painted: pixels [S, S] to [rows, columns]."""
     side = CELLS * scene.PATCHES
-    share = (owner > 0).reshape(side, len(owner) // side, side, -1).mean((1, 3))
+    painted = (owner > 0).astype(np.float64)
+    share = reduce(painted, "(y p) (x q) -> y x", "mean", y=side, x=side)
     return np.asarray(share > 0.25)
 
 

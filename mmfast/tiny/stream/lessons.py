@@ -13,6 +13,7 @@ from typing import Any
 import av
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
@@ -56,7 +57,7 @@ class StreamClip:
 @torch.no_grad()
 def encode_frames(model: Any, frames: Sequence[Bytes]) -> Tensor:
     """Pooled visual tokens of pictures `[96, 96, 3]`: float16 `[n, P, D]`."""
-    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    pixels = torch.from_numpy(rearrange(list(frames), "t h w c -> t c h w"))
     return pooled_tokens(model, tower_features(model, scale_pixels(pixels))).half()
 
 

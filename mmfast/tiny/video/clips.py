@@ -19,6 +19,7 @@ from typing import NamedTuple
 import av
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
@@ -127,7 +128,7 @@ class Bank:
 
 def shrink(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Resize as the model's processor does: [T, H, W, 3] -> [T, 3, INPUT, INPUT]."""
-    pictures = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    pictures = torch.from_numpy(rearrange(frames, "t h w c -> t c h w"))
     small = vision.resize(pictures, [INPUT, INPUT], InterpolationMode.BICUBIC, antialias=True)
     resized: NDArray[np.uint8] = small.numpy()
     return resized

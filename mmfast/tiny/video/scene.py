@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -394,11 +395,11 @@ def patch_owners(drawing: Drawing, side: int, share: float) -> NDArray[np.int8]:
     """Owner of each patch, int8 `[T, side * side]`: a thing or digit from a `share` of it on."""
     owner = drawing.owner[sampled_indices(FRAMES)]
     step = PIXELS // side
-    blocks = owner.reshape(len(owner), side, step, side, step)
-    counts = np.stack([(blocks == k).sum((2, 4)) for k in range(1, RIGHT + 1)], -1)
+    blocks = rearrange(owner, "t (y p) (x q) -> t (y x) (p q)", p=step, q=step)
+    counts = np.stack([(blocks == k).sum(-1) for k in range(1, RIGHT + 1)], -1)
     best = counts.argmax(-1) + 1
     enough = counts.max(-1) >= share * step * step
-    return np.where(enough, best, 0).reshape(len(owner), -1).astype(np.int8)
+    return np.where(enough, best, 0).astype(np.int8)
 
 
 IGNORE = -100

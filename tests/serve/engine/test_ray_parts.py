@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.slots import Embedded, Filled, moved
 from mmfast.serve.engine.stages import PromptPiece
 from mmfast.serve.ray import cluster
@@ -83,10 +84,12 @@ def test_tensors_of_any_shape_and_type(kinds: list[tuple[torch.dtype, list[int]]
 
 def test_the_data_of_a_replica_go_to_the_device_of_another() -> None:
     prompt = Embedded(torch.zeros(2, 4), torch.zeros(1, 2), planes=(torch.ones(1),))
-    piece = PromptPiece(Filled((torch.zeros(2, 1, 2, 4),), torch.zeros(1), torch.zeros(9)), 2)
+    kv = KVBlock((torch.zeros(1, 2, 4),), (torch.zeros(1, 2, 4),))
+    piece = PromptPiece(Filled(kv, torch.zeros(1), torch.zeros(9)), 2)
     there = torch.device("meta")
     back, filled = carried(prompt), carried(piece)
-    assert moved(back, there).planes[0].device == there == moved(filled, there).filled.kv[0].device
+    assert moved(back, there).planes[0].device == there
+    assert moved(filled, there).filled.kv.values[0].device == there
     assert moved({"a": [torch.zeros(1), "b"]}, there)["a"][1] == "b"
     assert moved(prompt, torch.device("cpu")) is prompt
 

@@ -83,9 +83,12 @@ def features(heard: Tensor) -> Tensor:
     shape = torch.einsum(
         "ij,btjm,km->btik", _cosines(STEPS, STEPS), mel, _cosines(BINS, COEFFICIENTS)
     )
-    hertz, strength = pitch_track(heard)
-    share = voicing(strength).unflatten(1, (-1, 2, STEPS // 2))  # [B, T, 2, 2]
-    tone = ((hertz / PITCH).log().unflatten(1, (-1, 2, STEPS // 2)) * share).sum(-1)
+    hertz, strength = (
+        rearrange(each, "b (t half s) -> b t half s", half=2, s=STEPS // 2)
+        for each in pitch_track(heard)
+    )
+    share = voicing(strength)
+    tone = ((hertz / PITCH).log() * share).sum(-1)
     tone = tone / share.sum(-1).clamp(min=1e-3)  # mean over what is voiced
     share = share.mean(-1)
     return torch.cat([shape.flatten(2), PITCH_WEIGHT * tone * share, VOICED_WEIGHT * share], -1)

@@ -1,0 +1,91 @@
+"""Sound files decoded packet by packet to mono NumPy samples.
+
+Imports no torch: the confined process that decodes the media of clients must stay light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmfast.core.errors import MediaError
+from mmfast.frontends.audio.kinds import OTHER, demuxer, not_sound
+from mmfast.frontends.container import main_stream, open_container
+from mmfast.frontends.source import Budget, Limits, MediaSource, refusing
+
+Samples = npt.NDArray[np.float32]
+_DAMAGED = 100  # packets in a row that do not decode, after which reading ends
+
+
+def decoded_sound(source: MediaSource, limits: Limits) -> Iterator[tuple[Samples, int]]:
+    """Yield samples `[n]` and their rate, without damaged packets; the rate may change.
+
+    Channels are averaged; the values are not checked, the duration and the clock are.
+    """
+    budget, seconds = Budget(limits, source.name), 0.0
+    for pcm, rate in _other(source) if source.kind == OTHER else _packets(source, limits):
+        budget.clock()
+        yield pcm, rate
+        seconds += len(pcm) / max(rate, 1)
+        limits.check_duration(source.name, seconds)
+
+
+def _packets(source: MediaSource, limits: Limits) -> Iterator[tuple[Samples, int]]:
+    heard = False
+    with open_container(source, demuxer(source)) as container:
+        stream = main_stream(source, container, "audio", "a file with an audio track")
+        length = stream.duration * stream.time_base if stream.duration and stream.time_base else 0
+        limits.check_duration(source.name, float(length))
+        for frame in _frames(container, stream):
+            heard = True
+            yield _mono(frame), int(frame.sample_rate)
+    if not heard:
+        raise MediaError(f"{source.name} holds no sound that can be decoded: record it again")
+
+
+def _frames(container: Any, stream: Any) -> Iterator[Any]:
+    """Yield frames, without undecodable packets and a truncated end."""
+    packets, failed = container.demux(stream), 0
+    while failed < _DAMAGED:
+        try:
+            packet = next(packets, None)
+        except Exception:  # a truncated end, or a stream that the header does not name
+            return
+        if packet is None:
+            return
+        try:
+            found = packet.decode()
+        except Exception:  # decoders raise many exceptions on damaged data
+            failed += 1
+            continue
+        failed = 0
+        yield from found
+
+
+def _mono(frame: Any) -> Samples:
+    array = frame.to_ndarray()
+    if not frame.format.is_planar:
+        array = array.reshape(-1, frame.layout.nb_channels).T
+    if array.dtype == np.uint8:
+        array = (array.astype(np.float32) - 128.0) / 128.0
+    elif array.dtype.kind == "i":
+        array = (array / float(1 << (8 * array.itemsize - 1))).astype(np.float32)
+    mono: Samples = array.astype(np.float32, copy=False).mean(axis=0)
+    return mono
+
+
+def _other(source: MediaSource) -> Iterator[tuple[Samples, int]]:
+    """Decode with libsndfile the formats that PyAV is not used for."""
+    import soundfile
+
+    with source.open() as file:
+        try:
+            sound = soundfile.SoundFile(file)
+        except (soundfile.SoundFileError, TypeError, RuntimeError):
+            raise not_sound(source) from None
+        with sound, refusing(source.name):
+            for block in sound.blocks(blocksize=1 << 14, dtype="float32", always_2d=True):
+                yield block.mean(axis=1), int(sound.samplerate)
