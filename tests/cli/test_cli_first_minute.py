@@ -228,15 +228,17 @@ def test_methods_sorted_by_what_was_measured(media: str, file: str) -> None:
 
 def test_serve_dry_run_tells_what_would_be_served() -> None:
     args = ("serve", "--dry-run", "--reduce", "evs:0.25", "--port", "8123", "--max-text", "99")
-    code, out, _ = guarded(*args, "--api-key", "sk-secret", "--engine", "processes")
+    code, out, _ = guarded(*args, "--api-key", "sk-secret", "--engine", "ray")
     assert code == 0 and "sk-secret" not in out
     lines = {line.split()[0]: line for line in out.splitlines()}
     for name, word in {
-        "model": "tiny-video", "reduce": "evs:0.25", "cache": "all keys", "engine": "processes",
+        "model": "tiny-video", "reduce": "evs:0.25", "cache": "all keys", "engine": "ray",
         "workers": "1 decode", "slots": "16", "URL": "http://127.0.0.1:8123/v1",
         "max_text": "99", "api_keys": "hidden",
     }.items():  # fmt: skip
         assert word in lines[name], out
+    assert "2 with the whole engine" in guarded(*args, "--engine", "ray", "--replicas", "2")[1]
+    assert "this process" in guarded(*args)[1]
     assert json.loads(guarded(*args, "--json")[1])["max_text"] == 99
     assert guarded("serve", "--json")[0] == 2
     assert "did you mean 'evs'" in guarded("serve", "--dry-run", "--reduce", "evz:0.5")[2]
