@@ -7,6 +7,7 @@ processes of a job to its actors, so one of them is started and imports ahead of
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
@@ -189,14 +190,32 @@ def start(ray: Any, address: str, **local: Any) -> None:
 
     def keep() -> None:
         try:
-            started.set_result(_start(ray, address, local))
+            with _own_handler(signal.SIGTERM):
+                _start(ray, address, local)
         except BaseException as error:
             started.set_exception(error)
         else:
+            started.set_result(None)
             threading.Event().wait()
 
     threading.Thread(target=keep, name="mmfast-ray-node", daemon=True).start()
     started.result()
+
+
+@contextlib.contextmanager
+def _own_handler(number: int) -> Iterator[None]:
+    """Restore the handler of a signal afterwards, from any thread.
+
+    That of Ray aborts the process 3 s after a SIGTERM, while the server still ends.
+    """
+    pointer = ctypes.c_void_p
+    get = ctypes.PYFUNCTYPE(pointer, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
+    put = ctypes.PYFUNCTYPE(pointer, ctypes.c_int, pointer)(("PyOS_setsig", ctypes.pythonapi))
+    handler = get(number)
+    try:
+        yield
+    finally:
+        put(number, handler)
 
 
 def _start(ray: Any, address: str, local: Mapping[str, Any]) -> None:

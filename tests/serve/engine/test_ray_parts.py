@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -115,6 +117,30 @@ def test_a_short_thread_leaves_the_start_to_one_that_lives_on() -> None:
     (keeper,) = calls
     assert keeper is not starter and not starter.is_alive()
     assert keeper.is_alive() and keeper.daemon  # ends with the process, and delays it never
+
+
+def test_the_handler_of_sigterm_outlives_the_start_of_a_node() -> None:
+    """Ray sets its own below Python's."""
+    put = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
+        ("PyOS_setsig", ctypes.pythonapi)
+    )
+    ignore = 1  # SIG_IGN, which Python does not know of here
+
+    def init(address: str, **options: Any) -> None:
+        put(signal.SIGTERM, ignore)
+
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        starter = threading.Thread(
+            target=cluster.start, args=(SimpleNamespace(init=init), "ray://somewhere:1")
+        )
+        starter.start()
+        starter.join(30)
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_main_thread_starts_a_node_itself() -> None:
