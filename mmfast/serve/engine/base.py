@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -184,22 +183,15 @@ class Executor(Protocol):
 
 
 class Echo:
-    """An engine without a model: repeats the last message, a word every `pause` seconds."""
+    """An engine without a model: repeats the words of the last message, and images by kind."""
 
-    def __init__(self, pause: float = 0.0, limit: int = 64) -> None:
-        self.model, self._pause, self._limit = "echo", pause, limit
-        self._lock = threading.Lock()
-        self._running: dict[str, threading.Event] = {}
+    model = "echo"
 
     def submit(self, request: Request, emit: Emit) -> None:
         """See `Executor.submit`."""
-        with self._lock:
-            if len(self._running) >= self._limit:
-                raise BusyError(f"{self._limit} requests run already; try again in a second")
-            cancelled = self._running[request.id] = threading.Event()
-        threading.Thread(target=self._answer, args=(request, emit, cancelled), daemon=True).start()
+        threading.Thread(target=self._answer, args=(request, emit), daemon=True).start()
 
-    def _answer(self, request: Request, emit: Emit, cancelled: threading.Event) -> None:
+    def _answer(self, request: Request, emit: Emit) -> None:
         parts = request.messages[-1].content
         words = [
             word
@@ -208,28 +200,16 @@ class Echo:
         ]
         words_out = words[: request.sampling.max_tokens]
         for i, word in enumerate(words_out):
-            if cancelled.is_set():
-                break
             emit(Delta(" " * (i > 0) + word))
-            time.sleep(self._pause)
-        with self._lock:
-            self._running.pop(request.id, None)
         reason: Reason = "stop" if len(words_out) == len(words) else "length"
-        emit(CANCELLED if cancelled.is_set() else Finish(reason, len(words), len(words_out)))
+        emit(Finish(reason, len(words), len(words_out)))
 
     def cancel(self, request_id: str) -> None:
-        """See `Executor.cancel`."""
-        with self._lock:
-            if request_id in self._running:
-                self._running[request_id].set()
+        """See `Executor.cancel`; an answer is over at once."""
 
     def health(self) -> Health:
         """See `Executor.health`."""
-        with self._lock:
-            return Health(True, running=len(self._running))
+        return Health(True)
 
     def close(self) -> None:
         """See `Executor.close`."""
-        with self._lock:
-            for cancelled in self._running.values():
-                cancelled.set()
