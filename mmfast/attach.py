@@ -48,8 +48,8 @@ class Handle(AbstractContextManager[Trace]):
 
     def install(self, model: Any, stages: Iterator[Stage]) -> None:
         """Enter the stages, all or none. The model keeps them, also when the handle is gone."""
-        base, quiet = _base_of(model), self._quiet
-        self._quiet = True  # an error says it all
+        quiet, self._quiet = self._quiet, True  # an error says it all
+        base = _base_of(model)
         with ExitStack() as stack:
             stack.enter_context(_held(model, base, self))
             for stage in stages:
@@ -171,8 +171,10 @@ def _nobody() -> None:
 
 
 def _base_of(model: Any) -> Any:
+    from mmfast.models.families.adapter import adapter_for
     from mmfast.models.wrappers import base_of
 
+    adapter_for(model)  # an error of its own for what is no model
     return base_of(model)
 
 

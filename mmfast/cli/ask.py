@@ -73,13 +73,18 @@ def ask(
         save_sheet(pipe.overlay(media, answer.trace), save_overlay)
     if compare is None:
         return print_answer(answer, as_json)
+    pipe.embedded = False  # its answer is noted; the other one would not spend time on that
+    stock = pipeline(task, (pipe.model, pipe.processor), **options)
+    found = {"reduce": reduce, "cache": cache, "note": answer.note}
+    print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
+
+
+def _beside(stock: Any, pipe: Any, media: str, question: str) -> dict[str, Any]:
+    """Return the times and answers of two pipelines, measured in turn."""
     from mmfast.bench.compare import compare_answers
 
-    pipe.embedded = False  # its answer is noted; the other one would not spend time on that
-    pipes = pipeline(task, (pipe.model, pipe.processor), **options), pipe
     with progress("comparing") as tick:
-        found = compare_answers(*pipes, media, question, tick)
-    print_comparison({**found, "reduce": reduce, "cache": cache, "note": answer.note}, as_json)
+        return compare_answers(stock, pipe, media, question, tick)
 
 
 def _compared(

@@ -131,7 +131,7 @@ def evaluate(
     from mmfast.planner.target import AUTO
 
     quiet()
-    check_names([spec for spec in reduce or [] if spec != AUTO], cache or [])
+    check_names(reduce or [], cache or [])
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
     keep_rows(out, [])  # from here on Ctrl-C tells of them
@@ -281,12 +281,7 @@ def bench(
     if break_even:
         return bench_break_even(preset or "tiny", threads, device, out, as_json)
     if selection:
-        from mmfast.bench.suites.selection import result_rows
-
-        with progress("selection") as tick:
-            rows = result_rows(progress=tick)
-        keep_rows(out, rows)
-        return print_selection(rows, as_json)
+        return _bench_selection(out, as_json)
     with progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)
@@ -294,6 +289,15 @@ def bench(
     print_bench(document, as_json)
     if not document["ok"] or document["interrupted"]:
         raise typer.Exit(130 if document["interrupted"] else 1)
+
+
+def _bench_selection(out: Path | None, as_json: bool) -> None:
+    from mmfast.bench.suites.selection import result_rows
+
+    with progress("selection") as tick:
+        rows = result_rows(progress=tick)
+    keep_rows(out, rows)
+    print_selection(rows, as_json)
 
 
 def bench_compare(

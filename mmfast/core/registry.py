@@ -96,7 +96,8 @@ class Method:
     @property
     def example(self) -> str:
         """A spec string of it; "" for a head."""
-        if self.kind == "head" or self.sites[0] == "pixel":  # the latter finds what repeats
+        repeats = self.adaptive and self.sites[0] == "pixel"  # it finds what repeats
+        if self.kind == "head" or repeats:
             return "" if self.kind == "head" else self.name
         budgets = {"retrieve": "16", "store": "4", "position": "64", "score": "0.5"}
         return f"{self.name}:{'0.3' if self.name == 'resv' else budgets.get(self.role, '0.25')}"

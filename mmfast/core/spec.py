@@ -106,8 +106,12 @@ class Spec:
 
 
 def check_names(reduce: Iterable[str | None] = (), cache: Iterable[str | None] = ()) -> None:
-    """Refuse what is wrong in the text of specs, without an import of torch (SpecError)."""
-    for kind, specs in (("reducer", reduce), ("cache", cache)):
+    """Refuse what is wrong in the text of specs, without an import of torch (SpecError).
+
+    "auto" leaves the choice of reducers to the planner.
+    """
+    named = [text for text in reduce if text != "auto"]
+    for kind, specs in (("reducer", named), ("cache", cache)):
         known = listed(kind) if (texts := [text for text in specs if text]) else []
         for text in texts:
             parse(text, kind, known)

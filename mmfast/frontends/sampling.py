@@ -114,12 +114,16 @@ def no_times(name: str) -> MediaError:
 
 
 def rising(
-    pairs: Iterable[tuple[T, float | None]], name: str, events: Counter[str]
+    pairs: Iterable[tuple[T, float | None]],
+    name: str,
+    events: Counter[str],
+    restart: float = math.inf,
 ) -> Iterator[tuple[T, Any]]:
     """Yield items at rising times: those that do not rise share the time up to the next later one.
 
     Behind the last rising time they keep the distance before it. They are counted as `mended`, and
-    the first one warns. An item without a time (None) passes, unless it is among such ones.
+    the first one warns. An item without a time (None) passes, unless it is among such ones; so does
+    one that is more than `restart` earlier, which is for a reader that follows such clocks.
     MediaError where more than 16 in a row do not rise, or all.
     """
     last, gap = -math.inf, math.inf
@@ -127,6 +131,10 @@ def rising(
     for number, (item, time) in enumerate(pairs):
         if time is None and not stuck:
             yield item, None
+        elif time is not None and last - time > restart:
+            yield from ((each, last + gap * i) for i, each in enumerate(stuck, 1))
+            last, stuck = time, []
+            yield item, time
         elif time is not None and time > last:
             gap = (time - last) / (len(stuck) + 1)
             yield from ((each, last + gap * i) for i, each in enumerate(stuck, 1))

@@ -42,7 +42,8 @@ class HeadState:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(each.nbytes for each in (self.embeds, self.hidden, *self.slots))
+        buffers = sum(each.nbytes for each in self.slots)
+        return self.embeds.nbytes + self.hidden.nbytes + buffers
 
 
 def room(state: HeadState, needed: int) -> None:

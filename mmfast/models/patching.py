@@ -115,7 +115,7 @@ def compiled_again(model: nn.Module) -> Iterator[None]:
     known = model.__dict__.pop(_COMPILED, 0)
     if _pieces(model) != known:
         for code in _codes(model):
-            torch._dynamo.reset_code(code)
+            torch._C._dynamo.eval_frame.reset_code(code)
     try:
         yield
     finally:
@@ -136,9 +136,9 @@ def _codes(model: nn.Module) -> list[Any]:
         return []
     files = set()
     for cls in {type(module) for module in model.modules()}:
-        function = cls.forward
+        function: Any = cls.forward
         while function is not None:
-            files.add(function.__code__.co_filename)
+            files.add(getattr(getattr(function, "__code__", None), "co_filename", None))
             function = getattr(function, "__wrapped__", None)
     seen = (reference() for reference in compiler.input_codes.seen)
     return [code for code in seen if code is not None and code.co_filename in files]

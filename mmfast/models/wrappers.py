@@ -50,5 +50,6 @@ def _inside(held: Any) -> Any:
         if name in held._modules:
             return held._modules[name]
     if any(cls.__module__.split(".")[0] == "peft" for cls in type(held).__mro__):
-        return held.get_base_model() if hasattr(held, "get_base_model") else held.model
+        whole: Any = held
+        return whole.get_base_model() if hasattr(whole, "get_base_model") else whole.model
     return None

@@ -63,6 +63,7 @@ def test_code_of_another_spec_is_not_used(case: Any) -> None:
             assert torch.equal(run.tokens(step), run.tokens(case.model)), spec
 
 
+@pytest.mark.filterwarnings("ignore:.*reduced nothing")  # a row without media, on purpose
 def test_an_eager_conversation_between_compiled_steps(case: Any) -> None:
     """A dynamic cache takes no hooks off that compiled steps of a static one rely on."""
     run, step = CompiledRun(case, 6), torch.compile(case.model, fullgraph=True, **EAGER)

@@ -302,7 +302,7 @@ def test_an_interrupted_command_exits_130(
 ) -> None:
     from mmfast.bench import registry as bench_registry
 
-    def stop(*args: object) -> None:
+    def stop(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_registry, "named_rows", stop)

@@ -14,10 +14,11 @@ CASES = [(family, kind) for family in ALL_FAMILIES for kind in facts(family).kin
 
 
 def rows() -> list[dict[str, object]]:
-    found: list[dict[str, object]] = [{"reduce": None, "score": 0.9, "kept": 100, "model": "m"}]
+    same = {"model": "m", "n": 1000}
+    found: list[dict[str, object]] = [{"reduce": None, "score": 0.9, "kept": 100, **same}]
     for method, step in (("random", 0.3), ("divprune", 0.1)):
         found += [
-            {"reduce": f"{method}:{share}", "score": 0.9 - step * (1 - share), "model": "m"}
+            {"reduce": f"{method}:{share}", "score": 0.9 - step * (1 - share), **same}
             for share in (0.5, 0.25)
         ]
     return found
@@ -42,7 +43,9 @@ def test_a_plan_keeps_what_it_says(family: str, kind: str) -> None:
 def test_a_tower_of_convolutions_gives_no_signals() -> None:
     this = tiny("fast_vlm")
     inputs = this.inputs(["on {image} what?"], **this.media("image", 1, 0))
-    shown = [{"reduce": f"visionzip:{s}", "score": 0.9, "model": "m"} for s in (0.5, 0.25)]
+    shown = [
+        {"reduce": f"visionzip:{s}", "score": 0.9, "model": "m", "n": 1000} for s in (0.5, 0.25)
+    ]
     planner = Planner(this.model, name="m", rows=rows() + shown, remember=False)
     plan = planner.plan(inputs, make_target(target_tokens=20))
     reasons = {r.spec: r.reason for r in plan.rejected}

@@ -187,7 +187,8 @@ def read_all(
     events = Counter() if events is None else events
     with open_video(source, limits, threads) as (container, stream):
         decoder = PacketDecoder(container, stream, Budget(limits, source.name))
-        for (number, rgb), tick in rising(ticked(decoder), source.name, events):
+        restart = math.inf if stream.time_base is None else 1 / float(stream.time_base)  # a second
+        for (number, rgb), tick in rising(ticked(decoder), source.name, events, restart):
             yield rgb, _time(source, header, number, tick)
 
 

@@ -135,9 +135,13 @@ def _times(stamps: list[float | None], rate: float, name: str) -> tuple[Floats, 
     known = [stamp for stamp in stamps if stamp is not None]
     if not known:
         return np.arange(len(stamps)) / rate, len(stamps) / rate, 0
+    wrong = f"{name}: every frame needs a time, ascending and finite, or none has one"
     if len(known) != len(stamps) or not np.isfinite(known).all():
-        raise MediaError(f"{name}: every frame needs a time, ascending and finite, or none has one")
+        raise MediaError(wrong)
     events: Counter[str] = Counter()
-    times = np.array([time for _, time in rising(((0, time) for time in known), name, events)])
+    try:
+        times = np.array([time for _, time in rising(((0, time) for time in known), name, events)])
+    except MediaError:
+        raise MediaError(wrong) from None
     stay = times[-1] - times[-2] if len(times) > 1 else 1 / rate
     return times, float(times[-1] + stay), events["mended"]

@@ -183,7 +183,7 @@ def adapter_for(model: Any) -> Adapter:
 
 def _reads_text_alone(model: Any) -> bool:
     """A language model of decoder layers, whose keys and values a policy may bound."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     nested = [name for name in ("vision_config", "audio_config") if hasattr(config, name)]
     own = hasattr(model, "get_decoder") and hasattr(config, "get_text_config") and not nested
     return bool(own and config.get_text_config() is config and _has_attention(model.get_decoder()))

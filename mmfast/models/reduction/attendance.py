@@ -56,7 +56,7 @@ class Attendance:
         return stock(*args, **kwargs)
 
     def _encode(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        self._encoded = True
+        self._encoded, self._trace.calls = True, max(1, self._trace.calls)
         return stock(*args, **kwargs)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

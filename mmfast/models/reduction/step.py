@@ -30,7 +30,7 @@ from mmfast.models.reduction.site import Site
 
 
 @dataclass(frozen=True)
-class Cut:
+class SiteCut:
     """One site's change of hidden states: those at `order` `[B, m]` stay, some merged with others.
 
     A merge has its row, the places before and after the cut, and the function of the states.
@@ -82,7 +82,7 @@ class ForwardStep:
         self._reviving = {site.layer for site in sites if site.revives}
         self._revives = False  # something may come back to the layers from here on
         self._order: Tensor | None = None  # of the last site that removed something
-        self.cuts: list[Cut] = []  # before the current layer
+        self.cuts: list[SiteCut] = []  # before the current layer
 
     def reads(self, layer: int) -> set[str]:
         """Signals that a site which acts reads from the attention of this decoder layer."""
@@ -198,7 +198,7 @@ class ForwardStep:
             for item, places, (_, merge) in zip(items, before, kept, strict=True)
             if merge is not None
         ]
-        self.cuts.append(Cut(order, merges))
+        self.cuts.append(SiteCut(order, merges))
         return self.cuts[-1](hidden)
 
     def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def test_several_media_per_row_with_beams(family: str, chunk: int | None) -> Non
         assert torch.equal(together[row], new(run(this, single, spec, **options), single)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*reduced nothing")  # a row without media, on purpose
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_row_without_media_in_a_visual_batch(family: str, attention: str) -> None:

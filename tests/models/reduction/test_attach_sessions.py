@@ -72,6 +72,7 @@ def test_a_failed_call_inside_does_not_harm_the_next(family: str) -> None:
 
 def test_attached_twice_is_refused() -> None:
     this = tiny("llava_onevision")
+    inputs = this.inputs(["on {video} what?"], videos=this.videos(1))
     with attach(this.model, "random:0.5"):
         with (
             pytest.raises(ModelError, match="attached already"),
@@ -80,8 +81,10 @@ def test_attached_twice_is_refused() -> None:
             pass
         with attach(this.model, None):  # nothing to attach
             pass
-    with attach(this.model, "random:0.5"):
-        pass
+        generate(this, inputs, 1)
+    with attach(this.model, "random:0.5") as trace:
+        generate(this, inputs, 1)
+    assert trace.rows
 
 
 def test_two_models_at_once() -> None:

@@ -225,6 +225,7 @@ def test_layers_that_are_read_come_out_whole() -> None:
 
 
 @pytest.mark.parametrize("spec", ["tome@vit:0.5", "pixelprune@pixel:0.5"])
+@pytest.mark.filterwarnings("ignore:.*has seen no prompt")
 def test_other_stages_of_the_tower_are_refused(spec: str) -> None:
     this = tiny("qwen2_5_vl")
     cache = FrameCache(this.model)
