@@ -106,7 +106,23 @@ def _suites(incomplete: str) -> list[str]:
     return [name for name in (*SUITES, "stream", "speech") if name.startswith(incomplete)]
 
 
+_Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="Your questions instead, a line each: {media, question, answer or choices and answer}. "
+        "Generated text is matched with the answer; choices are scored by log-likelihood."
+    ),
+]
+_Frames = Annotated[int, typer.Option(help="Frames sampled uniformly from a clip (--data).")]
+_Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at media that cannot be read (--data).")
+]
+_Report = Annotated[Path | None, typer.Option(help="Write a page of HTML with charts (--data).")]
+_Csv = Annotated[Path | None, typer.Option(help="Write the answers as a table (--data).")]
+
+
 def evaluate(
+    context: typer.Context,
     reduce: Reduces = None,
     cache: Caches = None,
     n: Annotated[int, typer.Option(help="Questions.")] = 400,
@@ -119,6 +135,11 @@ def evaluate(
     ] = "video",
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
     model: Model = None,
+    data: _Data = None,
+    frames: _Frames = 8,
+    strict: _Strict = False,
+    report: _Report = None,
+    csv: _Csv = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -134,6 +155,9 @@ def evaluate(
         call_plan(spec)
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    _check_given(context, "eval" if data is None else "data")
+    if data is not None:
+        return eval_data(context.params, context.get_parameter_source("n"))
     if suite == "stream":
         return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
     if suite == "speech":
@@ -159,6 +183,47 @@ def evaluate(
     if out is not None:
         keep_rows(out, eval_rows(document, environ))
     print_eval(document, as_json)
+
+
+def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
+    """Ask a user's own questions with all tokens and in each of the ways given."""
+    from mmfast.bench.own_data import run_data
+    from mmfast.bench.report.answers import HEAD, cells, write_csv, write_html
+    from mmfast.bench.results import environment, eval_rows
+
+    data, out, report, csv = (given[key] for key in ("data", "out", "report", "csv"))
+    _check_targets(data, out, report, csv)
+    specs, caches = ([None, *(given[key] or [])] for key in ("reduce", "cache"))
+    ways = list(dict.fromkeys((spec, cache) for cache in caches for spec in specs))
+    n = given["n"] if source_of_n.name == "COMMANDLINE" else None
+    environ = environment()
+    how = (n, given["seed"], given["model"], given["frames"], out, given["strict"])
+    with progress("questions") as tick:
+        document, rows = run_data(data, ways, *how, progress=tick)
+    keep_rows(out, eval_rows(document, environ))
+    if csv is not None:
+        write_csv(csv, rows)
+    if report is not None:
+        write_html(report, document, rows, data.parent)
+    for failed in document["failed"]:
+        Console(stderr=True).print(f"failed: {failed['error']}", style="red", markup=False)
+    if given["as_json"]:
+        return print_json(document)
+    print_rows(HEAD, map(cells, document["rows"]))
+
+
+def _check_targets(data: Path, *targets: Path | None) -> None:
+    """Refuse files that cannot be written, or that another one of them would replace."""
+    files = [target for target in targets if target is not None]
+    places = [file.resolve() for file in (data, *files)]
+    if len(set(places)) < len(places):
+        raise MmfastError(f"one file twice in {[str(place) for place in places]}; name others")
+    for file in files:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("a").close()
+        except OSError as error:
+            raise MmfastError(f"cannot write to {str(file)!r}: {error.strerror}") from None
 
 
 def _named(suite: str, what: str) -> Any:
@@ -192,6 +257,8 @@ _TAKES = {
     "full": {"device", "preset", "minutes", "out"},
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
+    "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out"},
+    "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},
 }
