@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import warnings
@@ -16,6 +17,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 
+AUTO, PLANNER = "auto", "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
 Stage = AbstractContextManager[None]
 # Of the base model while something is attached: the handle, and everything to be undone.
@@ -124,15 +126,14 @@ def attach(
     and `retrieve` only chooses what is read. A budget above what there is changes no bit.
 
     Args:
-        model: A stock transformers model, for example Qwen2_5_VLForConditionalGeneration.
+        model: A stock transformers model, or a vision encoder alone (a ViT of timm, CLIP, SigLIP).
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
-            `pixel` (before the vision tower), `vit` (inside it), `pre` (before the language model)
-            and `llm<K>` (before decoder layer K), or `llm` for a method with a schedule.
+            `pixel` (before the vision tower), `vit` (inside it), `pre` (before the decoder) and
+            `llm<K>` (before its layer K; `llm` for a schedule). "auto" plans at the first call.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"` or `"retrieve:8"`; an integer counts tokens (frames for
             `retrieve`, bits for `quant`). For a DynamicCache; all that a text model takes.
-        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a faster vision tower with the same
-            features up to rounding (`mmfast.models.vision.acceleration`).
+        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding.
 
     Returns:
         The handle. Its trace has a row per stage and call, and every Reduction; the row `kv` has
@@ -148,7 +149,8 @@ def attach(
     """
     from mmfast.models.wrappers import stock_model
 
-    specs, plan, model = parse(reduce), call_plan(cache), stock_model(model)
+    specs: Any = AUTO if reduce == AUTO else parse(reduce)
+    plan, model = call_plan(cache), stock_model(model)
     handle = Handle(model, _written(reduce, specs, plan, encoder))
     if specs or plan is not None or encoder is not None:
         handle.install(model, _stages(model, specs, plan, encoder, handle.trace))
@@ -175,9 +177,14 @@ def _base_of(model: Any) -> Any:
 
 
 def _stages(
-    model: Any, specs: tuple[Spec, ...], plan: CachePlan | None, encoder: str | None, trace: Trace
+    model: Any, specs: Any, plan: CachePlan | None, encoder: str | None, trace: Trace
 ) -> Iterator[Stage]:
-    """Check, then everything that enters the model, in order."""
+    """Check, then everything that enters the model, in order; "auto" waits for the first call."""
+    if specs == AUTO:
+        planned = importlib.import_module(PLANNER).planned
+        rest = (plan, encoder, trace)
+        yield planned(model, lambda spec: _stages(model, parse(spec), *rest), trace)
+        return
     from mmfast.models.families.adapter import adapter_for
     from mmfast.models.kv.policy import KVStage
     from mmfast.models.patching import compiled_again
@@ -193,7 +200,9 @@ def _stages(
     specs = check(specs, model, plan, encoder)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
     yield compiled_again(model)
-    yield Attendance(model, specs, trace).installed()
+    attendance = Attendance(model, specs, trace).installed()
+    if not adapter.alone:
+        yield attendance
     if encoder is not None:
         yield fast_encoder(model, encoder)
     for spec in specs:
@@ -206,6 +215,8 @@ def _stages(
         yield KVStage(model, plan, trace, state).installed()
     if sites or plan is not None:
         yield Hooks(model, sites, trace, state, whole=plan is not None).installed()
+    if adapter.alone:  # around all others, so that it sees calls that they refuse
+        yield attendance
 
 
 @contextmanager

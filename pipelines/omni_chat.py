@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
+from mmfast.core.spec import parse
 from mmfast.core.speech import Turn
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.models.loading import load
+from mmfast.pipelines.generation import CALL, GENERATE, merged
+from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
-from mmfast.pipelines.speech import cascade, collect, ear_of, stream_of
+from mmfast.pipelines.speech import TALKING, cascade, collect, ear_of, speech_options, stream_of
 from mmfast.pipelines.video_stream import VideoStream
-from mmfast.pipelines.visual_qa import VideoQA
+from mmfast.pipelines.visual_qa import TARGET, VideoQA, VisualQA
+from mmfast.planner.target import make_target
 from mmfast.streams.session import Session
 from mmfast.voice.channel import VoiceEvent
 from mmfast.voice.ear import RATE, Ear
-from mmfast.voice.models import given_options
 from mmfast.voice.playback import ReplyMeter
 from mmfast.voice.session import VoiceSession
 
@@ -89,8 +93,9 @@ class OmniSession:
 
 
 _ASKS = r"(?:in |at )?(?:what|which|how|where|who|when|why|is|are|do|does|did|can|was|were)\b"
-_CLIP = ("cache", "frames", "max_new_tokens")  # of a pipeline about clips alone
-_STREAM = ("frame_cache", "gate", "fps", "system", "sized_for", "batch")  # about streams alone
+_CLIP = (named(VisualQA.__init__) | {*CALL}) - {"fps"}  # a clip is sampled by `frames`
+_STREAM = named(VideoStream.__init__)
+_OPEN = named(VideoStream.open)
 
 
 def written(heard: str) -> str:
@@ -119,10 +124,13 @@ class OmniChat:
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: Of the video model.
         voice: Options of the speaker, such as `{"voice": "en-us+f2", "speed": 195}`.
+        processor: As for `VisualQA`.
+        model_kwargs: Of the video model; see `VisualQA`.
         **options: Of `VideoStream` (`reduce`, `fps`, `frame_cache`, …) and `VideoQA` (`cache`,
-            `frames`, `max_new_tokens`).
+            `frames`, `max_new_tokens`, …).
 
     Raises:
+        MmfastError: An unknown option or value, before any weight is read.
         ModelError: A checkpoint cannot be loaded.
 
     Example:
@@ -132,6 +140,9 @@ class OmniChat:
         ...     for event in session.run("question.wav", frames=[(0.0, frame)]): ...
     """
 
+    task: str
+
+    @checked(_CLIP | _STREAM, GENERATE)
     def __init__(
         self,
         model: Any = None,
@@ -143,12 +154,21 @@ class OmniChat:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         voice: dict[str, Any] | None = None,
+        processor: Any = None,
+        model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.wording, self.options = wording, given_options(voice or {})
+        speaks = speech if speaker is None else speaker
+        self.wording, self.options = wording, speech_options(self.task, speaks, voice or {})
+        with within(self.task):
+            parse(options.get("reduce")), call_plan(options.get("cache"))
+            make_target(**{k: v for k, v in options.items() if k in TARGET})
+            merged({k: v for k, v in options.items() if k in (*CALL, *GENERATE)}, {})
         # one checkpoint for clips and streams is loaded once; the embedded ones differ
-        self._model = None if model is None else load(model, device, dtype)
-        self._video = {"device": device, "dtype": dtype, **options}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        given: dict[str, Any] = {"processor": processor, "model_kwargs": model_kwargs}
+        self._model = None if model is None else load(model, **place, **given)
+        self._video = {**place, **options, **(given if model is None else {})}
         self._voice = (speech, listener, speaker, device)
         self._parts: tuple[Any, Any] | None = None
         self._clips: VideoQA | None = None
@@ -163,9 +183,8 @@ class OmniChat:
             self._parts = whole.listener, whole.speaker
         return self._parts
 
-    def _pipe(self, cls: Any, without: Sequence[str]) -> Any:
-        given = {name: value for name, value in self._video.items() if name not in without}
-        return cls(self._model, **given)
+    def _pipe(self, cls: Any, names: Collection[str]) -> Any:
+        return cls(self._model, **{k: v for k, v in self._video.items() if k in names})
 
     def __call__(self, media: Any, question: Any, **options: Any) -> Any:
         """Answer a spoken question about a clip; a list of questions gives a list.
@@ -189,9 +208,10 @@ class OmniChat:
                 )
             return [self(m, q, **options) for m, q in zip(many, question, strict=True)]
         if self._clips is None:
-            self._clips = self._pipe(VideoQA, _STREAM)
+            self._clips = self._pipe(VideoQA, _CLIP | GENERATE)
         pipe, (listener, speaker) = self._clips, self.parts
-        given, meter = {**self.options, **given_options(options)}, ReplyMeter()
+        given = {**self.options, **speech_options(self.task, speaker, options)}
+        meter = ReplyMeter()
 
         def chat(turns: Sequence[Turn]) -> Iterable[str]:
             return pipe.stream(media, self.wording(turns[-1].text))
@@ -203,6 +223,7 @@ class OmniChat:
             sounds = whole.reply(load_audio(question, RATE), RATE, **given)
         return collect(sounds, whole.sample_rate, meter)
 
+    @checked(_OPEN | TALKING | {"max_new_tokens"})
     def open(self, ear: Ear | str = "voice", **options: Any) -> OmniSession:
         """Begin to watch and listen.
 
@@ -212,9 +233,8 @@ class OmniChat:
                 conversation, as for `SpeechChat.open` (`clock`, `ahead`, …); `max_new_tokens`.
         """
         if self._streams is None:
-            self._streams = self._pipe(VideoStream, _CLIP)
-        names = ("clock", "ahead", "delay", "interrupt", "answer", "history")
-        talking = {name: options.pop(name) for name in names if name in options}
+            self._streams = self._pipe(VideoStream, _STREAM)
+        talking = {name: options.pop(name) for name in TALKING if name in options}
         longest = options.pop("max_new_tokens", 64)
         video, (listener, speaker) = self._streams.open(**options), self.parts
         chat = asker(video, self.wording, longest)

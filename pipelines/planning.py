@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from mmfast.attach import attach
-from mmfast.models.loading import EMBEDDED
 from mmfast.models.timing import FirstToken
+from mmfast.planner.auto import announced, row_name
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
 from mmfast.planner.target import Target
@@ -23,7 +24,7 @@ class PipelinePlanner:
     def __init__(self, pipe: Any, name: Any) -> None:
         self.pipe = pipe
         known = isinstance(name, (str, Path))
-        self.planner = Planner(pipe.model, _row_name(name) if known or name is None else None)
+        self.planner = Planner(pipe.model, row_name(name) if known or name is None else None)
 
     def plan(
         self,
@@ -40,15 +41,16 @@ class PipelinePlanner:
         if kind == "image" and max(items) > 1:
             kind = "multi-image"
         before = self.planner.learner.measuring_ms
-        plan = self.planner.plan(
-            inputs,
-            target,
-            run=lambda spec: self._try(inputs, spec),
-            spent=spent,
-            strict=strict,
-            kind=kind,
-            tick=tick,
-        )
+        with nullcontext(tick) if tick else announced(self.planner.learner) as tick:
+            plan = self.planner.plan(
+                inputs,
+                target,
+                run=lambda spec: self._try(inputs, spec),
+                spent=spent,
+                strict=strict,
+                kind=kind,
+                tick=tick,
+            )
         return plan, self.planner.learner.measuring_ms - before
 
     def _try(self, inputs: Mapping[str, Any], spec: str | None) -> float:
@@ -56,10 +58,3 @@ class PipelinePlanner:
         with attach(self.pipe.model, spec, self.pipe.cache, self.pipe.encoder):
             self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)
         return (first.at - start) * 1e3
-
-
-def _row_name(name: Any) -> str:
-    """Name of a model in accuracy rows: the last part of a directory, else the name itself."""
-    if name is None:
-        return EMBEDDED
-    return Path(name).name if Path(name).is_dir() else str(name)

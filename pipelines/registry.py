@@ -73,17 +73,18 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
     Args:
         task: A name in `TASKS`, such as `video-qa` or `speech-chat`, or in `ALIASES`, such as
             transformers' `video-text-to-text`.
-        model: Directory or hub id of a checkpoint, a `(model, processor)` pair, or None for the
-            embedded model, which works offline on a CPU.
-        **options: Those of the task's class. Questions about media take `reduce`, `cache`,
-            `encoder`, `device`, `dtype`, `frames`, `fps`, `max_new_tokens`, or instead of `reduce`
-            a target for the planner: `target_ttft_ms`, `target_tokens`, `max_memory`, `quality`;
-            see `mmfast.pipelines.visual_qa.VisualQA`, `.video_stream.VideoStream`, `.speech` and
-            `.omni_chat.OmniChat`.
+        model: Directory or hub id of a checkpoint, a model of transformers, a `(model, processor)`
+            pair, or None for the embedded model, which works offline on a CPU.
+        **options: Those of the task's class. All take `device`, `dtype` and `model_kwargs`, the
+            arguments of `from_pretrained` (`device_map`, `quantization_config`, …). Questions
+            about media take `processor`, `reduce`, `cache`, `encoder`, `frames`, `fps`,
+            `max_new_tokens`, `temperature`, `batch_size` and further arguments of `generate`, or
+            instead of `reduce` a target for the planner: `target_ttft_ms`, `target_tokens`,
+            `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`,
+            `.video_stream.VideoStream`, `.speech` and `.omni_chat.OmniChat`.
 
     Raises:
-        MmfastError: Unknown task; names the choices.
-        SpecError: Wrong `reduce` or `cache`, before any weight is read.
+        MmfastError: Unknown task, option or value, before any weight is read; names the choices.
         ModelError: The checkpoint cannot be loaded.
 
     Example:

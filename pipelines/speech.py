@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -14,15 +14,26 @@ from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
-from mmfast.frontends.audio.wav import write_wav
+from mmfast.frontends.audio.wav import write_sound
+from mmfast.pipelines.options import check_names, check_values, checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.voice.channel import VoiceEvent
 from mmfast.voice.ear import RATE, Ear, ManualEar, VoiceEar
-from mmfast.voice.models import Cascade, Chat, can, given_options, load_speaker, load_voice
+from mmfast.voice.models import (
+    Cascade,
+    Chat,
+    can,
+    check_options,
+    given_options,
+    load_voice,
+    speaking,
+)
 from mmfast.voice.playback import ReplyMeter
 from mmfast.voice.session import VoiceSession
 
 LONGEST = 20_000  # letters: half an hour of speech
+PLACE = ("chat", "listener", "speaker", "device", "dtype", "model_kwargs")
+TALKING = named(VoiceSession.__init__) - {"chatter", "ear", "options"}  # of a conversation
 KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 
 
@@ -60,8 +71,11 @@ class Spoken:
         return found
 
     def save(self, target: str | Path | BinaryIO) -> None:
-        """Write a WAV file of 16-bit samples; MediaError where it cannot be written."""
-        write_wav(target, self.pcm, self.rate)
+        """Write a file by its suffix: .wav (16-bit samples), .flac, .mp3, .ogg or .opus.
+
+        A file object, and a name without a suffix, gets WAV. MediaError where it cannot be written.
+        """
+        write_sound(target, self.pcm, self.rate)
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `mmfast say --json` and `mmfast talk --json` print."""
@@ -88,6 +102,24 @@ def collect(
         texts.append(sound.text)
         rate, heard = sound.rate, heard or (sound.heard or "")
     return Spoken(torch.cat(parts), rate, "".join(texts).strip(), meter.stats(), heard.strip())
+
+
+def speech_options(
+    task: str, model: Any, options: Mapping[str, Any], part: str = "chat"
+) -> dict[str, Any]:
+    """Options that are given to a model that may `speak` or `reply`, names and values checked.
+
+    Those of `chat` are of its speaker, whose `rate` is `speed`. MmfastError before a model is read.
+    """
+    with within(task):
+        given = given_options(options)
+        how, method = (speaking(given), "speak") if part == "chat" else (given, part)
+        names = check_options(model, method, how) if given else None
+    if names is not None:
+        names = {"speed" if (part, name) == ("chat", "rate") else name for name in names}
+        check_names(task, given, names, PLACE[3:] if part == "speak" else PLACE)
+    check_values(task, given)
+    return given
 
 
 def check_text(text: object) -> str:
@@ -124,6 +156,7 @@ class SpeechChat:
         speaker: Says what `chat` answers; None takes the model.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        model_kwargs: Arguments of `from_pretrained`; see `VisualQA`.
         **options: Of all that is said: `voice`, a name (None takes the model's own); `speed`, words
             per minute; `pitch`, 0 to 99; `mode`, when drafts are made: `vanilla`, `balance`,
             `boost` or `turbo` (default); `verify`: `exact` (default: what one token per pass says),
@@ -131,6 +164,7 @@ class SpeechChat:
             embedded model; and further ones of the model.
 
     Raises:
+        MmfastError: An unknown option or value, before any weight is read.
         ModelError: The checkpoint cannot be loaded, or cannot do its part.
 
     Example:
@@ -139,6 +173,8 @@ class SpeechChat:
         ...     if event.kind == "text":
         ...         print(event.text, end="")
     """
+
+    task: str
 
     def __init__(
         self,
@@ -149,14 +185,24 @@ class SpeechChat:
         speaker: Any = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
+        model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.options = given_options(options)
+        place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
+        check_values(self.task, place)
+        self._part = "reply" if chat is None else "chat"
+        owner = model if chat is None or speaker is None else speaker
+        self.options = speech_options(self.task, owner, options, self._part)
         self.chatter: Chatter
         if chat is None:
-            self.chatter = can(load_voice(model, device, dtype), "reply")
+            self.chatter = can(load_voice(model, **place), "reply")
         else:
-            self.chatter = cascade(chat, model, listener, speaker, device, dtype)
+            self.chatter = cascade(chat, model, listener, speaker, **place)
+
+    def _given(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options of a call above those of the pipeline."""
+        speaks = getattr(self.chatter, "speaker", None) if self._part == "chat" else self.chatter
+        return {**self.options, **speech_options(self.task, speaks, options, self._part)}
 
     def __call__(self, media: Any, **options: Any) -> Any:
         """Answer one recording, all of which is the question; a list gives a list.
@@ -173,10 +219,11 @@ class SpeechChat:
         """
         if isinstance(media, list) and media and not isinstance(media[0], int | float):
             return [self(each, **options) for each in media]
+        given = self._given(options)
         pcm, meter = load_audio(media, RATE), ReplyMeter()
-        given = {**self.options, **given_options(options)}
         return collect(self.chatter.reply(pcm, RATE, **given), self.chatter.sample_rate, meter)
 
+    @checked(TALKING)
     def open(self, ear: Ear | Literal["voice", "manual"] = "voice", **options: Any) -> VoiceSession:
         """Begin a conversation; conversations on one model do not touch each other.
 
@@ -190,6 +237,7 @@ class SpeechChat:
             ear = ear_of(ear)
         return VoiceSession(self.chatter, ear, options=self.options, **options)
 
+    @checked({*TALKING, "ear"})
     def run(self, chunks: Any, rate: int = RATE, **options: Any) -> Iterator[VoiceEvent]:
         """One conversation over a stream, as `VoiceSession.run`.
 
@@ -220,11 +268,18 @@ def cascade(
     speaker: Any,
     device: str | torch.device | None,
     dtype: str | torch.dtype,
+    model_kwargs: Mapping[str, Any] | None = None,
 ) -> Cascade:
     """A function of text with the ears and the mouth of models; each is loaded once."""
-    own = load_voice(model, device, dtype) if listener is None or speaker is None else None
-    ears = own if listener is None else load_voice(listener, device, dtype)
-    mouth = own if speaker is None else load_voice(speaker, device, dtype)
+    paths = [each for each in (model, listener, speaker) if isinstance(each, str | Path)]
+
+    def read(source: Any) -> Any:
+        mine = model_kwargs if source in paths or not paths else None
+        return load_voice(source, device, dtype, mine)
+
+    own = read(model) if listener is None or speaker is None else None
+    ears = own if listener is None else read(listener)
+    mouth = own if speaker is None else read(speaker)
     return Cascade(can(ears, "transcribe"), chat, can(mouth, "speak"))
 
 
@@ -242,11 +297,11 @@ class TextToSpeech:
 
     Args:
         model: None (embedded), a directory or hub id (CSM, Qwen2.5-Omni), or a `Speaker`.
-        device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        device, dtype, model_kwargs: As for `SpeechChat`.
         **options: Of all that is said, as of `SpeechChat`; words per minute are `rate`.
 
     Raises:
+        MmfastError: An unknown option or value, before any weight is read.
         ModelError: The checkpoint cannot be loaded, or cannot speak.
 
     Example:
@@ -254,16 +309,25 @@ class TextToSpeech:
         >>> spoken.save("left.wav")
     """
 
+    task: str
+
     def __init__(
         self,
         model: Any = None,
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
+        model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.options = given_options(options)
-        self.speaker = load_speaker(model, device, dtype)
+        place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
+        check_values(self.task, place)
+        self.options = speech_options(self.task, model, options, "speak")
+        self.speaker = can(load_voice(model, **place), "speak")
+
+    def _given(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options of a call above those of the pipeline."""
+        return {**self.options, **speech_options(self.task, self.speaker, options, "speak")}
 
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any:
         """Say a text, or each text of a list.
@@ -284,7 +348,7 @@ class TextToSpeech:
         return self._say(check_text(text), options)
 
     def _say(self, text: str, options: dict[str, Any]) -> Spoken:
-        sounds = self.speaker.speak(text, **{**self.options, **given_options(options)})
+        sounds = self.speaker.speak(text, **self._given(options))
         return collect(sounds, self.speaker.sample_rate)
 
     def stream(self, text: str | Iterable[str], **options: Any) -> Iterator[Sound]:
@@ -298,4 +362,4 @@ class TextToSpeech:
             Sound as it is made; leaving the iterator early stops the model.
         """
         given = check_text(text) if isinstance(text, str) else checked_parts(text)
-        return iter(self.speaker.speak(given, **{**self.options, **given_options(options)}))
+        return iter(self.speaker.speak(given, **self._given(options)))

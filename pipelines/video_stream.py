@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import EMBEDDED, embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.streams import snapshots
 from mmfast.streams.archive.blocks import TierQuotas
@@ -32,7 +34,9 @@ class VideoStream:
     """Sessions on one model: each a stream of its own, with a memory of its own.
 
     Args:
-        model: None (embedded), a directory, a hub id, or a `(model, processor)` pair.
+        model: None (embedded), a directory, a hub id, a model, or a `(model, processor)` pair.
+        processor: As for `VisualQA`.
+        model_kwargs: Arguments of `from_pretrained`; see `VisualQA`.
         reduce: Stages at `pre` that reduce every frame's tokens, such as `"stc_pruner:0.3"`.
         frame_cache: Share of a frame's patches that the encoder computes anew (0.25), or a
             `FrameCache`; None computes all.
@@ -47,7 +51,7 @@ class VideoStream:
         batch: Frames, or temporal patches, in one call of the encoder.
 
     Raises:
-        SpecError: Wrong `reduce`, before any weight is read.
+        MmfastError: An unknown option or value, before any weight is read.
         ModelError: The checkpoint cannot be loaded, or cannot watch streams.
 
     Example:
@@ -58,10 +62,15 @@ class VideoStream:
         '42'
     """
 
+    task: str
+
+    @checked()
     def __init__(
         self,
         model: Any = None,
         *,
+        processor: Any = None,
+        model_kwargs: Mapping[str, Any] | None = None,
         reduce: str | None = None,
         frame_cache: float | FrameCache | None = None,
         gate: float | FrameGate | None = None,
@@ -72,9 +81,11 @@ class VideoStream:
         sized_for: int = 64,
         batch: int = 1,
     ) -> None:
-        parse(reduce)
+        with within(self.task):
+            parse(reduce)
         gate = FrameGate(gate) if isinstance(gate, int | float) else gate
-        self.model, self.processor = load(_embedded() if model is None else model, device, dtype)
+        source = _embedded() if model is None else model
+        self.model, self.processor = load(source, device, dtype, processor, model_kwargs)
         check_media(self.model, "video")
         if isinstance(frame_cache, int | float):
             frame_cache = FrameCache(self.model, frame_cache)
@@ -90,6 +101,7 @@ class VideoStream:
             batch=batch,
         )
 
+    @checked()
     def open(
         self,
         memory: str | None = MEMORY,
@@ -121,6 +133,7 @@ class VideoStream:
         quotas = TierQuotas.of(device_bytes, host_bytes, disk_bytes, folder, host_blocks)
         return Session(self.stream_model, memory, quotas=quotas, limits=limits)
 
+    @checked(named(open))
     def restore(self, folder: str | Path, /, **options: Any) -> Session:
         """Go on with a saved session, bit for bit.
 

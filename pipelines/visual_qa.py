@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,21 +16,36 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 from mmfast.attach import attach
 from mmfast.caches.plan import call_plan
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Row, Trace, peak_bytes
-from mmfast.frontends.image import read_image
+from mmfast.frontends.image import kind_of, read_image
+from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, seekable
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.domain import ScopeWarning, scope_note
 from mmfast.models.families.adapter import add_views, check_media, token_counts
 from mmfast.models.loading import load
-from mmfast.models.prompt import Shot, build_inputs, check_question, summed
+from mmfast.models.prompt import (
+    MediaPart,
+    Shot,
+    chat_inputs,
+    check_question,
+    is_chat,
+    read_chat,
+    summed,
+)
 from mmfast.models.timing import FirstToken, encoder_timer
-from mmfast.models.vision.acceleration import check_encoder
+from mmfast.pipelines.generation import CALL, GENERATE, merged, seeded
+from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
+from mmfast.planner.auto import say
 from mmfast.planner.plan import Plan
-from mmfast.planner.target import Target, check_alone, make_target
+from mmfast.planner.target import Target, automatic, check_alone, make_target
 from mmfast.streams.reply import placeholders
+
+MEDIA = ("text", "images", "videos")
+TARGET = named(make_target)
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,8 @@ class Answer:
     `trace` has rows per stage and every Reduction that was applied. `ttft_ms` counts from the call
     to the first token, reading the media included. `visual_tokens` are those the model would have
     got, separators not counted, `kept_tokens` those left after the last stage. `plan` is what the
-    planner chose and predicted, where a target was given.
+    planner chose and predicted, where a target was given. `note` says what of the input is unlike
+    all that the embedded model was trained on.
     """
 
     text: str
@@ -48,6 +65,7 @@ class Answer:
     visual_tokens: int = 0
     kept_tokens: int = 0
     plan: Plan | None = field(default=None, repr=False)
+    note: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -63,7 +81,7 @@ class Answer:
         }
         if self.plan is not None:
             document["plan"] = self.plan.to_dict(self.ttft_ms)
-        return document
+        return document | ({"note": self.note} if self.note else {})
 
 
 def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple[Any, str]], bool]:
@@ -86,6 +104,10 @@ def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple
     if many and media:
         return [(m, text) for m in media], True
     return [(media, text)], False
+
+
+def _several(media: Any, name: str) -> bool:
+    return isinstance(media, (list, tuple)) and (name == "images" or _many_clips(media, ""))
 
 
 def _many_images(media: Any) -> bool:
@@ -117,9 +139,12 @@ class _ReaderGone(StoppingCriteria):  # type: ignore[misc]
 
 
 def stream_text(
-    pipe: Any, inputs: dict[str, Any], reduce: str | Sequence[Spec] | None
+    pipe: Any,
+    inputs: dict[str, Any],
+    reduce: str | Sequence[Spec] | None,
+    how: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Generate in a thread under the spec `reduce` and yield what it writes.
+    """Generate in a thread under the spec `reduce` and yield what it writes; see `VisualQA.run`.
 
     An error in the thread is raised here; leaving the iterator early stops the generation.
     """
@@ -131,8 +156,9 @@ def stream_text(
     def work() -> None:
         try:
             with attach(pipe.model, reduce, pipe.cache, pipe.encoder):
-                criteria = StoppingCriteriaList([_ReaderGone(gone)])
-                pipe.run(inputs, streamer=streamer, stopping_criteria=criteria)
+                own = how.get("stopping_criteria") or ()
+                criteria = StoppingCriteriaList([*own, _ReaderGone(gone)])
+                pipe.run(inputs, how, streamer=streamer, stopping_criteria=criteria)
         except BaseException as error:
             failure.append(error)
             streamer.end()
@@ -152,8 +178,13 @@ class VisualQA:
     """Answer questions about images or clips with any supported checkpoint.
 
     Args:
-        model: None (embedded), a directory, a hub id, or a `(model, processor)` pair.
-        reduce: Spec string such as `"evs:0.25"` or `"divprune:0.5+fastv@llm3:0.5"`.
+        model: None (embedded), a directory, a hub id, a model, or a `(model, processor)` pair.
+        processor: Object, directory or hub id; None takes the model's.
+        model_kwargs: Arguments of `from_pretrained`: `device_map`, `quantization_config`,
+            `attn_implementation`, `revision` and so on. A model that they place, or quantise, is
+            not moved. Remote code and weights that are no safetensors are refused.
+        reduce: Spec string such as `"evs:0.25"` or `"divprune:0.5+fastv@llm3:0.5"`, or `"auto"`:
+            the planner chooses, for balanced quality unless a target says otherwise.
         cache: Spec string of what happens to keys and values, such as `"snapkv:1024"` (evict
             behind the prompt), `"sink:4+window:512"` (at every step) or `"quant:4"` (fewer bits);
             the trace gets a row `kv`. See `mmfast.attach`.
@@ -162,27 +193,34 @@ class VisualQA:
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         frames: Frames sampled uniformly from a clip.
         fps: Sample at this rate instead.
-        max_new_tokens: Longest answer in tokens.
+        max_new_tokens: Longest answer in tokens; None: 64.
         batch_size: Questions answered in one forward pass.
         target_ttft_ms: Milliseconds to the first token; the planner picks method and budget.
         target_tokens: Visual tokens of a prompt that a decoder layer works on, on average.
         max_memory: Bytes of weights, keys and values, and activations: `"2GB"` or a number.
         quality: `high` (a point of accuracy at most), `balanced` (three) or `fast` (the best at a
             tenth of the tokens).
-        **generate: Further arguments of the model's `generate`.
+        **generate: Further arguments of the model's `generate`, such as `temperature`, `top_p`,
+            `do_sample`, `generation_config`; and `seed`, which repeats what is drawn.
 
     Raises:
         SpecError: Wrong `reduce` or `cache`, before any weight is read.
-        MmfastError: A target that nothing can meet, or one beside `reduce`.
+        MmfastError: An unknown option or value, before any weight is read; a target that nothing
+            can meet, or one beside `reduce`.
         ModelError: The checkpoint cannot be loaded.
     """
 
     task: str
+    tick: Tick | None = None  # called while the device is measured, instead of a bar
+    kind = "video"  # or `image`
 
+    @checked(CALL, GENERATE)
     def __init__(
         self,
         model: Any = None,
         *,
+        processor: Any = None,
+        model_kwargs: Mapping[str, Any] | None = None,
         reduce: str | None = None,
         cache: str | None = None,
         encoder: str | None = None,
@@ -190,7 +228,7 @@ class VisualQA:
         dtype: str | torch.dtype = "auto",
         frames: int = 8,
         fps: float | None = None,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
         batch_size: int = 1,
         target_ttft_ms: float | None = None,
         target_tokens: int | None = None,
@@ -198,23 +236,21 @@ class VisualQA:
         quality: str | None = None,
         **generate: Any,
     ) -> None:
-        specs, plan = parse(reduce), call_plan(cache)
-        self.target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
-        check_alone(self.target, reduce)
-        check_encoder(encoder)
-        for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise MmfastError(
-                    f"{name}={value!r} is not allowed; give a whole number of at least 1"
-                )
+        self._own = {"max_new_tokens": max_new_tokens, **generate}
+        with within(self.task):
+            target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
+            reduce, self.target = automatic(reduce, target)
+            specs, plan = parse(reduce), call_plan(cache)
+            check_alone(self.target, reduce)
+            self.generate = merged(self._own, {})
         self.embedded = model is None
+        self._warned = False
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
-        self.generate = {"max_new_tokens": max_new_tokens, "do_sample": False, **generate}
-        self.model, self.processor = load(model, device, dtype)
+        self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
         self._name = model
         self._planner: PipelinePlanner | None = None
 
@@ -222,39 +258,77 @@ class VisualQA:
     def _read(self, media: Any) -> list[Shot]:
         """Decode what one question is about."""
 
-    def __call__(self, media: Any, question: str | Sequence[str], **target: Any) -> Any:
+    @checked({*CALL, *TARGET, *MEDIA, "batch_size"}, GENERATE)
+    def __call__(self, media: Any = None, question: Any = None, **options: Any) -> Any:
         """Answer one question, or a list of them.
 
         Args:
-            media: A clip or image; a list of them gives a list of answers.
+            media: A clip or image; a list of them gives a list of answers. Or a conversation:
+                messages of `role` and `content` as transformers takes them; or a list of those.
             question: A question; a list goes with a list of media, or with one that all share.
-            **target: `target_ttft_ms`, `target_tokens`, `max_memory` or `quality`, instead of
-                those of the pipeline. A latency out of reach warns and takes the fastest plan.
+            **options: As transformers calls them: `text`, the question or conversation, and
+                `images` or `videos`, a list of which goes with one question, or fills the parts of
+                a conversation that have no source. Instead of those of the pipeline: `batch_size`,
+                `seed`, arguments of `generate`; `target_ttft_ms`, `target_tokens`, `max_memory` or
+                `quality`. A latency out of reach warns and takes the fastest plan.
 
         Returns:
             An `Answer`, or a list of them where `media` or `question` is a list.
 
         Raises:
             MediaError: The input cannot be read.
-            MmfastError: Empty question, lists of different lengths, or a target that nothing
-                meets.
+            MmfastError: Empty question, lists of different lengths, an unknown option, or a target
+                that nothing meets.
         """
-        wanted = self._wanted(target)
-        pairs, many = pair_up(media, question, self.task == "image-qa")
+        size = options.pop("batch_size", None) or self.batch_size
+        pairs, many, wanted, how = self._asked(media, question, options)
         answers: list[Answer] = []
-        for at in range(0, len(pairs), self.batch_size):
-            answers += self._answer(pairs[at : at + self.batch_size], wanted)
+        for at in range(0, len(pairs), size):
+            answers += self._answer(pairs[at : at + size], wanted, how)
         return answers if many else answers[0]
 
-    def stream(self, media: Any, question: str, **target: Any) -> Iterator[str]:
+    @checked({*CALL, *TARGET, *MEDIA}, GENERATE)
+    def stream(self, media: Any = None, question: Any = None, **options: Any) -> Iterator[str]:
         """Answer one question, as a call does, in text deltas that joined are the answer."""
-        wanted, start = self._wanted(target), time.perf_counter()
-        inputs, items = self._inputs([(media, check_question(question))], Trace())
+        start = time.perf_counter()
+        pairs, many, wanted, how = self._asked(media, question, options)
+        if many or (how.get("num_beams") or 1) > 1:
+            raise MmfastError("stream() answers one question, and without num_beams; call the pipe")
+        inputs, items = self._inputs(pairs, Trace())
         reduce = self.reduce
         if wanted:
-            reduce = self.planner.plan(inputs, items, wanted, start)[0].spec
-        return stream_text(self, inputs, reduce)
+            reduce = self.planner.plan(inputs, items, wanted, start, tick=self.tick)[0].spec
+        return stream_text(self, inputs, reduce, how)
 
+    def _asked(
+        self, media: Any, question: Any, options: dict[str, Any]
+    ) -> tuple[list[tuple[Any, Any]], bool, Target, dict[str, Any]]:
+        """Media with questions, or conversations with None; whether they were a list; options."""
+        given = {k: v for k in MEDIA if (v := options.pop(k, None)) is not None}
+        text, own = given.pop("text", None), f"{self.kind}s"
+        with within(self.task):
+            wanted = self._wanted({k: options.pop(k) for k in TARGET if k in options})
+            how = merged(self._own, options)
+        for name in given.keys() - {own}:
+            raise MediaError(f"{self.task} takes no {name}=; use {name[:-1]}-qa")
+        if (given and media is not None) or (text is not None and question is not None):
+            raise MmfastError(f"media and {own}=, or question and text=, are both given; give one")
+        media, question = given.get(own, media), text if question is None else question
+        chat, fill = (media, None) if question is None else (question, media)
+        chats = [chat] if is_chat(chat) else chat
+        if isinstance(chats, (list, tuple)) and chats and all(map(is_chat, chats)):
+            if fill is not None and chats is chat:
+                raise MmfastError(f"{own}= goes with one conversation; write them inside of each")
+            own_parts = [] if fill is None else fill if _several(fill, own) else [fill]
+            return [(read_chat(c, own_parts), None) for c in chats], chats is chat, wanted, how
+        if media is None:
+            raise MmfastError(f"there is no {self.kind} to ask about; give one, or a conversation")
+        if given and own == "images" and isinstance(media, list):  # all are of one question
+            one = isinstance(question, str)
+            media = tuple(media) if one else [tuple(m) if type(m) is list else m for m in media]
+        return *pair_up(media, question, own == "images"), wanted, how
+
+    @checked(TARGET)
     def plan(
         self,
         media: Any,
@@ -292,23 +366,57 @@ class VisualQA:
         return wanted
 
     def _inputs(
-        self, pairs: list[tuple[Any, str]], trace: Trace
+        self, pairs: list[tuple[Any, Any]], trace: Trace, notes: list[str] | None = None
     ) -> tuple[dict[str, Any], list[int]]:
-        """Return the model's inputs, and the number of images or clips of each question."""
-        with trace.stage("read"):
-            shots = [self._read(media) for media, _ in pairs]
-        with trace.stage("preprocess"):
-            questions = [question for _, question in pairs]
-            inputs = build_inputs(self.processor, shots, questions, self.model.device)
-        return inputs, [len(mine) for mine in shots]
+        """Return the model's inputs, and the number of images or clips of each question.
 
-    def _answer(self, pairs: list[tuple[Any, str]], target: Target) -> list[Answer]:
+        `notes` gets a line each on what is outside the scope of the embedded model, or "".
+        """
+        with trace.stage("read"):
+            chats = [self._chat(media, question) for media, question in pairs]
+        with trace.stage("preprocess"):
+            inputs = chat_inputs(self.processor, chats, self.model.device)
+            notes = [] if notes is None else notes
+            notes += map(self._note, chats)
+        parts = [[part for message in chat for part in message["content"]] for chat in chats]
+        return inputs, [sum(isinstance(part, Shot) for part in mine) for mine in parts]
+
+    def _note(self, chat: list[dict[str, Any]]) -> str:
+        """Return a line on what is outside the scope of the embedded model, and warn once of it."""
+        asked = [part for turn in chat if turn["role"] == "user" for part in turn["content"]]
+        shots = [part for part in asked if isinstance(part, Shot)]
+        question = " ".join(part for part in asked if isinstance(part, str))
+        note = scope_note(self.processor.tokenizer, shots, question) if self.embedded else ""
+        if note and not self._warned:
+            self._warned = True
+            warnings.warn(note, ScopeWarning, stacklevel=5)
+        return note
+
+    def _chat(self, media: Any, question: str | None) -> list[dict[str, Any]]:
+        """Messages of texts and decoded media, of a question or of a conversation (None)."""
+        if question is not None:
+            return [{"role": "user", "content": [*self._read(media), question]}]
+        read = []
+        for message in media:
+            parts: list[Any] = []
+            for part in message["content"]:
+                if isinstance(part, MediaPart) and part.kind != self.kind:
+                    raise MediaError(f"{self.task} takes no {part.kind}; use {part.kind}-qa")
+                parts += self._read(part.source) if isinstance(part, MediaPart) else [part]
+            read.append({**message, "content": parts})
+        return read
+
+    def _answer(
+        self, pairs: list[tuple[Any, Any]], target: Target, how: dict[str, Any]
+    ) -> list[Answer]:
         start, reading, first = time.perf_counter(), Trace(), FirstToken()
-        inputs, items = self._inputs(pairs, reading)
+        notes: list[str] = []
+        inputs, items = self._inputs(pairs, reading, notes)
         reduce, plan = self.reduce, None
         if target:
-            with reading.stage("plan"):
-                plan, measuring = self.planner.plan(inputs, items, target, start)
+            with reading.stage("plan") as row:
+                plan, measuring = self.planner.plan(inputs, items, target, start, tick=self.tick)
+                row.method = say(plan)
             reduce = plan.spec
             if measuring:  # the device, once and for all: no part of answering
                 reading.rows[-1].ms -= measuring
@@ -319,11 +427,14 @@ class VisualQA:
             encoder_timer(self.model) as encode,
             attach(self.model, reduce, self.cache, self.encoder) as trace,
         ):
-            output = self.run(inputs, streamer=first)
+            output = self.run(inputs, how, streamer=first)
         end = time.perf_counter()
+        first.at = first.at or end  # under beam search no token is certain before
         kind = "video" if "pixel_values_videos" in inputs else "image"
-        counts = summed(token_counts(self.model, kind, inputs, trace), items)
-        add_views(self.model, kind, inputs, trace)
+        each = token_counts(self.model, kind, inputs, trace) if any(items) else []
+        counts = summed(each, items)
+        if each:
+            add_views(self.model, kind, inputs, trace)
         prompt = inputs["input_ids"].shape[1]
         inside = sum(row.ms for row in trace.rows if row.stage != "vit")  # vit is part of encode
         trace.add("prefill", prompt, 1, (first.at - begin) * 1e3 - encode.ms - inside)
@@ -333,8 +444,8 @@ class VisualQA:
         texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
         ttft = (first.at - start) * 1e3
         return [
-            Answer(text.strip(), trace, ttft, n, m, plan)
-            for text, (n, m) in zip(texts, counts, strict=True)
+            Answer(text.strip(), trace, ttft, n, m, plan, note)
+            for text, (n, m), note in zip(texts, counts, notes, strict=True)
         ]
 
     def overlay(self, media: Any, trace: Trace, item: int = 0, *, sheets: bool = True) -> list[Any]:
@@ -349,14 +460,30 @@ class VisualQA:
         draw = overlay.draw_sheets if sheets else overlay.draw_shots
         return draw(self._read(media), self.processor, trace, item)
 
-    def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
-        """Stock greedy `generate`; a model must not write placeholder tokens into its answer."""
-        blocked = sorted(placeholders(self.model)) or None
+    def run(
+        self, inputs: dict[str, Any], how: Mapping[str, Any] | None = None, **extra: Any
+    ) -> torch.Tensor:
+        """Stock `generate` as `how` says, else as the pipeline does, and without placeholders."""
+        how = {**(self.generate if how is None else how), **extra}
+        blocked = {*placeholders(self.model), *(how.pop("suppress_tokens", None) or ())}
+        if (how.get("num_beams") or 1) > 1:
+            how.pop("streamer", None)
+        if (seed := how.pop("seed", None)) is not None:
+            how["custom_generate"] = seeded(seed, how.get("streamer"))
+        if how.get("stop_strings"):
+            how["tokenizer"] = self.processor.tokenizer
         with torch.inference_mode():
             output: torch.Tensor = self.model.generate(
-                **inputs, suppress_tokens=blocked, **{**self.generate, **extra}
+                **inputs, suppress_tokens=sorted(blocked) or None, **how
             )
         return output
+
+
+def _encoded(media: Any) -> Any:
+    """Media that can be looked at and then read: a file that cannot seek becomes its bytes."""
+    if hasattr(media, "read") and not seekable(media):
+        return open_source(media, DEFAULT_LIMITS).data
+    return media
 
 
 @task("image-qa", aliases=("image-text-to-text",))
@@ -366,11 +493,21 @@ class ImageQA(VisualQA):
     A tuple of images is one input: the question is about all of them together.
     """
 
+    kind = "image"
+
     def _read(self, media: Any) -> list[Shot]:
         images = media if isinstance(media, tuple) else (media,)
         if not images:
             raise MmfastError("no image to ask about; give an image or a tuple of images")
-        return [Shot("image", read_image(image), None) for image in images]
+        return [Shot("image", self._picture(_encoded(image)), None) for image in images]
+
+    def _picture(self, media: Any) -> Any:
+        if kind_of(media) == "image":
+            return read_image(media)
+        length = f" of {len(media)} frames" if hasattr(media, "__len__") else ""
+        if is_encoded(media):
+            length = f" of {read_video(media, frames=1).duration:.3g} s"
+        raise MediaError(f"this is a video{length}: use video-qa, or give one of its frames")
 
 
 @task("video-qa", aliases=("video-text-to-text",))
@@ -382,6 +519,9 @@ class VideoQA(VisualQA):
         check_media(self.model, "video")
 
     def _read(self, media: Any) -> list[Shot]:
+        media = _encoded(media)
+        if kind_of(media) == "image":
+            raise MediaError("this is a still picture, not a video: use image-qa")
         sampling: dict[str, Any] = {"fps": self.fps} if self.fps else {"frames": self.frames}
         clip = read_video(media, **sampling)
         return [Shot("video", clip.frames, clip.metadata())]

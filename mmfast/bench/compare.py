@@ -1,12 +1,16 @@
-"""`mmfast bench --compare`: rows of two files, matched and compared by speed."""
+"""Comparisons by speed: of rows in two files, and of answers with all tokens and with a spec."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
+from mmfast.bench import timing
 from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
 
@@ -163,3 +167,53 @@ def _label(row: Row) -> str:
     if row.get("suite") == "bench" and row.get("reduce") is None:
         words.insert(1, "stock")
     return ", ".join(words)
+
+
+ROUNDS, SECONDS = 15, 10.0  # of answers: most rounds, and the time after which no other begins
+
+
+def compare_answers(
+    stock: Any, other: Any, media: Any, question: str, tick: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Ask two pipelines in turn about one medium: `mmfast ask --compare`.
+
+    `stock` keeps all tokens and runs twice a round, which gives the noise. The rows hold medians
+    in milliseconds and the median of paired ratios; `equal` is a difference below the noise.
+    Prefill includes choosing and evicting, and decode is the time of one token.
+    """
+    pipes, samples = {"all": stock, "spec": other, timing.AGAIN: stock}, list[timing.Sample]()
+    answers = {name: pipe(media, question) for name, pipe in pipes.items()}
+    for pipe in (stock, other):
+        timing.warm_up(partial(pipe, media, question))
+
+    def run(pipe: Any) -> timing.Sample:
+        samples.append(_stages(pipe(media, question)))
+        tick(len(samples), ROUNDS * len(pipes))
+        return samples[-1]
+
+    jobs, start = {name: partial(run, pipe) for name, pipe in pipes.items()}, time.perf_counter()
+    with timing.frozen():
+        late = lambda: time.perf_counter() - start > SECONDS
+        found = timing.interleave(jobs, ROUNDS, enough=late)
+    rows = []
+    for stage in samples[0]:
+        times = timing.PairedTimes.of(found, stage)
+        row, stock_ms = times.row("spec"), times.row("all")["median_ms"]
+        equal = abs(row["speedup"] - 1) <= row["noise"]
+        rows.append({"stage": stage, "all_ms": stock_ms, **row, "equal": equal})
+    texts = {name: answers[name].text for name in ("all", "spec")}
+    tokens = {"visual_tokens": answers["all"].visual_tokens}
+    tokens |= {"kept_tokens": answers["spec"].kept_tokens}
+    agree = texts["all"] == texts["spec"]
+    return {"question": question, "answers": texts, "agree": agree, **tokens, "rows": rows}
+
+
+def _stages(answer: Any) -> timing.Sample:
+    ms: Counter[str] = Counter()
+    for row in answer.trace.rows:
+        ms[row.stage] += row.ms
+    made = sum(row.tokens_out for row in answer.trace.rows if row.stage == "generate")
+    found = {"read": ms["read"] + ms["preprocess"], "encode": ms["encode"]}
+    found["prefill"] = answer.ttft_ms - sum(found.values()) - ms["plan"]
+    found["decode"] = ms["generate"] / max(1, made - 1)
+    return found | {"first token": answer.ttft_ms, "answer": answer.ttft_ms + ms["generate"]}

@@ -160,6 +160,8 @@ def _shape(
         asked: dict[str, Any] = {"keep": KEEP, "stages": stages, "device": str(device)}
         asked |= {"iters": rounds, "progress": progress, "enough": enough}
         document = run_bench(preset, list(methods), frames, **asked)
+        if document["interrupted"]:
+            raise KeyboardInterrupt
         if not document["ok"]:
             raise MmfastError("gate: " + "; ".join(document["faults"]))
         return bench_rows(document)

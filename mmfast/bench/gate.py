@@ -86,7 +86,7 @@ def expected_lengths(twins: Twins, stock: list[int], batch: int = 1) -> list[int
     """Return tokens per decoder layer after the decisions for the first of `batch` prompts."""
     lengths = list(stock)
     for recording in twins.recordings:
-        if recording.spec.site not in ("pre", "llm"):
+        if recording.spec.site not in ("pre", "llm") and not recording.spec.method.resizes:
             continue
         results = recording.results[::batch]
         for result, first in zip(

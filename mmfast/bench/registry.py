@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,6 +22,7 @@ SUITES = {
     "kernels": ("kernels", "column_sums", "reducers"),
     "decode": ("decode", "moshi"),
     "encoder": ("vision",),
+    "train": ("training",),
 }
 Tick = Callable[[str, int, int], None]  # label, steps done, steps in all
 Benchmark = Callable[[Tick], list[Row]]
@@ -53,9 +56,18 @@ def find(suite: str, name: str) -> Benchmark:
     return _KNOWN[suite][name]
 
 
-def named_rows(suite: str, name: str, progress: Tick | None = None) -> list[Row]:
-    """Run one benchmark; return its rows with the environment that repeats them."""
-    run = find(suite, name)
+def named_rows(
+    suite: str, name: str, progress: Tick | None = None, peer: str | None = None
+) -> list[Row]:
+    """Run one benchmark; return its rows with the environment that repeats them.
+
+    `peer` is a folder with other code to measure beside; an MmfastError where there is no such job.
+    """
+    run: Callable[..., list[Row]] = find(suite, name)
+    if peer is not None:
+        if "peer" not in inspect.signature(run).parameters:
+            raise MmfastError(f"--{suite} {name} has no peer; leave --peer out")
+        run = partial(run, peer=peer)
     shared = {"suite": suite, "bench": name, **environment()}
     return [{**shared, **_processor(row), **row} for row in run(progress or quiet)]
 

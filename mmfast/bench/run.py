@@ -232,7 +232,7 @@ class SpecGroup:
                 stack.enter_context(twins.registered())
             jobs = self._jobs()
             self.warm = min(self._warm(name, job) for name, job in jobs.items())
-            samples = timing.interleave(jobs, rounds, tick, enough)
+            samples = timing.interleave(jobs, rounds, tick, enough, keep=True)
         return Measured(self.stage, self.stock, self.stock_peak, self.entries, samples)
 
     def _jobs(self) -> dict[str, Callable[[], timing.Sample]]:
@@ -294,7 +294,8 @@ def run_bench(
     `selection` (choosing and compacting inside the run, as a share of `ttft`, or else of `llm`).
     `dtype` is `auto`, `float32`, `bfloat16` or `float16`. `iters` rounds are timed: 30 on CUDA by
     default, 10 on the CPU, and 5 for a real shape there, where one round of ten specs takes a
-    minute; once `enough` is true, a group ends after its third. `progress` gets (done, total).
+    minute; once `enough` is true, a group ends after its third, on Ctrl-C the run (`interrupted`).
+    `progress` gets (done, total).
     Where the gate found `faults`, `ok` is False and `rows` empty.
     """
     shape, asked, where = get_preset(preset), parse_stages(stages), pick_device(device)
@@ -347,8 +348,11 @@ def _measure(
             floors |= measured.noise
             warm.append(group.warm)
             ran.append(measured.rounds)
+            if measured.rounds < rounds and not enough():  # Ctrl-C
+                break
     counts = {"iters": min(ran, default=rounds), "warm_ups": min(warm, default=0)}
     found = {"ok": not faults, "faults": faults, "rows": [] if faults else rows}
+    found["interrupted"] = not faults and counts["iters"] < rounds and not enough()
     return {**counts, "noise": floors, **found}
 
 

@@ -30,9 +30,9 @@ def accuracy_specs() -> list[str]:
     """Specs without budgets that the accuracy tables measure.
 
     Every registered method at its default site, some also before the last layer, where they lose
-    least. Site `pixel` needs a tower that packs patches, which the embedded models lack.
+    least. Dropping at `pixel` needs a tower that packs patches, which the embedded models lack.
     """
-    found = [method.name for method in methods("reducer") if method.sites[0] != "pixel"]
+    found = [m.name for m in methods("reducer") if m.sites[0] != "pixel" or m.resizes]
     return [*found, *(f"{name}@{LAST}" for name in OTHER_SITES)]
 
 
@@ -97,7 +97,8 @@ class StageRecording:
             # elsewhere one call gets all of it.
             shared = self.spec.site == "vit" or self.spec.staged
             asked = budget if shared else count(self.spec.budget, tokens.n)
-            if asked is not None and result.m != asked:
+            less = self.spec.method.resizes and asked is not None and result.m < asked
+            if asked is not None and result.m != asked and not less:
                 return (
                     f"{self.spec.method.name} kept {result.m} of {tokens.n} tokens, asked {asked}"
                 )
@@ -153,7 +154,7 @@ class Twins:
                     kept = tuple(need for need in own.needs if need not in absent)
                     needs = ("x",) if role == "fixed" else kept
                     where: dict[str, Any] = {"sites": (spec.site,), "scope": own.scope}
-                    where |= {"stages": own.stages, "adaptive": True}
+                    where |= {"stages": own.stages, "adaptive": True, "resizes": own.resizes}
                     register(name, needs=needs, **where)(make(recording))
             yield
         finally:

@@ -80,8 +80,11 @@ def interleave(
     rounds: int,
     tick: Callable[[], None] = lambda: None,
     enough: Callable[[], bool] = lambda: False,
+    keep: bool = False,
 ) -> dict[str, list[Sample]]:
     """Run every job once a round, and stop after a round once `enough()`.
+
+    With `keep`, Ctrl-C stops it too, once there are FEWEST rounds; those that are whole remain.
 
     The order shifts and reverses from round to round, so that drift of a shared machine meets all
     jobs alike, and neighbours (a method and its fixed-index twin) stay neighbours.
@@ -97,6 +100,10 @@ def interleave(
             for name in order if number % 2 == 0 else reversed(order):
                 samples[name].append(jobs[name]())
                 tick()
+        except KeyboardInterrupt:
+            if not keep or number < FEWEST:
+                raise
+            return {name: mine[:number] for name, mine in samples.items()}
         finally:
             gc.enable()
         if number + 1 >= FEWEST and enough():

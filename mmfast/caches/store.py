@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 
 
@@ -16,23 +17,22 @@ from mmfast.core.reduction import Reduction
 class Left:
     """Entries `[B, H, m, d]` and notes of one cache layer; uneven rows have `gaps` in front."""
 
-    keys: Tensor
-    values: Tensor
+    kv: KVBlock
     notes: dict[str, Tensor]
     gaps: tuple[int, ...]
 
     @property
     def width(self) -> int:
         """Entries per row and head, padding included."""
-        return self.keys.shape[2]
+        return int(self.kv.keys[0].shape[2])
 
     @property
     def valid(self) -> Tensor | None:
         """`[B, m]` False at padding; None where there is none."""
         if not any(self.gaps):
             return None
-        start = torch.tensor(self.gaps, device=self.keys.device)[:, None]
-        return torch.arange(self.keys.shape[2], device=start.device) >= start
+        start = torch.tensor(self.gaps, device=self.kv.keys[0].device)[:, None]
+        return torch.arange(self.width, device=start.device) >= start
 
 
 def leave(
@@ -57,8 +57,10 @@ def leave(
     gaps = tuple(length - key.shape[1] for key, _, _ in rows)
     fillers = {"kind": -1}  # a kind of -1 is padding
     return Left(
-        _together([row[0] for row in rows], gaps),
-        _together([row[1] for row in rows], gaps),
+        KVBlock(
+            (_together([row[0] for row in rows], gaps),),
+            (_together([row[1] for row in rows], gaps),),
+        ),
         {
             name: _together([row[2][name] for row in rows], gaps, fillers.get(name, 0))
             for name in rows[0][2]

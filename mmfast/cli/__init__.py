@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +20,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mmfast import __version__
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, unknown
 
+# Saved results of the running command: their number by what and where they are, for Ctrl-C.
+KEPT: Counter[str] = Counter()
 # Module and function of each command, in the order of `mmfast --help`.
 COMMANDS = {
     "ask": ("ask", "ask"),
@@ -54,7 +58,7 @@ class CommandGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command itself."""
         name, found, rest = super().resolve_command(ctx, args)
-        return name, found and load(str(name)), rest
+        return name, found and load(str(name)), _with_spec(rest) if name == "ask" else rest
 
 
 def load(name: str) -> Any:
@@ -65,6 +69,22 @@ def load(name: str) -> Any:
         getattr(importlib.import_module(f"mmfast.cli.{module}"), function)
     )
     return typer.main.get_command(single)
+
+
+def _with_spec(args: list[str]) -> list[str]:
+    """Give `--compare` the empty spec where none follows: an option cannot have both forms."""
+    from mmfast.core.registry import listed
+
+    place = args.index("--compare") if "--compare" in args else len(args)
+    behind = next(iter(args[place + 1 :]), "-")
+    alone = not any(each.startswith(("--reduce", "--cache")) for each in args)
+    if (
+        place == len(args)
+        or re.split("[@:?+]", behind)[0] in {method.name for method in listed()}
+        or (alone and not behind.startswith("-"))
+    ):
+        return args
+    return [*args[:place], "--compare=", *args[place + 1 :]]
 
 
 def _help(module: str, function: str) -> str:
@@ -99,15 +119,28 @@ def main(args: list[str] | None = None) -> None:
     """Entry point: 0 fine, 1 a check failed, 2 bad usage or input, 130 interrupted."""
     # click's UsageError, wherever this typer keeps it
     usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
+    KEPT.clear()
     try:
         code = app(args=args, prog_name="mmfast", standalone_mode=False)
     except MmfastError as error:
         code = _fail(str(error))
     except usage_error as error:
-        code = _fail(f"{error.format_message()} (see mmfast --help)")
+        code = _fail(_usage(error))
     except typer.Abort:
         code = 130
+    if code == 130:  # versions of typer raise or return on Ctrl-C
+        kept = "".join(f"; {number} {what}" for what, number in KEPT.items())
+        print(f"mmfast: interrupted{kept}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    """Return a usage error with the nearest option, and the command whose help says more."""
+    context, text = error.ctx, error.format_message()
+    if type(error).__name__ == "NoSuchOption" and context is not None:
+        known = (name for each in context.command.params for name in each.opts)
+        text = unknown("option", error.option_name, [n for n in known if n.startswith("-")])
+    return f"{text} (see {context.command_path if context else 'mmfast'} --help)"
 
 
 def _fail(message: str) -> int:

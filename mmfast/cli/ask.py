@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mmfast.cli import options as shared
-from mmfast.cli.output import print_answer, print_json, progress
+from mmfast.cli.output import print_answer, print_comparison, print_json, print_rows, progress
+from mmfast.core.errors import MmfastError
+
+_Compare = Annotated[
+    str | None,
+    typer.Option(metavar="[SPEC]", help="Time SPEC, or --reduce and --cache, and all tokens."),
+]
 
 
 def ask(
@@ -26,6 +34,7 @@ def ask(
     max_memory: shared.Memory = None,
     quality: shared.Quality = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    compare: _Compare = None,
     save_overlay: Annotated[
         Path | None,
         typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
@@ -33,31 +42,61 @@ def ask(
     as_json: shared.Json = False,
 ) -> None:
     """Answer one question about a video or an image, and say what it cost."""
-    from mmfast.frontends.image import kind_of
-    from mmfast.models.prompt import check_question
+    from mmfast.core.spec import check_names
+    from mmfast.frontends.source import DEFAULT_LIMITS, open_source
     from mmfast.models.quiet import quiet
 
+    open_source(media, DEFAULT_LIMITS)  # what is wrong here needs no import of torch
+    reduce, cache = _compared(compare, reduce, cache)
+    check_names([reduce], [cache])
     quiet()
+    from mmfast.frontends.image import kind_of
+    from mmfast.models.domain import ScopeWarning
+    from mmfast.models.prompt import check_question
+    from mmfast.pipelines import pipeline
+    from mmfast.pipelines.overlay import check_target, save_sheet
+
     task = f"{kind_of(media)}-qa"
     check_question(question)
     if save_overlay is not None:
-        from mmfast.pipelines.overlay import check_target
-
         check_target(save_overlay)
-    from mmfast.pipelines import pipeline
-
-    options: dict[str, Any] = {"reduce": reduce, "cache": cache, "frames": frames, "fps": fps}
-    options |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens}
-    options |= {"max_memory": max_memory, "quality": quality}
-    pipe = pipeline(
-        task, model, device=device, dtype=dtype, max_new_tokens=max_new_tokens, **options
-    )
-    answer = pipe(media, question)
+    options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
+    given: dict[str, Any] = {"reduce": reduce, "cache": cache, "max_memory": max_memory}
+    given |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
+    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given)
+    if as_json:
+        pipe.tick = shared.silent
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScopeWarning)  # the answer has a note of it
+        answer = pipe(media, question)
     if save_overlay is not None:
-        from mmfast.pipelines.overlay import save_sheet
-
         save_sheet(pipe.overlay(media, answer.trace), save_overlay)
-    print_answer(answer, as_json)
+    if compare is None:
+        return print_answer(answer, as_json)
+    from mmfast.bench.compare import compare_answers
+
+    pipe.embedded = False  # its answer is noted; the other one would not spend time on that
+    pipes = pipeline(task, (pipe.model, pipe.processor), **options), pipe
+    with progress("comparing") as tick:
+        found = compare_answers(*pipes, media, question, tick)
+    print_comparison({**found, "reduce": reduce, "cache": cache, "note": answer.note}, as_json)
+
+
+def _compared(
+    spec: str | None, reduce: str | None, cache: str | None
+) -> tuple[str | None, str | None]:
+    """Return the reduction and the policy that `--compare` sets beside all tokens."""
+    from mmfast.core.registry import listed
+
+    if spec is not None and (reduce if spec else not (reduce or cache)):
+        raise MmfastError(
+            "--compare sets one spec beside all tokens: --compare evs:0.25, or alone "
+            "beside --reduce and --cache"
+        )
+    name = re.split("[@:?+]", spec or "")[0]
+    if spec and not cache and [m.kind for m in listed() if m.name == name] == ["cache"]:
+        return None, spec
+    return spec or reduce, cache
 
 
 def batch(
@@ -111,7 +150,7 @@ def batch(
     job = BatchJob(folder.resolve(), asked, **how, batch_size=batch_size)
     way = runner.BatchOptions(engine, workers, address, pattern, limit, resume, retry_errors)
     target = out.parent.resolve() / out.name
-    with progress("answers") as tick:
+    with progress("answers", f"answers kept in {target}.parts, run again to resume") as tick:
         done = runner.run_batch(job, target, way, tick=tick, warn=_warn)
     _show_batch(done, as_json)
     return int(done.failed > 0)
@@ -126,11 +165,11 @@ def _show_batch(done: Any, as_json: bool) -> None:
         f"{done.answers} answers about {done.files} files, {done.before} of them from before, "
         f"{done.failed} failed; {done.seconds:.1f} s"
     )
+    if done.errors:
+        print_rows(done.errors[0], [each.values() for each in done.errors], errors=True)
 
 
 def _runner() -> Any:
-    from mmfast.core.errors import MmfastError
-
     try:
         from mmfast.serve.batch import run
     except ImportError as error:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mmfast.cli import options
 from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
 from mmfast.cli.output import (
     keep_rows,
@@ -29,13 +30,12 @@ def bench_full(
 ) -> None:
     """Everything for one device; rows reach `out` step by step."""
     from mmfast.bench.full import run_full
-    from mmfast.bench.results import Row, append
+    from mmfast.bench.results import Row
 
     console = Console(stderr=True)
 
     def sink(rows: list[Row]) -> None:
-        if out is not None and rows:
-            append(out, rows)
+        keep_rows(out, rows)
 
     def tell(text: str) -> None:
         console.print(text, style="dim", highlight=False, markup=False)
@@ -87,12 +87,15 @@ def completer(suite: str) -> Callable[[str], list[str]]:
     return complete
 
 
-def bench_named(suite: str, name: str, out: Path | None, as_json: bool) -> None:
+def bench_named(
+    suite: str, name: str, out: Path | None, as_json: bool, peer: Path | None = None
+) -> None:
     """Measure `name` of `suite`, append the rows to `out`, print them."""
     from mmfast.bench.registry import named_rows
 
     with progress(name) as tick:
-        rows = named_rows(suite, name, lambda label, done, total: tick(done, total, label))
+        told = lambda label, done, total: tick(done, total, label)
+        rows = named_rows(suite, name, told, peer=None if peer is None else str(peer))
     keep_rows(out, rows)
     if as_json:
         return print_json(rows)
@@ -106,11 +109,17 @@ def _suites(incomplete: str) -> list[str]:
     return [name for name in (*SUITES, "stream", "speech") if name.startswith(incomplete)]
 
 
+_Suite = Annotated[
+    str,
+    typer.Option(
+        help="video, image, multi-image, document, stream, speech.", autocompletion=_suites
+    ),
+]
 _Data = Annotated[
     Path | None,
     typer.Option(
-        help="Your questions instead, a line each: {media, question, answer or choices and answer}. "
-        "Generated text is matched with the answer; choices are scored by log-likelihood."
+        help="Your questions, a line each: {media, question, answer}, with choices if you like. "
+        "Answers are matched as generated text, choices scored by log-likelihood."
     ),
 ]
 _Frames = Annotated[int, typer.Option(help="Frames sampled uniformly from a clip (--data).")]
@@ -127,12 +136,7 @@ def evaluate(
     cache: Caches = None,
     n: Annotated[int, typer.Option(help="Questions.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
-    suite: Annotated[
-        str,
-        typer.Option(
-            help="video, image, multi-image, document, stream, speech.", autocompletion=_suites
-        ),
-    ] = "video",
+    suite: _Suite = "video",
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
     model: Model = None,
     data: _Data = None,
@@ -144,20 +148,22 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.caches.plan import call_plan
-    from mmfast.core.spec import parse
+    from mmfast.core.spec import check_names
     from mmfast.models.quiet import quiet
+    from mmfast.planner.target import AUTO
 
     quiet()
-    for spec in reduce or []:
-        parse(spec)
-    for spec in cache or []:
-        call_plan(spec)
+    check_names([spec for spec in reduce or [] if spec != AUTO], cache or [])
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
     _check_given(context, "eval" if data is None else "data")
     if data is not None:
         return eval_data(context.params, context.get_parameter_source("n"))
+    keep_rows(out, [])  # from here on Ctrl-C tells of them
+    from mmfast.caches.plan import call_plan
+
+    for spec in cache or []:
+        call_plan(spec)
     if suite == "stream":
         return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
     if suite == "speech":
@@ -170,60 +176,71 @@ def evaluate(
 
     suite_of(suite)
     environ = environment()  # of the code that is about to run, not of the tree hours later
+    specs = [_chosen(model, suite, as_json) if spec == AUTO else spec for spec in reduce or []]
     with progress("eval") as tick:
         document = run_eval(
-            list(reduce or []),
+            specs,
             n=n,
             seed=seed,
             model=model,
             name=suite,
             caches=list(cache or []),
             progress=lambda spec, done, total: tick(done, total, spec),
+            sink=lambda document: keep_rows(out, eval_rows(document, environ)),
         )
-    if out is not None:
-        keep_rows(out, eval_rows(document, environ))
     print_eval(document, as_json)
 
 
 def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
     """Ask a user's own questions with all tokens and in each of the ways given."""
-    from mmfast.bench.own_data import run_data
-    from mmfast.bench.report.answers import HEAD, cells, write_csv, write_html
-    from mmfast.bench.results import environment, eval_rows
+    from importlib.util import find_spec
 
-    data, out, report, csv = (given[key] for key in ("data", "out", "report", "csv"))
-    _check_targets(data, out, report, csv)
+    from mmfast.bench.own_data import read_questions, run_data
+    from mmfast.bench.report.answers import HEAD, cells, write_csv, write_html
+    from mmfast.bench.results import append, environment, eval_rows
+    from mmfast.planner.target import AUTO
+
+    if AUTO in (given["reduce"] or []):
+        raise MmfastError("--reduce auto chooses for one request; give --data a spec")
+    data, out, *files = (given[key] for key in ("data", "out", "report", "csv"))
+    if files[0] is not None and find_spec("matplotlib") is None:
+        raise MmfastError('--report draws with matplotlib: pip install "mmfast[docs]"')
+    read_questions(data)  # before a file is made
+    targets = [file for file in (out, *files) if file is not None]
+    if len({file.resolve() for file in (data, *targets)}) <= len(targets):
+        raise MmfastError("--data, --out, --report and --csv name one file twice; give others")
+    for file in targets:
+        append(file, [])
     specs, caches = ([None, *(given[key] or [])] for key in ("reduce", "cache"))
     ways = list(dict.fromkeys((spec, cache) for cache in caches for spec in specs))
     n = given["n"] if source_of_n.name == "COMMANDLINE" else None
     environ = environment()
     how = (n, given["seed"], given["model"], given["frames"], out, given["strict"])
-    with progress("questions") as tick:
+    with progress("questions", f"questions answered{f' in {out}' if out else ''}") as tick:
         document, rows = run_data(data, ways, *how, progress=tick)
     keep_rows(out, eval_rows(document, environ))
-    if csv is not None:
-        write_csv(csv, rows)
-    if report is not None:
-        write_html(report, document, rows, data.parent)
+    for file, write in zip(files, (write_html, write_csv), strict=True):
+        if file is not None:
+            write(file, document, rows, data.parent)
     for failed in document["failed"]:
-        Console(stderr=True).print(f"failed: {failed['error']}", style="red", markup=False)
+        typer.echo(f"failed: {failed['error']}", err=True)
     if given["as_json"]:
         return print_json(document)
     print_rows(HEAD, map(cells, document["rows"]))
 
 
-def _check_targets(data: Path, *targets: Path | None) -> None:
-    """Refuse files that cannot be written, or that another one of them would replace."""
-    files = [target for target in targets if target is not None]
-    places = [file.resolve() for file in (data, *files)]
-    if len(set(places)) < len(places):
-        raise MmfastError(f"one file twice in {[str(place) for place in places]}; name others")
-    for file in files:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.open("a").close()
-        except OSError as error:
-            raise MmfastError(f"cannot write to {str(file)!r}: {error.strerror}") from None
+def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
+    """Plan for the first question of a suite; None where all tokens are kept."""
+    from mmfast.planner.auto import plan_once, say
+    from mmfast.tiny.evaluate import Subject
+    from mmfast.tiny.suites import suite as questions
+    from mmfast.tiny.suites import suite_of
+
+    subject = Subject(model, asked=suite_of(suite))
+    inputs = subject.inputs(questions(1, 0, suite))
+    plan = plan_once(subject.model, subject.name, inputs, options.silent if as_json else None)
+    typer.echo(f"auto: {say(plan)}", err=True)
+    return plan.spec
 
 
 def _named(suite: str, what: str) -> Any:
@@ -251,6 +268,10 @@ _FailAbove = Annotated[
 ]
 
 
+_Peer = Annotated[
+    Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
+]
+
 # What else each way to measure takes, beside --json; the last one is without any of the others.
 _TAKES = {
     "compare": {"fail_above", "out"},  # --out is refused with a reason
@@ -259,6 +280,7 @@ _TAKES = {
     "selection": {"out"},
     "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out"},
     "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
+    "encoder": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},
 }
@@ -300,6 +322,8 @@ def bench(
     kernels: Annotated[str | None, _named("kernels", "a kernel")] = None,
     decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
     encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
+    peer: _Peer = None,
+    train: Annotated[str | None, _named("train", "training")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -312,8 +336,9 @@ def bench(
     quiet()
     way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
     _check_given(context, way)
+    keep_rows(out, [])
     if way in SUITES:
-        return bench_named(way, context.params[way], out, as_json)
+        return bench_named(way, context.params[way], out, as_json, peer)
     if compare is not None:
         return bench_compare(compare, fail_above, out, as_json)
     if full:
@@ -330,11 +355,10 @@ def bench(
     with progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)
-    if out is not None:
-        keep_rows(out, bench_rows(document))
+    keep_rows(out, bench_rows(document))
     print_bench(document, as_json)
-    if not document["ok"]:
-        raise typer.Exit(1)
+    if not document["ok"] or document["interrupted"]:
+        raise typer.Exit(130 if document["interrupted"] else 1)
 
 
 def bench_compare(
@@ -445,10 +469,11 @@ def eval_stream(
                 progress=lambda memory, done, total: tick(done, total, memory),
             )
 
-        documents = [run(spec) for spec in specs]
+        documents = []
+        for spec in specs:
+            documents.append(run(spec))
+            keep_rows(out, eval_rows(documents[-1], environ))
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
-    if out is not None:
-        keep_rows(out, eval_rows(document, environ))
     print_json(document) if as_json else _show_streams(document)
 
 

@@ -32,10 +32,14 @@ def complete_preset(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
+def silent(*_: object) -> None:
+    """Report no progress, beside a JSON document."""
+
+
 Reduce = Annotated[
     str | None,
     typer.Option(
-        help="Spec, for example evs:0.25 or divprune:0.5+fastv@llm3:0.5.",
+        help="Spec, for example evs:0.25 or divprune:0.5+fastv@llm3:0.5; or auto.",
         autocompletion=complete_spec,
     ),
 ]

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mmfast.cli import KEPT
+
 _err = Console(stderr=True)
 
 
@@ -25,22 +27,29 @@ class Tick(Protocol):
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Tick]:
-    """Show a bar on standard error; yields `tick(done, total)`."""
+def progress(label: str, kept: str = "") -> Iterator[Tick]:
+    """Show a bar on standard error; yields `tick(done, total)`.
+
+    `kept` says for Ctrl-C where what is done is kept.
+    """
     text, count = TextColumn("{task.description}"), MofNCompleteColumn()
     columns = (text, BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
         def tick(done: int, total: int, label: str | None = None) -> None:
+            if kept:
+                KEPT[kept] = done
             bar.update(task, completed=done, total=total, description=label)
 
         yield tick
 
 
 def keep_rows(out: Path | None, rows: Any) -> None:
-    """Append result rows to a file, where one is given."""
-    if out is not None:
+    """Append result rows to a file, where one is given, and count them for Ctrl-C."""
+    where = f"in {out}" if out is not None else "as --out names no file"
+    KEPT[f"rows kept {where}"] += len(rows) if out is not None else 0
+    if out is not None and rows:
         from mmfast.bench.results import append
 
         append(out, rows)
@@ -71,13 +80,23 @@ def _cell(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on standard output."""
-    _table(_out(), columns, rows)
+def print_rows(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], errors: bool = False
+) -> None:
+    """Print a table on standard output, or on standard error, where a pipe folds no reason."""
+    wide = Console(stderr=True, width=None if _err.is_terminal else 2000)
+    _table(wide if errors else _out(), columns, rows)
+
+
+def say_note(note: str) -> None:
+    """Print a remark as one line on standard error."""
+    if note:
+        print(f"mmfast: note: {note}", file=sys.stderr)
 
 
 def print_answer(answer: Any, as_json: bool) -> None:
     """Print the text on standard output and its trace on standard error, or one document."""
+    say_note(answer.note)
     if as_json:
         return print_json(answer.to_dict())
     print(answer.text)
@@ -95,27 +114,41 @@ def print_answer(answer: Any, as_json: bool) -> None:
     _table(_err, ("stage", "tokens in", "out", "ms", "peak MB"), rows)
 
 
+def print_comparison(document: dict[str, Any], as_json: bool) -> None:
+    """Print both answers, and the times of all tokens and of a spec by stage."""
+    note = document.pop("note")
+    say_note(note)
+    if as_json:
+        return print_json(document | ({"note": note} if note else {}))
+    spec = " ".join(filter(None, map(document.get, ("reduce", "cache"))))
+    cells = []
+    for row in document["rows"]:
+        ratio = "=" if row["equal"] else f"{row['speedup']:.2f}x"
+        cells.append((row["stage"], row["all_ms"], row["median_ms"], ratio, f"{row['noise']:.1%}"))
+    print_rows(("stage", "all tokens ms", f"{spec} ms", "speed-up", "noise"), cells)
+    print("all tokens: {all}\n{0}: {spec}".format(spec, **document["answers"]))
+    print("the answers agree" if document["agree"] else "the answers differ")
+    tokens = f"{document['kept_tokens']} of {document['visual_tokens']} visual tokens"
+    _err.print(tokens, style="dim")
+
+
 def print_methods(rows: Sequence[Any], as_json: bool) -> None:
     """Print one line for each method."""
     if as_json:
         return print_json([row.to_dict() for row in rows])
-    columns = ("name", "kind", "sites", "paper", "needs", "summary")
-    kinds = [" ".join(filter(None, (r.kind, r.role))) for r in rows]
-    cells = [
-        (r.name, kind, " ".join(r.sites), r.paper, " ".join(r.needs), r.summary)
-        for r, kind in zip(rows, kinds, strict=True)
-    ]
-    _table(_out(), columns, cells)
+    cells = []
+    for r in rows:
+        kind, sites, needs = map(" ".join, ((r.kind, r.role), r.sites, r.needs))
+        cells.append((r.name, kind.strip(), sites, r.paper, needs, r.summary))
+    print_rows(("name", "kind", "sites", "paper", "needs", "summary"), cells)
 
 
 def print_checks(rows: Sequence[Any], as_json: bool) -> None:
     """Print one line for each check of `mmfast doctor`."""
     if as_json:
         return print_json([asdict(row) for row in rows])
-    mark = {True: "ok", False: "missing"}
-    _table(
-        _out(), ("what", "", "found", "fix"), [(r.what, mark[r.ok], r.found, r.fix) for r in rows]
-    )
+    cells = [(r.what, "ok" if r.ok else "missing", r.found, r.fix) for r in rows]
+    print_rows(("what", "", "found", "fix"), cells)
 
 
 def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
@@ -123,13 +156,9 @@ def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
     ok = all(row.ok for row in rows)
     if as_json:
         print_json({"ok": ok, "rows": [asdict(row) for row in rows]})
-        return ok
-    mark = {True: "ok", False: "FAILED"}
-    _table(
-        _out(),
-        ("file", "method", "", "detail"),
-        [(r.file, r.method, mark[r.ok], r.detail) for r in rows],
-    )
+    else:
+        cells = [(r.file, r.method, "ok" if r.ok else "FAILED", r.detail) for r in rows]
+        print_rows(("file", "method", "", "detail"), cells)
     return ok
 
 
@@ -142,28 +171,17 @@ def print_eval(document: dict[str, Any], as_json: bool) -> None:
         kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
         name = row["reduce"] or "all tokens"
         name += f", {row['cache']}" if row.get("cache") else ""
-        low, high = row["interval"]
-        between = f"{low:.3f} to {high:.3f}"
-        weakest = f"{kind} {worst:.3g}"
-        rows.append((name, row["accuracy"], between, weakest, row["kept"], row["ttft_ms"]))
+        between = "{:.3f} to {:.3f}".format(*row["interval"])
+        figures = (row["accuracy"], between, f"{kind} {worst:.3g}", row["kept"], row["ttft_ms"])
+        rows.append((name, *figures))
     names = ("reduce", "accuracy", "95 % interval", "weakest kind", "kept", "ttft ms")
-    _table(_out(), names, rows)
+    print_rows(names, rows)
 
 
-_BENCH = {
-    "reduce": "reduce",
-    "stage": "stage",
-    "median_ms": "median ms",
-    "speedup": "speed-up",
-    "ideal": "ideal",
-    "of_ideal": "of ideal",
-    "of_oracle": "of oracle",
-    "of_ceiling": "of ceiling",
-    "selection_ms": "selection ms",
-    "reducing_share": "of run",
-    "peak_mb": "peak MB",
-    "scoring_over": "over sdpa",
-}
+_BENCH = {key: key.replace("_", " ") for key in ("reduce", "stage", "median_ms")}
+_BENCH |= {"speedup": "speed-up", "ideal": "ideal", "of_ideal": "of ideal"}
+_BENCH |= {"of_oracle": "of oracle", "of_ceiling": "of ceiling", "selection_ms": "selection ms"}
+_BENCH |= {"reducing_share": "of run", "peak_mb": "peak MB", "scoring_over": "over sdpa"}
 
 
 def print_bench(document: dict[str, Any], as_json: bool) -> None:
@@ -192,7 +210,7 @@ def print_bench_rows(found: Sequence[dict[str, Any]]) -> None:
         if row["stage"] == "selection":
             row["reducing_share"] = row["share"]
     keys = [key for key in _BENCH if any(row.get(key) is not None for row in rows)]
-    _table(_out(), [_BENCH[key] for key in keys], [[row.get(key) for key in keys] for row in rows])
+    print_rows([_BENCH[key] for key in keys], [[row.get(key) for key in keys] for row in rows])
 
 
 def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
@@ -203,4 +221,4 @@ def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     names = ["case", "ms", "textbook ms", "faster", "same indices", "noise"]
     peaks = ("extra_mb", "textbook_extra_mb")  # of a few cases
     cells = [[row.get(key) for key in (*keys, *peaks)] for row in rows]
-    _table(_out(), [*names, "peak MB", "textbook peak MB"], cells)
+    print_rows([*names, "peak MB", "textbook peak MB"], cells)

@@ -43,7 +43,11 @@ def plan(
     as_json: shared.Json = False,
 ) -> None:
     """Choose method, site and budget for a target, and explain the choice."""
+    from mmfast.frontends.source import DEFAULT_LIMITS, open_source
     from mmfast.models.quiet import quiet
+
+    if media is not None:
+        open_source(media, DEFAULT_LIMITS)  # before an import of torch
     from mmfast.planner.target import make_target
 
     quiet()

@@ -10,27 +10,34 @@ from typing import Annotated, Any
 
 import typer
 
-from mmfast.cli.options import Device, Dtype, Model
+from mmfast.cli.options import Device, Dtype, Json, Model
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig, helps, resolve, types_of
 
 _EXTRAS = {"fastapi", "uvicorn", "pydantic", "starlette", "websockets", "prometheus_client"}
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be served, and stop.")]
 _NAMES = {"api_keys": "--api-key", "remote_hosts": "--remote-host"}  # given several times
 
 
-def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> None:
+def serve(
+    config: str | None = None, dry_run: bool = False, as_json: bool = False, **flags: Any
+) -> None:
     """Answer questions over HTTP as OpenAI's API has it: chat, speech and realtime.
 
     Every option is also MMFAST_<OPTION> in the environment, and a key in the file of --config.
     """
-    from mmfast.cli.output import print_json
+    from mmfast.cli.output import print_json, print_rows
     from mmfast.models.quiet import quiet
 
     lists = {name: tuple(flags[name]) if flags[name] else None for name in _NAMES}
     resolved = resolve({**flags, **lists}, config)
     _check_specs(resolved)
-    if dry_run:
+    if dry_run and as_json:
         return print_json(resolved.public())
+    if dry_run:
+        return print_rows(("would serve", ""), _plan(resolved))
+    if as_json:
+        raise MmfastError("--json prints what --dry-run would serve; give both, or neither")
     quiet()
     try:
         from mmfast.serve.guard.caller import loopback
@@ -53,16 +60,32 @@ def serve(config: str | None = None, dry_run: bool = False, **flags: Any) -> Non
     _say("stopped")
 
 
+# Options that `--dry-run` shows although they are the defaults, and what None means.
+_SHOWN = {"engine": "", "slots": "", "queue": "", "max_tokens": "", "max_media": "", "context": ""}
+_SHOWN |= {"model": "tiny-video (embedded)", "reduce": "all tokens", "cache": "all keys and values"}
+
+
+def _plan(config: ServerConfig) -> list[tuple[str, object]]:
+    given, plain = config.public(), ServerConfig().public()
+    names = [name for name in given if name in _SHOWN or given[name] != plain[name]]
+    kinds = [f"{given[f'{kind}_replicas']} {kind}" for kind in ("encode", "prefill", "decode")]
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return [
+        *((k, (_SHOWN[k] or "of the model") if given[k] is None else given[k]) for k in names),
+        ("workers", "this process" if config.engine == "inproc" else ", ".join(kinds)),
+        ("URL", f"http://{host}:{config.port or '<a free port>'}/v1"),
+    ]
+
+
 def _check_specs(config: ServerConfig) -> None:
     """Refuse wrong specs before anything is loaded."""
+    from mmfast.core.spec import check_names
+
+    check_names([config.reduce], [config.cache])
     if config.model is not None and config.model.startswith((".", "/", "~")):
         path = Path(config.model).expanduser()
         if not (path / "config.json").is_file():
             raise MmfastError(f"model {config.model!r} is no directory of a checkpoint; give one")
-    if config.reduce is not None:
-        from mmfast.core.spec import parse
-
-        parse(config.reduce)
     if config.cache is not None:
         from mmfast.caches.plan import call_plan
 
@@ -77,15 +100,10 @@ def _welcome(url: str, config: ServerConfig) -> str:
     from mmfast.serve.http.service import name_of
 
     key = ' -H "Authorization: Bearer $MMFAST_API_KEY"' if config.api_keys else ""
-    body = (
-        f'{{"model": "{name_of(config)}", "messages": [{{"role": "user", "content": "Hello?"}}]}}'
-    )
-    lines = [
-        f"ready: {url}/v1 (described by {url}/openapi.json"
-        + (f", demo at {url}/demo)" if config.demo else ")"),
-        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
-    ]
-    return "\n".join(lines)
+    asked = f'"model": "{name_of(config)}", "messages": [{{"role": "user", "content": "Hello?"}}]'
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
+    page = f", demo at {url}/demo" if config.demo else ""
+    return f"ready: {url}/v1 (described by {url}/openapi.json{page})\n  {curl} -d '{{{asked}}}'"
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -94,14 +112,8 @@ def _parameters() -> list[inspect.Parameter]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     found = [
         _option("config", str, "--config", "TOML file of options."),
-        inspect.Parameter(
-            "dry_run",
-            keyword,
-            default=False,
-            annotation=Annotated[
-                bool, typer.Option("--dry-run", help="Print all options and stop.")
-            ],
-        ),
+        inspect.Parameter("dry_run", keyword, default=False, annotation=_DryRun),
+        inspect.Parameter("as_json", keyword, default=False, annotation=Json),
     ]
     for each in fields(ServerConfig):
         flag = _NAMES.get(each.name, "--" + each.name.replace("_", "-"))

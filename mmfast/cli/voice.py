@@ -160,19 +160,16 @@ def talk(
     as_json: Json = False,
 ) -> None:
     """Answer a recording by voice: every turn in it, cut off where the next one begins."""
+    from mmfast.frontends.source import DEFAULT_LIMITS, open_source
     from mmfast.models.quiet import quiet
 
     quiet()
     target = check_output(output, as_json)
-
+    for path in filter(None, (recording if recording != "-" else None, clip)):
+        open_source(path, DEFAULT_LIMITS, lambda name, head: "")  # is there, before torch is
     source = read_recording(recording)
-    how: dict[str, Any] = {
-        "voice": voice,
-        "speed": rate,
-        "pitch": pitch,
-        "mode": mode,
-        "verify": verify,
-    }
+    how: dict[str, Any] = {"voice": voice, "speed": rate, "pitch": pitch}
+    how |= {"mode": mode, "verify": verify}
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     from mmfast.pipelines.speech import SpeechChat
 
@@ -255,15 +252,10 @@ class Talking:
             turn |= event.stats
 
     def _document(self, seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
-        turns = list(self.turns.values())
-        said = {
-            "text": " ".join(turn["text"].strip() for turn in turns).strip(),
-            "heard": " ".join(turn["heard"] for turn in turns).strip(),
-        }
-        figures = {**stats, "seconds": round(seconds, 4), "turns": turns}
-        first = next((t["first_audio_ms"] for t in turns if t.get("first_audio_ms")), None)
-        figures["first_audio_ms"] = first
         from mmfast.pipelines.speech import KEYS
 
-        head = {key: figures[key] for key in KEYS}
-        return {"text": said["text"], **head, "heard": said["heard"], **figures}
+        turns = list(self.turns.values())
+        text, heard = (" ".join(t[key].strip() for t in turns).strip() for key in ("text", "heard"))
+        first = next((t["first_audio_ms"] for t in turns if t.get("first_audio_ms")), None)
+        figures = {**stats, "seconds": round(seconds, 4), "turns": turns, "first_audio_ms": first}
+        return {"text": text, **{key: figures[key] for key in KEYS}, "heard": heard, **figures}

@@ -12,7 +12,6 @@ from mmfast.cli import options as options
 from mmfast.cli.options import Device, Dtype, Json, Model, Reduce
 from mmfast.cli.output import _err, print_json
 from mmfast.core.errors import MmfastError
-from mmfast.models.prompt import check_question
 
 
 def watch(
@@ -77,6 +76,8 @@ class TimedQuestion:
 
 def times_of(ask: Sequence[str], every: float | None, ask_at: Sequence[str]) -> list[TimedQuestion]:
     """Return the checked questions of the options `--ask`, `--every` and `--ask-at`."""
+    from mmfast.models.prompt import check_question
+
     if every is not None and not 0 < every < float("inf"):
         raise MmfastError(f"--every {every} is no interval; give seconds such as 5")
     if every is not None and not ask:
@@ -168,16 +169,9 @@ class WatchRun:
         stats = self.session.stats()
         if not self.as_json:
             return _err.print(line_of(stats), style="dim", highlight=False)
-        document = {
-            "source": source,
-            "answers": self.answers,
-            "events": self.events,
-            "interrupted": interrupted,
-            "error": None if error is None else str(error),
-            "saved": None if save is None else str(save),
-            "stats": stats,
-        }
-        print_json(document)
+        document = {"source": source, "answers": self.answers, "events": self.events}
+        texts = {"error": error and str(error), "saved": save and str(save)}
+        print_json({**document, "interrupted": interrupted, **texts, "stats": stats})
 
 
 def line_of(stats: dict[str, Any]) -> str:

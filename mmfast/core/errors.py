@@ -22,9 +22,12 @@ class ModelError(MmfastError):
     """A model is of an unknown family, lacks a signal, or its files cannot be loaded."""
 
 
-def unknown(what: str, value: object, choices: Iterable[str]) -> str:
-    """Return ``unknown method 'divprun'; did you mean 'divprune'? choices: …`` in one line."""
+def unknown(what: str, value: object, choices: Iterable[str], more: Iterable[str] = ()) -> str:
+    """Return ``unknown method 'divprun'; did you mean 'divprune'? choices: …`` in one line.
+
+    A name of `more` may be the nearest one, but is not listed.
+    """
     names = sorted(choices)
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(value), [*names, *more], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     return f"unknown {what} {value!r}{hint} choices: {', '.join(names)}"

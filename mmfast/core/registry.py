@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mmfast.core.errors import SpecError, unknown
@@ -45,6 +47,8 @@ class Method:
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `store` (fewer bits).
         moment: Time at which a KV policy acts: `prefill` (once, after a prompt) or `always`.
+        resizes: It keeps a smaller raster, so it may keep less than its budget; at `pixel` the
+            pictures are resized to it.
         temporal: It compares the frames of a video, so it needs more than one frame.
         coupled: With `parity=true` the items of a batch decide together, as in the reference.
         stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
@@ -67,6 +71,7 @@ class Method:
     revives: bool = False
     role: str = ""
     moment: str = "prefill"
+    resizes: bool = False
     temporal: bool = False
     coupled: bool = False
     stream: Callable[..., Any] | None = field(default=None, repr=False)
@@ -80,8 +85,25 @@ class Method:
         row = {key: getattr(self, key) for key in ("name", "kind", "paper", "needs", "summary")}
         return {**row, "needs": list(self.needs)}
 
+    @property
+    def takes(self) -> str:
+        """Meaning of its budget, in words."""
+        if self.role in ("retrieve", "store"):
+            frames = "share of the attention" if self.name == "resv" else "number of frames"
+            return frames if self.role == "retrieve" else "bits (8, 4 or 2)"
+        return "share or number of tokens" + "; without one it decides itself" * self.adaptive
 
-_METHODS: dict[tuple[str, str], Method] = {}
+    @property
+    def example(self) -> str:
+        """A spec string of it; "" for a head."""
+        if self.kind == "head" or self.sites[0] == "pixel":  # the latter finds what repeats
+            return "" if self.kind == "head" else self.name
+        budgets = {"retrieve": "16", "store": "4", "position": "64", "score": "0.5"}
+        return f"{self.name}:{'0.3' if self.name == 'resv' else budgets.get(self.role, '0.25')}"
+
+
+Methods = dict[tuple[str, str], Method]  # by kind and name
+_METHODS: Methods = {}
 _LOADED: set[str] = set()
 _LOADING: set[str] = set()
 _LOCK = threading.RLock()  # a thread that asks while another one loads waits for all names
@@ -93,6 +115,7 @@ def register(
     kind: str = "reducer",
     paper: str = "",
     needs: tuple[str, ...] = ("x",),
+    into: Methods = _METHODS,
     **traits: Any,
 ) -> Callable[[F], F]:
     """Register a method under `name`; its docstring's first line becomes the summary.
@@ -102,6 +125,7 @@ def register(
         kind: `reducer`, `cache` or `head`.
         paper: arXiv id, or "" for a baseline.
         needs: Signals that it reads.
+        into: Where it is entered.
         **traits: Further fields of `Method`, from `sites` to `stream`.
 
     Raises:
@@ -109,7 +133,7 @@ def register(
     """
 
     def enrol(fn: F) -> F:
-        old = _METHODS.get((kind, name))
+        old = into.get((kind, name))
         if old is not None and old.fn.__qualname__ != fn.__qualname__:
             raise SpecError(f"{kind} {name!r} is already registered; choose another name")
         doc = inspect.getdoc(fn)
@@ -121,7 +145,7 @@ def register(
             if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
         summary = doc.splitlines()[0]
-        _METHODS[kind, name] = Method(name, kind, paper, needs, summary, fn, knobs=knobs, **traits)
+        into[kind, name] = Method(name, kind, paper, needs, summary, fn, knobs=knobs, **traits)
         return fn
 
     return enrol
@@ -131,13 +155,14 @@ def register(
 policy = partial(register, kind="cache", sites=("kv",))
 
 
-def get(name: str, kind: str = "reducer") -> Method:
+def get(name: str, kind: str = "reducer", among: Sequence[Method] = ()) -> Method:
     """Return a method; SpecError with the choices and the nearest match where there is none."""
-    _load(kind)
-    found = _METHODS.get((kind, name))
-    if found is None:
-        raise SpecError(unknown(kind, name, (n for k, n in _METHODS if k == kind)))
-    return found
+    if not among:
+        _load(kind)
+    rows = {m.name: m for m in among or _METHODS.values() if m.kind == kind}
+    if name not in rows:
+        raise SpecError(unknown(kind, name, rows))
+    return rows[name]
 
 
 def methods(kind: str | None = None) -> list[Method]:
@@ -147,6 +172,54 @@ def methods(kind: str | None = None) -> list[Method]:
     for each in PACKAGES if kind is None else (kind,):
         _load(each)
     return [m for key, m in sorted(_METHODS.items()) if kind in (None, key[0])]
+
+
+def listed(kind: str | None = None) -> list[Method]:
+    """Return the rows of `methods` without an import of torch, where no other package adds any.
+
+    Files that are not imported yet are read. The functions in such rows have a signature and a
+    docstring, and do nothing.
+    """
+    kinds, rows = [kind] if kind else [*PACKAGES], Methods()
+    if _plugins(tuple(sys.path)) or not set(kinds) <= {*PACKAGES}:
+        return methods(kind)
+    try:
+        for package in {PACKAGES[each] for each in kinds} - _LOADED:
+            _read(package, rows)
+    except Exception:  # of any kind: what a declaration names may be made by other code
+        return methods(kind)
+    rows |= {key: method for key, method in _METHODS.items() if key[0] in kinds}
+    return [rows[key] for key in sorted(rows)]
+
+
+def _read(package: str, rows: Methods) -> None:
+    """Enter the methods of a package by running the declarations of its files alone."""
+    home, names = Path(__file__).parents[1], {"register": partial(register, into=rows)}
+    names["policy"] = partial(policy, into=rows)
+    for path in sorted((home / package.rpartition(".")[2]).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if _hollowed(node)]
+        module = ".".join(("mmfast", *path.relative_to(home).with_suffix("").parts))
+        exec(compile(tree, str(path), "exec"), {**names, "__name__": module})
+
+
+def _hollowed(node: Any) -> bool:
+    """Leave of a definition its head and docstring; return False where a file needs no node."""
+    if isinstance(node, ast.Assign | ast.Expr):
+        return isinstance(node.value, ast.Constant) or _enrols(getattr(node.value, "func", None))
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return False
+    node.decorator_list = [each for each in node.decorator_list if _enrols(each)]
+    kept = node.body[:1] if ast.get_docstring(node) else []
+    if isinstance(node, ast.ClassDef) and node.decorator_list:
+        start = next(part for part in node.body if getattr(part, "name", "") == "__init__")
+        kept, node.bases = [*kept, *filter(_hollowed, [start])], []
+    node.body = [*kept, ast.copy_location(ast.Pass(), node)]
+    return isinstance(node, ast.FunctionDef) or bool(node.decorator_list)
+
+
+def _enrols(call: Any) -> bool:
+    return getattr(getattr(call, "func", None), "id", "") in ("register", "policy")
 
 
 def unregister(name: str, kind: str = "reducer") -> None:

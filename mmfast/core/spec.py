@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mmfast.core.errors import MmfastError, SpecError, unknown
-from mmfast.core.reduction import Reduction
-from mmfast.core.registry import Method, get
-from mmfast.core.tokens import Tokens, follow
+from mmfast.core.registry import Method, get, listed
+
+if TYPE_CHECKING:
+    from mmfast.core.reduction import Reduction
+    from mmfast.core.tokens import Tokens
 
 Budget = int | float | None
 
@@ -105,8 +105,20 @@ class Spec:
         return f"{self.method.name}@{self.where}{budget}" + (f"?{knobs}" if knobs else "")
 
 
-def parse(text: str | Sequence[Spec] | None, kind: str = "reducer") -> tuple[Spec, ...]:
+def check_names(reduce: Iterable[str | None] = (), cache: Iterable[str | None] = ()) -> None:
+    """Refuse what is wrong in the text of specs, without an import of torch (SpecError)."""
+    for kind, specs in (("reducer", reduce), ("cache", cache)):
+        known = listed(kind) if (texts := [text for text in specs if text]) else []
+        for text in texts:
+            parse(text, kind, known)
+
+
+def parse(
+    text: str | Sequence[Spec] | None, kind: str = "reducer", among: Sequence[Method] = ()
+) -> tuple[Spec, ...]:
     """Parse a spec string; None or "" gives no stage, and parsed stages are returned.
+
+    Methods are those `among` the given ones, or all registered ones.
 
     Raises:
         SpecError: Names the offending value, the choices and the nearest match.
@@ -118,14 +130,14 @@ def parse(text: str | Sequence[Spec] | None, kind: str = "reducer") -> tuple[Spe
     if not isinstance(text, str):
         raise SpecError(f"spec is a {type(text).__name__}: {text!r}; {_EXAMPLE}")
     # A knob value may hold a '+' exponent (1e+3); a stage never starts with a digit.
-    return tuple(_parse_stage(part.strip(), kind) for part in re.split(r"\+(?!\d)", text))
+    return tuple(_parse_stage(part.strip(), kind, among) for part in re.split(r"\+(?!\d)", text))
 
 
-def _parse_stage(text: str, kind: str) -> Spec:
+def _parse_stage(text: str, kind: str, among: Sequence[Method]) -> Spec:
     match = _STAGE.fullmatch(text)
     if match is None or not match["name"]:
         raise SpecError(f"cannot read spec {text!r}; {_EXAMPLE}")
-    method = get(match["name"], kind)
+    method = get(match["name"], kind, among)
     site, layer = _parse_site(method, match["site"])
     budget = None if match["budget"] is None else _parse_budget(match["budget"], text)
     if budget is None and not method.adaptive:
@@ -207,6 +219,10 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
     Raises:
         SpecError: The budget does not fit, or a signal the method needs is missing.
     """
+    import torch
+
+    from mmfast.core.reduction import Reduction
+
     method = spec.method
     budget = count(spec.budget, tokens.n)
     lead = tuple(tokens.x.shape[:-2])
@@ -227,7 +243,8 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
         return items
     with torch.no_grad():
         reduction: Reduction = method.fn(tokens, budget, **spec.knobs)
-    if budget is not None and reduction.m != budget and not parity:
+    exact = budget is None or reduction.m == budget or (method.resizes and reduction.m < budget)
+    if not exact and not parity:
         raise MmfastError(
             f"{method.name!r} kept {reduction.m} tokens instead of {budget}; report this as a bug"
         )
@@ -255,6 +272,8 @@ def reduce(tokens: Tokens, spec: str) -> Reduction | list[Reduction]:
         >>> reduce(Tokens(torch.randn(288, 64), grid=(8, 6, 6)), "evs:0.25").m
         72
     """
+    from mmfast.core.tokens import follow
+
     stages = parse(spec)
     if not stages:
         raise SpecError(f"spec {spec!r} is empty; {_EXAMPLE}")

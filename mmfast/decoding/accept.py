@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import SpecError
+from mmfast.core.errors import SpecError, unknown
 from mmfast.decoding.sampling import draw
 
 
@@ -38,8 +38,8 @@ def parse_rule(spec: str | AcceptRule) -> AcceptRule:
         epsilon = -1.0
     if kind != "typical" or not 0 < epsilon < 1:
         raise SpecError(
-            f"unknown verify {spec!r}; choices: 'none', 'exact', or 'typical:0.3' with a number "
-            "between 0 and 1"
+            f"{unknown('verify', spec, ('none', 'exact', 'typical:0.3'))}, with a number between "
+            "0 and 1"
         )
     return AcceptRule(kind, epsilon)
 

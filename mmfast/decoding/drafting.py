@@ -186,7 +186,7 @@ def parse_schedule(spec: str | Sequence[int] | Schedule) -> Schedule:
     if re.fullmatch(r"\d+(,\d+)+", spec):
         return _of_counts(tuple(int(part) for part in spec.split(",")), spec)
     raise SpecError(
-        f"{unknown('schedule', spec, SCHEDULES)}; or letters such as 'MmmmM', or counts such as "
+        f"{unknown('mode', spec, SCHEDULES)}; or letters such as 'MmmmM', or counts such as "
         "'1,4,3,8'"
     )
 

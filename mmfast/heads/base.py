@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import get
-from mmfast.ops.stream_cache import LayerSlot, Placer, TokenPlaces
+from mmfast.ops.stream_cache import Placer, RowBuffer, TokenPlaces
 
 
 @dataclass(eq=False)
@@ -37,13 +37,12 @@ class HeadState:
     length: list[int]
     filled: list[list[int]]
     first: list[list[int]]
-    slots: list[LayerSlot] = field(default_factory=list)
+    slots: list[RowBuffer] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        own = sum(t.numel() * t.element_size() for t in (self.embeds, self.hidden))
-        return own + sum(slot.nbytes for slot in self.slots)
+        return sum(each.nbytes for each in (self.embeds, self.hidden, *self.slots))
 
 
 def room(state: HeadState, needed: int) -> None:
@@ -75,7 +74,7 @@ def at(hidden: Tensor, last: Sequence[int]) -> Tensor:
 
 # Given the logits [B, rows] of draft i, the tokens [B] to draft behind; None ends it.
 Pick = Callable[[Tensor, int], Tensor | None]
-Block = Callable[[Tensor, LayerSlot, TokenPlaces], Tensor]
+Block = Callable[[Tensor, RowBuffer, TokenPlaces], Tensor]
 Rows = slice
 
 
@@ -163,7 +162,7 @@ class AudioHead(nn.Module):
         embeds, hidden = (weight.new_zeros(shape) for _ in range(2))
         none = [[0] * batch for _ in range(2 * self.modules_count)]
         filled, first = none[: self.modules_count], none[self.modules_count :]
-        slots = [LayerSlot(reserve) for _ in range(self.modules_count)]
+        slots = [RowBuffer(reserve) for _ in range(self.modules_count)]
         return HeadState(embeds, hidden, [0] * batch, filled, first, slots)
 
     def observe(self, state: HeadState, embeds: Tensor, hidden: Tensor, counts: list[int]) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmfast.core.kv import KVBlock
 from mmfast.ops.codebooks import CodeLoss, code_loss
-from mmfast.ops.stream_cache import StreamKV
 
 # Logits [..., V] to codes [...].
 Choose = Callable[[Tensor], Tensor]
@@ -58,7 +58,7 @@ class CodeState:
     """State of a head for B streams: its last frames `[B, t, K]`, and `kv` of layers along time."""
 
     codes: Tensor
-    kv: StreamKV | None = None
+    kv: KVBlock | None = None
 
 
 class CodeMlp(nn.Module):

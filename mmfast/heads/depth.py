@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, Wide, likeliest, width_of
 from mmfast.ops.codebooks import CodeLoss, check_delays, code_loss
+from mmfast.ops.stream_cache import RowBuffer
 
 
 class StepLinear(nn.Module):
@@ -73,15 +74,14 @@ class DepthLayer(nn.Module):
         self,
         x: Tensor,
         at: int,
-        cache: tuple[Tensor, Tensor] | None,
+        cache: RowBuffer | None,
         mask: Tensor | None,
         turn: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Map `[B, n, D]` at codebooks at, at + 1, …; the `cache` is written in place.
 
-        It holds keys and values `[B, H, P, d]`; what stands behind place `at` is overwritten.
-        `mask` is `[n, at + n]` bool, or None where n is 1 or at is 0; `turn` holds cosines and
-        sines `[n, d]` of the places, or None.
+        What stands in it behind place `at` is overwritten. `mask` is `[n, at + n]` bool, or None
+        where n is 1 or at is 0; `turn` holds cosines and sines `[n, d]` of the places, or None.
         """
         y = self.norm_in(x)
         q, k, v = (self._split(part(y, at)) for part in (self.q, self.k, self.v))
@@ -89,8 +89,8 @@ class DepthLayer(nn.Module):
             q, k = rotate(q, turn), rotate(k, turn)
         if cache is not None:
             end = at + x.shape[1]
-            cache[0][:, :, at:end], cache[1][:, :, at:end] = k, v
-            k, v = cache[0][:, :, :end], cache[1][:, :, :end]
+            cache.write(k, v, at=at)
+            k, v = cache.read(0, 0, end), cache.read(1, 0, end)
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -167,12 +167,11 @@ class DepthShape:
 class Frame:
     """Working memory of one frame: written in place, of no use when the frame is done.
 
-    `z` `[B, D]` is the backbone's hidden state; `keys` and `values` are `[B, H, P, d]` per layer.
+    `z` `[B, D]` is the backbone's hidden state; `layers` are buffers of P places.
     """
 
     z: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
+    layers: list[RowBuffer]
 
 
 class DepthCore(nn.Module):
@@ -232,10 +231,8 @@ class DepthCore(nn.Module):
     def begin(self, z: Tensor) -> Frame:
         """Working memory for frames of hidden states `[B, D]`."""
         layer: DepthLayer = self.layers[0]  # type: ignore[assignment]
-        shape = (len(z), layer.kv_heads, self.shape.places, layer.head_dim)
-        count = len(self.layers)
-        blank = [z.new_empty(shape) for _ in range(2 * count)]
-        return Frame(z, blank[:count], blank[count:])
+        shape = (2, len(z), layer.kv_heads, self.shape.places, layer.head_dim)
+        return Frame(z, [RowBuffer(data=z.new_empty(shape)) for _ in self.layers])
 
     def run(self, frame: Frame, tokens: Tensor, at: int) -> Tensor:
         """Run one pass: logits `[B, n, V]` of the codes at, at + 1, ….
@@ -243,15 +240,13 @@ class DepthCore(nn.Module):
         `tokens` `[B, n]` are those in front of these codes; in front of code 0 stands the first
         token of the frame. Keys and values behind place `at` are forgotten.
         """
-        return self._run(frame.z, tokens, at, list(zip(frame.keys, frame.values, strict=True)))
+        return self._run(frame.z, tokens, at, frame.layers)
 
     def whole(self, z: Tensor, tokens: Tensor) -> Tensor:
         """Teacher-forced logits `[B, K, V]` of hidden states `[B, D]`, tokens `[B, K]`."""
         return self._run(z, tokens, 0, None)
 
-    def _run(
-        self, z: Tensor, tokens: Tensor, at: int, caches: list[tuple[Tensor, Tensor]] | None
-    ) -> Tensor:
+    def _run(self, z: Tensor, tokens: Tensor, at: int, caches: list[RowBuffer] | None) -> Tensor:
         x, start = self._input(z, tokens, at)
         end = start + x.shape[1]
         mask = self.causal[start:end, :end] if start and x.shape[1] > 1 else None

@@ -80,7 +80,7 @@ class GroupsHead(nn.Module):
         """Forget the last steps."""
         assert state.kv is not None
         kept = state.codes[:, : max(state.codes.shape[1] - steps, 1)]
-        return CodeState(kept, crop(state.kv, state.kv.seen - steps))
+        return CodeState(kept, crop(state.kv, state.kv.advance - steps))
 
     def logits(self, state: CodeState, hidden: Tensor) -> tuple[CodeState, Tensor]:
         """The next steps: hidden `[B, n, D]` to logits `[B, n, K, V]`."""

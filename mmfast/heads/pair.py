@@ -6,12 +6,13 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from mmfast.core.kv import KVBlock
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, Wide, likeliest, width_of
 from mmfast.heads.depth import Norm
 from mmfast.heads.time_layers import TimeStack
 from mmfast.ops.codebooks import CodeLoss, code_loss
-from mmfast.ops.stream_cache import StreamKV, crop, empty
+from mmfast.ops.stream_cache import crop, empty
 
 
 @register("pair", kind="head", paper="2506.00975", needs=("hidden",), sites=("channels",))
@@ -53,23 +54,23 @@ class PairHead(nn.Module):
         mixed: Tensor = rearrange(x, "b c t d -> b (t c) d")
         return mixed
 
-    def init_state(self, batch: int = 1) -> StreamKV:
+    def init_state(self, batch: int = 1) -> KVBlock:
         """Before the first step."""
         return empty(batch, self.table.weight.device)
 
     @torch.no_grad()
     def draft(
-        self, state: StreamKV, hidden: Tensor, choose: Choose = likeliest
-    ) -> tuple[StreamKV, Tensor]:
+        self, state: KVBlock, hidden: Tensor, choose: Choose = likeliest
+    ) -> tuple[KVBlock, Tensor]:
         """Hidden `[B, 2, D]` of the newest step to the next token of each channel `[B, 2]`."""
         state, logits = self.logits(state, hidden)
         return state, choose(logits[:, :, 0])
 
-    def crop(self, state: StreamKV, seen: Tensor) -> StreamKV:
+    def crop(self, state: KVBlock, seen: Tensor) -> KVBlock:
         """Keep the first `seen` steps of each stream, `[B]`."""
         return crop(state, seen)
 
-    def logits(self, state: StreamKV, hidden: Tensor) -> tuple[StreamKV, Tensor]:
+    def logits(self, state: KVBlock, hidden: Tensor) -> tuple[KVBlock, Tensor]:
         """Hidden `[B, 2 n, D]`, interleaved, to logits `[B, 2, n, V]` of the steps behind."""
         lift = self.lift.repeat(hidden.shape[1] // 2, 1)
         state, x = self.stack(state, hidden, lift)

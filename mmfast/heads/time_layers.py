@@ -7,8 +7,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmfast.core.kv import KVBlock
 from mmfast.heads.depth import Norm, rotate
-from mmfast.ops.stream_cache import StepPlaces, StreamKV, advance
+from mmfast.ops.stream_cache import StepPlaces, advance, within
 
 
 class TimeLayer(nn.Module):
@@ -77,20 +78,19 @@ class TimeStack(nn.Module):
         self.register_buffer("rates", rates, persistent=False)
 
     def forward(
-        self, state: StreamKV, x: Tensor, lift: Tensor | None = None
-    ) -> tuple[StreamKV, Tensor]:
+        self, state: KVBlock, x: Tensor, lift: Tensor | None = None
+    ) -> tuple[KVBlock, Tensor]:
         """The next tokens `[B, n, D]`, or all of them at once behind an empty state."""
         step = advance(state, x.shape[1], None, self.window, self.width)
-        keep = None if self.window is None else (self.window - 1) * self.width
         turn = self._turn(step, x)
         keys, values = [], []
         for index, layer in enumerate(self.layers):
             past = (state.keys[index], state.values[index]) if state.keys else None
             x, k, v = layer(x, past, step.sees[:, None], turn, lift)
-            keys.append(k if keep is None else k[:, :, max(k.shape[2] - keep, 0) :])
-            values.append(v if keep is None else v[:, :, max(v.shape[2] - keep, 0) :])
-        known = step.known if keep is None else step.known[:, max(step.known.shape[1] - keep, 0) :]
-        return StreamKV(tuple(keys), tuple(values), known, step.seen), x
+            keys.append(k)
+            values.append(v)
+        state = KVBlock(tuple(keys), tuple(values), step.known, step.seen)
+        return within(state, self.window, self.width), x
 
     def _turn(self, step: StepPlaces, x: Tensor) -> tuple[Tensor, Tensor]:
         # In float64: a stream of days still turns by the right angle.

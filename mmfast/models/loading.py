@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +18,18 @@ from mmfast.frontends.codecs.checkpoints import dac_codec, encodec_codec, mimi_c
 
 EMBEDDED = "tiny-video"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# A checkpoint may be hostile: its code is never run, and its weights are read from safetensors.
+FIXED: Mapping[str, bool] = {"trust_remote_code": False, "use_safetensors": True}
+HUB = (
+    "cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder",
+)  # fmt: skip
+PLACED = ("device_map", "device_mesh", "distributed_config", "tp_plan", "tp_size")
+MODEL_KWARGS = (
+    *HUB, *PLACED, "adapter_kwargs", "adapter_name", "attn_implementation", "config", "dtype",
+    "experts_implementation", "generation_config", "ignore_mismatched_sizes",
+    "key_mapping", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder",
+    "quantization_config", "torch_dtype", "variant",
+)  # fmt: skip
 
 
 def embedded_path(name: str = EMBEDDED) -> Path:
@@ -34,9 +47,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     try:
         picked = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ModelError(
-            f"device {device!r} is unknown; choose cpu, cuda or cuda:<index>"
-        ) from None
+        raise ModelError(unknown("device", device, ("cpu", "cuda", "cuda:<index>"))) from None
     if picked.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} is not there; choose cpu, or install a CUDA driver")
     return picked
@@ -51,25 +62,123 @@ def pick_dtype(dtype: str | torch.dtype) -> torch.dtype | str:
     return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
+def check_fixed(given: Mapping[str, Any]) -> None:
+    """Refuse to run a checkpoint's code or to read other weights than safetensors (ModelError)."""
+    for name, value in given.items():
+        if name in FIXED and value is not FIXED[name]:
+            raise ModelError(
+                f"{name}={value!r} is refused: code of a checkpoint is never run, and weights are "
+                "read from safetensors alone; save the model in a stock class as safetensors"
+            )
+        if isinstance(value, Mapping):
+            check_fixed(value)
+
+
+def check_kwargs(
+    model: Any,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    given: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return arguments of `from_pretrained`, checked before any weight is read.
+
+    ModelError: an unknown one, one that `device` or `dtype` contradicts, one beside a model that
+    is loaded already, remote code, or weights that are no safetensors.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ModelError(f"model_kwargs is a {type(given).__name__}; give a dict")
+    found = dict(given or {})
+    check_fixed(found)
+    if found and not (model is None or isinstance(model, (str, Path))):
+        raise ModelError(
+            f"model_kwargs ({', '.join(found)}) are for loading, but the {type(model).__name__} "
+            "given is loaded already; give a directory or a hub id, or leave them out"
+        )
+    if "torch_dtype" in found:
+        found["dtype"] = found.pop("torch_dtype")
+    for name in found:
+        if name not in (*MODEL_KWARGS, *FIXED) and not hasattr(_config(model, found), name):
+            raise ModelError(unknown("entry of model_kwargs", name, MODEL_KWARGS))
+    if isinstance(found.get("dtype"), str):
+        found["dtype"] = pick_dtype(found["dtype"])
+    own = {"device": None if device is None else str(device)}
+    own["dtype"] = None if dtype == "auto" else str(pick_dtype(dtype))
+    for name, entry in (*(("device", each) for each in PLACED), ("dtype", "dtype")):
+        if None not in (own[name], found.get(entry)) and str(found[entry]) != own[name]:
+            raise ModelError(
+                f"{name}={own[name]} and {entry}={found[entry]!r} of model_kwargs contradict each "
+                "other; give one of them"
+            )
+    return found
+
+
 def load(
-    model: Any, device: str | torch.device | None, dtype: str | torch.dtype
+    model: Any,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    processor: Any = None,
+    model_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Load `(model, processor)`, the model in evaluation mode on its device.
 
-    `model` is None (embedded), a directory, a hub id, or such a pair, which is used as it is.
+    `model` is None (embedded), a directory, a hub id, such a pair, or a model; objects are used as
+    they are. `processor` is an object, a directory or a hub id; None takes the model's.
+    `model_kwargs` go to `from_pretrained`; a model with a `device_map`, or quantised, is not moved.
     ModelError where files are missing or the family cannot answer about images or video.
     """
+    given = check_kwargs(model, device, dtype, model_kwargs)
     if isinstance(model, tuple):
-        if len(model) != 2:
-            raise ModelError(f"model is a tuple of {len(model)}; give (model, processor)")
+        if len(model) != 2 or processor is not None:
+            beside = "" if processor is None else " beside processor="
+            raise ModelError(f"model is a tuple of {len(model)}{beside}; give (model, processor)")
         return model
+    if isinstance(model, torch.nn.Module):
+        name = str(getattr(model, "name_or_path", None) or "")
+        if processor is None and not name:
+            raise ModelError(f"this {type(model).__name__} comes without its processor{_PASS}")
+        return model, _read_processor(processor or name, {}, None)
     if model is not None and not isinstance(model, (str, Path)):
         raise ModelError(
-            f"model is a {type(model).__name__}; give a directory, a hub id or (model, processor)"
+            f"model is a {type(model).__name__}; give a directory, a hub id, a model of "
+            "transformers or (model, processor)"
         )
     where, place, kind = str(model or embedded_path()), pick_device(device), pick_dtype(dtype)
     _check_directory(where)
-    return _from_pretrained(where, place, kind)
+    with loading(f"model {where!r}"):
+        read = _read_processor(processor or where, given, where)
+        return from_pretrained(_class_of(_config(model, given)), where, place, kind, given), read
+
+
+_PASS = "; pass processor= (an object, a directory or a hub id), or (model, processor)"
+
+
+def _read_processor(source: Any, given: Mapping[str, Any], model: str | None) -> Any:
+    """A processor as it is or from a checkpoint, of the model's revision where it is the model."""
+    if isinstance(source, (str, Path)):
+        from transformers import AutoProcessor
+
+        where, options = str(source), _of_hub(given, HUB if source is model else HUB[:-2])
+        with loading(f"{'model' if source is model else 'processor'} {where!r}", _PASS):
+            source = AutoProcessor.from_pretrained(where, trust_remote_code=False, **options)
+    if not hasattr(source, "tokenizer"):
+        raise ModelError(f"processor is a {type(source).__name__} without a tokenizer{_PASS}")
+    return source
+
+
+def _of_hub(given: Mapping[str, Any], names: Sequence[str] = HUB) -> dict[str, Any]:
+    return {name: given[name] for name in names if name in given}
+
+
+@contextmanager
+def loading(name: str, fix: str = "") -> Iterator[None]:
+    """Turn errors of transformers about files and arguments into a one-line ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot load {name}: {reason}{fix}") from error
 
 
 def _check_directory(where: str) -> None:
@@ -86,29 +195,38 @@ def _check_directory(where: str) -> None:
         )
 
 
-def _from_pretrained(where: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    from transformers import AutoProcessor
+def from_pretrained(
+    cls: Any,
+    where: str,
+    device: torch.device,
+    dtype: torch.dtype | str,
+    given: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load a model of a stock class in evaluation mode, on its device unless `given` places it."""
+    options = {"dtype": dtype, **(given or {}), **FIXED}
+    placed = any(options.get(name) is not None for name in PLACED)
+    if "quantization_config" in options and not placed and device.type != "cpu":
+        options["device_map"] = {"": device}  # its weights cannot be moved afterwards
+    model = cls.from_pretrained(where, **options)
+    stays = placed or getattr(model, "hf_quantizer", None) is not None
+    return (model if stays else model.to(device)).eval()
 
-    try:
-        processor = AutoProcessor.from_pretrained(where, trust_remote_code=False)
-        model = _class_of(where).from_pretrained(
-            where, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot load model {where!r}: {reason}") from error
-    return model.to(device).eval(), processor
+
+def _config(model: Any, given: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    where = str(model or embedded_path())
+    with loading(f"model {where!r}"):
+        return AutoConfig.from_pretrained(where, trust_remote_code=False, **_of_hub(given))
 
 
-def _class_of(where: str) -> Any:
+def _class_of(config: Any) -> Any:
     """The class that answers: of a Qwen2.5-Omni checkpoint, which can speak, too, the thinker."""
     from transformers import (
-        AutoConfig,
         AutoModelForImageTextToText,
         Qwen2_5OmniThinkerForConditionalGeneration,
     )
 
-    config = AutoConfig.from_pretrained(where, trust_remote_code=False)
     if config.model_type == "qwen2_5_omni":
         return Qwen2_5OmniThinkerForConditionalGeneration
     return AutoModelForImageTextToText
@@ -163,19 +281,11 @@ def _load(where: str, device: str | torch.device | None, dtype: str | torch.dtyp
 
     classes = {"mimi": MimiModel, "encodec": EncodecModel, "dac": DacModel}
     place, kind = pick_device(device), pick_dtype(dtype)
-    try:
+    with loading(f"codec {where!r}"):
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         if config.model_type not in classes:
             raise ModelError(unknown("codec", config.model_type, [*classes, EMBEDDED_CODEC]))
-        model: Any = classes[config.model_type].from_pretrained(
-            where, dtype=kind, use_safetensors=True
-        )
-    except ModelError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot load codec {where!r}: {reason}") from error
-    return model.to(place)
+        return from_pretrained(classes[config.model_type], where, place, kind)
 
 
 def device_name(device: torch.device) -> str:

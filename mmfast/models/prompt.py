@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import binascii
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import MmfastError, ModelError, unknown
 
 
 @dataclass(frozen=True)
@@ -102,3 +104,74 @@ def summed(counts: Sequence[tuple[int, int]], items: Sequence[int]) -> list[tupl
     rest = iter(counts)
     groups = [[next(rest) for _ in range(n)] for n in items]
     return [(sum(n for n, _ in group), sum(m for _, m in group)) for group in groups]
+
+
+ROLES = ("system", "user", "assistant")
+SOURCES = {
+    "text": ("text",),
+    "image": ("image", "url", "path", "base64"),
+    "video": ("video", "url", "path"),
+}
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """An image or a clip of a conversation that is not read yet."""
+
+    kind: str
+    source: Any
+
+
+def is_chat(value: Any) -> bool:
+    """Return True for a list of messages as chat templates take them."""
+    several = isinstance(value, (list, tuple)) and len(value) > 0
+    return several and all(isinstance(m, Mapping) and {"role", "content"} & {*m} for m in value)
+
+
+def read_chat(messages: Sequence[Mapping[str, Any]], given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages with their content as a list of texts and `MediaPart`, in order.
+
+    Parts without a source take the next of `given`. MmfastError for an unknown role, part or key,
+    for media that are left over, and where no user asks last.
+    """
+    rest, found = iter(given), list[dict[str, Any]]()
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise MmfastError(unknown("role", role, ROLES))
+        if not isinstance(content, (str, list, tuple)):
+            raise MmfastError(f"content is a {type(content).__name__}; give a text or a list")
+        parts = [content] if isinstance(content, str) else content
+        read = [part if isinstance(part, str) else _source(part, rest) for part in parts]
+        found.append({"role": role, "content": read})
+    if left := len(list(rest)):
+        raise MmfastError(f"{left} of {len(given)} media have no place; write a part for each")
+    texts = [part for part in found[-1]["content"] if isinstance(part, str)]
+    if found[-1]["role"] != "user" or not "".join(texts).strip():
+        raise MmfastError("the last message asks nothing; end with a text of role 'user'")
+    return found
+
+
+def _source(part: Any, rest: Iterator[Any]) -> str | MediaPart:
+    if not isinstance(part, Mapping):
+        raise MmfastError(f"a part of a message is a {type(part).__name__}; give a text or a dict")
+    filled = {key: value for key, value in part.items() if value is not None}
+    kind = str(filled.pop("type", None))
+    if (url := filled.pop(kind, None) if kind.endswith("_url") else None) is not None:
+        kind = kind.removesuffix("_url")  # as clients of OpenAI write it
+        filled["url"] = url.get("url") if isinstance(url, Mapping) else url
+    if kind not in SOURCES:
+        raise MmfastError(unknown("type of part", kind, SOURCES))
+    for key in filled.keys() - {*SOURCES[kind]}:
+        raise MmfastError(unknown(f"key of a part of type {kind}", key, SOURCES[kind]))
+    filled = filled or {"": next(rest, None) if kind != "text" else None}
+    (key, source), *more = filled.items()
+    if source is None or more or (kind == "text" and not isinstance(source, str)):
+        ways = ", ".join(SOURCES[kind])
+        raise MmfastError(f"a part of type {kind} has no {kind}, or several; give one of: {ways}")
+    if key == "base64":
+        try:
+            source = base64.b64decode(source, validate=True)
+        except (binascii.Error, ValueError, TypeError):
+            raise MmfastError("base64 of an image cannot be decoded; give its bytes") from None
+    return source if kind == "text" else MediaPart(kind, source)

@@ -29,7 +29,7 @@ def stock_model(held: Any) -> Any:
 
 def base_of(model: Any) -> Any:
     """The base model of a stock model, without a wrapper of its own."""
-    return stock_model(model.base_model)
+    return stock_model(getattr(model, "base_model", model))
 
 
 def decoder_of(model: Any) -> Any:

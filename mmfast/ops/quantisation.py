@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,17 @@ class PackedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.low, self.step))
+        return sum(t.nbytes for t in (self.codes, self.low, self.step))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape `[..., n, d]` of the numbers."""
+        return torch.Size((*self.codes.shape[:-1], self.n, self.width))
+
+    def to(self, device: torch.device) -> PackedTensor:
+        """The same on another device."""
+        codes, low, step = (x.to(device) for x in (self.codes, self.low, self.step))
+        return replace(self, codes=codes, low=low, step=step)
 
     def apart(self) -> list[PackedTensor]:
         """The P parts of `[..., P, n, d]` packed at once, each with memory of its own."""
@@ -43,15 +52,6 @@ class PackedTensor:
             replace(self, codes=codes.clone(), low=low.clone(), step=step.clone())
             for codes, low, step in zip(*parts, strict=True)
         ]
-
-    def snapshot(self) -> dict[str, Any]:
-        """Tensors and numbers by name; `restore` makes the same object of them."""
-        return dict(vars(self))
-
-    @classmethod
-    def restore(cls, tree: Mapping[str, Any]) -> PackedTensor:
-        """The inverse of `snapshot`."""
-        return cls(**tree)
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,11 @@ def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
         wide = target.copy_(mine) if target.dtype == torch.float32 else mine.float()
         target.copy_(wide.mul_(step).add_(low))
     return out if whole else out.copy_(_ungrouped(values, codes, dim))
+
+
+def unpacked(x: PackedTensor | Tensor) -> Tensor:
+    """The numbers `[..., n, d]`, in few bits or as they were."""
+    return dequantise(x) if isinstance(x, PackedTensor) else x
 
 
 def check_bits(bits: object, group: int) -> None:

@@ -1,25 +1,30 @@
-"""Keys and values of several streams: in place (`LayerSlot`), and as a value (`StreamKV`).
+"""Keys and values of conversations: in place (`RowBuffer`), and as a value (`core.kv.KVBlock`).
 
-A slot holds one tensor per layer, each stream at its own length. New tokens are written at the
-places of a `TokenPlaces` and attention reads views, so a token costs a copy of itself. Entries
-behind the length of a stream are not valid, so taking tokens back costs nothing.
+A buffer holds one tensor of a layer, each stream of a batch at its own length. New tokens are
+written behind the others, or at the places of a `TokenPlaces`, and attention reads views, so a
+token costs a copy of itself. Rows behind the length of a stream are not valid, so taking tokens
+back costs nothing.
 
-A `StreamKV` is never changed: steps make new ones. A place is a position in time. Several tokens
-may share one (the two channels of a dialogue): a token sees all tokens of earlier places, and
-itself.
+Of a `KVBlock` steps make new ones. A place is a position in time. Several tokens may share one (the
+two channels of a dialogue): a token sees all tokens of earlier places, and itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Angles = tuple[Tensor, Tensor]  # cos and sin, each [positions, rotated width]
+from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 
+Angles = tuple[Tensor, Tensor]  # cos and sin, each [positions, rotated width]
+Span = tuple[int, int]
+
+# Every head starts at the same alignment, whatever the capacity: some matrix products round by it.
 _STEP = 64
 _STRIP = 32  # widest pass whose mask is a view of a prepared strip
 
@@ -40,55 +45,131 @@ class TokenPlaces:
     alone: bool = False  # every token sees itself and nothing else: there is nothing to keep
 
 
-class LayerSlot:
-    """Keys and values of one layer, `[2, B, H, capacity, d]`; None until tokens say its shape."""
+class RowBuffer:
+    """Rows of one layer, `[P, .., H, capacity, d]`: in one tensor, written in place, grown if full.
 
-    __slots__ = ("data", "reserve")
+    The P planes are keys and values, in a stream of frames also keys before RoPE; between planes
+    and heads stand the streams of a batch. `data` is None until rows tell its shape, dtype and
+    device. `length` counts the rows of one conversation; what is written behind it is not there
+    yet. Rows of a batch, each as long as its owner says, are written at their own places.
 
-    def __init__(self, reserve: int = 0) -> None:
-        self.data: Tensor | None = None
-        self.reserve = reserve
+    There is room for `reserve` rows at once. A `bounded` buffer never holds more than that and one
+    new piece, so it need not grow ahead.
+    """
 
-    def put_two(self, keys: Tensor, values: Tensor, place: TokenPlaces) -> tuple[Tensor, Tensor]:
-        """As `put`, of keys and values `[B, H, n, d]` that lie apart."""
-        if keys.shape != values.shape or place.at is not None or self.data is None:
-            return self.put(torch.stack((keys, values)), place)
-        if place.stop > self.data.shape[3]:
-            return self.put(torch.stack((keys, values)), place)
-        new = self.data[:, :, :, place.start : place.stop]
-        new[0].copy_(keys)
-        new[1].copy_(values)
-        keys, values = self.data[:, :, :, place.first : place.stop].unbind(0)
-        return keys, values
+    __slots__ = ("bounded", "data", "length", "reserve")
+
+    def __init__(
+        self, reserve: int = 0, *, bounded: bool = False, data: Tensor | None = None
+    ) -> None:
+        self.reserve, self.bounded, self.data = reserve, bounded, data
+        self.length = 0
+
+    def write(self, *planes: Tensor, at: int | None = None) -> None:
+        """Put rows `[.., H, n, d]` of every plane at a place, without counting them in.
+
+        None is behind the last one. ModelError where planes differ in shape.
+        """
+        first = planes[0]
+        start, n = self.length if at is None else at, first.shape[-2]
+        if self.data is None or start + n > self.data.shape[-2]:
+            if any(plane.shape != first.shape for plane in planes):
+                raise ModelError(
+                    f"keys and values of shapes {[list(plane.shape) for plane in planes]} cannot "
+                    "lie side by side; use a model whose heads are equally wide"
+                )
+            self._grow(first, (len(planes), *first.shape[:-2]), start, n)
+        assert self.data is not None
+        for own, plane in zip(self.data.narrow(-2, start, n).unbind(0), planes, strict=True):
+            own.copy_(plane)
 
     def put(self, both: Tensor, place: TokenPlaces) -> tuple[Tensor, Tensor]:
         """Write keys and values `[2, B, H, n, d]`; read all up to them, `[B, H, keys, d]`."""
-        data = self.data
-        if data is None or place.stop > data.shape[3]:
-            data = self._room(both, place.stop)
+        if self.data is None or place.stop > self.data.shape[3]:
+            self._grow(both, both.shape[:-2], place.start, place.stop - place.start)
+        assert self.data is not None
         if place.at is None:
-            data[:, :, :, place.start : place.stop].copy_(both)
+            self.data[:, :, :, place.start : place.stop].copy_(both)
         else:
-            # Indices with a slice between them go to the front: [B, n, 2, H, d].
-            data.permute(1, 3, 0, 2, 4)[place.at] = both.permute(1, 3, 0, 2, 4)
-        keys, values = data[:, :, :, place.first : place.stop].unbind(0)
+            self.scatter(both, place.at)
+        keys, values = self.data[:, :, :, place.first : place.stop].unbind(0)
         return keys, values
 
-    def _room(self, like: Tensor, needed: int) -> Tensor:
-        two, batch, heads, _, width = like.shape
-        have = 0 if self.data is None else self.data.shape[3]
-        capacity = -(-max(needed, self.reserve, have + have // 2) // _STEP) * _STEP
-        # Zeros, since masked places are multiplied by a weight of 0.
-        data = like.new_zeros(two, batch, heads, capacity, width)
+    def put_two(self, keys: Tensor, values: Tensor, place: TokenPlaces) -> tuple[Tensor, Tensor]:
+        """As `put`, of keys and values `[B, H, n, d]` that lie apart."""
+        if place.at is not None:
+            return self.put(torch.stack((keys, values)), place)
+        self.write(keys, values, at=place.start)
+        return self.read(0, place.first, place.stop), self.read(1, place.first, place.stop)
+
+    def scatter(self, both: Tensor, at: tuple[Tensor, Tensor]) -> None:
+        """Write `[2, B, H, n, d]` to the streams `[B, 1]` and places `[B, n]` that `at` names."""
+        assert self.data is not None
+        # Indices with a slice between them go to the front: [B, n, 2, H, d].
+        self.data.permute(1, 3, 0, 2, 4)[at] = both.permute(1, 3, 0, 2, 4)
+
+    def read(self, plane: int | slice, start: int = 0, stop: int | None = None) -> Tensor:
+        """A view `[.., H, stop - start, d]` of one plane, or of several; `stop` None is the end."""
+        assert self.data is not None
+        return self.data[plane].narrow(-2, start, (self.length if stop is None else stop) - start)
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Keep only these ranges, ascending, and close the gaps between them."""
+        if self.data is None:
+            return
+        end = 0
+        for start, stop in _joined(spans):
+            n = stop - start
+            if start != end:
+                moved = self.data.narrow(-2, start, n)
+                target = self.data.narrow(-2, end, n)
+                target.copy_(moved.clone() if start < end + n else moved)
+            end += n
+        self.length = end
+
+    def select(self, index: Tensor, n: int) -> None:
+        """Of the last `n` rows written, which are not counted in, leave only `index` `[m]`."""
+        assert self.data is not None
+        tail = self.data.narrow(-2, self.length, n)
+        chosen = tail.index_select(-2, index.to(tail.device))
+        self.data.narrow(-2, self.length, len(index)).copy_(chosen)
+
+    def fork(self, reserve: int) -> RowBuffer:
+        """A copy with room for `reserve` more rows."""
+        copy = RowBuffer(self.length + reserve)
         if self.data is not None:
-            data[:, :, :, :have].copy_(self.data)
+            held = self.read(slice(None))
+            copy._grow(held, held.shape[:-2], 0, self.length)
+            copy.length = self.length
+            copy.read(slice(None)).copy_(held)
+        return copy
+
+    def _grow(self, like: Tensor, lead: tuple[int, ...], start: int, n: int) -> None:
+        """Make the tensor `[*lead, capacity, d]` hold `n` rows from `start` on."""
+        have = 0 if self.data is None else self.data.shape[-2]
+        wanted = self.reserve + n if self.bounded else max(self.reserve, have + have // 2)
+        capacity = -(-max(start + n, wanted) // _STEP) * _STEP
+        data = like.new_empty(*lead, capacity, like.shape[-1])
+        if self.data is not None:
+            data.narrow(-2, 0, have).copy_(self.data)
+        if len(lead) > 2:  # streams of a batch read rows behind their own, at a weight of 0
+            data.narrow(-2, have, capacity - have).zero_()
         self.data = data
-        return data
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, whether filled or not."""
-        return 0 if self.data is None else self.data.numel() * self.data.element_size()
+        return 0 if self.data is None else self.data.nbytes
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start != stop:
+            joined.append((start, stop))
+    return joined
 
 
 class Placer:
@@ -198,25 +279,10 @@ class Placer:
             return strip.masked_fill_(hidden, -torch.inf)
 
 
-@dataclass(frozen=True, eq=False)
-class StreamKV:
-    """Memory of a decoder for B streams."""
-
-    keys: tuple[Tensor, ...]  # per layer `[B, H, n, d]`; empty before the first step
-    values: tuple[Tensor, ...]  # per layer `[B, H, n, d]`
-    place: Tensor  # `[B, n]` int64 place of each entry, -1 where a stream has none
-    seen: Tensor  # `[B]` int64 places so far
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
-
-
-def empty(batch: int, device: torch.device | str | None = None) -> StreamKV:
+def empty(batch: int, device: torch.device | str | None = None) -> KVBlock:
     """The state of `batch` streams before their first step."""
     none = torch.zeros(batch, 0, dtype=torch.long, device=device)
-    return StreamKV((), (), none, none.new_zeros(batch))
+    return KVBlock(relative=none, advance=none.new_zeros(batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,54 +296,60 @@ class StepPlaces:
 
 
 def advance(
-    state: StreamKV, n: int, real: Tensor | None = None, window: int | None = None, width: int = 1
+    state: KVBlock, n: int, real: Tensor | None = None, window: int | None = None, width: int = 1
 ) -> StepPlaces:
     """Places of the next `n` tokens after `state`, `width` to a place; no token sees padding."""
     if real is None:
-        real = state.place.new_ones(len(state.seen), n, dtype=torch.bool)
-    place = state.seen[:, None] + (real.long().cumsum(1) - 1).div(width, rounding_mode="floor")
-    known = torch.cat([state.place, place.masked_fill(~real, -1)], dim=1)
+        real = state.relative.new_ones(len(state.advance), n, dtype=torch.bool)
+    place = state.advance[:, None] + (real.long().cumsum(1) - 1).div(width, rounding_mode="floor")
+    known = torch.cat([state.relative, place.masked_fill(~real, -1)], dim=1)
     key, query = known[:, None], place[..., None]  # [B, 1, N] and [B, n, 1]
     sees = (key >= 0) & (key < query)
     if window is not None:
         sees &= key > query - window
     own = torch.arange(n, device=place.device)
     sees[:, own, own + known.shape[1] - n] = True
-    return StepPlaces(place, known, sees, state.seen + real.sum(1) // width)
+    return StepPlaces(place, known, sees, state.advance + real.sum(1) // width)
 
 
-def crop(state: StreamKV, seen: Tensor) -> StreamKV:
+def within(state: KVBlock, window: int | None, width: int = 1) -> KVBlock:
+    """All that the next step may see, of the last `window` - 1 places of `width` tokens."""
+    start = 0 if window is None else max(0, state.n - (window - 1) * width)
+    if not start:
+        return state
+    kept = state.each(lambda x, _: x.narrow(2, start, state.n - start))
+    return replace(kept, relative=state.relative[:, start:])
+
+
+def crop(state: KVBlock, seen: Tensor) -> KVBlock:
     """Keep the first `seen` places of each stream, `[B]`; what none of them has is dropped."""
-    seen = torch.minimum(seen, state.seen)
-    place = state.place.masked_fill(state.place >= seen[:, None], -1)
+    seen = torch.minimum(seen, state.advance)
+    place = state.relative.masked_fill(state.relative >= seen[:, None], -1)
     used = (place >= 0).any(0).nonzero()
     end = int(used[-1]) + 1 if len(used) else 0
-    keys = tuple(k[:, :, :end] for k in state.keys) if end else ()
-    values = tuple(v[:, :, :end] for v in state.values) if end else ()
-    return StreamKV(keys, values, place[:, :end], seen)
+    kept = state.each(lambda x, _: x[:, :, :end]) if end else KVBlock()
+    return replace(kept, relative=place[:, :end], advance=seen)
 
 
-def stack(states: Sequence[StreamKV]) -> StreamKV:
+def stack(states: Sequence[KVBlock]) -> KVBlock:
     """Several states as one batch; shorter ones are padded on the left."""
-    longest = max(s.place.shape[1] for s in states)
-    place = [_grown(s.place, longest - s.place.shape[1], 1, -1) for s in states]
-    seen = torch.cat([s.seen for s in states])
-    like = next((s for s in states if s.keys), None)
-    if like is None:
-        return StreamKV((), (), torch.cat(place), seen)
+    longest = max(s.n for s in states)
+    place = torch.cat([_grown(s.relative, longest - s.n, 1, -1) for s in states])
+    seen = torch.cat([s.advance for s in states])
+    like = next((s for s in states if s.keys), KVBlock())
 
     def join(which: str, layer: int) -> Tensor:
         rows = []
         for state in states:
-            shape = like.keys[layer].shape
-            blank = like.keys[layer].new_zeros(len(state.seen), shape[1], 0, shape[3])
+            _, heads, _, width = like.keys[layer].shape
+            blank = like.keys[layer].new_zeros(len(state.advance), heads, 0, width)
             tensor = getattr(state, which)[layer] if state.keys else blank
             rows.append(_grown(tensor, longest - tensor.shape[2], 2, 0))
         return torch.cat(rows)
 
     layers = range(len(like.keys))
-    keys = tuple(join("keys", layer) for layer in layers)
-    return StreamKV(keys, tuple(join("values", layer) for layer in layers), torch.cat(place), seen)
+    keys, values = (tuple(join(each, layer) for layer in layers) for each in ("keys", "values"))
+    return KVBlock(keys, values, place, seen)
 
 
 def _grown(x: Tensor, count: int, dim: int, value: int) -> Tensor:
@@ -285,20 +357,16 @@ def _grown(x: Tensor, count: int, dim: int, value: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (count, 0), value=value) if count else x
 
 
-def take(state: StreamKV, rows: Tensor) -> StreamKV:
+def take(state: KVBlock, rows: Tensor) -> KVBlock:
     """Some streams of a batch, by number `[b]`; what none of them has is dropped in front."""
-    place = state.place[rows]
+    place = state.relative[rows]
     used = (place >= 0).any(0).nonzero()
     first = int(used[0]) if len(used) else place.shape[1]
-    return StreamKV(
-        tuple(k[rows, :, first:] for k in state.keys) if len(used) else (),
-        tuple(v[rows, :, first:] for v in state.values) if len(used) else (),
-        place[:, first:],
-        state.seen[rows],
-    )
+    taken = state.each(lambda x, _: x[rows, :, first:]) if len(used) else KVBlock()
+    return replace(taken, relative=place[:, first:], advance=state.advance[rows])
 
 
-def merge(old: StreamKV, new: StreamKV, rows: Tensor) -> StreamKV:
+def merge(old: KVBlock, new: KVBlock, rows: Tensor) -> KVBlock:
     """`new` for some streams (`[B]` bool), `old` for the others."""
     before, after = (~rows).nonzero()[:, 0], rows.nonzero()[:, 0]
     # Only what is wanted of either is copied.

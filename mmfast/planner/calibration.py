@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -102,6 +103,26 @@ def duration(job: Callable[[], Any], clock: Clock = time.perf_counter) -> float:
     return median(timed(sample, clock)[1] / count for _ in range(SAMPLES))
 
 
+PAIRS = 3
+BUSY_NOISE, BUSY_LOAD = 0.1, 1.5  # relative difference; runnable tasks per processor
+
+
+def unrest(bench: Bench) -> tuple[float, str]:
+    """Time the same decoder layer in pairs (A/A): their typical difference, relative.
+
+    Also returns the reason why times of this machine mean nothing now, "" where it is quiet.
+    """
+    times = [(_layer(bench, 128), _layer(bench, 128)) for _ in range(PAIRS)]
+    noise = median(abs(one / other - 1) for one, other in times)
+    load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+    if noise <= BUSY_NOISE and load <= BUSY_LOAD:
+        return noise, ""
+    return noise, (
+        f"this machine is too busy to be measured (the same work took {noise:.0%} longer or "
+        f"shorter, load {load:.1f} per processor), so nothing is kept; ask again when it is quiet"
+    )
+
+
 GRID = (8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
 LONG_MS = 3000.0  # a point that would take longer is extrapolated to
 
@@ -188,10 +209,15 @@ SHORT_MS = 1500.0  # an encoder this fast is run as a whole
 SAMPLE_ROWS = 4  # frames or tiles of a batch are alike; more of them are counted, not run
 
 
+def unknown_pixels(rates: Rates, pixels: int) -> bool:
+    """Tell whether the encoder is to be measured at a size."""
+    return pixels > 0 and not any(0.5 <= pixels / size <= 2.0 for size, _ in rates.encode)
+
+
 def encoder_rates(bench: Bench, rates: Rates, inputs: Mapping[str, Any]) -> Rates:
     """Add a point for these inputs, unless one of half to twice their size is known."""
     pixels = pixels_of(inputs)
-    if not pixels or any(0.5 <= pixels / size <= 2.0 for size, _ in rates.encode):
+    if not unknown_pixels(rates, pixels):
         return rates
     total, signal = 0.0, 0.0
     for kind in features_given(inputs):

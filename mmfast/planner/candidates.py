@@ -7,10 +7,12 @@ below the smallest there is no evidence.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.resources import files
+from statistics import NormalDist
 from typing import Any
 
 from mmfast.core.errors import MmfastError, SpecError
@@ -20,6 +22,9 @@ from mmfast.planner.target import KINDS
 
 Row = Mapping[str, Any]
 BASELINE = "random"
+# What a method has to beat by more than chance; `downsample` is a choice of its own besides.
+RIVALS = (BASELINE, "uniform", "downsample")
+CHANCE = 0.05  # that a method which is no better than its rivals is preferred to them
 _SAME = ("model", "n", "seed")  # other questions are no comparison
 Point = tuple[float, float]  # (share kept, accuracy)
 SUBSET = "video"  # of rows that name no kind of media
@@ -37,6 +42,11 @@ class Curve:
     def single(self) -> bool:
         """The budget may be changed."""
         return len(self.stages) == 1
+
+    @property
+    def name(self) -> str:
+        """Name of its first method."""
+        return self.stages[0].method.name
 
     def around(self, share: float) -> list[Point]:
         """The measured points next to `share`; none where it is below the smallest."""
@@ -58,12 +68,22 @@ class Evidence:
     source: str = ""  # where the rows come from, in words
     kind: str = SUBSET  # the kind of media the rows are about
     own: bool = True  # they are about the very model that is planned for
+    n: int = 400  # questions behind each row
 
     @cached_property
     def baselines(self) -> tuple[Curve, ...]:
-        """Random selection, at each site it was measured at."""
-        named = (c for c in self.curves if c.single)
-        return tuple(c for c in named if c.stages[0].method.name == BASELINE)
+        """Methods that have to be beaten, at each site they were measured at."""
+        return tuple(c for c in self.curves if c.single and c.name in RIVALS)
+
+    def chance(self, score: float, rival: float) -> float:
+        """The lead over a rival that chance explains, among all methods that were tried.
+
+        Rows have no single answers, so the answers to the same questions count as independent,
+        which makes the lead larger than it is between methods that fail at the same questions.
+        """
+        tried = max(1, len(self.curves) - len(self.baselines))
+        spread = score * (1 - score) + rival * (1 - rival)
+        return NormalDist().inv_cdf(1 - CHANCE / tried) * math.sqrt(spread / self.n)
 
     def allowed(self, curve: Curve, shares: Iterable[float]) -> tuple[list[Point], list[str]]:
         """(share, sure accuracy) wherever the spec may be recommended; else the reasons."""
@@ -87,22 +107,33 @@ class Evidence:
         if not around:
             return f"no measured budget at or below {share:.3g}"
         for at, score in around:
-            rival = self.random(curve, at)
-            if rival is None:
+            rivals = self.rivals(curve, at)
+            if BASELINE not in rivals:
                 return f"no random baseline measured to compare with at {at:.3g}"
-            if score <= rival:
-                return f"{score:.1%} at {at:.3g} is not above random selection ({rival:.1%})"
+            for name, rival in rivals.items():
+                chance = 0.0 if curve.name in RIVALS else self.chance(score, rival)
+                if score <= rival or score - rival < chance:
+                    shown = "random selection" if name == BASELINE else name
+                    lead = f" by more than chance ({chance:.1%})" if score > rival else ""
+                    return f"{score:.1%} at {at:.3g} is not above {shown} ({rival:.1%}){lead}"
         return None
 
-    def random(self, curve: Curve, share: float) -> float | None:
-        """Best result of random selection at no smaller a budget, also at the same site."""
-        rivals = [c for c in self.baselines if _comparable(c, curve)]
-        found = [next((s for at, s in c.points if at >= share - 1e-6), None) for c in rivals]
-        return max((score for score in found if score is not None), default=None)
+    def rivals(self, curve: Curve, share: float) -> dict[str, float]:
+        """Best result of each rival at no smaller a budget, also at the same site.
+
+        A rival itself has to be above random selection alone.
+        """
+        found: dict[str, float] = {}
+        for rival in self.baselines if curve.name != BASELINE else ():
+            score = next((s for at, s in rival.points if at >= share - 1e-6), None)
+            wanted = rival.name == BASELINE or curve.name not in RIVALS
+            if wanted and score is not None and _comparable(rival, curve):
+                found[rival.name] = max(score, found.get(rival.name, 0.0))
+        return found
 
 
 def _comparable(rival: Curve, curve: Curve) -> bool:
-    return rival.stages[0].site == "pre" or rival.stages[0].where == curve.stages[-1].where
+    return rival.stages[0].site != "llm" or rival.stages[0].where == curve.stages[-1].where
 
 
 @cache
@@ -142,7 +173,8 @@ def evidence_for(
         depth = layers(name)
         curves = tuple(replace(c, layers=depth) for c in _curves(found, total))
         source = f"{full.get('n', '?')} questions to {name} about {wanted} input"
-        return Evidence(float(full["score"]), curves, source, wanted, bool(own))
+        asked = int(full.get("n") or 1)
+        return Evidence(float(full["score"]), curves, source, wanted, bool(own), asked)
     return None
 
 
@@ -185,7 +217,7 @@ SHARES = (
     *(round(0.18 - 0.02 * i, 2) for i in range(8)),
     *(0.03, 0.02, 0.01),
 )
-RIVALS = 3  # methods that are priced at one place and budget
+PRICED = 3  # methods that are priced at one place and budget
 DOCUMENT_SHARE = 0.5  # text is lost first: without rows on documents no less is kept of one
 
 
@@ -252,7 +284,7 @@ def candidates(
     for rivals in best.values():
         # The same tokens in the same layers cost the same but for choosing: the best few will do.
         rivals.sort(key=lambda rival: -rival[0])
-        found += [Candidate(full, score, price(full)) for score, full in rivals[:RIVALS]]
+        found += [Candidate(full, score, price(full)) for score, full in rivals[:PRICED]]
     return found, rejected
 
 
@@ -266,7 +298,7 @@ def passed_over(
     out = {each.spec for each in known} | {_name(choice.stages)}
     for curve in evidence.curves:
         stages = _moved(curve, depth)
-        if not curve.single or curve in evidence.baselines or _name(stages) in out:
+        if not curve.single or curve.name == BASELINE or _name(stages) in out:
             continue
         reason, sure = evidence.verdict(curve, share), evidence.accuracy(curve, share)
         if reason is None and sure is not None:
@@ -303,7 +335,7 @@ def _unfit(
     stages: Sequence[Spec], work: Work, check: Callable[[tuple[Spec, ...]], object]
 ) -> str | None:
     for stage in stages:
-        if stage.site not in ("pre", "llm"):
+        if stage.site not in ("pre", "llm") and not stage.method.resizes:
             return f"the cost of site {stage.where!r} is not modelled"
         for need in stage.method.needs:
             reason = work.lacks(stage.site, need)

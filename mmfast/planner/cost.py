@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,7 @@ class Cost:
     activations: int  # bytes held at the widest point
     kept: int  # visual tokens left after the last stage
     mean: float  # visual tokens of the prompt, mean over the decoder layers
+    noise: float = 0.0  # relative difference of two measurements of the same
 
     @property
     def ttft(self) -> float:
@@ -206,8 +208,9 @@ def predict(
     visual = [sum(lengths) for lengths in zip(*per_item, strict=True)]
     text = work.prompt * work.rows - work.visual
     stock, reduced = rates.overhead.get(call, (0.0, 0.0))
+    small = (s.budget for s in stages if s.site == "pixel" and isinstance(s.budget, float))
     return Cost(
-        encode=at(rates.encode, work.pixels) + _signals(rates, work, stages),
+        encode=at(rates.encode, work.pixels * math.prod(small)) + _signals(rates, work, stages),
         select=_select(rates, work, stages, visual),
         prefill=_prefill(shape, rates, [text + v for v in visual], work.rows) + rates.head,
         overhead=reduced if stages else stock,
@@ -216,6 +219,7 @@ def predict(
         activations=_activations(shape, work, text + max(visual)),
         kept=visual[-1],
         mean=sum(visual) / len(visual),
+        noise=rates.noise,
     )
 
 

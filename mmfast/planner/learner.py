@@ -16,7 +16,15 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, count, parse, run
 from mmfast.core.tokens import Tokens
 from mmfast.models.timing import Clock
-from mmfast.planner.calibration import Bench, Tick, decoder_rates, encoder_rates
+from mmfast.planner.calibration import (
+    Bench,
+    Tick,
+    decoder_rates,
+    encoder_rates,
+    missing_points,
+    unknown_pixels,
+    unrest,
+)
 from mmfast.planner.cost import (
     Cost,
     ModelShape,
@@ -40,7 +48,8 @@ class Learner:
 
     `shape` is the model's where the one at hand is cut down to fewer layers; `remember` keeps what
     is measured; `clock` gives seconds of the processor where a machine is too busy. `refused` holds
-    what a method said that would not choose, by the key of its time.
+    what a method said that would not choose, by the key of its time; `busy` says why nothing that
+    is measured now is kept.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class Learner:
         known = read_rates(self.key) if self.key is not None and rates is None else rates
         self.rates = known or Rates()
         self.measuring_ms = 0.0
+        self.busy = ""
         self.refused: dict[str, str] = {}
         self._asides = 0
 
@@ -81,18 +91,35 @@ class Learner:
         with self._saving():
             self.rates = decoder_rates(self.bench, self.rates, work.prompt * work.rows, tick)
             if work.pixels:
-                if tick is not None:
+                if tick is not None and unknown_pixels(self.rates, work.pixels):
                     tick(0, 1, "the encoder")
                 self.rates = encoder_rates(self.bench, self.rates, inputs)
             if run is not None and call not in self.rates.overhead:
                 self._learn_overhead(work, call, run)
 
+    def settle(
+        self, work: Work, call: str = "generate", run: Run | None = None, tick: Tick | None = None
+    ) -> str:
+        """Compare the machine with itself before it is measured; the reason not to trust it."""
+        known = not missing_points(self.rates.linear, work.prompt * work.rows)
+        known = known and not unknown_pixels(self.rates, work.pixels)
+        learnt = run is None or call in self.rates.overhead or not self._short(work, call)
+        if known and learnt and not self.busy:
+            return ""
+        if tick is not None:
+            tick(0, 1, "the noise of this machine")
+        if self.busy:
+            self.forget()
+        noise, self.busy = unrest(self.bench)
+        self.rates = self.rates.gain(noise=noise)
+        return self.busy
+
     def _learn_overhead(self, work: Work, call: str, run: Run) -> None:
         """Learn the overhead of short calls beyond the prediction; long calls hide it."""
+        if not self._short(work, call):
+            return
         specs = (None, PROBE)
         costs = [self.cost(work, parse(text), call) for text in specs]
-        if max(cost.ttft for cost in costs) > SHORT_MS:
-            return
         for text in specs:
             run(text)
         # Turn about, so that a busy machine treats both alike.
@@ -101,6 +128,9 @@ class Learner:
         # It may be below 0: layers can be faster in their place than alone.
         rest = tuple(ms - cost.ttft for ms, cost in zip(middle, costs, strict=True))
         self.rates = self.rates.gain(overhead={call: rest})
+
+    def _short(self, work: Work, call: str) -> bool:
+        return all(self.cost(work, parse(s), call).ttft <= SHORT_MS for s in (None, PROBE))
 
     def price(self, stages: Sequence[Spec], work: Work) -> None:
         """Measure what choosing takes, where that is not known; note what refuses to choose."""
@@ -136,7 +166,7 @@ class Learner:
         before = self.rates
         with self.aside():
             yield
-        if self.rates != before and self.key is not None:
+        if self.rates != before and self.key is not None and not self.busy:
             write_rates(self.key, self.rates)
 
     @contextmanager
@@ -163,7 +193,7 @@ def selection_ms(bench: Bench, stage: Spec, work: Work) -> float:
         if count(_SHARE, n) == n:
             continue
         if n not in known:
-            tokens = _tokens(bench, n, grid if stage.site == "pre" else None)
+            tokens = _tokens(bench, n, grid if stage.site != "llm" else None)
             run(spec, tokens)  # raises here, outside the clock
             known[n] = bench.duration(partial(run, spec, tokens))
         total += known[n]

@@ -23,6 +23,7 @@ class Plan:
     met: bool = True  # every limit is met
     why: tuple[str, ...] = ()  # the choice in plain sentences
     rejected: tuple[Rejected, ...] = ()  # methods and steps that were not taken, with the reason
+    note: str = ""  # for the trace, where the choice is not the one that was asked for
 
     @property
     def total_ms(self) -> float:

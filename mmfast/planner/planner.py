@@ -24,6 +24,7 @@ from mmfast.core.size import format_bytes
 from mmfast.core.spec import Spec
 from mmfast.models.loading import embedded_path
 from mmfast.models.reduction.check import check as check_stages
+from mmfast.models.reduction.check import placed
 from mmfast.planner.calibration import Tick
 from mmfast.planner.candidates import (
     DOCUMENT_SHARE,
@@ -57,7 +58,7 @@ def ladder(candidates: Sequence[Candidate], timed: bool = True) -> list[Candidat
 
 def _below(cost: Cost, best: Cost, timed: bool) -> bool:
     if timed:
-        return cost.ttft < FASTER * best.ttft and cost.mean <= best.mean + 1e-9
+        return cost.ttft < min(FASTER, 1 - best.noise) * best.ttft and cost.mean <= best.mean + 1e-9
     return cost.mean < best.mean - 1e-9
 
 
@@ -212,6 +213,11 @@ class Planner:
         """
         work, media = work_of(self.model, inputs), target.kind or kind
         with self.learner.aside():
+            busy = self.learner.settle(work, call, run, tick)
+            if busy:
+                warnings.warn(busy, PlanWarning, stacklevel=4)
+            if busy and target.auto:
+                return _unmeasured(busy, work, spent)
             self.learner.learn(inputs, work, call, run, tick)
             if self._planning_ms is None:
                 # The first time imports every method and measures what choosing takes.
@@ -288,8 +294,16 @@ class Planner:
     def _evidence(self, kind: str) -> Evidence:
         if kind not in self._known:
             found = evidence_for(kind, self.rows, self.name, _embedded_layers)
-            self._known[kind] = found or Evidence(1.0, (), "no accuracy rows", kind)
+            found = found or Evidence(1.0, (), "no accuracy rows", kind)
+            curves = tuple(replace(c, stages=self._placed(c.stages)) for c in found.curves)
+            self._known[kind] = replace(found, curves=curves)
         return self._known[kind]
+
+    def _placed(self, stages: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        try:
+            return tuple(placed(stage, self.model) for stage in stages)
+        except ModelError:  # it is compared with, and refused with a reason
+            return stages
 
 
 def _best_effort(
@@ -303,6 +317,13 @@ def _best_effort(
         raise MmfastError(message)
     warnings.warn(f"{message}; running the fastest plan", PlanWarning, stacklevel=6)
     return min((s for s in steps if s.cost.mean <= choice.cost.mean), key=lambda s: s.cost.ttft)
+
+
+def _unmeasured(busy: str, work: Work, spent: float) -> Plan:
+    """The plan without times to go by: what the stock model does."""
+    n = work.visual
+    note = "busy machine, not measured: all tokens"
+    return Plan(None, {"read": spent}, n, n, n, {}, met=False, why=(f"{busy}.",), note=note)
 
 
 def _embedded_layers(name: str) -> int | None:

@@ -27,6 +27,7 @@ class Rates:
     linear: tuple[Point, ...] = ()  # (tokens, ms) of a decoder layer without its attention
     attention: tuple[Point, ...] = ()  # (tokens, ms) of causal attention in a decoder layer
     head: float = 0.0  # ms of one row of logits
+    noise: float = 0.0  # relative difference of two measurements of the same
     encode: tuple[Point, ...] = ()  # (numbers of pixels, ms) of the encoder with its projector
     signal: tuple[Point, ...] = ()  # (numbers of pixels, ms) of reading one attention signal
     select: Mapping[str, float] = field(default_factory=dict)  # ms of choosing, by `method:tokens`
@@ -58,7 +59,10 @@ def from_dict(values: Mapping[str, Any]) -> Rates:
     }
     select = {str(k): _time(v) for k, v in values["select"].items()}
     overhead = {str(k): (_finite(a), _finite(b)) for k, (a, b) in values["overhead"].items()}
-    return Rates(**curves, head=_time(values["head"]), select=select, overhead=overhead)
+    noise = _time(values.get("noise", 0.0))
+    return Rates(
+        **curves, head=_time(values["head"]), select=select, overhead=overhead, noise=noise
+    )
 
 
 def _finite(value: Any) -> float:
@@ -120,16 +124,22 @@ def rates_key(device: torch.device, dtype: torch.dtype, model: str) -> dict[str,
 def read_rates(key: Mapping[str, Any]) -> Rates | None:
     """Rates measured earlier, if any; None too where the file is not what we wrote."""
     try:
-        document = json.loads(_path(key).read_text(encoding="utf-8"))
+        document = json.loads(rates_path(key).read_text(encoding="utf-8"))
         return from_dict(document["rates"]) if document["key"] == dict(key) else None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
+def rates_path(key: Mapping[str, Any]) -> Path:
+    """Return the file of rates measured under these conditions."""
+    text = json.dumps(dict(key), sort_keys=True)
+    return cache_folder() / f"rates-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
 def write_rates(key: Mapping[str, Any], rates: Rates) -> bool:
     """Keep rates for the next run; False where the folder cannot be written."""
     try:
-        path = _path(key)
+        path = rates_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and moved: a reader sees the old file or the new one, never half of one.
         draft = path.with_suffix(f".{os.getpid()}.tmp")
@@ -138,8 +148,3 @@ def write_rates(key: Mapping[str, Any], rates: Rates) -> bool:
     except (OSError, RuntimeError):
         return False
     return True
-
-
-def _path(key: Mapping[str, Any]) -> Path:
-    text = json.dumps(dict(key), sort_keys=True)
-    return cache_folder() / f"rates-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

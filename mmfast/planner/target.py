@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmfast.core import size as sizes
@@ -14,6 +14,7 @@ from mmfast.core.errors import MmfastError, unknown
 QUALITIES: Mapping[str, float | None] = {"high": 0.01, "balanced": 0.03, "fast": None}
 KINDS = ("image", "multi-image", "video", "document")
 FAST_SHARE = 0.1
+AUTO_QUALITY = "balanced"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Target:
     memory: int | None = None  # bytes of weights, keys and values, and activations
     quality: str | None = None  # A name in `QUALITIES`
     kind: str | None = None  # A name in `KINDS`, where the caller knows better than the file
+    auto: bool = False  # nobody insists on a plan: a machine that cannot be measured needs none
 
     def __bool__(self) -> bool:
         return any(v is not None for v in (self.ttft_ms, self.tokens, self.memory, self.quality))
@@ -56,6 +58,16 @@ def make_target(
     if target_tokens is not None:
         _positive("target_tokens", target_tokens, "a whole number of tokens such as 64", whole=True)
     return Target(target_ttft_ms, target_tokens, parse_bytes(max_memory), quality, kind)
+
+
+AUTO = "auto"
+
+
+def automatic(reduce: str | None, target: Target) -> tuple[str | None, Target]:
+    """Read `reduce="auto"` as no spec and a target: the one given, else balanced quality."""
+    if reduce != AUTO:
+        return reduce, target
+    return None, replace(target or Target(quality=AUTO_QUALITY, kind=target.kind), auto=True)
 
 
 def check_alone(target: Target, reduce: str | None) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
@@ -26,17 +25,18 @@ from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
 from mmfast.models.layers import FULL, kind_of
+from mmfast.models.reduction.cache_layers import Pair, cache_over
 from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.probe import intercepting
 from mmfast.ops.eviction import evict
+from mmfast.ops.stream_cache import RowBuffer
 from mmfast.streams.archive.archive import Archive
 from mmfast.streams.archive.blocks import TierQuotas
 from mmfast.streams.buffers import (
     RAW,
+    ROTATED,
     VALUES,
     VISUAL,
-    Buffer,
-    BufferLayer,
     LiveBlock,
     Start,
     Turner,
@@ -230,7 +230,7 @@ def score(memory: Memory, block: LiveBlock) -> LiveBlock:
     markers = (block.kinds != VISUAL).nonzero()[:, 0]
     held = []
     for layer, buffer in enumerate(memory.buffers):
-        tail = buffer.read_all(buffer.length, buffer.length + block.n)  # [3, H, n, d]
+        tail = buffer.read(slice(None), buffer.length, buffer.length + block.n)  # [3, H, n, d]
         rows = tail.index_select(2, visual.to(tail.device))
         reduction = _choose(spec, rows, layer, len(memory.buffers))
         chosen = visual[reduction.keep.cpu()]
@@ -344,7 +344,7 @@ class Engine:
         self,
         piece: Piece,
         start: Start,
-        buffers: Sequence[Buffer],
+        buffers: Sequence[RowBuffer],
         recall: Callable[[Raw], Callable[[int], None]] | None = None,
     ) -> Tensor:
         """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in."""
@@ -355,7 +355,15 @@ class Engine:
         )
         with self._capture.recording() as raw:
             before = None if recall is None else recall(raw)
-            cache = Cache(layers=[BufferLayer(i, b, raw, before) for i, b in enumerate(buffers)])
+
+            def write(layer: int, keys: Tensor, values: Tensor) -> Pair:
+                if before is not None:
+                    before(layer)
+                buffer, stop = buffers[layer], buffers[layer].length + keys.shape[2]
+                buffer.write(raw.keys.pop(layer)[0], keys[0], values[0])
+                return buffer.read(ROTATED, 0, stop)[None], buffer.read(VALUES, 0, stop)[None]
+
+            cache = cache_over(len(buffers), write, lambda layer: buffers[layer].length)
             uneven = before is not None or not same_length(buffers)
             flash = "flash" in str(self.decoder.config._attn_implementation)
             fit = fitting(self.decoder.config, self.attentions, embeds, cache)

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.core.kv import Block
-from mmfast.streams.archive.archive import Archive, LayerPart
+from mmfast.core.kv import KVBlock
+from mmfast.ops.stream_cache import RowBuffer, Span
+from mmfast.streams.archive.archive import Archive
 from mmfast.streams.buffers import (
     RAW,
     VALUES,
-    Buffer,
     Cursor,
     LiveBlock,
-    Span,
     Start,
     Turner,
     highest,
@@ -103,8 +102,8 @@ def spans(blocks: Sequence[LiveBlock], stays: Sequence[int], layer: int) -> list
 
 
 def leaving(
-    blocks: Sequence[LiveBlock], stays: Sequence[int], buffers: Sequence[Buffer]
-) -> list[Block]:
+    blocks: Sequence[LiveBlock], stays: Sequence[int], buffers: Sequence[RowBuffer]
+) -> list[KVBlock]:
     """Blocks that leave, with their keys before RoPE, in the order of time."""
     found = []
     ends = [0] * len(buffers)
@@ -119,22 +118,24 @@ def leaving(
     return found
 
 
-def _block(block: LiveBlock, first: int, rows: Sequence[Span], buffers: Sequence[Buffer]) -> Block:
+def _block(
+    block: LiveBlock, first: int, rows: Sequence[Span], buffers: Sequence[RowBuffer]
+) -> KVBlock:
     kept: list[Tensor | None] = []
     for layer in range(len(buffers)):
         held = block.tokens(layer)
         if held is None and first:
             held = torch.arange(block.n)
         kept.append(None if held is None else held[first:])
-    return Block(
+    return KVBlock(
+        tuple(b.read(RAW, *span).clone() for b, span in zip(buffers, rows, strict=True)),
+        tuple(b.read(VALUES, *span).clone() for b, span in zip(buffers, rows, strict=True)),
+        block.relative,
+        torch.tensor(block.advance),
+        tuple(kept) if any(each is not None for each in kept) else (),
         block.number,
         block.kind,
         block.time,
-        block.relative,
-        torch.tensor(block.advance),
-        tuple(b.read(RAW, *span).clone() for b, span in zip(buffers, rows, strict=True)),
-        tuple(b.read(VALUES, *span).clone() for b, span in zip(buffers, rows, strict=True)),
-        tuple(kept) if any(each is not None for each in kept) else (),
     )
 
 
@@ -161,7 +162,7 @@ class Memory:
         self.blocks: list[LiveBlock] = []
         self.cursor = Cursor.behind([], turner.axes)
         room = budget(plan)
-        self.buffers = [Buffer(room, bounded=room > 0) for _ in range(turner.layers)]
+        self.buffers = [RowBuffer(room, bounded=room > 0) for _ in range(turner.layers)]
         self.number = 0  # of the next block
         self.stored = -1  # newest number in the archive
         self._known: dict[tuple[bytes, ...], list[int]] = {}
@@ -206,7 +207,7 @@ class Memory:
         self.blocks.append(block)
         self.cursor.place(block)
 
-    def _put(self, blocks: Sequence[Block]) -> None:
+    def _put(self, blocks: Sequence[KVBlock]) -> None:
         assert self.archive is not None
         done = []
         try:
@@ -302,9 +303,9 @@ class Memory:
 def recall(
     turner: Turner,
     layer: int,
-    buffer: Buffer,
+    buffer: RowBuffer,
     blocks: Sequence[LiveBlock],
-    parts: Sequence[LayerPart],
+    parts: Sequence[KVBlock],
     question: LiveBlock,
 ) -> None:
     """Put stored tokens into the buffer of one layer, and what is older to its new place.
@@ -322,8 +323,9 @@ def recall(
     turner.move_layer(layer, buffer, blocks, [*starts[:at], *starts[at + len(parts) : -1]])
     places = zip(stored, starts[at : at + len(parts)], strict=True)
     where = torch.cat([block.positions(layer, start) for block, start in places], 1)
-    keys = _side_by_side([part.keys for part in parts], buffer)
-    values = _side_by_side([part.values for part in parts], buffer)
+    assert buffer.data is not None
+    both, like = zip(*((part.keys[0], part.values[0]) for part in parts), strict=True), buffer.data
+    keys, values = (torch.cat([x.to(like.device, like.dtype) for x in rows], 1) for rows in both)
     buffer.write(keys, turner.rotate(layer, keys, where), values)
     buffer.length += keys.shape[1]
 
@@ -337,7 +339,7 @@ def _opening(blocks: Sequence[LiveBlock]) -> int:
     return len(blocks)
 
 
-def _sinks(blocks: Sequence[LiveBlock], parts: Sequence[LayerPart]) -> list[LiveBlock]:
+def _sinks(blocks: Sequence[LiveBlock], parts: Sequence[KVBlock]) -> list[LiveBlock]:
     """Sinks for the walk: the rest of one that was cut stands where it stood, not behind it."""
     sinks = list(blocks)
     if sinks and not sinks[-1].whole and sinks[-1].number == parts[0].number:
@@ -345,7 +347,7 @@ def _sinks(blocks: Sequence[LiveBlock], parts: Sequence[LayerPart]) -> list[Live
     return sinks
 
 
-def _as_blocks(parts: Sequence[LayerPart]) -> list[LiveBlock]:
+def _as_blocks(parts: Sequence[KVBlock]) -> list[LiveBlock]:
     sizes = [part.relative.shape[1] for part in parts]
     relatives = torch.cat([part.relative for part in parts], 1).cpu().split(sizes, 1)
     advances = torch.stack([part.advance for part in parts]).tolist()  # one wait for the device
@@ -359,8 +361,3 @@ def _as_block(number: int, relative: Tensor, advance: Start) -> LiveBlock:
     level = axes > 1 and len(set(advance)) == 1 and bool((relative == relative[:1]).all())
     top, kinds = highest(relative, advance), torch.zeros(n, dtype=torch.int64)
     return LiveBlock(number, "text", None, relative, advance, False, level, top, kinds, (0,) * axes)
-
-
-def _side_by_side(rows: Sequence[Tensor], buffer: Buffer) -> Tensor:
-    assert buffer.data is not None
-    return torch.cat([row.to(buffer.data.device, buffer.data.dtype) for row in rows], 1)

@@ -34,7 +34,7 @@ from mmfast.streams.archive.files import (
     write,
 )
 
-FORMAT = 2
+FORMAT = 3
 _SHARD = 256 << 20  # bytes of tensors per file: what is in memory twice while saving
 _NAME = re.compile(r"gen-(\d{8,})")
 

@@ -98,15 +98,16 @@ def run_eval(
     device: str = "cpu",
     name: str = "video",
     caches: Sequence[str] = (),
+    sink: Callable[[dict[str, Any]], object] = lambda document: None,
 ) -> dict[str, Any]:
     """Accuracy with all tokens (always the first row) and under each reduction.
 
     A spec is such as "divprune:0.25", None = all tokens. All rows are repeated under each KV policy
     of `caches` ("snapkv:0.25") and then name theirs under `cache`. Progress is called with (spec,
-    questions done, n). The result is the document of `mmfast eval --json`: accuracy and by_kind are
-    shares of exact answers, interval the 95 % interval of the accuracy (Wilson), kept the mean
-    number of visual tokens a question, ttft_ms the median time to the first token (in batches,
-    encoder included).
+    questions done, n), `sink` with a result of each row by itself. The result is the document of
+    `mmfast eval --json`: accuracy and by_kind are shares of exact answers, interval the 95 %
+    interval of the accuracy (Wilson), kept the mean number of visual tokens a question, ttft_ms
+    the median time to the first token (in batches, encoder included).
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
@@ -126,12 +127,13 @@ def run_eval(
             prepared.append(QuestionBatch(subject, cases[at : at + size], needs))
             if progress is not None:
                 progress("encoding", min(at + size, n), n)
-    rows = []
+    head, rows = {"suite": name, "n": n, "seed": seed, "model": subject.name}, []
     for spec, cache in [(spec, cache) for cache in (None, *caches) for spec in wanted]:
         prepared = batches[1 if _alone(stages[spec]) else BATCH]
         row = _row(subject, prepared, spec, not _in_tower(stages[spec]), progress, cache)
         rows.append({**row, "cache": cache} if caches else row)
-    return {"suite": name, "n": n, "seed": seed, "model": subject.name, "rows": rows}
+        sink({**head, "rows": rows[-1:]})
+    return {**head, "rows": rows}
 
 
 def _in_tower(stages: Sequence[Spec]) -> bool:

@@ -68,6 +68,8 @@ def _reason(method: Method) -> str:
     """Return the reason why a method cannot work in vLLM, "" if it can."""
     if "pre" not in method.sites:
         return "works inside the model, where vLLM gives all layers one length"
+    if method.resizes:
+        return "may keep less than its budget, and vLLM must know the count"
     if method.scope != "item" or {"query", "image"} & {*method.needs}:
         return "looks at the question, and vLLM stores results under the hash of the media alone"
     if not {*method.needs} <= _OWN:

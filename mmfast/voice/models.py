@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -13,45 +14,86 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError, unknown
 from mmfast.core.speech import Listener, Sound, Speaker, Turn
-from mmfast.models.loading import pick_device, pick_dtype
+from mmfast.models import loading
 from mmfast.models.speech.families import SpeechFamily, speech_families
 
 _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
 
 
 def load_voice(
-    model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
+    model: Any,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    model_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Load the embedded speech model (None) or a checkpoint, else ModelError; an object is kept."""
-    if model is None:
-        return _embedded(None, device)
-    if not isinstance(model, str | Path):
+    """Load the embedded speech model (None) or a checkpoint, else ModelError; an object is kept.
+
+    `model_kwargs` go to `from_pretrained`, of which the embedded one has none.
+    """
+    given = loading.check_kwargs(model, device, dtype, model_kwargs)
+    if not (model is None or isinstance(model, str | Path)):
         return model
-    kind = _kind_of(model)
-    if kind == "llama" and (Path(model) / "speech.json").is_file():
-        return _embedded(model, device)
+    family = _family(model)
+    if family is not None:
+        return _of_family(str(model), family, device, dtype, given)
+    if given:
+        raise ModelError(f"the embedded speech model takes no model_kwargs, got {', '.join(given)}")
+    return _embedded(model, device)
+
+
+def _family(model: str | Path | None) -> SpeechFamily | None:
+    """The family of a checkpoint; None for the embedded kind."""
+    kind = "llama" if model is None else _kind_of(model)
+    if model is None or (kind == "llama" and (Path(model) / "speech.json").is_file()):
+        return None
     families = speech_families()
     if kind not in families:
         raise ModelError(unknown("speech model type", kind, ["tiny-speech", *families]))
-    return _of_family(str(model), families[kind], device, dtype)
+    return families[kind]
 
 
 def _of_family(
-    model: str, family: SpeechFamily, device: str | torch.device | None, dtype: str | torch.dtype
+    model: str,
+    family: SpeechFamily,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    given: Mapping[str, Any],
 ) -> Any:
     """A stock checkpoint with its tokenizer, and the class here that gives it a voice."""
     import transformers
 
-    place, how = pick_device(device), pick_dtype(dtype)
-    try:
-        loaded = getattr(transformers, family.stock).from_pretrained(
-            model, dtype=how, use_safetensors=True, trust_remote_code=False
-        )
-        words = getattr(transformers, family.reader).from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"cannot load model {model!r}: {reason}") from error
-    return family.voice(loaded.to(place).eval(), words)
+    stock, reader = (getattr(transformers, name) for name in (family.stock, family.reader))
+    place, how = loading.pick_device(device), loading.pick_dtype(dtype)
+    hub = {name: given[name] for name in loading.HUB if name in given}
+    with loading.loading(f"model {model!r}"):
+        loaded = loading.from_pretrained(stock, model, place, how, given)
+        words = reader.from_pretrained(model, trust_remote_code=False, **hub)
+    return family.voice(loaded, words)
+
+
+_GIVEN = {"speak": {"self", "text"}, "reply": {"self", "pcm", "rate", "history"}}
+
+
+def check_options(model: Any, part: str, options: Mapping[str, Any]) -> set[str] | None:
+    """Return the names of the options of `speak` or `reply`, before a model is read.
+
+    None: an object that takes any, and checks them itself. SpecError: a value that the embedded
+    model refuses.
+    """
+    family, owner = None, model
+    if model is None or isinstance(model, str | Path):
+        from mmfast.models.speech import embedded
+
+        family = _family(model)
+        owner = embedded.SpeechModel if family is None else family.cls
+    if not callable(getattr(owner, part, None)):
+        return None  # refused when it is loaded
+    found = inspect.signature(getattr(owner, part)).parameters
+    names = set(getattr(owner, "option_names", found)) - _GIVEN[part]
+    rest = {name for name in names & found.keys() if found[name].kind is found[name].VAR_KEYWORD}
+    if owner is not model and family is None and options.keys() <= names:
+        embedded.check_options(model, options)
+    return None if rest and owner is model else names - rest
 
 
 def _embedded(path: str | Path | None, device: str | torch.device | None) -> Any:
@@ -69,23 +111,13 @@ def _kind_of(model: str | Path) -> str:
             )
         from transformers import AutoConfig
 
-        try:
+        with loading.loading(f"model {str(model)!r}"):
             return str(AutoConfig.from_pretrained(str(model), trust_remote_code=False).model_type)
-        except (OSError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ModelError(f"cannot load model {str(model)!r}: {reason}") from error
     try:
         found = json.loads((where / "config.json").read_text(encoding="utf-8"))
         return str(found.get("model_type"))
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{str(where / 'config.json')!r} cannot be read: {error}") from error
-
-
-def load_speaker(
-    model: Any, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
-) -> Any:
-    """Load a model that says text; arguments and errors as for `load_voice`."""
-    return can(load_voice(model, device, dtype), "speak")
 
 
 def can(model: Any, part: str) -> Any:

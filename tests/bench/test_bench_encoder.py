@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from mmfast.bench.presets import get_preset
-from mmfast.bench.registry import names, quiet
+from mmfast.bench.registry import named_rows, names, quiet
 from mmfast.bench.suites import vision
 from mmfast.core.errors import MmfastError
 
@@ -22,7 +24,7 @@ def _short(monkeypatch: Any) -> None:
 
 
 def test_all_are_found_by_name() -> None:
-    assert names("encoder") == ["attention", "batch", "compile", "merge", "patch"]
+    assert names("encoder") == ["attention", "batch", "compile", "merge", "patch", "timm"]
 
 
 def check(rows: list[dict[str, Any]], first: str) -> None:
@@ -79,6 +81,37 @@ def ideal(n: int, leaving: list[int], width: int = 32, inner: int = 64) -> float
 
     less = sum(cost(a, b) for a, b in zip([n, *leaving[:-1]], leaving, strict=True))
     return 3 * cost(n, n) / less
+
+
+def test_a_vit_of_timm_beside_a_peer(monkeypatch: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "tome" / "patch"
+    folder.mkdir(parents=True)
+    (tmp_path / "tome" / "__init__.py").touch()
+    (folder / "__init__.py").write_text("PATCHED = []\ntimm = PATCHED.append\n")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("tome", "tome.patch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    rows = vision.timm_encoder(quiet, rounds=2, layers=2, size=64, peer=str(tmp_path))
+    check(rows, "stock")
+    assert [row["job"] for row in rows][1:] == ["tome@vit:0.5", "saint@vit:0.5", "ToMe's own code"]
+    # 16 patches and a class token: two blocks leave 12 and 8 of the patches.
+    width = 1024
+    full = 2 * (24 * 17 * width**2 + 4 * 17**2 * width)
+    less = sum(
+        8 * n * width**2 + 4 * n**2 * width + 16 * m * width**2 for n, m in ((17, 13), (13, 9))
+    )
+    for row in rows[1:]:
+        assert row["ideal"] == pytest.approx(full / less, rel=1e-6)
+        assert row["of_ideal"] == row["speedup"] / row["ideal"]
+        assert row["images_per_s"] == pytest.approx(1e3 / row["median_ms"])
+    (patched,) = sys.modules["tome.patch"].PATCHED
+    assert patched.r == [4, 4] and len(patched.blocks) == 2
+    for name in ("tome", "tome.patch"):
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MmfastError, match=r"holds no tome/patch"):
+        vision.timm_encoder(quiet, rounds=2, layers=1, size=32, peer=str(folder))
+    with pytest.raises(MmfastError, match=r"--encoder merge has no peer; leave --peer out"):
+        named_rows("encoder", "merge", peer=str(tmp_path))
 
 
 def test_modes(monkeypatch: Any) -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmfast.core.kv import KVBlock
 from mmfast.models.kv.packs import PackedRow, packs_of, split_packs
 from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise, dequantise_row
-from mmfast.ops.stream_cache import StreamKV, merge, stack, take
+from mmfast.ops.stream_cache import merge, stack, take
 
 
 def same(a: PackedTensor, b: PackedTensor) -> bool:
@@ -22,12 +23,12 @@ def test_packs_made_at_once_are_those_made_alone(n: int, bits: int) -> None:
     keys, values = torch.randn(2, 3, n + 5, 12)[:, :, :n]
     quantiser = Quantiser(bits, 5)
     packs = packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), 8)
-    assert sum(pack.n for pack in packs) == n
+    assert sum(pack.keys[0].shape[1] for pack in packs) == n
     for pack, k, v in zip(packs, keys.split(8, 1), values.split(8, 1), strict=True):
-        assert pack.n == k.shape[1]
-        assert same(pack.keys, quantiser.pack(k, keys=True))
-        assert same(pack.values, quantiser.pack(v))
-        assert pack.keys.codes.untyped_storage().nbytes() == pack.keys.codes.nbytes
+        assert pack.keys[0].shape == pack.values[0].shape == k.shape
+        assert same(pack.keys[0], quantiser.pack(k, keys=True))
+        assert same(pack.values[0], quantiser.pack(v))
+        assert pack.keys[0].codes.untyped_storage().nbytes() == pack.keys[0].codes.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,7 +38,7 @@ def test_a_row_is_its_packs_and_what_came_since(dtype: torch.dtype) -> None:
     packs = packs_of(keys[:, :35], values[:, :35], lambda x, k: quantiser.pack(x, keys=k), 8)
     row = PackedRow(tuple(packs))
     expected = [
-        torch.cat([*(dequantise(getattr(p, name)) for p in packs), x[:, 35:]], 1)
+        torch.cat([*(dequantise(getattr(p, name)[0]) for p in packs), x[:, 35:]], 1)
         for name, x in (("keys", keys), ("values", values))
     ]
     found = row.read(keys[:, 35:], values[:, 35:])
@@ -84,21 +85,21 @@ def test_packs_of_unlike_forms_keep_their_order() -> None:
     assert out.equal(torch.cat([dequantise(part) for part in parts], 1))
 
 
-def state(lengths: list[int], seed: int) -> StreamKV:
+def state(lengths: list[int], seed: int) -> KVBlock:
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     keys, values = torch.randn(2, 2, len(lengths), 2, longest, 3, generator=generator)
     place = torch.full((len(lengths), longest), -1)
     for row, length in zip(place, lengths, strict=True):
         row[longest - length :] = torch.arange(length)
-    return StreamKV(tuple(keys), tuple(values), place, torch.tensor(lengths))
+    return KVBlock(tuple(keys), tuple(values), place, torch.tensor(lengths))
 
 
-def by_row(each: StreamKV) -> list[tuple[list[int], Tensor]]:
+def by_row(each: KVBlock) -> list[tuple[list[int], Tensor]]:
     """Places of each stream and its keys and values there."""
     both = torch.stack([*each.keys, *each.values]) if each.keys else torch.zeros(4, 0)
     found = []
-    for b, place in enumerate(each.place):
+    for b, place in enumerate(each.relative):
         here = place >= 0
         found.append((place[here].tolist(), both[:, b][:, :, here] if here.any() else both[:, :0]))
     return found
@@ -113,7 +114,7 @@ def test_merged_streams_are_each_its_own(
     merged = merge(old, new, torch.tensor(rows, dtype=torch.bool))
     pick = torch.arange(3) + 3 * torch.tensor(rows)
     whole = take(stack([old, new]), pick)
-    assert merged.place.equal(whole.place) and merged.seen.equal(whole.seen)
+    assert merged.relative.equal(whole.relative) and merged.advance.equal(whole.advance)
     for ours, theirs in zip(by_row(merged), by_row(whole), strict=True):
         assert ours[0] == theirs[0] and ours[1].equal(theirs[1])
 
@@ -124,5 +125,5 @@ def test_merging_with_streams_that_have_nothing_yet() -> None:
     old = state([5, 2], 0)
     merged = merge(old, empty(2), torch.tensor([False, True]))
     assert by_row(merged)[0][1].equal(by_row(old)[0][1]) and by_row(merged)[1][0] == []
-    assert merged.seen.tolist() == [5, 0]
-    assert merge(empty(2), empty(2), torch.tensor([True, False])).seen.tolist() == [0, 0]
+    assert merged.advance.tolist() == [5, 0]
+    assert merge(empty(2), empty(2), torch.tensor([True, False])).advance.tolist() == [0, 0]

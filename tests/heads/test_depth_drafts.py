@@ -146,8 +146,8 @@ def test_a_wrong_cache_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     run = core.run
 
     def forgetful(frame: Any, tokens: Tensor, at: int) -> Tensor:
-        for keys in frame.keys:
-            keys[:, :, :at] = 0
+        for layer in frame.layers:
+            layer.read(0, 0, at).zero_()
         return run(frame, tokens, at)
 
     monkeypatch.setattr(core, "run", forgetful)

@@ -112,10 +112,10 @@ def test_bytes(bits: int, bytes_of_codes: int) -> None:
 def test_a_packed_tensor_is_plain_data() -> None:
     x = torch.randn(2, 9, 6)
     packed = Quantiser(4, group=4).pack(x, keys=True)
-    tree = packed.snapshot()
+    tree = vars(packed)
     plain = (torch.Tensor, int, bool)
     assert all(isinstance(value, plain) for value in tree.values())
-    assert Quantiser.unpack(PackedTensor.restore(tree)).equal(Quantiser.unpack(packed))
+    assert Quantiser.unpack(PackedTensor(**tree)).equal(Quantiser.unpack(packed))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

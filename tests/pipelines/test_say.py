@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
 from tone_models import HumModel, hum, read
 
 import mmfast
 from mmfast.cli import main
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.frontends.audio.reader import load_audio
-from mmfast.pipelines.speech import TextToSpeech
+from mmfast.pipelines.speech import Spoken, TextToSpeech
 from mmfast.voice import models
 
 Run = Callable[..., tuple[int, str, str]]
@@ -152,6 +153,51 @@ def test_what_was_said_can_be_saved(tmp_path: Path) -> None:
     assert buffer.getvalue() == (tmp_path / "a.wav").read_bytes()
     assert [row.stage for row in spoken.trace.rows] == ["speak"]
     assert torch.equal(load_audio(tmp_path / "a.wav"), (hum("hello") * 32768).round() / 32768)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.mp3", "MP3"),
+        ("a.flac", "FLAC"),
+        ("a.ogg", "OGG"),
+        ("b.OPUS", "OGG"),
+        ("a.WAV", "WAV"),
+        ("a", "WAV"),
+    ],
+)
+def test_files_are_what_their_suffix_says(tmp_path: Path, name: str, kind: str) -> None:
+    """A tone of 440 Hz, half a minute long, is still one when it is read back."""
+    rate = 16000
+    tone = 0.5 * torch.sin(2 * torch.pi * 440 * torch.arange(30 * rate) / rate)
+    Spoken(tone, rate, "hum").save(tmp_path / name)
+    info = soundfile.info(tmp_path / name)
+    assert (info.format, info.channels) == (kind, 1)
+    samples, found = soundfile.read(tmp_path / name, dtype="float32")
+    assert abs(len(samples) / found - 30) < 0.2
+    middle = torch.from_numpy(samples[10 * found : 11 * found])
+    assert int(torch.fft.rfft(middle).abs().argmax()) == 440
+    assert abs(float(middle.abs().max()) - 0.5) < 0.05
+    if kind in ("WAV", "FLAC"):
+        assert torch.allclose(torch.from_numpy(samples), tone, atol=1e-4)
+    assert len(load_audio(tmp_path / name, rate)) > 29 * rate
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mp", "a.txt", "a.wav.gz", "no/such/a.mp3"])
+def test_files_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(MediaError) as error:
+        TextToSpeech(HumModel())("hello").save(tmp_path / name)
+    text = str(error.value)
+    assert "\n" not in text and not [*tmp_path.iterdir()]
+    assert ("cannot be written" in text) if "/" in name else (".flac, .mp3, .ogg" in text)
+
+
+def test_a_rate_that_a_format_lacks_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match="cannot be written"):
+        Spoken(torch.zeros(100), 44100, "x").save(tmp_path / "a.opus")
+    assert not [*tmp_path.iterdir()]
+    Spoken(torch.zeros(0), 16000, "").save(tmp_path / "a.mp3")
+    assert soundfile.info(tmp_path / "a.mp3").format == "MP3"
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"hi", ["a", None], {"a": 1}])

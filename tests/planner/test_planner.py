@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_rows import RATES, SHARES, WORK, Choosing, row
 
 from mmfast.bench.cases import build
 from mmfast.core.errors import MmfastError, SpecError
@@ -25,22 +26,6 @@ from mmfast.planner.planner import Planner, PlanWarning
 from mmfast.planner.rates import Rates
 from mmfast.planner.target import Target, make_target, parse_bytes
 
-WORK = Work(160, 1, (128,), 24576, ((2, 8, 8),))
-# A device on which everything is known: a layer takes 1 ms and 0.1 ms a token.
-RATES = Rates(
-    linear=((10, 2.0), (1000, 101.0)),
-    attention=((10, 0.01), (1000, 50.0)),
-    head=0.5,
-    encode=((24576, 20.0),),
-    signal=((24576, 1.0),),
-)
-SHARES = (0.5, 0.25, 0.1, 0.05)
-
-
-def row(reduce: str | None, score: float, kept: float, **more: Any) -> dict[str, Any]:
-    known = {"model": "m", "n": 100, "seed": 1}
-    return {"reduce": reduce, "score": score, "kept": kept, **known, **more}
-
 
 def curve(method: str, scores: tuple[float, ...], **more: Any) -> list[dict[str, Any]]:
     pairs = zip(SHARES, scores, strict=False)
@@ -55,16 +40,6 @@ ROWS = [
     *curve("uniform", (0.94, 0.84, 0.6, 0.39)),  # below random, and equal to it at a tenth
     *curve("fastv@llm2", (0.98, 0.97, 0.97, 0.96)),
 ]
-
-
-class Choosing(dict[str, float]):
-    """Choosing costs what was said of the method, else half a millisecond."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def get(self, key: str, default: Any = None) -> float:
-        return super().get(key.partition(":")[0], 0.5)
 
 
 @pytest.fixture(scope="module")

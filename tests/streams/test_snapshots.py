@@ -256,9 +256,9 @@ def test_another_format_is_refused_with_one_line(tmp_path: Path) -> None:
     """Sessions of the first format, whose manifest names none."""
     save(tmp_path, {"n": 1})
     manifest = tmp_path / "gen-00000001" / "manifest.json"
-    text = manifest.read_bytes()[9:].replace(b'"format":2,', b"")
+    text = manifest.read_bytes()[9:].replace(b'"format":3,', b"")
     manifest.write_bytes(b"%08x\n" % snapshots.zlib.crc32(text) + text)
-    with pytest.raises(MmfastError, match=r"saved in format 1, .* reads format 2") as caught:
+    with pytest.raises(MmfastError, match=r"saved in format 1, .* reads format 3") as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
-from mmfast.core.kv import Block
-from mmfast.streams.archive.archive import Found, LayerPart
+from mmfast.core.kv import KVBlock
+from mmfast.streams.archive.archive import Found
 from mmfast.streams.engine import Engine
 
 Choice = dict[int, Tensor | None]
@@ -25,11 +25,11 @@ class Shelf:
     """The simplest archive: a dict of blocks, and a function that chooses."""
 
     def __init__(self, choose: Callable[[int, list[int], Tensor], Choice]) -> None:
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, KVBlock] = {}
         self.asked: dict[int, Tensor] = {}
         self._choose = choose
 
-    def put(self, block: Block) -> None:
+    def put(self, block: KVBlock) -> None:
         assert block.number > max(self.blocks, default=-1)
         self.blocks[block.number] = block
 
@@ -38,14 +38,15 @@ class Shelf:
         chosen = self._choose(layer, self.numbers(), query)
         return [Found(number, tokens) for number, tokens in sorted(chosen.items())]
 
-    def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
+    def read(self, layer: int, found: Sequence[Found]) -> list[KVBlock]:
         parts = []
         for each in found:
             block = self.blocks[each.number]
             rows = (block.keys[layer], block.values[layer], block.positions(layer))
             if each.tokens is not None:
                 rows = tuple(row.index_select(1, each.tokens) for row in rows)
-            parts.append(LayerPart(each.number, *rows, block.advance))
+            keys, values, relative = rows
+            parts.append(KVBlock((keys,), (values,), relative, block.advance, number=each.number))
         return parts
 
     def forget(self, number: int) -> None:
@@ -61,7 +62,7 @@ class Shelf:
         return [vars(block) for block in self.blocks.values()]
 
     def restore(self, tree: Any) -> None:
-        self.blocks = {row["number"]: Block(**row) for row in tree}
+        self.blocks = {row["number"]: KVBlock(**row) for row in tree}
 
 
 def everything(layer: int, numbers: list[int], query: Tensor) -> Choice:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stream_blocks import HEADS, LAYERS, ONE, WIDTH, archive, block, same
 
 from mmfast.core.errors import MmfastError
-from mmfast.core.kv import Block, Clusters
+from mmfast.core.kv import Clusters, KVBlock
 from mmfast.core.registry import get
 from mmfast.core.size import parse_bytes
 from mmfast.ops.quantisation import Quantiser
@@ -109,11 +109,11 @@ def test_the_archive_keeps_no_view_of_large_buffers() -> None:
     small = block(0)
     parts = tuple(base[:, i : i + 5] for i in range(LAYERS))
     held = archive()
-    held.put(Block(0, "text", None, small.relative, small.advance, parts, parts))
+    held.put(KVBlock(parts, parts, small.relative, small.advance))
     part = held.read(1, [Found(0, None)])[0]
-    assert torch.equal(part.keys, base[:, 1:6])
+    assert torch.equal(part.keys[0], base[:, 1:6])
     base.zero_()
-    assert part.keys.any() and part.keys.untyped_storage().nbytes() == part.keys.nbytes
+    assert part.keys[0].any() and part.keys[0].untyped_storage().nbytes() == part.keys[0].nbytes
 
 
 @pytest.mark.parametrize("name", ["rekv", "resv"])
@@ -133,7 +133,7 @@ def test_choices_are_those_of_a_fresh_index(name: str) -> None:
                 ours, theirs = held.choose(layer, _query()), fresh.choose(layer, _query())
                 assert [f.number for f in ours] == [f.number for f in theirs]
                 for a, b in zip(held.read(layer, ours), fresh.read(layer, theirs), strict=True):
-                    assert torch.equal(a.keys, b.keys) and torch.equal(a.relative, b.relative)
+                    assert torch.equal(a.keys[0], b.keys[0]) and torch.equal(a.relative, b.relative)
 
 
 def test_tokens_of_clusters_are_read_with_their_places() -> None:
@@ -147,8 +147,8 @@ def test_tokens_of_clusters_are_read_with_their_places() -> None:
     for f, part in zip(found, held.read(1, found), strict=True):
         tokens = torch.arange(8) if f.tokens is None else f.tokens
         original = blocks[f.number]
-        assert torch.equal(part.keys, original.keys[1][:, tokens])
-        assert torch.equal(part.values, original.values[1][:, tokens])
+        assert torch.equal(part.keys[0], original.keys[1][:, tokens])
+        assert torch.equal(part.values[0], original.values[1][:, tokens])
         assert torch.equal(part.relative, original.positions(1)[:, tokens])
 
 
@@ -157,7 +157,7 @@ def test_a_layer_that_holds_nothing_of_a_block() -> None:
     held.put(block(0, tokens=2, cut=True))  # the last layer holds none
     assert held.choose(2, _query()) == []
     assert [f.number for f in held.choose(1, _query())] == [0]
-    assert held.read(2, [Found(0, None)])[0].keys.shape == (HEADS, 0, WIDTH)
+    assert held.read(2, [Found(0, None)])[0].keys[0].shape == (HEADS, 0, WIDTH)
 
 
 def test_fewer_bits_below_the_device() -> None:
@@ -168,9 +168,9 @@ def test_fewer_bits_below_the_device() -> None:
     assert stats["blocks"] == {"device": 1, "host": 2, "disk": 0}
     assert stats["bytes"]["host"] < 2 * ONE
     new, old = held.read(0, [Found(2, None), Found(0, None)])
-    assert torch.equal(new.keys, block(2).keys[0])
-    assert not torch.equal(old.keys, block(0).keys[0])
-    assert torch.allclose(old.keys, block(0).keys[0], atol=0.02)
+    assert torch.equal(new.keys[0], block(2).keys[0])
+    assert not torch.equal(old.keys[0], block(0).keys[0])
+    assert torch.allclose(old.keys[0], block(0).keys[0], atol=0.02)
 
 
 def test_numbers_must_rise() -> None:
@@ -251,7 +251,7 @@ def test_twenty_thousand_blocks_in_bounded_memory() -> None:
     fields = vars(block(0))
     sizes = []
     for n in range(20_000):
-        held.put(Block(**{**fields, "number": n}))
+        held.put(KVBlock(**{**fields, "number": n}))
         if n in (2_000, 19_999):
             gc.collect()
             sizes.append((len(gc.get_objects()), held.nbytes(), len(pickle.dumps(held))))

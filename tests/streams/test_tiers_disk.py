@@ -21,10 +21,10 @@ from mmfast.ops.quantisation import Quantiser
 from mmfast.streams import snapshots
 from mmfast.streams.archive import files, tiers
 from mmfast.streams.archive.archive import Archive, Found
-from mmfast.streams.archive.blocks import Stored
+from mmfast.streams.archive.blocks import parts_of, stored
 from mmfast.streams.archive.files import TornFileError, TreeFile, encode, write
 
-FILE = sum(map(len, encode(Stored.of(block(0)).tree())))
+FILE = sum(map(len, encode(parts_of(stored(block(0))))))
 
 
 def _query() -> torch.Tensor:
@@ -65,15 +65,15 @@ def test_disk_gives_what_memory_gives(
     for layer in range(LAYERS):
         found = on_disk.choose(layer, _query())
         for a, b in zip(on_disk.read(layer, found), in_memory.read(layer, found), strict=True):
-            assert torch.equal(a.keys, b.keys) and a.keys.dtype == dtype
-            assert torch.equal(a.values, b.values) and torch.equal(a.relative, b.relative)
+            assert torch.equal(a.keys[0], b.keys[0]) and a.keys[0].dtype == dtype
+            assert torch.equal(a.values[0], b.values[0]) and torch.equal(a.relative, b.relative)
 
 
 def test_a_layer_is_read_without_the_others(tmp_path: Path) -> None:
     held = _filled(tmp_path)
     held.read(1, [Found(0, None)])  # the table of contents is in memory now
     path = _files(tmp_path)[0]
-    (place,) = TreeFile(path).skeleton["list"][2]["value"][1][0][1].values()  # keys of layer 0
+    (place,) = TreeFile(path).skeleton["list"][2]["tuple"][0].values()  # keys of layer 0
     data = bytearray(path.read_bytes())
     data[TreeFile(path).rows[place][3]] ^= 1
     path.write_bytes(data)
@@ -96,7 +96,7 @@ def test_any_damage_is_noticed(
 ) -> None:
     """One flipped bit anywhere, a cut anywhere, bytes added: torn, or nothing has changed."""
     path = tmp_path_factory.getbasetemp() / "damaged.block"
-    raw = bytearray(b"".join(encode(Stored.of(block(3)).tree())))
+    raw = bytearray(b"".join(encode(parts_of(stored(block(3))))))
     match data.draw(st.sampled_from(["flip", "cut", "grow", "zero"])):
         case "flip":
             bit = data.draw(st.integers(0, 8 * len(raw) - 1))
@@ -306,7 +306,7 @@ def test_planted_fault_an_unchecked_section_is_used(
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_block_is_either_absent_or_whole(tmp_path: Path) -> None:
     """Killed at every step of a write: no half a block under its name."""
-    encoded = encode(Stored.of(block(0)).tree())
+    encoded = encode(parts_of(stored(block(0))))
     for step in ("write", "fsync", "replace"):
         child = os.fork()
         if not child:

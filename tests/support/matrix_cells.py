@@ -22,7 +22,7 @@ REASONS = {
     "has no blocks of attention": "the tower is convolutional and has no attention to read",
     "which pads images of different sizes": "no merging inside a tower that pads its images",
     "takes tiles of fixed size": "the tower takes tiles of fixed size, not fewer patches",
-    "vision tower of .* with a class token": "no merging inside a tower with a class token",
+    "is not possible in": "its pictures all have one size and number of tokens",
     "puts tokens back into full attention": "revived tokens would be missing from other layers",
     "among the layers that add DeepStack": "revived tokens would miss DeepStack planes: name K",
 }

@@ -150,7 +150,7 @@ def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction
                 alive[items[number]] = False
                 items[number] = items[number][reduction.keep]
                 alive[items[number]] = True
-        hidden = through(tiny, layer, kinds[index], hidden, prompt, alive)
+        hidden = through(tiny, layer, kinds[index], hidden, prompt, alive.clone())
         if index < len(planes):
             hidden = hidden + planes[index]
     norm = text.norm if hasattr(text, "norm") else text.embedding_norm

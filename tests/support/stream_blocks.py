@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mmfast.core.kv import Block
+from mmfast.core.kv import KVBlock
 from mmfast.core.registry import get
 from mmfast.streams.archive.archive import Archive
 from mmfast.streams.archive.blocks import TierQuotas
@@ -16,12 +16,12 @@ LAYERS, HEADS, WIDTH, TOKENS = 3, 2, 8, 5
 
 def block(
     number: int, *, tokens: int = TOKENS, dtype: torch.dtype = torch.float32, cut: bool = False
-) -> Block:
+) -> KVBlock:
     """A block whose contents follow from its number; `cut`: layers hold different tokens."""
     rng = torch.Generator().manual_seed(number)
     counts = [max(0, tokens - layer) if cut else tokens for layer in range(LAYERS)]
     shape = [(HEADS, n, WIDTH) for n in counts]
-    return Block(
+    return KVBlock(
         number=number,
         kind="frame",
         time=number / 4,
@@ -42,11 +42,11 @@ def archive(name: str = "rekv", budget: Any = 3, **options: Any) -> Archive:
     return Archive(get(name, "cache").fn(budget), LAYERS, "cpu", TierQuotas.of(**options), store)
 
 
-def same(found: Any, original: Block, layer: int) -> bool:
+def same(found: Any, original: KVBlock, layer: int) -> bool:
     """Whether a part is bit for bit what was put in, as a whole."""
     return (
-        torch.equal(found.keys, original.keys[layer])
-        and torch.equal(found.values, original.values[layer])
+        torch.equal(found.keys[0], original.keys[layer])
+        and torch.equal(found.values[0], original.values[layer])
         and torch.equal(found.relative, original.positions(layer))
         and torch.equal(found.advance, original.advance)
     )

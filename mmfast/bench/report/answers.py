@@ -30,7 +30,7 @@ def way_name(row: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, (row["reduce"] or "all tokens", row["cache"])))
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_csv(path: Path, document: Row, rows: Sequence[Row], folder: Path) -> None:
     """Write a line for each question and way; lists are joined by `|`."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

@@ -23,7 +23,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.registry import Method, methods
 
 CHARTS = ("accuracy.svg", "speed.svg")
-BEST, BASELINES = 7, ("random", "uniform", "pool")  # lines of the accuracy chart
+BEST, BASELINES = 7, ("random", "uniform", "pool", "downsample")  # lines of the accuracy chart
 SUITES = {
     "eval-video": "clips",
     "eval-image": "single images",
@@ -89,21 +89,18 @@ def _origin(method: Method, known: Mapping[str, Any]) -> str:
 
 
 def _properties(method: Method) -> list[tuple[str, str]]:
-    budget = "share or number of tokens" + ("; without one it decides itself" * method.adaptive)
     if method.kind == "cache":
-        kinds = {"retrieve": "number of frames", "store": "bits (8, 4 or 2)"}
-        budget = kinds.get(method.role, budget)
         return [
             ("role", method.role),
             ("acts", acts(method)),
             ("signals", " ".join(f"`{need}`" for need in method.needs) or "none"),
-            ("budget", "share of the attention" if method.name == "resv" else budget),
+            ("budget", method.takes),
         ]
     depths = ", ".join(f"{100 * depth:g} %" for depth in method.stages)
     rows = [
         ("sites, the default first", sites(method)),
         ("signals", " ".join(f"`{need}`" for need in method.needs)),
-        ("budget", budget),
+        ("budget", method.takes),
     ]
     if method.stages and "llm" in method.sites:
         rows.append(("cuts of a spec without a layer", f"at {depths} of the decoder's depth"))
@@ -221,17 +218,15 @@ def _about(name: str, spec: str) -> bool:
 def _example(method: Method) -> str:
     task, (media, question) = "video-qa", _CLIP
     if method.role == "retrieve":
-        budget = "0.3" if method.name == "resv" else "16"
-        return _SESSION.format(memory=f"sink:64+window:1152+{method.name}:{budget}")
+        return _SESSION.format(memory=f"sink:64+window:1152+{method.example}")
     if method.kind == "cache":
-        budget = {"store": "4", "position": "64"}.get(method.role, "0.5")
-        options = f'cache="{method.name}:{budget}"'
+        options = f'cache="{method.example}"'
     elif method.sites[0] == "pixel":
         task, media = "image-qa", "photo.jpg"
         question = "What is in the picture?"
-        options = f'model="Qwen/Qwen2.5-VL-7B-Instruct", reduce="{method.name}"'
+        options = f'model="Qwen/Qwen2.5-VL-7B-Instruct", reduce="{method.example}"'
     else:
-        options = f'reduce="{method.name}:0.25"'
+        options = f'reduce="{method.example}"'
     return _PIPELINE.format(task=task, options=options, media=media, question=question)
 
 

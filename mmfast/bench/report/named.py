@@ -1,4 +1,4 @@
-"""Tables of `mmfast bench --stream`, `--speech`, `--serve`, `--encoder` and `--decode`."""
+"""Tables of `mmfast bench --stream`, `--speech`, `--serve`, `--encoder`, `--decode`, `--train`."""
 
 from __future__ import annotations
 
@@ -217,6 +217,11 @@ ENCODER = {
         "faster: {gain} | ideal: [reduce]{ideal:.2f}x | "
         "of it to choose and merge: [reduce]{merged:.1%}",
     ),
+    "timm": (
+        "A ViT of timm with merging inside, and the authors' own code",
+        "encoder: {tower_part} | stage: [reduce]`{job}` or {job} | images/s: {images_per_s:.2f} | "
+        "faster: {gain} | ideal: [reduce]{ideal:.2f}x | of the ideal: [reduce]{of_ideal:.0%}",
+    ),
     "compile": (
         'Whole tower with `encoder="fast"` and `"compile"`',
         "tower: {tower_part} | mode: {job} | ms: {median_ms:.0f} | faster: {gain} | "
@@ -260,10 +265,23 @@ DECODE = {
         "same codes: {same_codes:.0%}",
     ),
 }
+TRAIN = {
+    "speed": (
+        "A step of LoRA on the embedded model, 16 questions; speed-up over all tokens",
+        "tokens: `{job}` | ms a step: {median_ms:.0f} | steps/s: {steps_per_s:.2f} | "
+        "faster: {gain} | kept for the gradient, MB: {saved_mb:.0f} | peak MB: {peak_mb:.0f}",
+    ),
+    "adapt": (
+        "Accuracy before and after training at a budget, questions about unseen clips",
+        "trained at: `{job}`, {steps} steps | asked with: [reduce]`{reduce}` or all | "
+        "tokens: {kept:.0f} | before: {before:.1%} | after: {after:.1%} | questions: {n}",
+    ),
+}
 TABLES: dict[str, tuple[ReportTable, ...]] = {
     "stream": _named("stream", ("job", "preset", "knobs", "fps"), STREAM),
     "speech_cost": _named("speech", ("job", "mode", "preset", "seed"), SPEECH),
     "serve": _named("serve", ("job", "sessions", "engine", "role"), SERVE),
     "encoder": _named("encoder", ("job", "shape", "tower", "device", "dtype"), ENCODER),
+    "train": _named("train", ("job", "reduce", "device"), TRAIN),
     "decode": _named("decode", ("preset", "device", "job", "reduce", "batch"), DECODE),
 }

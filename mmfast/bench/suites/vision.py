@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,15 +22,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfast.attach import attach
-from mmfast.bench.cases import Case, build, feature_rows, pick_device
+from mmfast.bench.cases import Case, build, feature_rows, fill_, pick_device
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.timing import compare_jobs, one_thread, peak_during, timed
 from mmfast.core.errors import MmfastError
-from mmfast.models.flops import tower_flops
+from mmfast.models.flops import linear_macs, tower_flops
 from mmfast.models.vision.acceleration import MODES, as_linear, check_encoder, fast_encoder
-from mmfast.models.vision.merge_pass import MergePass
+from mmfast.models.vision.merge_pass import MergePass, MergePlan
 from mmfast.ops.attention import segment_attention
 
 Jobs = dict[str, Callable[[], Any]]
@@ -220,28 +224,44 @@ def _merge_rows(name: str, specs: Sequence[str], rounds: int, layers: int) -> li
     tower, where = TOWERS[name], pick_device(None)
     layers, frames = (tower.blocks, 32) if where.type == "cuda" else (layers, tower.frames)
     case = tower.case(layers, frames)
-    with torch.no_grad():
-        shape = encode(case).shape
-    flops = _flops(case, [math.prod((case.grid[0], *case.preset.grid))] * layers)
+    full = [math.prod((case.grid[0], *case.preset.grid))] * layers
+    shared: Row = {"tower": name, "frames": frames, "layers": layers, "of_layers": tower.blocks}
+    compared = partial(_merged_rows, partial(_encode_reduced, case), partial(_flops, case), full)
+    return compared(specs, rounds, shared)
+
+
+def _merged_rows(
+    encode: Callable[[str | None], Tensor],
+    flops: Callable[[list[int]], int],
+    full: list[int],
+    specs: Sequence[str],
+    rounds: int,
+    shared: Row,
+    peers: Jobs | None = None,
+) -> list[Row]:
+    """Compare `encode` under each spec with the stock one, and with peers on the first spec."""
+    shape, where = encode(None).shape, pick_device(None)
     extra: dict[str, Row] = {"stock": {"reduce": None, "ideal": 1.0, "merging_ms": 0.0}}
-    jobs: Jobs = {"stock": partial(encode, case)}
+    jobs: Jobs = {"stock": partial(encode, None)}
     for spec in specs:
-        run = jobs[spec] = partial(_encode_reduced, case, spec)
-        with torch.no_grad(), _merges_recorded(counting=True) as seen:
+        run = jobs[spec] = partial(encode, spec)
+        with _merges_recorded(counting=True) as seen:
             features = run()
         if features.shape != shape or not bool(features.isfinite().all()):
             raise MmfastError(f"{spec!r} gave features {list(features.shape)}; run the tests")
-        with torch.no_grad(), one_thread(), _merges_recorded() as clocked:
+        with one_thread(), _merges_recorded() as clocked:
             run()
-        extra[spec] = {"reduce": spec, "ideal": flops / _flops(case, seen.lengths)}
-        extra[spec]["operations_a_block"] = seen.operations / layers
+        extra[spec] = {"reduce": spec, "ideal": flops(full) / flops(seen.lengths)}
+        extra[spec]["operations_a_block"] = seen.operations / len(full)
         extra[spec]["merging_ms"] = clocked.ms
-    shared: Row = {"tower": name, "frames": frames, "layers": layers, "of_layers": tower.blocks}
+    for name, peer in (peers or {}).items():
+        jobs[name], extra[name] = peer, {"ideal": extra[specs[0]]["ideal"]}
     found = compare_jobs(jobs, rounds, shared, where, extra)
     return [{**row, "of_ideal": row["speedup"] / row["ideal"]} for row in found]
 
 
-def _encode_reduced(case: Case, spec: str) -> Tensor:
+@torch.no_grad()
+def _encode_reduced(case: Case, spec: str | None) -> Tensor:
     with attach(case.model, spec):
         return encode(case)
 
@@ -289,6 +309,64 @@ def _merges_recorded(counting: bool = False) -> Iterator[_MergeRecord]:
 
     with patch.object(MergePass, "merge", merge):
         yield seen
+
+
+@benchmark("encoder", "timm")
+def timm_encoder(
+    tick: Tick, rounds: int = 5, layers: int = 4, size: int = 384, peer: str | None = None
+) -> list[Row]:
+    """Compare timm's ViT-L/16 with merging; `peer` is a checkout of facebookresearch/ToMe."""
+    from timm.models.vision_transformer import VisionTransformer
+
+    where, dtype, images = pick_device(None), torch.float32, 1
+    if where.type == "cuda":
+        dtype, layers, images = torch.bfloat16, 24, 64
+    shape: dict[str, Any] = {"img_size": size, "embed_dim": 1024, "num_heads": 16, "depth": layers}
+    model: Any = VisionTransformer(**shape, weight_init="skip").eval()
+    fill_(model)
+    model = model.to(where, dtype)
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(images, 3, size, size, generator=gen).to(where, dtype)
+    peers: Jobs = {}
+    if peer is not None:
+        peers["ToMe's own code"] = partial(torch.no_grad()(_peer_model(model, peer)), x)
+    full = [images * model.patch_embed.num_patches] * layers
+    shared: Row = {"tower": f"ViT-L/16, {size} px", "images": images, "layers": layers}
+    shared |= {"of_layers": 24, "dtype": dtype_name(dtype)}
+    tick("ViT-L/16", 0, 1)
+    run, flops = partial(_classify, model, x), partial(_vit_flops, model, images)
+    found = _merged_rows(run, flops, full, ("tome@vit:0.5", "saint@vit:0.5"), rounds, shared, peers)
+    return [{**row, "images_per_s": images / row["median_ms"] * 1e3} for row in found]
+
+
+@torch.no_grad()
+def _classify(model: Any, x: Tensor, spec: str | None) -> Tensor:
+    with attach(model, spec):
+        return model(x)  # type: ignore[no-any-return]
+
+
+def _vit_flops(model: Any, images: int, leaving: Sequence[int]) -> int:
+    """FLOPs of the blocks of a ViT of timm that leave so many patches of all images."""
+    total, prefix = 0, images * model.num_prefix_tokens
+    entering = [images * model.patch_embed.num_patches, *leaving[:-1]]
+    for block, n, m in zip(model.blocks, entering, leaving, strict=True):
+        mlp, n, m = linear_macs(block, "mlp"), n + prefix, m + prefix
+        total += 2 * (linear_macs(block) - mlp) * n + 2 * mlp * m
+        total += 4 * n * n // images * int(model.embed_dim)
+    return total
+
+
+def _peer_model(model: Any, path: str) -> Any:
+    """The model under the authors' patch, losing as many tokens a block as `tome@vit:0.5`."""
+    if not Path(path, "tome", "patch").is_dir():
+        raise MmfastError(f"--peer {path} holds no tome/patch; give a checkout of ToMe")
+    sys.path.append(path)
+    model, n = copy.deepcopy(model), model.patch_embed.num_patches
+    importlib.import_module("tome.patch").timm(model)
+    plan = MergePlan((n,), (round(n / 2),), (n,), len(model.blocks))
+    left = [n, *(plan.after(block)[0] for block in range(plan.blocks))]
+    model.r = [before - after for before, after in pairwise(left)]
+    return model
 
 
 PATCHES = ("siglip-so400m-384, two frames", "qwen2.5-vl, two frames of 392 x 392")

@@ -1,7 +1,11 @@
-"""WAV files written as a stream, also to pipes, where libsndfile cannot write a header."""
+"""WAV files written as a stream, also to pipes, where libsndfile cannot write a header.
+
+Compressed files are written at once, by libsndfile.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 from pathlib import Path
@@ -10,11 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MediaError
+from mmfast.core.errors import MediaError, unknown
 from mmfast.frontends.source import first_line, quote, seekable
 from mmfast.ops.audio import check_rate
 
 _FORMATS = {"pcm16": (1, 2), "float32": (3, 4)}  # -> format tag, bytes of a sample
+# Suffix -> format and encoding of libsndfile.
+_ENCODED = {
+    ".flac": ("FLAC", "PCM_16"),
+    ".mp3": ("MP3", "MPEG_LAYER_III"),
+    ".ogg": ("OGG", "VORBIS"),
+    ".opus": ("OGG", "OPUS"),
+}
 _UNKNOWN = 0xFFFFFFFF  # size of a stream that cannot seek: players read to the end
 _HEADER = 44
 
@@ -103,3 +114,28 @@ def write_wav(target: Any, pcm: Tensor, rate: int, encoding: str = "pcm16") -> N
     """Write samples `[n]` float in -1..1 to a mono WAV file."""
     with WavWriter(target, rate, encoding) as wav:
         wav.write(pcm)
+
+
+def write_sound(target: Any, pcm: Tensor, rate: int) -> None:
+    """Write samples `[n]` float in -1..1 to a mono file of the format that its suffix names.
+
+    A file object, or a name without a suffix, gets a WAV file. MediaError where there is no such
+    format, or the target cannot be written; then nothing is written.
+    """
+    suffix = Path(target).suffix.lower() if isinstance(target, str | os.PathLike) else ""
+    if suffix in ("", ".wav"):
+        return write_wav(target, pcm, rate)
+    if suffix not in _ENCODED:
+        raise MediaError(f"{quote(target)}: {unknown('sound format', suffix, ('.wav', *_ENCODED))}")
+    import soundfile
+
+    kind, encoding = _ENCODED[suffix]
+    samples = torch.nan_to_num(pcm.detach().cpu().float().flatten(), nan=0.0).clamp(-1.0, 1.0)
+    data = io.BytesIO()
+    try:
+        with soundfile.SoundFile(data, "w", check_rate(rate), 1, encoding, format=kind) as file:
+            for part in (samples if len(samples) else torch.zeros(1)).split(4096):
+                file.write(part.numpy())  # in blocks: Vorbis overflows the stack on long ones
+        Path(target).write_bytes(data.getvalue())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise MediaError(f"{quote(target)} cannot be written: {first_line(error)}") from None

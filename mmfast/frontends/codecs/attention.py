@@ -6,39 +6,38 @@ distances only, so no number grows with the length of the stream.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mmfast.core.kv import KVBlock
 from mmfast.frontends.codecs.layers import CodecLayer
-
-
-class Window(NamedTuple):
-    """The last keys and values of every layer."""
-
-    keys: tuple[Tensor, ...]  # [B, H, w, d] each, before rotation
-    values: tuple[Tensor, ...]
-    seen: Tensor  # [B] number of them that belong to this stream, at most w
+from mmfast.ops.stream_cache import empty
 
 
 class Transformer(CodecLayer):
-    """Mimi's transformer, `[B, C, t]` to `[B, C, t]`; its modules are used as they are."""
+    """Mimi's transformer, `[B, C, t]` to `[B, C, t]`; its modules are used as they are.
+
+    Its state holds the last keys, before rotation, and values; `advance` `[B]` counts those of them
+    that belong to the stream.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model, self.layers = model, list(model.layers)
         self.past = int(model.config.sliding_window) - 1  # beside the query itself
 
-    def start(self, batch: int) -> Window:
+    def start(self, batch: int) -> KVBlock:
         """Return an empty window, which has its full size from the start."""
         attention = self.layers[0].self_attn
         weight = attention.k_proj.weight
         shape = (batch, attention.num_key_value_heads, self.past, attention.head_dim)
         zeros = tuple(weight.new_zeros(shape) for _ in self.layers)
-        return Window(zeros, zeros, torch.zeros(batch, dtype=torch.long, device=weight.device))
+        return replace(empty(batch, weight.device), keys=zeros, values=zeros)
 
-    def step(self, state: Window, x: Tensor) -> tuple[Window, Tensor]:
+    def step(self, state: KVBlock, x: Tensor) -> tuple[KVBlock, Tensor]:
         """Run `[B, C, t]` through all layers; each moment sees the window that ends with it."""
         n = x.shape[-1]
         if not n:
@@ -46,14 +45,15 @@ class Transformer(CodecLayer):
         hidden = x.transpose(1, 2)  # [B, t, C]
         places = torch.arange(self.past + n, device=x.device)
         turn = self.model.rotary_emb(hidden, places[None])
-        mask = self._mask(state.seen, places, n)
+        mask = self._mask(state.advance, places, n)
         keys, values = [], []
         for layer, k, v in zip(self.layers, state.keys, state.values, strict=True):
             hidden, k, v = _layer(layer, hidden, k, v, turn, mask)
             keys.append(k[:, :, n:])
             values.append(v[:, :, n:])
-        seen = (state.seen + n).clamp(max=self.past)
-        return Window(tuple(keys), tuple(values), seen), hidden.transpose(1, 2)
+        seen = (state.advance + n).clamp(max=self.past)
+        state = KVBlock(tuple(keys), tuple(values), state.relative, seen)
+        return state, hidden.transpose(1, 2)
 
     def _mask(self, seen: Tensor, places: Tensor, n: int) -> Tensor:
         """`[B, 1, n, past + n]`: causal, inside the window, of this stream."""

@@ -6,14 +6,15 @@ skip (`lstm`), plain convolutions with zero padding, and functions of each momen
 such layers on whole frames; all rows of a batch share one grid of frames. A row can begin anew
 while the others go on: in place where every layer is in step; where a layer waits for samples
 (mirrored padding, look-ahead), in a group of its own, whose output comes `lag` frames late. The
-state is a tuple of tuples, tensors and numbers; every tensor has the rows of the batch first, so
-rows can be taken out and put back without knowing what a state means.
+state is a tuple of tuples, tensors, blocks of keys and values, and numbers; every tensor has the
+rows of the batch first, so rows can be taken out and put back without knowing what a state means.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmfast.core.errors import MediaError, ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.frontends.codecs.convolution import Conv, ConvTranspose
 from mmfast.frontends.codecs.layers import (
     CodecLayer,
@@ -106,6 +108,10 @@ def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:
     if isinstance(first, tuple):
         parts = [tree_map(function, *each) for each in zip(*trees, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    if isinstance(first, KVBlock):
+        names = ("keys", "values", "relative", "advance")
+        mapped = {n: tree_map(function, *(getattr(tree, n) for tree in trees)) for n in names}
+        return replace(first, **mapped)
     return first
 
 

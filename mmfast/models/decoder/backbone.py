@@ -31,7 +31,7 @@ from mmfast.models.decoder.blocks import (
 )
 from mmfast.models.decoder.rotary import Rotary
 from mmfast.models.layers import FULL, kind_of
-from mmfast.ops.stream_cache import Angles, LayerSlot, Placer
+from mmfast.ops.stream_cache import Angles, Placer, RowBuffer
 
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; else 5e-2
@@ -41,7 +41,7 @@ _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; els
 class BackboneState:
     """Keys and values of B streams, one slot per decoder layer; `lengths` tokens of each stand."""
 
-    slots: list[LayerSlot]
+    slots: list[RowBuffer]
     lengths: list[int]
 
     def crop(self, lengths: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class Backbone:
 
     def state(self, batch: int = 1, reserve: int = 512) -> BackboneState:
         """Empty caches of `batch` streams, with room for `reserve` tokens each."""
-        return BackboneState([LayerSlot(reserve) for _ in self.blocks], [0] * batch)
+        return BackboneState([RowBuffer(reserve) for _ in self.blocks], [0] * batch)
 
     def run(self, state: BackboneState, embeds: Tensor, counts: Sequence[int]) -> Tensor:
         """Read `embeds` `[B, n, D]` behind the tokens of the streams; the state changes in place.

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmfast.ops.stream_cache import LayerSlot, TokenPlaces
+from mmfast.models.reduction.cache_layers import StoreLayer
+from mmfast.ops.stream_cache import RowBuffer, TokenPlaces
 
 
 def lean_norm(norm: Any) -> Callable[[Tensor], Tensor]:
@@ -74,7 +76,7 @@ def head_norm(attention: Any, queries: int, keys: int) -> Callable[[Tensor], Ten
     return normed
 
 
-Block = Callable[[Tensor, LayerSlot, TokenPlaces], Tensor]
+Block = Callable[[Tensor, RowBuffer, TokenPlaces], Tensor]
 
 _LEAN = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
 _LEAN_NUMBERS = 4_000_000  # of a layer; larger ones spend their time in the products
@@ -116,7 +118,7 @@ class Lean:
         self.act: Callable[[Tensor], Tensor] = F.silu if "SiLU" in name else mlp.act_fn
         self.head_norm = head_norm(attention, self.queries, self.keys)
 
-    def __call__(self, x: Tensor, slot: LayerSlot, place: TokenPlaces) -> Tensor:
+    def __call__(self, x: Tensor, slot: RowBuffer, place: TokenPlaces) -> Tensor:
         """The layer on new tokens, behind those of the slot."""
         batch, n, width = x.shape
         flat = x.reshape(-1, width)
@@ -130,7 +132,7 @@ class Lean:
         return flat.view(batch, n, width)
 
     def _mixed(
-        self, flat: Tensor, batch: int, n: int, slot: LayerSlot, place: TokenPlaces
+        self, flat: Tensor, batch: int, n: int, slot: RowBuffer, place: TokenPlaces
     ) -> Tensor:
         qkv = _product(self.before(flat), self.qkv, self.qkv_bias).view(batch, n, -1, self.head)
         turned = qkv[:, :, : self.turned]
@@ -171,7 +173,7 @@ class Stock:
         names = inspect.signature(layer.forward).parameters
         self.cache_name = "layer_past" if "layer_past" in names else "past_key_values"
 
-    def __call__(self, x: Tensor, slot: LayerSlot, place: TokenPlaces) -> Tensor:
+    def __call__(self, x: Tensor, slot: RowBuffer, place: TokenPlaces) -> Tensor:
         """The layer on new tokens, behind those of the slot."""
         mask = place.mask
         found = self.layer(
@@ -180,25 +182,10 @@ class Stock:
             position_ids=None,
             use_cache=True,
             position_embeddings=place.angles,
-            **{self.cache_name: _Cache(slot, place)},
+            **{self.cache_name: StoreLayer(partial(slot.put_two, place=place))},
         )
         hidden: Tensor = found[0] if isinstance(found, tuple) else found
         return hidden
-
-
-class _Cache:
-    """A slot as a stock attention sees its cache, for one call."""
-
-    __slots__ = ("place", "slot")
-
-    def __init__(self, slot: LayerSlot, place: TokenPlaces) -> None:
-        self.slot, self.place = slot, place
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new tokens, read all."""
-        return self.slot.put_two(key_states, value_states, self.place)
 
 
 def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:

@@ -11,35 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from mmfast.core.errors import ModelError
-from mmfast.ops.stream_cache import StreamKV, advance, empty
-
-
-class _Call(Cache):  # type: ignore[misc]  # transformers has no types
-    """A cache for one call: what comes in is joined to the state, which stays as it is."""
-
-    def __init__(self, state: StreamKV, keep: int | None) -> None:
-        super().__init__(layers=[])
-        self.old = (state.keys, state.values)
-        self.new: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self.keep = keep
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer with all that came before."""
-        both = []
-        for old, new, fresh in zip(self.old, self.new, (key_states, value_states), strict=True):
-            whole = torch.cat([old[layer_idx], fresh], dim=2) if old else fresh
-            new.append(whole if self.keep is None else whole[:, :, -self.keep :])
-            both.append(whole)
-        return both[0], both[1]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Entries so far."""
-        return self.old[0][layer_idx].shape[2] if self.old[0] else 0
+from mmfast.core.kv import KVBlock
+from mmfast.models.reduction.cache_layers import Pair, cache_over
+from mmfast.ops.stream_cache import advance, empty, within
 
 
 class StreamDecoder:
@@ -55,6 +31,7 @@ class StreamDecoder:
         if window is not None and window < 2:
             raise ModelError(f"window={window!r} holds no history; use 2 or more, or None for all")
         config: Any = body.config
+        self.layers = int(config.num_hidden_layers)
         self.attention = config._attn_implementation
         if self.attention not in ("sdpa", "eager"):
             raise ModelError(
@@ -62,29 +39,37 @@ class StreamDecoder:
                 "load the model with attn_implementation='sdpa'"
             )
 
-    def start(self, batch: int = 1) -> StreamKV:
+    def start(self, batch: int = 1) -> KVBlock:
         """The state before the first step."""
         return empty(batch, next(self.body.parameters()).device)
 
     def step(
-        self, state: StreamKV, embeds: Tensor, real: Tensor | None = None
-    ) -> tuple[StreamKV, Tensor]:
+        self, state: KVBlock, embeds: Tensor, real: Tensor | None = None
+    ) -> tuple[KVBlock, Tensor]:
         """Run the tokens `[B, n, D]`; returns the next state and the last hidden states.
 
         `real` `[B, n]` is False where shorter streams are padded; padding leaves no trace.
         """
         step = advance(state, embeds.shape[1], real, self.window, self.width)
-        keep = None if self.window is None else (self.window - 1) * self.width
-        call = _Call(state, keep)
+        kept: list[Pair] = []
+
+        def join(layer: int, keys: Tensor, values: Tensor) -> Pair:
+            if state.keys:
+                keys = torch.cat([state.keys[layer], keys], dim=2)
+                values = torch.cat([state.values[layer], values], dim=2)
+            kept.append((keys, values))
+            return keys, values
+
         out: Tensor = self.body(
             inputs_embeds=embeds,
             attention_mask=self.mask(step.sees[:, None], embeds.dtype),
             position_ids=step.place.clamp(min=0),
-            past_key_values=call,
+            past_key_values=cache_over(self.layers, join, lambda _: state.n),
             use_cache=True,
         ).last_hidden_state
-        known = step.known if keep is None else step.known[:, -keep:]
-        return StreamKV(tuple(call.new[0]), tuple(call.new[1]), known, step.seen), out
+        keys, values = zip(*kept, strict=True)
+        state = KVBlock(keys, values, step.known, step.seen)
+        return within(state, self.window, self.width), out
 
     def mask(self, sees: Tensor, dtype: torch.dtype) -> Tensor:
         """Turn what a token sees, `[B, 1, n, N]` bool, into the mask its attention takes."""

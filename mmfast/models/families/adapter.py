@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def one_tile(base: Any, call: Call) -> list[int]:
     return [1] * len(call["pixel_values"])
 
 
+@lru_cache
 def raster_places(grid: tuple[int, int, int]) -> Tensor:
     """`(t, y, x)` of every token of a full raster, `[t * h * w, 3]`."""
     axes = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
@@ -100,8 +102,11 @@ class Adapter:
         blocks: `(arguments of forward) -> [B, P + L]`: for a family whose media tokens see forward
             inside their image, the number of the image of each token up to now, -1 at text; None
             where this call is causal.
+        resizes: A smaller picture gets fewer tokens (tiles), or frames are pooled, though the tower
+            takes one size alone.
         deepstack: The text model adds further visual features after its first layers.
         mrope: Positions have three axes, and the base model remembers `rope_deltas`.
+        alone: A vision encoder without a language model.
     """
 
     family: str
@@ -113,8 +118,10 @@ class Adapter:
     tile_counts: Callable[[Any, Call], list[int]] = one_tile
     media: tuple[str, ...] = ("image", "video")
     blocks: Callable[[Call], Tensor | None] = lambda _: None
+    resizes: bool = False
     deepstack: bool = False
     mrope: bool = False
+    alone: bool = False
 
     def tower_of(self, base: Any, kind: str) -> Tower:
         """The tower that encodes a kind of media."""
@@ -150,9 +157,14 @@ def adapter_for(model: Any) -> Adapter:
     """The adapter of a model by `model.config.model_type`; the ModelError says how to write one."""
     family = getattr(getattr(model, "config", None), "model_type", None)
     import_all(_PACKAGE)
-    if family not in _ADAPTERS and _reads_text_alone(model):
-        return Adapter(str(family), _no_media, _no_media, media=())
     if family not in _ADAPTERS:
+        from mmfast.models.families.encoder import encoder_adapter  # it builds an Adapter
+
+        alone = encoder_adapter(model)
+        if alone is not None:
+            return alone
+        if _reads_text_alone(model):
+            return Adapter(str(family), _no_media, _no_media, media=())
         part = getattr(getattr(getattr(model, "thinker", None), "config", None), "model_type", None)
         if part in _ADAPTERS:
             raise ModelError(
@@ -187,7 +199,7 @@ def _no_media(base: Any, *_: Any) -> Any:
 
 def tower_of(model: Any) -> Tower:
     """The vision tower of a model; ModelError where the family is unknown."""
-    return adapter_for(model).tower(model.base_model)
+    return adapter_for(model).tower(getattr(model, "base_model", model))
 
 
 def token_counts(

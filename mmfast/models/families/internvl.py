@@ -75,4 +75,4 @@ def _of_prompt(base: Any, ids: Tensor, tile: Layout) -> list[Layout]:
     return found
 
 
-add_adapter(Adapter("internvl", layout, fold, square, tile_counts=tile_counts))
+add_adapter(Adapter("internvl", layout, fold, square, tile_counts=tile_counts, resizes=True))

@@ -63,4 +63,8 @@ def _pack(base: Any, tiles: list[Tensor], newline: Tensor, call: Call) -> list[T
     return list(packed)
 
 
-add_adapter(Adapter("llava_next", layout, fold, recover, tile_counts=tile_counts, media=("image",)))
+add_adapter(
+    Adapter(
+        "llava_next", layout, fold, recover, tile_counts=tile_counts, media=("image",), resizes=True
+    )
+)

@@ -101,4 +101,6 @@ def _pack(base: Any, tiles: list[Tensor], newline: Tensor, call: Call) -> list[T
     return list(packed)
 
 
-add_adapter(Adapter("llava_onevision", layout, fold, recover, tile_counts=tile_counts))
+add_adapter(
+    Adapter("llava_onevision", layout, fold, recover, tile_counts=tile_counts, resizes=True)
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ class Tower:
     """The vision tower of a model: `module` with `blocks`, inside the base model.
 
     If `packed`, patches of all items lie in one sequence `[S, D]` (Qwen), not in a batch; with a
-    `class_token`, row 0 of a frame is one.
+    `class_token`, row 0 of a frame is one. An encoder of its own is its base, too.
     """
 
     base: Any
@@ -32,6 +34,54 @@ class Tower:
     blocks: nn.ModuleList
     packed: bool
     class_token: bool
+
+    @property
+    def prefix(self) -> int:
+        """Rows of a frame in front of its patches: class, distillation and register tokens."""
+        registers = getattr(getattr(self.module, "config", None), "num_register_tokens", 0)
+        return int(getattr(self.module, "num_prefix_tokens", self.class_token + registers))
+
+    @property
+    def alone(self) -> bool:
+        """The model is an encoder without a language model."""
+        return self.base is self.module
+
+    @property
+    def timm(self) -> bool:
+        """The encoder is one of timm."""
+        return hasattr(self.module, "forward_features")
+
+    def entries(self) -> dict[str, str]:
+        """Methods of the base that encode images and videos, and the kind of each."""
+        if self.alone:
+            names = ["forward_features", "forward_intermediates"] if self.timm else ["forward"]
+            return dict.fromkeys(names, "image")
+        kinds = {"image", "video"} & set(kinds_of(self.base))
+        return {f"get_{kind}_features": kind for kind in kinds}
+
+    def bind(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a call of one of the `entries` by name; of an encoder alone all of them."""
+        bound = inspect.signature(getattr(self.base, name)).bind(*args, **kwargs)
+        if self.alone:
+            bound.apply_defaults()
+        if self.timm:
+            bound.arguments["pixel_values"] = bound.arguments["x"]
+        return bound.arguments
+
+    def states(self, arguments: Mapping[str, Any]) -> set[int]:
+        """Hidden states that a call asks for; 0 is the input of the first block."""
+        count, extra = len(self.blocks) + 1, arguments.get("kwargs", {})
+        asked = extra.get("output_hidden_states", arguments.get("output_hidden_states"))
+        if asked is None and self.alone:  # or the intermediates of timm
+            asked = "stop_early" in arguments or argument(self.base, {}, "output_hidden_states")
+        return {*range(count)} if asked is True else numbers_of(asked, count)
+
+    def raster(self) -> int:
+        """Patches of a frame or tile, where all have the size that the config names."""
+        vision = self.base.config.vision_config
+        sizes = (vision.image_size, vision.patch_size)
+        pairs = [list(n) if isinstance(n, Sequence) else [n, n] for n in sizes]
+        return int(math.prod(image // patch for image, patch in zip(*pairs, strict=True)))
 
     def last_used(self, arguments: Mapping[str, Any]) -> int:
         """Index of the last block whose output reaches the language model.
@@ -42,9 +92,14 @@ class Tower:
         layers = argument(self.base, arguments, "vision_feature_layer")
         if self.packed or layers is None:
             return len(self.blocks) - 1
-        states = len(self.blocks) + 1
-        used = [layers] if isinstance(layers, int) else layers
-        return int(max(layer % states for layer in used)) - 1
+        return max(numbers_of(layers, len(self.blocks) + 1)) - 1
+
+
+def numbers_of(layers: Any, count: int) -> set[int]:
+    """Hidden states named by a number or several, -1 being the last of `count`; None is none."""
+    if layers is None or isinstance(layers, bool):
+        return set()
+    return {int(n) % count for n in ([layers] if isinstance(layers, int) else layers)}
 
 
 def kinds_of(base: Any) -> list[str]:
@@ -69,10 +124,31 @@ def attention_of(block: Any) -> nn.Module:
     return module
 
 
+# Names of the norms of attention and MLP, in the towers of transformers and in timm.
+NORMS = {
+    1: ("norm1", "layer_norm1", "layernorm_before"),
+    2: ("norm2", "layer_norm2", "layernorm_after"),
+}
+
+
+# Blocks of timm in which attention and MLP follow each other.
+TIMM_BLOCKS = ("Block", "ResPostBlock", "EvaBlock", "EvaBlockPostNorm")
+
+
+def part_of(block: Any, names: Sequence[str]) -> Any:
+    """The part of a tower block that goes by one of these names, or None."""
+    return next((p for name in names if (p := getattr(block, name, None)) is not None), None)
+
+
+def has_halves(block: Any) -> bool:
+    """Return True if attention and MLP of a block follow each other, each with a norm."""
+    return all(part_of(block, names) is not None for names in (*NORMS.values(), ["mlp"]))
+
+
 def argument(base: Any, arguments: Mapping[str, Any], name: str) -> Any:
     """A call's argument, or what the configuration puts in place of None."""
     value = arguments.get(name)
-    return getattr(base.config, name, None) if value is None else value
+    return getattr(getattr(base, "config", None), name, None) if value is None else value
 
 
 def find_tower(base: Any) -> Tower:
@@ -83,7 +159,11 @@ def find_tower(base: Any) -> Tower:
     """
     if hasattr(base, "visual"):
         return Tower(base, base.visual, base.visual.blocks, packed=True, class_token=False)
-    module = base.get_encoder("image")
+    return batch_tower(base, base.get_encoder("image"))
+
+
+def batch_tower(base: Any, module: Any) -> Tower:
+    """A tower of equal frames in a batch, whose first module list holds the blocks."""
     blocks = next(m for m in module.modules() if isinstance(m, nn.ModuleList))
     names = [name for name, _ in module.named_parameters()]
     has_class = any(name.endswith(("class_embedding", "cls_token")) for name in names)

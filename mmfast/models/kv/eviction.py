@@ -22,7 +22,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
 from mmfast.models.kv.notes import BASIS, KIND, PADDING, PINNED, TOTAL, WINDOW, entries, fill
-from mmfast.models.kv.packs import PackedLayer, keep_packed
+from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
 from mmfast.models.reduction.cache_layers import is_short, regroup
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import replacing
@@ -55,13 +55,10 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
         if isinstance(layer, PackedLayer):
             layer.open()  # what is merged is packed once more
         left = leave(layer.keys, layer.values, notes, where, reductions)
-        layer.keys, layer.values = left.keys, left.values
+        (layer.keys,), (layer.values,) = left.kv.keys, left.kv.values
         if isinstance(layer, PackedLayer):
             layer.front = left.gaps
-    gone = length - left.width
-    layer.gone, layer.dropped = layer.gone + gone, layer.dropped + gone
-    layer.notes, layer.valid = left.notes, left.valid
-    regroup(cache, index)
+    settle(cache, index, left, length)
     return before, after
 
 

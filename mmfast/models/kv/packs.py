@@ -18,45 +18,33 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicLayer
 
-from mmfast.caches.store import leave
+from mmfast.caches.store import Left, leave
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
-from mmfast.models.reduction.cache_layers import Shorter, is_short, regroup, shorten
+from mmfast.models.reduction.cache_layers import Shorter, StoreLayer, is_short, regroup, shorten
 from mmfast.ops.quantisation import PackedTensor, dequantise_row
 from mmfast.ops.ranking import complement
-
-
-@dataclass(frozen=True, eq=False)
-class Pack:
-    """Entries `[H, n, d]` of one precision: in few bits, or (16 bits) as they were."""
-
-    keys: PackedTensor | Tensor
-    values: PackedTensor | Tensor
-    n: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.keys.nbytes + self.values.nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
     """Packs of one batch row in order of time, one per precision, beside its recent entries.
 
-    `live` `[1 or H, m]` are the entries of packs and recent ones that are left, in order of time,
-    as of when there were `covered` of them; what came since is left. None where all are.
+    A pack is a block of this layer alone: entries `[H, n, d]` in few bits, or (16 bits) as they
+    were. `live` `[1 or H, m]` are the entries of packs and recent ones that are left, in order of
+    time, as of when there were `covered` of them; what came since is left. None where all are.
     """
 
-    packs: tuple[Pack, ...] = ()
+    packs: tuple[KVBlock, ...] = ()
     live: Tensor | None = None
     covered: int = 0
 
     @property
     def packed(self) -> int:
         """Entries per head in packs, evicted ones too."""
-        return sum(pack.n for pack in self.packs)
+        return sum(map(_size, self.packs))
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +61,8 @@ class PackedRow:
         """Keys and values `[H, m, d]` that are left; takes the recent ones `[H, r, d]`."""
         index = self.index(keys.shape[1])
         if self.packs:
-            keys = _behind([p.keys for p in self.packs], self.packed, keys)
-            values = _behind([p.values for p in self.packs], self.packed, values)
+            keys = _behind([p.keys[0] for p in self.packs], self.packed, keys)
+            values = _behind([p.values[0] for p in self.packs], self.packed, values)
         if index is None:
             return keys, values
         index = index.to(keys.device)
@@ -89,7 +77,7 @@ class PackedRow:
         more = torch.arange(self.covered, self.packed + recent, device=self.live.device)
         return torch.cat([self.live.long(), more.expand(len(self.live), -1)], 1)
 
-    def add(self, packs: Sequence[Pack], order: Tensor | None, recent: int) -> PackedRow:
+    def add(self, packs: Sequence[KVBlock], order: Tensor | None, recent: int) -> PackedRow:
         """With the first of `recent` entries in packs, at places `order` `[n]` (None: in order)."""
         more = replace(self, packs=(*self.packs, *packs))
         if order is None:
@@ -117,16 +105,20 @@ class PackedRow:
 
     def _without_empty_packs(self) -> PackedRow:
         assert self.live is not None
-        packs, live, covered, start = list[Pack](), self.live, self.covered, 0
+        packs, live, covered, start = list[KVBlock](), self.live, self.covered, 0
         for pack in self.packs:
-            inside = (live >= start) & (live < start + pack.n)
-            if bool(inside.any()):
+            n = _size(pack)
+            if bool(((live >= start) & (live < start + n)).any()):
                 packs.append(pack)
-                start += pack.n
+                start += n
             else:
-                live = torch.where(live >= start, live - pack.n, live)
-                covered -= pack.n
+                live = torch.where(live >= start, live - n, live)
+                covered -= n
         return PackedRow(tuple(packs), live, covered)
+
+
+def _size(pack: KVBlock) -> int:
+    return int(pack.keys[0].shape[1])
 
 
 def _behind(packs: Sequence[PackedTensor | Tensor], n: int, recent: Tensor) -> Tensor:
@@ -140,33 +132,31 @@ def _behind(packs: Sequence[PackedTensor | Tensor], n: int, recent: Tensor) -> T
 # `(x [H, n, d], whether keys) -> ` the same in few bits.
 Packer = Callable[[Tensor, bool], Any]
 # `(row, keys [H, n, d], values [H, n, d]) -> ` packs of them, and the order of `PackedRow.add`.
-RowPacker = Callable[[int, Tensor, Tensor], tuple[list[Pack], Tensor | None]]
+RowPacker = Callable[[int, Tensor, Tensor], tuple[list[KVBlock], Tensor | None]]
 
 
 def split_packs(
     keys: Tensor, values: Tensor, chosen: Tensor, packers: tuple[Packer, Packer]
-) -> tuple[list[Pack], Tensor]:
+) -> tuple[list[KVBlock], Tensor]:
     """Packs of the entries `chosen` `[c]`, ascending, by the first packer, the rest by the second.
 
     Also returns the place of each entry in them.
     """
     parts = (chosen, complement(chosen, keys.shape[1]))
     packs = [
-        Pack(pack(keys.index_select(1, part), True), pack(values.index_select(1, part), False), n)
+        KVBlock(
+            (pack(keys.index_select(1, part), True),), (pack(values.index_select(1, part), False),)
+        )
         for part, pack in zip(parts, packers, strict=True)
-        if (n := len(part))
+        if len(part)
     ]
     return packs, torch.cat(parts).argsort()
 
 
-def packs_of(keys: Tensor, values: Tensor, pack: Packer, size: int | None) -> list[Pack]:
+def packs_of(keys: Tensor, values: Tensor, pack: Packer, size: int | None) -> list[KVBlock]:
     """Packs of at most `size` entries, or one of all."""
     pairs = zip(_packed(keys, pack, True, size), _packed(values, pack, False, size), strict=True)
-    left, size = keys.shape[1], size or keys.shape[1]
-    return [
-        Pack(k, v, min(size, left - start))
-        for (k, v), start in zip(pairs, range(0, left, size), strict=True)
-    ]
+    return [KVBlock((k,), (v,)) for k, v in pairs]
 
 
 def _packed(x: Tensor, pack: Packer, keys: bool, size: int | None) -> list[Any]:
@@ -188,14 +178,6 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
     _layer_type = None
     rows: tuple[PackedRow, ...] = ()
     front: tuple[int, ...] = ()
-    extra = 0
-
-    def get_seq_length(self) -> Any:
-        return super().get_seq_length() + self.extra
-
-    def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
-        length, offset = super().get_mask_sizes(query_length)
-        return length + self.extra, offset
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         super().update(key_states, value_states, *args, **kwargs)
@@ -230,8 +212,7 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
         """Unpack everything."""
         self.keys, self.values = self.whole()
         self.rows = tuple(PackedRow() for _ in self.rows)
-        gaps = self._gaps()
-        self.front, self.extra = gaps, 0
+        self.front, self.extra = self._gaps(), 0
 
     def _gaps(self) -> tuple[int, ...]:
         if self.notes is None:
@@ -291,8 +272,14 @@ def align(cache: Any, index: int) -> None:
     heads = layer.keys.shape[1]
     same = [Reduction.identity(len(w), (heads,), w.device) for w in where]
     left = leave(layer.keys, layer.values, notes, where, same)
-    gone = entries(layer) - left.width
-    layer.keys, layer.values = left.keys, left.values
+    before = entries(layer)
+    (layer.keys,), (layer.values,) = left.kv.keys, left.kv.values
+    settle(cache, index, left, before)
+
+
+def settle(cache: Any, index: int, left: Left, before: int) -> None:
+    """Note what is left of the `before` entries of a layer, and give it the mask it needs."""
+    layer, gone = cache.layers[index], before - left.width
     layer.notes, layer.valid = left.notes, left.valid
     layer.gone, layer.dropped = layer.gone + gone, layer.dropped + gone
     regroup(cache, index)
@@ -334,7 +321,7 @@ def shrinkable(cache: Any, index: int) -> Any:
     if isinstance(layer, PackedLayer) or type(layer) is DynamicLayer:
         return shorten(cache, index)
     kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
-    if is_short(layer) and kind is DynamicLayer:
+    if is_short(layer) and kind is DynamicLayer and not isinstance(layer, StoreLayer):
         return layer
     raise ModelError(
         f"cache layer {index} is a {kind.__name__}, which cannot lose entries; leave out "

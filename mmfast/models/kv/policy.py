@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.caches.plan import CachePlan
+from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Row, Trace
 from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import Eviction, Slid, chooser
 from mmfast.models.kv.packs import (
-    Pack,
     PackedLayer,
     nbytes,
     pack_recent,
@@ -208,7 +208,7 @@ class Packing:
             keep = self._quantiser.residual
             pack_recent(layer, self._plain, keep, full=keep + self._block)
 
-    def _plain(self, row: int, keys: Tensor, values: Tensor) -> tuple[list[Pack], None]:
+    def _plain(self, row: int, keys: Tensor, values: Tensor) -> tuple[list[KVBlock], None]:
         quantiser = self._quantiser
         assert quantiser is not None
         return packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), self._size), None
@@ -221,7 +221,7 @@ class Packing:
 
     def _mixed(
         self, layer: PackedLayer, chosen: list[Reduction], row: int, keys: Tensor, values: Tensor
-    ) -> tuple[list[Pack], Tensor]:
+    ) -> tuple[list[KVBlock], Tensor]:
         assert self._plan.bits is not None
         start, keep = layer.rows[row].packed, chosen[row].keep[0]  # the same in all heads
         here = keep[(keep >= start) & (keep < start + keys.shape[1])] - start

@@ -12,6 +12,7 @@ from torch import nn
 
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
+from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.families.tower import KINDS, kinds_of
 from mmfast.models.patching import override, stand_before
 from mmfast.models.reduction.call import apply, length_of
@@ -33,16 +34,26 @@ class Attendance:
         self._stages = "+".join(str(spec) for spec in specs if not spec.whole)
         self._names = list(inspect.signature(self._base.forward).parameters)
         self._encoded = False
+        self._encoder = tower_of(model) if adapter_for(model).alone else None
         self._uncompiled: Any = torch.compiler.disable(apply)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hooks in, hooks out."""
         with ExitStack() as stack:
+            if self._encoder is not None:
+                for name in self._encoder.entries():
+                    stack.enter_context(override(self._encoder.base, name, self._count))
+                yield
+                return
             for kind in kinds_of(self._base):
                 stack.enter_context(override(self._base, f"get_{kind}_features", self._encode))
             stack.callback(stand_before(self._base, self._enter, _KEY))
             yield
+
+    def _count(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        self._trace.calls += 1
+        return stock(*args, **kwargs)
 
     def _encode(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
         self._encoded = True
@@ -57,6 +68,9 @@ class Attendance:
 
     def _see(self, kwargs: Mapping[str, Any]) -> None:
         self._trace.calls += 1
+        if self._base.training and features_given(kwargs):  # else it would grow with every step
+            self._trace.rows.clear()
+            self._trace.reductions.clear()
         cache = kwargs.get("past_key_values")
         first = length_of(kwargs) > 1 and (cache is None or int(cache.get_seq_length()) == 0)
         encoded, self._encoded = self._encoded, False

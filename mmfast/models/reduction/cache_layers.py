@@ -1,4 +1,4 @@
-"""Cache layers that hold fewer tokens than the conversation had.
+"""Cache layers that hold fewer tokens than the conversation had, or hold them elsewhere.
 
 A shortened layer reports the logical length, as if nothing had been dropped, so that positions,
 crops, chunked prefill and later turns come out right in stock code. Masks get the physical sizes.
@@ -12,15 +12,16 @@ padding is moved in front of those.
 # ruff: noqa: D102 (methods of transformers are documented there)
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from mmfast.core.errors import ModelError
 
@@ -38,6 +39,7 @@ class Shorter:
 
     Attributes:
         dropped: Logical minus physical length.
+        extra: Entries of a row that lie elsewhere than in `keys`: in packs, or in a store.
         valid: `[B, n]` False at padding among the first n tokens; None where there is none.
         uneven: The mask that the model makes, for its first layer, does not fit this layer.
         store: Tokens that may come back (`reduction.revival`).
@@ -53,19 +55,20 @@ class Shorter:
     per_row: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     pending: Any = None
     dropped = 0
+    extra = 0
     valid: Tensor | None = None
     uneven = False
     group: LayerGroup | None = None
 
     def get_seq_length(self) -> Any:
-        return super().get_seq_length() + self.dropped  # type: ignore[misc]
+        return super().get_seq_length() + self.extra + self.dropped  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
         held: Any = super()
         if isinstance(self, StaticLayer) or self.is_sliding:  # type: ignore[attr-defined]
             length, offset = held.get_mask_sizes(query_length)
             return length, offset + self.dropped
-        return held.get_seq_length() + query_length, self.dropped
+        return held.get_seq_length() + self.extra + query_length, self.dropped
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -102,6 +105,42 @@ class Shorter:
             self.valid = change(self.valid)
         if self.notes is not None:
             self.notes = {name: change(note) for name, note in self.notes.items()}
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+class StoreLayer(Shorter, DynamicLayer):  # type: ignore[misc]
+    """One layer over a store that holds the entries itself, for as many calls as its owner likes.
+
+    `write(keys, values)` stores new ones `[B, H, n, d]` and returns all that attention reads;
+    `past()` counts those from before the call, where masks are made of it.
+    """
+
+    _layer_type = None
+
+    def __init__(
+        self, write: Callable[[Tensor, Tensor], Pair], past: Callable[[], int] = lambda: 0
+    ) -> None:
+        super().__init__()
+        self._write, self._past = write, past
+
+    @property
+    def extra(self) -> int:  # type: ignore[override]
+        return self._past()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> Pair:
+        return self._write(key_states, value_states)
+
+
+def cache_over(
+    layers: int, write: Callable[[int, Tensor, Tensor], Pair], past: Callable[[int], int]
+) -> Cache:
+    """A cache of transformers over a store; both functions get the number of the layer first."""
+    each = (StoreLayer(partial(write, i), partial(past, i)) for i in range(layers))
+    return Cache(layers=list(each))
 
 
 _CLASSES: dict[tuple[type, type], type] = {}

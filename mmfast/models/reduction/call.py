@@ -61,12 +61,14 @@ class PassState(threading.local):
 
     There is no `call` in a plain decode step, no `part` in any decode step or without a KV policy.
     `cache` is set while a KV policy is at work, `active` where keys and values are stored, too.
+    `left` are the tokens that the latest call left (`training.Remainder`), None where all stayed.
     """
 
     call: Call | None = None
     part: PromptPart | None = None
     cache: Any = None
     active = False
+    left: Any = None
 
     @property
     def padding(self) -> Tensor | None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.spec import Spec, expand
-from mmfast.models.families.adapter import Adapter, adapter_for
-from mmfast.models.families.tower import argument, check_blocks
+from mmfast.models.families.adapter import Adapter, adapter_for, tower_of
+from mmfast.models.families.tower import (
+    TIMM_BLOCKS,
+    Tower,
+    argument,
+    attention_of,
+    check_blocks,
+    has_halves,
+)
 from mmfast.models.layers import CONV, LAYER_KINDS
 from mmfast.models.reduction.decoder_signals import AHEAD, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
@@ -25,12 +33,17 @@ def check(
     stage runs (`reduction.site`). SpecError names a site, a layer, a knob or a combination that the
     model does not have; ModelError an unknown family, or layers that cannot hold reduced tokens.
     """
-    adapter, text = adapter_for(model), decoder_of(model)
+    adapter = adapter_for(model)
+    if adapter.alone:
+        _check_alone(specs, tower_of(model), cache, encoder)
+        return tuple(specs)
+    text = decoder_of(model)
     if not adapter.media and (specs or encoder):
         raise SpecError(
             f"{specs[0].method.name if specs else encoder!r} acts on tokens of media, and "
             f"{type(model).__name__} reads text alone; cache='snapkv:1024' bounds its memory"
         )
+    specs = [placed(spec, model) for spec in specs]
     attends = [hasattr(layer, "self_attn") for layer in text.layers]
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
@@ -43,6 +56,61 @@ def check(
         if AHEAD in spec.method.needs:
             layer_ahead(spec, text.layers)
     return specs
+
+
+def _check_alone(
+    specs: Sequence[Spec], tower: Tower, cache: CachePlan | None, encoder: str | None
+) -> None:
+    """Refuse what a vision encoder without a language model does not have."""
+    name = type(tower.module).__name__
+    if cache is not None:
+        raise SpecError(f"cache '{cache}': {name} is an encoder and caches nothing; leave it out")
+    for spec in specs:
+        if spec.site != "vit":
+            raise SpecError(
+                f"'{spec}' cannot run in {name}: the only site of an encoder is vit; write for "
+                "example 'tome@vit:0.5'"
+            )
+    inside = [spec for spec in specs if not spec.whole]
+    for spec in inside:
+        check_merge_knobs(spec)
+    _check_one(inside)
+    if inside and encoder in ("compile", "graph"):
+        raise SpecError(
+            f"encoder={encoder!r} repeats whole blocks, and '{inside[0]}' merges inside of them; "
+            "use encoder='fast' beside it"
+        )
+    for block in tower.blocks if inside else ():
+        plain = type(block).__name__ in TIMM_BLOCKS and hasattr(attention_of(block), "k_norm")
+        if not has_halves(block) or (tower.timm and not plain):
+            raise ModelError(
+                f"'{inside[0]}' merges between attention and MLP, and {type(block).__name__} of "
+                f"this {name} is built otherwise; it works in {', '.join(TIMM_BLOCKS)}"
+            )
+
+
+def _check_one(inside: Sequence[Spec]) -> None:
+    if len(inside) > 1:
+        raise SpecError(
+            f"'{inside[1]}' is a second stage of site 'vit'; join both budgets in one stage"
+        )
+
+
+def placed(spec: Spec, model: Any) -> Spec:
+    """Move a stage that resizes pictures behind a tower that takes one size of them alone.
+
+    There features are interpolated instead, in families that spend fewer tokens on smaller
+    pictures or pool frames themselves; elsewhere it is a ModelError.
+    """
+    adapter = adapter_for(model)
+    if not spec.method.resizes or spec.site != "pixel" or adapter.tower(base_of(model)).packed:
+        return spec
+    if not adapter.resizes:
+        raise ModelError(
+            f"'{spec}' is not possible in {adapter.family!r}, whose pictures all have one size and "
+            f"number of tokens; '{replace(spec, site='pre')}' interpolates their features instead"
+        )
+    return replace(spec, site="pre")
 
 
 def _check_site(spec: Spec, model: Any, layers: int) -> None:
@@ -138,10 +206,12 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
         )
     for spec in inside:
         _check_merging(spec, adapter, model)
-    if len(inside) > 1:
+    if len(early) > 1 and any(spec.method.resizes for spec in early):
         raise SpecError(
-            f"'{inside[1]}' is a second stage of site 'vit'; join both budgets in one stage"
+            f"'{early[0]}' and '{early[1]}' cannot share site 'pixel': one of them resizes the "
+            "picture; write a stage of site 'pre' for the other"
         )
+    _check_one(inside)
     if early and not adapter.tower(base_of(model)).packed:
         raise ModelError(
             f"'{early[0]}' cannot run in {adapter.family!r}: its vision tower takes tiles of fixed "
@@ -150,24 +220,27 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
         )
 
 
-def _check_merging(spec: Spec, adapter: Adapter, model: Any) -> None:
+def check_merge_knobs(spec: Spec) -> None:
+    """Refuse a stage of site `vit` without a budget, or with knobs out of range."""
     if spec.budget is None:
         raise SpecError(f"'{spec}' needs a budget at site 'vit'; write '{spec}:0.5'")
-    tower = adapter.tower(base_of(model))
-    check_blocks(tower, adapter.family, "site 'vit'")
     reuse = spec.knobs.get("reuse", 1)
     if reuse < 1:
         raise SpecError(f"knob reuse={reuse} of '{spec}' is no number of blocks; choose 1 or more")
     until = spec.knobs.get("until", 1.0)
     if not 0 < until <= 1:
         raise SpecError(f"knob until={until} of '{spec}' is no share of the blocks; choose 0 to 1")
+
+
+def _check_merging(spec: Spec, adapter: Adapter, model: Any) -> None:
+    check_merge_knobs(spec)
+    tower = adapter.tower(base_of(model))
+    check_blocks(tower, adapter.family, "site 'vit'")
     layers = argument(tower.base, {}, "vision_feature_layer")
     where, why = f"'{spec}' cannot run in ", None
-    if tower.class_token:
-        why = f"the vision tower of {adapter.family!r} with a class token"
-    elif not tower.packed and not hasattr(tower.base.config.vision_config, "image_size"):
+    if not tower.packed and not hasattr(tower.base.config.vision_config, "image_size"):
         why = f"the vision tower of {adapter.family!r}, which pads images of different sizes"
-    elif not tower.packed and not hasattr(tower.blocks[0], "self_attn"):
+    elif not has_halves(tower.blocks[0]):
         why = f"a vision tower of {type(tower.blocks[0]).__name__}"
     elif not isinstance(layers, int | None):
         why = f"a vision tower of which several layers are used, {layers}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -122,8 +122,8 @@ def _mix(mix: Mix, slots: tuple[int, int], sources: tuple[int, int]) -> Mix:
     return Mix(mix.output[mine] - slots[0], source, mix.weight[mine])
 
 
-# Which tokens of an item stay, and their features `[m, D]` where they changed.
-Kept = tuple[Tensor, Tensor | None]
+# Which tokens of an item stay, and their features `[m, D]` as a function of all, where they change.
+Kept = tuple[Tensor, Callable[[Tensor], Tensor] | None]
 # Per decoder layer the signals of every item.
 Inner = Mapping[int, Sequence[Mapping[str, Tensor]]]
 
@@ -137,8 +137,9 @@ class SiteRunner:
         self._trace = trace
         self.noted: list[Chain] = []  # of the site that ran last
 
+    @torch.no_grad()
     def run(self, site: Site, hidden: Tensor) -> list[Kept]:
-        """The tokens that a site keeps of every item; `hidden` `[B, n, D]`."""
+        """The tokens that a site keeps of every item; `hidden` `[B, n, D]`, without gradients."""
         items = self._sequences.items
         self.noted.clear()
         if not site.joint:
@@ -167,13 +168,13 @@ class SiteRunner:
         ]
         chains = run_row(site, tokens, [item.entered for item in row])
         kept: list[Kept] = []
-        for item, x, chain in zip(row, states, chains, strict=True):
+        for item, chain in zip(row, chains, strict=True):
             if item.n == 0:
                 kept.append((item.where, None))
                 continue
             self._note(site, item, chain)
             item.chain.extend(chain.reductions)
-            kept.append((chain.keep, None if chain.pure else chain.apply(x)))
+            kept.append((chain.keep, None if chain.pure else chain.apply))
         return kept
 
     def _one(self, site: Site, item: MediaItem, hidden: Tensor) -> Kept:
@@ -189,7 +190,7 @@ class SiteRunner:
             chain, item.part = run_part(site, tokens, item.part, item.entered)
         self._note(site, item, chain)
         item.chain.extend(chain.reductions)
-        return chain.keep, None if chain.pure else chain.apply(x)
+        return chain.keep, None if chain.pure else chain.apply
 
     def _planned(self, site: Site, item: MediaItem, hidden: Tensor) -> Kept:
         assert item.record is not None and item.part is not None
@@ -208,7 +209,7 @@ class SiteRunner:
         item.part = (first, first + len(here), len(plan.keep))
         item.source = (Chain(before + plan.reductions), here)
         merged = None if plan.pure else plan.apply(whole).index_select(0, here)
-        return plan.keep.index_select(0, here) - start, merged
+        return plan.keep.index_select(0, here) - start, None if merged is None else lambda _: merged
 
     def _decide(self, site: Site, item: MediaItem, tokens: Tokens) -> Chain:
         """Run a site on a whole item; one before the tower has run already."""
@@ -221,7 +222,7 @@ class SiteRunner:
                 f"'{site.specs[0]}' runs before the vision tower; encode the media inside attach()"
             )
         chain: Chain = item.record.dropped[item.index]
-        item.signals = chain.follow(item.signals)
+        item.signals, item.raster = chain.follow(item.signals), chain.raster
         return chain
 
     def _tokens(self, site: Site, item: MediaItem, x: Tensor, hidden: Tensor) -> Tokens:

@@ -37,6 +37,12 @@ from mmfast.models.reduction.revival import Reviver
 from mmfast.models.reduction.sequence import Sequences, locate
 from mmfast.models.reduction.site import Site
 from mmfast.models.reduction.step import ForwardStep
+from mmfast.models.reduction.training import (
+    Remainder,
+    RemainderLoss,
+    inputs_again,
+    note_change,
+)
 from mmfast.models.wrappers import base_of, decoder_of
 
 
@@ -62,6 +68,7 @@ class Hooks:
         self._uncompiled: Any = torch.compiler.disable(apply)
         self._names = list(inspect.signature(self._base.forward).parameters)
         self._arming = Arming(self._on_layers)
+        self._loss = RemainderLoss(model, state)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -75,6 +82,7 @@ class Hooks:
             stack.callback(stand_before(self._base, self._enter, self._key))
             stack.callback(stand_behind(self._base, self._leave, self._key, always=True))
             stack.enter_context(self._arming.installed())
+            stack.enter_context(self._loss.installed())
             if self._offsets is not None:
                 stack.enter_context(self._offsets.installed())
             if self._adapter.deepstack:
@@ -112,6 +120,9 @@ class Hooks:
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not torch.compiler.is_compiling():
+            again = inputs_again(index, args, kwargs) if module.training else None
+            if again is not None:
+                return again
             call = self._state.call
             if call is None:
                 return self._decode(index, module, args, kwargs)
@@ -134,10 +145,13 @@ class Hooks:
         several = length_of(kwargs) > 1 and is_shortened(cache)
         wanted = prompting or several or features_given(kwargs)
         needed = wanted or self._reviver is not None or needs_layers(cache)
+        needed = needed or self._text.training  # layers may run again in the backward pass
         if is_static(cache):  # its steps may be compiled, and then open no call
             self._arming.pin()
         self._arming.begin(bool(needed))
-        self._state.call = call = Call(kwargs) if wanted else None
+        self._loss.stand()
+        self._state.left, self._state.call = None, Call(kwargs) if wanted else None
+        call = self._state.call
         if call is not None:
             call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))
 
@@ -152,6 +166,8 @@ class Hooks:
         if call is not None:
             self._state.call = None
             call.stack.close()
+            if call.step is not None and (index := call.step.sequences.index) is not None:
+                self._state.left = Remainder(call.step.full, index, call.step.sequences.ok)
 
     def _visual(
         self,
@@ -163,10 +179,14 @@ class Hooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if call.step is None:
             call.step = self._begin(call)
-        step = call.step
+        step, given = call.step, dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            kwargs["past_key_values"] = None  # such a layer stores nothing
         ahead = partial(self._ahead, call)
         hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)
+        if module.training:
+            note_change(index, given, step.cuts, kwargs)
         if step.reads(index):
             self._probe(call, step, index, module, kwargs.get("past_key_values"))
         return (hidden, *args[1:]), kwargs

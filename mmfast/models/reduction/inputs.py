@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -20,6 +21,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import kinds_of
+from mmfast.models.reduction.check import check
 from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.record import features_given, flat, recording
 from mmfast.models.reduction.sequence import Sequences, locate
@@ -37,22 +39,29 @@ def compress(
 ) -> dict[str, Any]:
     """Encode and reduce the media of a prompt; the result is what `attach` would compute.
 
-    Takes inputs of the processor and stages at site `pre`. Returns inputs for `forward` or
-    `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit `position_ids` and
+    Takes inputs of the processor and stages at sites `pixel` and `pre`. Returns inputs for
+    `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit
+    `position_ids` and
     `mm_encoder_outputs` (`inputs_embeds` where there is sound). Token counts and sequences that
     `generate` returns are those of the shortened prompt. ModelError where a signal is missing, or a
     prompt ends with media whose last token is dropped.
     """
-    specs = parse(reduce)
-    sites = sites_of(specs)
+    from mmfast.models.vision.pixel import pixel_stage  # imports this package
+
+    specs = check(parse(reduce), model)
+    sites, early = sites_of(specs), [spec for spec in specs if spec.site == "pixel"]
     for spec in specs:
-        if spec.site != "pre" or AHEAD in spec.method.needs:
+        if spec.site not in ("pixel", "pre") or AHEAD in spec.method.needs:
             raise SpecError(f"{str(spec)!r} runs inside the model; use attach() for it, not inputs")
     if inputs.get("input_ids") is None:
         raise ModelError("inputs hold no 'input_ids'; pass what the processor returned")
     adapter, base = adapter_for(model), base_of(model)
     needs = {need for site in sites for need in site.needs}
-    with prompt_ids(inputs["input_ids"]), recording(base, adapter, needs) as recorder:
+    with (
+        pixel_stage(model, adapter, early) if early else nullcontext(),
+        prompt_ids(inputs["input_ids"]),
+        recording(base, adapter, needs) as recorder,
+    ):
         outputs = {kind: _encode(base, kind, inputs) for kind in features_given(inputs)}
         rest = {k: v for k, v in inputs.items() if k not in _encoder_arguments(base)}
         rest["position_ids"] = _positions(model, inputs)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
@@ -72,7 +74,8 @@ def look_ahead(
     quiet = {"output_hidden_states": False, "output_attentions": False, "use_cache": False}
     call.step = _Peek(step, hidden)
     try:
-        with probing({text.layers[layer].self_attn: look}):
+        quietly = warnings.catch_warnings(action="ignore")  # of checkpoints without gradients
+        with torch.no_grad(), quietly, probing({text.layers[layer].self_attn: look}):
             # A context of its own, so that nothing of this pass is recorded as an output.
             contextvars.Context().run(text, *args, **{**kwargs, **quiet, "past_key_values": cache})
     except _StopError:

@@ -283,6 +283,8 @@ class Levels(TorchFunctionMode):
             return func(*args, **given)
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
         query, key, value = args
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+            return func(*args, **given)  # what sdpa keeps for its gradient must stay as it is
         out, level = attend(query, key, value, mask, causal, given.get("scale"))
         self._found.append(level)
         return out
@@ -393,11 +395,13 @@ def _observe(
         hook_kv = (key, value)
     seen = (module, query, *hook_kv, mask, kwargs.get("scaling"), causal)
     if not levels or torch.compiler.is_compiling():
-        hook(*seen)
+        with torch.no_grad():  # a choice is not learned, and a layer may run again without hooks
+            hook(*seen)
         return call(module, *args, **kwargs)
     with Levels() as found:
         output = call(module, *args, **kwargs)
-    hook(*seen, found.of(query) if kwargs.get("position_bias") is None else None)
+    with torch.no_grad():
+        hook(*seen, found.of(query) if kwargs.get("position_bias") is None else None)
     return output
 
 

@@ -141,7 +141,7 @@ def record_of(output: Any) -> Record | None:
     return record
 
 
-def remember(output: Any, record: Record) -> None:
+def remember(output: Any, record: Record | None) -> None:
     """Store a record with an encoder output."""
     output.__dict__[_FIELD] = record
 

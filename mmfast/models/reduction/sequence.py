@@ -27,6 +27,7 @@ class MediaItem:
         where: Current places in the row of the tokens a method may reduce, `[n]` ascending.
         planes: Places of the same tokens, unreduced, among all visual tokens of the batch.
         grid: `(t, h, w)` while nothing was removed and the tokens are a full raster.
+        raster: The grid that the tokens are to have after the next cut, where they have one.
         record: Source of the features; the item is number `index` there.
         part: Under chunked prefill: this chunk holds tokens `part[0]:part[1]` of `part[2]`.
         source: Under chunked prefill: the plan for the whole item, and the outputs that are here.
@@ -45,6 +46,7 @@ class MediaItem:
     part: tuple[int, int, int] | None = None
     source: tuple[Any, Tensor] | None = None
     entered: dict[int, int] = field(default_factory=dict)
+    raster: tuple[int, int, int] | None = None
 
     @property
     def n(self) -> int:
@@ -82,7 +84,8 @@ class Sequences:
         self.length = max(1, *(len(row) for row in rows))
         gaps = [self.length - len(row) for row in rows]
         for item, places in zip(self.items, kept, strict=True):
-            item.grid = item.grid if len(places) == item.n else None
+            item.grid = item.grid if len(places) == item.n else item.raster
+            item.raster = None
             item.where = torch.searchsorted(rows[item.row], places) + gaps[item.row]
         for group in (self.fixed, self.text):
             group[:] = [

@@ -94,10 +94,14 @@ def sites_of(specs: Sequence[Spec]) -> list[Site]:
 
 @dataclass(frozen=True)
 class Chain:
-    """The reductions of one item by the stages of a site, and the milliseconds of each."""
+    """The reductions of one item by the stages of a site, and the milliseconds of each.
+
+    `raster` is `(frames, rows, columns)` of what is left, where that is a full raster again.
+    """
 
     reductions: tuple[Reduction, ...]
     ms: tuple[float, ...] = field(default=(), compare=False)
+    raster: tuple[int, int, int] | None = None
 
     @property
     def keep(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,24 @@ from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import Leaving, keep_store
 from mmfast.models.reduction.sequence import Sequences, take
 from mmfast.models.reduction.site import Site
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One site's change of hidden states: those at `order` `[B, m]` stay, some merged with others.
+
+    A merge has its row, the places before and after the cut, and the function of the states.
+    """
+
+    order: Tensor
+    merges: list[tuple[int, Tensor, Tensor, Callable[[Tensor], Tensor]]]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[B, n, D]` to `[B, m, D]`, with gradients."""
+        out = take(hidden, self.order)
+        for row, before, after, merge in self.merges:
+            out[row].index_copy_(0, after, merge(hidden[row].index_select(0, before)))
+        return out
 
 
 class ForwardStep:
@@ -63,6 +82,7 @@ class ForwardStep:
         self._reviving = {site.layer for site in sites if site.revives}
         self._revives = False  # something may come back to the layers from here on
         self._order: Tensor | None = None  # of the last site that removed something
+        self.cuts: list[Cut] = []  # before the current layer
 
     def reads(self, layer: int) -> set[str]:
         """Signals that a site which acts reads from the attention of this decoder layer."""
@@ -87,7 +107,7 @@ class ForwardStep:
         from the input as it stands.
         """
         cache, kind = kwargs.get("past_key_values"), kind_of(config, layer)
-        length, left = self.sequences.length, None
+        length, left, self.cuts = self.sequences.length, None, []
         for site in self.sites:
             if site.layer == layer:
                 if site.revives and cache is not None:
@@ -161,7 +181,7 @@ class ForwardStep:
             kept = self._choice.run(site, hidden)
             row.tokens_out = sum(len(keep) for keep, _ in kept)
             if any(
-                len(k) != item.n or x is not None for item, (k, x) in zip(items, kept, strict=True)
+                len(k) != item.n or f is not None for item, (k, f) in zip(items, kept, strict=True)
             ):
                 hidden = self._shorten(hidden, kept)
         self.trace.split(row, self._choice.parts(site, row))
@@ -169,13 +189,17 @@ class ForwardStep:
 
     def _shorten(self, hidden: Tensor, kept: Seq[Kept]) -> Tensor:
         """Rows without the tokens that went, and with the features that changed."""
+        items = self.sequences.items
+        before = [item.where for item in items]
         self._order = order = self.sequences.compact([keep for keep, _ in kept])
         self._embeddings = {}
-        hidden = take(hidden, order)
-        for item, (_, merged) in zip(self.sequences.items, kept, strict=True):
-            if merged is not None:
-                hidden[item.row].index_copy_(0, item.where, merged)
-        return hidden
+        merges = [
+            (item.row, places, item.where, merge)
+            for item, places, (_, merge) in zip(items, before, kept, strict=True)
+            if merge is not None
+        ]
+        self.cuts.append(Cut(order, merges))
+        return self.cuts[-1](hidden)
 
     def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:
         """Add DeepStack features `[visual tokens, D]`, reduced like the tokens they belong to."""

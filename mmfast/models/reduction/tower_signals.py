@@ -238,7 +238,9 @@ def _patches(tower: Tower, call: Call, source: SignalSource, recording: _Recordi
 
 def _unmerge(values: Tensor, merged: Reduction, shared: bool) -> Tensor:
     """Values `[B, S, d]` of merged tokens for every patch; attention is shared out, keys copied."""
-    flat = values.flatten(0, 1)  # the Reduction spans all frames of the pass
+    prefix = values.shape[1] - merged.m // len(values)  # a class token in front of each frame
+    flat = values[:, prefix:].flatten(0, 1)  # the Reduction spans all frames of the pass
     if shared:
         flat = flat / merged.sizes()[:, None]
-    return merged.expand(flat).reshape(len(values), -1, values.shape[-1])
+    full = merged.expand(flat).reshape(len(values), -1, values.shape[-1])
+    return torch.cat([values[:, :prefix], full], dim=1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError, unknown
+from mmfast.core.kv import KVBlock
 from mmfast.core.speech import Codec, Sound
 from mmfast.decoding.codebooks import BlockPlan, CodeChoice, Drafter, FrameDecoder, pick
 from mmfast.decoding.sampling import Sampling
@@ -24,7 +25,6 @@ from mmfast.models.decoder.stream import StreamDecoder
 from mmfast.models.loading import load_codec
 from mmfast.models.speech.depth_weights import csm_depth
 from mmfast.models.speech.families import speech_family
-from mmfast.ops.stream_cache import StreamKV
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class CsmState:
     `ended` is `[B]` bool.
     """
 
-    kv: StreamKV
+    kv: KVBlock
     hidden: Tensor
     codes: Tensor | None
     before: Tensor

@@ -45,8 +45,7 @@ def decoding(
 ) -> Make:
     """Return a function that makes a decoder for a guide; wrong choices are refused at once."""
     schedule, rule = parse_schedule(mode), parse_rule(verify)
-    if head not in HEADS:
-        raise SpecError(unknown("head", head, HEADS))
+    _check_head(head)
     module = heads.get(head) if schedule.most else None
     if schedule.most and module is None:
         raise ModelError(f"the model has no head {head!r}; use mode='vanilla'")
@@ -57,6 +56,21 @@ def decoding(
         )
 
     return make
+
+
+def _check_head(head: str) -> None:
+    if head not in HEADS:
+        raise SpecError(unknown("head", head, HEADS))
+
+
+def check_options(path: str | Path | None, options: Mapping[str, Any]) -> None:
+    """Refuse values that `speak` and `reply` would refuse, before the model is read (SpecError)."""
+    layout = SpeechLayout.load(embedded_path(EMBEDDED) if path is None else Path(path))
+    rate = options.get("rate", options.get("speed"))
+    layout.style(options.get("voice", layout.voices[0]), rate, options.get("pitch"))
+    parse_schedule(options.get("mode", "turbo"))
+    parse_rule(options.get("verify", "exact"))
+    _check_head(options.get("head", HEADS[0]))
 
 
 RATE = 16000

@@ -15,13 +15,14 @@ V = TypeVar("V", bound=type)
 class SpeechFamily:
     """A class of transformers that loads a checkpoint, its reader and its voice here.
 
-    `reader` is the class that turns its text into ids and back; `voice` makes the voice of a loaded
-    model and its reader.
+    `reader` is the class that turns its text into ids and back; `voice` makes a voice, a `cls`, of
+    a loaded model and its reader.
     """
 
     stock: str
     reader: str
     voice: Callable[[Any, Any], Any]
+    cls: type
 
 
 _FAMILIES: dict[str, SpeechFamily] = {}
@@ -41,7 +42,7 @@ def speech_family(
         def voice(model: Any, words: Any) -> Any:
             return cls(model, **{argument: getattr(words, part) if part else words})
 
-        _FAMILIES[model_type] = SpeechFamily(stock, reader, voice)
+        _FAMILIES[model_type] = SpeechFamily(stock, reader, voice, cls)
         return cls
 
     return register

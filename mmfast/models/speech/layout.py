@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.decoding.row import Open
 
 FILE = "speech.json"
@@ -148,7 +148,7 @@ class SpeechLayout:
         Raises SpecError for an unknown voice, and for values far from what was learned.
         """
         if voice not in self.voices:
-            raise SpecError(f"voice={voice!r} is unknown; choose one of {', '.join(self.voices)}")
+            raise SpecError(unknown("voice", voice, self.voices))
         speed = _nearest("rate", rate, self.speeds, "words per minute")
         high = _nearest("pitch", pitch, self.pitches, "of 99")
         number = self.voices.index(voice)

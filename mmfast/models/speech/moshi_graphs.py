@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.decoding.codebooks import CodeChoice
@@ -23,42 +22,10 @@ from mmfast.decoding.sampling import draw, not_finite
 from mmfast.frontends.codecs.base import check_pcm
 from mmfast.frontends.codecs.stages import FrameStage, tree_map, where_rows
 from mmfast.heads.depth import Frame
+from mmfast.models.reduction.cache_layers import Pair, cache_over
 from mmfast.models.speech.moshi_steps import MoshiFrame, MoshiSteps, UserSound
 from mmfast.ops.cuda_graphs import GraphRecorder, graphs_for
-
-
-class Ring(Cache):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of the last places of B streams, written in place.
-
-    Both are `[B, H, W, d]` per layer; place p lies at p modulo W. `slot` `[B]` is where the next
-    entry goes.
-    """
-
-    def __init__(self, shapes: list[tuple[int, ...]], like: Tensor) -> None:
-        super().__init__(layers=[])
-        self.keys = [like.new_zeros(shape) for shape in shapes]
-        self.values = [like.new_zeros(shape) for shape in shapes]
-        batch = shapes[0][0]
-        self.rows = torch.arange(batch, device=like.device)
-        self.slot = torch.zeros(batch, dtype=torch.long, device=like.device)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """One entry `[B, H, 1, d]` per stream; gives the whole ring."""
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        for ring, new in ((keys, key_states), (values, value_states)):
-            ring.transpose(1, 2).index_put_((self.rows, self.slot), new[:, :, 0])
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: masks and positions are given."""
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+from mmfast.ops.stream_cache import RowBuffer
 
 
 class MoshiStatic:
@@ -88,7 +55,10 @@ class MoshiStatic:
         self.model, self.books, self.batch = model, steps.books, batch
         self.core: Any = steps.frames.depth
         like = model.decoder.lm_head.weight
-        self.ring = Ring(_shapes(model.config, batch, steps.decoder.window), like)
+        # Place p of a stream lies at p modulo the window.
+        shapes = _shapes(model.config, batch, steps.decoder.window)
+        self.ring = [RowBuffer(data=like.new_zeros(2, *shape)) for shape in shapes]
+        self._cache = cache_over(len(shapes), self._write_ring, lambda _: 0)
         self._buffers(like)
         graphs = graphs or graphs_for(like.device)
         self._hear, self._say = graphs.record(self._temporal), graphs.record(self._depth)
@@ -107,11 +77,12 @@ class MoshiStatic:
         self.user, self.own = (whole(batch, len(r.delays), r.longest + 1) for r in rings)
         self._user_at = torch.tensor([rings[0].longest - d for d in rings[0].delays], device=device)
         self._own_at = torch.tensor(rings[1].delays, device=device)
-        self._places = torch.arange(self.ring.keys[0].shape[2], device=device)
+        self._places = torch.arange(int(self.steps.decoder.window or 1), device=device)
+        self._at = torch.arange(batch, device=device)[:, None], whole(batch, 1)
         # Drawn outside of what is recorded, in the order in which `MoshiSteps` draws.
         self.dice = torch.zeros(1 + books, batch, device=device)
         blank = self.core.begin(self.hidden)
-        self._frame = Frame(self.hidden, blank.keys, blank.values)
+        self._frame = Frame(self.hidden, blank.layers)
         self.out = MoshiFrame(whole(batch), whole(batch, books), self.opening.clone())
 
     @torch.no_grad()
@@ -162,18 +133,24 @@ class MoshiStatic:
         both, decoder = torch.cat([said, heard], dim=1), self.model.decoder.model
         embeds = decoder.embed_tokens(self.text)
         embeds = embeds + sum(table(both[:, i]) for i, table in enumerate(self.model.embed_tokens))
-        self.ring.slot.copy_(self.seen % len(self._places))
+        self._at[1].copy_((self.seen % len(self._places))[:, None])
         sees = self._places <= self.seen[:, None]  # [B, W] all of a ring that has gone round
         out = decoder(
             inputs_embeds=embeds[:, None],
             attention_mask=self.steps.decoder.mask(sees[:, None, None], embeds.dtype),
             position_ids=self.seen[:, None],
-            past_key_values=self.ring,
+            past_key_values=self._cache,
             use_cache=True,
         ).last_hidden_state
         self.hidden.copy_(out[:, -1])
         self.seen.add_(self.active)
         self.frames.add_(speaking)
+
+    def _write_ring(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
+        """Write one entry `[B, H, 1, d]` per stream; attention reads the whole ring."""
+        ring = self.ring[layer]
+        ring.scatter(torch.stack((keys, values)), self._at)
+        return ring.read(0, 0, len(self._places)), ring.read(1, 0, len(self._places))
 
     def _depth(self) -> None:
         logits = self.model.decoder.lm_head(self.hidden)

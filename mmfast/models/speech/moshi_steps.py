@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.decoding.codebooks import BlockPlan, CodeChoice, Drafter, FrameDecoder, pick
 from mmfast.models.decoder.stream import StreamDecoder
 from mmfast.models.speech.depth_weights import moshi_depth
 from mmfast.ops.codebooks import DelayRing, DelayState
-from mmfast.ops.stream_cache import StreamKV, merge
+from mmfast.ops.stream_cache import merge
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class MoshiState:
     were written last.
     """
 
-    kv: StreamKV
+    kv: KVBlock
     user: DelayState
     own: DelayState
     text: Tensor

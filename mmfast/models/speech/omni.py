@@ -162,6 +162,7 @@ class OmniSpeech:
     """
 
     sample_rate = RATE
+    option_names = tuple(OmniOptions.__dataclass_fields__)
 
     def __init__(self, model: Any, processor: Any = None, **options: Any) -> None:
         if not getattr(model, "has_talker", False):

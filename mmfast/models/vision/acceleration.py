@@ -35,10 +35,9 @@ from transformers import vision_utils
 from transformers.modeling_utils import AttentionInterface
 
 from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
-from mmfast.models.families.adapter import adapter_for
-from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, kinds_of
+from mmfast.models.families.adapter import tower_of
+from mmfast.models.families.tower import SEGMENTS, Tower, attention_of
 from mmfast.models.patching import override
-from mmfast.models.wrappers import base_of
 from mmfast.ops.attention import segment_attention
 
 Convolution = nn.Conv2d | nn.Conv3d
@@ -190,7 +189,8 @@ def graphed(tower: Tower) -> Iterator[None]:
             "use encoder='compile'"
         )
     graphs = _GRAPHS.setdefault(tower.module, TowerGraphs())
-    with override(tower.module, "forward", partial(graphs.around, tower)):
+    name = "forward_features" if hasattr(tower.module, "forward_features") else "forward"  # timm
+    with override(tower.module, name, partial(graphs.around, tower)):
         yield
 
 
@@ -283,7 +283,7 @@ def fast_encoder(model: Any, mode: str | None) -> Iterator[None]:
     if mode is None:
         yield
         return
-    tower = adapter_for(model).tower(base_of(model))
+    tower = tower_of(model)
     check_encoder(mode, next(tower.module.parameters()).device)
     with ExitStack() as stack:
         for conv in patch_convolutions(tower.module):
@@ -318,14 +318,13 @@ def watched(block: Any) -> bool:
 @contextmanager
 def _skipping(tower: Tower) -> Iterator[None]:
     """Skip blocks and heads that no feature depends on, while features are computed."""
-    if tower.packed or not len(tower.blocks):
+    if tower.packed or tower.alone or not len(tower.blocks):
         yield
         return
     work = threading.local()
     with ExitStack() as stack:
-        for kind in {"image", "video"} & set(kinds_of(tower.base)):
-            around = partial(_needed, tower, kind, work)
-            stack.enter_context(override(tower.base, f"get_{kind}_features", around))
+        for name in tower.entries():
+            stack.enter_context(override(tower.base, name, partial(_needed, tower, name, work)))
         for index, block in enumerate(tower.blocks):
             stack.enter_context(override(block, "forward", partial(_skip_block, work, index)))
         head = getattr(tower.module, "head", None)
@@ -335,10 +334,9 @@ def _skipping(tower: Tower) -> Iterator[None]:
 
 
 def _needed(
-    tower: Tower, kind: str, work: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+    tower: Tower, name: str, work: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    signature = inspect.signature(getattr(tower.base, f"get_{kind}_features"))
-    arguments = signature.bind(*args, **kwargs).arguments
+    arguments = tower.bind(name, args, kwargs)
     whole = kwargs.get("output_hidden_states") or tower.base.config.output_hidden_states
     if whole or getattr(work, "last", None) is not None:
         return call(*args, **kwargs)

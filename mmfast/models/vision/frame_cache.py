@@ -13,10 +13,9 @@ are no nearer for it, and it costs a third more.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.frontends.changes import Refresh, changes
-from mmfast.models.families.adapter import Call, adapter_for
-from mmfast.models.families.tower import Tower, attention_of, kinds_of
+from mmfast.models.families.adapter import Call, adapter_for, tower_of
+from mmfast.models.families.tower import Tower, attention_of, has_halves
 from mmfast.models.patching import override
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.reduction.tower_signals import KEPT, MERGED
@@ -38,13 +38,15 @@ from mmfast.models.vision.frame_state import (
     FramePlan,
     Group,
     ReferenceFrame,
-    Rotary,
-    TowerBlock,
-    blocks_of,
     groups,
     plan_pass,
 )
-from mmfast.models.wrappers import base_of
+from mmfast.models.vision.timm_attention import AttentionCalls, check_timm, on_rows
+
+# (query, key, value) `[K, H, d]` of chosen rows and the scale -> what they attend to, `[K, H, d]`
+Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+# A block on rows `[K, D]`, whose attention is the function given.
+RowsRun = Callable[[Tensor, Attend], Tensor]
 
 
 @dataclass
@@ -70,10 +72,9 @@ class FramePass:
         self._frames: list[_PassFrame] = []
         self._last: dict[int, int] = {}  # by stream, the frame that becomes the reference
         self._since: dict[int, int] = {}  # by stream, frames since one was computed whole
-        self._keys: list[dict[int, Tensor]] = []  # by block and frame, [n, H, d]
-        self._values: list[dict[int, Tensor]] = []
+        # By block, of keys and of values, and by frame: [n, H, d].
+        self._attended: list[list[dict[int, Tensor]]] = []
         self._outputs: dict[int, dict[int, Tensor]] = {}
-        self._rotary: Rotary | None = None
         self._groups: dict[int, tuple[Any, list[Group]]] = {}
 
     def begin(self, flat: Tensor, rule: Refresh | None) -> None:
@@ -91,8 +92,8 @@ class FramePass:
             start += len(x)
         self.stock = all(frame.rows is None for frame in self._frames)
         self._counts = [len(rows) for rows in picked]
-        self._rows = torch.cat(picked)  # [K]
-        self._hidden = flat if self.stock else flat[self._rows]  # [K, D]
+        self.rows = torch.cat(picked)  # [K]
+        self._hidden = flat if self.stock else flat[self.rows]  # [K, D]
 
     def _choose(self, index: int, x: Tensor, rule: Refresh | None) -> _PassFrame:
         stream, layout = self.plan.streams[index], self.plan.layouts[index]
@@ -114,8 +115,9 @@ class FramePass:
         return _PassFrame(before, rows, known.index_copy(0, rows, x[rows]))
 
     def _class_rows(self, layout: tuple[int, ...], x: Tensor) -> Tensor:
-        n, tiles = layout[0], layout[1] if self.plan.class_token else 0
-        return torch.arange(tiles, device=x.device) * (n // max(1, tiles))
+        n, prefix = layout[0], torch.arange(self.plan.prefix, device=x.device)
+        tiles = layout[1] if self.plan.prefix else 1
+        return (torch.arange(tiles, device=x.device)[:, None] * (n // tiles) + prefix).flatten()
 
     def _reference(self, stream: int, layout: tuple[int, ...]) -> Tensor | None:
         """Patches `[n, D]` of the state's reference, where it is of use."""
@@ -127,9 +129,11 @@ class FramePass:
 
     def watch(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Note keys and values `[B, H, n, d]` of a block that runs as stock, call by call."""
-        for kept, calls in ((self._keys, keys), (self._values, values)):
+        pair = []
+        for calls in (keys, values):
             flat = torch.cat([rearrange(call, "b h n d -> (b n) h d") for call in calls])
-            kept.append(self._lasting(flat.split(self.plan.sizes)))
+            pair.append(self._lasting(flat.split(self.plan.sizes)))
+        self._attended.append(pair)
 
     def note(self, index: int, flat: Tensor) -> None:
         """Note the output `[S, D]` of a block that ran as stock."""
@@ -144,33 +148,48 @@ class FramePass:
             for i in self._last.values()
         }
 
-    def step(
-        self, index: int, block: TowerBlock, hidden: Tensor, kwargs: Mapping[str, Any]
-    ) -> Tensor:
+    def step(self, index: int, run: RowsRun, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         """Run one block on the chosen rows of its stock input, `[B, N, D]` or `[S, D]`.
 
         Returns the input itself, or a new tensor with the block's output where that is read.
         """
-        rotary = kwargs.get("position_embeddings")
-        if rotary is not None and self._rotary is None:
-            self._rotary = (rotary[0][self._rows], rotary[1][self._rows])
-        query, key, value = block.project(self._hidden, self._rotary)
-        keys = self._mixed(key, lambda known: known.keys[index])
-        values = self._mixed(value, lambda known: known.values[index])
-        self._keys.append(self._lasting(keys))
-        self._values.append(self._lasting(values))
-        attended = torch.empty_like(query)
-        for rows, frame, span in self._grouped(kwargs.get("cu_seqlens"), hidden):
-            q, k, v = query[rows], keys[frame][span], values[frame][span]  # [k or n, H, d]
-            q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-            found = F.scaled_dot_product_attention(q, k, v, scale=block.scale)  # [1, H, k, d]
-            attended[rows] = found[0].transpose(0, 1)
-        self._hidden = block.finish(self._hidden, attended)
+        if len(self.rows):
+            attend = partial(self._attend, index, kwargs.get("cu_seqlens"), hidden)
+            self._hidden = run(self._hidden, attend)
+        else:
+            self._known(index, self._hidden, self._hidden)
         if index not in self.plan.taps:
             return hidden
         full = self._mixed(self._hidden, lambda known: known.outputs[index])
         self._outputs[index] = self._lasting(full)
         return torch.cat(full).reshape(hidden.shape)
+
+    def _attend(
+        self,
+        index: int,
+        bounds: Tensor | None,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+    ) -> Tensor:
+        """Attend from chosen rows `[K, H, d]` to all keys of their segments, old and new ones."""
+        keys, values = self._known(index, key, value)
+        attended = torch.empty_like(query)
+        for rows, frame, span in self._grouped(bounds, hidden):
+            q, k, v = query[rows], keys[frame][span], values[frame][span]  # [k or n, H, d]
+            q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+            found = F.scaled_dot_product_attention(q, k, v, scale=scale)  # [1, H, k, d]
+            attended[rows] = found[0].transpose(0, 1)
+        return attended
+
+    def _known(self, index: int, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of each frame, with those of the chosen rows `[K, H, d]` put in."""
+        keys = self._mixed(key, lambda known: known.kv.keys[index])
+        values = self._mixed(value, lambda known: known.kv.values[index])
+        self._attended.append([self._lasting(keys), self._lasting(values)])
+        return keys, values
 
     def _mixed(self, new: Tensor, old: Callable[[ReferenceFrame], Tensor]) -> list[Tensor]:
         """Chosen rows `[K, ...]` put into what each frame builds on, `[n, ...]` per frame."""
@@ -200,24 +219,24 @@ class FramePass:
             ends = torch.arange(batch + 1) * length if bounds is None else bounds.cpu().long()
             self._groups[name] = (
                 bounds,
-                groups(self._rows, self.plan.sizes, ends),
+                groups(self.rows, self.plan.sizes, ends),
             )  # held, so that its id stays its own
         return self._groups[name][1]
 
     def commit(self) -> None:
         """Put the new references into the states, now that the pass has succeeded."""
-        blocks = range(len(self._keys))
         for stream, state in enumerate(self._states):
             mine = [i for i, each in enumerate(self.plan.streams) if each == stream]
             if not mine:
                 continue
             if stream in self._last:
                 i = self._last[stream]
+                pairs = zip(*self._attended, strict=True)
+                keys, values = (tuple(block[i] for block in blocks) for blocks in pairs)
                 state.reference = ReferenceFrame(
                     self.plan.layouts[i],
                     self._frames[i].patches.clone(),
-                    tuple(self._keys[block][i] for block in blocks),
-                    tuple(self._values[block][i] for block in blocks),
+                    KVBlock(keys, values),
                     {block: rows[i] for block, rows in self._outputs.items()},
                     self._since[stream],
                 )
@@ -234,7 +253,8 @@ class FrameCache:
 
     A patch that is not computed keeps the keys, values and outputs of when it was; it is compared
     with itself as it was then, so a slow change is noticed once it has added up. Towers: SigLIP,
-    CLIP, InternVL's, Idefics3's and those of Qwen2-VL, 2.5 and 3. For inference only.
+    CLIP, InternVL's, Idefics3's, those of Qwen2-VL, 2.5 and 3, and encoders without a language
+    model (ViTs of timm, SigLIP, CLIP, DINOv2), whose images are frames. For inference only.
     """
 
     def __init__(
@@ -264,8 +284,8 @@ class FrameCache:
         share = 0.25 if refresh is None and threshold is None else refresh
         self.rule = Refresh(share, threshold, cut, every)
         self._adapter = adapter_for(model)
-        self._tower = self._adapter.tower(base_of(model))
-        self._blocks = blocks_of(self._tower, self._adapter.family)
+        self._tower = tower_of(model)
+        _check_blocks(self._tower, self._adapter.family)
         self._fixed = fixed
         self._local = threading.local()
 
@@ -298,15 +318,15 @@ class FrameCache:
             self._local.streams = streams
             stack.callback(setattr, self._local, "streams", None)
             mine = partial(self._for, streams)
-            for kind in {"image", "video"} & set(kinds_of(tower.base)):
-                name = f"get_{kind}_features"
-                stack.enter_context(override(tower.base, name, mine(partial(self._encode, kind))))
+            for name, kind in tower.entries().items():
+                around = mine(partial(self._encode, name, kind))
+                stack.enter_context(override(tower.base, name, around))
             for index, block in enumerate(tower.blocks):
                 stack.enter_context(override(block, "forward", mine(partial(self._block, index))))
             modules = [attention_of(block) for block in tower.blocks]
-            stack.enter_context(
-                intercepting(dict.fromkeys(modules, mine(self._attend)), innermost=True)
-            )
+            around = mine(self._attend)
+            if not tower.timm:
+                stack.enter_context(intercepting(dict.fromkeys(modules, around), innermost=True))
             yield
 
     def _for(self, streams: Sequence[FrameCacheState], around: Callable[..., Any]) -> Any:
@@ -319,13 +339,14 @@ class FrameCache:
         return run
 
     @torch.no_grad()
-    def _encode(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _encode(
+        self, name: str, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         streams = getattr(self._local, "streams", None)
         if streams is None or self._work() is not None:  # Qwen3-VL's video method calls the other
             return call(*args, **kwargs)
         _check_sites(self._tower)
-        method = getattr(self._tower.base, f"get_{kind}_features")
-        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+        arguments = self._tower.bind(name, args, kwargs)
         self._local.work = work = _Work(streams, kind, arguments)
         try:
             output = call(*args, **kwargs)
@@ -346,14 +367,16 @@ class FrameCache:
         if work is None:
             return call(hidden, *args, **kwargs)
         if index == 0:
-            masks = (*args, kwargs.get("attention_mask"))
+            masks = (*args, kwargs.get("attention_mask"), kwargs.get("attn_mask"))
             self._begin(work, hidden, any(mask is not None for mask in masks))
         running = work.running
         assert running is not None
         if not running.stock:
-            return running.step(index, self._blocks[index], hidden, kwargs)
+            on = partial(self._on_rows, work, self._tower.blocks[index], hidden, args, kwargs)
+            return running.step(index, on, hidden, kwargs)
         work.calls = []
-        output = call(hidden, *args, **kwargs)
+        with AttentionCalls(self._attend) if self._tower.timm else nullcontext():
+            output = call(hidden, *args, **kwargs)
         running.watch([key for key, _ in work.calls], [value for _, value in work.calls])
         running.note(index, output.flatten(0, -2))
         return output
@@ -364,13 +387,46 @@ class FrameCache:
         work.running = FramePass(plan, work.streams, self._fixed)
         work.running.begin(hidden.flatten(0, -2), None if masked else self.rule)
 
-    def _attend(
-        self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _on_rows(
+        self,
+        work: _Work,
+        block: nn.Module,
+        hidden: Tensor,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rows: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """The stock forward of a block on rows `[K, D]`, with another attention inside."""
+        assert work.running is not None
+        if self._tower.timm:
+            return on_rows(block, rows, work.running.rows % hidden.shape[1], kwargs, attend)
+        given = dict(kwargs)
+        if self._tower.packed:
+            given["cu_seqlens"] = torch.tensor([0, len(rows)], device=rows.device)
+            given["max_seqlen"] = len(rows)
+            tables = kwargs["position_embeddings"]
+            given["position_embeddings"] = tuple(table[work.running.rows] for table in tables)
+        work.attend = attend
+        try:
+            forward = type(block).forward  # past other overrides: rows are a shape of their own
+            output = forward(block, rows if self._tower.packed else rows[None], *args, **given)
+        finally:
+            work.attend = None
+        out: Tensor = output[0] if isinstance(output, tuple) else output
+        return out.flatten(0, -2)
+
+    def _attend(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Around attention: `(module, q, k, v, …)` of transformers, `(q, k, v)` of sdpa in timm."""
         work = self._work()
-        if work is not None:
-            work.calls.append((args[1], args[2]))
-        return call(module, *args, **kwargs)
+        if work is None:
+            return call(*args, **kwargs)
+        query, key, value = args[:3] if self._tower.timm else args[1:4]
+        if work.attend is None:
+            work.calls.append((key, value))
+            return call(*args, **kwargs)
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [K, H, d]
+        return work.attend(q, k, v, kwargs.get("scaling"))[None], None
 
 
 @dataclass
@@ -380,6 +436,7 @@ class _Work:
     arguments: Call
     running: FramePass | None = None
     calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    attend: Attend | None = None  # while a block runs on some rows alone
 
 
 _THREAD = threading.local()
@@ -389,6 +446,16 @@ def _entered() -> set[int]:
     """Towers on which this thread uses a frame cache, by id."""
     found: set[int] = _THREAD.__dict__.setdefault("towers", set())
     return found
+
+
+def _check_blocks(tower: Tower, family: str) -> None:
+    if not len(tower.blocks) or not all(map(has_halves, tower.blocks)):
+        raise ModelError(
+            f"the vision tower of {family!r} ({type(tower.module).__name__}) has no blocks that a "
+            "frame cache knows; leave the cache out, or use a SigLIP, CLIP, InternVL or Qwen tower"
+        )
+    if tower.timm:
+        check_timm(tower)
 
 
 def _check_sites(tower: Tower) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +9,12 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.models.families.adapter import Adapter, Call
-from mmfast.models.families.tower import Tower, argument, attention_of
+from mmfast.models.families.tower import Tower, argument, numbers_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,23 +22,21 @@ class ReferenceFrame:
     """One frame as the tower saw it, patch by patch possibly at different times.
 
     Frames with the same `layout` (patches, rows, columns) are compared. `patches` `[n, D]` is the
-    input of the first block; `keys` and `values` per block `[n, H, d]` are as attended; `outputs`
-    by block `[n, D]` are those that are read: the last one, feature layers, DeepStack taps. `since`
-    counts frames since one was computed whole.
+    input of the first block; `kv` has the keys and values `[n, H, d]` of every block as attended;
+    `outputs` by block `[n, D]` are those that are read: the last one, feature layers, DeepStack
+    taps. `since` counts frames since one was computed whole.
     """
 
     layout: tuple[int, ...]
     patches: Tensor
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    kv: KVBlock
     outputs: Mapping[int, Tensor]
     since: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.patches, *self.keys, *self.values, *self.outputs.values())
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return self.kv.nbytes + sum(t.nbytes for t in (self.patches, *self.outputs.values()))
 
 
 @dataclass(eq=False)
@@ -73,6 +71,7 @@ class FrameCacheState:
             return {**counts, "reference": None}
         tree = {**vars(self.reference), "layout": list(self.reference.layout)}
         tree["outputs"] = [[block, rows] for block, rows in self.reference.outputs.items()]
+        tree["kv"] = [self.reference.kv.keys, self.reference.kv.values]
         return {**counts, "reference": tree}
 
     @classmethod
@@ -84,8 +83,7 @@ class FrameCacheState:
             state.reference = ReferenceFrame(
                 tuple(kept["layout"]),
                 kept["patches"],
-                tuple(kept["keys"]),
-                tuple(kept["values"]),
+                KVBlock(*kept["kv"]),
                 {int(block): rows for block, rows in kept["outputs"]},
                 kept["since"],
             )
@@ -100,14 +98,14 @@ class FramePlan:
     """Facts about a pass before it begins.
 
     `streams` has the number of each frame's state; `layouts` per frame its number of rows, and what
-    else must match to compare frames; `taps` the blocks whose output is read. With `class_token`
-    row 0 of every tile is one.
+    else must match to compare frames; `taps` the blocks whose output is read. Every tile begins
+    with `prefix` rows that are no patches (class, distillation and register tokens).
     """
 
     streams: tuple[int, ...]
     layouts: tuple[tuple[int, ...], ...]
     taps: frozenset[int]
-    class_token: bool
+    prefix: int
 
     @property
     def sizes(self) -> list[int]:
@@ -138,7 +136,7 @@ def plan_pass(
             f"the vision tower got {found} patches where the call brings {planned}; a frame cache "
             "does not work with reduction at sites 'pixel' and 'vit'"
         )
-    return FramePlan(owners, layouts, taps_of(tower, arguments), tower.class_token)
+    return FramePlan(owners, layouts, taps_of(tower, arguments), tower.prefix)
 
 
 def _packed(kind: str, arguments: Call) -> list[Layouts]:
@@ -171,20 +169,12 @@ def _batch(tower: Tower, adapter: Adapter, arguments: Call, hidden: Tensor) -> l
 def taps_of(tower: Tower, arguments: Call) -> frozenset[int]:
     """Blocks whose whole output is read: the last, feature layers and DeepStack taps."""
     blocks = len(tower.blocks)
-    states: set[int] = set()  # hidden states asked for; 0 is the input of the first block
+    states = tower.states(arguments)
     if not tower.packed:
-        states |= _numbers(argument(tower.base, arguments, "vision_feature_layer"), blocks)
-    extra: dict[str, Any] = arguments.get("kwargs", {})
-    asked = extra.get("output_hidden_states", arguments.get("output_hidden_states"))
-    states |= {*range(blocks + 1)} if asked is True else _numbers(asked, blocks)
+        layers = argument(tower.base, arguments, "vision_feature_layer")
+        states |= numbers_of(layers, blocks + 1)
     taps = {state - 1 for state in states if state} | {blocks - 1}
     return frozenset(taps | {*getattr(tower.module, "deepstack_visual_indexes", ())})
-
-
-def _numbers(layers: Any, blocks: int) -> set[int]:
-    if layers is None or isinstance(layers, bool):
-        return set()
-    return {int(n) % (blocks + 1) for n in ([layers] if isinstance(layers, int) else layers)}
 
 
 Group = tuple[slice, int, slice]  # chosen rows, the frame they lie in, their keys in that frame
@@ -204,92 +194,3 @@ def groups(rows: Tensor, sizes: Sequence[int], ends: Tensor) -> list[Group]:
             inside = slice(start - begins[frame], stop - begins[frame])
             found.append((slice(low, high), frame, inside))
     return found
-
-
-Rotary = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class BlockNames:
-    """Names of the parts of one kind of block; `project` is one name, or those of q, k and v."""
-
-    norm1: str
-    attn: str
-    project: tuple[str, ...]
-    out: str
-    norm2: str
-    scales: tuple[str, ...] = ()
-
-
-_SPLIT = ("q_proj", "k_proj", "v_proj")
-# SigLIP, CLIP, Idefics3, SmolVLM and SigLIP2; InternVL; Qwen; the thinker of Qwen2.5-Omni
-_KINDS = (
-    BlockNames("layer_norm1", "self_attn", _SPLIT, "out_proj", "layer_norm2"),
-    BlockNames(
-        "layernorm_before",
-        "attention",
-        _SPLIT,
-        "projection_layer",
-        "layernorm_after",
-        ("lambda_1", "lambda_2"),
-    ),
-    BlockNames("norm1", "attn", ("qkv",), "proj", "norm2"),
-    BlockNames("norm1", "attn", ("q", "k", "v"), "proj", "norm2"),
-)
-
-
-class TowerBlock:
-    """One pre-norm block; every method takes any rows `[K, D]`."""
-
-    def __init__(self, block: nn.Module, names: BlockNames) -> None:
-        self._block: Any = block
-        self._attn: Any = getattr(block, names.attn)
-        self._names = names
-        self.scale = float(getattr(self._attn, "scaling", None) or self._attn.scale)
-
-    def project(self, rows: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[K, H, d]` of rows `[K, D]`, turned by `rotary`."""
-        attn, names = self._attn, self._names
-        x = getattr(self._block, names.norm1)(rows)
-        if len(names.project) == 1:
-            q, k, v = getattr(attn, names.project[0])(x).chunk(3, dim=-1)
-        else:
-            q, k, v = (getattr(attn, name)(x) for name in names.project)
-        if hasattr(attn, "q_norm"):
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        q, k, v = (each.unflatten(-1, (-1, attn.head_dim)) for each in (q, k, v))
-        if rotary is not None:
-            turn = inspect.unwrap(type(attn).forward).__globals__["apply_rotary_pos_emb_vision"]
-            q, k = turn(q, k, *rotary)
-        return q, k, v
-
-    def finish(self, rows: Tensor, attended: Tensor) -> Tensor:
-        """Rows `[K, D]` behind the block, from what their heads attended, `[K, H, d]`."""
-        names = self._names
-        step = getattr(self._attn, names.out)(attended.flatten(1))
-        rows = rows + self._scaled(step, 0)
-        step = self._block.mlp(getattr(self._block, names.norm2)(rows))
-        return rows + self._scaled(step, 1)
-
-    def _scaled(self, step: Tensor, index: int) -> Tensor:
-        if not self._names.scales:
-            return step
-        scaled: Tensor = getattr(self._block, self._names.scales[index]) * step
-        return scaled
-
-
-def blocks_of(tower: Tower, family: str) -> list[TowerBlock]:
-    """The tower's blocks; ModelError where they are of no known kind."""
-    kinds = [names for names in _KINDS if all(_fits(block, names) for block in tower.blocks)]
-    if not kinds or not len(tower.blocks):
-        raise ModelError(
-            f"the vision tower of {family!r} ({type(tower.module).__name__}) has no blocks that a "
-            "frame cache knows; leave the cache out, or use a SigLIP, CLIP, InternVL or Qwen tower"
-        )
-    return [TowerBlock(block, kinds[0]) for block in tower.blocks]
-
-
-def _fits(block: nn.Module, names: BlockNames) -> bool:
-    if not all(hasattr(block, name) for name in (names.norm1, names.norm2, names.attn, "mlp")):
-        return False
-    return all(hasattr(attention_of(block), name) for name in (*names.project, names.out))

@@ -9,7 +9,6 @@ raster order (the reference moves unmerged ones in front, which changes its late
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 import time
@@ -21,15 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace, View
 from mmfast.models.families.adapter import Adapter, Call, raster_places
-from mmfast.models.families.tower import Tower, attention_of, kinds_of
+from mmfast.models.families.tower import NORMS, Tower, attention_of, part_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.reduction.tower_signals import MERGED
 from mmfast.models.vision.merge_pass import MergePass, add_bias, plan_pass
+from mmfast.models.vision.timm_attention import noting_keys, set_sizes
 from mmfast.models.wrappers import base_of
 
 
@@ -49,9 +50,8 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
         return
     stage = _MergeStage(tower, adapter, spec, trace)
     with ExitStack() as stack:
-        for kind in {"image", "video"} & set(kinds_of(tower.base)):
-            name = f"get_{kind}_features"
-            stack.enter_context(override(tower.base, name, partial(stage.encode, kind)))
+        for name, kind in tower.entries().items():
+            stack.enter_context(override(tower.base, name, partial(stage.encode, name, kind)))
         for index, block in enumerate(tower.blocks):
             stack.enter_context(override(block, "forward", partial(stage.block, index)))
             attention_of(block).__dict__[MERGED] = stage.merged
@@ -59,7 +59,10 @@ def vit_stage(model: Any, adapter: Adapter, spec: Spec, trace: Trace) -> Iterato
         for merger in getattr(tower.module, "deepstack_merger_list", ()):
             stack.callback(merger.register_forward_pre_hook(stage.feed).remove)
         modules = [attention_of(block) for block in tower.blocks]
-        stack.enter_context(intercepting(dict.fromkeys(modules, stage.attend)))
+        if tower.timm:
+            stack.enter_context(noting_keys(tower, stage.current))
+        else:
+            stack.enter_context(intercepting(dict.fromkeys(modules, stage.attend)))
         yield
 
 
@@ -77,21 +80,33 @@ class _MergeStage:
         found: MergePass | None = getattr(self._local, "work", None)
         return found
 
+    def current(self) -> MergePass | None:
+        """The pass of this thread, while its blocks merge."""
+        work = self._pass()
+        return None if work is None or work.over else work
+
     def merged(self) -> Reduction | None:
         """Patches onto the tokens of the current block, for readers of its attention."""
-        work = self._pass()
-        return None if work is None or work.over else work.merged
+        work = self.current()
+        return None if work is None else work.merged
 
-    def encode(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around `get_image_features` and `get_video_features`: plan, run, report."""
+    def encode(
+        self, name: str, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around `get_image_features` and the like: plan, run, report."""
         if self._pass() is not None:  # Qwen3-VL's video method calls its image method
             return call(*args, **kwargs)
-        method = getattr(self._tower.base, f"get_{kind}_features")
-        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+        arguments = self._tower.bind(name, args, kwargs)
         plan = plan_pass(self._tower, self._adapter, kind, arguments, self._spec)
         work = MergePass(plan, self._spec)
         if work.plan.idle:
             return call(*args, **kwargs)
+        if getattr(self._tower.module, "grad_checkpointing", False) and torch.is_grad_enabled():
+            raise ModelError(
+                f"'{self._spec}' remembers pairs from block to block, and checkpointing computes "
+                "blocks again; call set_grad_checkpointing(False)"
+            )
+        work.whole = self._tower.alone and bool(self._tower.states(arguments))
         start = _now()
         self._local.work = work
         try:
@@ -129,23 +144,21 @@ class _MergeStage:
         self, index: int, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Around a block: its attention on the tokens left, merge, its MLP on fewer."""
-        work = self._pass()
-        if work is None or work.over:
+        work = self.current()
+        if work is None:
             return call(hidden, *args, **kwargs)
         block: Any = self._tower.blocks[index]
         work.enter()
+        hidden = work.shrink(hidden) if work.whole else hidden
         if self._tower.packed:
             self._shorten(work, kwargs)
-            hidden = hidden + block.attn(block.norm1(hidden), *args, **kwargs)
-            hidden = work.merge(index, hidden)
-            hidden = hidden + block.mlp(block.norm2(hidden))
-        else:
-            hidden = hidden + block.self_attn(block.layer_norm1(hidden), *args, **kwargs)[0]
-            hidden = work.merge(index, hidden)
-            hidden = hidden + block.mlp(block.layer_norm2(hidden))
-        if index + 1 == work.plan.blocks:
-            hidden, work.over = work.expand(hidden), True
-        return hidden
+        elif self._tower.timm:
+            set_sizes(work, hidden, kwargs)
+        hidden = _half(block, 1, attention_of(block), hidden, *args, **kwargs)
+        hidden = work.merge(index, hidden)
+        hidden = _half(block, 2, block.mlp, hidden)
+        work.over = index + 1 == work.plan.blocks
+        return work.expand(hidden) if work.over or work.whole else hidden
 
     def _shorten(self, work: MergePass, kwargs: dict[str, Any]) -> None:
         kwargs["cu_seqlens"] = work.ends(kwargs["cu_seqlens"])
@@ -164,9 +177,9 @@ class _MergeStage:
         **kwargs: Any,
     ) -> Any:
         """Around the attention function: note the keys, count merged tokens by size."""
-        work = self._pass()
-        if work is not None and not work.over:
-            work.keys.append(key.detach().mean(dim=1))  # [B, n, d]
+        work = self.current()
+        if work is not None:
+            work.note(key)
             bias = work.bias(query.shape[0], key.shape[2], query)
             if bias is not None:
                 query, key, attention_mask = add_bias(module, query, key, attention_mask, bias)
@@ -176,6 +189,27 @@ class _MergeStage:
         """Before a DeepStack merger, which reads the raster between blocks."""
         work = self._pass()
         return args if work is None else (work.expand(args[0]), *args[1:])
+
+
+# Names of what scales and drops the two halves of a block.
+_SCALES = {n: (f"ls{n}", f"gamma_{n}", f"lambda_{n}", f"layer_scale{n}") for n in (1, 2)}
+_DROPS = {1: ("drop_path1", "drop_path"), 2: ("drop_path2", "drop_path", "dropout")}
+# Blocks of timm whose norms stand behind attention and MLP.
+_POST_NORM = ("ResPostBlock", "EvaBlockPostNorm")
+
+
+def _half(block: Any, number: int, run: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Add attention (1) or MLP (2) of a block to `x`, normed and scaled as the block does."""
+    norm, scale = part_of(block, NORMS[number]), part_of(block, _SCALES[number])
+    behind = type(block).__name__ in _POST_NORM
+    step = run(x if behind else norm(x), *args, **kwargs)
+    step = step[0] if isinstance(step, tuple) else step
+    step = norm(step) if behind else step
+    if scale is not None:
+        step = scale(step) if isinstance(scale, nn.Module) else scale * step
+    drop = part_of(block, _DROPS[number])
+    out: Tensor = x + (step if drop is None else drop(step))
+    return out
 
 
 def patch_raster(grid: tuple[int, int, int] | None, patches: int) -> tuple[int, int, int] | None:

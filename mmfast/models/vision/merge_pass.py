@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from mmfast.core.errors import SpecError
@@ -36,7 +37,8 @@ class MergePlan:
 
     `start` and `final` are the length of each segment before, and after the last used block;
     `raster` `[S]` is the place of each patch in its item's raster, None where that is its order;
-    `until` is the share of the used blocks that merge, the first ones.
+    `until` is the share of the used blocks that merge, the first ones. `prefix` rows in front of
+    each segment (class, distillation and register tokens) stay as they are and are not counted.
     """
 
     start: tuple[int, ...]
@@ -45,6 +47,7 @@ class MergePlan:
     blocks: int
     raster: Tensor | None = None
     until: float = 1.0
+    prefix: int = 0
 
     @property
     def idle(self) -> bool:
@@ -66,21 +69,22 @@ def plan_pass(
     blocks, until = tower.last_used(call) + 1, float(spec.knobs.get("until", 1.0))
     if tower.packed:
         return replace(_packed(tower, call[f"{kind}_grid_thw"], spec, blocks), until=until)
-    vision = tower.base.config.vision_config
-    patches = (vision.image_size // vision.patch_size) ** 2
+    alone = tower.alone and adapter.layout(tower.base, kind, call)[0].length
+    patches = alone or tower.raster()
     if kind == "video":
         videos, frames = call["pixel_values_videos"].shape[:2]
         per_item = [frames] * videos
     else:
         per_item = adapter.tile_counts(tower.base, call)
-    budgets = [b for f in per_item for b in _frame_budgets(spec, [patches] * f)]
+    budgets = [b for f in per_item for b in frame_budgets(spec, [patches] * f)]
     if len(set(budgets)) > 1:
         raise SpecError(
             f"budget {spec.budget} at site 'vit' leaves frames or tiles of unequal length in one "
             f"batch; choose a share such as 0.5, or a multiple of {' and '.join(_counts(per_item))}"
         )
     items = tuple(patches * f for f in per_item)
-    return MergePlan((patches,) * len(budgets), tuple(budgets), items, blocks, until=until)
+    start, final, prefix = (patches,) * len(budgets), tuple(budgets), tower.prefix
+    return MergePlan(start, final, items, blocks, until=until, prefix=prefix)
 
 
 def _counts(per_item: Sequence[int]) -> list[str]:
@@ -102,7 +106,7 @@ def _packed(tower: Tower, grid: Tensor, spec: Spec, blocks: int) -> MergePlan:
     final: list[int] = []
     rest = iter(windows)
     for frame in frames:
-        for size, budget in zip(frame, _frame_budgets(spec, frame), strict=True):
+        for size, budget in zip(frame, frame_budgets(spec, frame), strict=True):
             final += _share_out(budget, _take(rest, size), spec)
     items = tuple(sum(frame) for frame in frames)
     return MergePlan(tuple(windows), tuple(final), items, blocks, raster)
@@ -126,7 +130,7 @@ def _take(lengths: Any, total: int) -> list[int]:
     return taken
 
 
-def _frame_budgets(spec: Spec, frames: Sequence[int]) -> list[int]:
+def frame_budgets(spec: Spec, frames: Sequence[int]) -> list[int]:
     """Budget of every frame: a share holds for each, a whole number is spread over an item's."""
     if isinstance(spec.budget, float):
         return [count(spec.budget, n) or 1 for n in frames]
@@ -199,6 +203,8 @@ class MergePass:
         self.merged: Reduction | None = None
         self.keys: list[Tensor] = []
         self.lengths = plan.start
+        self.rope: Tensor | None = None  # rotary rows of a timm encoder's tokens
+        self.whole = False  # the output of every block is read, so it has all patches
         self.over = False  # the last used block is done: what follows sees all patches
         self._sizes: Tensor | None = None  # [S] patches behind each token, once some are merged
         self._bias: Tensor | None = None
@@ -217,16 +223,27 @@ class MergePass:
         """
         if self._bias is None:
             return None
-        part = self._bias[self._cursor : self._cursor + batch * length]
-        self._cursor += batch * length
-        return part.to(like.dtype).reshape(batch, 1, 1, length)
+        prefix = self.plan.prefix
+        count = batch * (length - prefix)
+        part = self._bias[self._cursor : self._cursor + count]
+        self._cursor += count
+        part = part.to(like.dtype).reshape(batch, 1, 1, -1)
+        return F.pad(part, (prefix, 0)) if prefix else part
+
+    def note(self, key: Tensor) -> None:
+        """Keep the keys `[B, H, n, d]` of an attention call, the mean of the heads."""
+        self.keys.append(key.detach().mean(dim=1)[:, self.plan.prefix :])
+
+    def _split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden[..., : self.plan.prefix, :], hidden[..., self.plan.prefix :, :]
 
     def merge(self, block: int, hidden: Tensor) -> Tensor:
         """Merge after a block's attention: `[B, n, D]` to `[B, m, D]`, `[S, D]` to `[M, D]`."""
         targets = self.plan.after(block)
         if targets == self.lengths:
             return hidden
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        first, rest = self._split(hidden)
+        flat = rest.reshape(-1, hidden.shape[-1])
         keys = torch.cat([k.flatten(0, 1) for k in self.keys])  # [S, d]
         sizes = torch.ones(len(flat), device=flat.device) if self._sizes is None else self._sizes
         if self.reuse > 1:
@@ -235,7 +252,7 @@ class MergePass:
             step = self._step(flat.detach(), keys, sizes, targets)
         out = step.apply(flat)
         self._advance(step, sizes, targets)
-        return out if hidden.ndim == 2 else out.unflatten(0, (hidden.shape[0], -1))
+        return out if hidden.ndim == 2 else _behind(first, out)
 
     def _carry(
         self, block: int, flat: Tensor, keys: Tensor, sizes: Tensor, targets: tuple[int, ...]
@@ -313,27 +330,39 @@ class MergePass:
 
     def expand(self, hidden: Tensor) -> Tensor:
         """Back to all patches: every patch takes the value of its token."""
-        if self.merged is None or hidden.shape[-2] == len(self.merged.owner):
+        first, rest = self._split(hidden)
+        if self.merged is None or rest.shape[:-1].numel() == len(self.merged.owner):
             return hidden
-        if hidden.ndim == 2:
-            return self.merged.expand(hidden)
-        full = self.merged.expand(hidden.flatten(0, 1))
-        return full.reshape(hidden.shape[0], -1, hidden.shape[-1])
+        full = self.merged.expand(rest.flatten(0, -2))
+        return full if hidden.ndim == 2 else _behind(first, full)
+
+    def shrink(self, hidden: Tensor) -> Tensor:
+        """The tokens that are left, `[B, m, D]`, of what `expand` made of them."""
+        first, rest = self._split(hidden)
+        full = self.merged is not None and rest.shape[:-1].numel() == len(self.merged.owner)
+        return _behind(first, self.rows(rest.flatten(0, 1))) if full else hidden
 
     def per_item(self) -> list[Reduction]:
         """The merging of each image or video, in raster order of its patches."""
         if self.merged is None:
             return [Reduction.identity(n) for n in self.plan.items]
         parts: list[Reduction] = []
-        start = slot = 0
+        ends = (accumulate(lengths, initial=0) for lengths in (self.plan.start, self.lengths))
+        slots, start, slot = dict(zip(*ends, strict=True)), 0, 0
         for size in self.plan.items:
             owner = self.merged.owner[start : start + size]
-            tokens = int(owner.max()) + 1 - slot
+            tokens = slots[start + size] - slot
             keep = self.merged.keep[slot : slot + tokens] - start
             raster = None if self.plan.raster is None else self.plan.raster[start : start + size]
             parts.append(_in_raster(Reduction(keep, owner - slot), raster))
             start, slot = start + size, slot + tokens
         return parts
+
+
+def _behind(first: Tensor, flat: Tensor) -> Tensor:
+    """Rows `[B * n, D]` behind the protected ones `[B, P, D]`."""
+    rest = flat.unflatten(0, (first.shape[0], -1))
+    return torch.cat([first, rest], dim=1) if first.shape[1] else rest
 
 
 def _shares(found: Reduction, sizes: Tensor) -> Tensor:

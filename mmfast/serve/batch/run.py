@@ -15,6 +15,7 @@ from mmfast.serve.batch.store import Row, RowStore
 from mmfast.serve.batch.workers import Answerer, Task, answered
 
 ENGINES = ("ray", "inproc")
+_ERROR = ("file", "question", "reason")
 
 
 class BatchTick(Protocol):
@@ -45,8 +46,13 @@ class BatchOutcome:
     files: int
     answers: int  # answers about them, of this run and earlier ones
     before: int  # answers of earlier runs
-    failed: int  # answers that are errors
+    errors: tuple[dict[str, str], ...]  # answers that are errors: file, question and reason
     seconds: float
+
+    @property
+    def failed(self) -> int:
+        """Number of answers that are errors."""
+        return len(self.errors)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that `mmfast batch --json` prints."""
@@ -54,7 +60,7 @@ class BatchOutcome:
         rate = round(now / self.seconds, 3) if self.seconds else 0.0
         counts = {"files": self.files, "answers": self.answers, "before": self.before}
         took = {"failed": self.failed, "seconds": round(self.seconds, 3), "per_second": rate}
-        return {"out": str(self.out), **counts, **took}
+        return {"out": str(self.out), **counts, **took, "errors": list(self.errors)}
 
 
 def run_batch(
@@ -90,9 +96,11 @@ def run_batch(
                     done += len(rows)
                     tick(done, len(wanted))
         store.finish()
-        failed = sum(store.done[medium.path, question].failed for medium, question in wanted)
+        keys = [(medium.path, question) for medium, question in wanted]
+        faults = ((*key, error) for key in keys if (error := store.done[key].error))
+        errors = tuple(dict(zip(_ERROR, fault, strict=True)) for fault in faults)
     seconds = time.perf_counter() - start
-    return BatchOutcome(out, len(media), len(wanted), before, failed, seconds)
+    return BatchOutcome(out, len(media), len(wanted), before, errors, seconds)
 
 
 def _answers(

@@ -113,13 +113,13 @@ class StoredRow(NamedTuple):
     bytes: int
     mtime_ns: int
     content_hash: str | None
-    failed: bool
+    error: str | None
 
     @staticmethod
     def of(row: Row) -> StoredRow:
         """Return that part of a row."""
         facts = (row["bytes"], row["mtime_ns"], row["content_hash"])
-        return StoredRow(*facts, row["error"] is not None)
+        return StoredRow(*facts, row["error"])
 
 
 class RowStore:
@@ -180,7 +180,7 @@ class RowStore:
         error.
         """
         seen = self.done.get((medium.path, question))
-        if seen is None or (again and seen.failed):
+        if seen is None or (again and seen.error):
             return True
         if (seen.bytes, seen.mtime_ns) == (medium.bytes, medium.mtime_ns):
             return False

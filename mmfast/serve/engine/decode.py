@@ -15,7 +15,7 @@ from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.models.families.tower import KINDS
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
 from mmfast.serve.engine.prefill import check_batches, logits
-from mmfast.serve.engine.slots import CacheSlots, Draw, Filled, RowCache
+from mmfast.serve.engine.slots import CacheSlots, Draw, Filled
 
 _GREEDY = 1e-5  # a temperature below it would overflow the logits
 
@@ -140,10 +140,10 @@ class DecodeBatch:
         tokens = torch.tensor([[row.token] for row in rows], device=device)
         places = [list(axis) for axis in zip(*(row.position for row in rows), strict=True)]
         positions = torch.tensor(places, device=device)[..., None]  # [A, B, 1]
-        cache = RowCache(self.slots)
+        cache, mask = self.slots.cache()
         output = self.decoder(
             inputs_embeds=self._table(tokens),
-            attention_mask=cache.mask,
+            attention_mask=mask,
             position_ids=positions if len(positions) > 1 else positions[0],
             past_key_values=cache,
             use_cache=True,

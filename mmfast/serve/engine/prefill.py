@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.models.families.adapter import Adapter, adapter_for
 from mmfast.models.layers import FULL, kind_of
+from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.encoder import BLOCK
 from mmfast.serve.engine.media import ByteCache
-from mmfast.serve.engine.slots import Embedded, Filled, PackCache
+from mmfast.serve.engine.slots import Embedded, Filled, prompts_cache, prompts_mask
 
 
 def check_batches(model: Any) -> None:
@@ -36,18 +38,19 @@ def check_batches(model: Any) -> None:
 class PrefillJob:
     """A prompt during prefill."""
 
-    def __init__(self, prompt: Embedded, prefix: tuple[tuple[Tensor, ...], int] | None = None):
+    def __init__(self, prompt: Embedded, prefix: tuple[KVBlock, int] | None = None):
         self.prompt = prompt
-        self.kv: list[Tensor] = []  # keys and values per layer `[2, H, m, d]`, filled up to `done`
+        self.layers: list[RowBuffer] = []  # keys and values `[2, H, m, d]`, filled up to `done`
         self.done = self.reused = 0  # tokens read so far, and those of them that were cached
         self.logits: Tensor | None = None  # `[V]` float32 at the last token; None until then
         if prefix is not None:
             held, self.reused = prefix
             self.done = self.reused
-            for layer in held:
-                own = layer.new_zeros(2, layer.shape[1], prompt.length, layer.shape[3])
-                own[:, :, : self.done] = layer[:, :, : self.done]
-                self.kv.append(own)
+            for pair in zip(held.keys, held.values, strict=True):
+                heads, _, width = pair[0].shape
+                own = RowBuffer(data=pair[0].new_zeros(2, heads, prompt.length, width))
+                own.write(*(each[:, : self.done] for each in pair), at=0)
+                self.layers.append(own)
 
     @property
     def left(self) -> int:
@@ -57,7 +60,7 @@ class PrefillJob:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(each.nbytes for each in self.kv)
+        return sum(each.nbytes for each in self.layers)
 
 
 class Prefiller:
@@ -135,18 +138,14 @@ class Prefiller:
         parts = [(job.prompt, *span) for (job, _), span in zip(plan, spans, strict=True)]
         embeds = torch.cat([p.embeds[a:b] for p, a, b in parts])[None]
         positions = torch.cat([p.positions[:, a:b] for p, a, b in parts], 1)
-        cache = PackCache(
-            [job.kv for job, _ in plan],
-            spans,
-            [job.prompt.length for job, _ in plan],
-            embeds.dtype,
-            embeds.device,
-        )
+        causal = len(spans) == 1 and spans[0][0] == 0
+        mask = None if causal else prompts_mask(spans, embeds.dtype).to(embeds.device)
+        buffers, room = [job.layers for job, _ in plan], [job.prompt.length for job, _ in plan]
         output = self.decoder(
             inputs_embeds=embeds,
-            attention_mask=cache.mask,
+            attention_mask=mask,
             position_ids=positions[:, None] if len(positions) > 1 else positions,
-            past_key_values=cache,
+            past_key_values=prompts_cache(len(self.decoder.layers), buffers, spans, room),
             use_cache=True,
             **_planes(parts),
         )
@@ -159,7 +158,10 @@ class Prefiller:
         seen = None
         if self._penalty != 1 and prompt.whole is not None:
             seen = prompt.whole.unique()
-        return Filled(tuple(job.kv), prompt.positions[:, -1] + 1, job.logits, job.reused, seen)
+        keys, values = (tuple(each.read(p, 0, job.done) for each in job.layers) for p in (0, 1))
+        return Filled(
+            KVBlock(keys, values), prompt.positions[:, -1] + 1, job.logits, job.reused, seen
+        )
 
     def _advance(self, plan: Sequence[tuple[PrefillJob, int]], hidden: Tensor) -> list[PrefillJob]:
         ended, at, row = [], [], 0
@@ -202,7 +204,7 @@ def token_bytes(prefiller: Prefiller) -> int:
     places = torch.arange(2, device=table.device).expand(3 if wide else 1, -1)
     ids = torch.zeros(2, dtype=torch.int64, device=table.device)
     (filled,) = prefiller.fill([Embedded(embed(ids), places)])
-    return filled.nbytes // 2
+    return filled.kv.nbytes // 2
 
 
 def _planes(parts: Sequence[tuple[Embedded, int, int]]) -> dict[str, Any]:
@@ -232,12 +234,8 @@ _Name = tuple[str, bytes]
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    kv: tuple[Tensor, ...]  # [2, H, m, d] per layer
+    kv: KVBlock  # [H, m, d] per layer
     names: tuple[_Name, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.kv)
 
 
 class Prefixes:
@@ -248,12 +246,10 @@ class Prefixes:
     """
 
     def __init__(self, limit: int) -> None:
-        self.held: ByteCache[_Entry] = ByteCache(limit, lambda entry: entry.nbytes, self._forget)
+        self.held: ByteCache[_Entry] = ByteCache(limit, lambda entry: entry.kv.nbytes, self._forget)
         self._where: dict[_Name, list[_Name]] = {}  # entries with this prefix, the newest last
 
-    def find(
-        self, tenant: str, blocks: Sequence[bytes], length: int
-    ) -> tuple[tuple[Tensor, ...], int] | None:
+    def find(self, tenant: str, blocks: Sequence[bytes], length: int) -> tuple[KVBlock, int] | None:
         """Return the longest known prefix: keys and values, and its number of tokens."""
         for count in range(reusable(length) // BLOCK, 0, -1):
             for place in reversed(self._where.get((tenant, blocks[count - 1]), ())):
@@ -262,11 +258,11 @@ class Prefixes:
         self.held.misses += 1
         return None
 
-    def put(self, tenant: str, blocks: Sequence[bytes], kv: Sequence[Tensor]) -> None:
+    def put(self, tenant: str, blocks: Sequence[bytes], kv: KVBlock) -> None:
         """Keep the keys and values of a prompt; they must not change afterwards."""
         names = tuple((tenant, block) for block in blocks)
-        entry = _Entry(tuple(kv), names)
-        if not names or names[-1] in self._where or entry.nbytes > self.held.maxsize:
+        entry = _Entry(kv, names)
+        if not names or names[-1] in self._where or kv.nbytes > self.held.maxsize:
             return
         for name in names[:-1]:  # a prompt that is a prefix of this one would be held twice
             self.held.pop(name, None)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from mmfast.core.kv import KVBlock
+from mmfast.models.reduction.cache_layers import Pair, cache_over
+from mmfast.ops.stream_cache import RowBuffer, Span
 from mmfast.planner.target import parse_bytes
 from mmfast.serve.engine.base import Media, Request, SamplingOptions
 
@@ -19,7 +22,7 @@ STEP = 64  # tokens; rows grow in steps of these
 
 
 class CacheSlots:
-    """Keys and values `[2, rows, H, room, d]` per layer; rows `0..count-1` are answers.
+    """Keys and values `[2, rows, H, room, d]` of all layers; rows `0..count-1` are answers.
 
     Values beyond the length of a row are finite and never read. The rows in use take memory, each
     as wide as the widest answer may become; `needed` computes it in advance. `reserved` is the most
@@ -28,14 +31,14 @@ class CacheSlots:
 
     def __init__(self, layers: int, most: int) -> None:
         self.most = most
-        self.data: list[Tensor | None] = [None] * layers
+        self.layers = [RowBuffer() for _ in range(layers)]
         self.lengths: list[int] = []
         self.reserved: list[int] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(each.nbytes for each in self.data if each is not None)
+        return sum(each.nbytes for each in self.layers)
 
     def shape(self, reserved: Sequence[int]) -> tuple[int, int]:
         """Return rows, and tokens per row, of tensors that hold answers of these lengths."""
@@ -47,20 +50,19 @@ class CacheSlots:
         rows, room = self.shape([*self.reserved, *more])
         return rows * room
 
-    def add(self, kv: Sequence[Tensor], reserve: int) -> int:
-        """Copy keys and values `[2, H, m, d]` per layer into a row and return its number."""
-        row, length = len(self.lengths), int(kv[0].shape[2])
+    def add(self, kv: KVBlock, reserve: int) -> int:
+        """Copy the keys and values `[H, m, d]` of a prompt into a row and return its number."""
+        row, length = len(self.lengths), int(kv.keys[0].shape[1])
         self.lengths.append(length)
         self.reserved.append(max(reserve, length + 1))
         try:
-            self._fit(kv)
+            self._fit(kv.keys)
         except BaseException:  # out of memory: nothing was added
             self.lengths.pop()
             self.reserved.pop()
             raise
-        for own, new in zip(self.data, kv, strict=True):
-            assert own is not None
-            own[:, row, :, :length] = new
+        for own, keys, values in zip(self._data, kv.keys, kv.values, strict=True):
+            own[0, row, :, :length], own[1, row, :, :length] = keys, values
             # An earlier row may have left infinities, and 0 * inf is NaN.
             own[:, row, :, length:] = 0
         return row
@@ -70,8 +72,7 @@ class CacheSlots:
         last = len(self.lengths) - 1
         if row != last:
             length = self.lengths[last]
-            for own in self.data:
-                assert own is not None
+            for own in self._data:
                 own[:, row] = own[:, last]
             self.lengths[row], self.reserved[row] = length, self.reserved[last]
         self.lengths.pop()
@@ -79,136 +80,93 @@ class CacheSlots:
         self._fit(())
         return None if row == last else last
 
-    def row(self, number: int) -> tuple[Tensor, ...]:
-        """Return a copy of the keys and values `[2, H, m, d]` of a row per layer."""
-        length = self.lengths[number]
-        return tuple(own[:, number, :, :length].clone() for own in self.data if own is not None)
+    def row(self, number: int) -> KVBlock:
+        """Return a copy of the keys and values `[H, m, d]` of a row."""
+        rows = [own[:, number, :, : self.lengths[number]].clone() for own in self._data]
+        return KVBlock(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+
+    def cache(self) -> tuple[Cache, Tensor | None]:
+        """Return the cache of one decoding step over the rows, a new token each, and its mask."""
+        count, stop = len(self.lengths), max(self.lengths) + 1
+        first = self._data[0]
+        rows = torch.arange(count, device=first.device)[:, None]
+        at = torch.tensor(self.lengths, device=first.device)[:, None]
+
+        def write(layer: int, keys: Tensor, values: Tensor) -> Pair:
+            own = self.layers[layer]
+            own.scatter(torch.stack((keys, values)), (rows, at))
+            return own.read(0, 0, stop)[:count], own.read(1, 0, stop)[:count]
+
+        even = min(self.lengths) == max(self.lengths)
+        mask = None if even else rows_mask(at, stop, first.dtype)
+        return cache_over(len(self.layers), write, lambda _: stop - 1), mask
+
+    @property
+    def _data(self) -> list[Tensor]:
+        return [own.data for own in self.layers if own.data is not None]
 
     def _fit(self, like: Sequence[Tensor]) -> None:
         rows, room = self.shape(self.reserved)
-        made: list[tuple[int, Tensor]] = []
-        for i, own in enumerate(self.data):
-            if own is not None and own.shape[1] == rows and own.shape[3] == room:
+        made: list[tuple[RowBuffer, Tensor | None]] = []
+        for i, own in enumerate(self.layers):
+            old, new = own.data, None
+            if old is not None and old.shape[1] == rows and old.shape[3] == room:
                 continue
-            if not rows:
-                self.data[i] = None
-                continue
-            source = like[i] if own is None else own
-            heads, width = source.shape[-3], source.shape[-1]
-            new = source.new_zeros(2, rows, heads, room, width)
-            if own is not None:
-                r, c = min(rows, own.shape[1]), min(room, own.shape[3])
-                new[:, :r, :, :c] = own[:, :r, :, :c]
-            made.append((i, new))
-        for i, new in made:  # all or nothing
-            self.data[i] = new
+            if rows:
+                source = like[i] if old is None else old
+                new = source.new_zeros(2, rows, source.shape[-3], room, source.shape[-1])
+                if old is not None:
+                    r, c = min(rows, old.shape[1]), min(room, old.shape[3])
+                    new[:, :r, :, :c] = old[:, :r, :, :c]
+            made.append((own, new))
+        for own, new in made:  # all or nothing
+            own.data = new
 
 
-class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """Cache of one decoding step over the rows: one new token per row."""
-
-    def __init__(self, slots: CacheSlots) -> None:
-        super().__init__(layers=[])
-        self._data, lengths = slots.data, slots.lengths
-        first = self._data[0]
-        assert first is not None
-        self._count, self._stop = len(lengths), max(lengths) + 1
-        self._rows = torch.arange(self._count, device=first.device)
-        self._at = torch.tensor(lengths, device=first.device)
-        even = min(lengths) == max(lengths)
-        self.mask = None if even else self._seen(first.dtype)
-
-    def _seen(self, dtype: torch.dtype) -> Tensor:
-        """Return the mask `[B, 1, 1, keys]` by which a row attends to its own tokens."""
-        keys = torch.arange(self._stop, device=self._at.device)
-        hidden = keys > self._at[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._at.device)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new token of every row; return keys and values up to the longest row."""
-        data = self._data[layer_idx]
-        assert data is not None
-        keys, values = data[0], data[1]
-        keys[self._rows, :, self._at] = key_states[:, :, 0]
-        values[self._rows, :, self._at] = value_states[:, :, 0]
-        return keys[: self._count, :, : self._stop], values[: self._count, :, : self._stop]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens of the longest row."""
-        return self._stop - 1
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """See `get_seq_length`."""
-        return self._stop - 1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys, and the first of them."""
-        return self._stop, 0
+def rows_mask(at: Tensor, stop: int, dtype: torch.dtype) -> Tensor:
+    """Return the mask `[B, 1, 1, keys]` of rows that attend up to their own `at` `[B, 1]`."""
+    hidden = torch.arange(stop, device=at.device) > at
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=at.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None]
 
 
-class PackCache(Cache):  # type: ignore[misc]
-    """Cache of parts of several prompts in one row, each with its own past.
+def prompts_mask(spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
+    """Return the mask `[1, 1, n, keys]` of parts of several prompts, causal inside each.
 
-    `kv` holds `[2, H, m, d]` per layer and prompt, `room` each m; empty lists are filled. `spans`
-    are the tokens `(start, stop)` of this pass per prompt.
+    `spans` are the tokens `(start, stop)` of this pass per prompt.
+    """
+    count, keys = sum(stop - start for start, stop in spans), sum(stop for _, stop in spans)
+    mask = torch.full((count, keys), torch.finfo(dtype).min, dtype=dtype)
+    row = column = 0
+    for start, stop in spans:
+        n = stop - start
+        mask[row : row + n, column : column + stop].triu_(start + 1)
+        row, column = row + n, column + stop
+    return mask[None, None]
+
+
+def prompts_cache(
+    layers: int, buffers: Sequence[list[RowBuffer]], spans: Sequence[Span], room: Sequence[int]
+) -> Cache:
+    """Return the cache of a pass over parts of several prompts in one row, each with its own past.
+
+    `buffers` are those of the layers per prompt, made at the first pass for `room` tokens.
     """
 
-    def __init__(
-        self,
-        kv: Sequence[list[Tensor]],
-        spans: Sequence[tuple[int, int]],
-        room: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(layers=[])
-        self._kv, self._spans, self._room = kv, spans, room
-        self._count = sum(stop - start for start, stop in spans)
-        self._keys = sum(stop for _, stop in spans)
-        causal = len(spans) == 1 and spans[0][0] == 0
-        self.mask = None if causal else self._blocks(dtype, device)
-
-    def _blocks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the mask `[1, 1, n, keys]`, causal inside each prompt."""
-        mask = torch.full((self._count, self._keys), torch.finfo(dtype).min, dtype=dtype)
-        row = column = 0
-        for start, stop in self._spans:
-            n = stop - start
-            mask[row : row + n, column : column + stop].triu_(start + 1)
-            row, column = row + n, column + stop
-        return mask[None, None].to(device)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store the new tokens of every prompt; return keys and values of all of them."""
+    def write(layer: int, keys: Tensor, values: Tensor) -> Pair:
         row, parts = 0, []
-        heads, width = key_states.shape[1], key_states.shape[3]
-        for own, (start, stop), room in zip(self._kv, self._spans, self._room, strict=True):
-            if len(own) <= layer_idx:
-                own.append(key_states.new_zeros(2, heads, room, width))
-            held = own[layer_idx]
-            held[0, :, start:stop] = key_states[0, :, row : row + stop - start]
-            held[1, :, start:stop] = value_states[0, :, row : row + stop - start]
-            row += stop - start
-            parts.append(held[:, :, :stop])
+        _, heads, _, width = keys.shape
+        for own, (start, stop), most in zip(buffers, spans, room, strict=True):
+            if len(own) <= layer:
+                own.append(RowBuffer(data=keys.new_zeros(2, heads, most, width)))
+            new = slice(row, row + stop - start)
+            own[layer].write(keys[0, :, new], values[0, :, new], at=start)
+            row = new.stop
+            parts.append(own[layer].read(slice(None), 0, stop))
         both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return both[0][None], both[1][None]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of earlier tokens."""
-        return self._keys - self._count
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """See `get_seq_length`."""
-        return self._keys - self._count
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys, and the first of them."""
-        return self._keys, 0
+    return cache_over(layers, write, lambda _: sum(start for start, _ in spans))
 
 
 _SHARE = {"cuda": 0.8, "cpu": 0.25}  # of the free memory; other programs use the CPU's, too
@@ -325,7 +283,7 @@ class Embedded:
 class Filled:
     """A prompt after prefill."""
 
-    kv: tuple[Tensor, ...]  # keys and values per decoder layer, `[2, H, m, d]`
+    kv: KVBlock  # keys and values per decoder layer, `[H, m, d]`
     position: Tensor  # `[A]` int64 of the first token of the answer
     logits: Tensor  # `[V]` float32 at the end of the prompt
     reused: int = 0  # tokens of the prompt whose keys and values were reused
@@ -335,12 +293,7 @@ class Filled:
     @property
     def length(self) -> int:
         """Tokens m."""
-        return int(self.kv[0].shape[2])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(each.nbytes for each in self.kv)
+        return int(self.kv.keys[0].shape[1])
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ class DecodeStage:
             return False
         answer, piece = self._waiting[name]
         reserve = piece.filled.length + answer.sampling.max_tokens
-        token = piece.filled.nbytes / piece.filled.length
+        token = piece.filled.kv.nbytes / piece.filled.length
         return not self._running or slots.needed([reserve]) * token <= self._limit
 
     def _begin(self, name: str) -> None:

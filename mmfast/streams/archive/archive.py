@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
-from mmfast.core.kv import Block, Clusters, Retriever
-from mmfast.ops.quantisation import Quantiser
-from mmfast.streams.archive.blocks import Stored, TierQuotas
+from mmfast.core.kv import Clusters, KVBlock, Numbers, Retriever
+from mmfast.ops.quantisation import Quantiser, unpacked
+from mmfast.streams.archive.blocks import TierQuotas, stored
 from mmfast.streams.archive.tiers import Reports, Tiers
 
 _LEAST = 64
@@ -187,21 +187,6 @@ def _tokens(chosen: Tensor, cluster: Tensor) -> Tensor | None:
 REPORTED = ("dropped", "corrupt", "lost", "disk_errors")
 
 
-@dataclass(frozen=True, eq=False)
-class LayerPart:
-    """Keys (before RoPE) and values `[H, m, d]` of one layer, read from a stored block.
-
-    `relative` `[A, m]` are positions from the start of the block, `advance` `[A]` is the distance
-    from there to the start of the next one.
-    """
-
-    number: int
-    keys: Tensor
-    values: Tensor
-    relative: Tensor
-    advance: Tensor
-
-
 class Archive:
     """Stored blocks of one stream within byte quotas, with an index per layer to search them.
 
@@ -230,47 +215,45 @@ class Archive:
         self._tiers = Tiers(tiers or TierQuotas(), store, self.reports, self._gone.append)
         self._newest = -1
 
-    def put(self, block: Block) -> None:
+    def put(self, block: KVBlock) -> None:
         """Add a block newer than all before, else MmfastError; quotas push the oldest out."""
         if block.number <= self._newest or len(block.keys) != len(self._index):
             raise MmfastError(
                 f"block {block.number} of {len(block.keys)} layers cannot follow block "
                 f"{self._newest} in an archive of {len(self._index)} layers; put blocks in order"
             )
-        stored = Stored.of(block)
         clusters = [self._retriever.represent(k) if k.shape[1] else None for k in block.keys]
         self._newest = block.number
         for index, found in zip(self._index, clusters, strict=True):
             if found is not None:
                 index.add(block.number, found)
-        self._tiers.put(stored)
+        self._tiers.put(stored(block))
         self._unindex()
 
     def choose(self, layer: int, query: Tensor) -> list[Found]:
         """Choose tokens of a layer for the queries `[Hq, T, d]` (before RoPE) of a question."""
         return self._index[layer].choose(query, self._retriever)
 
-    def read(self, layer: int, found: Sequence[Found]) -> list[LayerPart]:
-        """Read what was found, in order; damaged blocks are left out, dropped and reported."""
+    def read(self, layer: int, found: Sequence[Found]) -> list[KVBlock]:
+        """Read one layer of what was found, in order; damaged blocks are dropped and reported."""
         parts = [self._part(layer, each) for each in found]
         self._unindex()
         return [part for part in parts if part is not None]
 
-    def _part(self, layer: int, found: Found) -> LayerPart | None:
-        read = self._tiers.read(found.number, layer)
-        if read is None:
+    def _part(self, layer: int, found: Found) -> KVBlock | None:
+        block = self._tiers.read(found.number, layer)
+        if block is None:
             return None
-        shared, held = read
-        keys, values = held.unpacked()
-        relative = shared.relative
-        if held.kept is not None:
-            relative = relative.index_select(-1, held.kept)
-        if found.tokens is not None:
-            tokens = found.tokens.to(keys.device)
-            keys, values = keys.index_select(1, tokens), values.index_select(1, tokens)
-            relative = relative.index_select(-1, found.tokens)
-        moved = (x.to(self._device) for x in (keys, values, relative, shared.advance))
-        return LayerPart(found.number, *moved)
+        tokens, relative = found.tokens, block.positions(0)
+
+        def taken(part: Numbers, _: bool) -> Tensor:
+            x = unpacked(part)
+            x = x if tokens is None else x.index_select(1, tokens.to(x.device))
+            return x.to(self._device)
+
+        relative = relative if tokens is None else relative.index_select(-1, tokens)
+        relative, advance = (x.to(self._device) for x in (relative, block.advance))
+        return replace(block.each(taken), relative=relative, advance=advance, kept=())
 
     def forget(self, number: int) -> None:
         """Forget a block, if it is there."""

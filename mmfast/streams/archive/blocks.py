@@ -1,19 +1,16 @@
-"""Stored blocks, and quotas of bytes and blocks per tier."""
+"""Blocks as an archive stores them, and quotas of bytes and blocks per tier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mmfast.core.errors import MmfastError
-from mmfast.core.kv import Block
+from mmfast.core.kv import KVBlock, Numbers
 from mmfast.core.size import parse_bytes
-from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise
+from mmfast.ops.quantisation import PackedTensor, Quantiser
 from mmfast.streams.archive.files import compact, value
 
 TIERS = ("device", "host", "disk")
@@ -62,108 +59,32 @@ class TierQuotas:
         return used > self.limit(tier) or (most is not None and blocks > most)
 
 
-State = Tensor | PackedTensor
 value(PackedTensor)
+value(KVBlock)
 
 
-@value
-@dataclass(frozen=True, eq=False)
-class StoredLayer:
-    """Keys (before RoPE) and values `[H, n_l, d]` of one layer of a block.
-
-    `kept` `[n_l]` tells which tokens of the block they are, None for all.
-    """
-
-    keys: State
-    values: State
-    kept: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys, values and places."""
-        return sum(_nbytes(part) for part in (self.keys, self.values, self.kept))
-
-    def unpacked(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as numbers `[H, n_l, d]`."""
-        keys, values = (
-            dequantise(part) if isinstance(part, PackedTensor) else part
-            for part in (self.keys, self.values)
-        )
-        return keys, values
+def stored(block: KVBlock) -> KVBlock:
+    """The block in storage of its own, keys and values on the device they are on."""
+    return replace(
+        block.each(lambda part, _: compact(part)),
+        relative=compact(block.relative.cpu()),
+        advance=compact(block.advance.cpu()),
+        kept=tuple(None if kept is None else compact(kept.cpu()) for kept in block.kept),
+    )
 
 
-@value
-@dataclass(frozen=True, eq=False)
-class Shared:
-    """Properties that all layers of a block share; see `Block`."""
-
-    kind: str
-    time: float | None
-    relative: Tensor
-    advance: Tensor
+def stored_bytes(block: KVBlock) -> int:
+    """Bytes of keys, values and places, which count against a quota."""
+    kept = sum(each.nbytes for each in block.kept if each is not None)
+    return block.nbytes + kept + block.relative.nbytes + block.advance.nbytes
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A block of an archive."""
-
-    number: int
-    shared: Shared
-    layers: tuple[StoredLayer, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that count against a quota."""
-        places = _nbytes(self.shared.relative) + _nbytes(self.shared.advance)
-        return places + sum(layer.nbytes for layer in self.layers)
-
-    @classmethod
-    def of(cls, block: Block) -> Stored:
-        """The block in storage of its own, on the device it is on."""
-        kept = block.kept or (None,) * len(block.keys)
-        layers = tuple(
-            StoredLayer(compact(k), compact(v), None if t is None else compact(t.cpu()))
-            for k, v, t in zip(block.keys, block.values, kept, strict=True)
-        )
-        relative, advance = compact(block.relative.cpu()), compact(block.advance.cpu())
-        return cls(block.number, Shared(block.kind, block.time, relative, advance), layers)
-
-    def packed(self, store: Quantiser | None) -> Stored:
-        """In fewer bits; as it is where it is already, has no tokens or no finite numbers."""
-        if store is None:
-            return self
-        return self._each(
-            lambda layer: StoredLayer(
-                _pack(layer.keys, store, keys=True), _pack(layer.values, store), layer.kept
-            )
-        )
-
-    def to(self, device: torch.device) -> Stored:
-        """On another device."""
-        return self._each(
-            lambda layer: StoredLayer(
-                _to(layer.keys, device), _to(layer.values, device), layer.kept
-            )
-        )
-
-    def _each(self, change: Callable[[StoredLayer], StoredLayer]) -> Stored:
-        return Stored(self.number, self.shared, tuple(change(layer) for layer in self.layers))
-
-    def tree(self) -> list[Any]:
-        """Return the parts that a file keeps apart: number, shared part, layers."""
-        return [self.number, self.shared, *self.layers]
-
-    @classmethod
-    def from_tree(cls, tree: list[Any]) -> Stored:
-        """Return the block of a `tree`."""
-        return cls(tree[0], tree[1], tuple(tree[2:]))
+def packed(block: KVBlock, store: Quantiser | None) -> KVBlock:
+    """In fewer bits; as it is where it is already, has no tokens or no finite numbers."""
+    return block if store is None else block.each(partial(_pack, store))
 
 
-def _nbytes(part: State | None) -> int:
-    return 0 if part is None else part.nbytes
-
-
-def _pack(part: State, store: Quantiser, *, keys: bool = False) -> State:
+def _pack(store: Quantiser, part: Numbers, keys: bool) -> Numbers:
     if isinstance(part, PackedTensor) or not part.numel():
         return part
     try:
@@ -172,8 +93,14 @@ def _pack(part: State, store: Quantiser, *, keys: bool = False) -> State:
         return part
 
 
-def _to(part: State, device: torch.device) -> State:
-    if isinstance(part, Tensor):
-        return part.to(device)
-    codes, low, step = (x.to(device) for x in (part.codes, part.low, part.step))
-    return replace(part, codes=codes, low=low, step=step)
+def parts_of(block: KVBlock) -> list[Any]:
+    """Return what a file keeps apart: the number, what all layers share, and each layer."""
+    kept = block.kept or (None,) * len(block.keys)
+    shared = replace(block, keys=(), values=(), kept=())
+    return [block.number, shared, *zip(block.keys, block.values, kept, strict=True)]
+
+
+def block_of(number: int, shared: KVBlock, *layers: Any) -> KVBlock:
+    """Return the block of such parts, with some layers or all."""
+    keys, values, kept = zip(*layers, strict=True)
+    return replace(shared, number=number, keys=keys, values=values, kept=kept)

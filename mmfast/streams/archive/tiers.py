@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from mmfast.core.kv import KVBlock
 from mmfast.ops.quantisation import Quantiser
-from mmfast.streams.archive.blocks import Shared, Stored, StoredLayer, TierQuotas
+from mmfast.streams.archive.blocks import TierQuotas, block_of, packed, parts_of, stored_bytes
 from mmfast.streams.archive.files import (
     File,
     TornFileError,
@@ -50,15 +51,15 @@ class BlockFolder:
         parent.mkdir(parents=True, exist_ok=True)
         _clean(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
-        self._open: OrderedDict[int, tuple[TreeFile, Shared]] = OrderedDict()
+        self._open: OrderedDict[int, tuple[TreeFile, KVBlock]] = OrderedDict()
         self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))
 
     def file(self, number: int) -> Path:
         """Path of block `number`."""
         return self.path / f"{number:09d}.block"
 
-    def read(self, number: int, layer: int) -> tuple[Shared, StoredLayer]:
-        """Return a block's shared part and one layer alone; TornFileError for a bad file."""
+    def read(self, number: int, layer: int) -> KVBlock:
+        """Return a block with one layer alone; TornFileError for a bad file."""
         if number not in self._open:
             file = TreeFile(self.file(number))
             held = file.read(0)
@@ -69,7 +70,7 @@ class BlockFolder:
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         file, shared = self._open[number]
-        return shared, file.read(2 + layer)
+        return block_of(number, shared, file.read(2 + layer))
 
     def remove(self, number: int) -> None:
         """Delete a block's file, if it can be."""
@@ -166,12 +167,12 @@ class DiskTier:
         """Blocks can still be written."""
         return self._folder is not None and not self._broken
 
-    def put(self, stored: Stored) -> bool:
+    def put(self, block: KVBlock) -> bool:
         """Write a block; False if it is lost."""
         if not self.on:
             return False
-        buffers = encode(stored.to(CPU).tree())
-        return self._add(stored.number, sum(map(len, buffers)), lambda path: write(path, buffers))
+        buffers = encode(parts_of(block.to(CPU)))
+        return self._add(block.number, sum(map(len, buffers)), lambda path: write(path, buffers))
 
     def adopt(self, number: int, nbytes: int, file: File) -> bool:
         """Take over a file of a saved session, which stays as it is; False if it is lost."""
@@ -248,8 +249,8 @@ class DiskTier:
                 "dropped", f"memory full: block {number} dropped, as all that follow"
             )
 
-    def read(self, number: int, layer: int) -> tuple[Shared, StoredLayer] | None:
-        """One layer of a block; None where it is damaged or gone, and then it is dropped."""
+    def read(self, number: int, layer: int) -> KVBlock | None:
+        """A block with one layer alone; None where it is damaged or gone: then it is dropped."""
         try:
             assert self._folder is not None
             return self._folder.read(number, layer)
@@ -326,7 +327,7 @@ class Tiers:
         self._store = store
         self._reports = reports
         self._lose = lose
-        self._memory: dict[str, OrderedDict[int, Stored]] = {
+        self._memory: dict[str, OrderedDict[int, KVBlock]] = {
             "device": OrderedDict(),
             "host": OrderedDict(),
         }
@@ -355,23 +356,23 @@ class Tiers:
         """Bytes per tier."""
         return {**self._used, "disk": self.disk.nbytes}
 
-    def put(self, stored: Stored, tier: str = "device") -> None:
-        """Add the newest block."""
-        if tier == "device" and not self._fits(stored, tier):
+    def put(self, block: KVBlock, tier: str = "device") -> None:
+        """Add the newest block, in storage of its own."""
+        if tier == "device" and not self._fits(block, tier):
             tier = "host"
         if tier == "host":
-            stored = stored.packed(self._store).to(CPU)
-            tier = tier if self._fits(stored, tier) else "disk"
+            block = packed(block, self._store).to(CPU)
+            tier = tier if self._fits(block, tier) else "disk"
         if tier == "disk":
-            if not self.disk.put(stored):
-                self._drop(stored.number)
+            if not self.disk.put(block):
+                self._drop(block.number)
             return
-        self._memory[tier][stored.number] = stored
-        self._used[tier] += stored.nbytes
+        self._memory[tier][block.number] = block
+        self._used[tier] += stored_bytes(block)
         self._settle(tier)
 
-    def _fits(self, stored: Stored, tier: str) -> bool:
-        return stored.nbytes <= self._quotas.limit(tier)
+    def _fits(self, block: KVBlock, tier: str) -> bool:
+        return stored_bytes(block) <= self._quotas.limit(tier)
 
     def _settle(self, tier: str) -> None:
         held = self._memory[tier]
@@ -383,20 +384,20 @@ class Tiers:
             self._left = 0
             give_back()
 
-    def _take(self, number: int, tier: str) -> Stored:
-        stored = self._memory[tier].pop(number)
-        self._used[tier] -= stored.nbytes
-        return stored
+    def _take(self, number: int, tier: str) -> KVBlock:
+        block = self._memory[tier].pop(number)
+        self._used[tier] -= stored_bytes(block)
+        return block
 
     def _drop(self, number: int) -> None:
         self._reports.once("dropped", f"memory full: block {number} dropped, as all that follow")
         self._lose(number)
 
-    def read(self, number: int, layer: int) -> tuple[Shared, StoredLayer] | None:
-        """One layer of a block; None where it is not, or no longer, there."""
+    def read(self, number: int, layer: int) -> KVBlock | None:
+        """A block with one layer alone; None where it is not, or no longer, there."""
         for tier in self._memory.values():
             if number in tier:
-                return tier[number].shared, tier[number].layers[layer]
+                return tier[number].layer(layer)
         return self.disk.read(number, layer) if number in self.disk.sizes else None
 
     def remove(self, number: int) -> None:
@@ -410,7 +411,8 @@ class Tiers:
     def snapshot(self) -> dict[str, Any]:
         """Plain data, and the files of the disk tier."""
         rows = {
-            name: [stored.tree() for stored in tier.values()] for name, tier in self._memory.items()
+            name: [parts_of(block) for block in tier.values()]
+            for name, tier in self._memory.items()
         }
         return {**rows, "disk": self.disk.snapshot()}
 
@@ -421,7 +423,7 @@ class Tiers:
                 self._drop(row["number"])
         for tier, where in (("host", CPU), ("device", device)):
             for row in tree[tier]:
-                self.put(Stored.from_tree(row).to(where), tier)
+                self.put(block_of(*row).to(where), tier)
 
     def close(self) -> None:
         """Release all blocks and files."""

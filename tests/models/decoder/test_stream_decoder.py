@@ -8,11 +8,12 @@ from codebook_models import llama
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.models.decoder.stream import StreamDecoder
-from mmfast.ops.stream_cache import StreamKV, crop, merge, stack, take
+from mmfast.ops.stream_cache import crop, merge, stack, take
 
 
-def _run(decoder: StreamDecoder, x: Tensor, cuts: list[int]) -> tuple[StreamKV, Tensor]:
+def _run(decoder: StreamDecoder, x: Tensor, cuts: list[int]) -> tuple[KVBlock, Tensor]:
     state, outs, at = decoder.start(len(x)), [], 0
     with torch.no_grad():
         for n in cuts:
@@ -46,7 +47,7 @@ def test_a_window_bounds_memory_and_is_the_mask() -> None:
     for cuts in ([1] * 30, [7, 1, 12, 10]):
         state, out = _run(StreamDecoder(model.model, window), x, cuts)
         _close(out, want)
-        assert state.keys[0].shape[2] == window - 1 and state.seen.tolist() == [30]
+        assert state.keys[0].shape[2] == window - 1 and state.advance.tolist() == [30]
         assert state.nbytes == 2 * 2 * 2 * (window - 1) * 8 * 4
 
 
@@ -86,7 +87,7 @@ def test_stack_take_merge_and_crop() -> None:
         want = [decoder.step(s, x[i : i + 1, 7:])[1] for i, s in enumerate((short, long))]
         _close(out, torch.cat(want))
         back = take(both, torch.tensor([0]))
-        assert back.place.shape[1] == 3  # what only the other needed is gone
+        assert back.relative.shape[1] == 3  # what only the other needed is gone
         _close(decoder.step(back, x[:1, 7:])[1], want[0])
         mixed = merge(both, stack([decoder.start(1)] * 2), torch.tensor([False, True]))
         _close(decoder.step(mixed, x[:, :1])[1][1:], decoder.step(decoder.start(1), x[1:, :1])[1])

@@ -10,7 +10,7 @@ from tiny_models import Tiny, build, tiny
 from torch import Tensor
 
 from mmfast.attach import attach
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import attention_of
@@ -140,14 +140,3 @@ def test_a_tower_without_blocks_says_so(spec: str) -> None:
     assert torch.equal(this.model(**inputs).logits, stock)
     with attach(this.model, spec.split(":")[0] + ":1.0"):  # the identity asks for nothing
         assert torch.equal(this.model(**inputs).logits, stock)
-
-
-@pytest.mark.parametrize("family", ["llava", "llava_next", "internvl"])
-def test_a_class_token_forbids_merging_inside_the_tower(family: str) -> None:
-    this = tiny(family)
-    with (
-        pytest.raises(MmfastError, match=r"class token; use site 'pre'"),
-        attach(this.model, "tome@vit:0.5"),
-    ):
-        pass
-    assert not any("forward" in module.__dict__ for module in this.model.modules())

@@ -39,7 +39,7 @@ def test_cell(cell: Cell, note_cell: Callable[[Cell, str], None]) -> None:
         if reason:
             assert all(reduction.m == reduction.n for _, _, reduction in trace.reductions)
         else:
-            check_budgets(trace, method.scope)
+            check_budgets(trace, method.scope, method.resizes)
         assert len(out.logits) == 3
         assert all(bool(step.isfinite().all()) for step in out.logits)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_cell(cell: Cell, note_cell: Callable[[Cell, str], None]) -> None:
     assert recorded().get(cell, reason) == reason, "write the matrix anew: see above"
 
 
-def check_budgets(trace: Trace, scope: str) -> None:
+def check_budgets(trace: Trace, scope: str, resizes: bool = False) -> None:
     """What is left of every item, or of all together, is what the budget says."""
     entered: dict[int, int] = {}
     left: dict[int, int] = {}
@@ -58,6 +58,8 @@ def check_budgets(trace: Trace, scope: str) -> None:
     assert entered
     if scope == "prompt":
         assert sum(left.values()) == count(SHARE, sum(entered.values()))
+    elif resizes:  # the largest raster within the budget
+        assert all(0 < left[item] <= (count(SHARE, n) or 0) for item, n in entered.items())
     else:
         assert left == {item: count(SHARE, n) for item, n in entered.items()}
 

@@ -142,7 +142,7 @@ def test_memory_is_bounded_by_the_window(model: Any) -> None:
     steps = MoshiSteps(model, window=5)
     user = torch.randint(64, (1, 4, 30))
     _, _, state = _talk(steps, user)
-    assert state.kv.keys[0].shape[2] == 4 and state.kv.seen.tolist() == [31]
+    assert state.kv.keys[0].shape[2] == 4 and state.kv.advance.tolist() == [31]
     size = state.kv.nbytes
     _, _, state = _talk(steps, user, state)
     assert state.kv.nbytes == size

@@ -98,6 +98,13 @@ def test_rows_are_the_pipelines(
     assert code == 1  # one file cannot be read
     assert (document["files"], document["answers"], document["failed"]) == (5, 10, 2)
     rows = rows_of(out)
+    told = [(each["file"], each["question"]) for each in document["errors"]]
+    assert told == [("broken.mp4", QUESTION), ("broken.mp4", SECOND)]
+    assert all("neither an image nor a video" in each["reason"] for each in document["errors"])
+    code, said, err = batch(capsys, folder, *[o for o in options if o != "--json"], *SHORT)
+    assert code == 1 and said == f"{out}\n"
+    lines = [line for line in err.splitlines() if line.startswith("broken.mp4")]
+    assert len(lines) == 2 and all("neither an" in line for line in lines)
     names = ["a.mp4", "b.mp4", "broken.mp4", "day 1/c.MP4", "day 1/picture.png"]
     assert [(r["path"], r["question"]) for r in rows] == [
         (name, question) for name in names for question in (QUESTION, SECOND)

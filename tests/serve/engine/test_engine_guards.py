@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from scheduling import Ear, answers, ask, clip, image, model_of, stock, together
 
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
 from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import MediaEncoder
@@ -316,7 +317,7 @@ def test_nothing_of_the_prompt_is_kept_for_as_long_as_an_answer(engine: Schedule
 def test_decoding_alone_keeps_no_second_copy() -> None:
     request = ask("a", "a long one " * 9, tokens=300)
     piece = _filled(request)
-    layer = weakref.ref(piece.filled.kv[0])
+    layer = weakref.ref(piece.filled.kv.keys[0])
     model, processor = model_of(FAMILY)
     made, inbox = DecodeStage(DecodeBatch(model, 2), processor.tokenizer, 1 << 30), Inbox()
     try:
@@ -337,8 +338,9 @@ def _names(path: str) -> list[bytes]:
     return [path[: i + 1].encode() for i in range(len(path))]
 
 
-def _kv(path: str) -> tuple[torch.Tensor, ...]:
-    return (torch.zeros(2, 1, BLOCK * len(path), 4),)
+def _kv(path: str) -> KVBlock:
+    both = (torch.zeros(1, BLOCK * len(path), 4),)
+    return KVBlock(both, both)
 
 
 @settings(max_examples=200, deadline=None)
@@ -350,7 +352,7 @@ def _kv(path: str) -> tuple[torch.Tensor, ...]:
 )
 def test_what_is_held_is_found_and_nothing_else(steps: list[str | int]) -> None:
     """Every beginning of every entry that is held is found, whatever went before it."""
-    limit = 14 * _kv("a")[0].nbytes
+    limit = 14 * _kv("a").nbytes
     held = Prefixes(limit)
     for step in steps:
         if isinstance(step, str):
@@ -367,7 +369,7 @@ def test_what_is_held_is_found_and_nothing_else(steps: list[str | int]) -> None:
                 blocks = [block for _, block in names[:count]]
                 found = held.find("t", blocks, BLOCK * count + 1)
                 assert found is not None and found[1] == BLOCK * count
-                assert found[0][0].shape[2] >= BLOCK * count
+                assert found[0].keys[0].shape[1] >= BLOCK * count
         assert held.held.nbytes <= limit
 
 

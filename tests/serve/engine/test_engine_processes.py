@@ -16,6 +16,7 @@ import torch
 from engine_requests import Inbox, asked, events, eventually, hello, said
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.base import Delta, Failure, Finish
 from mmfast.serve.engine.processes.engine import WorkerEngine, process_engine
 from mmfast.serve.engine.processes.messages import EmbedRef, SegmentNames, free, pack, unpack
@@ -79,9 +80,14 @@ def test_packet_that_nobody_takes_is_freed() -> None:
 
 def test_what_comes_from_a_process_goes_to_the_device() -> None:
     prompt = Embedded(torch.zeros(2, 4), torch.zeros(1, 2), planes=(torch.ones(1),))
-    piece = PromptPiece(Filled((torch.zeros(2, 1, 2, 4),), torch.zeros(1), torch.zeros(9)), 2)
+    kv = KVBlock((torch.zeros(1, 2, 4),), (torch.zeros(1, 2, 4),))
+    piece = PromptPiece(Filled(kv, torch.zeros(1), torch.zeros(9)), 2)
     there = torch.device("meta")
-    assert moved(prompt, there).planes[0].device == there == moved(piece, there).filled.kv[0].device
+    assert (
+        moved(prompt, there).planes[0].device
+        == there
+        == moved(piece, there).filled.kv.values[0].device
+    )
     assert moved({"a": [torch.zeros(1), "b"]}, there)["a"][1] == "b"
     assert moved(prompt, torch.device("cpu")) is prompt
 

@@ -17,6 +17,7 @@ from scheduling import EMBEDDED, Ear, answers, ask, clip, image, model_of, stock
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.models.prompt import chat_inputs
+from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine import encoder as embed
 from mmfast.serve.engine import encoder as finish
 from mmfast.serve.engine.base import (
@@ -31,7 +32,6 @@ from mmfast.serve.engine.base import (
 from mmfast.serve.engine.encoder import BLOCK
 from mmfast.serve.engine.prefill import Prefixes
 from mmfast.serve.engine.scheduler import Scheduler
-from mmfast.serve.engine.slots import RowCache
 
 
 @contextmanager
@@ -135,23 +135,23 @@ def _agrees(family: str) -> bool:
 
 
 def test_a_wrong_row_offset_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = RowCache.__init__
+    scatter = RowBuffer.scatter
 
-    def shifted(self: RowCache, slots: Any) -> None:
-        init(self, slots)
-        self._at = (self._at - 1).clamp_min(0)
+    def shifted(self: RowBuffer, both: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor]) -> None:
+        scatter(self, both, (at[0], (at[1] - 1).clamp_min(0)))
 
-    monkeypatch.setattr(RowCache, "__init__", shifted)
+    monkeypatch.setattr(RowBuffer, "scatter", shifted)
     assert not _agrees("llava_onevision")
 
 
 def test_rows_that_see_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.engine.slots import PackCache
+    from mmfast.serve.engine import prefill
 
-    def open_to_all(self: PackCache, dtype: torch.dtype, device: torch.device) -> Any:
-        return torch.zeros(1, 1, self._count, self._keys, dtype=dtype)
+    def open_to_all(spans: Any, dtype: torch.dtype) -> Any:
+        return torch.zeros_like(prompts_mask(spans, dtype))
 
-    monkeypatch.setattr(PackCache, "_blocks", open_to_all)
+    prompts_mask = prefill.prompts_mask
+    monkeypatch.setattr(prefill, "prompts_mask", open_to_all)
     assert not _agrees("llava_onevision")
 
 

@@ -16,6 +16,7 @@ from scheduling import Ear, ask, clip, image, model_of, stock
 from torch import nn
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
 from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import MediaEncoder, Slicer
@@ -73,9 +74,10 @@ def test_half_a_character_waits_and_length_ends() -> None:
 # --- slots --------------------------------------------------------------------------------------
 
 
-def _piece(length: int, seed: int) -> list[torch.Tensor]:
+def _piece(length: int, seed: int) -> KVBlock:
     made = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, 3, length, 5, generator=made) for _ in range(2)]
+    keys, values = torch.randn(2, 2, 3, length, 5, generator=made)
+    return KVBlock(tuple(keys), tuple(values))
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,7 +85,7 @@ def _piece(length: int, seed: int) -> list[torch.Tensor]:
 def test_slots_hold_what_was_put_and_no_byte_more(
     steps: list[int | None], rng: random.Random
 ) -> None:
-    slots, held = CacheSlots(2, 8), list[tuple[list[torch.Tensor], int]]()
+    slots, held = CacheSlots(2, 8), list[tuple[KVBlock, int]]()
     for number, length in enumerate(steps):
         if length is not None and len(held) < 8:
             kv = _piece(length, number)
@@ -100,20 +102,22 @@ def test_slots_hold_what_was_put_and_no_byte_more(
         assert slots.nbytes == slots.needed() * 2 * 2 * 3 * 5 * 4
         for row, (kv, length) in enumerate(held):
             assert slots.lengths[row] == length
-            assert all(torch.equal(a, b) for a, b in zip(slots.row(row), kv, strict=True))
+            found = slots.row(row)
+            pairs = zip(found.keys + found.values, kv.keys + kv.values, strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
     while slots.lengths:
         slots.remove(0)
-    assert slots.nbytes == 0 and slots.data == [None, None]
+    assert slots.nbytes == 0 and [each.data for each in slots.layers] == [None, None]
 
 
 def test_a_row_that_went_bad_leaves_nothing_behind() -> None:
     """Infinities behind the length of a row would spoil sums even under a mask."""
     slots = CacheSlots(1, 2)
-    slots.add([torch.full((2, 1, 9, 4), torch.nan)], 20)
-    slots.add([torch.ones(2, 1, 3, 4)], 20)
+    for value, length in ((torch.nan, 9), (1.0, 3)):
+        slots.add(KVBlock((full := (torch.full((1, length, 4), value),)), full), 20)
     slots.remove(0)
-    slots.add([torch.ones(2, 1, 2, 4)], 20)
-    (data,) = slots.data
+    slots.add(KVBlock((torch.ones(1, 2, 4),), (torch.ones(1, 2, 4),)), 20)
+    data = slots.layers[0].data
     assert data is not None and bool(torch.isfinite(data).all())
 
 

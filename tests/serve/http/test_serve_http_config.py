@@ -97,7 +97,7 @@ def test_dry_run_prints_every_option_and_no_key(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMFAST_PORT", "81")
-    code, out, _ = cli(capsys, "--dry-run", "--api-key", "sk-secret", "--no-demo")
+    code, out, _ = cli(capsys, "--dry-run", "--json", "--api-key", "sk-secret", "--no-demo")
     found = json.loads(out)
     assert code == 0 and set(found) == {each.name for each in fields(ServerConfig)}
     assert found["port"] == 81 and found["demo"] is False and "secret" not in out

@@ -6,6 +6,7 @@ combined (`matrix` `[M, N]`, so that outputs = matrix @ x). It shares no code wi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -53,6 +54,69 @@ def pool(item: Item, budget: int) -> Answer:
         cut(right, cells - first)
 
     cut([range(side) for side in grid], budget)
+    return Answer(item.n, groups)
+
+
+def _whole(value: Fraction) -> int:
+    """The nearest whole number of at least 1, up on a tie."""
+    return max(1, math.floor(value + Fraction(1, 2)))
+
+
+def smaller(grid: tuple[int, int, int], budget: int) -> tuple[int, int, int]:
+    """Every size of the picture's shape that fits, by trying all; the largest wins."""
+    frames, rows, columns = grid
+    if budget < frames:
+        return budget, 1, 1
+    found = []
+    for y in range(1, rows + 1):
+        for x in range(1, columns + 1):
+            shaped = x == _whole(Fraction(y * columns, rows)) or y == _whole(
+                Fraction(x * rows, columns)
+            )
+            if shaped and frames * y * x <= budget:
+                found.append((y * x, -abs(y * columns - x * rows), y, x))
+    return frames, *max(found)[2:]
+
+
+def _hat(n: int, m: int, place: int) -> dict[int, float]:
+    """Weights of n places in output `place` of m: the two places around its middle."""
+    middle = min(max((place + 0.5) * n / m - 0.5, 0.0), n - 1.0)
+    low = math.floor(middle)
+    weights = {low: 1 - (middle - low), low + 1: middle - low}
+    return {i: weight for i, weight in weights.items() if weight > 1e-12}
+
+
+def _resized(grid: tuple[int, int, int], budget: int) -> dict[int, dict[int, float]]:
+    small = smaller(grid, budget)
+    groups: dict[int, dict[int, float]] = {}
+    for place in itertools.product(*(range(m) for m in small)):
+        standing = [(2 * i + 1) * n // (2 * m) for i, n, m in zip(place, grid, small, strict=True)]
+        axes = [_hat(n, m, i) for i, n, m in zip(place, grid, small, strict=True)]
+        mixed = {}
+        for t, y, x in itertools.product(*axes):
+            weight = axes[0][t] * axes[1][y] * axes[2][x]
+            mixed[(t * grid[1] + y) * grid[2] + x] = weight
+        t, y, x = standing
+        groups[(t * grid[1] + y) * grid[2] + x] = mixed
+    return groups
+
+
+def downsample(item: Item, budget: int) -> Answer:
+    if item.grid is not None or "place" not in item.signals:
+        return Answer(item.n, _resized(item.grid or (1, 1, item.n), budget))
+    tiles = item.signals.get("tile", np.zeros(item.n))
+    groups: dict[int, dict[int, float]] = {}
+    for wanted in (False, True):  # the overview, then the mosaic with what is left
+        mine = [i for i in range(item.n) if bool(tiles[i] > 0) is wanted]
+        if not mine or len(groups) not in (0, sum(tiles == 0)) or len(groups) == budget:
+            continue
+        places = {tuple(int(v) for v in item.signals["place"][i]): i for i in mine}
+        axes = [sorted({place[axis] for place in places}) for axis in range(3)]
+        order = [places[place] for place in itertools.product(*axes)]
+        grid = tuple(map(len, axes))
+        room = min(budget - len(groups), len(mine))
+        for standing, mixed in _resized(grid, room).items():
+            groups[order[standing]] = {order[i]: weight for i, weight in mixed.items()}
     return Answer(item.n, groups)
 
 
@@ -279,6 +343,7 @@ ORACLES: Mapping[str, Callable[..., Answer]] = {
     **oracles_encoder.ORACLES,
     **oracles_llm.ORACLES,
     "divprune": divprune,
+    "downsample": downsample,
     "evs": evs,
     "fastv": fastv,
     "holitom": holitom,

@@ -1,0 +1,90 @@
+"""`reduce="auto"`: what is measured is announced, and a model plans at its first call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from mmfast.core.trace import Trace
+from mmfast.models.loading import EMBEDDED
+from mmfast.models.patching import override
+from mmfast.models.reduction.record import features_given
+from mmfast.planner.calibration import Tick
+from mmfast.planner.learner import Learner
+from mmfast.planner.plan import Plan
+from mmfast.planner.planner import Planner
+from mmfast.planner.rates import rates_path
+from mmfast.planner.target import AUTO, Target, automatic
+
+
+@contextmanager
+def announced(learner: Learner) -> Iterator[Tick]:
+    """A bar on standard error, if that is a terminal and anything is measured at all."""
+    console, task = Console(stderr=True), None
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+
+        def tick(done: int, total: int, label: str | None = None) -> None:
+            nonlocal task
+            if task is None and console.is_terminal:
+                kept = "nowhere" if learner.key is None else str(rates_path(learner.key))
+                console.print(
+                    f"Measuring this device, once for it and this model; kept in {kept}",
+                    style="dim",
+                    soft_wrap=True,
+                )
+            task = bar.add_task("measuring") if task is None else task
+            bar.update(task, completed=done, total=total, description=label or "measuring")
+
+        yield tick
+
+
+def say(plan: Plan) -> str:
+    """A plan in a row of a trace."""
+    return plan.note or plan.spec or "all tokens"
+
+
+def row_name(name: Any) -> str:
+    """Name of a model in accuracy rows: the last part of a directory, else the name itself."""
+    if name is None:
+        return EMBEDDED
+    return Path(name).name if Path(name).is_dir() else str(name)
+
+
+def plan_once(model: Any, name: Any, inputs: Mapping[str, Any], tick: Tick | None = None) -> Plan:
+    """The plan of `reduce="auto"` for one request, with a bar of its own unless `tick` is given."""
+    planner, target = Planner(model, row_name(name)), automatic(AUTO, Target())[1]
+    with nullcontext(tick) if tick else announced(planner.learner) as tick:
+        return planner.plan(inputs, target, tick=tick)
+
+
+@contextmanager
+def planned(
+    model: Any, install: Callable[[str | None], Iterator[Any]], trace: Trace
+) -> Iterator[None]:
+    """Plan at the first call that brings media, and leave in place what it installs.
+
+    `install` gives what enters the model for a spec. Later calls run under the same plan.
+    """
+    chosen = list[Plan]()
+    with ExitStack() as stack:
+
+        def call(name: str, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if chosen or not features_given(kwargs) or kwargs.get("input_ids") is None:
+                return stock(*args, **kwargs)
+            start = time.perf_counter()
+            chosen.append(plan_once(model, model.name_or_path, kwargs))
+            trace.add("plan", 0, 0, (time.perf_counter() - start) * 1e3, say(chosen[0]))
+            for stage in install(chosen[0].spec):
+                stack.enter_context(stage)
+            return getattr(model, name)(*args, **kwargs)  # through what was put in its way
+
+        for name in ("generate", "forward"):
+            stack.enter_context(override(model, name, partial(call, name)))
+        yield

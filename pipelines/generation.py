@@ -1,0 +1,97 @@
+"""Options of `generate`: those of a call above those of its pipeline, and seeded draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import GenerationMixin
+
+from mmfast.core.errors import MmfastError
+from mmfast.pipelines.options import check_names, check_values, named
+
+CALL = ("max_new_tokens", "do_sample", "temperature", "top_p", "generation_config", "seed")
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+# All but arguments that change the shape of the output, run foreign code, or are set here.
+GENERATE = named(GenerationMixin.generate) | {n for n in vars(GenerationConfig()) if n[0] != "_"}
+GENERATE -= {"custom_generate", "generation_config", "inputs", "num_return_sequences"}
+GENERATE -= {"return_dict_in_generate", "streamer", "transformers_version", "trust_remote_code"}
+
+
+def merged(pipeline: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `generate`: those of a call above those of its pipeline, each above its config.
+
+    A temperature, `top_p` or the like draws tokens unless `do_sample` is False; a temperature of 0
+    takes the likeliest. MmfastError where they contradict each other.
+    """
+    found = {**_level(pipeline), **_level(call)}
+    if "max_length" not in found:
+        found.setdefault("max_new_tokens", 64)
+    if not found.setdefault("do_sample", False):
+        if (call or pipeline).get("seed") is not None:
+            raise MmfastError(
+                f"seed={found['seed']} acts only where tokens are drawn; give do_sample=True or a "
+                "temperature above 0, or leave it out"
+            )
+        found = {name: value for name, value in found.items() if name not in (*DRAWING, "seed")}
+    return found
+
+
+def _level(given: Mapping[str, Any]) -> dict[str, Any]:
+    config = given.get("generation_config") or {}
+    if isinstance(config, GenerationConfig):
+        config = {k: v for k, v in vars(config).items() if v is not None and k[0] != "_"}
+        config.pop("transformers_version", None)
+    if not isinstance(config, Mapping):
+        kind = type(config).__name__
+        raise MmfastError(f"generation_config is a {kind}; give a GenerationConfig or a dict")
+    check_names("generation_config", config, CALL, GENERATE)
+    check_values("generation_config", config)
+    both = {**config, **{k: v for k, v in given.items() if v is not None}}
+    found = {k: v for k, v in both.items() if v is not None and k != "generation_config"}
+    cold = found.get("temperature") == 0
+    drawn = [name for name in DRAWING if found.get(name) not in (None, 1.0, 0)]
+    if drawn or "temperature" in found:
+        found.setdefault("do_sample", not cold)
+    if (drawn or cold) and found["do_sample"] == cold:
+        name = "temperature" if cold else drawn[0]
+        raise MmfastError(
+            f"do_sample={found['do_sample']} and {name}={found[name]!r} contradict each other; "
+            "give one of them"
+        )
+    if cold:
+        del found["temperature"]
+    return found
+
+
+class _RowDraw(LogitsProcessor):  # type: ignore[misc]
+    """Draws a token for each row of scores `[B, V]` with a generator of the row's own."""
+
+    def __init__(self, seed: int, rows: Tensor) -> None:
+        self.rows = [torch.Generator(rows.device).manual_seed(seed) for _ in rows]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores of which nothing but the drawn token is left."""
+        rows = zip(scores.softmax(-1), self.rows, strict=True)
+        drawn = torch.stack([torch.multinomial(row, 1, generator=own) for row, own in rows])
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+
+
+def seeded(seed: int, streamer: Any) -> Callable[..., Any]:
+    """The stock decoding loop for `generate(custom_generate=)`, in which a seed repeats the draws.
+
+    Every row of a batch draws as it would alone.
+    """
+
+    def decode(
+        model: Any, input_ids: Tensor, logits_processor: Any, generation_config: Any, **rest: Any
+    ) -> Any:
+        generation_config.do_sample = False  # the drawn token is the likeliest that is left
+        steps = LogitsProcessorList([*logits_processor, _RowDraw(seed, input_ids)])
+        rest |= {"generation_config": generation_config, "streamer": streamer}
+        return model._sample(input_ids, logits_processor=steps, **rest)
+
+    return decode

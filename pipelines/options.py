@@ -1,0 +1,111 @@
+"""Options of pipelines: names and values are checked before a model is read."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from mmfast.caches.plan import plan_cache
+from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.size import parse_bytes
+from mmfast.models import loading
+from mmfast.models.vision.acceleration import check_encoder
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def named(method: Callable[..., Any]) -> frozenset[str]:
+    """Names of the options that a function declares."""
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(method).parameters.values()
+    return frozenset(p.name for p in found if p.kind in kinds and p.name != "self")
+
+
+ABOVE, MOST = math.ulp(0.0), sys.float_info.max
+RANGES = (
+    ("a whole number of at least 1", 1, MOST, "batch batch_size frames host_blocks max_new_tokens"),
+    ("a whole number of at least 1", 1, MOST, "num_beams sized_for"),
+    ("a whole number of at least 0", 0, MOST, "top_k"),
+    ("a whole number from 0 to 2**63 - 1", 0, 2**63 - 1, "seed"),
+    ("a number above 0", ABOVE, MOST, "ahead fps repetition_penalty seconds"),
+    ("a number of at least 0", 0, MOST, "delay quiet temperature"),
+    ("a number above 0 and at most 1", ABOVE, 1, "frame_cache top_p typical_p"),
+    ("a number from 0 to 1", 0, 1, "gate min_p"),
+    ("True or False", 0, 1, "do_sample"),
+)
+NUMBERS = {name: (each[1], each[2], each[0]) for each in RANGES for name in each[3].split()}
+READERS: dict[str, Callable[[Any], Any]] = {
+    "memory": plan_cache,
+    "encoder": check_encoder,
+    "device": loading.pick_device,
+    "dtype": loading.pick_dtype,
+    **dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), parse_bytes),
+}
+OBJECTS = ("frame_cache", "gate")  # a number, or an object that checks itself
+
+
+@contextmanager
+def within(task: str) -> Iterator[None]:
+    """Name the task in the errors of its options."""
+    try:
+        yield
+    except MmfastError as error:
+        raise type(error)(f"{task}: {error}") from None
+
+
+def check_values(task: str, given: Mapping[str, Any]) -> None:
+    """Refuse a value that an option can never have (MmfastError)."""
+    with within(task):
+        where = given.get("device"), given.get("dtype", "auto"), given.get("model_kwargs")
+        loading.check_kwargs(given.get("model"), *where)
+    for name, value in given.items():
+        if value is None or (name in OBJECTS and not isinstance(value, (int, float, str))):
+            continue
+        with within(task):
+            if name in READERS:
+                READERS[name](value)
+            least, most, words = NUMBERS.get(name, (0, 0, ""))
+            kind = bool if "True" in words else int if "whole" in words else (int, float)
+            fine = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if words and not (fine and least <= value <= most):
+                raise MmfastError(f"{name}={value!r} is not allowed; give {words}")
+
+
+def check_names(
+    task: str, given: Collection[str], choices: Collection[str], more: Collection[str] = ()
+) -> None:
+    """Refuse options that are neither in `choices` nor in `more`, which a message leaves out."""
+    for name in given:
+        if name in loading.FIXED:
+            loading.check_fixed({name: not loading.FIXED[name]})
+        if name not in choices and name not in more:
+            place = name in loading.MODEL_KWARGS and "model_kwargs" in choices
+            hint = f" (it belongs into model_kwargs={{{name!r}: …}})" if place else ""
+            raise MmfastError(f"{task}: {unknown('option', name, choices, more)}{hint}")
+
+
+def checked(listed: Collection[str] = (), more: Collection[str] = ()) -> Callable[[F], F]:
+    """Decorate a method of a pipeline, so that its options are checked before its body runs.
+
+    Allowed are those that it declares, `listed` and `more`; messages leave out the last.
+    """
+
+    def decorate(method: F) -> F:
+        order = list(inspect.signature(method).parameters)[1:]
+        choices = named(method) | frozenset(listed)
+
+        @wraps(method)
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            task = getattr(self, "task", type(self).__name__)
+            check_names(task, options, choices, more)
+            check_values(task, {**dict(zip(order, args, strict=False)), **options})
+            return method(self, *args, **options)
+
+        return cast(F, call)
+
+    return decorate

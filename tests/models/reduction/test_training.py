@@ -1,0 +1,260 @@
+"""Training under `attach` against prompts from which the same tokens were removed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ALL_FAMILIES, FAMILIES, Tiny
+from torch import Tensor
+from training_oracle import (
+    IGNORE,
+    assert_same,
+    batch_of,
+    gradients,
+    hooks_inside,
+    learner,
+    removed_terms,
+)
+
+from mmfast.attach import attach
+
+TEXTS = ("on {x} what?", "{x} short", "a rather long one: {x} and more!")
+SITES = ("random:0.4", "tome:0.4", "fastv@llm2:0.4", "divprune:0.6+fastv@llm2:0.5+random@llm3:0.5")
+KINDS = [
+    {"use_reentrant": True},
+    {"use_reentrant": False},
+]
+
+
+@pytest.fixture(autouse=True)
+def learning(inference: None) -> Iterator[None]:
+    with torch.enable_grad():
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def this(request: Any) -> Tiny:
+    return learner(request.param)
+
+
+def attached(this: Tiny, spec: str, inputs: dict[str, Any]) -> tuple[Any, Any]:
+    """Loss and gradients under a reduction, and its trace."""
+    with attach(this.model, spec) as trace:
+        return gradients(this, lambda: this.model(**inputs).loss), trace
+
+
+def check_by_hand(this: Tiny, spec: str, right: bool, texts: Any = TEXTS) -> None:
+    inputs = batch_of(this, texts, right)
+    found, trace = attached(this, spec, inputs)
+
+    def by_hand() -> Tensor:
+        total, count = removed_terms(this, texts, trace.reductions)
+        return total / count
+
+    assert_same(found, gradients(this, by_hand))
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["left", "right"])
+@pytest.mark.parametrize("spec", SITES)
+def test_loss_and_gradients_equal_removal_by_hand(this: Tiny, spec: str, right: bool) -> None:
+    check_by_hand(this, spec, right)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_equals_removal_by_hand(family: str) -> None:
+    this = learner(family)
+    for spec in SITES:
+        check_by_hand(this, spec, right=spec == SITES[2])
+
+
+def test_text_beside_media_and_text_alone(this: Tiny) -> None:
+    check_by_hand(this, "random:0.4", False, ("{x} what?", "no picture at all"))
+    inputs = batch_of(this, ("only words",))
+    stock = gradients(this, lambda: this.model(**inputs).loss)
+    with pytest.warns(UserWarning, match="no image, video or sound"):
+        found, _ = attached(this, "random:0.4", inputs)
+    assert_same(found, stock, far=1e-15)
+
+
+def test_a_share_of_one_is_the_stock_loss(this: Tiny) -> None:
+    inputs = batch_of(this, TEXTS)
+    stock = this.model(**inputs).loss
+    assert torch.equal(attached(this, "random:1.0", inputs)[0][0], stock)
+
+
+@pytest.mark.parametrize("spec", ["random:0.4", "fastv@llm2:0.4"])
+def test_labels_come_in_every_form(this: Tiny, spec: str) -> None:
+    """A number of items, shifted labels, a tuple; each as the plain loss is."""
+    inputs = batch_of(this, TEXTS, right=True)
+    with attach(this.model, spec) as trace, torch.no_grad():
+        plain = this.model(**inputs).loss
+        total, count = removed_terms(this, TEXTS, trace.reductions)
+        by_number = this.model(**inputs, num_items_in_batch=torch.tensor(7)).loss
+        shifted = torch.nn.functional.pad(inputs["labels"], (0, 1), value=IGNORE)[:, 1:]
+        by_shift = this.model(**inputs, shift_labels=shifted).loss
+        as_tuple = this.model(**inputs, return_dict=False)[0]
+    assert abs(float(plain - total / count)) < 1e-6
+    assert abs(float(7 * by_number / total - 1)) < 1e-6
+    assert torch.equal(by_shift, plain)
+    assert torch.equal(as_tuple, plain)
+
+
+def test_shifted_labels_alone_decide(this: Tiny) -> None:
+    """The plain labels may say anything where shifted ones are given."""
+    inputs = batch_of(this, TEXTS)
+    shifted = torch.nn.functional.pad(inputs["labels"], (0, 1), value=IGNORE)[:, 1:]
+    with attach(this.model, "random:0.4"), torch.no_grad():
+        plain = this.model(**inputs).loss
+        inputs["labels"] = torch.zeros_like(inputs["labels"])
+        assert torch.equal(this.model(**inputs, shift_labels=shifted).loss, plain)
+
+
+def test_a_loss_function_of_ones_own(this: Tiny) -> None:
+    """Set before or inside, it gets what is left, and it is on the model afterwards."""
+    seen: dict[str, Any] = {}
+
+    def own(logits: Tensor, labels: Tensor, vocab_size: int, weights: Any, **_: Any) -> Tensor:
+        seen.update(logits=logits, labels=labels, weights=weights)
+        return logits.sum()
+
+    inputs = batch_of(this, TEXTS)
+    weights = torch.arange(inputs["labels"].numel()).view_as(inputs["labels"])
+    for early in (True, False):
+        if early:
+            this.model.loss_function = own
+        with attach(this.model, "random:0.4"), torch.no_grad():
+            if not early:
+                this.model.loss_function = own
+            this.model(**inputs, weights=weights)
+        assert this.model.loss_function is own
+        del this.model.__dict__["_loss_function"]
+        assert seen["labels"].shape == seen["weights"].shape == seen["logits"].shape[:2]
+        there = seen["labels"] != IGNORE
+        assert torch.equal(
+            inputs["labels"].flatten()[seen["weights"][there]], seen["labels"][there]
+        )
+
+
+def test_nothing_is_left_behind(this: Tiny) -> None:
+    inputs = batch_of(this, TEXTS)
+    before = dict(this.model.__dict__)
+    attached(this, "random:0.4", inputs)
+    assert dict(this.model.__dict__) == before
+    with pytest.raises(ValueError, match="batch_size"), attach(this.model, "random:0.4"):
+        this.model.loss_function(
+            torch.zeros(1, 3, 9), labels=torch.zeros(1, 5).long(), vocab_size=9
+        )
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["random:0.4", "tome:0.4", "visionzip:0.4", "tome@vit:0.5", "fastv@llm2:0.5", "gemfilter:0.5"],
+)
+def test_gradients_are_those_of_the_loss(spec: str) -> None:
+    """The derivative along a random direction, by differences; what is kept does not change."""
+    this = learner("llava_onevision")
+    this.model.loss_function = in_double
+    inputs = batch_of(this, TEXTS[:2])
+    generator = torch.Generator().manual_seed(0)
+    way = {
+        name: torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        for name, p in this.model.named_parameters()
+    }
+    (_, grads), _ = attached(this, spec, inputs)
+    slope = sum(float((grads[name] * way[name]).sum()) for name in grads)
+
+    def at(step: float) -> float:
+        with torch.no_grad(), attach(this.model, spec):
+            for name, p in this.model.named_parameters():
+                p.add_(way[name], alpha=step)
+            value = float(this.model(**inputs).loss)
+            for name, p in this.model.named_parameters():
+                p.sub_(way[name], alpha=step)
+        return value
+
+    by_steps = (at(1e-4) - at(-1e-4)) / 2e-4  # norms are float32 in any case
+    assert abs(slope - by_steps) < 2e-3 * max(1, abs(slope))
+
+
+def in_double(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+CHECKPOINTED = ("random:0.4", "tome:0.4", "visionzip:0.4", "fastv@llm2:0.4", SITES[3])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("spec", CHECKPOINTED)
+def test_gradient_checkpointing_changes_nothing(this: Tiny, spec: str, kind: Any) -> None:
+    check_checkpointing(this, spec, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_gradient_checkpointing_of_every_family(family: str) -> None:
+    this = learner(family)
+    for kind in KINDS:
+        for spec in (SITES[0], SITES[3]):
+            check_checkpointing(this, spec, kind)
+
+
+def check_checkpointing(this: Tiny, spec: str, kind: dict[str, bool]) -> None:
+    inputs = batch_of(this, TEXTS)
+    plain, _ = attached(this, spec, inputs)
+    this.model.activation_checkpointing_enable(kind)
+    this.model.enable_input_require_grads()
+    try:
+        assert_same(attached(this, spec, inputs)[0], plain)
+        two = gradients_of_two(this, spec, inputs)
+    finally:
+        this.model.disable_input_require_grads()
+        this.model.activation_checkpointing_disable()
+    twice = (2 * plain[0], {name: 2 * grad for name, grad in plain[1].items()})
+    assert_same(two, twice)
+
+
+def gradients_of_two(this: Tiny, spec: str, inputs: dict[str, Any]) -> Any:
+    """Two forward passes, another one between, then one backward pass."""
+    with attach(this.model, spec):
+
+        def both() -> Tensor:
+            losses = [this.model(**inputs).loss for _ in range(2)]
+            this.model.eval()
+            with torch.no_grad():
+                this.model(**batch_of(this, ("{x}?",)))
+            this.model.train()
+            return losses[0] + losses[1]
+
+        return gradients(this, both)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("spec", ["tome:0.4", "fastv@llm2:0.4", SITES[3]])
+def test_hooks_that_run_again_repeat_what_they_did(spec: str, kind: Any) -> None:
+    this = learner("qwen2_5_vl")
+    inputs = batch_of(this, TEXTS)
+    inputs["use_cache"] = False  # a layer that runs again would store twice
+    plain, _ = attached(this, spec, inputs)
+    hooks_inside(this.model.get_decoder().layers, **kind)
+    this.model.enable_input_require_grads()
+    assert_same(attached(this, spec, inputs)[0], plain)
+    assert_same(
+        gradients_of_two(this, spec, inputs),
+        (2 * plain[0], {n: 2 * g for n, g in plain[1].items()}),
+    )
+
+
+def test_the_trace_of_a_model_in_training_stays_bounded(this: Tiny) -> None:
+    inputs = batch_of(this, TEXTS)
+    with attach(this.model, "random:0.4+fastv@llm2:0.5") as trace:
+        counts = []
+        for _ in range(3):
+            this.model(**inputs).loss.backward()
+            counts.append((len(trace.rows), len(trace.reductions)))
+    assert counts == [(2, 6)] * 3

@@ -1,0 +1,151 @@
+"""Loading: arguments of `from_pretrained`, processors, and models that are loaded already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+import mmfast
+from mmfast.core.errors import ModelError
+from mmfast.models.loading import embedded_path, load
+from mmfast.pipelines.visual_qa import Answer
+
+CLIP = Path(__file__).resolve().parents[2] / "assets" / "clips" / "red-circle.mp4"
+QUESTION = "Which way does the red circle move?"
+HERE = str(embedded_path())
+
+
+@register_quantization_config("plain-for-tests")
+class _PlainConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    def __init__(self, **_: Any) -> None:
+        self.quant_method = "plain-for-tests"
+
+
+@register_quantizer("plain-for-tests")
+class _PlainQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Leaves the weights as they are; the model counts as quantised."""
+
+    requires_calibration = False
+    is_trainable = False
+
+    def __init__(self, quantization_config: Any, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The devices that models are moved to with `.to`."""
+    found: list[Any] = []
+    stock = PreTrainedModel.to
+
+    def to(model: Any, *args: Any, **options: Any) -> Any:
+        found.extend(args)
+        return stock(model, *args, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "to", to)
+    return found
+
+
+def test_arguments_reach_the_model(moved: list[Any]) -> None:
+    kwargs = {"attn_implementation": "eager", "dtype": "bfloat16", "revision": "main"}
+    pipe = mmfast.pipeline("video-qa", device="cpu", model_kwargs=kwargs)
+    assert pipe.model.config._attn_implementation == "eager"
+    assert pipe.model.dtype == torch.bfloat16 and moved == [torch.device("cpu")]
+    assert isinstance(pipe(CLIP, QUESTION), Answer)
+    model, _ = load(HERE, "cpu", "auto", None, {"torch_dtype": torch.float16})
+    assert model.dtype == torch.float16
+    assert kwargs == {"attn_implementation": "eager", "dtype": "bfloat16", "revision": "main"}
+
+
+@pytest.mark.parametrize("task", ["video-qa", "image-qa", "video-stream"])
+def test_placed_models_are_not_moved(task: str, moved: list[Any]) -> None:
+    pytest.importorskip("accelerate")
+    pipe = mmfast.pipeline(task, model_kwargs={"device_map": "cpu"})
+    assert pipe.model.device.type == "cpu" and not moved
+    assert not pipe.model.training
+    mmfast.pipeline(task, device="cpu", model_kwargs={"device_map": "cpu"})
+    assert not moved
+
+
+def test_quantised_models_are_not_moved(moved: list[Any]) -> None:
+    pipe = mmfast.pipeline(
+        "video-qa", device="cpu", model_kwargs={"quantization_config": _PlainConfig()}
+    )
+    assert pipe.model.is_quantized and not moved
+    stock = mmfast.pipeline("video-qa", device="cpu")
+    assert pipe(CLIP, QUESTION).text == stock(CLIP, QUESTION).text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"device": "cpu", "model_kwargs": {"device_map": "auto"}}, "contradict"),
+        ({"device": "cpu", "model_kwargs": {"device_map": {"": 0}}}, "contradict"),
+        ({"dtype": "float32", "model_kwargs": {"dtype": "float16"}}, "contradict"),
+        ({"dtype": torch.float32, "model_kwargs": {"torch_dtype": torch.float16}}, "contradict"),
+        ({"model_kwargs": {"dtype": "flaot16"}}, "did you mean 'float16'"),
+        ({"model_kwargs": {"devce_map": "auto"}}, "did you mean 'device_map'"),
+        ({"model_kwargs": {"quantisation_config": 1}}, "did you mean 'quantization_config'"),
+        ({"model_kwargs": {"trust_remote_code": True}}, "refused"),
+        ({"model_kwargs": {"use_safetensors": False}}, "refused"),
+        ({"model_kwargs": {"attn_implementation": "egaer"}}, "egaer"),
+        ({"processor": object()}, "without a tokenizer"),
+        ({"processor": "./nowhere"}, "cannot load processor './nowhere'"),
+        ({"model": "./nowhere", "model_kwargs": {"dtype": "auto"}}, "does not exist"),
+        ({"model": object()}, "model of transformers"),
+    ],
+)
+def test_what_cannot_be_loaded(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ModelError) as error:
+        mmfast.pipeline("video-qa", **options)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_agreement_is_no_contradiction() -> None:
+    given = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
+    model, _ = load(HERE, "cpu", "float32", None, given)
+    assert model.dtype == torch.float32
+    field = {"vision_feature_select_strategy": "default"}  # of its configuration
+    model, _ = load(HERE, "cpu", "auto", None, field)
+    assert model.config.vision_feature_select_strategy == "default"
+
+
+def test_processors(tmp_path: Path) -> None:
+    model, processor = load(HERE, "cpu", "auto")
+    processor.save_pretrained(tmp_path)
+    text = mmfast.pipeline("video-qa", (model, processor))(CLIP, QUESTION).text
+    for given in (processor, HERE, Path(HERE), str(tmp_path)):
+        for source in (model, HERE):
+            pipe = mmfast.pipeline("video-qa", source, processor=given)
+            assert pipe(CLIP, QUESTION).text == text
+    assert mmfast.pipeline("video-qa", model).processor.tokenizer  # that of its own directory
+    model.name_or_path = ""
+    assert mmfast.pipeline("video-stream", model, processor=processor).processor is processor
+    for name in ("", "./nowhere"):
+        model.name_or_path = name
+        with pytest.raises(ModelError, match="pass processor=") as error:
+            mmfast.pipeline("video-qa", model)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ModelError, match="beside processor="):
+        mmfast.pipeline("video-qa", (model, processor), processor=processor)
+    for source in (model, (model, processor)):
+        with pytest.raises(ModelError, match="loaded already"):
+            mmfast.pipeline("video-qa", source, model_kwargs={"dtype": "auto"})
+
+
+@pytest.mark.parametrize("task", ["text-to-speech", "speech-chat"])
+def test_speech_tasks_take_them_too(task: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="takes no model_kwargs"):
+        mmfast.pipeline(task, model_kwargs={"dtype": "auto"})
+    with pytest.raises(ModelError, match="refused"):
+        mmfast.pipeline(task, str(tmp_path), model_kwargs={"trust_remote_code": True})

@@ -1,0 +1,34 @@
+"""Rows, rates and a request for tests of the planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmfast.planner.cost import Work
+from mmfast.planner.rates import Rates
+
+WORK = Work(160, 1, (128,), 24576, ((2, 8, 8),))
+# A device on which everything is known: a layer takes 1 ms and 0.1 ms a token.
+RATES = Rates(
+    linear=((10, 2.0), (1000, 101.0)),
+    attention=((10, 0.01), (1000, 50.0)),
+    head=0.5,
+    encode=((24576, 20.0),),
+    signal=((24576, 1.0),),
+)
+SHARES = (0.5, 0.25, 0.1, 0.05)
+
+
+def row(reduce: str | None, score: float, kept: float, **more: Any) -> dict[str, Any]:
+    known = {"model": "m", "n": 1000, "seed": 1}
+    return {"reduce": reduce, "score": score, "kept": kept, **known, **more}
+
+
+class Choosing(dict[str, float]):
+    """Choosing costs what was said of the method, else half a millisecond."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def get(self, key: str, default: Any = None) -> float:
+        return super().get(key.partition(":")[0], 0.5)
