@@ -134,6 +134,14 @@ def _choice(answer: str, choices: Sequence[str]) -> str:
     return answer if answer in choices else same[0] if len(same) == 1 else letters[letter]
 
 
+def draw(asked: list[Row], n: int | None, seed: int) -> list[Row]:
+    """Draw `n` questions, all for None; in the order of the file."""
+    if n is None or n <= len(asked):
+        drawn = asked if n is None else random.Random(seed).sample(asked, n)
+        return sorted(drawn, key=lambda row: int(row["line"]))
+    raise MmfastError(f"--n {n} of {len(asked)} questions; give at most {len(asked)}")
+
+
 def read_media(files: Sequence[Path], frames: int) -> list[Shot]:
     """Decode what a question is about; MediaError where a file cannot be read."""
     kinds = {kind_of(file) for file in files}
@@ -239,11 +247,7 @@ def run_data(
     and are listed in `failed`; with `strict` they raise a MediaError before a model is loaded.
     Returns the document of `mmfast eval --data --json` and a row for each answer.
     """
-    asked, known = read_questions(path), kept_answers(out)
-    if n is not None:
-        if n > len(asked):
-            raise MmfastError(f"--n {n} of {len(asked)} questions in {path.name}; give fewer")
-        asked = sorted(random.Random(seed).sample(asked, n), key=lambda row: int(row["line"]))
+    asked, known = draw(read_questions(path), n, seed), kept_answers(out)
     name, where = model or embedded_path().name, Path(model or embedded_path())
     base = [str(where.resolve()), _state(where), frames]
     subject: Candidate | None = None
@@ -259,7 +263,8 @@ def run_data(
         media(row)
     for done, row in enumerate(asked, 1):
         files = [[file, _state(path.parent / file)] for file in row["media"]]
-        keys = [_digest([base, {**row, "line": 0}, files, way]) for way in ways]
+        known_by = [json.dumps([base, {**row, "line": 0}, files, way]) for way in ways]
+        keys = [hashlib.sha256(each.encode()).hexdigest()[:32] for each in known_by]
         try:
             shots = media(row) if set(keys) - known.keys() else []
         except MediaError as error:
@@ -282,10 +287,6 @@ def run_data(
     return {**document, "rows": table, "failed": failed, "scoring": SCORING}, rows
 
 
-def _digest(what: Any) -> str:
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
-
-
 def _summary(rows: Sequence[Row], way: Way, first: Way, seed: int) -> Row:
     mine, before = ([r for r in rows if (r["reduce"], r["cache"]) == w] for w in (way, first))
     right, stock, n = [r["right"] for r in mine], [r["right"] for r in before], len(mine)
@@ -297,11 +298,3 @@ def _summary(rows: Sequence[Row], way: Way, first: Way, seed: int) -> Row:
         return {**row, "difference": None, "difference_interval": None, "p": None}
     row |= {"difference": (sum(right) - sum(stock)) / n, "p": mcnemar(stock, right)}
     return {**row, "difference_interval": paired_interval(stock, right, seed)}
-
-
-def difference(row: Row) -> str:
-    """Difference to the first row, `=` where p is 0.05 or more, and its interval."""
-    if row["p"] is None:
-        return ""
-    shown = "=" if row["p"] >= 0.05 else f"{row['difference']:+.3f}"
-    return f"{shown} ({row['difference_interval'][0]:+.3f} to {row['difference_interval'][1]:+.3f})"

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmfast.bench.own_data import difference, read_media
+from mmfast.bench.own_data import read_media
 from mmfast.bench.report.charts import trade_svg
 from mmfast.bench.results import Row
 
@@ -71,9 +71,16 @@ _AXES = {"kept": "visual tokens kept", "ttft_ms": "milliseconds to the first tok
 def cells(row: Row) -> list[str]:
     """Figures of a way as texts, for the terminal and for the page."""
     low, high = row["interval"]
-    shown = [way_name(row), f"{row['accuracy']:.3f}", f"{low:.3f} to {high:.3f}", difference(row)]
-    p = "" if row["p"] is None else f"{row['p']:.3g}"
-    return [*shown, p, f"{row['kept']:.1f}", f"{row['ttft_ms']:.1f}"]
+    shown = [way_name(row), f"{row['accuracy']:.3f}", f"{low:.3f} to {high:.3f}"]
+    shown += ["", ""] if row["p"] is None else [difference(row), f"{row['p']:.3g}"]
+    return [*shown, f"{row['kept']:.1f}", f"{row['ttft_ms']:.1f}"]
+
+
+def difference(row: Row) -> str:
+    """Difference to the first row, `=` where p is 0.05 or more, and its interval."""
+    low, high = row["difference_interval"]
+    shown = "=" if row["p"] >= 0.05 else f"{row['difference']:+.3f}"
+    return f"{shown} ({low:+.3f} to {high:+.3f})"
 
 
 def _asked(mine: Sequence[Row], folder: Path) -> str:
