@@ -90,7 +90,7 @@ def test_rows_files_and_report(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert len(answers) == 4 * 4 + 4 and [row["score"] for row in summary] == [
         row["accuracy"] for row in rows
     ]
-    lines = list(csv.DictReader(Path(table).open(newline="")))
+    lines = list(csv.DictReader(Path(table).read_text().splitlines()))
     stock = [row for row in lines if not row["reduce"] and not row["cache"]]
     assert [row["answer"] for row in stock] == ["white", "2", "blue", "up"] and len(lines) == 16
     assert stock[2]["expected"] == "azure|The Blue!" and {row["right"] for row in stock} == {"True"}
