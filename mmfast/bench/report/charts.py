@@ -90,7 +90,8 @@ def trade_svg(points: Sequence[tuple[str, float, float, Sequence[float]]], acros
         figure = Figure(figsize=(8, 3.6), layout="constrained")
         axes: Any = figure.subplots()
         for name, x, y, (low, high) in points:
-            axes.errorbar(x, y, [[y - low], [high - y]], fmt="o", capsize=3, label=name)
+            bars = [[max(0.0, y - low)], [max(0.0, high - y)]]  # a bound may round beyond y
+            axes.errorbar(x, y, bars, fmt="o", capsize=3, label=name)
         axes.set_xlabel(across)
         axes.set_ylabel("accuracy")
         return _svg(figure, axes)
