@@ -336,7 +336,7 @@ def trial_chart(outcomes: Sequence[Outcome], label: str) -> str:
         f"<td>{each.faster}</td><td>{each.tokens:,}</td></tr>"
         for i, each in enumerate(outcomes)
     )
-    heads = ("method", label, "first token, ms", "faster", "visual tokens")
+    heads = ("method", label.split()[0], "first token, ms", "faster", "tokens")
     return f'<figure class="mm-chart">{drawings}</figure>{views.table(heads, rows, "Outcomes")}'
 
 
@@ -431,7 +431,7 @@ class Trials:
             trial_chart(found, label)
             + (
                 f'<p class="mm-soft">{len(asked)} questions, which is few: the curves below are of '
-                "hundreds. Time: medians of the first question, all ways in turn; a bar is from the "
+                "hundreds. Time: medians of the first question, all in turn; a bar is from the "
                 f'quantile 0.2 to 0.8, "=" is within the noise.{escape(skipped)}</p>'
             ),
             "",

@@ -45,7 +45,7 @@ def media_inputs(name: str) -> MediaInputs:
     upload = gr.File(
         label="Your own clip or picture, up to 50 MB",
         file_types=MEDIA,
-        height=110,
+        height=170,
         elem_id=f"{name}-upload",
         elem_classes="mm-upload",
     )

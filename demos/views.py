@@ -123,7 +123,7 @@ class Run:
         def tick(done: int, total: int) -> None:
             if self.stopped:
                 raise mmfast.MmfastError("stopped")
-            progress((done, total), desc="Answering in turn", unit="answers")
+            progress((done, total), desc=f"{done} of {total} answers")
 
         return tick
 
@@ -141,7 +141,9 @@ def stoppable(
     reveal = f"() => {{ window.mmReveal('{shown[0].elem_id}'); return []; }}"
     quick: dict[str, Any] = {**QUICK, "queue": False}
     ready, begun = partial(gr.Button, visible=False), partial(gr.Button, visible=True)
-    first = gr.on(starts, lambda: (begun(), *emptied()), None, [stop, *shown], js=reveal, **quick)
+    first = gr.on(
+        starts, lambda: (begun(), "", *emptied()[1:]), None, [stop, *shown], js=reveal, **quick
+    )
     where: dict[str, Any] = {"show_progress_on": shown[0], "api_visibility": "private"}
     work = first.then(fn, given, shown, **where, **BUSY)
     work.then(ready, None, stop, js=reveal, **quick)
