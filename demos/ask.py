@@ -195,10 +195,17 @@ class Answers:
 def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, Any]:
     if example not in dict(examples.names()).values():
         raise gr.Error("no such example", print_exception=False)
-    pipe = shelf.visual(mmfast.kind_of(CLIPS / example), reduce or None)
+    pipe = shelf.visual(mmfast.kind_of(str(CLIPS / example)), reduce or None)
     found = polite(pipe.__call__)(str(CLIPS / example), question)
     tokens = {"kept_tokens": found.kept_tokens, "visual_tokens": found.visual_tokens}
     return {"answer": found.text, **tokens, "ttft_ms": round(found.ttft_ms, 3)}
+
+
+def _kind(path: str) -> str:
+    try:
+        return mmfast.kind_of(path)
+    except mmfast.MmfastError:  # told where the file is shown
+        return "video"
 
 
 def copies(
@@ -216,7 +223,7 @@ def copies(
     given = {} if shelf.model is None else {"model": shelf.source}
     given |= {key: str(value) for key, value in shelf.place.items() if value not in (None, "auto")}
     given |= {"reduce": spec}
-    kind = "video" if own and not upload else mmfast.kind_of(upload if own else CLIPS / name)
+    kind = _kind((upload or "") if own else str(CLIPS / name))
     options = "".join(f", {key}={value!r}" for key, value in given.items())
     place = repr(name) if own else f"str(files('mmfast.assets') / 'clips' / {name!r})"
     python = (
@@ -313,13 +320,13 @@ def real_size(method: str, percent: float) -> str:
     cells = "".join(
         views.row(
             row["reduce"] or "all tokens", f"{row['kept']:,}", f"{row['median_ms']:,.0f}",
-            f"{row['decode_ms']:,.0f}", "" if row["reduce"] is None else gain(row),
+            "" if row["reduce"] is None else gain(row), f"{row['decode_ms']:,.0f}",
         )
         for row in [whole, *(known or rows[1:])]
     )  # fmt: skip
     which = f"at {share:.0%}, the measured budget nearest to {percent:.0f}%"
     missing = "" if known else f" {escape(method)} was not measured; these were."
-    heads = ("kept", "visual tokens", "prompt, ms", "a token, ms", "faster")
+    heads = ("kept", "tokens", "prompt, ms", "faster", "a token, ms")
     return (
         '<section class="mm-real"><h3>The same saving at a real size</h3>'
         f"{views.table(heads, cells, 'Measured at a real size')}"
