@@ -72,7 +72,8 @@ def _measured() -> tuple[dict[str, Any], ...]:
 
 def real_rows(share: float) -> list[dict[str, Any]]:
     """With all tokens, then by method at the measured share that is nearest to `share`."""
-    whole, rows = _measured()[0], [row for row in _measured() if row["reduce"]]
+    whole = _measured()[0]
+    rows = [row for row in _measured() if row["kept"] < row["tokens"]]
     shares = sorted({float(row["reduce"].partition(":")[2]) for row in rows})
     near = min(shares, key=lambda each: abs(math.log(each / share)))
     named = [row for row in rows if float(row["reduce"].partition(":")[2]) == near]
