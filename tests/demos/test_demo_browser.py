@@ -138,7 +138,8 @@ def test_code_is_copied(visit: Visit) -> None:
     for name, start in (("Python", "from importlib.resources"), ("CLI", "mmfast ask")):
         button = page.get_by_role("button", name=f"Copy as {name}")
         button.click()
-        visit.wait("() => document.querySelector('.mm-copies').innerText.includes('Copied')")
+        page.locator(".mm-copies").get_by_text("Copied", exact=True).last.wait_for()
+        visit.wait("async (s) => (await navigator.clipboard.readText()).startsWith(s)", start)
         text = page.evaluate("() => navigator.clipboard.readText()")
         assert text.startswith(start) and "divprune:0.25" in text
 
@@ -306,10 +307,10 @@ def test_a_phone_never_scrolls_sideways(browser: Any, demo_url: str, pictures: P
     visit = Visit(browser, demo_url, pictures, viewport=size, has_touch=True, color_scheme="dark")
     visit.page.locator(".mm-card").nth(1).wait_for()
     visit.page.locator("#ask").click()
-    in_view = "() => Math.abs(document.querySelector('#answers').getBoundingClientRect().top) < 60"
-    visit.wait(in_view)  # where the progress is, and then the answers
+    top = "document.querySelector('#answers').getBoundingClientRect().top"
+    visit.wait(f"() => {top} < window.innerHeight - 60")  # the progress is in view
     visit.page.locator(".mm-card").nth(1).wait_for()
-    visit.wait(in_view)
+    visit.wait(f"() => Math.abs({top}) < 60")  # and then the answers
     for name in ("Ask", "Compare", "Watch", "Voice", "About"):
         visit.tab(name)
         visit.page.get_by_role("tabpanel").filter(visible=True).first.wait_for()
