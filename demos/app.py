@@ -147,9 +147,9 @@ not kept at all, and a stream ends when its page is closed.
 
 ### What the figures mean
 
-"First token after" is measured here and now, with this machine's other work; figures that were
-made with care are in the README. "Same answer" compares the two texts. Links to papers leave
-this machine when you follow them.
+"First token after" is measured here and now, with this machine's other work: medians of both ways
+in turn, and "=" where the difference is within the noise. "Same answer" compares the two texts.
+Links to papers leave this machine when you follow them.
 """
 
 
@@ -189,9 +189,9 @@ def _build(shelf: Shelf) -> Any:
         gr.HTML(HEAD)
         with gr.Tabs():
             with gr.Tab("Ask", id="ask"):
-                ask_tab(shelf)
+                ask_tab(shelf, blocks)
             with gr.Tab("Compare", id="compare"):
-                compare_tab()
+                compare_tab(shelf)
             with gr.Tab("Watch", id="watch"):
                 watch_tab(shelf, blocks)
             with gr.Tab("Voice", id="voice"):
@@ -231,7 +231,7 @@ def mount(
     model: Any = None,
     device: Any = None,
     dtype: Any = "auto",
-    read: Callable[[str], Any] | None = None,
+    read: Callable[..., Any] | None = None,
     shelf: Shelf | None = None,
     **options: Any,
 ) -> Any:

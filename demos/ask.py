@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
+import shlex
 from dataclasses import dataclass
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -15,34 +15,24 @@ import gradio as gr
 import mmfast
 from mmfast.demos import examples, views
 from mmfast.demos.examples import CLIPS, OWN
-from mmfast.demos.shelf import Shelf
-from mmfast.demos.views import polite
+from mmfast.demos.media import media_inputs, opened
+from mmfast.demos.shelf import FRAMES, Shelf
+from mmfast.demos.views import Run, polite
 
-ROUNDS, PATIENCE = 5, 1.5  # timed answers of each kind, and seconds after which none is begun
+ROUNDS, SECONDS = 7, 4.0  # most timed rounds, and the time after which no further one begins
 _NOT_OFFERED = ("pixel",)  # drops flat patches before the tower and takes no budget
+Rows = list[dict[str, Any]]  # of `mmfast.time_answers`
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One way of answering, and what it cost."""
+    """One way of answering, and what it kept."""
 
     spec: str | None  # what reduced; None is nothing
     text: str  # the answer
     tokens: int  # visual tokens left after the last stage
     of: int  # visual tokens without any reduction
-    ttft_ms: float  # milliseconds to the first token, reading the media included; a median
-    rounds: int  # answers that were timed
-    # `(stage, tokens in, tokens out, ms)` of the last one
-    rows: tuple[tuple[str, int, int, float], ...]
     frames: tuple[tuple[Any, str], ...]  # `(picture, caption)` of every frame the model saw
-
-
-def chosen(example: str | None, upload: str | None) -> str:
-    if example and example != OWN:
-        return str(CLIPS / example)
-    if not upload:
-        raise mmfast.MmfastError("there is no file yet; pick an example, or upload your own")
-    return upload
 
 
 def spec_of(method: str, percent: float) -> str:
@@ -54,92 +44,79 @@ def offered() -> list[Any]:
     return [m for m in mmfast.methods("reducer") if m.sites[0] not in _NOT_OFFERED]
 
 
-def answers(
-    shelf: Shelf, media: Any, question: str, specs: list[str | None], patience: float = PATIENCE
-) -> list[Shown]:
-    """Answer in each way, turn by turn, and time it; a spec of None keeps all tokens.
+def glimpse(shelf: Shelf, media: Any, question: str, spec: str | None, frames: int) -> Shown:
+    """One answer, not timed; a spec of None keeps all tokens."""
+    pipe = shelf.visual(mmfast.kind_of(media), spec, frames)
+    return _shown(pipe, media, spec, pipe(media, question))
 
-    The first answers warm up and count only if there was no time for more; after `patience` seconds
-    no further round is begun.
-    """
+
+def timed(
+    shelf: Shelf, media: Any, question: str, spec: str, frames: int = FRAMES, **how: Any
+) -> tuple[Shown, Shown, Rows]:
+    """Answer with all tokens and with `spec` in turn, several times; `how` is `time_answers`'."""
     kind = mmfast.kind_of(media)
-    pipes = [shelf.visual(kind, spec) for spec in specs]
-    rounds: list[list[Any]] = []
-    begun = time.monotonic()
-    while len(rounds) <= ROUNDS and (not rounds or time.monotonic() - begun < patience):
-        rounds.append([pipe(media, question) for pipe in pipes])
-    timed = rounds[1:] or rounds
-    return [
-        _shown(pipe, media, spec, [one[i] for one in timed])
-        for i, (pipe, spec) in enumerate(zip(pipes, specs, strict=True))
-    ]
+    specs = {"all": None, "spec": spec}
+    pipes = {name: shelf.visual(kind, each, frames) for name, each in specs.items()}
+    how = {"rounds": ROUNDS, "seconds": SECONDS, "warm": False, **how}
+    answers, rows = mmfast.time_answers(pipes, media, question, **how)
+    base, fast = (_shown(pipes[name], media, specs[name], answers[name]) for name in specs)
+    return base, fast, rows
 
 
-def _shown(pipe: Any, media: Any, spec: str | None, found: list[Any]) -> Shown:
-    last = found[-1]
-    rows = tuple((row.label, row.tokens_in, row.tokens_out, row.ms) for row in last.trace.rows)
-    frames = tuple(pipe.overlay(media, last.trace, sheets=False)[0])
-    ttft = statistics.median(answer.ttft_ms for answer in found)
-    tokens = last.kept_tokens, last.visual_tokens
-    return Shown(spec, last.text, *tokens, ttft, len(found), rows, frames)
+def _shown(pipe: Any, media: Any, spec: str | None, answer: Any) -> Shown:
+    frames = tuple(pipe.overlay(media, answer.trace, sheets=False)[0])
+    return Shown(spec, answer.text, answer.kept_tokens, answer.visual_tokens, frames)
 
 
 def same(first: str, second: str) -> bool:
     return " ".join(first.lower().split()) == " ".join(second.lower().split())
 
 
-START, METHOD, BUDGET = "red-circle.mp4", "divprune", 25
-SLIDING = 0.25  # seconds of timing while the slider moves
-MEDIA = [".mp4", ".webm", ".mov", ".mkv", ".avi", ".gif", ".png", ".jpg", ".jpeg", ".webp"]
+START, METHOD, BUDGET = examples.START, "divprune", 25
 
 
-def ask_tab(shelf: Shelf) -> None:
+def ask_tab(shelf: Shelf, blocks: Any) -> None:
     with gr.Row(equal_height=False):
         with gr.Column(scale=4, min_width=300):
-            example, upload, player = _media()
+            media = media_inputs("ask")
             question = gr.Textbox(
                 examples.questions(START)[0], label="Question", max_length=500, submit_btn=False
             )
-            ask = gr.Button("Ask", variant="primary", elem_id="ask")
             asked = examples.questions(START)
             tries = views.suggestions(question, asked, "Questions about this one")
         with gr.Column(scale=6, min_width=300):
             method, budget, about = _method()
-            result = gr.HTML(views.note("Press Ask: the answers come here."), elem_id="answers")
+            with gr.Row():
+                ask = gr.Button("Ask", variant="primary", elem_id="ask")
+                stop = gr.Button("Stop", variant="stop", elem_id="ask-stop", visible=False)
+            result = gr.HTML(views.note(views.EMPTY), elem_id="answers")
             pictures = gr.HTML("", elem_id="frames")
-    before = gr.State(None, time_to_live=3600)
-    given = [example, upload, question, method, budget, before]
+            code = gr.HTML(copies(shelf, START, None, asked[0], METHOD, BUDGET, FRAMES))
+    before, run = gr.State(None, time_to_live=3600), gr.State(Run())
+    settings = [media.example, media.upload, question, method, budget, media.frames]
     shown = [result, pictures, before]
-    fresh = polite(partial(compare, shelf, fresh=True))
-    slide = polite(partial(compare, shelf, fresh=False))
-    how: dict[str, Any] = {**views.BUSY, "api_visibility": "private"}
-    gr.on([ask.click, question.submit], fresh, given, shown, **how)
-    live = {**how, "trigger_mode": "always_last", "show_progress": "hidden"}
-    gr.on([budget.input, method.input], slide, given, shown, **live)
-    method.change(about_method, method, about, api_visibility="private", queue=False)
-    tries.click(lambda row: row[0], tries, question, api_visibility="private", queue=False).then(
-        fresh, given, shown, **how
+    tab = Answers(shelf)
+    picked = tries.click(lambda row: row[0], tries, question, **views.QUICK, queue=False)
+    picked.then(None, None, None, js="() => document.querySelector('#ask').click()")
+    views.stoppable(
+        [ask.click, question.submit], polite(tab.fresh), [*settings, run], shown, stop, run
     )
-    outputs = [upload, player, question, tries]
-    example.change(polite(choose), [example, upload], outputs, **views.QUICK)
-    upload.change(polite(take), upload, player, **views.QUICK)
+    how: dict[str, Any] = {**views.BUSY, "api_visibility": "private"}
+    live = {**how, "trigger_mode": "always_last", "show_progress": "hidden"}
+    slides = [budget.input, method.input, media.frames.input]
+    moved = gr.on(slides, polite(tab.slide), [*settings, before], shown, **live)
+    moved.failure(views.emptied, None, shown, **views.QUICK)
+    method.change(about_method, method, about, api_visibility="private", queue=False)
+    gr.on([each.change for each in settings], partial(copies, shelf), settings, code, **views.QUICK)
+    media.wire(shown, question, tries)
+    blocks.load(tab.arrival, None, shown, **how, show_progress_on=result)
+    shelf.needed.append(tab.arrival)
 
     def answered(example: str, question: str, reduce: str) -> dict[str, Any]:
         """Answer a question about an example; "" as `reduce` keeps all tokens."""
         return answer(shelf, example, question, reduce)
 
     gr.api(answered, api_name="ask", **views.BUSY)
-
-
-def _media() -> tuple[Any, Any, Any]:
-    example = gr.Dropdown(
-        [*examples.names(), examples.OWN], value=START, label="Clip or picture", filterable=False
-    )
-    upload = gr.File(
-        label="Your own clip or picture, up to 50 MB", file_types=MEDIA, height=120, visible=False
-    )
-    player = gr.HTML(views.player(str(examples.CLIPS / START)), elem_id="player")
-    return example, upload, player
 
 
 def _method() -> tuple[Any, Any, Any]:
@@ -155,51 +132,121 @@ def _method() -> tuple[Any, Any, Any]:
     return method, budget, about
 
 
-def choose(example: str, upload: str | None) -> tuple[Any, ...]:
-    if example == examples.OWN:
-        return gr.File(visible=True), take(upload), gr.skip(), gr.Dataset(samples=[])
-    asked = examples.questions(example)
-    samples = gr.Dataset(samples=[[each] for each in asked])
-    shown = views.player(str(examples.CLIPS / example))
-    return gr.File(visible=False), shown, asked[0], samples
+class Answers:
+    """The events of the tab."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+
+    def arrival(self) -> tuple[str, str, Any]:
+        """The first example, answered before anybody asks: once for all visitors."""
+        try:
+            return self.shelf.once("arrival", self._first)  # type: ignore[no-any-return]
+        except mmfast.MmfastError:
+            return views.emptied()  # told when it is asked
+
+    def _first(self) -> tuple[str, str, Any]:
+        given = (START, None, examples.questions(START)[0], METHOD, BUDGET, FRAMES)
+        if self.shelf.model is not None:  # nobody waits for the timing of a large model
+            return self.slide(*given, None)
+        return self.fresh(*given, Run())
+
+    def fresh(
+        self,
+        example: str | None,
+        upload: str | None,
+        question: str,
+        method: str,
+        budget: float,
+        frames: float,
+        run: Run,
+        progress: Any = gr.Progress(),  # noqa: B008 (Gradio looks for it here)
+    ) -> tuple[str, str, Any]:
+        """Answer both ways, in turn, and time it."""
+        path, media = opened(self.shelf, example, upload, frames)
+        spec, tick = spec_of(method, budget), run.tick(progress)
+        base, fast, rows = timed(self.shelf, media, question, spec, int(frames), tick=tick)
+        right = examples.right_answer(example or "", question)
+        about = (path, question.strip(), frames)
+        html = cards(base, fast, rows, right) + real_size(method, budget)
+        return html, pictures_of(base, fast), (about, base)
+
+    def slide(
+        self,
+        example: str | None,
+        upload: str | None,
+        question: str,
+        method: str,
+        budget: float,
+        frames: float,
+        before: Any,
+    ) -> tuple[str, str, Any]:
+        """Answer once with fewer tokens; the answer with all tokens is that of before."""
+        path, media = opened(self.shelf, example, upload, frames)
+        about, spec = (path, question.strip(), frames), spec_of(method, budget)
+        known = before is not None and before[0] == about
+        look = partial(glimpse, self.shelf, media, question, frames=int(frames))
+        base, fast = before[1] if known else look(None), look(spec)
+        right = examples.right_answer(example or "", question)
+        html = cards(base, fast, [], right) + real_size(method, budget)
+        return html, pictures_of(base, fast), (about, base)
 
 
-def take(upload: str | None) -> str:
-    if not upload:
-        return views.note("Choose a file: mp4, webm, mov, mkv, avi, gif, png, jpg, webp.")
-    return views.player(upload, uploaded=True)
+def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, Any]:
+    if example not in dict(examples.names()).values():
+        raise gr.Error("no such example", print_exception=False)
+    pipe = shelf.visual(mmfast.kind_of(str(CLIPS / example)), reduce or None)
+    found = polite(pipe.__call__)(str(CLIPS / example), question)
+    tokens = {"kept_tokens": found.kept_tokens, "visual_tokens": found.visual_tokens}
+    return {"answer": found.text, **tokens, "ttft_ms": round(found.ttft_ms, 3)}
 
 
-def compare(
+def _kind(path: str) -> str:
+    try:
+        return mmfast.kind_of(path)
+    except mmfast.MmfastError:  # told where the file is shown
+        return "video"
+
+
+def copies(
     shelf: Shelf,
     example: str | None,
     upload: str | None,
     question: str,
     method: str,
     budget: float,
-    before: Any,
-    fresh: bool,
-) -> tuple[str, str, Any]:
-    """Answer with all tokens (while the slider moves, the answer of before) and with fewer."""
-    path, spec = chosen(example, upload), spec_of(method, budget)
-    media = shelf.read(path) if example == examples.OWN else path
-    about = (path, question.strip())
-    if fresh or before is None or before[0] != about:
-        base, fast = answers(shelf, media, question, [None, spec])
-    else:
-        base = before[1]
-        (fast,) = answers(shelf, media, question, [spec], SLIDING)
-    right = examples.right_answer(example or "", question)
-    return cards(base, fast, right), frames(base, fast), (about, base)
-
-
-def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, Any]:
-    if example not in dict(examples.names()).values():
-        raise gr.Error("no such example", print_exception=False)
-    media = str(examples.CLIPS / example)
-    (shown,) = polite(answers)(shelf, media, question, [reduce or None], 0.0)
-    tokens = {"kept_tokens": shown.tokens, "visual_tokens": shown.of}
-    return {"answer": shown.text, **tokens, "ttft_ms": round(shown.ttft_ms, 3)}
+    frames: float,
+) -> str:
+    """Buttons that copy the code of these settings."""
+    spec, own = spec_of(method, budget), example == OWN
+    name = Path(upload).name if own and upload else "clip.mp4" if own else str(example)
+    given = {} if shelf.model is None else {"model": shelf.source}
+    given |= {key: str(value) for key, value in shelf.place.items() if value not in (None, "auto")}
+    given |= {"reduce": spec}
+    kind = _kind((upload or "") if own else str(CLIPS / name))
+    options = "".join(f", {key}={value!r}" for key, value in given.items())
+    place = repr(name) if own else f"str(files('mmfast.assets') / 'clips' / {name!r})"
+    python = (
+        ("" if own else "from importlib.resources import files\n\n")
+        + f"import mmfast\n\npipe = mmfast.pipeline('{kind}-qa'{options}, frames={frames:.0f})\n"
+        f"answer = pipe({place}, {question!r})\n"
+        "print(answer, answer.kept_tokens, answer.ttft_ms)\n"
+    )
+    folder = '"$(python -c "import mmfast.assets as a; print(*a.__path__)")"/clips/'
+    place = shlex.quote("./" * name.startswith("-") + name) if own else folder + shlex.quote(name)
+    given = {"compare": given.pop("reduce"), **given}
+    flags = "".join(f" --{key} {shlex.quote(value)}" for key, value in given.items())
+    asked = shlex.quote(question)
+    line = f"mmfast ask {place} {asked} --frames {frames:.0f}{flags}\n"
+    buttons = "".join(
+        f'<button type="button" class="mm-button" data-copy="{escape(text)}">Copy as {label}'
+        "</button>"
+        for label, text in (("Python", python), ("CLI", line))
+    )
+    return (
+        f'<div class="mm-copies">{buttons}<details class="mm-more"><summary>Show the code</summary>'
+        f"<pre>{escape(python)}\n{escape(line)}</pre></details></div>"
+    )
 
 
 LEGEND = (
@@ -210,50 +257,86 @@ LEGEND = (
 )
 
 
-def cards(base: Shown, fast: Shown, right: str | None) -> str:
+def cards(base: Shown, fast: Shown, rows: Rows, right: str | None) -> str:
+    """Both answers; without `rows` nothing was timed."""
     agree = same(base.text, fast.text)
     word = "Same answer" if agree else "Another answer"
     verdict = f"{word} with {fast.tokens / max(fast.of, 1):.0%} of the visual tokens."
     known = "" if right is None else f' <span class="mm-soft">Right is: {escape(right)}.</span>'
-    left = _card("All tokens", base, None)
-    card = _card(fast.spec or "All tokens", fast, base)
+    first = next((row for row in rows if row["stage"] == "first token"), None)
+    left = _card("All tokens", base, "" if first is None else f"{first['all_ms']:,.0f} ms", "")
+    ms = "" if first is None else f"{first['median_ms']:,.0f} ms <small>{gain(first)}</small>"
+    card = _card(fast.spec or "All tokens", fast, ms, f" <small>of {fast.of:,}</small>")
     return (
         f'<div class="mm-cards">{left}{card}</div>'
         f'<p class="mm-verdict {"mm-same" if agree else "mm-other"}" role="status">'
-        f"<strong>{verdict}</strong>{known}</p>{_stages(base, fast)}"
+        f"<strong>{verdict}</strong>{known}</p>{_stages(rows)}"
     )
 
 
-def _card(title: str, shown: Shown, base: Shown | None) -> str:
-    tokens, ttft = f"{shown.tokens:,}", f"{shown.ttft_ms:,.0f} ms"
-    if base is not None:
-        tokens += f" <small>of {shown.of:,}</small>"
-        ttft += f" <small>{base.ttft_ms / max(shown.ttft_ms, 1e-9):.2f}x</small>"
+def gain(row: dict[str, Any]) -> str:
+    """How many times faster, or "=" within the noise."""
+    return "=" if row["equal"] else f"{row['speedup']:.2f}x"
+
+
+def _card(title: str, shown: Shown, ms: str, of: str) -> str:
     return (
-        f'<section class="mm-card{"" if base is None else " mm-fast"}"><h3>{escape(title)}</h3>'
+        f'<section class="mm-card{" mm-fast" if of else ""}"><h3>{escape(title)}</h3>'
         f'<p class="mm-answer">{escape(shown.text) or "(no answer)"}</p><dl>'
-        f"<div><dt>visual tokens</dt><dd>{tokens}</dd></div>"
-        f"<div><dt>first token after</dt><dd>{ttft}</dd></div></dl></section>"
+        f"<div><dt>visual tokens</dt><dd>{shown.tokens:,}{of}</dd></div>"
+        f"<div><dt>first token after</dt><dd>{ms or '<small>not timed</small>'}</dd></div>"
+        "</dl></section>"
     )
 
 
-def _stages(base: Shown, fast: Shown) -> str:
-    before = {name: f"{ms:,.1f}" for name, _, _, ms in base.rows}
-    rows = "".join(
-        views.row(name, f"{was:,}", f"{left:,}", before.get(name, ""), f"{ms:,.1f}")
-        for name, was, left, ms in fast.rows
-    )
-    heads = ("stage", "tokens in", "out", "all tokens, ms", "fewer, ms")
+def _stages(rows: Rows) -> str:
+    if not rows:
+        return '<p class="mm-soft">Answered once, not timed: press Ask for medians.</p>'
+    first = next(row for row in rows if row["stage"] == "first token")
+    lines = "".join(
+        views.row(
+            row["stage"], f"{row['all_ms']:,.1f}", f"{row['median_ms']:,.1f}",
+            f"{row['noise']:.0%}", gain(row),
+        )
+        for row in rows
+    )  # fmt: skip
+    heads = ("stage", "all tokens, ms", "fewer, ms", "noise", "faster")
+    equal = " It is within the noise: no difference." if first["equal"] else ""
     return (
+        f'<p class="mm-soft mm-timed">Medians of {first["n"]} rounds, both ways in turn; noise '
+        f"{first['noise']:.0%}, from all tokens run twice a round.{equal}</p>"
         "<details class=mm-more><summary>Where the time went</summary>"
-        f"{views.table(heads, rows, 'Milliseconds per stage')}"
-        f"<p class=mm-soft>First token: median of {fast.rounds}, both ways in turn; stages: of the "
-        "last one. The embedded model is so small that reading and encoding take most of the time; "
-        "the README has models of real size.</p></details>"
+        f"{views.table(heads, lines, 'Milliseconds per stage')}"
+        '<p class=mm-soft>"=" is a difference within the noise. The embedded model is so small '
+        "that reading and encoding take most of the time.</p></details>"
     )
 
 
-def frames(base: Shown, fast: Shown) -> str:
+def real_size(method: str, percent: float) -> str:
+    """Measured rows of a real model's shape at the budget that is nearest to the chosen one."""
+    rows = examples.real_rows(percent / 100)
+    whole, known = rows[0], [row for row in rows[1:] if row["method"] == method]
+    share = whole["share"]
+    cells = "".join(
+        views.row(
+            row["reduce"] or "all tokens", f"{row['kept']:,}", f"{row['median_ms']:,.0f}",
+            "" if row["reduce"] is None else gain(row), f"{row['decode_ms']:,.0f}",
+        )
+        for row in [whole, *(known or rows[1:])]
+    )  # fmt: skip
+    which = f"at {share:.0%}, the measured budget nearest to {percent:.0f}%"
+    missing = "" if known else f" {escape(method)} was not measured; these were."
+    heads = ("kept", "tokens", "prompt, ms", "faster", "a token, ms")
+    return (
+        '<section class="mm-real"><h3>The same saving at a real size</h3>'
+        f"{views.table(heads, cells, 'Measured at a real size')}"
+        f"<p class=mm-soft>Not run here: stored measurements of the 0.5B shape of {whole['preset']}"
+        f" ({whole['frames']} frames, {whole['dtype']}, {whole['threads']} thread of an "
+        f"{escape(whole['processor'])}, {whole['date']}), {which}.{missing}</p></section>"
+    )
+
+
+def pictures_of(base: Shown, fast: Shown) -> str:
     seen = [views.uri(picture) for picture, _ in base.frames]
     left = [
         {"kept": views.uri(picture), "caption": _caption(number, len(fast.frames), line)}

@@ -1,4 +1,4 @@
-"""The tab "Compare": the measured accuracy of every method against the share of tokens it keeps."""
+"""The tab "Compare": methods on a clip of the visitor, and their measured accuracy by budget."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 import gradio as gr
 
 import mmfast
-from mmfast.demos import views
+from mmfast.demos import examples, views
+from mmfast.demos.ask import gain, same, spec_of
 from mmfast.demos.examples import RESULTS
+from mmfast.demos.media import media_inputs, opened
+from mmfast.demos.shelf import FRAMES, Shelf
+from mmfast.demos.views import Run, polite
 
 SUITES = {
     "clips": "video", "pictures": "image", "three pictures": "multi-image", "pages": "document",
@@ -82,7 +86,9 @@ class Canvas(NamedTuple):
     bottom: int = 44
 
     def x(self, share: float) -> float:
-        part = math.log(max(share, TICKS[0]) / TICKS[0]) / math.log(TICKS[-1] / TICKS[0])
+        return self.across(math.log(max(share, TICKS[0]) / TICKS[0]) / math.log(1 / TICKS[0]))
+
+    def across(self, part: float) -> float:
         return self.left + (self.width - self.left - self.right) * part
 
     def y(self, accuracy: float) -> float:
@@ -130,14 +136,16 @@ def _drawing(canvas: Canvas, suite: SuiteCurves, picked: Sequence[str]) -> str:
     )
 
 
-def _axes(canvas: Canvas) -> str:
+def _axes(
+    canvas: Canvas, marks: Sequence[tuple[float, str]] = (), below: str = "", above: str = ""
+) -> str:
+    """Axes and their labels; `marks` are places along x, by default the shares of tokens."""
     low, high = canvas.y(0), canvas.y(1)
-    parts = []
-    for share in TICKS:
-        x = canvas.x(share)
+    parts, shares = [], [(canvas.x(share), f"{share:.0%}") for share in TICKS]
+    for x, label in marks or shares:
         parts.append(f'<line class="mm-grid" x1="{x:.1f}" x2="{x:.1f}" y1="{low}" y2="{high}"/>')
-        anchor = "end" if share == TICKS[-1] else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{low + 18}" text-anchor="{anchor}">{share:.0%}</text>')
+        anchor = "end" if x > canvas.across(0.97) else "middle"
+        parts.append(f'<text x="{x:.1f}" y="{low + 18}" text-anchor="{anchor}">{label}</text>')
     for step in range(0, 101, 20):
         y = canvas.y(step / 100)
         right = canvas.width - canvas.right
@@ -145,10 +153,10 @@ def _axes(canvas: Canvas) -> str:
             f'<line class="mm-grid" x1="{canvas.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
             f'<text x="{canvas.left - 6}" y="{y + 4:.1f}" text-anchor="end">{step}%</text>'
         )
-    middle = (canvas.left + canvas.width - canvas.right) / 2
     parts.append(
-        f'<text x="{middle}" y="{canvas.height - 6}" text-anchor="middle">visual tokens kept</text>'
-        f'<text x="{canvas.left}" y="14">right answers</text>'
+        f'<text x="{canvas.across(0.5)}" y="{canvas.height - 6}" text-anchor="middle">'
+        f"{below or 'visual tokens kept'}</text>"
+        f'<text x="{canvas.left}" y="14">{above or "right answers"}</text>'
     )
     return "".join(parts)
 
@@ -168,8 +176,15 @@ def _curve(
 def _dot(canvas: Canvas, name: str, point: Measurement, chosen: bool) -> str:
     short = f"{name} at {point.share:.0%}: {point.accuracy:.1%} right"
     says = f"{short} ({point.low:.0%} to {point.high:.0%}), {point.tokens:.0f} tokens"
-    at = f'cx="{canvas.x(point.share):.1f}" cy="{canvas.y(point.accuracy):.1f}"'
-    reach = ' tabindex="0"' if chosen else ""
+    return spot(canvas, (canvas.x(point.share), canvas.y(point.accuracy)), short, says, chosen)
+
+
+def spot(
+    canvas: Canvas, place: tuple[float, float], short: str, says: str, reached: bool = True
+) -> str:
+    """A dot that says its figures, the `short` ones where there is little room."""
+    at = f'cx="{place[0]:.1f}" cy="{place[1]:.1f}"'
+    reach = ' tabindex="0"' if reached else ""
     middle = (canvas.left + canvas.width) / 2
     return (
         f'<g class="mm-dot" role="img" aria-label="{escape(says)}"{reach}>'
@@ -184,7 +199,10 @@ MOST = 8  # in colour at once
 SHARES = (0.5, 0.25, 0.1, 0.05)
 
 
-def compare_tab() -> None:
+def compare_tab(shelf: Shelf) -> None:
+    gr.Markdown("### On this clip")
+    _trial_inputs(shelf)
+    gr.Markdown("### Measured on many clips")
     with gr.Row():
         suite = gr.Radio(list(SUITES), value=START, label="Questions about", scale=2)
         methods = gr.Dropdown(
@@ -234,3 +252,188 @@ def _row(
         f"<tr><th scope=row><code>{escape(name)}</code></th>{cells}<td class=mm-number>{paper}</td>"
         f"<td class=mm-what>{what}</td></tr>"
     )
+
+
+ROUNDS, SECONDS, QUESTIONS = 5, 8.0, 6
+ALL = "all tokens"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One way of answering some questions about a clip; times are milliseconds to the first token.
+
+    `share` is of right answers, or of those that equal the ones with all tokens.
+    """
+
+    name: str
+    share: float
+    ms: float  # a median; `low` and `high` are its quantiles 0.2 and 0.8
+    low: float
+    high: float
+    faster: str  # than all tokens; "=" within the noise
+    tokens: int
+
+
+def ranked(suite: str, share: float) -> tuple[list[str], list[str]]:
+    """Methods by measured accuracy at the nearest budget: above random selection, and the rest."""
+    near = lambda points: min(points, key=lambda p: abs(math.log(p.share / share))).accuracy
+    found = {name: near(points) for name, points in suite_curves(suite).curves.items()}
+    order = sorted(found, key=lambda name: (-found[name], name))
+    good = [name for name in order if found[name] > found["random"]]
+    return good, [name for name in order if name not in good]
+
+
+def trial(
+    shelf: Shelf,
+    media: Any,
+    questions: Sequence[str],
+    specs: Sequence[str],
+    known: Sequence[str | None] = (),
+    frames: int = FRAMES,
+    tick: Any = lambda done, total: None,
+    seconds: float = SECONDS,
+) -> list[Outcome]:
+    """Ask every question in every way, and time the first one in turn; all tokens come first.
+
+    `known` are the right answers; unless all are there, those with all tokens take their place.
+    """
+    kind = mmfast.kind_of(media)
+    pipes = {name: shelf.visual(kind, name, frames) for name in specs}
+    pipes = {ALL: shelf.visual(kind, None, frames), **pipes}
+    rest = [(name, question) for question in questions[1:] for name in pipes]
+    texts: dict[str, list[str]] = {name: [] for name in pipes}
+    for number, (name, question) in enumerate(rest):
+        tick(number, len(rest) + ROUNDS * (len(pipes) + 1))
+        texts[name].append(pipes[name](media, question).text)
+    later = lambda done, total: tick(len(rest) + done, len(rest) + total)
+    how: dict[str, Any] = {"rounds": ROUNDS, "seconds": seconds, "warm": False}
+    answers, rows = mmfast.time_answers(pipes, media, questions[0], later, **how)
+    said = {name: [answers[name].text, *texts[name]] for name in pipes}
+    wanted = list(known) if known and None not in known else said[ALL]
+    first = {row["job"]: row for row in rows if row["stage"] == "first token"}
+    found = []
+    for name, mine in said.items():
+        share = sum(map(same, mine, wanted)) / len(wanted)
+        row = first.get(name) or dict.fromkeys(_TIMES, next(iter(first.values()))["all_ms"])
+        faster = gain(row) if name in first else ""
+        times = [row[key] for key in _TIMES]
+        found.append(Outcome(name, share, *times, faster, answers[name].kept_tokens))
+    return found
+
+
+_TIMES = ("median_ms", "p20_ms", "p80_ms")
+
+
+def trial_chart(outcomes: Sequence[Outcome], label: str) -> str:
+    """Outcomes as dots over time, their figures in a table; `label` says what the share is of."""
+    drawings = "".join(
+        f'<div class="mm-{name}">{_trial_drawing(canvas, outcomes, label)}</div>'
+        for name, canvas in (("wide", WIDE._replace(height=330)), ("narrow", NARROW))
+    )
+    rows = "".join(
+        f'<tr><th scope=row><i class="mm-key" style="background:{_colour(i)}"></i>'
+        f"<code>{escape(each.name)}</code></th><td>{each.share:.0%}</td><td>{each.ms:,.0f}</td>"
+        f"<td>{each.faster}</td><td>{each.tokens:,}</td></tr>"
+        for i, each in enumerate(outcomes)
+    )
+    heads = ("method", label.split()[0], "first token, ms", "faster", "tokens")
+    return f'<figure class="mm-chart">{drawings}</figure>{views.table(heads, rows, "Outcomes")}'
+
+
+def _colour(number: int) -> str:
+    return ("currentColor", *COLOURS)[number % (1 + len(COLOURS))]
+
+
+def _trial_drawing(canvas: Canvas, outcomes: Sequence[Outcome], label: str) -> str:
+    most = 1.08 * max(each.high for each in outcomes)
+    power = 10.0 ** math.floor(math.log10(most / 3))
+    step = next(power * n for n in (5, 2, 1) if n == 1 or power * n * 3 <= most)
+    place = lambda ms: canvas.across(ms / most)
+    marks = [(place(step * i), f"{step * i:g}") for i in range(int(most / step) + 1)]
+    dots = []
+    for number, each in enumerate(outcomes):
+        short = f"{each.name}: {each.share:.0%}, {each.ms:,.0f} ms"
+        y = canvas.y(each.share)
+        dots.append(
+            f'<g class="mm-curve mm-chosen" style="--c:{_colour(number)}"><polyline points="'
+            f'{place(each.low):.1f},{y:.1f} {place(each.high):.1f},{y:.1f}"/>'
+            f"{spot(canvas, (place(each.ms), y), short, f'{short} {each.faster}')}</g>"
+        )
+    axes = _axes(canvas, marks, "milliseconds to the first token", label)
+    size = f"0 0 {canvas.width} {canvas.height}"
+    return f'<svg viewBox="{size}" role="group" aria-label="{label} over time">{axes}' + (
+        "".join(dots) + "</svg>"
+    )
+
+
+def _trial_inputs(shelf: Shelf) -> None:
+    good, rest = ranked(START, 0.25)
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=4, min_width=300):
+            media = media_inputs("compare")
+        with gr.Column(scale=6, min_width=300):
+            asked = "\n".join(examples.questions(examples.START))
+            questions = gr.Textbox(
+                asked, label=f"Questions, one a line, up to {QUESTIONS}", lines=4, max_length=3000
+            )
+            methods = gr.Dropdown(
+                [*((f"{name} (recommended)", name) for name in good), *rest],
+                value=[*good[:4], "random"],
+                multiselect=True,
+                max_choices=MOST,
+                label="Methods, those above random selection first",
+            )
+            budget = gr.Slider(2, 100, 25, step=1, label="Visual tokens kept, %")
+            run = gr.Button("Compare", variant="primary", elem_id="compare-run")
+            stop = gr.Button("Stop", variant="stop", elem_id="compare-stop", visible=False)
+            result = gr.HTML(views.note(views.EMPTY), elem_id="trial")
+            beside, memory = gr.HTML("", visible=False), gr.State(None)
+    shown, state = [result, beside, memory], gr.State(Run())
+    given = [media.example, media.upload, questions, methods, budget, media.frames, state]
+    views.stoppable([run.click], polite(Trials(shelf).run), given, shown, stop, state)
+    media.wire(shown, questions)
+
+
+class Trials:
+    """The event of a comparison on one clip."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
+
+    def run(
+        self,
+        example: str | None,
+        upload: str | None,
+        questions: str,
+        methods: Sequence[str],
+        budget: float,
+        frames: float,
+        state: Run,
+        progress: Any = gr.Progress(),  # noqa: B008 (Gradio looks for it here)
+    ) -> tuple[str, str, None]:
+        _, media = opened(self.shelf, example, upload, frames)
+        asked = [line.strip() for line in questions.splitlines() if line.strip()][:QUESTIONS]
+        suite = "clips" if mmfast.kind_of(media) == "video" else "pictures"
+        good, rest = ranked(suite, budget / 100)
+        specs = [spec_of(name, budget) for name in [*good, *rest] if name in methods]
+        if not asked or not specs:
+            raise mmfast.MmfastError(
+                f"{len(asked)} questions and {len(specs)} methods for {suite} compare nothing; "
+                "give at least one of each"
+            )
+        known = [examples.right_answer(example or "", question) for question in asked]
+        tick = state.tick(progress)
+        found = trial(self.shelf, media, asked, specs, known, int(frames), tick)
+        label = "same answer as all tokens" if None in known else "right answers"
+        left_out = [name for name in methods if name not in [*good, *rest]]
+        skipped = f" Not for {suite}: {', '.join(left_out)}." if left_out else ""
+        return (
+            trial_chart(found, label)
+            + (
+                f'<p class="mm-soft">{len(asked)} questions, which is few: the curves below are of '
+                "hundreds. Time: medians of the first question, all in turn; a bar is from the "
+                f'quantile 0.2 to 0.8, "=" is within the noise.{escape(skipped)}</p>'
+            ),
+            "",
+            None,
+        )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 CLIPS = Path(str(files("mmfast.assets").joinpath("clips")))
 RESULTS = Path(str(files("mmfast.assets").joinpath("results")))
-OWN = "my own file"
+OWN, START = "my own file", "red-circle.mp4"
+REAL = "llava-onevision-0.5b"  # the shape of a model of real size that was measured
 _FIRST = {
     "red-circle.mp4": "Which way does the red circle move?",
     "fast-and-slow.mp4": "Which moves faster, the red circle or the white square?",
@@ -52,3 +55,26 @@ def questions(name: str, most: int = 6) -> list[str]:
 
 def right_answer(name: str, question: str) -> str | None:
     return listing().get(name, {}).get(question.strip())
+
+
+@cache
+def _measured() -> tuple[dict[str, Any], ...]:
+    """Rows of the speed of `REAL`, each with the time of a further token, `decode_ms`."""
+    lines = (RESULTS / "bench-cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row.get("preset") == REAL]
+    after = {row["reduce"]: row["median_ms"] for row in rows if row["stage"] == "decode"}
+    return tuple(
+        {**row, "decode_ms": after[row["reduce"]], "share": row["kept"] / row["tokens"],
+         "equal": abs(row["speedup"] - 1) <= row["noise"]}
+        for row in rows if row["stage"] == "llm"
+    )  # fmt: skip
+
+
+def real_rows(share: float) -> list[dict[str, Any]]:
+    """With all tokens, then by method at the measured share that is nearest to `share`."""
+    whole = _measured()[0]
+    rows = [row for row in _measured() if row["kept"] < row["tokens"]]
+    shares = sorted({float(row["reduce"].partition(":")[2]) for row in rows})
+    near = min(shares, key=lambda each: abs(math.log(each / share)))
+    named = [row for row in rows if float(row["reduce"].partition(":")[2]) == near]
+    return [{**whole, "share": near}, *named]

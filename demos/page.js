@@ -76,4 +76,37 @@
     }
   }
   if (!customElements.get("mm-frames")) customElements.define("mm-frames", Frames);
+
+  // On a phone the results are below what is asked.
+  window.mmReveal = (id) => {
+    if (window.innerWidth > 640) return;
+    document.getElementById(id)?.scrollIntoView({ behavior: "smooth", block: "start" });
+  };
+
+  // A file that is given makes the results stale, also one that is then refused.
+  const given = (event) => {
+    const area = event.target.closest?.(".mm-upload");
+    if (area && (event.type === "drop" || event.target.type === "file"))
+      document.getElementById(area.id + "-changed")?.click();
+  };
+  for (const type of ["change", "drop"]) document.addEventListener(type, given, true);
+
+  const copy = async (text) => {
+    if (navigator.clipboard) return navigator.clipboard.writeText(text);
+    const field = make("textarea"); // a page without TLS has no clipboard
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+  };
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest?.("[data-copy]");
+    if (!button) return;
+    const label = (button.dataset.label ??= button.textContent);
+    await copy(button.dataset.copy).then(
+      () => (button.textContent = "Copied"), () => (button.textContent = "Not allowed; see below"),
+    );
+    setTimeout(() => (button.textContent = label), 1500);
+  });
 })();

@@ -8,15 +8,15 @@ from typing import Any
 
 import mmfast
 
-ANSWER_TOKENS = 64
+ANSWER_TOKENS, FRAMES = 64, 8
 
 
 class Shelf:
     """The pipelines that answer, watch and speak.
 
     The model answers about media and, where its family can, watches streams: None (embedded), a
-    directory, a hub id, or a `(model, processor)` pair. `read` decodes an upload to pixels, apart
-    from this process; None decodes here.
+    directory, a hub id, or a `(model, processor)` pair. `read(path, frames=n)` decodes an upload to
+    pixels, apart from this process; None decodes here.
     """
 
     def __init__(
@@ -24,11 +24,14 @@ class Shelf:
         model: Any = None,
         device: Any = None,
         dtype: Any = "auto",
-        read: Callable[[str], Any] | None = None,
+        read: Callable[..., Any] | None = None,
     ) -> None:
         self._read = read
         self.model, self.place = model, {"device": device, "dtype": dtype}
-        self._lock = threading.RLock()
+        self._lock, self._locks = threading.Lock(), dict[str, threading.RLock]()
+        self.needed: list[Callable[[], Any]] = [
+            lambda: self.visual("image"), self.stream, self.speaker,
+        ]  # fmt: skip
         self._loaded: dict[str, Any] = {}
         self._warmed = False
 
@@ -36,17 +39,22 @@ class Shelf:
     def name(self) -> str:
         if self.model is None:
             return "tiny-video (embedded)"
-        path = self.model if isinstance(self.model, str) else self.model[0].name_or_path
-        return str(path).rstrip("/").rsplit("/", 1)[-1] or "a model of the caller's"
+        return self.source.rstrip("/").rsplit("/", 1)[-1] or "a model of the caller's"
 
-    def read(self, path: str) -> Any:
+    @property
+    def source(self) -> str:
+        """The directory or hub id of the model."""
+        return str(self.model if isinstance(self.model, str) else self.model[0].name_or_path)
+
+    def read(self, path: str, frames: int = FRAMES) -> Any:
         """Return an upload as a pipeline takes it: its pixels, or the file."""
-        return path if self._read is None else self._read(path)
+        return path if self._read is None else self._read(path, frames=frames)
 
-    def visual(self, kind: str, reduce: str | None = None) -> Any:
+    def visual(self, kind: str, reduce: str | None = None, frames: int = FRAMES) -> Any:
         """The pipeline that answers about a `video` or an `image`."""
-        pair = self._once("pair", self._pair)
+        pair = self.once("pair", self._pair)
         options = {**self.place, "reduce": reduce, "max_new_tokens": ANSWER_TOKENS}
+        options |= {"frames": frames}
         return mmfast.pipeline(f"{kind}-qa", pair, **options)
 
     def _pair(self) -> tuple[Any, Any]:
@@ -55,12 +63,12 @@ class Shelf:
 
     def stream(self) -> Any:
         """The pipeline that watches: the model's, or the embedded one where it cannot."""
-        return self._once("stream", self._stream)
+        return self.once("stream", self._stream)
 
     def _stream(self) -> Any:
         if self.model is not None:
             try:
-                pair = self._once("pair", self._pair)
+                pair = self.once("pair", self._pair)
                 return mmfast.pipeline("video-stream", pair, **self.place)
             except mmfast.MmfastError:
                 pass  # a family that answers about clips alone
@@ -68,14 +76,14 @@ class Shelf:
 
     def speaker(self) -> Any:
         device = self.place["device"]
-        return self._once("speaker", lambda: mmfast.pipeline("text-to-speech", device=device))
+        return self.once("speaker", lambda: mmfast.pipeline("text-to-speech", device=device))
 
     def talk(self, chat: Any = None, **options: Any) -> Any:
         """A pipeline that converses: the embedded speech model, or `chat` with its voice."""
         return mmfast.pipeline("speech-chat", self.speaker().speaker, chat=chat, **options)
 
     def wording(self, heard: str) -> str:
-        made = self._once("omni", lambda: mmfast.pipeline("omni-chat", speech=object()))
+        made = self.once("omni", lambda: mmfast.pipeline("omni-chat", speech=object()))
         written: str = made.wording(heard)
         return written
 
@@ -88,15 +96,15 @@ class Shelf:
 
     def warm(self) -> None:
         """Load what a visitor needs first; failures are told when it is used."""
-        needed: list[Callable[[], Any]] = [lambda: self.visual("image"), self.stream, self.speaker]
-        for load in needed:
+        for load in self.needed:
             try:
                 load()
             except mmfast.MmfastError:
                 continue
 
-    def _once(self, name: str, make: Any) -> Any:
-        with self._lock:
+    def once(self, name: str, make: Any) -> Any:
+        """The thing of this name, made if there is none yet."""
+        with self._locks.setdefault(name, threading.RLock()):
             if name not in self._loaded:
                 self._loaded[name] = make()
             return self._loaded[name]

@@ -7,6 +7,7 @@ import functools
 import io
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,3 +101,55 @@ def polite(fn: F) -> F:
             raise gr.Error(message, print_exception=False) from None
 
     return told  # type: ignore[return-value]
+
+
+EMPTY = "The answers come here."
+
+
+def emptied() -> tuple[str, str, None]:
+    """Results of nothing: a text, pictures, and what is remembered of them."""
+    return note(EMPTY), "", None
+
+
+class Run:
+    """Work for one visitor, which another event of the visitor ends."""
+
+    stopped = False
+
+    def tick(self, progress: Any) -> Callable[[int, int], None]:
+        """Begin; returns what is called with (answers done, most of them) in between."""
+        self.stopped = False
+
+        def tick(done: int, total: int) -> None:
+            if self.stopped:
+                raise mmfast.MmfastError("stopped")
+            progress((done, total), desc=f"{done} of {total} answers")
+
+        return tick
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def stoppable(
+    starts: list[Any], fn: Any, given: list[Any], shown: list[Any], stop: Any, run: Any
+) -> None:
+    """Wire work that shows its progress once, leaves nothing stale, and ends at the button `stop`.
+
+    On a phone the page scrolls to the results, `shown`, of which the first has the progress.
+    """
+    reveal = f"() => {{ window.mmReveal('{shown[0].elem_id}'); return []; }}"
+    quick: dict[str, Any] = {**QUICK, "queue": False}
+    ready, begun = partial(gr.Button, visible=False), partial(gr.Button, visible=True)
+    first = gr.on(
+        starts, lambda: (begun(), "", *emptied()[1:]), None, [stop, *shown], js=reveal, **quick
+    )
+    where: dict[str, Any] = {"show_progress_on": shown[0], "api_visibility": "private"}
+    work = first.then(fn, given, shown, **where, **BUSY)
+    work.then(ready, None, stop, js=reveal, **quick)
+
+    def ended(run: Run) -> tuple[Any, ...]:
+        run.stop()
+        return ready(), note("Stopped."), *emptied()[1:]
+
+    stop.click(ended, run, [stop, *shown], cancels=[work], **quick)

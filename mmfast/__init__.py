@@ -17,6 +17,7 @@ if (_root / "pyproject.toml").is_file():  # a checkout: kernels/ and pipelines/ 
 
 if TYPE_CHECKING:
     from mmfast.attach import attach as attach
+    from mmfast.bench.compare import time_answers as time_answers
     from mmfast.core.errors import MediaError as MediaError
     from mmfast.core.errors import MmfastError as MmfastError
     from mmfast.core.errors import ModelError as ModelError
@@ -54,6 +55,7 @@ _LAZY = {
     "pipeline": "mmfast.pipelines.registry",
     "reduce": "mmfast.core.spec",
     "register": "mmfast.core.registry",
+    "time_answers": "mmfast.bench.compare",
 }
 
 __all__ = sorted(["__version__", *_LAZY])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -177,35 +177,70 @@ def compare_answers(
 ) -> dict[str, Any]:
     """Ask two pipelines in turn about one medium: `mmfast ask --compare`.
 
-    `stock` keeps all tokens and runs twice a round, which gives the noise. The rows hold medians
-    in milliseconds and the median of paired ratios; `equal` is a difference below the noise.
-    Prefill includes choosing and evicting, and decode is the time of one token.
+    `stock` keeps all tokens. The rows are those of `time_answers`.
     """
-    pipes, samples = {"all": stock, "spec": other, timing.AGAIN: stock}, list[timing.Sample]()
-    answers = {name: pipe(media, question) for name, pipe in pipes.items()}
-    for pipe in (stock, other):
-        timing.warm_up(partial(pipe, media, question))
-
-    def run(pipe: Any) -> timing.Sample:
-        samples.append(_stages(pipe(media, question)))
-        tick(len(samples), ROUNDS * len(pipes))
-        return samples[-1]
-
-    jobs, start = {name: partial(run, pipe) for name, pipe in pipes.items()}, time.perf_counter()
-    with timing.frozen():
-        late = lambda: time.perf_counter() - start > SECONDS
-        found = timing.interleave(jobs, ROUNDS, enough=late)
-    rows = []
-    for stage in samples[0]:
-        times = timing.PairedTimes.of(found, stage)
-        row, stock_ms = times.row("spec"), times.row("all")["median_ms"]
-        equal = abs(row["speedup"] - 1) <= row["noise"]
-        rows.append({"stage": stage, "all_ms": stock_ms, **row, "equal": equal})
-    texts = {name: answers[name].text for name in ("all", "spec")}
+    answers, rows = time_answers({"all": stock, "spec": other}, media, question, tick)
+    texts = {name: answer.text for name, answer in answers.items()}
     tokens = {"visual_tokens": answers["all"].visual_tokens}
     tokens |= {"kept_tokens": answers["spec"].kept_tokens}
     agree = texts["all"] == texts["spec"]
     return {"question": question, "answers": texts, "agree": agree, **tokens, "rows": rows}
+
+
+def time_answers(
+    pipes: Mapping[str, Any],
+    media: Any,
+    question: str,
+    tick: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    rounds: int | None = None,
+    seconds: float | None = None,
+    warm: bool = True,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Ask pipelines in turn about one medium, and compare their times with those of the first.
+
+    Args:
+        pipes: Pipelines by name; the first runs twice a round, which gives the noise.
+        media: A clip or image.
+        question: A question.
+        tick: Called with (timed answers, most of them); what it raises ends the work.
+        rounds: Most rounds; 15 if absent. There are at least three.
+        seconds: Time after which no further round begins; 10 if absent.
+        warm: Warm each pipeline up for some seconds; else it answers once before it is timed.
+
+    Returns:
+        The answers by name, and a row by stage and further pipeline, its `job`: medians `all_ms`
+        of the first and `median_ms` in milliseconds, the median of paired ratios `speedup`, and
+        `equal`, a difference within the `noise`. Prefill includes choosing and evicting, and
+        decode is the time of one token.
+    """
+    most = (rounds or ROUNDS) * (len(pipes) + 1)
+    answers, samples = dict[str, Any](), list[timing.Sample]()
+    for name, pipe in pipes.items():
+        tick(0, most)
+        answers[name] = pipe(media, question)
+    stock = next(iter(pipes.values()))
+    for pipe in pipes.values() if warm else ():
+        timing.warm_up(partial(pipe, media, question))
+
+    def run(pipe: Any) -> timing.Sample:
+        samples.append(_stages(pipe(media, question)))
+        tick(len(samples), most)
+        return samples[-1]
+
+    jobs = {name: partial(run, pipe) for name, pipe in {**pipes, timing.AGAIN: stock}.items()}
+    start, patience = time.perf_counter(), SECONDS if seconds is None else seconds
+    with timing.frozen():
+        late = lambda: time.perf_counter() - start > patience
+        found = timing.interleave(jobs, rounds or ROUNDS, enough=late)
+    return answers, [_compared(found, stage, job) for stage in samples[0] for job in [*pipes][1:]]
+
+
+def _compared(found: Mapping[str, list[timing.Sample]], stage: str, job: str) -> dict[str, Any]:
+    times = timing.PairedTimes.of(found, stage)
+    row, stock_ms = times.row(job), times.row(times.first)["median_ms"]
+    equal = abs(row["speedup"] - 1) <= row["noise"]
+    return {"stage": stage, "all_ms": stock_ms, **row, "equal": equal}
 
 
 def _stages(answer: Any) -> timing.Sample:

@@ -211,8 +211,9 @@ def _application(model: str | None, device: str | None, dtype: str) -> Any:
     shelf = Shelf(model, device, dtype, read_upload)
     if model is not None:
         shelf.visual("image")  # a wrong name fails now, not at the first visit
+    app = mount(FastAPI(openapi_url=None), "/", shelf=shelf)
     shelf.warm_soon()
-    return mount(FastAPI(openapi_url=None), "/", shelf=shelf)
+    return app
 
 
 def _tunnel(host: str, port: int) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import base64
+import html
 import importlib
 import io
 import json
 import re
+import shlex
 import sys
 import threading
 import time
@@ -25,7 +28,7 @@ from mmfast.core.errors import MmfastError
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install mmfast[demo]")
 
-from mmfast.demos import ask, compare, examples, views, watch
+from mmfast.demos import ask, compare, examples, media, views, watch
 from mmfast.demos.app import build
 from mmfast.demos.seats import Seats
 from mmfast.demos.shelf import Shelf
@@ -59,22 +62,122 @@ def test_examples_are_there_and_their_questions_known() -> None:
 
 
 def test_both_ways_answer_and_the_budget_is_exact(shelf: Shelf) -> None:
-    media = ask.chosen(CLIP, None)
-    base, fast = ask.answers(shelf, media, QUESTION, [None, ask.spec_of("divprune", 25)], 0.0)
+    ticks: list[tuple[int, int]] = []
+    tick = lambda *at: ticks.append(at)
+    base, fast, rows = ask.timed(
+        shelf, media.chosen(CLIP, None), QUESTION, "divprune:0.25", tick=tick, seconds=0.0
+    )
     assert (base.text, base.tokens, base.of) == (examples.right_answer(CLIP, QUESTION), 288, 288)
     assert (fast.spec, fast.tokens, fast.of) == ("divprune:0.25", 72, 288)
     left = [int(re.search(r"(\d+) of 36 left", line)[1]) for _, line in fast.frames]  # type: ignore[index]
     assert len(left) == 8 and sum(left) == 72
-    page = ask.cards(base, fast, "left")
+    assert ticks[-1] == (9, 3 * ask.ROUNDS)  # three rounds at least, all tokens twice in each
+    page = ask.cards(base, fast, rows, "left")
     assert "72 <small>of 288" in page and "25%" in page and "Same answer" in page
-    assert "Where the time went" in page and "encode" in page
+    assert "Where the time went" in page and "encode" in page and "Medians of 3 rounds" in page
+
+
+@pytest.mark.parametrize(("speedup", "equal", "shown"), [(1.04, True, "="), (1.5, False, "1.50x")])
+def test_a_difference_within_the_noise_is_shown_as_none(
+    speedup: float, equal: bool, shown: str
+) -> None:
+    row = {"stage": "first token", "all_ms": 120.0, "median_ms": 80.0, "n": 5, "noise": 0.05}
+    one = ask.Shown("evs:0.25", "left", 72, 288, ())
+    page = ask.cards(one, one, [{**row, "speedup": speedup, "equal": equal}], None)
+    assert f"80 ms <small>{shown}</small>" in page and "120 ms" in page and "noise 5%" in page
+    assert ("within the noise: no difference" in page) == equal
+    assert page.count(f"{speedup:.2f}x") == (0 if equal else 2)
+    assert "not timed" in ask.cards(one, one, [], None)
+
+
+@pytest.mark.parametrize(
+    ("method", "percent", "near"),
+    [("divprune", 25, 0.25), ("evs", 12, 0.1), ("fastv", 90, 0.25), ("dtd", 3, 0.1)],
+)
+def test_rows_of_a_real_size_are_those_on_file(method: str, percent: int, near: float) -> None:
+    text = (examples.RESULTS / "bench-cpu.jsonl").read_text()
+    rows = [row for row in map(json.loads, text.splitlines()) if row.get("preset") == examples.REAL]
+    here = [row for row in rows if row["stage"] == "llm" and row["kept"] < row["tokens"]]
+    here = [row for row in here if row["reduce"].endswith(f":{near}")]
+    mine = [row for row in here if row["method"] == method]
+    page = ask.real_size(method, percent)
+    assert (
+        "Not run here" in page
+        and f"at {near:.0%}, the measured budget nearest to {percent}%" in page
+    )
+    for row in here:
+        cells = f"<td>{row['kept']:,}</td><td>{row['median_ms']:,.0f}</td>"
+        line = f"<th scope=row>{row['reduce']}</th>{cells}"
+        assert (line in page) == (not mine or row in mine), row["reduce"]
+    assert (f"{method} was not measured" in page) == (not mine)
+
+
+def test_the_first_answer_is_there_before_anybody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf()
+    blocks = build(shelf)
+    assert any(call.__name__ == "arrival" for call in shelf.needed)
+    loads = [fn for fn in blocks.fns.values() if any(t[1] == "load" for t in fn.targets)]
+    assert any(fn.fn.__name__ == "arrival" for fn in loads)
+    tab = ask.Answers(shelf)
+    first = tab.arrival()
+    assert "mm-cards" in first[0] and "Medians of" in first[0] and "data:image/webp" in first[1]
+    monkeypatch.setattr(mmfast, "time_answers", None)  # it is not worked out again
+    assert ask.Answers(shelf).arrival() is first
+
+
+@pytest.mark.parametrize("example", [CLIP, "picture.jpg"])
+def test_copied_code_gives_what_the_page_shows(
+    shelf: Shelf, example: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = examples.questions(example)[0]
+    given = (example, None, asked, "divprune", 25, 4)
+    python, line = _copied(ask.copies(shelf, *given))
+    exec(compile(python, "copied", "exec"), {})
+    said, kept, _ = capsys.readouterr().out.rsplit(" ", 2)
+    path, seen = media.opened(shelf, example, None, 4)
+    shown = ask.glimpse(shelf, seen, asked, "divprune:0.25", 4)
+    assert (said, int(kept)) == (shown.text, shown.tokens)
+    assert shown.of == (144 if example == CLIP else shown.of)
+    words = shlex.split(line)
+    assert words[:2] == ["mmfast", "ask"] and words[3:] == [
+        asked, "--frames", "4", "--compare", "divprune:0.25",
+    ]  # fmt: skip
+    code = re.search(r'"\$\(python -c "(.*)"\)"/clips/', line)
+    assert code is not None
+    exec(code[1], {})
+    assert f"{capsys.readouterr().out.strip()}/clips/{example}" == path
+
+
+def test_copied_code_of_an_upload_quotes_what_the_visitor_wrote() -> None:
+    shelf = Shelf("org/model", "cuda")
+    name, asked = '-it\'s "a" <film>.mp4', 'Who\'s "there"? $(reboot)'
+    given = (examples.OWN, f"/tmp/x/{name}", asked, "evs", 10, 16)
+    page = ask.copies(shelf, *given)
+    python, line = _copied(page)
+    assert "<film>" not in page and "/tmp" not in page
+    assert [ast.literal_eval(each) for each in _call(python, "pipe").args] == [name, asked]
+    made = {k.arg: ast.literal_eval(k.value) for k in _call(python, "pipeline").keywords}
+    assert made == {"model": "org/model", "device": "cuda", "reduce": "evs:0.10", "frames": 16}
+    assert shlex.split(line) == [
+        "mmfast", "ask", f"./{name}", asked, "--frames", "16",
+        "--compare", "evs:0.10", "--model", "org/model", "--device", "cuda",
+    ]  # fmt: skip
+
+
+def _copied(page: str) -> list[str]:
+    return [html.unescape(text) for text in re.findall(r'data-copy="([^"]*)"', page)]
+
+
+def _call(python: str, name: str) -> ast.Call:
+    calls = [node for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Call)]
+    return next(c for c in calls if ast.unparse(c.func).rpartition(".")[2] == name)
 
 
 def test_the_picture_shows_what_was_kept(shelf: Shelf) -> None:
-    media = ask.chosen(CLIP, None)
-    base, fast = ask.answers(shelf, media, QUESTION, [None, "random:0.25"], 0.0)
-    html = ask.frames(base, fast)
-    found = re.search(r"data-frames='([^']*)'", html)
+    clip = media.chosen(CLIP, None)
+    base, fast = (ask.glimpse(shelf, clip, QUESTION, spec, 8) for spec in (None, "random:0.25"))
+    page = ask.pictures_of(base, fast)
+    found = re.search(r"data-frames='([^']*)'", page)
     assert found is not None
     frames = json.loads(found[1].replace("&quot;", '"').replace("&amp;", "&"))
     assert len(frames) == 8 and frames[0]["caption"].startswith("Frame 1 of 8: ")
@@ -93,27 +196,64 @@ def _picture(uri: str) -> np.ndarray[Any, Any]:
 def test_the_slider_reuses_the_answer_with_all_tokens(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = ask.compare(shelf, CLIP, None, QUESTION, "evs", 50, None, fresh=True)
-    ways: list[list[Any]] = []
-    real = ask.answers
+    ways: list[Any] = []
+    real = ask.glimpse
 
-    def counted(shelf: Shelf, media: Any, question: str, specs: list[Any], *rest: Any) -> Any:
-        ways.append(specs)
-        return real(shelf, media, question, specs, *rest)
+    def counted(shelf: Shelf, media: Any, question: str, spec: Any, frames: int) -> Any:
+        ways.append(spec)
+        return real(shelf, media, question, spec, frames)
 
-    monkeypatch.setattr(ask, "answers", counted)
-    second = ask.compare(shelf, CLIP, None, QUESTION, "evs", 10, first[2], fresh=False)
-    assert ways == [["evs:0.10"]] and second[1] != first[1]
+    monkeypatch.setattr(ask, "glimpse", counted)
+    tab = ask.Answers(shelf)
+    first = tab.slide(CLIP, None, QUESTION, "evs", 50, 8, None)
+    second = tab.slide(CLIP, None, QUESTION, "evs", 10, 8, first[2])
+    assert ways == [None, "evs:0.50", "evs:0.10"] and second[1] != first[1]
     assert "29 <small>of 288" in second[0] and second[2][1] is first[2][1]
-    ask.compare(shelf, CLIP, None, "How many objects are there?", "evs", 10, second[2], False)
-    assert ways[-1] == [None, "evs:0.10"]  # another question
+    assert "not timed" in second[0] and "press Ask" in second[0]
+    tab.slide(CLIP, None, QUESTION, "evs", 10, 4, second[2])  # other frames
+    assert ways[3:] == [None, "evs:0.10"]
+
+
+def test_stop_ends_the_work_between_two_answers(shelf: Shelf) -> None:
+    run, seen = views.Run(), list[int]()
+
+    def progress(at: tuple[int, int], **_: Any) -> None:
+        seen.append(at[0])
+        if at[0] == 2:
+            run.stop()
+
+    tab = ask.Answers(shelf)
+    with pytest.raises(MmfastError, match="stopped"):
+        tab.fresh(CLIP, None, QUESTION, "evs", 25, 8, run, progress)
+    assert seen == [0, 0, 1, 2]
+    assert run.tick(progress) and not run.stopped  # the next one runs
+
+
+def test_a_new_upload_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+    bad = tmp_path / "film.mp4"
+    bad.write_bytes(b"this is no film")
+    example, player, result, pictures, before = media.own(str(bad))
+    assert example == examples.OWN and "Choose a file" in player
+    assert (result, pictures, before) == views.emptied() and "mm-card" not in result
+
+
+def test_more_frames_of_a_clip_and_of_an_upload(shelf: Shelf) -> None:
+    from mmfast.serve.guard.media import read_upload
+
+    path = str(examples.CLIPS / CLIP)
+    own = Shelf(read=read_upload)
+    for given, frames in ((shelf, 12), (own, 5)):
+        name = CLIP if given is shelf else examples.OWN
+        _, seen = media.opened(given, name, path, frames)
+        shown = ask.glimpse(shelf, seen, QUESTION, None, frames)
+        assert len(shown.frames) == frames and shown.of == 36 * frames
 
 
 def test_offered_methods_run_at_a_quarter(shelf: Shelf) -> None:
-    media = ask.chosen("number.mp4", None)
+    clip = media.chosen("number.mp4", None)
     for method in ask.offered()[::5]:
         spec = ask.spec_of(method.name, 25)
-        found = shelf.visual("video", spec)(media, "What number is on the screen?")
+        found = shelf.visual("video", spec)(clip, "What number is on the screen?")
         assert found.kept_tokens == 72 and found.text, spec
 
 
@@ -126,16 +266,16 @@ def test_wrong_uploads_are_one_line_without_folders(shelf: Shelf, tmp_path: Path
     bad = tmp_path / "film.mp4"
     bad.write_bytes(b"this is no film\n" * 99)
     with pytest.raises(gr.Error) as caught:
-        polite(ask.take)(str(bad))
+        polite(media.take)(examples.OWN, str(bad))
     message = str(caught.value.message)
     assert "film.mp4" in message and str(tmp_path) not in message and "\n" not in message
     own = Shelf(read=read_upload)
     with pytest.raises(MmfastError):
-        ask.compare(own, examples.OWN, str(bad), QUESTION, "evs", 25, None, fresh=True)
+        ask.Answers(own).slide(examples.OWN, str(bad), QUESTION, "evs", 25, 8, None)
     with pytest.raises(MmfastError, match="upload"):
-        ask.compare(shelf, examples.OWN, None, QUESTION, "evs", 25, None, fresh=True)
+        ask.Answers(shelf).slide(examples.OWN, None, QUESTION, "evs", 25, 8, None)
     with pytest.raises(MmfastError):
-        ask.compare(shelf, CLIP, None, "  ", "evs", 25, None, fresh=True)
+        ask.Answers(shelf).slide(CLIP, None, "  ", "evs", 25, 8, None)
 
 
 def test_an_upload_is_decoded_apart_and_answered(shelf: Shelf) -> None:
@@ -144,14 +284,14 @@ def test_an_upload_is_decoded_apart_and_answered(shelf: Shelf) -> None:
     path = str(examples.CLIPS / CLIP)
     pixels = read_upload(path)
     assert pixels.shape[0] == 8 and pixels.shape[-1] == 3
-    (shown,) = ask.answers(shelf, pixels, QUESTION, ["evs:0.5"], 0.0)
+    shown = ask.glimpse(shelf, pixels, QUESTION, "evs:0.5", 8)
     assert shown.text == "left" and shown.tokens == 144
     assert read_upload(str(examples.CLIPS / "picture.jpg")).ndim == 3
 
 
 def test_what_is_shown_cannot_become_markup() -> None:
-    shown = ask.Shown(None, "<img src=x onerror=alert(1)>", 1, 1, 1.0, 1, (), ())
-    assert "<img" not in ask.cards(shown, shown, "<b>")
+    shown = ask.Shown(None, "<img src=x onerror=alert(1)>", 1, 1, ())
+    assert "<img" not in ask.cards(shown, shown, [], "<b>")
     assert "<b>" not in views.note("<b>")
 
 
@@ -189,6 +329,63 @@ def test_other_questions_keep_the_methods_that_were_measured() -> None:
     update, picture, _ = compare.choose("pages", ["dtd", "divprune"])
     assert update["value"] == ["divprune"]
     assert "model tiny-document" in picture
+
+
+def test_recommended_methods_are_those_above_random_selection() -> None:
+    for suite in ("clips", "pictures"):
+        path = examples.RESULTS / f"eval-{compare.SUITES[suite]}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        right = {row["reduce"]: row["accuracy"] for row in rows}
+        good, rest = compare.ranked(suite, 0.25)
+        assert good and "random" in rest
+        for name in [*good, *rest]:
+            if f"{name}:0.25" in right:
+                assert (name in good) == (right[f"{name}:0.25"] > right["random:0.25"]), name
+        scores = [right[f"{name}:0.25"] for name in good if f"{name}:0.25" in right]
+        assert scores == sorted(scores, reverse=True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_methods_are_compared_on_one_clip(shelf: Shelf, known: bool) -> None:
+    clip, asked = media.chosen(CLIP, None), examples.questions(CLIP)[:2]
+    right = [examples.right_answer(CLIP, asked[0]), "never said"] if known else []
+    ticks: list[tuple[int, int]] = []
+    tick = lambda *at: ticks.append(at)
+    specs = ["evs:0.25", "random:0.05"]
+    found = compare.trial(shelf, clip, asked, specs, right, tick=tick, seconds=0.0)
+    assert [each.name for each in found] == [compare.ALL, *specs]
+    assert [each.tokens for each in found] == [288, 72, 14] and found[0].faster == ""
+    for each in found:
+        spec = None if each.name == compare.ALL else each.name
+        said = [shelf.visual("video", spec)(clip, question).text for question in asked]
+        stock = [shelf.visual("video")(clip, question).text for question in asked]
+        wanted = right or stock
+        assert each.share == sum(map(ask.same, said, wanted)) / 2
+        assert each.low <= each.ms <= each.high
+        assert each.faster in ("", "=") or each.faster.endswith("x")
+    assert ticks == sorted(ticks) and len({total for _, total in ticks}) == 1
+
+
+def test_the_chart_of_a_trial_places_what_it_says() -> None:
+    ways = [
+        compare.Outcome("all tokens", 1.0, 200.0, 190.0, 230.0, "", 288),
+        compare.Outcome("<b>:0.25", 0.5, 100.0, 90.0, 120.0, "2.00x", 72),
+    ]
+    drawn = compare.trial_chart(ways, "right answers")
+    assert "<b>" not in drawn and drawn.count("&lt;b&gt;:0.25: 50%, 100 ms 2.00x") >= 2
+    dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="3.5"', drawn)
+    wide = compare.WIDE._replace(height=330)
+    place = lambda ms: wide.across(ms / (1.08 * 230))
+    assert [float(x) for x, _ in dots[:2]] == pytest.approx([place(200), place(100)], abs=0.06)
+    assert [float(y) for _, y in dots[:2]] == pytest.approx([wide.y(1), wide.y(0.5)], abs=0.06)
+    assert ">0</text>" in drawn  # time begins at nothing
+
+
+def test_a_comparison_needs_questions_and_methods_that_fit(shelf: Shelf) -> None:
+    trials, empty = compare.Trials(shelf), views.Run()
+    for asked, methods in ((" \n", ["evs"]), ("What?", [])):
+        with pytest.raises(MmfastError, match="compare nothing"):
+            trials.run(CLIP, None, asked, methods, 25, 8, empty, lambda *_, **__: None)
 
 
 # ----------------------------------------------------------------------------------------- watch

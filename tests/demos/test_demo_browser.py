@@ -18,6 +18,7 @@ from demo_media import camera_file, microphone_file
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="no playwright: pip install playwright"
 )
+ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 ASKED = "which way does the red circle move?"
 PATIENCE = 120_000  # milliseconds; a loaded machine is no failure
@@ -119,6 +120,59 @@ def visit(browser: Any, demo_url: str, pictures: Path) -> Iterator[Visit]:
     found.close()
 
 
+def test_the_first_answer_is_there_without_a_click(visit: Visit) -> None:
+    page = visit.page
+    page.locator(".mm-card").nth(1).wait_for()
+    assert page.locator(".mm-answer").all_inner_texts() == ["left", "left"]
+    assert "Medians of" in page.locator(".mm-timed").inner_text()
+    assert "0.5B shape" in page.locator(".mm-real").inner_text()
+    visit.wait("() => document.querySelector('mm-frames figure img')?.naturalWidth > 0")
+    area = page.locator("#ask-upload").bounding_box()
+    assert page.locator("#ask-upload").is_visible() and area["y"] + area["height"] < 1000
+    visit.shoot("arrival")
+
+
+def test_code_is_copied(visit: Visit) -> None:
+    page = visit.page
+    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for name, start in (("Python", "from importlib.resources"), ("CLI", "mmfast ask")):
+        button = page.get_by_role("button", name=f"Copy as {name}")
+        button.click()
+        page.locator(".mm-copies").get_by_text("Copied", exact=True).last.wait_for()
+        visit.wait("async (s) => (await navigator.clipboard.readText()).startsWith(s)", start)
+        text = page.evaluate("() => navigator.clipboard.readText()")
+        assert text.startswith(start) and "divprune:0.25" in text
+
+
+@pytest.mark.slow
+def test_an_upload_is_compared_stopped_and_replaced_by_a_bad_one(
+    visit: Visit, tmp_path: Path
+) -> None:
+    page, clip = visit.page, ROOT / "assets" / "clips" / "number.mp4"
+    visit.tab("Compare")
+    page.locator("#compare-upload input[type=file]").set_input_files(clip)
+    visit.wait("() => document.querySelectorAll('video[src*=\"file=\"]').length === 1")
+    page.get_by_label("Questions, one a line").fill("What number is on the screen?")
+    page.locator("#compare-run").click()
+    page.locator("#trial .progress-level-inner").wait_for()
+    assert page.locator(".progress-text:visible, .progress-level-inner:visible").count() == 1
+    page.locator("#compare-stop").click()
+    visit.wait("() => document.querySelector('#trial').innerText.includes('Stopped.')")
+    page.locator("#compare-stop").wait_for(state="hidden")
+    page.locator("#compare-run").click()
+    page.locator("#trial .mm-wide svg").wait_for()
+    table = page.locator("#trial table").inner_text()
+    assert "same" in table and "all tokens" in table and "random:0.25" in table
+    visit.shoot("trial")
+    bad = tmp_path / "holiday.mp4"
+    bad.write_bytes(b"no film at all")
+    page.locator("#compare-upload").get_by_label("Clear").click()
+    page.locator("#compare-upload input[type=file]").set_input_files(bad)
+    page.locator(".toast-body").first.wait_for()
+    assert not page.locator("#trial svg").count() and not page.locator("#trial table").count()
+    visit.bad = [line for line in visit.bad if not line.startswith("console:")]
+
+
 @pytest.mark.slow
 def test_asking_shows_both_answers_and_the_slider_changes_the_picture(visit: Visit) -> None:
     page = visit.page
@@ -147,7 +201,7 @@ def test_asking_shows_both_answers_and_the_slider_changes_the_picture(visit: Vis
 
 def test_another_clip_brings_its_own_questions(visit: Visit) -> None:
     page = visit.page
-    page.get_by_label("Clip or picture").click()
+    page.get_by_label("Clip or picture").first.click()
     page.get_by_role("option", name="number", exact=True).click()
     page.get_by_role("button", name="What number is on the screen?").click()
     page.locator(".mm-card").nth(1).wait_for()
@@ -157,13 +211,12 @@ def test_another_clip_brings_its_own_questions(visit: Visit) -> None:
 def test_a_file_that_is_no_clip_is_refused_in_one_line(visit: Visit, tmp_path: Path) -> None:
     page, bad = visit.page, tmp_path / "holiday.mp4"
     bad.write_bytes(b"no film at all")
-    page.get_by_label("Clip or picture").click()
-    page.get_by_role("option", name="my own file").click()
-    page.get_by_text("Choose a file").wait_for()
-    page.locator("input[type=file]").first.set_input_files(bad)
+    page.locator(".mm-card").nth(1).wait_for()
+    page.locator("#ask-upload input[type=file]").set_input_files(bad)
     told = page.locator(".toast-body").first
     told.wait_for()
     assert "'holiday.mp4' is neither an image nor a video" in told.inner_text()
+    assert not page.locator(".mm-card").count()  # nothing of the clip before
     # what the page logs of its own errors is no fault of it
     visit.bad = [line for line in visit.bad if not line.startswith("console:")]
 
@@ -171,11 +224,11 @@ def test_a_file_that_is_no_clip_is_refused_in_one_line(visit: Visit, tmp_path: P
 def test_comparing_tells_the_figures_of_a_dot(visit: Visit) -> None:
     visit.tab("Compare")
     page = visit.page
-    dot = page.locator(".mm-wide .mm-chosen .mm-dot").first
+    dot = page.locator("#chart .mm-wide .mm-chosen .mm-dot").first
     dot.focus()
     says = dot.locator(".mm-says")
     assert says.is_visible() and re.fullmatch(r"dtd at 5%: \d+\.\d% right .*", says.text_content())
-    other = page.locator(".mm-wide .mm-chosen .mm-dot").nth(20)
+    other = page.locator("#chart .mm-wide .mm-chosen .mm-dot").nth(20)
     other.locator("circle").nth(1).hover()
     assert other.locator(".mm-says").is_visible()
     page.get_by_label("pages").check()
@@ -250,10 +303,14 @@ def test_a_typed_text_is_heard(visit: Visit) -> None:
 
 
 def test_a_phone_never_scrolls_sideways(browser: Any, demo_url: str, pictures: Path) -> None:
-    size = {"width": 375, "height": 740}
+    size = {"width": 390, "height": 740}
     visit = Visit(browser, demo_url, pictures, viewport=size, has_touch=True, color_scheme="dark")
-    visit.page.locator("#ask").click()
     visit.page.locator(".mm-card").nth(1).wait_for()
+    visit.page.locator("#ask").click()
+    top = "document.querySelector('#answers').getBoundingClientRect().top"
+    visit.wait(f"() => {top} < window.innerHeight - 60")  # the progress is in view
+    visit.page.locator(".mm-card").nth(1).wait_for()
+    visit.wait(f"() => Math.abs({top}) < 60")  # and then the answers
     for name in ("Ask", "Compare", "Watch", "Voice", "About"):
         visit.tab(name)
         visit.page.get_by_role("tabpanel").filter(visible=True).first.wait_for()

@@ -189,14 +189,15 @@ def decoders(config: ServerConfig) -> Decoders:
         return _shared[key]
 
 
-def read_upload(path: str, config: ServerConfig | None = None) -> Any:
+def read_upload(path: str, config: ServerConfig | None = None, frames: int | None = None) -> Any:
     """Decode an uploaded file in a process with limits, as the server decodes those of clients.
 
     Returns pixels of a clip `[T, H, W, 3]` or an image `[H, W, 3]`.
     """
     given = ServerConfig() if config is None else config
+    data, kind = Path(path).read_bytes(), kind_of(path)
     try:
-        media = asyncio.run(load_media(Path(path).read_bytes(), kind_of(path), given))
+        media = asyncio.run(load_media(data, kind, given, frames=frames))
     except ApiError as error:
         raise MediaError(str(error)) from None
     return media.shot.pixels
