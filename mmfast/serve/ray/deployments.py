@@ -211,9 +211,8 @@ class AnswerReplica:
     async def __call__(self, request: Request) -> AsyncIterator[dict[str, int] | tuple[Event, ...]]:
         """Yield the process of the request, then its events as they come."""
         inbox, cancel = _Inbox(), self._engine.cancel
-        submitted = asyncio.ensure_future(
-            asyncio.to_thread(self._engine.submit, request, inbox.put)
-        )
+        submit = asyncio.to_thread(self._engine.submit, request, inbox.put)
+        submitted = asyncio.ensure_future(submit)
         try:
             await asyncio.shield(submitted)
         except asyncio.CancelledError:  # the caller is gone, but the thread goes on
