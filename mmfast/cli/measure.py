@@ -109,19 +109,41 @@ def _suites(incomplete: str) -> list[str]:
     return [name for name in (*SUITES, "stream", "speech") if name.startswith(incomplete)]
 
 
+_Suite = Annotated[
+    str,
+    typer.Option(
+        help="video, image, multi-image, document, stream, speech.", autocompletion=_suites
+    ),
+]
+_Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="Your questions, a line each: {media, question, answer}, with choices if you like. "
+        "Answers are matched as generated text, choices scored by log-likelihood."
+    ),
+]
+_Frames = Annotated[int, typer.Option(help="Frames sampled uniformly from a clip (--data).")]
+_Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at media that cannot be read (--data).")
+]
+_Report = Annotated[Path | None, typer.Option(help="Write a page of HTML with charts (--data).")]
+_Csv = Annotated[Path | None, typer.Option(help="Write the answers as a table (--data).")]
+
+
 def evaluate(
+    context: typer.Context,
     reduce: Reduces = None,
     cache: Caches = None,
     n: Annotated[int, typer.Option(help="Questions.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
-    suite: Annotated[
-        str,
-        typer.Option(
-            help="video, image, multi-image, document, stream, speech.", autocompletion=_suites
-        ),
-    ] = "video",
+    suite: _Suite = "video",
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
     model: Model = None,
+    data: _Data = None,
+    frames: _Frames = 8,
+    strict: _Strict = False,
+    report: _Report = None,
+    csv: _Csv = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -134,6 +156,9 @@ def evaluate(
     check_names(reduce or [], cache or [])
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    _check_given(context, "eval" if data is None else "data")
+    if data is not None:
+        return eval_data(context.params, context.get_parameter_source("n"))
     keep_rows(out, [])  # from here on Ctrl-C tells of them
     from mmfast.caches.plan import call_plan
 
@@ -164,6 +189,44 @@ def evaluate(
             sink=lambda document: keep_rows(out, eval_rows(document, environ)),
         )
     print_eval(document, as_json)
+
+
+def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
+    """Ask a user's own questions with all tokens and in each of the ways given."""
+    from importlib.util import find_spec
+
+    from mmfast.bench.own_data import read_questions, run_data
+    from mmfast.bench.report.answers import HEAD, cells, write_csv, write_html
+    from mmfast.bench.results import append, environment, eval_rows
+    from mmfast.planner.target import AUTO
+
+    if AUTO in (given["reduce"] or []):
+        raise MmfastError("--reduce auto chooses for one request; give --data a spec")
+    data, out, *files = (given[key] for key in ("data", "out", "report", "csv"))
+    if files[0] is not None and find_spec("matplotlib") is None:
+        raise MmfastError('--report draws with matplotlib: pip install "mmfast[docs]"')
+    read_questions(data)  # before a file is made
+    targets = [file for file in (out, *files) if file is not None]
+    if len({file.resolve() for file in (data, *targets)}) <= len(targets):
+        raise MmfastError("--data, --out, --report and --csv name one file twice; give others")
+    for file in targets:
+        append(file, [])
+    specs, caches = ([None, *(given[key] or [])] for key in ("reduce", "cache"))
+    ways = list(dict.fromkeys((spec, cache) for cache in caches for spec in specs))
+    n = given["n"] if source_of_n.name == "COMMANDLINE" else None
+    environ = environment()
+    how = (n, given["seed"], given["model"], given["frames"], out, given["strict"])
+    with progress("questions", f"questions answered{f' in {out}' if out else ''}") as tick:
+        document, rows = run_data(data, ways, *how, progress=tick)
+    keep_rows(out, eval_rows(document, environ))
+    for file, write in zip(files, (write_html, write_csv), strict=True):
+        if file is not None:
+            write(file, document, rows, data.parent)
+    for failed in document["failed"]:
+        typer.echo(f"failed: {failed['error']}", err=True)
+    if given["as_json"]:
+        return print_json(document)
+    print_rows(HEAD, map(cells, document["rows"]))
 
 
 def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
@@ -215,6 +278,8 @@ _TAKES = {
     "full": {"device", "preset", "minutes", "out"},
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
+    "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out"},
+    "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "encoder": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},

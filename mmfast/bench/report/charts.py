@@ -1,4 +1,4 @@
-"""The two charts of the README, drawn by matplotlib: equal rows give equal bytes."""
+"""Charts of the README and of `mmfast eval --report`, by matplotlib: equal rows, equal bytes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,27 @@ def _draw(
         axes.yaxis.set_major_formatter(lambda value, _: form.format(value))
         axes.set_xlabel("visual tokens kept")
         axes.set_ylabel(what)
-        axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        return _svg(figure, axes)
+
+
+def trade_svg(points: Sequence[tuple[str, float, float, Sequence[float]]], across: str) -> str:
+    """Draw a point for each (name, place on the axis `across`, accuracy, its interval)."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(8, 3.6), layout="constrained")
+        axes: Any = figure.subplots()
+        for name, x, y, (low, high) in points:
+            bars = [[max(0.0, y - low)], [max(0.0, high - y)]]  # a bound may round beyond y
+            axes.errorbar(x, y, bars, fmt="o", capsize=3, label=name)
+        axes.set_xlabel(across)
+        axes.set_ylabel("accuracy")
+        return _svg(figure, axes)
+
+
+def _svg(figure: Any, axes: Any) -> str:
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return re.sub(r"[ \t]+$", "", out.getvalue(), flags=re.MULTILINE)
