@@ -183,7 +183,7 @@ class RayEngine:
         self._check(reduce, request.options.cache)
         if request.options.target_ttft_ms is not None and self._last != WHOLE:
             raise MmfastError(
-                "target_ttft_ms needs whole engines; start the server with --replicas"
+                "target_ttft_ms needs whole engines; start with --replicas"
             )
         sampling = checked(request.sampling)
         stream = RemoteStream(replace(request, sampling=sampling), emit)
