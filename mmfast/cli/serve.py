@@ -73,14 +73,11 @@ def _plan(config: ServerConfig) -> list[tuple[str, object]]:
     given, plain = config.public(), ServerConfig().public()
     names = [name for name in given if name in _SHOWN or given[name] != plain[name]]
     kinds = [f"{given[f'{kind}_replicas']} {kind}" for kind in ("encode", "prefill", "decode")]
-    if config.replicas:
-        kinds = [f"{config.replicas} with the whole engine"]
-    if config.engine == "inproc":
-        kinds = ["this process"]
+    kinds = [f"{config.replicas} with the whole engine"] if config.replicas else kinds
     host = f"[{config.host}]" if ":" in config.host else config.host
     return [
         *((k, (_SHOWN[k] or "of the model") if given[k] is None else given[k]) for k in names),
-        ("workers", ", ".join(kinds)),
+        ("workers", "this process" if config.engine == "inproc" else ", ".join(kinds)),
         ("URL", f"http://{host}:{config.port or '<a free port>'}/v1"),
     ]
 

@@ -18,7 +18,6 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.loading import load
 from mmfast.models.quiet import quiet
-from mmfast.serve.engine.base import Delta, Emit, Event, Failure, Request, failure
+from mmfast.serve.engine.base import Delta, Event, Failure, Request, failure
 from mmfast.serve.engine.slots import moved
 from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
 
@@ -212,9 +211,8 @@ class AnswerReplica:
     async def __call__(self, request: Request) -> AsyncIterator[dict[str, int] | tuple[Event, ...]]:
         """Yield the process of the request, then its events as they come."""
         inbox, cancel = _Inbox(), self._engine.cancel
-        submitted = asyncio.ensure_future(
-            asyncio.to_thread(self._engine.submit, request, inbox.put)
-        )
+        submit = asyncio.to_thread(self._engine.submit, request, inbox.put)
+        submitted = asyncio.ensure_future(submit)
         try:
             await asyncio.shield(submitted)
         except asyncio.CancelledError:  # the caller is gone, but the thread goes on
@@ -234,7 +232,10 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        self.put: Emit = partial(self._loop.call_soon_threadsafe, self._events.put_nowait)
+
+    def put(self, event: Event) -> None:
+        """Take an event, from any thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def batches(
         self, name: str, cancel: Callable[[str], None]

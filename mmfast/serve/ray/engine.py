@@ -182,10 +182,7 @@ class RayEngine:
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
         self._check(reduce, request.options.cache)
         if request.options.target_ttft_ms is not None and self._last != WHOLE:
-            raise MmfastError(
-                "target_ttft_ms is not possible where encode, prefill and decode run apart; name "
-                "reducers, or start the server with --replicas"
-            )
+            raise MmfastError("target_ttft_ms needs whole engines; start with --replicas")
         sampling = checked(request.sampling)
         stream = RemoteStream(replace(request, sampling=sampling), emit)
         with self._lock:
