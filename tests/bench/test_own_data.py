@@ -157,7 +157,7 @@ def test_a_foreign_file_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", [None, "evs:0.25"])
 def test_choices_by_likelihood(tmp_path: Path, spec: str | None) -> None:
     """The sums are those of one forward pass over prompt, choice and end, without a cache."""
-    row = {"question": LINES[3]["question"], "expected": ["up"], "choices": ["up", "top left"]}
+    row = {"question": LINES[3]["question"], "expected": ["up"], "choices": ["up", "top"]}
     clip = read_video(CLIPS / "number.mp4", frames=8)
     shot = Shot("video", clip.frames, clip.metadata())
     candidate = own_data.Candidate(None, [(None, None), (spec, None)])
