@@ -276,8 +276,10 @@ class Outcome:
 
 def ranked(suite: str, share: float) -> tuple[list[str], list[str]]:
     """Methods by measured accuracy at the nearest budget: above random selection, and the rest."""
-    near = lambda points: min(points, key=lambda p: abs(math.log(p.share / share))).accuracy
-    found = {name: near(points) for name, points in suite_curves(suite).curves.items()}
+    found = {
+        name: min(points, key=lambda p: abs(math.log(p.share / share))).accuracy
+        for name, points in suite_curves(suite).curves.items()
+    }
     order = sorted(found, key=lambda name: (-found[name], name))
     good = [name for name in order if found[name] > found["random"]]
     return good, [name for name in order if name not in good]
@@ -316,8 +318,8 @@ def trial(
         share = sum(map(same, mine, wanted)) / len(wanted)
         row = first.get(name) or dict.fromkeys(_TIMES, next(iter(first.values()))["all_ms"])
         faster = gain(row) if name in first else ""
-        times = [row[key] for key in _TIMES]
-        found.append(Outcome(name, share, *times, faster, answers[name].kept_tokens))
+        ms, low, high = (row[key] for key in _TIMES)
+        found.append(Outcome(name, share, ms, low, high, faster, answers[name].kept_tokens))
     return found
 
 
@@ -348,7 +350,10 @@ def _trial_drawing(canvas: Canvas, outcomes: Sequence[Outcome], label: str) -> s
     most = 1.08 * max(each.high for each in outcomes)
     power = 10.0 ** math.floor(math.log10(most / 3))
     step = next(power * n for n in (5, 2, 1) if n == 1 or power * n * 3 <= most)
-    place = lambda ms: canvas.across(ms / most)
+
+    def place(ms: float) -> float:
+        return canvas.across(ms / most)
+
     marks = [(place(step * i), f"{step * i:g}") for i in range(int(most / step) + 1)]
     dots = []
     for number, each in enumerate(outcomes):

@@ -28,7 +28,7 @@ def faults(tick: Tick) -> list[Row]:
     """Kill a replica of every role on Ray, with the embedded model on the CPU."""
     from mmfast.serve.ray.engine import RayEngine
 
-    parts = dict.fromkeys(("encode", "prefill", "decode"), REPLICAS)
+    parts: dict[str, Any] = dict.fromkeys(("encode", "prefill", "decode"), REPLICAS)
     found: list[Row] = []
     with endless_model() as model:
         for counts in (parts, {"replicas": REPLICAS}):
