@@ -62,7 +62,7 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     pairs = list(zip(first, second, strict=True))
     lost, won = pairs.count((True, False)), pairs.count((False, True))
     tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
-    return float(min(1.0, 2 * tail / 2 ** (lost + won)))
+    return min(1.0, float(2 * tail / 2 ** (lost + won)))
 
 
 def paired_interval(first: Sequence[bool], second: Sequence[bool], seed: int = 0) -> list[float]:
@@ -176,11 +176,11 @@ class Candidate:
             return {"answer": text, "right": right, "kept": kept, "ttft_ms": ms}
         encode = self.processor.tokenizer
         ids = [encode(each, add_special_tokens=False)["input_ids"] for each in asked["choices"]]
-        found = [self._generate(way, each) for each in ids]
-        logs = [log for log, _, _ in found]
+        said = [self._generate(way, each) for each in ids]
+        logs = [each[0] for each in said]
         text = asked["choices"][logs.index(max(logs))]
-        row = {"answer": text, "right": text == asked["expected"][0], "kept": found[0][1]}
-        return {**row, "ttft_ms": found[0][2], "log_likelihoods": logs}
+        row = {"answer": text, "right": text == asked["expected"][0], "kept": said[0][1]}
+        return {**row, "ttft_ms": said[0][2], "log_likelihoods": logs}
 
     @torch.inference_mode()
     def _generate(self, way: Way, forced: Sequence[int] | None = None) -> tuple[Any, int, float]:
@@ -274,12 +274,12 @@ def run_data(
         if shots:
             subject = subject or Candidate(model, ways)
             subject.prepare(shots, row["question"])
-        for key, way in zip(keys, ways, strict=True):
-            if key not in known and subject is not None:
-                head = {"suite": "data", "key": key, "reduce": way[0], "cache": way[1]}
-                known[key] = {**head, **row, **subject.answer(row, way)}
-                append(out, [known[key]]) if out is not None else None
-            rows.append({**known[key], "line": row["line"]})
+            for key, way in zip(keys, ways, strict=True):
+                if key not in known:
+                    head = {"suite": "data", "key": key, "reduce": way[0], "cache": way[1]}
+                    known[key] = {**head, **row, **subject.answer(row, way)}
+                    append(out, [known[key]]) if out is not None else None
+        rows += [{**known[key], "line": row["line"]} for key in keys]
         progress(done, len(asked))
     if not rows:
         raise MediaError(f"no question can be asked; {failed[0]['error']}")
