@@ -275,7 +275,7 @@ def cards(base: Shown, fast: Shown, rows: Rows, right: str | None) -> str:
 
 
 def gain(row: dict[str, Any]) -> str:
-    """How many times faster, or "=" within the noise."""
+    """Return the speed-up, or "=" within the noise."""
     return "=" if row["equal"] else f"{row['speedup']:.2f}x"
 
 

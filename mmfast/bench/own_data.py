@@ -153,7 +153,7 @@ def read_media(files: Sequence[Path], frames: int) -> list[Shot]:
     return [Shot("video", clip.frames, clip.metadata()) for clip in clips]
 
 
-class Candidate:
+class AskedModel:
     """A model that answers questions under several specs, the media encoded once."""
 
     def __init__(self, model: str | None, ways: Sequence[Way]) -> None:
@@ -251,7 +251,7 @@ def run_data(
     asked, known = draw(read_questions(path), n, seed), kept_answers(out)
     name, where = model or embedded_path().name, Path(model or embedded_path())
     base = [str(where.resolve()), _state(where), frames]
-    subject: Candidate | None = None
+    subject: AskedModel | None = None
     rows, failed = list[Row](), list[Row]()
 
     def media(row: Row) -> list[Shot]:
@@ -272,7 +272,7 @@ def run_data(
             failed.append({"line": row["line"], "media": row["media"], "error": str(error)})
             continue
         if shots:
-            subject = subject or Candidate(model, ways)
+            subject = subject or AskedModel(model, ways)
             subject.prepare(shots, row["question"])
             for key, way in zip(keys, ways, strict=True):
                 if key not in known:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import mmfast
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import parse
 from mmfast.models.loading import device_name
@@ -28,7 +27,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Return versions, commit, date and kind of processor; no name or path of this machine."""
-    versions = {"mmfast": mmfast.__version__, "python": platform.python_version()}
+    package = importlib.import_module("mmfast")  # which offers parts of this one by name
+    versions = {"mmfast": package.__version__, "python": platform.python_version()}
     versions |= {n: importlib.metadata.version(n) for n in ("torch", "transformers", "numpy")}
     today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     processor = device_name(device or torch.device("cpu"))

@@ -113,7 +113,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     data, out = write(tmp_path, LINES[:2]), tmp_path / "rows.jsonl"
     ways: list[own_data.Way] = [(None, None), ("random:0.1", None)]
     asked: list[Any] = []
-    stock = own_data.Candidate.answer
+    stock = own_data.AskedModel.answer
 
     def counted(self: Any, row: Any, way: Any) -> Any:
         if len(asked) == 3:
@@ -121,7 +121,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asked.append(way)
         return stock(self, row, way)
 
-    monkeypatch.setattr(own_data.Candidate, "answer", counted)
+    monkeypatch.setattr(own_data.AskedModel, "answer", counted)
     with pytest.raises(KeyboardInterrupt):
         own_data.run_data(data, ways, out=out)
     assert len(out.read_text().splitlines()) == 3
@@ -133,7 +133,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [json.loads(line)["key"] for line in out.read_text().splitlines()] == [
         row["key"] for row in rows
     ]
-    monkeypatch.setattr(own_data.Candidate, "answer", stock)
+    monkeypatch.setattr(own_data.AskedModel, "answer", stock)
     again = own_data.run_data(data, ways)[0]  # without the file: nothing is known
     for row in (*document["rows"], *again["rows"]):
         row.pop("ttft_ms")
@@ -160,7 +160,7 @@ def test_choices_by_likelihood(tmp_path: Path, spec: str | None) -> None:
     row = {"question": LINES[3]["question"], "expected": ["up"], "choices": ["up", "top"]}
     clip = read_video(CLIPS / "number.mp4", frames=8)
     shot = Shot("video", clip.frames, clip.metadata())
-    candidate = own_data.Candidate(None, [(None, None), (spec, None)])
+    candidate = own_data.AskedModel(None, [(None, None), (spec, None)])
     candidate.prepare([shot], row["question"])
     answered = candidate.answer(row, (spec, None))
     model, processor = load(None, "cpu", "auto")

@@ -138,8 +138,8 @@ def test_copied_code_gives_what_the_page_shows(
     shown = ask.glimpse(shelf, seen, asked, "divprune:0.25", 4)
     assert (said, int(kept)) == (shown.text, shown.tokens)
     assert shown.of == (144 if example == CLIP else shown.of)
-    words = shlex.split(line)
-    assert words[:2] == ["mmfast", "ask"] and words[3:] == [
+    words = shlex.split(re.sub(r'"\$\(.*\)"', "CLIPS", line))
+    assert words[:3] == ["mmfast", "ask", f"CLIPS/clips/{example}"] and words[3:] == [
         asked, "--frames", "4", "--compare", "divprune:0.25",
     ]  # fmt: skip
     code = re.search(r'"\$\(python -c "(.*)"\)"/clips/', line)

@@ -135,7 +135,7 @@ def _times(stamps: list[float | None], rate: float, name: str) -> tuple[Floats, 
     known = [stamp for stamp in stamps if stamp is not None]
     if not known:
         return np.arange(len(stamps)) / rate, len(stamps) / rate, 0
-    wrong = f"{name}: every frame needs a time, ascending and finite, or none has one"
+    wrong = f"{name} has no usable times: every frame needs a time, ascending and finite, or none"
     if len(known) != len(stamps) or not np.isfinite(known).all():
         raise MediaError(wrong)
     events: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.families.tower import KINDS, kinds_of
 from mmfast.models.patching import override, stand_before
-from mmfast.models.reduction.call import apply, length_of
+from mmfast.models.reduction.call import apply
 from mmfast.models.reduction.record import features_given
 from mmfast.models.wrappers import base_of
 
@@ -56,15 +56,21 @@ class Attendance:
         return stock(*args, **kwargs)
 
     def _encode(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        self._encoded, self._trace.calls = True, max(1, self._trace.calls)
+        if not torch.compiler.is_compiling():  # compiled forwards encode their own pixels
+            self._encoded, self._trace.calls = True, max(1, self._trace.calls)
         return stock(*args, **kwargs)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
-        if not torch.compiler.is_compiling():
+        ids = kwargs.get("input_ids")
+        length = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
+        if torch.compiler.is_compiling():
+            if length > 1:  # compiled steps stay whole
+                self._uncompiled(self._see, kwargs)
+        elif length > 1:
             self._see(kwargs)
-        elif length_of(kwargs) > 1:  # compiled steps stay whole
-            self._uncompiled(self._see, kwargs)
+        else:
+            self._trace.calls += 1
 
     def _see(self, kwargs: Mapping[str, Any]) -> None:
         self._trace.calls += 1
@@ -72,7 +78,7 @@ class Attendance:
             self._trace.rows.clear()
             self._trace.reductions.clear()
         cache = kwargs.get("past_key_values")
-        first = length_of(kwargs) > 1 and (cache is None or int(cache.get_seq_length()) == 0)
+        first = cache is None or int(cache.get_seq_length()) == 0
         encoded, self._encoded = self._encoded, False
         if self._stages and first and not encoded and not features_given(kwargs):
             self._trace.warn(self._reason(kwargs))

@@ -99,6 +99,7 @@ class Recorder:
         self._needs = from_tower(needs)
         self._collector = collector
         self._local = threading.local()
+        self._uncompiled: Any = torch.compiler.disable(self._note)
 
     def around(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record a call of `get_image_features` or that of another kind."""
@@ -109,6 +110,13 @@ class Recorder:
             output = call(*args, **kwargs)
         finally:
             self._local.busy = False
+        self._uncompiled(kind, output, args, kwargs)
+        return output
+
+    def _note(
+        self, kind: str, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Record what a call gave, out of compiled code."""
         stock = inspect.signature(getattr(type(self._base), f"get_{kind}_features"))
         bound = stock.bind(self._base, *args, **kwargs).arguments
         layouts = self._adapter.layout(self._base, kind, {**bound.get("kwargs", {}), **bound})
@@ -121,7 +129,6 @@ class Recorder:
         if self._needs:
             self._collector.clear()
         self.last[kind] = record
-        return output
 
     @property
     def last(self) -> dict[str, Record]:

@@ -155,13 +155,17 @@ def test_decord_leaves_them_to_pyav(stamped) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_broken_clocks_are_refused_by_every_reader(name: str, stamped) -> None:
     path = stamped(REFUSED[name])
+    words = "no usable times", "re-encode it with a rate"
+    refused(lambda: read_video(path, frames=8), *words)
+    if name == "half of them again":  # live sources follow a clock that starts again
+        assert len(list(live_frames(path))) > 90
+        return
     for read in (
-        lambda: read_video(path, frames=8),
         lambda: list(iter_video(path)),
         lambda: list(iter_video(path, fps=5)),
         lambda: list(live_frames(path)),
     ):
-        refused(read, "no usable times", "re-encode it with a rate")
+        refused(read, *words)
 
 
 def test_pictures_with_seconds() -> None:

@@ -102,7 +102,9 @@ def test_the_last_of_several_layers_is_read() -> None:
     assert tower_of(model).class_token
 
 
-@pytest.mark.parametrize(("name", "why"), [("pixtral", "PixtralAttentionLayer"), ("clip", "class")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("pixtral", "PixtralAttentionLayer"), ("clip", "several layers are used")]
+)
 def test_merging_inside_is_refused_in_one_line(name: str, why: str) -> None:
     model, _ = model_of(name)
     with pytest.raises(SpecError, match=why) as error, attach(model, "tome@vit:0.5"):
