@@ -566,9 +566,12 @@ def client(shelf: Shelf) -> Iterator[Any]:
     assert mount(app, "/demo", shelf=shelf) is app
     with TestClient(app, base_url="http://127.0.0.1:8000") as client:
         yield client
-    _until(
-        lambda: not [t for t in {*threading.enumerate()} - before if t.name.startswith("mmfast")]
-    )
+
+    def left() -> list[str]:
+        new = {*threading.enumerate()} - before
+        return [thread.name for thread in new if thread.name.startswith("mmfast")]
+
+    _until(lambda: not left(), told=left)
 
 
 def test_the_page_is_mounted_and_asks_nobody_else(client: Any) -> None:
@@ -636,10 +639,10 @@ def test_the_client_of_gradio_asks(demo_url: str) -> None:
         asked.predict("../../etc/passwd", QUESTION, "", api_name="/ask")
 
 
-def _until(what: Any, patience: float = 120.0) -> None:
+def _until(what: Any, patience: float = 120.0, told: Any = lambda: "") -> None:
     limit = time.monotonic() + patience
     while not what():
-        assert time.monotonic() < limit, "it did not happen"
+        assert time.monotonic() < limit, f"it did not happen: {told()}"
         time.sleep(0.01)
 
 
