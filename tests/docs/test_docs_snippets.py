@@ -37,7 +37,12 @@ CHECKPOINT = "Qwen/Qwen2.5-VL-7B-Instruct"
 # Programs that need another environment, or belong to another test.
 ELSEWHERE = ("pip", "pytest", "export", "python -m mmfast.bench.lmms", "HF_HUB_OFFLINE=1")
 ADDRESS = re.compile(r"http://127.0.0.1:\d+")
-MINUTES = re.compile(r"--full|--preset|--n (?!8\b)\d\d+|mmfast demo|mmfast serve|bench.report.docs")
+MINUTES = re.compile(
+    r"--full|--preset|--encoder timm|--train|--n (?!8\b)\d\d+|mmfast demo|mmfast serve"
+    r"|bench.report.docs"
+)
+    r"--full|--preset|--encoder timm|--train|--n (?!8\b)\d\d+|mmfast demo|mmfast serve|bench.report.docs"
+)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:

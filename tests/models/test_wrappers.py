@@ -18,6 +18,7 @@ import mmfast
 from mmfast.core.errors import ModelError
 from mmfast.models.wrappers import stock_model
 
+NOT_OFFLOADED = ("fast_vlm", "idefics3", "lfm2_vl")
 SPECS = ("random:0.4", "random@llm1:0.4")
 
 
@@ -197,6 +198,8 @@ def test_held_models_are_reduced_and_restored(how: Any, spec: str) -> None:
 )
 @pytest.mark.parametrize("family", sorted({*ALL_FAMILIES} - {"llava_onevision"}))
 def test_held_models_of_every_family(family: str, how: Any, spec: str) -> None:
+    if how is dispatched and family in NOT_OFFLOADED:
+        pytest.skip("the stock model itself does not run under accelerate's offload")
     check(family, how, spec)
 
 
