@@ -41,8 +41,6 @@ MINUTES = re.compile(
     r"--full|--preset|--encoder timm|--train|--n (?!8\b)\d\d+|mmfast demo|mmfast serve"
     r"|bench.report.docs"
 )
-    r"--full|--preset|--encoder timm|--train|--n (?!8\b)\d\d+|mmfast demo|mmfast serve|bench.report.docs"
-)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
