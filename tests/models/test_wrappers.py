@@ -203,6 +203,22 @@ def test_held_models_of_every_family(family: str, how: Any, spec: str) -> None:
     check(family, how, spec)
 
 
+def test_stock_code_compiled_after_a_detach_is_forgotten() -> None:
+    """As many pieces of code as before do not mean the same ones."""
+    this = build("llava_onevision")
+    inputs, held = media(this), torch.compile(this.model, backend="eager")
+    torch._dynamo.reset()
+    with mmfast.attach(held, SPECS[0]):
+        short = logits(held, inputs)
+    before = sorted(this.model.__dict__)
+    torch._dynamo.reset()
+    stock = logits(held, inputs)
+    with mmfast.attach(held, SPECS[0]) as trace:
+        assert torch.equal(logits(held, inputs), short)
+    assert trace.rows and stock.shape != short.shape
+    assert sorted(this.model.__dict__) == before == sorted(build("llava_onevision").model.__dict__)
+
+
 def test_wrappers_come_off_in_any_depth() -> None:
     this = build("llava_onevision")
     with peft(this.model) as held:
