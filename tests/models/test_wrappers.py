@@ -96,6 +96,30 @@ def parallel(model: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def sharded(model: Any) -> Iterator[Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    with _group():
+        yield FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+
+
+@contextmanager
+def sharded_in_place(model: Any) -> Iterator[Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    with _group():
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for layer in model.get_decoder().layers:
+            fully_shard(layer, mesh=mesh)
+        yield fully_shard(model, mesh=mesh)
+
+
+@contextmanager
 def _group() -> Iterator[None]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     store = torch.distributed.HashStore()
@@ -122,6 +146,7 @@ class Used:
 HELD = (
     *(peft, merged_peft, compiled, compiled_and_used, compiled_forward, compiled_in_place),
     *(compiled_decoder, compiled_base, dispatched, parallel, held_by_pipeline),
+    *(sharded, sharded_in_place),
 )
 
 
