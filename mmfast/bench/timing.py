@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import peak_bytes
@@ -182,6 +184,37 @@ def peak_during(job: Callable[[], object]) -> float:
     reset_peak()
     job()
     return peak_now()
+
+
+class OperationCount(TorchDispatchMode):
+    """Operations of torch that ran, and the bytes and name of that with the largest result.
+
+    `launches` are those that start a kernel on a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = self.launches = self.largest = 0
+        self.name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it."""
+        out = func(*args, **(kwargs or {}))
+        self.count += 1
+        # Views, and queries of a dtype or of memory, launch nothing.
+        launches = isinstance(out, (Tensor, tuple)) and not func.is_view
+        self.launches += launches and "aten.empty" not in str(func)
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, Tensor) and value.untyped_storage().nbytes() > self.largest:
+                self.largest, self.name = value.untyped_storage().nbytes(), str(func)
+        return out
+
+
+def counted(call: Callable[[], object]) -> OperationCount:
+    """Run `call` once and count its operations: the same on every machine under any load."""
+    with OperationCount() as seen:
+        call()
+    return seen
 
 
 def extra_mb(job: Callable[[], object]) -> float:

@@ -254,10 +254,10 @@ def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
     one, all_of = (partial(core.run, frame, tokens[:, :n], 0) for n in (1, core.codes))
     share = codebooks.measure_share(one, all_of, core.codes, time.process_time)
     ways: dict[str, Callable[[], Tensor]] = {
-        "stock": stock,
         "code by code": lambda: codebooks.one_by_one(core, hidden, first, choice),
+        "stock": stock,
     }
-    counts = {"stock": core.codes, "code by code": core.codes}
+    counts = dict.fromkeys(ways, core.codes)
     for wrong in WRONG:
         noise = torch.rand(right.shape) < wrong
         drafts = codebooks.FrameDrafts(torch.where(noise, (right + 1) % core.size, right))
@@ -268,20 +268,12 @@ def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
         ways[name] = partial(codebooks.draft_and_check, *inputs, codebooks.BlockPlan(core.codes))
         same &= torch.equal(ways[name](), right)
 
-    def job(name: str) -> timing.Sample:
-        tick(name, 0, 0)
-        return {"ms": timing.timed(ways[name], time.process_time)[1]}
-
-    with timing.one_thread(), timing.frozen():
-        taken = timing.interleave({name: partial(job, name) for name in ways}, rounds)
-    times = {name: [each["ms"] for each in samples] for name, samples in taken.items()}
-    shared = {"preset": "csm", "codebooks": core.codes, "n": rounds, "device": "cpu"}
-    shared |= {"share_of_a_code": share, "identical": float(same), "clock": timing.PROCESSOR_CLOCK}
-    return [
-        {"job": name, "passes_per_frame": counts[name], "median_ms": median(spent)}
-        | {"score": timing.paired(times["code by code"], spent), **shared}
-        for name, spent in times.items()
-    ]
+    shared = {"preset": "csm", "codebooks": core.codes, "share_of_a_code": share}
+    shared |= {"identical": float(same)}
+    extra = {name: {"passes_per_frame": counts[name]} for name in ways}
+    tick("csm", 0, 1)
+    rows = timing.compare_jobs(ways, rounds, shared, extra=extra)
+    return [{**row, "score": row["speedup"]} for row in rows]
 
 
 BOOKS, SIZE, WIDTH, STACK = 8, 64, 64, 4  # 25 frames per second
