@@ -280,12 +280,12 @@ Job = Callable[[], object]
 
 
 def device_times(
-    jobs: Mapping[str, Job], rounds: int, device: torch.device | str, flush: bool = True
+    jobs: Mapping[str, Job], rounds: int, device: torch.device | str
 ) -> dict[str, list[float]]:
     """Milliseconds of every job in every round, the jobs of a round in shuffled order.
 
     On CUDA between two events of the current stream; on the CPU the time of this process, all
-    threads added up. `flush` overwrites the second-level cache before each run on CUDA, which also
+    threads added up. The second-level cache is overwritten before each run on CUDA, which also
     keeps the device busy while the host queues the job, whose launch else counts.
     """
     where = torch.device(device)
@@ -295,7 +295,7 @@ def device_times(
         raise MmfastError(f"no clock for device {str(device)!r}; choices: cpu, cuda")
     for job in jobs.values():
         warm_up(partial(timed, job))
-    one_round = _cuda_rounds(where, flush) if where.type == "cuda" else _process_round
+    one_round = _cuda_rounds(where) if where.type == "cuda" else _process_round
     order, dice = list(jobs), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in jobs}
     with frozen():
@@ -321,10 +321,8 @@ def _process_round(jobs: Mapping[str, Job]) -> dict[str, float]:
     return times
 
 
-def _cuda_rounds(
-    device: torch.device, flush: bool
-) -> Callable[[Mapping[str, Job]], dict[str, float]]:
-    buffer = torch.empty(FLUSH_BYTES if flush else 0, dtype=torch.int8, device=device)
+def _cuda_rounds(device: torch.device) -> Callable[[Mapping[str, Job]], dict[str, float]]:
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def one_round(jobs: Mapping[str, Job]) -> dict[str, float]:
         marks = {}

@@ -29,7 +29,7 @@ from mmfast.heads.depth import DepthHead
 from mmfast.heads.groups import GroupsHead
 from mmfast.models.speech.depth_weights import csm_depth
 from mmfast.ops.audio import log_mel
-from mmfast.tiny.speech.codec import recordings
+from mmfast.tiny.speech.codec import fit_book, recordings
 
 ROUNDS, PROMPT = 5, 8
 SCHEDULES = {"vanilla": 4, "boost": 2, "turbo": 3}  # cycles that are timed
@@ -304,7 +304,7 @@ def codes_of(count: int, seed: int, books: list[Tensor] | None = None) -> tuple[
         frames.append(mel[: whole * STACK].reshape(whole, -1))
     rest, fitted, found = torch.cat(frames), books or [], []
     for at in range(BOOKS):
-        book = books[at] if books else _fit(rest, seed + at)
+        book = books[at] if books else fit_book(rest, SIZE, 0.0, seed + at)[0]
         if not books:
             fitted.append(book)
         nearest = torch.cdist(rest, book).argmin(1)
@@ -312,17 +312,6 @@ def codes_of(count: int, seed: int, books: list[Tensor] | None = None) -> tuple[
         rest = rest - book[nearest]
     whole_codes = torch.stack(found, dim=1)
     return whole_codes.split([len(f) for f in frames]), fitted
-
-
-def _fit(rest: Tensor, seed: int, rounds: int = 12) -> Tensor:
-    source = torch.Generator().manual_seed(seed)
-    book = rest[torch.randperm(len(rest), generator=source)[:SIZE]].clone()
-    for _ in range(rounds):
-        nearest = torch.cdist(rest, book).argmin(1)
-        number = torch.bincount(nearest, minlength=SIZE).clamp(min=1)
-        sums = torch.zeros_like(book).index_add_(0, nearest, rest)
-        book = torch.where((number > 1)[:, None], sums / number[:, None], book)
-    return book
 
 
 def _spans(codes: Any, source: torch.Generator) -> Tensor:
