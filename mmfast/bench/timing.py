@@ -212,7 +212,8 @@ class OperationCount(TorchDispatchMode):
 
 def counted(call: Callable[[], object]) -> OperationCount:
     """Run `call` once and count its operations: the same on every machine under any load."""
-    with OperationCount() as seen:
+    seen = OperationCount()
+    with seen:
         call()
     return seen
 

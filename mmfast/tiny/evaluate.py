@@ -137,7 +137,7 @@ def run_eval(
 
 
 def in_tower(stages: Sequence[Spec]) -> bool:
-    """Whether a stage reduces inside the encoder, which then runs for it alone."""
+    """Return whether a stage reduces inside the encoder, which then runs for it alone."""
     return any(stage.site in ("vit", "pixel") for stage in stages)
 
 
