@@ -245,10 +245,10 @@ def lines(count: int, seed: int, split: Split = "train", questions: float = 0.0)
     return found
 
 
-def heard_lines(count: int, seed: int) -> list[Line]:
+def heard_lines(count: int, seed: int, split: Split = "train") -> list[Line]:
     """The same, half of them questions, in the wider range of voices that the model listens to."""
     rng = np.random.default_rng([seed, 2])
-    return [(text, heard_voice(rng)) for text, _ in lines(count, seed + 1, questions=0.5)]
+    return [(text, heard_voice(rng)) for text, _ in lines(count, seed + 1, split, 0.5)]
 
 
 Tree = dict[str, "Tree"]
@@ -318,6 +318,7 @@ Exchange = tuple[str, str]
 
 class _State(NamedTuple):
     rng: np.random.Generator
+    split: Split
     turns: list[Turn]
     memory: Memory
 
@@ -363,7 +364,7 @@ def _opposite(state: _State) -> Exchange:
 
 
 def _repeat(state: _State) -> Exchange:
-    text = sentence(state.rng)
+    text = sentence(state.rng, state.split)
     return state.pick(("repeat after me, ", "say, ")) + text, text
 
 
@@ -414,7 +415,7 @@ def _recall(state: _State) -> Exchange:
 
 
 def _clip(state: _State) -> Exchange:
-    return question(state.rng), "i can not see a video."
+    return question(state.rng, state.split), "i can not see a video."
 
 
 def _polite(state: _State) -> Exchange:
@@ -441,12 +442,12 @@ def _cut(text: str, rng: np.random.Generator) -> str:
     return " ".join(words[: int(rng.integers(1, len(words)))]) if len(words) > 1 else text
 
 
-def dialogue(rng: np.random.Generator) -> list[Turn]:
-    """A conversation of 1 to 4 exchanges, none of them for evaluation; its end is whole."""
+def dialogue(rng: np.random.Generator, split: Split = "train") -> list[Turn]:
+    """A conversation of 1 (evaluation: 2) to 4 exchanges, none in both splits; its end is whole."""
     skills, weights = list(SKILLS), np.array(list(SKILLS.values()))
     while True:
-        many = int(rng.integers(1, 5))
-        state = _State(rng, [], {})
+        many = int(rng.integers(2 if split == "eval" else 1, 5))
+        state = _State(rng, split, [], {})
         for i in range(many):
             skill = skills[int(rng.choice(len(skills), p=weights / weights.sum()))]
             asked, reply = skill(state)
@@ -454,5 +455,5 @@ def dialogue(rng: np.random.Generator) -> list[Turn]:
                 reply = _cut(reply, rng)
             state.turns.extend((Turn("user", asked), Turn("assistant", reply)))
         whole = " ".join(turn.text for turn in state.turns)
-        if many == 1 or split_of(whole) == "train":
+        if (many == 1 and split == "train") or split_of(whole) == split:
             return state.turns
