@@ -56,7 +56,7 @@ def bench_break_even(
     preset: str, threads: int | None, device: str | None, out: Path | None, as_json: bool
 ) -> None:
     """Find the number of tokens, and of answers at once, from which reducing pays."""
-    from mmfast.bench.breakeven import run_break_even
+    from mmfast.bench.run import run_break_even
 
     with progress("break-even") as tick:
         rows = run_break_even(preset, threads, device, tick)

@@ -68,7 +68,7 @@ def _fetched() -> Path:
 def outcomes(family: str, spec: str, folder: Path) -> dict[str, str]:
     """Name and outcome of every test of one run."""
     report = folder / f"{family}-{len(list(folder.iterdir()))}.xml"
-    paths = [SUPPORT.parents[1], SUPPORT, SUPPORT / "families", SUPPORT / "oracles"]
+    paths = [SUPPORT.parents[1], *(path for path in SUPPORT.iterdir() if path.is_dir())]
     values = {"MMFAST_SUITES": suites(), "MMFAST_FAMILY": family, "MMFAST_SPEC": spec}
     environment = {**os.environ, **{name: str(value) for name, value in values.items()}}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))

@@ -13,7 +13,7 @@ import pytest
 import mmfast
 from mmfast.bench import plan as plan_check
 from mmfast.bench.plan import PlanCheck, check_rows
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.cli import main
 from mmfast.planner.rates import VARIABLE
 

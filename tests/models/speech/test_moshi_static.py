@@ -11,7 +11,7 @@ from graph_recorder import CaptureError, FakeCuda
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from mmfast.bench.suites import moshi as moshi_bench
+from mmfast.bench.suites import decode as moshi_bench
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.decoding.codebooks import CodeChoice, copy_frame
 from mmfast.decoding.sampling import Sampling
@@ -214,7 +214,7 @@ def test_bytes_of_a_frame_are_those_of_the_weights(model: Any) -> None:
 
 def test_rows_of_the_benchmark() -> None:
     tiny = moshi_bench.TINY
-    rows = moshi_bench.measure(tiny, "tiny", (2,), 3, "cpu", copy_gb_s=10.0)
+    rows = moshi_bench.measure_moshi(tiny, "tiny", (2,), 3, "cpu", copy_gb_s=10.0)
     assert [row["job"] for row in rows] == ["steps", "static"]
     for row in rows:
         assert row["same_codes"] == 1.0 and row["p99_ms"] >= row["median_ms"] > 0

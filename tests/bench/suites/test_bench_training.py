@@ -9,7 +9,7 @@ import torch
 
 from mmfast.attach import attach
 from mmfast.bench.registry import names, quiet
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.bench.suites import training
 from mmfast.tiny.evaluate import Subject
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 
 BASIS = {"processor": "CPU", "date": "2026-01-01", "commit": "abc", "clock": "processor time"}
 

@@ -6,6 +6,8 @@ import base64
 import io
 import json
 import math
+import re
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,6 +121,18 @@ def running(app: Any, config: ServerConfig | None = None) -> Iterator[str]:
         thread.join(60)
         listening.close()
         assert not thread.is_alive(), "the server does not stop"
+
+
+def started(process: subprocess.Popen[str]) -> str:
+    """Wait until `mmfast serve` is ready and return its address; its log may be read on."""
+    lines: list[str] = []
+    for line in process.stderr or ():
+        lines.append(line)
+        if line.startswith("  curl"):
+            break
+    url = re.search(r"http://127.0.0.1:\d+", "".join(lines))
+    assert url and lines[-1].startswith("  curl"), lines
+    return url[0]
 
 
 def user(*content: Any) -> list[dict[str, Any]]:

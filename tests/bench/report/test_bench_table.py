@@ -12,7 +12,7 @@ import pytest
 from mmfast.bench import full
 from mmfast.bench.report import accuracy, docs
 from mmfast.bench.report.charts import accuracy_svg, speed_svg, speeds
-from mmfast.bench.report.tables import TABLES, render, write_table
+from mmfast.bench.report.docs import TABLES, render, write_table
 from mmfast.bench.results import append, bench_rows, environment, eval_rows, load
 from mmfast.core.errors import MmfastError
 from mmfast.core.registry import methods

@@ -8,7 +8,7 @@ import pytest
 
 from mmfast.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 CLIP = str(ROOT / "assets" / "clips" / "red-circle.mp4")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mmfast.bench.registry import quiet
-from mmfast.bench.suites import reader
-from mmfast.bench.suites.reader import ClipShape, write_clip
+from mmfast.bench.suites import stream
+from mmfast.bench.suites.stream import ClipShape, write_clip
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.video import threads
 from mmfast.frontends.video.reader import read_video
@@ -26,7 +26,7 @@ def short_clips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_of_a_small_clip() -> None:
-    found = reader.reader(quiet, SMALL, rounds=2)
+    found = stream.reader(quiet, SMALL, rounds=2)
     assert [row["job"] for row in found] == ["PyAV, one thread", "PyAV, frame threads", "slices"]
     assert found[0]["speedup"] == 1 and found[0]["clip"] == "160x96, 6 s, 12/s, H.264, GOP 24"
     for row in found:
@@ -36,9 +36,9 @@ def test_rows_of_a_small_clip() -> None:
 
 
 def test_other_frames_give_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "iter_video", lambda *_, **__: [])
+    monkeypatch.setattr(stream, "iter_video", lambda *_, **__: [])
     with pytest.raises(MmfastError, match="'slices' reads other frames"):
-        reader.reader(quiet, SMALL, rounds=1)
+        stream.reader(quiet, SMALL, rounds=1)
 
 
 def test_the_scene_moves_and_is_textured(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tiny_models import ALL_FAMILIES, Tiny, facts, tiny
 import mmfast
 from mmfast.core.registry import Method
 
-RESULTS = Path(__file__).resolve().parents[2] / "assets" / "results" / "matrix.jsonl"
+RESULTS = Path(__file__).resolve().parents[3] / "assets" / "results" / "matrix.jsonl"
 SHARE = 0.5
 
 # What an error says, and the footnote of the README that it becomes.

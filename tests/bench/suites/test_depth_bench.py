@@ -23,7 +23,7 @@ def test_ways_through_a_frame_agree_and_are_counted() -> None:
         num_key_value_heads=1,
         max_position_embeddings=7,
     )
-    assert [row["job"] for row in rows[:3]] == ["stock", "code by code", "drafts 100% right"]
+    assert [row["job"] for row in rows[:3]] == ["code by code", "stock", "drafts 100% right"]
     assert all(row["identical"] for row in rows)
     assert [row["passes_per_frame"] for row in rows[:3]] == [5, 5, 1]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 
 WHERE = {"processor": "a chip", "date": "2026-01-01", "commit": "abc", "dtype": "bfloat16"}
 SUMS = {

@@ -8,7 +8,7 @@ import torch
 from speech_fakes import RATE, Parrot, PlainCodec, random_speech_model
 
 from mmfast.bench import registry
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.bench.suites import speech_drafts, speech_speed
 from mmfast.bench.suites.speech_quality import codec_rows, mel_distance, quality, unseen_lines
 from mmfast.bench.suites.speech_speed import sound_figures, sound_rows

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from mmfast.bench import registry, timing
 from mmfast.bench.presets import get_preset
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.bench.results import environment
 from mmfast.bench.suites import stream
 from mmfast.cli import app

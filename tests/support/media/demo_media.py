@@ -11,7 +11,7 @@ import av
 import numpy as np
 from PIL import Image
 
-CLIPS = Path(__file__).resolve().parents[2] / "assets" / "clips"
+CLIPS = Path(__file__).resolve().parents[3] / "assets" / "clips"
 
 
 def camera_file(path: Path, clip: str = "red-circle.mp4") -> Path:

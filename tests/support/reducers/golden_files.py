@@ -13,7 +13,7 @@ from oracles_reference import REFERENCES
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 FILES = sorted(GOLDEN.glob("*.safetensors"))
 DOUBLE = {"ratio", "effective_ratio"}
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ORACLES = ROOT / "tests" / "support" / "oracles"
 CAPABILITIES = (80, 89, 90, 100, 120)
 

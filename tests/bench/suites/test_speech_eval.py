@@ -7,7 +7,7 @@ import torch
 from cli_runs import fails
 from speech_fakes import Parrot, fingerprint
 
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.bench.results import append, environment, load
 from mmfast.bench.suites import speech_quality
 from mmfast.bench.suites.speech_quality import (

@@ -11,8 +11,9 @@ import torch
 
 import mmfast
 from mmfast import Tokens
-from mmfast.bench.suites import reducers
-from mmfast.bench.suites.reducers import all_signals, counted, reduction
+from mmfast.bench.suites import selection
+from mmfast.bench.suites.selection import all_signals, reduction
+from mmfast.bench.timing import counted
 from mmfast.core.registry import Method
 
 METHODS = mmfast.methods("reducer")
@@ -96,10 +97,10 @@ def test_a_loop_over_tokens_and_a_square_table_show() -> None:
 @pytest.mark.slow
 def test_bench_of_reducers(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [method for method in METHODS if method.name in ("evs", "tome", "fastv")]
-    monkeypatch.setattr(reducers, "SHAPES", (((2, 6, 7), 16), ((1, 5, 5), 16)))
-    monkeypatch.setattr(reducers, "methods", lambda kind: few)
+    monkeypatch.setattr(selection, "SHAPES", (((2, 6, 7), 16), ((1, 5, 5), 16)))
+    monkeypatch.setattr(selection, "methods", lambda kind: few)
     said: list[tuple[str, int, int]] = []
-    rows = reducers.reducers(lambda *step: said.append(step))
+    rows = selection.reducers(lambda *step: said.append(step))
     assert [row["n"] for row in rows] == [84] * 3 + [25] * 3
     assert {row["method"] for row in rows} == {"evs", "tome", "fastv"}
     assert all(row["median_ms"] > 0 and row["operations"] > 3 for row in rows)
