@@ -162,7 +162,7 @@ def versions(shelf: Shelf) -> list[tuple[str, str]]:
 
 WAITING = 64  # events of visitors that may wait; further ones are refused
 LARGEST = "50mb"  # of an upload
-OFF = ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa")  # of Gradio
+OFF = dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False)
 SWEEP = (600, 3600)  # every so many seconds, files older than so many are removed
 
 
@@ -249,9 +249,7 @@ def mount(
         "show_error": False,  # what went wrong inside is no visitor's business
         "max_file_size": LARGEST,
         "footer_links": [],
-        **dict.fromkeys(
-            ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False
-        ),
+        **OFF,
         **dress(),
         **options,
     }

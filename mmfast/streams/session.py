@@ -22,9 +22,8 @@ from mmfast.streams import snapshots
 from mmfast.streams.archive.blocks import TierQuotas
 from mmfast.streams.feed import Feed
 from mmfast.streams.frontend import Frame
-from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Reply, Sampler
-from mmfast.streams.stream import Clock, Stream
+from mmfast.streams.stream import Clock, Stream, StreamModel
 from mmfast.streams.subscription import (
     NO,
     PROBE,

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from mmfast.serve.realtime.errors import EventError
 from mmfast.serve.realtime.formats import shown, unpack, whole
-from mmfast.serve.realtime.protocol import Content, MessageShape
+from mmfast.serve.realtime.protocol import Content, EventError, MessageShape
 from mmfast.voice.ear import RATE
 from mmfast.voice.history import History, HistoryTurn
 

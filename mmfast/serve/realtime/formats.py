@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmfast.frontends.audio.samples import decode_pcm
 from mmfast.ops.audio import Resampler
-from mmfast.serve.realtime.errors import EventError
+from mmfast.serve.realtime.protocol import EventError
 from mmfast.voice.channel import Inlet
 from mmfast.voice.ear import RATE
 

@@ -1,4 +1,7 @@
-"""Events of clients: text to a checked value, or an error that names what is wrong."""
+"""Events of clients: text to a checked value, or an error that names what is wrong.
+
+An error of one event is reported to the client, and the socket stays open.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,39 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from mmfast.core.errors import unknown
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.guard.body import loads
-from mmfast.serve.guard.errors import ApiError
-from mmfast.serve.realtime.errors import EventError
+from mmfast.serve.guard.errors import ApiError, api_error, scrub
+
+
+class EventError(MmfastError):
+    """An event that cannot be handled and had no effect.
+
+    `message` is one line that names the value and the fix; `code` is for programs; `param` is the
+    wrong part, such as `session.audio.output.voice`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        code: str = "invalid_value",
+        param: str | None = None,
+        type: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.code, self.param, self.type = code, param, type
+
+
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """Return an exception as the `error` of an event; one that is not ours reveals nothing."""
+    if isinstance(error, EventError):
+        found = {"type": error.type, "code": error.code, "param": error.param}
+        return {"message": scrub(str(error)), **found}
+    known = api_error(error)
+    wrong = "invalid_request_error" if known.status < 500 else "server_error"
+    code = known.code or "internal_error"
+    return {"message": scrub(known.message), "type": wrong, "code": code, "param": known.param}
+
 
 MOST_TEXT = 100_000  # letters of one text
 Words = Annotated[str, Field(max_length=MOST_TEXT)]

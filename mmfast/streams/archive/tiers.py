@@ -244,10 +244,12 @@ class DiskTier:
         while self.sizes and self.nbytes > limit:
             number = next(iter(self.sizes))
             self.remove(number)
-            self._lose(number)
-            self._reports.once(
-                "dropped", f"memory full: block {number} dropped, as all that follow"
-            )
+            self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Report a block for which no tier has room."""
+        self._reports.once("dropped", f"memory full: block {number} dropped, as all that follow")
+        self._lose(number)
 
     def read(self, number: int, layer: int) -> KVBlock | None:
         """A block with one layer alone; None where it is damaged or gone: then it is dropped."""
@@ -325,8 +327,6 @@ class Tiers:
     ) -> None:
         self._quotas = quotas
         self._store = store
-        self._reports = reports
-        self._lose = lose
         self._memory: dict[str, OrderedDict[int, KVBlock]] = {
             "device": OrderedDict(),
             "host": OrderedDict(),
@@ -365,7 +365,7 @@ class Tiers:
             tier = tier if self._fits(block, tier) else "disk"
         if tier == "disk":
             if not self.disk.put(block):
-                self._drop(block.number)
+                self.disk.drop(block.number)
             return
         self._memory[tier][block.number] = block
         self._used[tier] += stored_bytes(block)
@@ -388,10 +388,6 @@ class Tiers:
         block = self._memory[tier].pop(number)
         self._used[tier] -= stored_bytes(block)
         return block
-
-    def _drop(self, number: int) -> None:
-        self._reports.once("dropped", f"memory full: block {number} dropped, as all that follow")
-        self._lose(number)
 
     def read(self, number: int, layer: int) -> KVBlock | None:
         """A block with one layer alone; None where it is not, or no longer, there."""
@@ -420,7 +416,7 @@ class Tiers:
         """Take over a snapshot, the oldest first; what exceeds the quotas moves down."""
         for row in tree["disk"]:
             if not self.disk.adopt(row["number"], row["nbytes"], row["file"]):
-                self._drop(row["number"])
+                self.disk.drop(row["number"])
         for tier, where in (("host", CPU), ("device", device)):
             for row in tree[tier]:
                 self.put(block_of(*row).to(where), tier)
