@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from html import escape
 from itertools import cycle
 from typing import Any
@@ -326,50 +326,45 @@ def _trial_inputs(shelf: Shelf) -> None:
             beside, memory = gr.HTML("", visible=False), gr.State(None)
     shown, state = [result, beside, memory], gr.State(Run())
     given = [media.example, media.upload, questions, methods, budget, media.frames, state]
-    views.stoppable([run.click], polite(Trials(shelf).run), given, shown, stop, state)
+    views.stoppable([run.click], polite(partial(run_trial, shelf)), given, shown, stop, state)
     media.wire(shown, questions)
 
 
-class Trials:
-    """The event of a comparison on one clip."""
-
-    def __init__(self, shelf: Shelf) -> None:
-        self.shelf = shelf
-
-    def run(
-        self,
-        example: str | None,
-        upload: str | None,
-        questions: str,
-        methods: Sequence[str],
-        budget: float,
-        frames: float,
-        state: Run,
-        progress: Any = gr.Progress(),  # noqa: B008 (Gradio looks for it here)
-    ) -> tuple[str, str, None]:
-        _, media = opened(self.shelf, example, upload, frames)
-        asked = [line.strip() for line in questions.splitlines() if line.strip()][:QUESTIONS]
-        suite = "clips" if mmfast.kind_of(media) == "video" else "pictures"
-        good, rest = ranked(suite, budget / 100)
-        specs = [spec_of(name, budget) for name in [*good, *rest] if name in methods]
-        if not asked or not specs:
-            raise mmfast.MmfastError(
-                f"{len(asked)} questions and {len(specs)} methods for {suite} compare nothing; "
-                "give at least one of each"
-            )
-        known = [examples.right_answer(example or "", question) for question in asked]
-        tick = state.tick(progress)
-        found = trial(self.shelf, media, asked, specs, known, int(frames), tick)
-        label = "same answer as all tokens" if None in known else "right answers"
-        left_out = [name for name in methods if name not in [*good, *rest]]
-        skipped = f" Not for {suite}: {', '.join(left_out)}." if left_out else ""
-        return (
-            trial_chart(found, label)
-            + (
-                f'<p class="mm-soft">{len(asked)} questions, which is few: the curves below are of '
-                "hundreds. Time: medians of the first question, all in turn; a bar is from the "
-                f'quantile 0.2 to 0.8, "=" is within the noise.{escape(skipped)}</p>'
-            ),
-            "",
-            None,
+def run_trial(
+    shelf: Shelf,
+    example: str | None,
+    upload: str | None,
+    questions: str,
+    methods: Sequence[str],
+    budget: float,
+    frames: float,
+    state: Run,
+    progress: Any = gr.Progress(),  # noqa: B008 (Gradio looks for it here)
+) -> tuple[str, str, None]:
+    """Compare methods on one clip, as the settings of the tab say."""
+    _, media = opened(shelf, example, upload, frames)
+    asked = [line.strip() for line in questions.splitlines() if line.strip()][:QUESTIONS]
+    suite = "clips" if mmfast.kind_of(media) == "video" else "pictures"
+    good, rest = ranked(suite, budget / 100)
+    specs = [spec_of(name, budget) for name in [*good, *rest] if name in methods]
+    if not asked or not specs:
+        raise mmfast.MmfastError(
+            f"{len(asked)} questions and {len(specs)} methods for {suite} compare nothing; "
+            "give at least one of each"
         )
+    known = [examples.right_answer(example or "", question) for question in asked]
+    tick = state.tick(progress)
+    found = trial(shelf, media, asked, specs, known, int(frames), tick)
+    label = "same answer as all tokens" if None in known else "right answers"
+    left_out = [name for name in methods if name not in [*good, *rest]]
+    skipped = f" Not for {suite}: {', '.join(left_out)}." if left_out else ""
+    return (
+        trial_chart(found, label)
+        + (
+            f'<p class="mm-soft">{len(asked)} questions, which is few: the curves below are of '
+            "hundreds. Time: medians of the first question, all in turn; a bar is from the "
+            f'quantile 0.2 to 0.8, "=" is within the noise.{escape(skipped)}</p>'
+        ),
+        "",
+        None,
+    )

@@ -280,7 +280,7 @@ def cascade(
     own = read(model) if listener is None or speaker is None else None
     ears = own if listener is None else read(listener)
     mouth = own if speaker is None else read(speaker)
-    return Cascade(can(ears, "transcribe"), chat, can(mouth, "speak"))
+    return Cascade(ears, chat, mouth)
 
 
 def stream_of(chunks: Any, rate: int) -> tuple[Any, int]:

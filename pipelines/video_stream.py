@@ -19,7 +19,7 @@ from mmfast.models.vision.frame_cache import FrameCache
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.streams import snapshots
-from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.session import Session
 from mmfast.streams.stream import StreamModel
 

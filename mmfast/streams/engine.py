@@ -31,7 +31,7 @@ from mmfast.models.reduction.probe import intercepting
 from mmfast.ops.eviction import evict
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.streams.archive.archive import Archive
-from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.buffers import (
     RAW,
     ROTATED,

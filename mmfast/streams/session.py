@@ -19,7 +19,7 @@ from mmfast.frontends.live.source import live_frames
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.prompt import check_question
 from mmfast.streams import snapshots
-from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.feed import Feed
 from mmfast.streams.frontend import Frame
 from mmfast.streams.reply import Reply, Sampler

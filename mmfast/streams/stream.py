@@ -19,8 +19,8 @@ from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace
 from mmfast.frontends.changes import FrameGate
-from mmfast.streams.archive.blocks import TierQuotas
 from mmfast.streams.archive.files import value
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.engine import Engine
 from mmfast.streams.families import prove, script_for
 from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer

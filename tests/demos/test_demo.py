@@ -394,10 +394,12 @@ def test_the_chart_of_a_trial_places_what_it_says() -> None:
 
 
 def test_a_comparison_needs_questions_and_methods_that_fit(shelf: Shelf) -> None:
-    trials, empty = compare.Trials(shelf), views.Run()
+    empty = views.Run()
     for asked, methods in ((" \n", ["evs"]), ("What?", [])):
         with pytest.raises(MmfastError, match="compare nothing"):
-            trials.run(CLIP, None, asked, methods, 25, 8, empty, lambda *_, **__: None)
+            compare.run_trial(
+                shelf, CLIP, None, asked, methods, 25, 8, empty, lambda *_, **__: None
+            )
 
 
 # ----------------------------------------------------------------------------------------- watch

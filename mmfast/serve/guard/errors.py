@@ -79,6 +79,15 @@ def api_error(error: BaseException, param: str | None = None) -> ApiError:
     return ApiError(500, "the server made an error; its log has it under this request's id")
 
 
+_REASONS = {401: "auth", 403: "auth", 408: "slow", 413: "body", 429: "rate", 431: "headers"}
+
+
+def reason(error: ApiError, more: Mapping[int, str] | None = None) -> str:
+    """Return the reason of a refusal for the metrics; `more` names those of further statuses."""
+    other = "failed" if error.status >= 500 else "invalid"
+    return {**_REASONS, **(more or {})}.get(error.status, other)
+
+
 def body(error: BaseException) -> dict[str, Any]:
     """Return the document of an error reply."""
     shown = api_error(error)

@@ -31,7 +31,7 @@ from mmfast.serve.guard.caller import (
     loopback,
     values,
 )
-from mmfast.serve.guard.errors import ApiError, reply
+from mmfast.serve.guard.errors import ApiError, reason, reply
 
 _log = logging.getLogger("mmfast.serve")
 _GONE = 499  # the client went, or stopped reading
@@ -273,7 +273,7 @@ class Shield:
             await exchange.run(self._app, self._bodies)
         except ApiError as error:
             if self._rejected is not None:
-                self._rejected(_reason(error))
+                self._rejected(reason(error))
             await exchange.refuse(error)
         finally:
             if entered:
@@ -309,11 +309,6 @@ class Shield:
 
     def _quiet(self, scope: Any) -> bool:
         return scope["path"] in _ALWAYS
-
-
-def _reason(error: ApiError) -> str:
-    names = {401: "auth", 403: "auth", 408: "slow", 413: "body", 429: "rate", 431: "headers"}
-    return names.get(error.status, "invalid")
 
 
 _LINES = 8 << 10  # of a request line, beside the headers

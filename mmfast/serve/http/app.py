@@ -22,14 +22,13 @@ import mmfast
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Executor
-from mmfast.serve.guard.errors import ApiError, api_error, body
+from mmfast.serve.guard.errors import ApiError, api_error, body, reason
 from mmfast.serve.guard.media import read_upload
 from mmfast.serve.guard.shield import Shield
 from mmfast.serve.http import chat, schema, speech
 from mmfast.serve.http.events import ClientGoneError
-from mmfast.serve.http.metrics import CONTENT_TYPE, Metrics
 from mmfast.serve.http.schema import ERRORS, HealthReply, ModelCard, Models
-from mmfast.serve.http.service import Service
+from mmfast.serve.http.service import CONTENT_TYPE, Metrics, Service
 
 
 class RequestCounter:
@@ -376,10 +375,5 @@ def _errors(app: FastAPI, service: Service) -> None:
 
 
 def _reply(service: Service, error: ApiError) -> JSONResponse:
-    service.metrics.rejected(_reason(error))
+    service.metrics.rejected(reason(error, {404: "unknown", 405: "unknown", 429: "busy"}))
     return JSONResponse(body(error), error.status, error.headers)
-
-
-def _reason(error: ApiError) -> str:
-    names = {401: "auth", 403: "auth", 404: "unknown", 405: "unknown", 413: "body", 429: "busy"}
-    return names.get(error.status, "failed" if error.status >= 500 else "invalid")

@@ -32,30 +32,7 @@ from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body
 from mmfast.serve.guard.media import load_media, load_sound
-from mmfast.serve.http import schema as asked
-from mmfast.serve.http.events import (
-    DONE,
-    EVENT_SCHEMA,
-    EVENTS,
-    WAITING,
-    RequestRun,
-    StreamedReply,
-    event,
-    failed,
-    while_connected,
-)
-from mmfast.serve.http.schema import (
-    ERRORS,
-    AnswerMessage,
-    ChatRequest,
-    Choice,
-    Completion,
-    JsonRoute,
-    MmfastOptions,
-    PromptDetails,
-    Transcribed,
-    Usage,
-)
+from mmfast.serve.http import events, schema
 from mmfast.serve.http.service import Service
 
 T = TypeVar("T")
@@ -73,12 +50,12 @@ class ChatReply:
 
     def usage(self, finish: Finish) -> dict[str, Any]:
         """Return the numbers of tokens."""
-        details = PromptDetails(
+        details = schema.PromptDetails(
             cached_tokens=finish.cached_tokens,
             image_tokens=finish.trace.get("visual_tokens") or 0,
         )
-        heard = Transcribed(sounds=len(self.heard), seconds=round(self.seconds, 3))
-        found = Usage(
+        heard = schema.Transcribed(sounds=len(self.heard), seconds=round(self.seconds, 3))
+        found = schema.Usage(
             prompt_tokens=finish.prompt_tokens,
             completion_tokens=finish.completion_tokens,
             total_tokens=finish.prompt_tokens + finish.completion_tokens,
@@ -95,12 +72,12 @@ class ChatReply:
 
     def whole(self, text: str, finish: Finish) -> dict[str, Any]:
         """Return the complete answer."""
-        message = AnswerMessage(content=text)
-        found = Completion(
+        message = schema.AnswerMessage(content=text)
+        found = schema.Completion(
             id=self.id,
             created=self.created,
             model=self.model,
-            choices=[Choice(message=message, finish_reason=finish.reason)],
+            choices=[schema.Choice(message=message, finish_reason=finish.reason)],
             mmfast=self.trace(finish),
         ).model_dump(mode="json")
         return {**found, "usage": self.usage(finish)}
@@ -129,7 +106,7 @@ class ChatReply:
 class Reader:
     """Reads the messages of one request; `seconds` is the duration of all sounds."""
 
-    def __init__(self, service: Service, options: asked.MmfastOptions) -> None:
+    def __init__(self, service: Service, options: schema.MmfastOptions) -> None:
         self._service, self._config = service, service.config
         self._options = options
         self._heard: dict[tuple[int, int], str] = {}
@@ -189,13 +166,13 @@ class Reader:
         return Message(role, await _gathered(parts))
 
     async def _part(self, part: Any, place: tuple[int, int]) -> str | Media:
-        if isinstance(part, asked.TextPart):
+        if isinstance(part, schema.TextPart):
             return part.text
         param = f"messages[{place[0]}].content[{place[1]}].{part.type}"
         try:
-            if isinstance(part, asked.SoundPart):
+            if isinstance(part, schema.SoundPart):
                 return await self._words(part.input_audio, place, param)
-            if isinstance(part, asked.ImagePart):
+            if isinstance(part, schema.ImagePart):
                 return await load_media(part.image_url.url, "image", self._config, param=param)
             options, url = self._options, part.video_url.url
             return await load_media(
@@ -205,7 +182,7 @@ class Reader:
             self._service.metrics.rejected("media")
             raise api_error(error, param) from error
 
-    async def _words(self, sound: asked.RecordingData, place: tuple[int, int], param: str) -> str:
+    async def _words(self, sound: schema.RecordingData, place: tuple[int, int], param: str) -> str:
         pcm, rate = await load_sound(sound.data, self._config, format=sound.format, param=param)
         voice = await self._service.voice()
         heard = await self._service.in_voice_thread(_transcriber(voice, pcm, rate))
@@ -237,13 +214,13 @@ def _transcriber(voice: Any, pcm: Any, rate: int) -> Callable[[], str]:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, str | asked.TextPart)
+    return isinstance(part, str | schema.TextPart)
 
 
 def _asks(part: Any) -> bool:
-    if isinstance(part, str | asked.TextPart):
+    if isinstance(part, str | schema.TextPart):
         return bool((part if isinstance(part, str) else part.text).strip())
-    return isinstance(part, asked.SoundPart)
+    return isinstance(part, schema.SoundPart)
 
 
 def _too_much(text: str) -> ApiError:
@@ -253,32 +230,33 @@ def _too_much(text: str) -> ApiError:
 PATIENCE = 2.0  # seconds to wait with the status of a stream, so that early errors get their own
 HEARTBEAT = 15.0  # seconds between comments in a stream that waits
 _log = logging.getLogger("mmfast.serve")
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=schema.JsonRoute)
 
 
 @router.post(
     "/v1/chat/completions",
-    response_model=Completion,
+    response_model=schema.Completion,
     responses={
-        **ERRORS,
+        **schema.ERRORS,
         200: {
             "description": "The answer; as `text/event-stream` where `stream` is true.",
-            "content": {EVENTS: {"schema": EVENT_SCHEMA}},
+            "content": {events.EVENTS: {"schema": events.EVENT_SCHEMA}},
         },
     },
     summary="Answer a conversation about images, clips, sound and text",
 )
-async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
+async def chat(asked: schema.ChatRequest, http: HttpRequest) -> Response:
     """Answer a conversation."""
     service: Service = http.app.state.service
     answer = ChatExchange(service, asked, caller_of(http.scope))
-    return await while_connected(http.receive, answer.stream() if asked.stream else answer.whole())
+    work = answer.stream() if asked.stream else answer.whole()
+    return await events.while_connected(http.receive, work)
 
 
 class ChatExchange:
     """One request for a chat completion and its answer."""
 
-    def __init__(self, service: Service, asked: ChatRequest, caller: Caller) -> None:
+    def __init__(self, service: Service, asked: schema.ChatRequest, caller: Caller) -> None:
         self._service, self._asked, self._caller = service, asked, caller
         self._start = self._last = time.perf_counter()
         self._reply = ChatReply(f"chatcmpl-{uuid.uuid4().hex}", asked.model)
@@ -291,7 +269,7 @@ class ChatExchange:
             while True:
                 found = self._noted(await run.next())
                 if isinstance(found, Failure):
-                    raise failed(found)
+                    raise events.failed(found)
                 if isinstance(found, Finish):
                     return JSONResponse(self._reply.whole("".join(self._said), found))
 
@@ -301,15 +279,15 @@ class ChatExchange:
         try:
             first = self._noted(await run.next(PATIENCE))
             if isinstance(first, Failure):
-                raise failed(first)
+                raise events.failed(first)
         except BaseException:
             run.close()
             raise
-        return StreamedReply(self._chunks(run, first), EVENTS, run.close)
+        return events.StreamedReply(self._chunks(run, first), events.EVENTS, run.close)
 
-    async def _run(self) -> RequestRun:
+    async def _run(self) -> events.RequestRun:
         asked, service = self._asked, self._service
-        options = asked.mmfast or MmfastOptions()
+        options = asked.mmfast or schema.MmfastOptions()
         executor = await service.executor()
         reader = Reader(service, options)
         messages = await reader.messages(asked.messages)
@@ -324,27 +302,31 @@ class ChatExchange:
             options.priority or 0,
             self._caller.tenant,
         )
-        return RequestRun(executor, request)
+        return events.RequestRun(executor, request)
 
-    async def _chunks(self, run: RequestRun, first: Event | None) -> AsyncGenerator[bytes, None]:
+    async def _chunks(
+        self, run: events.RequestRun, first: Event | None
+    ) -> AsyncGenerator[bytes, None]:
         reply = self._reply
         wants = self._asked.stream_options
         usage: dict[str, Any] = {"usage": None} if wants and wants.include_usage else {}
-        yield event(reply.chunk({"role": "assistant", "content": "", "refusal": None}, **usage))
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        yield events.event(reply.chunk(opening, **usage))
         found = first
         while not isinstance(found, Finish):
             if isinstance(found, Delta):
-                yield event(reply.chunk({"content": found.text}, **usage))
+                yield events.event(reply.chunk({"content": found.text}, **usage))
             elif isinstance(found, Failure):
-                yield event(body(failed(found)))  # without [DONE], for the answer is not complete
+                # without [DONE], for the answer is not complete
+                yield events.event(body(events.failed(found)))
                 return
             found = self._noted(await run.next(HEARTBEAT))
             if found is None:
-                yield WAITING
-        yield event(reply.chunk({}, found.reason, mmfast=reply.trace(found), **usage))
+                yield events.WAITING
+        yield events.event(reply.chunk({}, found.reason, mmfast=reply.trace(found), **usage))
         if usage:
-            yield event(reply.counted(found))
-        yield DONE
+            yield events.event(reply.counted(found))
+        yield events.DONE
 
     def _noted(self, found: Event | None) -> Event | None:
         """Count an event in metrics, quotas and log."""
@@ -375,7 +357,7 @@ class ChatExchange:
             _log.info("answered", extra={"fields": fields})
 
 
-def _check(asked: ChatRequest, service: Service) -> None:
+def _check(asked: schema.ChatRequest, service: Service) -> None:
     """Check the request against the options of the server."""
     if asked.model != service.model:
         raise ApiError(
@@ -398,7 +380,7 @@ def _check(asked: ChatRequest, service: Service) -> None:
         )
 
 
-def _sampling(asked: ChatRequest, config: ServerConfig) -> SamplingOptions:
+def _sampling(asked: schema.ChatRequest, config: ServerConfig) -> SamplingOptions:
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     return SamplingOptions(
         asked.longest or min(config.default_tokens, config.max_tokens),
