@@ -16,18 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.engine.base import (
-    Delta,
-    Event,
-    Failure,
-    Finish,
-    Media,
-    Message,
-    Options,
-    Request,
-    Role,
-    SamplingOptions,
-)
+from mmfast.serve.engine import base
 from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body
@@ -48,7 +37,7 @@ class ChatReply:
     seconds: float = 0.0  # duration of those sounds
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
-    def usage(self, finish: Finish) -> dict[str, Any]:
+    def usage(self, finish: base.Finish) -> dict[str, Any]:
         """Return the numbers of tokens."""
         details = schema.PromptDetails(
             cached_tokens=finish.cached_tokens,
@@ -66,11 +55,11 @@ class ChatReply:
             del found["transcribed"]
         return found
 
-    def trace(self, finish: Finish) -> dict[str, Any]:
+    def trace(self, finish: base.Finish) -> dict[str, Any]:
         """Return the trace with the transcripts."""
         return {**finish.trace, **({"heard": self.heard} if self.heard else {})}
 
-    def whole(self, text: str, finish: Finish) -> dict[str, Any]:
+    def whole(self, text: str, finish: base.Finish) -> dict[str, Any]:
         """Return the complete answer."""
         message = schema.AnswerMessage(content=text)
         found = schema.Completion(
@@ -89,7 +78,7 @@ class ChatReply:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return {**self._head(), "choices": [choice], **more}
 
-    def counted(self, finish: Finish) -> dict[str, Any]:
+    def counted(self, finish: base.Finish) -> dict[str, Any]:
         """Return the chunk after the last, with the usage and without a choice."""
         return {**self._head(), "choices": [], "usage": self.usage(finish)}
 
@@ -117,7 +106,7 @@ class Reader:
         """Transcripts of the sounds in order."""
         return [self._heard[key] for key in sorted(self._heard)]
 
-    async def messages(self, given: list[Any]) -> tuple[Message, ...]:
+    async def messages(self, given: list[Any]) -> tuple[base.Message, ...]:
         """Read all messages, their media at the same time.
 
         `ApiError`: a limit is exceeded, nothing is asked, or a medium cannot be read.
@@ -158,14 +147,14 @@ class Reader:
                 f"messages[{len(given) - 1}].content",
             )
 
-    async def _message(self, given: Any, number: int) -> Message:
-        role: Role = "system" if given.role == "developer" else given.role
+    async def _message(self, given: Any, number: int) -> base.Message:
+        role: base.Role = "system" if given.role == "developer" else given.role
         if isinstance(given.content, str):
-            return Message(role, (given.content,))
+            return base.Message(role, (given.content,))
         parts = (self._part(part, (number, i)) for i, part in enumerate(given.content))
-        return Message(role, await _gathered(parts))
+        return base.Message(role, await _gathered(parts))
 
-    async def _part(self, part: Any, place: tuple[int, int]) -> str | Media:
+    async def _part(self, part: Any, place: tuple[int, int]) -> str | base.Media:
         if isinstance(part, schema.TextPart):
             return part.text
         param = f"messages[{place[0]}].content[{place[1]}].{part.type}"
@@ -268,9 +257,9 @@ class ChatExchange:
         async with await self._run() as run:
             while True:
                 found = self._noted(await run.next())
-                if isinstance(found, Failure):
+                if isinstance(found, base.Failure):
                     raise events.failed(found)
-                if isinstance(found, Finish):
+                if isinstance(found, base.Finish):
                     return JSONResponse(self._reply.whole("".join(self._said), found))
 
     async def stream(self) -> Response:
@@ -278,7 +267,7 @@ class ChatExchange:
         run = await (await self._run()).__aenter__()
         try:
             first = self._noted(await run.next(PATIENCE))
-            if isinstance(first, Failure):
+            if isinstance(first, base.Failure):
                 raise events.failed(first)
         except BaseException:
             run.close()
@@ -292,11 +281,11 @@ class ChatExchange:
         reader = Reader(service, options)
         messages = await reader.messages(asked.messages)
         self._reply.heard, self._reply.seconds = reader.heard, reader.seconds
-        request = Request(
+        request = base.Request(
             self._reply.id,
             messages,
             _sampling(asked, service.config),
-            Options(options.reduce, options.cache, options.target_ttft_ms),
+            base.Options(options.reduce, options.cache, options.target_ttft_ms),
             # Results are separate for each user; turns are shared by all users of a key.
             f"{self._caller.tenant}/{asked.user or ''}",
             options.priority or 0,
@@ -305,7 +294,7 @@ class ChatExchange:
         return events.RequestRun(executor, request)
 
     async def _chunks(
-        self, run: events.RequestRun, first: Event | None
+        self, run: events.RequestRun, first: base.Event | None
     ) -> AsyncGenerator[bytes, None]:
         reply = self._reply
         wants = self._asked.stream_options
@@ -313,10 +302,10 @@ class ChatExchange:
         opening = {"role": "assistant", "content": "", "refusal": None}
         yield events.event(reply.chunk(opening, **usage))
         found = first
-        while not isinstance(found, Finish):
-            if isinstance(found, Delta):
+        while not isinstance(found, base.Finish):
+            if isinstance(found, base.Delta):
                 yield events.event(reply.chunk({"content": found.text}, **usage))
-            elif isinstance(found, Failure):
+            elif isinstance(found, base.Failure):
                 # without [DONE], for the answer is not complete
                 yield events.event(body(events.failed(found)))
                 return
@@ -328,10 +317,10 @@ class ChatExchange:
             yield events.event(reply.counted(found))
         yield events.DONE
 
-    def _noted(self, found: Event | None) -> Event | None:
+    def _noted(self, found: base.Event | None) -> base.Event | None:
         """Count an event in metrics, quotas and log."""
         now, metrics = time.perf_counter(), self._service.metrics
-        if isinstance(found, Delta):
+        if isinstance(found, base.Delta):
             self._said.append(found.text)
             self._caller.spend(found.tokens)  # as they come, also for clients that leave early
             self._spent += found.tokens
@@ -340,7 +329,7 @@ class ChatExchange:
             else:
                 metrics.ttft(now - self._start)
             self._begun, self._last = True, now
-        elif isinstance(found, Finish):
+        elif isinstance(found, base.Finish):
             metrics.finished(found)
             self._caller.spend(found.prompt_tokens + max(found.completion_tokens - self._spent, 0))
             self._log()
@@ -380,9 +369,9 @@ def _check(asked: schema.ChatRequest, service: Service) -> None:
         )
 
 
-def _sampling(asked: schema.ChatRequest, config: ServerConfig) -> SamplingOptions:
+def _sampling(asked: schema.ChatRequest, config: ServerConfig) -> base.SamplingOptions:
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    return SamplingOptions(
+    return base.SamplingOptions(
         asked.longest or min(config.default_tokens, config.max_tokens),
         asked.temperature or 0.0,
         1.0 if asked.top_p is None else asked.top_p,

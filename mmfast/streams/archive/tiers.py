@@ -22,18 +22,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.kv import KVBlock, Numbers
 from mmfast.core.size import parse_bytes
 from mmfast.ops.quantisation import PackedTensor, Quantiser
-from mmfast.streams.archive.files import (
-    File,
-    TornFileError,
-    TreeFile,
-    compact,
-    encode,
-    link_or_copy,
-    lock,
-    locked,
-    value,
-    write,
-)
+from mmfast.streams.archive import files
 
 TIERS = ("device", "host", "disk")
 
@@ -81,17 +70,17 @@ class TierQuotas:
         return used > self.limit(tier) or (most is not None and blocks > most)
 
 
-value(PackedTensor)
-value(KVBlock)
+files.value(PackedTensor)
+files.value(KVBlock)
 
 
 def stored(block: KVBlock) -> KVBlock:
     """The block in storage of its own, keys and values on the device they are on."""
     return replace(
-        block.each(lambda part, _: compact(part)),
-        relative=compact(block.relative.cpu()),
-        advance=compact(block.advance.cpu()),
-        kept=tuple(None if kept is None else compact(kept.cpu()) for kept in block.kept),
+        block.each(lambda part, _: files.compact(part)),
+        relative=files.compact(block.relative.cpu()),
+        advance=files.compact(block.advance.cpu()),
+        kept=tuple(None if kept is None else files.compact(kept.cpu()) for kept in block.kept),
     )
 
 
@@ -148,8 +137,8 @@ class BlockFolder:
         parent.mkdir(parents=True, exist_ok=True)
         _clean(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
-        self._open: OrderedDict[int, tuple[TreeFile, KVBlock]] = OrderedDict()
-        self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))
+        self._open: OrderedDict[int, tuple[files.TreeFile, KVBlock]] = OrderedDict()
+        self._close = weakref.finalize(self, _remove, self.path, files.lock(self.path / "lock"))
 
     def file(self, number: int) -> Path:
         """Path of block `number`."""
@@ -158,10 +147,10 @@ class BlockFolder:
     def read(self, number: int, layer: int) -> KVBlock:
         """Return a block with one layer alone; TornFileError for a bad file."""
         if number not in self._open:
-            file = TreeFile(self.file(number))
+            file = files.TreeFile(self.file(number))
             held = file.read(0)
             if held != number:
-                raise TornFileError(f"holds block {held}")
+                raise files.TornFileError(f"holds block {held}")
             self._open[number] = file, file.read(1)
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)
@@ -183,7 +172,7 @@ class BlockFolder:
             dead = self._close.detach()
             if dead is not None:
                 os.close(dead[2][1])  # the lock of the folder that is gone
-            self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))
+            self._close = weakref.finalize(self, _remove, self.path, files.lock(self.path / "lock"))
 
     def close(self) -> None:
         """Remove the folder."""
@@ -192,7 +181,7 @@ class BlockFolder:
 
 def _clean(parent: Path) -> None:
     for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
-        if folder.is_dir() and not locked(folder / "lock"):
+        if folder.is_dir() and not files.locked(folder / "lock"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -268,14 +257,16 @@ class DiskTier:
         """Write a block; False if it is lost."""
         if not self.on:
             return False
-        buffers = encode(parts_of(block.to(CPU)))
-        return self._add(block.number, sum(map(len, buffers)), lambda path: write(path, buffers))
+        buffers = files.encode(parts_of(block.to(CPU)))
+        return self._add(
+            block.number, sum(map(len, buffers)), lambda path: files.write(path, buffers)
+        )
 
-    def adopt(self, number: int, nbytes: int, file: File) -> bool:
+    def adopt(self, number: int, nbytes: int, file: files.File) -> bool:
         """Take over a file of a saved session, which stays as it is; False if it is lost."""
         if not self.on or not file.path.exists():
             return False
-        return self._add(number, nbytes, lambda path: link_or_copy(file.path, path))
+        return self._add(number, nbytes, lambda path: files.link_or_copy(file.path, path))
 
     def _add(self, number: int, nbytes: int, make: Callable[[Path], None]) -> bool:
         if nbytes > self._limit:
@@ -353,7 +344,7 @@ class DiskTier:
         try:
             assert self._folder is not None
             return self._folder.read(number, layer)
-        except TornFileError as error:
+        except files.TornFileError as error:
             self._reports.add("corrupt", f"block {number} {error}; it is dropped")
         except OSError as error:
             self._reports.add("lost", f"block {number} cannot be read: {error.strerror}")
@@ -373,7 +364,7 @@ class DiskTier:
             return []
         folder = self._folder
         return [
-            {"number": number, "nbytes": nbytes, "file": File(folder.file(number))}
+            {"number": number, "nbytes": nbytes, "file": files.File(folder.file(number))}
             for number, nbytes in self.sizes.items()
         ]
 
