@@ -172,15 +172,15 @@ def build(shelf: Shelf) -> Any:
 
 def _in_a_loop(make: Callable[[], Any]) -> Any:
     """Call it while an event loop runs: Gradio opens one a lock otherwise and closes none."""
+
+    async def called() -> Any:
+        return make()
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         with closing(asyncio.new_event_loop()) as loop:
-            return loop.run_until_complete(_called(make))
-    return make()
-
-
-async def _called(make: Callable[[], Any]) -> Any:
+            return loop.run_until_complete(called())
     return make()
 
 

@@ -166,7 +166,6 @@ class Reply(Iterator[str]):
         """The last token is fed when the next is wanted, so that its text is not held up."""
         logits, self._logits = self._logits, None
         if logits is None:
-            assert self.branch is not None
             logits = self.branch.token(self.ids[-1])
             self._fed += 1
         return logits
@@ -184,7 +183,6 @@ class Reply(Iterator[str]):
 
     def keep(self) -> None:
         """Append question and answer to the stream; called when it ends."""
-        assert self.branch is not None
         for token in self.ids[self._fed :]:  # the last one, where no next was wanted
             self.branch.token(token)
         self.branch.keep()

@@ -50,15 +50,12 @@ class TurnLock:
     @contextmanager
     def frame(self) -> Iterator[None]:
         """Hold it, after all questions that wait."""
-        self._let_pass()
-        with self._lock:
-            yield
-
-    def _let_pass(self) -> None:
         with self._calm:
             # Where this thread holds the lock already, no question can run before it is done.
             if not self._lock._is_owned():  # type: ignore[attr-defined]
                 self._calm.wait_for(lambda: not self._urgent)
+        with self._lock:
+            yield
 
     @contextmanager
     def question(self) -> Iterator[None]:

@@ -38,7 +38,9 @@ def load_voice(
         return _of_family(str(model), family, device, dtype, given)
     if given:
         raise ModelError(f"the embedded speech model takes no model_kwargs, got {', '.join(given)}")
-    return _embedded(model, device)
+    from mmfast.models.speech.embedded import load_speech
+
+    return load_speech(model)
 
 
 def _family(model: str | Path | None) -> SpeechFamily | None:
@@ -94,12 +96,6 @@ def check_options(model: Any, part: str, options: Mapping[str, Any]) -> set[str]
     if owner is not model and family is None and options.keys() <= names:
         embedded.check_options(model, options)
     return None if rest and owner is model else names - rest
-
-
-def _embedded(path: str | Path | None, device: str | torch.device | None) -> Any:
-    from mmfast.models.speech.embedded import load_speech
-
-    return load_speech(path)
 
 
 def _kind_of(model: str | Path) -> str:

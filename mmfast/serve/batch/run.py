@@ -160,13 +160,9 @@ class _Pool:
         actor = self.ray.remote(**self.options)(BatchWorker).remote(self.job, self.threads)
         self.busy[actor.load.remote()] = (actor, [])
 
-    def next(self) -> list[Task]:
-        """Return the next tasks, [] if there are none."""
-        return self.again.popleft() if self.again else next(self.chunks, [])
-
     def give(self, actor: Any) -> None:
         """Give the next tasks to an idle worker."""
-        tasks = self.next()
+        tasks = self.again.popleft() if self.again else next(self.chunks, [])
         if tasks:
             self.busy[actor.answer.remote(tasks)] = (actor, tasks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -105,6 +106,12 @@ def reply(error: BaseException) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         *((k.lower().encode(), v.encode()) for k, v in shown.headers.items()),
     ]
     return shown.status, headers, data
+
+
+def brief(value: Any) -> str:
+    """Return the start of a value that a client sent, as Python writes it."""
+    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def scrub(message: str) -> str:

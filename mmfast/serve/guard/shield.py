@@ -278,14 +278,14 @@ class Shield:
         finally:
             if entered:
                 self.quotas.leave(caller.who)
-            exchange.log(self._quiet(scope), (time.monotonic() - start) * 1e3)
+            exchange.log(scope["path"] in _ALWAYS, (time.monotonic() - start) * 1e3)
 
     def _admit(self, scope: Any, caller: Caller) -> None:
         """Admit a request by its headers, or raise `ApiError`."""
         headers, path = scope["headers"], scope["path"]
         check_head(headers, self._config)
         caller.who = client_of(scope)
-        if self._quiet(scope):
+        if scope["path"] in _ALWAYS:
             return
         if from_elsewhere(headers, self._config.origins, self._local):
             raise ApiError(403, "pages of other sites may not call this server", code="origin")
@@ -306,9 +306,6 @@ class Shield:
             )
         caller.tenant = owner
         caller.who = f"key:{owner}"
-
-    def _quiet(self, scope: Any) -> bool:
-        return scope["path"] in _ALWAYS
 
 
 _LINES = 8 << 10  # of a request line, beside the headers

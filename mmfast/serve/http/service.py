@@ -76,11 +76,7 @@ class Metrics:
         self._visual.labels("before").inc(trace.get("visual_tokens") or 0)
         self._visual.labels("after").inc(trace.get("kept_tokens") or 0)
         for row in trace.get("rows") or ():
-            self.stage(str(row["stage"]), row["ms"] / 1e3)
-
-    def stage(self, name: str, seconds: float) -> None:
-        """Count the work of a stage."""
-        self._stage.labels(name).observe(max(seconds, 0.0))
+            self._stage.labels(str(row["stage"])).observe(max(row["ms"] / 1e3, 0.0))
 
     def request(self, route: str, status: int) -> None:
         """Count a reply; `route` is the pattern, never the path of the client."""

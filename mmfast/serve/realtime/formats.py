@@ -52,11 +52,6 @@ class Incoming:
         return self._inlet.take(pcm, rate)
 
 
-def whole(data: bytes, format: str) -> Tensor:
-    """Convert a whole recording to samples at 16 kHz."""
-    return Incoming(format).take(data)
-
-
 class Outgoing:
     """Converts the samples of one reply to chunks, without a seam between them."""
 

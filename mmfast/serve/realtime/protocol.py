@@ -6,14 +6,13 @@ An error of one event is reported to the client, and the socket stays open.
 from __future__ import annotations
 
 import re
-import reprlib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.guard.body import loads
-from mmfast.serve.guard.errors import ApiError, api_error, scrub
+from mmfast.serve.guard.errors import ApiError, api_error, brief, scrub
 
 
 class EventError(MmfastError):
@@ -319,13 +318,8 @@ def _precise(error: ValidationError) -> EventError:
     where = ".".join(str(part) for part in first["loc"] if not _TAGS.match(str(part)))
     kind = str(first["type"])
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    given = "" if kind in ("missing", "union_tag_not_found") else f" ({_brief(first['input'])})"
+    given = "" if kind in ("missing", "union_tag_not_found") else f" ({brief(first['input'])})"
     return EventError(f"{where}{given}: {first['msg']}", code, where)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _whole(value: Any) -> Any:
