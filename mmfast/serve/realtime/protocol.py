@@ -139,26 +139,32 @@ class Audio(StrictShape):
     output: AudioOutput | None = None
 
 
-class SessionShape(StrictShape):
+class AnswerShape(StrictShape):
+    """Settings of answers, of a session or of one response."""
+
+    instructions: Words | None = None
+    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
+    max_output_tokens: Tokens | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    # without an effect here; what clients send by default must not be an error
+    prompt: Any = None
+    reasoning: Any = None
+    parallel_tool_calls: Any = None
+
+
+class SessionShape(AnswerShape):
     """`session` of `session.update`; what is left out stays as it is."""
 
     type: Literal["realtime"] = "realtime"
     object: Literal["realtime.session"] | None = None
     id: str | None = None
     model: str | None = None
-    instructions: Words | None = None
-    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
     audio: Audio | None = None
-    max_output_tokens: Tokens | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    # without an effect here; what clients send by default must not be an error
+    # as above
     truncation: Any = None
     tracing: Any = None
     include: Any = None
-    prompt: Any = None
-    reasoning: Any = None
-    parallel_tool_calls: Any = None
     expires_at: Any = None
 
 
@@ -197,13 +203,10 @@ class ResponseOutput(StrictShape):
     output: AudioOutput | None = None
 
 
-class Wish(StrictShape):
+class Wish(AnswerShape):
     """`response` of `response.create`; what is left out is the session's."""
 
-    instructions: Words | None = None
-    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
     audio: ResponseOutput | None = None
-    max_output_tokens: Tokens | None = None
     conversation: Literal["auto", "none"] | None = None
     metadata: (
         Annotated[
@@ -219,11 +222,6 @@ class Wish(StrictShape):
         ]
         | None
     ) = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    prompt: Any = None
-    reasoning: Any = None
-    parallel_tool_calls: Any = None
 
 
 _LONE = re.compile("[\ud800-\udfff]")  # half a character: JSON may write it, no tokenizer takes it
