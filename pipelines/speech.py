@@ -269,7 +269,7 @@ def cascade(
         mine = model_kwargs if source in paths or not paths else None
         return models.load_voice(source, device, dtype, mine)
 
-    own = read(model) if listener is None or speaker is None else None
+    own: Any = read(model) if listener is None or speaker is None else None
     ears = own if listener is None else read(listener)
     mouth = own if speaker is None else read(speaker)
     return models.Cascade(ears, chat, mouth)

@@ -76,11 +76,15 @@ def ask(
     pipe.embedded = False  # its answer is noted; the other one would not spend time on that
     stock = pipeline(task, (pipe.model, pipe.processor), **options)
     found = {"reduce": reduce, "cache": cache, "note": answer.note}
+    print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
+
+
+def _beside(stock: Any, pipe: Any, media: str, question: str) -> dict[str, Any]:
+    """Return the times and answers of two pipelines, measured in turn."""
     from mmfast.bench.compare import compare_answers
 
     with progress("comparing") as tick:
-        measured = compare_answers(stock, pipe, media, question, tick)
-    print_comparison({**measured, **found}, as_json)
+        return compare_answers(stock, pipe, media, question, tick)
 
 
 def _compared(

@@ -344,12 +344,17 @@ def _bench_selection(out: Path | None, as_json: bool) -> None:
     with output.progress("selection") as tick:
         rows = result_rows(progress=tick)
     output.keep_rows(out, rows)
-    # the last two of a few cases
-    keys = ("case", "ms", "textbook_ms", "speedup", "same_indices", "noise")
-    keys = (*keys, "extra_mb", "textbook_extra_mb")
-    names = ("case", "ms", "textbook ms", "faster", "same indices", "noise")
-    names = (*names, "peak MB", "textbook peak MB")
-    output.print_table(rows, as_json, names, [[row.get(key) for key in keys] for row in rows])
+    columns = {
+        **{key: key.replace("_", " ") for key in ("case", "ms", "textbook_ms")},
+        "speedup": "faster",
+        "same_indices": "same indices",
+        "noise": "noise",
+        # of a few cases
+        "extra_mb": "peak MB",
+        "textbook_extra_mb": "textbook peak MB",
+    }
+    cells = [[row.get(key) for key in columns] for row in rows]
+    output.print_table(rows, as_json, list(columns.values()), cells)
 
 
 def bench_compare(
@@ -447,9 +452,9 @@ def eval_stream(
 
     environ = environment()
     with output.progress("eval") as tick:
-
-        def run(spec: str | None) -> dict[str, Any]:
-            return run_needles(
+        documents = []
+        for spec in specs:
+            found = run_needles(
                 memories or MEMORIES,
                 n,
                 seed,
@@ -459,21 +464,14 @@ def eval_stream(
                 unbounded=seconds <= LONGEST,
                 progress=lambda memory, done, total: tick(done, total, memory),
             )
-
-        documents = []
-        for spec in specs:
-            documents.append(run(spec))
-            output.keep_rows(out, eval_rows(documents[-1], environ))
+            output.keep_rows(out, eval_rows(found, environ))
+            documents.append(found)
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
-    output.print_json(document) if as_json else _show_streams(document)
-
-
-def _show_streams(document: dict[str, Any]) -> None:
     bands = list(dict.fromkeys(band for row in document["rows"] for band in row["by_age"]))
-    table = Table("memory", "reduce", *bands, "of unbounded")
+    cells = []
     for row in document["rows"]:
         ages = [row["by_age"].get(band) for band in bands]
-        cells = [f"{100 * age['accuracy']:.1f} % of {age['n']}" if age else "" for age in ages]
-        share = "" if row["relative"] is None else f"{100 * row['relative']:.1f} %"
-        table.add_row(row["memory"] or "unbounded", row["reduce"] or "", *cells, share)
-    Console().print(table)
+        shares = [f"{100 * age['accuracy']:.1f} % of {age['n']}" if age else "" for age in ages]
+        names = row["memory"] or "unbounded", row["reduce"] or ""
+        cells.append((*names, *shares, _share(row["relative"])))
+    output.print_table(document, as_json, ("memory", "reduce", *bands, "of unbounded"), cells)

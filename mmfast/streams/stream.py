@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MediaError, MmfastError
@@ -266,33 +266,21 @@ class Stream:
         }
 
 
-class Clock(Protocol):
-    """Tells seconds that never go back, and lets a thread wait for some of them to pass."""
+class Clock:
+    """The machine's monotonic clock; a thread may wait for some of its seconds to pass."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary moment."""
-        ...
-
-    def wait(self, condition: threading.Condition, until: float | None = None) -> None:
-        """Wait on a held condition until notified or `until`; it may wake early, so check again."""
-        ...
-
-
-class SystemClock:
-    """The machine's monotonic clock."""
-
-    def now(self) -> float:
-        """Seconds of the monotonic clock."""
+        """Seconds since an arbitrary moment; they never go back."""
         return time.monotonic()
 
     def wait(self, condition: threading.Condition, until: float | None = None) -> None:
-        """Wait on a held condition; None waits for its notification alone."""
+        """Wait on a held condition until notified or `until`; it may wake early, so check again."""
         left = None if until is None else until - self.now()
         if left is None or left > 0:
             condition.wait(left)
 
 
-class FakeClock:
+class FakeClock(Clock):
     """A clock that stands still until `advance`: time-dependent code becomes deterministic."""
 
     def __init__(self, start: float = 0.0) -> None:

@@ -15,7 +15,7 @@ from mmfast.serve.guard.media import load_media
 from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.formats import unpack
 from mmfast.serve.realtime.settings import ear_of
-from mmfast.streams.stream import SystemClock
+from mmfast.streams.stream import Clock
 from mmfast.voice.ear import Ear
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class RealtimeService:
             text=config.max_text,
             context=config.context,
         )
-        self.ear, self.clock = ear, clock or SystemClock()
+        self.ear, self.clock = ear, clock or Clock()
         self.sessions: set[Any] = set()
         self.opened = 0  # sessions so far
         self._voices: asyncio.Future[ChatterVoices] | None = None
