@@ -132,9 +132,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.core.spec import check_names
+    from mmfast.core.spec import AUTO, check_names
     from mmfast.models.quiet import quiet
-    from mmfast.planner.target import AUTO
 
     quiet()
     check_names(reduce or [], cache or [])
@@ -182,7 +181,7 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
     from mmfast.bench.own_data import read_questions, run_data
     from mmfast.bench.report.answers import HEAD, cells, write_csv, write_html
     from mmfast.bench.results import append, environment, eval_rows
-    from mmfast.planner.target import AUTO
+    from mmfast.core.spec import AUTO
 
     if AUTO in (given["reduce"] or []):
         raise MmfastError("--reduce auto chooses for one request; give --data a spec")
