@@ -15,7 +15,7 @@ import torch
 
 from mmfast.streams import snapshots
 from mmfast.streams.archive.files import File
-from mmfast.streams.snapshots import load, save
+from mmfast.streams.snapshots import generations, load, save
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL"),
