@@ -455,10 +455,9 @@ class VisualQA:
         image or clip, where several were asked about in a batch. Returns a PIL image per image or
         clip, or without `sheets` a list of `(frame, caption)` each.
         """
-        from mmfast.pipelines import overlay
+        from mmfast.pipelines.overlay import draw_shots
 
-        draw = overlay.draw_sheets if sheets else overlay.draw_shots
-        return draw(self._read(media), self.processor, trace, item)
+        return draw_shots(self._read(media), self.processor, trace, item, sheets)
 
     def run(
         self, inputs: dict[str, Any], how: Mapping[str, Any] | None = None, **extra: Any

@@ -18,7 +18,7 @@ from mmfast.core.registry import get
 from mmfast.core.size import parse_bytes
 from mmfast.ops.quantisation import Quantiser
 from mmfast.streams.archive.archive import Archive, Found, Rows
-from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.archive.tiers import TierQuotas
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.models.loading import embedded_path, load
-from mmfast.streams.archive.blocks import TierQuotas
-from mmfast.streams.model import StreamModel
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.session import Session
+from mmfast.streams.stream import StreamModel
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.stream.world import (
     CLOSEST,

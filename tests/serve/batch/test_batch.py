@@ -29,8 +29,11 @@ from mmfast.serve.batch.job import (  # noqa: E402
     file_hash,
     find_media,
 )
-from mmfast.serve.batch.run import (  # noqa: E402
+from mmfast.serve.batch.run import (  # noqa: E402  # noqa: E402
+    Answerer,
     BatchOptions,
+    Task,
+    blank,
     run_batch,
 )
 from mmfast.serve.batch.store import (  # noqa: E402
@@ -39,11 +42,6 @@ from mmfast.serve.batch.store import (  # noqa: E402
     read,
     table_of,
     write,
-)
-from mmfast.serve.batch.workers import (  # noqa: E402
-    Answerer,
-    Task,
-    blank,
 )
 from mmfast.tiny.video.clips import write as write_clip  # noqa: E402
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmfast.serve.batch import run, store
 from mmfast.serve.batch.job import BatchJob
-from mmfast.serve.batch.workers import Task, blank
+from mmfast.serve.batch.run import Task, blank
 
 
 class Words:

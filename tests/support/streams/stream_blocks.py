@@ -9,7 +9,7 @@ import torch
 from mmfast.core.kv import KVBlock
 from mmfast.core.registry import get
 from mmfast.streams.archive.archive import Archive
-from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.archive.tiers import TierQuotas
 
 LAYERS, HEADS, WIDTH, TOKENS = 3, 2, 8, 5
 
