@@ -23,7 +23,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, expand
 from mmfast.models.flops import decode_bytes, prefill_flops, tower_blocks, tower_flops
 from mmfast.models.reduction.decoder_signals import INNER
-from mmfast.models.reduction.signals import from_tower
+from mmfast.models.reduction.tower_signals import from_tower
 
 GROUPS = {"vit": ("vit",), "llm": ("llm", "decode"), "ttft": ("ttft",)}
 DECODE_STEPS = 8

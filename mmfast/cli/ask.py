@@ -42,9 +42,9 @@ def ask(
     as_json: shared.Json = False,
 ) -> None:
     """Answer one question about a video or an image, and say what it cost."""
+    from mmfast.cli.output import quiet
     from mmfast.core.spec import check_names
     from mmfast.frontends.source import DEFAULT_LIMITS, open_source
-    from mmfast.models.quiet import quiet
 
     open_source(media, DEFAULT_LIMITS)  # what is wrong here needs no import of torch
     reduce, cache = _compared(compare, reduce, cache)
@@ -144,7 +144,7 @@ def batch(
     as_json: shared.Json = False,
 ) -> int:
     """Ask about every clip and image of a folder; kill it and run it again: it goes on."""
-    from mmfast.models.quiet import quiet
+    from mmfast.cli.output import quiet
     from mmfast.serve.batch.job import BatchJob, read_questions
 
     quiet()

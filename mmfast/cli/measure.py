@@ -148,8 +148,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
+    from mmfast.cli.output import quiet
     from mmfast.core.spec import check_names
-    from mmfast.models.quiet import quiet
     from mmfast.planner.target import AUTO
 
     quiet()
@@ -331,7 +331,7 @@ def bench(
     from mmfast.bench.registry import SUITES
     from mmfast.bench.results import bench_rows
     from mmfast.bench.run import run_bench
-    from mmfast.models.quiet import quiet
+    from mmfast.cli.output import quiet
 
     quiet()
     way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")

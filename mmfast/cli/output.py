@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -222,3 +224,15 @@ def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     peaks = ("extra_mb", "textbook_extra_mb")  # of a few cases
     cells = [[row.get(key) for key in (*keys, *peaks)] for row in rows]
     print_rows([*names, "peak MB", "textbook peak MB"], cells)
+
+
+def quiet() -> None:
+    """Keep library chatter off the terminal: the user sees answers, errors and progress."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if "transformers" in sys.modules:  # then it has read its environment already
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()

@@ -43,8 +43,8 @@ def plan(
     as_json: shared.Json = False,
 ) -> None:
     """Choose method, site and budget for a target, and explain the choice."""
+    from mmfast.cli.output import quiet
     from mmfast.frontends.source import DEFAULT_LIMITS, open_source
-    from mmfast.models.quiet import quiet
 
     if media is not None:
         open_source(media, DEFAULT_LIMITS)  # before an import of torch
@@ -110,7 +110,7 @@ def _check_all(out: Path | None, as_json: bool) -> None:
 
 
 def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
-    from mmfast.core.size import format_bytes
+    from mmfast.core.trace import format_bytes
 
     if as_json:
         return print_json(made.to_dict(ms))

@@ -26,8 +26,7 @@ def serve(
 
     Every option is also MMFAST_<OPTION> in the environment, and a key in the file of --config.
     """
-    from mmfast.cli.output import print_json, print_rows
-    from mmfast.models.quiet import quiet
+    from mmfast.cli.output import print_json, print_rows, quiet
 
     lists = {name: tuple(flags[name]) if flags[name] else None for name in _NAMES}
     resolved = resolve({**flags, **lists}, config)
@@ -167,7 +166,7 @@ def demo(
     ] = True,
 ) -> None:
     """Serve the demo page: ask, compare, watch, talk; nothing leaves this machine."""
-    from mmfast.models.quiet import quiet
+    from mmfast.cli.output import quiet
 
     quiet()
     app = _application(model, device, dtype)

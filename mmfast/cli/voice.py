@@ -115,7 +115,7 @@ def say(
     as_json: Json = False,
 ) -> None:
     """Say a text, written to a WAV file as it is made, and say what it cost."""
-    from mmfast.models.quiet import quiet
+    from mmfast.cli.output import quiet
 
     quiet()
     target = check_output(output, as_json)
@@ -160,8 +160,8 @@ def talk(
     as_json: Json = False,
 ) -> None:
     """Answer a recording by voice: every turn in it, cut off where the next one begins."""
+    from mmfast.cli.output import quiet
     from mmfast.frontends.source import DEFAULT_LIMITS, open_source
-    from mmfast.models.quiet import quiet
 
     quiet()
     target = check_output(output, as_json)

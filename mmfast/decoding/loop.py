@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.decoding.accept import AcceptRule, parse_rule
+from mmfast.decoding.accept import AcceptRule, PassStats, Stats, parse_rule
 from mmfast.decoding.adapt import Costs
 from mmfast.decoding.drafting import Schedule, draft_rows, parse_schedule
 from mmfast.decoding.row import DecodeRow, Guide, new_row
 from mmfast.decoding.sampling import Sampling
-from mmfast.decoding.stats import PassStats, Stats
 
 Prompt = Sequence[int] | Tensor  # ids [n], or embeddings [n, D]
 
@@ -277,9 +276,9 @@ class BatchDecoder:
 class SingleDecoder:
     """Says what one stream says: see `BatchDecoder`, of which it is the case of one.
 
-    Iterating yields a `Step` per pass of the backbone:
+    Iterating yields `PassStats` per pass of the backbone:
 
-        decoder = Decoder(backbone, head, guide, schedule="turbo", verify="exact")
+        decoder = SingleDecoder(backbone, head, guide, schedule="turbo", verify="exact")
         decoder.feed(prompt)
         for step in decoder:
             play(step.tokens)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.decoding.accept import AcceptRule, accept_sampled, accept_typical
+from mmfast.decoding.accept import AcceptRule, Stats, accept_sampled, accept_typical
 from mmfast.decoding.adapt import Costs, DraftLength
 from mmfast.decoding.sampling import Sampling, draw, not_finite, process
-from mmfast.decoding.stats import Stats
 
 
 class Guide(Protocol):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, Wide, likeliest, width_of
+from mmfast.ops.attention import rotate
 from mmfast.ops.codebooks import CodeLoss, check_delays, code_loss
 from mmfast.ops.stream_cache import RowBuffer
 
@@ -38,21 +39,6 @@ class StepLinear(nn.Module):
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
-class Norm(nn.Module):
-    """Root mean square norm."""
-
-    weight: Tensor
-
-    def __init__(self, wide: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(wide))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to `[..., D]`."""
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
 class DepthLayer(nn.Module):
     """Attention over the codebooks so far, then a gated feed-forward; `steps` as `StepLinear`."""
 
@@ -61,7 +47,7 @@ class DepthLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.norm_in, self.norm_out = Norm(dim, eps), Norm(dim, eps)
+        self.norm_in, self.norm_out = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
         self.q = StepLinear(dim, heads * head_dim, steps)
         self.k = StepLinear(dim, kv_heads * head_dim, steps)
         self.v = StepLinear(dim, kv_heads * head_dim, steps)
@@ -86,7 +72,7 @@ class DepthLayer(nn.Module):
         y = self.norm_in(x)
         q, k, v = (self._split(part(y, at)) for part in (self.q, self.k, self.v))
         if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+            q, k = rotate(q, *turn), rotate(k, *turn)
         if cache is not None:
             end = at + x.shape[1]
             cache.write(k, v, at=at)
@@ -107,12 +93,6 @@ class DepthLayer(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, n, d]
         return heads
-
-
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE: `[..., n, d]` by cosines and sines `[..., n, d]`."""
-    low, high = x.chunk(2, dim=-1)
-    return x * turn[0] + torch.cat([-high, low], dim=-1) * turn[1]
 
 
 @dataclass(frozen=True)
@@ -198,7 +178,7 @@ class DepthCore(nn.Module):
             DepthLayer(shape.dim, shape.heads, kv, wide, shape.ffn, steps, shape.eps)
             for _ in range(shape.layers)
         )
-        self.norm = Norm(shape.dim, shape.eps) if shape.final_norm else None
+        self.norm = nn.RMSNorm(shape.dim, shape.eps) if shape.final_norm else None
         self.heads = StepLinear(shape.dim, shape.size, shape.codes)
         self.set_places(wide)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.core.kv import KVBlock
-from mmfast.heads.depth import Norm, rotate
+from mmfast.ops.attention import rotate
 from mmfast.ops.stream_cache import StepPlaces, advance, within
 
 
@@ -18,7 +18,7 @@ class TimeLayer(nn.Module):
     def __init__(self, dim: int, heads: int, ffn: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_in, self.norm_out = Norm(dim, 1e-6), Norm(dim, 1e-6)
+        self.norm_in, self.norm_out = nn.RMSNorm(dim, 1e-6), nn.RMSNorm(dim, 1e-6)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.o = nn.Linear(dim, dim, bias=False)
         self.up = nn.Linear(dim, 2 * ffn, bias=False)
@@ -42,7 +42,7 @@ class TimeLayer(nn.Module):
         q, k, v = rearrange(mixed, "b n (part h d) -> part b h n d", part=3, h=self.heads)
         if lift is not None:
             q, k = q + lift, k + lift
-        q, k = rotate(q, turn), rotate(k, turn)
+        q, k = rotate(q, *turn), rotate(k, *turn)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)

@@ -21,7 +21,7 @@ from mmfast.bench.suites import decode
 from mmfast.models.patching import stand_before, stand_behind
 from mmfast.models.reduction import hooks
 from mmfast.models.reduction.call import Arming
-from mmfast.ops.cuda_graphs import WARM_UPS, CudaGraphs
+from mmfast.models.speech.moshi_graphs import WARM_UPS, CudaGraphs
 
 FAMILY = "llava_onevision"
 HOME = str(Path(mmfast.__file__).parent)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from graph_recorder import CaptureError, FakeCuda
 
-from mmfast.ops.cuda_graphs import WARM_UPS, Compiled, CudaGraphs, Eager, graphs_for
+from mmfast.models.speech.moshi_graphs import WARM_UPS, Compiled, CudaGraphs, Eager, graphs_for
 
 
 def test_a_capture_is_warmed_up_on_a_side_stream_and_shares_one_pool() -> None:

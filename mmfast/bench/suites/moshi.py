@@ -19,9 +19,15 @@ from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.stages import ceilings
 from mmfast.bench.timing import frozen, one_thread, quantile
 from mmfast.decoding.sampling import Sampling
-from mmfast.models.speech.moshi import MoshiVoice, UserSound
-from mmfast.models.speech.moshi_graphs import MoshiFrames, frame_bytes
-from mmfast.ops.cuda_graphs import Compiled, GraphRecorder, graphs_for
+from mmfast.models.speech.moshi import MoshiVoice
+from mmfast.models.speech.moshi_graphs import (
+    Compiled,
+    GraphRecorder,
+    MoshiFrames,
+    frame_bytes,
+    graphs_for,
+)
+from mmfast.models.speech.moshi_steps import UserSound
 
 BATCHES, FRAMES, BUDGET_MS = (1, 8, 32), 200, 80.0
 GOAL_MS = {1: 6.5, 32: 20.0}  # by batch, on an H200

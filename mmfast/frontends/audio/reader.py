@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.kinds import OTHER, sniff_sound
-from mmfast.frontends.audio.packets import decoded_sound
+from mmfast.frontends.audio.packets import OTHER, decoded_sound, sniff_sound
 from mmfast.frontends.audio.samples import ENCODINGS, check, decode_pcm, to_mono
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,

@@ -5,6 +5,7 @@ A causal convolution of effective kernel k and stride s needs the k - s inputs b
 bias belongs to them once. Both ends of a stream are padded as the offline layer does.
 """
 
+# ruff: noqa: D102 (`CodecLayer` documents the methods of its kinds)
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -53,7 +54,6 @@ class Conv(CodecLayer):
         return Past(context, recent, fresh, 0)
 
     def step(self, state: Past, x: Tensor) -> tuple[Past, Tensor]:
-        """Run `[B, C, t]` to the outputs whose inputs are all known."""
         total = state.total + x.shape[-1]
         recent = state.recent
         if self.keep:
@@ -69,7 +69,6 @@ class Conv(CodecLayer):
         return Past(context[..., n * self.stride :], recent, fresh, total), out
 
     def finish(self, state: Past) -> Tensor | None:
-        """Return the outputs that padding at the end completes."""
         extra = -state.total % self.stride if self.whole else 0
         if not state.total or not self.right + extra:
             return self._unbegun(state, 0)
@@ -84,7 +83,6 @@ class Conv(CodecLayer):
         return self._run(context) if context.shape[-1] >= self.kernel else None
 
     def count(self, n: int) -> int:
-        """Return the number of outputs after `n` inputs."""
         if self.mode == "reflect" and self.left and n <= self.left:
             return 0
         return max(0, (n + self.left - self.kernel) // self.stride + 1)
@@ -137,7 +135,6 @@ class ConvTranspose(CodecLayer):
         self.in_step = left == 0
 
     def start(self, batch: int) -> Overlap:
-        """Return zeros, to which nothing has been added."""
         tail = self.weight.new_zeros(batch, self.channels, self.kernel - self.stride)
         return Overlap(tail, 0)
 
@@ -154,13 +151,11 @@ class ConvTranspose(CodecLayer):
         return Overlap(tail, state.total + n), self._biased(out[..., cut:])
 
     def finish(self, state: Overlap) -> Tensor | None:
-        """Return the part of the tail that is not cut off."""
         stop = self.kernel - self.stride - self.right
         cut = max(0, self.left - state.total * self.stride)
         return self._biased(state.tail[..., cut:stop]) if state.total and stop > cut else None
 
     def count(self, n: int) -> int:
-        """Return the number of outputs after `n` inputs."""
         return max(0, n * self.stride - self.left)
 
     def _biased(self, x: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ Other layers wait, for the first samples (reflection) or for later ones (look-ah
 look-ahead is longer than the latency allows run on a window around each frame (`Windowed`).
 """
 
+# ruff: noqa: D102 (`CodecLayer` documents the methods of its kinds)
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +53,6 @@ class Pointwise(CodecLayer):
         self.function, self.shape, self.dtype = function, shape, dtype
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """Apply the function; no input gives an empty output."""
         if x.shape[-1]:
             return state, self.function(x)
         shape = x.shape[1:-1] if self.shape is None else self.shape
@@ -75,7 +74,6 @@ class Recurrent(CodecLayer):
         return zeros, zeros
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """Run `[B, C, t]` to `[B, C, t]`."""
         if not x.shape[-1]:
             return state, x
         memory = tuple(each.transpose(0, 1).contiguous() for each in state)
@@ -91,11 +89,9 @@ class LayerChain(CodecLayer):
         self.in_step = all(layer.in_step for layer in self.layers)
 
     def start(self, batch: int) -> tuple[Any, ...]:
-        """Return a state for each layer."""
         return tuple(layer.start(batch) for layer in self.layers)
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """Run `[B, C, t]` through all layers."""
         states = []
         for layer, before in zip(self.layers, state, strict=True):
             after, x = layer.step(before, x)
@@ -103,7 +99,6 @@ class LayerChain(CodecLayer):
         return tuple(states), x
 
     def finish(self, state: Any) -> Tensor | None:
-        """Pass the rest of each layer through the layers after it."""
         out: Tensor | None = None
         for layer, own in zip(self.layers, state, strict=True):
             head = None
@@ -113,7 +108,6 @@ class LayerChain(CodecLayer):
         return out
 
     def count(self, n: int) -> int:
-        """Return the outputs of the last layer after `n` inputs of the first."""
         for layer in self.layers:
             n = layer.count(n)
         return n
@@ -134,12 +128,10 @@ class Residual(CodecLayer):
         self.in_step = all(branch.in_step for branch in branches)
 
     def start(self, batch: int) -> BranchBuffer:
-        """Return the start of all branches."""
         states = tuple(branch.start(batch) for branch in self.branches)
         return BranchBuffer(states, (None,) * len(states))
 
     def step(self, state: BranchBuffer, x: Tensor) -> tuple[BranchBuffer, Tensor]:
-        """Run `[B, C, t]` to the sum, as far as all branches have come."""
         pairs = [each.step(own, x) for each, own in zip(self.branches, state.states, strict=True)]
         states = tuple(pair[0] for pair in pairs)
         if self.in_step:
@@ -153,7 +145,6 @@ class Residual(CodecLayer):
         return BranchBuffer(states, ahead), sum_of([out[..., :n] for out in outs])
 
     def finish(self, state: BranchBuffer) -> Tensor | None:
-        """Return the sum of the rests of all branches."""
         ends = [each.finish(own) for each, own in zip(self.branches, state.states, strict=True)]
         outs = [join(old, new) for old, new in zip(state.ahead, ends, strict=True)]
         rest = [out for out in outs if out is not None]
@@ -163,7 +154,6 @@ class Residual(CodecLayer):
         return sum_of([out[..., :n] for out in rest])
 
     def count(self, n: int) -> int:
-        """Return the count of the slowest branch."""
         return min(branch.count(n) for branch in self.branches)
 
 
@@ -193,11 +183,9 @@ class Edge(CodecLayer):
         return x[..., -1:].clone(), torch.cat([copies, x], -1) if state is None else x
 
     def finish(self, state: Tensor | None) -> Tensor | None:
-        """Return the copies of the last sample."""
         return None if state is None else state.expand(*state.shape[:2], self.right)
 
     def count(self, n: int) -> int:
-        """Return `n` and the copies before the first sample."""
         return n + self.left if n else 0
 
 
@@ -216,21 +204,17 @@ class Capped(CodecLayer):
         self.layer, self.ratio, self.in_step = layer, ratio, layer.in_step
 
     def start(self, batch: int) -> Due:
-        """Return the state before the first input."""
         return Due(self.layer.start(batch), 0, 0)
 
     def step(self, state: Due, x: Tensor) -> tuple[Due, Tensor]:
-        """Run the layer and count."""
         inner, out = self.layer.step(state.inner, x)
         return Due(inner, state.total + x.shape[-1], state.given + out.shape[-1]), out
 
     def finish(self, state: Due) -> Tensor | None:
-        """Return the part of the rest that is still due."""
         tail = join(None, self.layer.finish(state.inner))
         return None if tail is None else tail[..., : self.ratio * state.total - state.given]
 
     def count(self, n: int) -> int:
-        """Return the count of the layer."""
         return self.layer.count(n)
 
 
@@ -264,22 +248,18 @@ class Windowed(CodecLayer):
         self.back, self.ahead, self.like = back, ahead, like
 
     def start(self, batch: int) -> FrameWindow:
-        """Return the state before the first frame."""
         return FrameWindow(self.like.new_zeros(batch, self.channels, 0), 0, 0)
 
     def step(self, state: FrameWindow, x: Tensor) -> tuple[FrameWindow, Tensor]:
-        """Run whole frames `[B, C, t * unit]` to the frames whose window is full."""
         frames = torch.cat([state.frames, x], -1)
         total = state.total + x.shape[-1] // self.unit
         state = FrameWindow(frames, state.done, total)
         return self._give(state, max(state.done, total - self.ahead))
 
     def finish(self, state: FrameWindow) -> Tensor | None:
-        """Return the last frames, whose windows end with the stream."""
         return self._give(state, state.total)[1] if state.total > state.done else None
 
     def count(self, n: int) -> int:
-        """Return the number of outputs after `n` inputs."""
         return max(0, n // self.unit - self.ahead) * self.yields
 
     def _give(self, state: FrameWindow, until: int) -> tuple[FrameWindow, Tensor]:
@@ -306,11 +286,3 @@ def at_once(layers: CodecLayer) -> Callable[[Tensor], Tensor]:
         return out if tail is None else torch.cat([out, tail], -1)
 
     return whole
-
-
-def deviation(exact: Tensor, other: Tensor) -> tuple[float, float]:
-    """Largest difference of two sounds, and the ratio of error to signal in decibels."""
-    error = other.double() - exact.double()
-    power = float(exact.double().pow(2).mean().clamp(min=1e-30))
-    noise = float(error.pow(2).mean().clamp(min=1e-30))
-    return float(error.abs().max()), 10 * math.log10(noise / power)

@@ -124,7 +124,7 @@ class BatchWorker:
         """Load the model; return the error, "" if there is none."""
         import torch
 
-        from mmfast.models.quiet import quiet
+        from mmfast.cli.output import quiet
 
         quiet()
         torch.set_num_threads(self._threads)

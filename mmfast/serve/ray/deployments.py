@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmfast.cli.output import quiet
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.loading import load
-from mmfast.models.quiet import quiet
 from mmfast.serve.engine.base import Delta, Event, Failure, Request, failure
 from mmfast.serve.engine.slots import moved
 from mmfast.serve.ray.cluster import Cluster, calm, share, sharing

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import KVBlock, Numbers
-from mmfast.core.size import parse_bytes
+from mmfast.core.trace import parse_bytes
 from mmfast.ops.quantisation import PackedTensor, Quantiser
 from mmfast.streams.archive.files import compact, value
 

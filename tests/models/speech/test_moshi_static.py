@@ -17,9 +17,16 @@ from mmfast.decoding.codebooks import CodeChoice, copy_frame
 from mmfast.decoding.sampling import Sampling
 from mmfast.models.speech import moshi as moshi_voice
 from mmfast.models.speech.moshi import MoshiVoice
-from mmfast.models.speech.moshi_graphs import MoshiFrames, MoshiStatic, StaticStage, frame_bytes
+from mmfast.models.speech.moshi_graphs import (
+    Compiled,
+    CudaGraphs,
+    Eager,
+    MoshiFrames,
+    MoshiStatic,
+    StaticStage,
+    frame_bytes,
+)
 from mmfast.models.speech.moshi_steps import MoshiSteps
-from mmfast.ops.cuda_graphs import Compiled, CudaGraphs, Eager
 
 HOP = 1920
 
