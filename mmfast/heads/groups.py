@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, Wide, likeliest, width_of
-from mmfast.heads.depth import StepLinear
-from mmfast.heads.time_layers import TimeStack
+from mmfast.heads.depth import StepLinear, TimeStack
 from mmfast.ops.codebooks import CodeLoss, adaptive_weights, check_delays, code_loss
 from mmfast.ops.stream_cache import crop, empty
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mmfast.core.kv import KVBlock
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, Wide, likeliest, width_of
-from mmfast.heads.time_layers import TimeStack
+from mmfast.heads.depth import TimeStack
 from mmfast.ops.codebooks import CodeLoss, code_loss
 from mmfast.ops.stream_cache import crop, empty
 

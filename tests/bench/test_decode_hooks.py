@@ -221,7 +221,7 @@ def _captured(reduce: str | None) -> tuple[torch.Tensor, torch.Tensor]:
             place.add_(1)
             token.copy_(out)
 
-        replay = CudaGraphs("cpu", FakeCuda()).record(step)
+        replay = CudaGraphs("cpu", FakeCuda())(step)
         for layer in cache.layers:  # warming up has taken steps: back to the end of the prompt
             layer.cumulative_length.sub_(WARM_UPS + 1)
         place.fill_(length)

@@ -21,9 +21,9 @@ from mmfast.bench.timing import frozen, one_thread, quantile
 from mmfast.decoding.sampling import Sampling
 from mmfast.models.speech.moshi import MoshiVoice
 from mmfast.models.speech.moshi_graphs import (
-    Compiled,
     GraphRecorder,
     MoshiFrames,
+    compile_run,
     frame_bytes,
     graphs_for,
 )
@@ -54,7 +54,7 @@ def moshi_frame(tick: Tick) -> list[Row]:
     """Measure the 7B shape where there is a GPU, else the tiny one."""
     if torch.cuda.is_available():
         return measure(SEVEN_B, "moshi-7b", BATCHES, FRAMES, "cuda", tick=tick)
-    small = measure(TINY, "tiny", (1,), 60, "cpu", Compiled(), tick=tick)  # compiles for minutes
+    small = measure(TINY, "tiny", (1,), 60, "cpu", compile_run, tick=tick)  # compiles for minutes
     small += measure(TINY, "tiny", (8,), 60, "cpu", tick=tick)
     return [*small, *(unmeasured(SEVEN_B, "moshi-7b", batch) for batch in BATCHES)]
 

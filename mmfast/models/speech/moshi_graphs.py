@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,31 +33,19 @@ WARM_UPS = 3  # lazy initialisation and choice of algorithms must be over before
 Run = Callable[[], None]
 
 
-class GraphRecorder(Protocol):
-    """Records functions."""
-
-    def record(self, run: Run) -> Run:
-        """Return a replay of `run`, which may be called several times to record it."""
+# Takes a function, which it may call several times, and returns a replay of it.
+GraphRecorder = Callable[[Run], Run]
 
 
-class Eager:
+def eager(run: Run) -> Run:
     """No recording: a function is its own replay."""
-
-    def record(self, run: Run) -> Run:
-        """Return the function."""
-        return run
+    return run
 
 
-class Compiled:
+def compile_run(run: Run, **options: Any) -> Run:
     """One graph of torch.compile with these options, or an error where it would be several."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-
-    def record(self, run: Run) -> Run:
-        """Return the compiled function; it compiles at its first call."""
-        compiled: Run = torch.compile(run, fullgraph=True, dynamic=False, **self.options)
-        return compiled
+    replay: Run = torch.compile(run, fullgraph=True, dynamic=False, **options)
+    return replay
 
 
 class CudaGraphs:
@@ -67,7 +55,7 @@ class CudaGraphs:
         self.device, self.cuda = torch.device(device), cuda
         self.pool: Any = None
 
-    def record(self, run: Run) -> Run:
+    def __call__(self, run: Run) -> Run:
         """Warm up on a side stream, capture, and return the replay."""
         cuda = self.cuda
         with cuda.device(self.device):
@@ -88,8 +76,8 @@ class CudaGraphs:
 
 
 def graphs_for(device: torch.device | str) -> GraphRecorder:
-    """Return a recorder of CUDA graphs on a CUDA device, `Eager` elsewhere."""
-    return CudaGraphs(device) if torch.device(device).type == "cuda" else Eager()
+    """Return a recorder of CUDA graphs on a CUDA device, `eager` elsewhere."""
+    return CudaGraphs(device) if torch.device(device).type == "cuda" else eager
 
 
 class MoshiStatic:
@@ -125,7 +113,7 @@ class MoshiStatic:
         self._cache = cache_over(len(shapes), self._write_ring, lambda _: 0)
         self._buffers(like)
         graphs = graphs or graphs_for(like.device)
-        self._hear, self._say = graphs.record(self._temporal), graphs.record(self._depth)
+        self._hear, self._say = graphs(self._temporal), graphs(self._depth)
         self.reset()
 
     def _buffers(self, like: Tensor) -> None:
@@ -274,7 +262,7 @@ class StaticStage:
         state, out = self.layers.step(self._state, given)
         tree_map(_same_shape, self._state, state)
         self.out = torch.zeros_like(out)
-        self._replay = (graphs or graphs_for(given.device)).record(self._run)
+        self._replay = (graphs or graphs_for(given.device))(self._run)
         self.reset()
 
     @torch.no_grad()
@@ -307,24 +295,15 @@ def _same_shape(old: Tensor, new: Any) -> Tensor:
     return old
 
 
-class MoshiParts(Protocol):
-    """Steps and codec of a Moshi, as `MoshiVoice` has them."""
-
-    steps: MoshiSteps
-    codec: Any
-
-
 class MoshiFrames:
     """B conversations with Moshi in step; each frame is what `MoshiVoice.step` gives.
 
-    The drafter of `voice` is not used, as all codes of a frame are said one after the other inside
-    one graph. `graphs` is what records, None: CUDA graphs on a CUDA device. ModelError: the codec
-    has no steps of a fixed shape.
+    `voice` is a `MoshiVoice`; its drafter is not used, as all codes of a frame are said one after
+    the other inside one graph. `graphs` is what records, None: CUDA graphs on a CUDA device.
+    ModelError: the codec has no steps of a fixed shape.
     """
 
-    def __init__(
-        self, voice: MoshiParts, batch: int = 1, graphs: GraphRecorder | None = None
-    ) -> None:
+    def __init__(self, voice: Any, batch: int = 1, graphs: GraphRecorder | None = None) -> None:
         steps = voice.steps
         codec = voice.codec
         device = steps.model.device

@@ -25,8 +25,16 @@ from torch.nn import functional
 
 from mmfast.core.errors import ModelError
 from mmfast.frontends.codecs.base import check_codes
-from mmfast.frontends.codecs.convolution import Conv, ConvTranspose
-from mmfast.frontends.codecs.layers import Capped, CodecLayer, Edge, LayerChain, Pointwise, Residual
+from mmfast.frontends.codecs.layers import (
+    Capped,
+    CodecLayer,
+    Conv,
+    ConvTranspose,
+    Edge,
+    LayerChain,
+    Pointwise,
+    Residual,
+)
 from mmfast.frontends.codecs.stages import stream
 from mmfast.ops.attention import rotate
 
