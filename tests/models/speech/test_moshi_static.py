@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from mmfast.models.speech.moshi_graphs import (
     MoshiFrames,
     MoshiStatic,
     StaticStage,
-    compiled,
+    compile_run,
     eager,
     frame_bytes,
 )
@@ -154,7 +155,7 @@ def test_each_part_compiles_as_one_graph_and_only_once(model: Any) -> None:
     torch._dynamo.reset()
     counters.clear()
     compiled, plain = (
-        MoshiFrames(voice, 1, partial(compiled, backend="eager")),
+        MoshiFrames(voice, 1, partial(compile_run, backend="eager")),
         MoshiFrames(voice, 1),
     )
     for pcm in _sound(1, 8):
@@ -175,7 +176,7 @@ def test_a_planted_look_at_a_value_is_found(model: Any, monkeypatch: pytest.Monk
         MoshiStatic(model, 1, graphs=CudaGraphs("cpu", FakeCuda()))
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        MoshiStatic(model, 1, graphs=partial(compiled, backend="eager"))
+        MoshiStatic(model, 1, graphs=partial(compile_run, backend="eager"))
 
 
 def test_a_state_that_moves_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
