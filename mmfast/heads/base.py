@@ -189,10 +189,6 @@ class AudioHead(nn.Module):
                 first = state.first[module]
                 first[row] = min(first[row], filled[row])
 
-    def reset(self, state: HeadState, rows: Sequence[bool]) -> None:
-        """Start some streams anew."""
-        self.crop(state, [0 if row else n for row, n in zip(rows, state.length, strict=True)])
-
     def draft(self, state: HeadState, token: Tensor, limit: int, rows: Rows, pick: Pick) -> int:
         """Guess the tokens behind `token`; returns how many modules have run.
 

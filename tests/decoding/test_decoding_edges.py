@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import decode_models as small
@@ -36,7 +37,8 @@ from mmfast.decoding.sampling import Sampling, process
     ],
 )
 def test_schedules(spec: Any, letters: str) -> None:
-    assert parse_schedule(spec).letters(len(letters)) == letters
+    passes = (each for drafts in parse_schedule(spec).runs() for each in "M" + "m" * drafts)
+    assert "".join(islice(passes, len(letters))) == letters
 
 
 @pytest.mark.parametrize("spec", ["turbi", "mM", "1", "1,2,3", "0,4", (), "", "M m"])

@@ -5,6 +5,7 @@ on the model, so any number of streams may use it. `StreamDecoder` runs a decode
 state a value.
 """
 
+# ruff: noqa: D102 (`heads.base.Trunk` documents what heads use)
 from __future__ import annotations
 
 import copy
@@ -50,10 +51,6 @@ class BackboneState:
     def crop(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths` tokens of each stream; nothing is copied."""
         self.lengths = [min(a, b) for a, b in zip(self.lengths, lengths, strict=True)]
-
-    def reset(self, rows: Sequence[bool]) -> None:
-        """Start some streams anew."""
-        self.lengths = [0 if row else n for row, n in zip(rows, self.lengths, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +121,6 @@ class Backbone:
     # --- what heads are made of, see mmfast.heads.base.Trunk -----------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings `[.., D]` of ids `[..]`."""
         if type(self._table) is nn.Embedding:
             return F.embedding(ids, self._table.weight)
         found: Tensor = self._table(ids)
@@ -147,7 +143,6 @@ class Backbone:
         return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
 
     def new_layer(self, ffn: int | None = None) -> nn.Module:
-        """A decoder layer of the model's own class, its inner width `ffn` where given."""
         config = copy.deepcopy(self.config)
         if ffn is not None:
             config.intermediate_size = ffn
@@ -155,29 +150,23 @@ class Backbone:
         return self._fresh(layer)
 
     def new_norm(self) -> nn.Module:
-        """A norm of the model's own class."""
         norm: nn.Module = copy.deepcopy(self.final_norm).requires_grad_(True)
         return norm
 
     def new_output(self) -> nn.Module:
-        """An output matrix, a copy of the model's to begin with."""
         output: nn.Module = copy.deepcopy(self._output).requires_grad_(True)
         return output
 
     def block(self, layer: nn.Module) -> Block:
-        """The layer as it is called on pieces of streams."""
         return Lean(layer) if self.lean else Stock(layer)
 
     def normer(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
-        """The norm as it is called on pieces of streams."""
         return lean_norm(norm) if self.lean else norm
 
     def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
-        """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
         return (lean_entry if self.lean else stock_entry)(norms, linear)
 
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The layer on whole sequences `[B, T, D]`, causal, differentiable."""
         n = x.shape[1]
         place = self.placer.even(0, n)
         if mask is None and self.config._attn_implementation == "eager" and n > 1:
