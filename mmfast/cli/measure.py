@@ -149,8 +149,7 @@ def evaluate(
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
     from mmfast.cli.output import quiet
-    from mmfast.core.spec import check_names
-    from mmfast.planner.target import AUTO
+    from mmfast.core.spec import AUTO, check_names
 
     quiet()
     check_names(reduce or [], cache or [])
@@ -198,7 +197,7 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
     from mmfast.bench.own_data import read_questions, run_data
     from mmfast.bench.report.answers import HEAD, cells, write_csv, write_html
     from mmfast.bench.results import append, environment, eval_rows
-    from mmfast.planner.target import AUTO
+    from mmfast.core.spec import AUTO
 
     if AUTO in (given["reduce"] or []):
         raise MmfastError("--reduce auto chooses for one request; give --data a spec")

@@ -9,6 +9,7 @@ from typing import Any
 
 from mmfast.core import trace as sizes
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.spec import AUTO
 
 # Points of accuracy that a quality may cost; None is whatever is best at a tenth of the tokens.
 QUALITIES: Mapping[str, float | None] = {"high": 0.01, "balanced": 0.03, "fast": None}
@@ -58,9 +59,6 @@ def make_target(
     if target_tokens is not None:
         _positive("target_tokens", target_tokens, "a whole number of tokens such as 64", whole=True)
     return Target(target_ttft_ms, target_tokens, parse_bytes(max_memory), quality, kind)
-
-
-AUTO = "auto"
 
 
 def automatic(reduce: str | None, target: Target) -> tuple[str | None, Target]:
