@@ -29,9 +29,9 @@ from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, dtype_name, environment
 from mmfast.bench.stages import MeasuredStage
 from mmfast.core.spec import parse
+from mmfast.models.cost import FirstToken
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.loading import EMBEDDED
-from mmfast.models.timing import FirstToken
 from mmfast.planner.calibration import Tick
 from mmfast.planner.cost import Cost, ModelShape, Work, shape_of, work_of
 from mmfast.planner.learner import Learner, Run

@@ -37,7 +37,7 @@ from mmfast.bench.stages import (
 from mmfast.bench.timing import Clock, clock_of, frozen, threads_set
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
-from mmfast.models.reduction.signals import from_tower
+from mmfast.models.reduction.tower_signals import from_tower
 
 REDUCING, SHARE = "reducing", "share"  # beside the stages in a sample
 _NO_SPEED = dict.fromkeys(("speedup", "ideal", "of_ideal", "of_oracle"))

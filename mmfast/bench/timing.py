@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import peak_bytes
-from mmfast.models.timing import Clock as Clock
-from mmfast.models.timing import timed as timed
+from mmfast.models.cost import Clock as Clock
+from mmfast.models.cost import timed as timed
 from mmfast.streams.archive.tiers import give_back
 
 Sample = Mapping[str, float]  # milliseconds by stage, of one run

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmfast.core import size as sizes
+from mmfast.core import trace as sizes
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import AUTO
 
@@ -78,7 +78,7 @@ def check_alone(target: Target, reduce: str | None) -> None:
 
 
 def parse_bytes(value: str | int | None) -> int | None:
-    """Read a limit of memory such as `"2GB"`; see `mmfast.core.size.parse_bytes`."""
+    """Read a limit of memory such as `"2GB"`; see `mmfast.core.trace.parse_bytes`."""
     size = sizes.parse_bytes(value, "max_memory=")
     if size is not None:
         _positive("max_memory", size, "a size such as 2GB or 1.5GiB, or a number of bytes")

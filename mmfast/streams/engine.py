@@ -24,10 +24,10 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
-from mmfast.models.layers import FULL, kind_of
 from mmfast.models.reduction.cache_layers import Pair, cache_over
 from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.probe import intercepting
+from mmfast.models.wrappers import FULL, kind_of
 from mmfast.ops.eviction import evict
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.streams.archive.archive import Archive

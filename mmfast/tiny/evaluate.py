@@ -15,11 +15,11 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.spec import Spec, parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.cost import FirstToken
 from mmfast.models.families.adapter import token_counts
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.prompt import Shot, build_inputs
 from mmfast.models.reduction.inputs import encoded
-from mmfast.models.timing import FirstToken
 from mmfast.tiny.suites import Suite, SuiteCase, suite_of
 from mmfast.tiny.suites import suite as suite
 from mmfast.tiny.training import shares

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, ModelError, unknown
 from mmfast.core.speech import Listener, Sound, Speaker, Turn
 from mmfast.models import loading
-from mmfast.models.speech.families import SpeechFamily, speech_families
+from mmfast.models.loading import SpeechFamily, speech_families
 
 _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
 

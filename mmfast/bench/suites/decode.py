@@ -25,9 +25,15 @@ from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.stages import ceilings
 from mmfast.bench.timing import frozen, one_thread, quantile
 from mmfast.decoding.sampling import Sampling
-from mmfast.models.speech.moshi import MoshiVoice, UserSound
-from mmfast.models.speech.moshi_graphs import MoshiFrames, frame_bytes
-from mmfast.ops.cuda_graphs import Compiled, GraphRecorder, graphs_for
+from mmfast.models.speech.moshi import MoshiVoice
+from mmfast.models.speech.moshi_graphs import (
+    GraphRecorder,
+    MoshiFrames,
+    compile_run,
+    frame_bytes,
+    graphs_for,
+)
+from mmfast.models.speech.moshi_steps import UserSound
 
 K = TypeVar("K")
 
@@ -326,7 +332,7 @@ def moshi_frame(tick: Tick) -> list[Row]:
     if torch.cuda.is_available():
         return measure_moshi(SEVEN_B, "moshi-7b", BATCHES, FRAMES, "cuda", tick=tick)
     # This one compiles for minutes.
-    small = measure_moshi(TINY, "tiny", (1,), 60, "cpu", Compiled(), tick=tick)
+    small = measure_moshi(TINY, "tiny", (1,), 60, "cpu", compile_run, tick=tick)
     small += measure_moshi(TINY, "tiny", (8,), 60, "cpu", tick=tick)
     return [*small, *(unmeasured(SEVEN_B, "moshi-7b", batch) for batch in BATCHES)]
 

@@ -19,10 +19,9 @@ from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.suites.speech_speed import draft_weights, trunk_weights
 from mmfast.decoding import codebooks
-from mmfast.decoding.adapt import Costs
 from mmfast.decoding.drafting import parse_schedule
 from mmfast.decoding.loop import SingleDecoder
-from mmfast.decoding.row import Open
+from mmfast.decoding.row import Costs, Open
 from mmfast.decoding.sampling import Sampling
 from mmfast.heads.code_base import CodeMlp
 from mmfast.heads.depth import DepthHead

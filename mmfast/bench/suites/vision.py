@@ -27,7 +27,7 @@ from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.timing import OperationCount, compare_jobs, one_thread, peak_during, timed
 from mmfast.core.errors import MmfastError
-from mmfast.models.flops import linear_macs, tower_flops
+from mmfast.models.cost import linear_macs, tower_flops
 from mmfast.models.vision.acceleration import MODES, as_linear, check_encoder, fast_encoder
 from mmfast.models.vision.merge_pass import MergePass, MergePlan
 from mmfast.ops.attention import segment_attention

@@ -28,11 +28,10 @@ from mmfast.models.kv.packs import (
     split_packs,
 )
 from mmfast.models.kv.retrieval import Reading, read_of
-from mmfast.models.layers import FULL, kind_of
 from mmfast.models.patching import override, stand_behind
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.call import Arming, PassState, PromptPart, length_of
-from mmfast.models.wrappers import base_of, decoder_of
+from mmfast.models.wrappers import FULL, base_of, decoder_of, kind_of
 from mmfast.ops.quantisation import Quantiser, quantise
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.kinds import sniff_sound
+from mmfast.frontends.audio.packets import sniff_sound
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.image import kind_of
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, magic_kind

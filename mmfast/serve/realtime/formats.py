@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmfast.frontends.audio.samples import decode_pcm
+from mmfast.frontends.audio.reader import decode_pcm
 from mmfast.ops.audio import Resampler
 from mmfast.serve.realtime.protocol import EventError
 from mmfast.voice.channel import Inlet

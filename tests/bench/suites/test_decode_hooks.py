@@ -21,7 +21,7 @@ from mmfast.bench.suites import decode
 from mmfast.models.patching import stand_before, stand_behind
 from mmfast.models.reduction import hooks
 from mmfast.models.reduction.call import Arming
-from mmfast.ops.cuda_graphs import WARM_UPS, CudaGraphs
+from mmfast.models.speech.moshi_graphs import WARM_UPS, CudaGraphs
 
 FAMILY = "llava_onevision"
 HOME = str(Path(mmfast.__file__).parent)
@@ -221,7 +221,7 @@ def _captured(reduce: str | None) -> tuple[torch.Tensor, torch.Tensor]:
             place.add_(1)
             token.copy_(out)
 
-        replay = CudaGraphs("cpu", FakeCuda()).record(step)
+        replay = CudaGraphs("cpu", FakeCuda())(step)
         for layer in cache.layers:  # warming up has taken steps: back to the end of the prompt
             layer.cumulative_length.sub_(WARM_UPS + 1)
         place.fill_(length)

@@ -22,7 +22,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mmfast.heads.mtp import head_loss
 from mmfast.models.decoder.backbone import Backbone, make_head
 
 VOCABULARY = 24
@@ -93,7 +92,7 @@ def trained(head: str, window: int = 0) -> tuple[Any, Backbone, Any]:
     optimiser = torch.optim.AdamW(made.parameters(), lr=5e-3)
     for _ in range(40):
         ids = sentences(24, 24, generator)
-        loss = head_loss(made, *read(backbone, ids, made.reads), ids).loss
+        loss = made.loss(*read(backbone, ids, made.reads), ids).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

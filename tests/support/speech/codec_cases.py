@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -99,3 +100,11 @@ def in_pieces(stage: Any, x: Tensor, sizes: list[int] | int) -> Tensor:
         outs.append(out)
         at, i = at + n, i + 1
     return torch.cat([*outs, stage.finish(state)], -1)
+
+
+def deviation(exact: Tensor, other: Tensor) -> tuple[float, float]:
+    """Largest difference of two sounds, and the ratio of error to signal in decibels."""
+    error = other.double() - exact.double()
+    power = float(exact.double().pow(2).mean().clamp(min=1e-30))
+    noise = float(error.pow(2).mean().clamp(min=1e-30))
+    return float(error.abs().max()), 10 * math.log10(noise / power)
