@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -294,7 +296,7 @@ def _run(folder: Path, out: Path, engine: str, workers: int) -> Row:
     return {name: round(value, 3) for name, value in row.items()}
 
 
-_TIMEOUT = 120.0  # seconds to wait for an answer
+_TIMEOUT = 300.0  # seconds to wait for an answer
 FIRST_QUESTIONS = {"text": "Hello?", "clip": "Which way does the red circle move?"}
 
 
@@ -332,12 +334,12 @@ def _start(name: str) -> Row:
             process.kill()
 
 
-def _url(process: subprocess.Popen[str]) -> str:
+def _url(process: subprocess.Popen[str], mark: str = "listening on ") -> str:
     log = ""
     for line in process.stderr or ():
         log += line
-        if "listening on " in line:
-            return line.partition("listening on ")[2].split()[0]
+        if mark in line:
+            return line.partition(mark)[2].split()[0]
     raise MmfastError(f"the server did not start: {log.strip()[-200:]}")
 
 
@@ -358,6 +360,7 @@ def _ask(url: str, name: str) -> None:
 
 
 REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
+KILLS = 3  # of a replica of `mmfast serve`
 
 
 @benchmark("serve", "faults")
@@ -376,7 +379,124 @@ def faults(tick: Tick) -> list[Row]:
                     tick(f"ray: {role}", len(found), len(parts) + 1)
             finally:
                 engine.close()
+        with ray_server(model, REPLICAS) as url:
+            for number in range(KILLS):
+                found.append({"engine": "mmfast serve --engine ray", **server_trial(url)})
+                tick("mmfast serve: answer", number + 1, KILLS)
     return found
+
+
+@contextmanager
+def ray_server(model: Path, replicas: int, *options: str) -> Iterator[str]:
+    """Start `mmfast serve --engine ray` with copies of the whole engine; give its URL."""
+    command = [sys.executable, "-m", "mmfast", "serve", "--engine", "ray", "--port", "0"]
+    command += ["--model", str(model), "--replicas", str(replicas), "--device", "cpu"]
+    command += ["--name", "endless", "--no-voice", "--no-demo", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = _url(process, "ready: ").removesuffix("/v1")
+            threading.Thread(target=list, args=(process.stderr,), daemon=True).start()
+            yield url
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_TIMEOUT)
+            process.kill()
+
+
+class StreamedChat(threading.Thread):
+    """A chat with a server, as a stream read by a thread of its own."""
+
+    def __init__(self, url: str, question: str, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.ask, self.begun, self.text, self.error = (question, tokens), threading.Event(), "", ""
+        self.process, self.again, self.ended, self.at = 0, 0, False, 0.0
+        self.retry_after: str | None = None
+        message = {"role": "user", "content": question}
+        document = {"model": "endless", "messages": [message], "stream": True, "temperature": 0}
+        data = json.dumps({**document, "max_tokens": tokens}).encode()
+        kind = {"Content-Type": "application/json"}
+        self._request = urllib.request.Request(f"{url}/v1/chat/completions", data, kind)
+        self.asked = time.perf_counter()
+        self.start()
+
+    def run(self) -> None:
+        """Read the stream to its end."""
+        try:
+            with urllib.request.urlopen(self._request, timeout=_TIMEOUT) as reply:
+                for line in reply:
+                    self._take(line.decode().removeprefix("data: ").strip())
+        except urllib.error.HTTPError as error:
+            self.error, self.retry_after = error.read().decode(), error.headers["Retry-After"]
+        except OSError as error:
+            self.error = f"{type(error).__name__}: {error}"
+        self.at = time.perf_counter()
+
+    def _take(self, data: str) -> None:
+        if data == "[DONE]":
+            self.ended = True
+        elif data.startswith("{"):
+            document = json.loads(data)
+            if "error" in document:
+                self.error = data
+            for choice in document.get("choices", ()):
+                self.text += choice["delta"].get("content") or ""
+            trace = document.get("mmfast")
+            if trace:
+                self.process, self.again = trace["workers"]["answer"], trace["lost_replicas"]
+            if self.text:
+                self.begun.set()
+
+
+def server_trial(
+    url: str, bystanders: int = 6, later: int = 2 * LATER, every: float = EVERY, tokens: int = 600
+) -> Row:
+    """Kill one of two replicas of a server under streams that come at a fixed rate."""
+    asks = [(f"what is {name}?", count) for name in "ab" for count in (tokens, 16)]
+    alone = {ask: _over(StreamedChat(url, *ask)).text for ask in asks}
+    full = workers_of(url)
+    burst = [_over(each) for each in [StreamedChat(url, *asks[1]) for _ in range(8)]]
+    victim = burst[0].process
+    chats = [StreamedChat(url, *asks[number % 2 * 2]) for number in range(bystanders)]
+    _await([each.begun for each in chats], _TIMEOUT)
+    for number in range(later + LATER):
+        if number == LATER:
+            on_it = [each for each in chats if each.begun.is_set() and each.is_alive()]
+            os.kill(victim, signal.SIGKILL)
+            killed, asked = time.perf_counter(), len(chats)
+            recovered = _recovery(lambda: workers_of(url), full, killed, _TIMEOUT)
+        chats.append(StreamedChat(url, *asks[number % 2 * 2 + 1]))
+        time.sleep(every)
+    for each in chats:
+        _over(each)
+    recovered[0].join()
+    lost = [each for each in chats if "replica_lost" in each.error]
+    ended, after = [each for each in chats if each.ended], chats[asked:]
+    row: Row = {"role": "answer", "replicas": int(full), "streams": len(chats), "lost": len(lost)}
+    row["wrongly_lost"] = sum(f"process {victim})" not in e.error or e not in on_it for e in lost)
+    row |= {"lost_later": sum(each in lost for each in after), "completed": len(ended)}
+    row["other_errors"] = len(chats) - len(ended) - len(lost)
+    row["other_text"] = sum(each.text != alone[each.ask] for each in ended)
+    row |= {"asked_again": sum(e.again > 0 for e in ended), "burst": len({*map(_process, burst)})}
+    row["seconds_to_answer"] = round(min(e.at for e in after if e.ended) - killed, 3)
+    row["slowest_later_s"] = round(max(each.at - each.asked for each in after), 3)
+    return row | {"seconds_to_recover": recovered[1]}
+
+
+def _over(each: StreamedChat) -> StreamedChat:
+    each.join(_TIMEOUT)
+    return each
+
+
+def _process(each: StreamedChat) -> int:
+    return each.process
+
+
+def workers_of(url: str) -> float:
+    """Return the number of whole engines that a server reports."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=_TIMEOUT) as reply:
+        found = re.search(r'name="workers_answer"\} ([\d.]+)', reply.read().decode())
+    return float(found[1]) if found else 0.0
 
 
 @contextmanager
@@ -432,6 +552,9 @@ def trial(
     row |= {"wrongly_lost": len(lost & spared), "lost_later": len(later_lost)}
     row["completed"] = sum(isinstance(each.last, Finish) for each in records)
     row["other_errors"] = sum(isinstance(e.last, Failure) and not _lost(e) for e in records)
+    row["asked_again"] = sum(
+        isinstance(e.last, Finish) and e.last.trace["lost_replicas"] > 0 for e in records
+    )
     wait = round(min(answered) - killed, 3) if answered else None
     return row | {"seconds_to_answer": wait, "seconds_to_recover": recovered[1]}
 
