@@ -361,8 +361,8 @@ def _ask(url: str, name: str) -> None:
 
 REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
 KILLS = 3  # of a replica of `mmfast serve`
-COUNTS = ("streams", "lost", "wrongly_lost", "lost_later", "completed", "other_errors")
-COUNTS += ("other_text", "asked_again")
+COUNTS = ["streams", "lost", "wrongly_lost", "lost_later", "completed", "other_errors"]
+COUNTS += ["other_text", "asked_again"]
 
 
 @benchmark("serve", "faults")

@@ -270,7 +270,7 @@ def deploy(
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    router = RequestRouterConfig(request_router_class=ROUTER)
+    routing: dict[str, Any] = {"request_router_class": ROUTER}
     have, count = cluster.resources(), sum(replicas.values())
     parts = share(have, count, plan.device, spare=0.1)  # leaves room for the controller
     places = cluster.machines() if not parts["num_gpus"] else int(have["GPU"])
@@ -284,7 +284,7 @@ def deploy(
             num_replicas=replicas[role],
             max_ongoing_requests=plan.slots if role == last else 8,
             max_queued_requests=-1,  # the engine limits the queue
-            request_router_config=router,
+            request_router_config=RequestRouterConfig(**routing),
             ray_actor_options=parts,
             health_check_period_s=1.0,
             health_check_timeout_s=30.0,  # a busy replica may answer late

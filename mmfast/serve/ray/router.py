@@ -15,7 +15,6 @@ from typing import Any
 from ray.serve.request_router import (
     PendingRequest,
     ReplicaID,
-    ReplicaResult,
     RequestRouter,
     RunningReplica,
 )
@@ -49,7 +48,7 @@ class LeastRequestsRouter(RequestRouter):
         return [[each] for each in order]
 
     def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Note the replica that took a request; a full one passes it on."""
         name = pending_request.metadata.internal_request_id
