@@ -65,6 +65,8 @@ async def _attempt(
 ) -> base.Event | None:
     """Send a request through the replicas; None where the answer breaks off."""
     request = stream.request
+    if stream.losses:  # a replica that only seemed dead may still hold the name
+        request = replace(request, id=f"{request.id}-{stream.losses}")
     if WHOLE in handles:
         responses = [handles[WHOLE].remote(request)]
     else:  # handles take each other's responses: results go from replica to replica

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 
     from mmfast.serve.ray.router import LeastRequestsRouter
 
-from mmfast.serve.engine.base import Delta, Event, Failure, Finish  # noqa: E402
+from mmfast.serve.engine.base import Delta, Event, Failure, Finish, Request  # noqa: E402
 from mmfast.serve.ray.engine import RemoteStream, drive  # noqa: E402
 
 
@@ -116,7 +116,14 @@ def attempts(*tries: list[Any]) -> dict[str, Any]:
         def cancel(self) -> None:
             pass
 
-    return {"answer": SimpleNamespace(remote=lambda _: Response())}
+    names: set[str] = set()
+
+    def remote(request: Request) -> Response:
+        assert request.id not in names  # the first replica may only seem dead
+        names.add(request.id)
+        return Response()
+
+    return {"answer": SimpleNamespace(remote=remote)}
 
 
 def driven(*tries: list[Any]) -> tuple[Event, Inbox]:
