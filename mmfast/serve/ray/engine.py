@@ -100,10 +100,9 @@ async def _attempt(
 
 def _lost(stream: RemoteStream) -> base.Failure:
     """Return the last event of an answer whose replica died."""
-    *_, process = [0, *stream.workers.values()]
-    which = f"the replica that worked on this answer{f' (process {process})' * bool(process)}"
-    if not stream.first:
-        which = f"{CHANCES} replicas in a row that worked on this request"
+    which = f"{CHANCES} replicas in a row that worked on this request"
+    if stream.first:
+        which = f"the replica that worked on this answer (process {[*stream.workers.values()][-1]})"
     return base.Failure(f"{which} died; ask again", 503, "replica_lost")
 
 

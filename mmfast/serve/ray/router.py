@@ -1,8 +1,7 @@
 """Routing of requests to the replica of a role with the fewest unfinished ones.
 
-Ray's own choice goes by queue lengths that replicas report, which a burst outruns: its requests all
-see the same replica free. One process alone asks the replicas here, so its own count is exact. Only
-Ray imports this module, by the name in `deployments.deploy`.
+Ray's own choice goes by queue lengths that replicas report, which a burst outruns. Here one process
+alone asks the replicas, so its own count is exact. Only Ray imports this module, by its name.
 """
 
 from __future__ import annotations
