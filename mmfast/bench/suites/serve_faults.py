@@ -97,7 +97,7 @@ class StreamedChat(threading.Thread):
                 for line in reply:
                     self._take(line.decode().removeprefix("data: ").strip())
         except OSError as error:
-            self.error = str(getattr(error, "read", lambda: repr(error))())
+            self.error = str(getattr(error, "read", error.__repr__)())
         self.at = time.perf_counter()
 
     def over(self) -> StreamedChat:
