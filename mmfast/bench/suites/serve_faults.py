@@ -55,8 +55,8 @@ def faults(tick: Tick) -> list[Row]:
 def server_row(url: str) -> Row:
     """Sum up a few kills of a server's replicas; of seconds the longest."""
     trials = [server_trial(url) for _ in range(KILLS)]
-    row = {name: max(each[name] for each in trials) for name in trials[0]}
-    return {"kills": KILLS, **row} | {n: sum(each[n] for each in trials) for n in COUNTS.split()}
+    row = {name: max(each[name] for each in trials) for name in trials[0]} | {"kills": KILLS}
+    return row | {name: sum(each[name] for each in trials) for name in COUNTS.split()}
 
 
 @contextmanager
@@ -67,12 +67,14 @@ def ray_server(model: Path, replicas: int, *options: str) -> Iterator[str]:
     command += ["--name", "endless", "--no-voice", "--no-demo", *options]
     pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}  # Ray writes to both
     with subprocess.Popen(command, text=True, **pipes) as process:
+        url = url_of(process, "ready: ").removesuffix("/v1")
+        log = threading.Thread(target=list, args=(process.stderr,), daemon=True)
+        log.start()
         try:
-            url = url_of(process, "ready: ").removesuffix("/v1")
-            threading.Thread(target=list, args=(process.stderr,), daemon=True).start()
             yield url
         finally:
             process.terminate()
+            log.join(TIMEOUT)
 
 
 class StreamedChat(threading.Thread):
@@ -82,9 +84,9 @@ class StreamedChat(threading.Thread):
         super().__init__(daemon=True)
         self.ask, self.begun, self.text, self.error = (question, tokens), threading.Event(), "", ""
         self.process, self.again, self.ended, self.at = 0, 0, False, 0.0
-        message = {"role": "user", "content": question}
-        document = {"model": "endless", "messages": [message], "stream": True, "temperature": 0}
-        data = json.dumps({**document, "max_tokens": tokens}).encode()
+        document: Row = {"model": "endless", "stream": True, "temperature": 0, "max_tokens": tokens}
+        document["messages"] = [{"role": "user", "content": question}]
+        data = json.dumps(document).encode()
         self._request = urllib.request.Request(f"{url}/v1/chat/completions", data)
         self._request.add_header("Content-Type", "application/json")
         self.asked = time.perf_counter()
