@@ -34,11 +34,8 @@ class LeastRequestsRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return all replicas, the one with the fewest requests first, equal ones in any order."""
         name = pending_request.metadata.internal_request_id if pending_request else ""
-        self._held = {
-            each: held
-            for each, held in self._held.items()
-            if each != name and not held[1].cancelled()
-        }
+        held = self._held.items()
+        self._held = {n: at for n, at in held if n != name and not at[1].cancelled()}
         count = Counter(replica for replica, _ in self._held.values())
         mixed = random.sample(candidate_replicas, len(candidate_replicas))
         order = sorted(mixed, key=lambda each: count[each.replica_id])
