@@ -73,8 +73,9 @@ def _kept(stage: Spec, n: int) -> int:
 
 
 def choices() -> list[str]:
-    """Return the names of the reducers that work in vLLM."""
-    return [method.name for method in methods("reducer") if not _reason(method)]
+    """Return the reducers that work in vLLM, as a spec names them."""
+    found = [method for method in methods("reducer") if not _reason(method)]
+    return [m.name if m.sites[0] == "pre" else f"{m.name}@pre" for m in found]
 
 
 def _reason(method: Method) -> str:

@@ -141,7 +141,8 @@ def line(error: BaseException) -> str:
 
 def run(job: dict[str, Any]) -> Any:
     """Answer a job."""
-    os.environ.update(QUIET)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     import torch
 
     torch.set_num_threads(1)
