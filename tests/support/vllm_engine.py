@@ -4,11 +4,12 @@ Run as a program it reads a job from standard input and writes what it found as 
 since vLLM wants an environment of its own:
 
     {"family", "folder", "specs": [spec or null], "cases": {name: [[text, images, videos], …]},
-     "options": {…of LLM}}
+     "options": {…of LLM}, "rounds", "fault"}
 
-An image is `[height, width, seed]`, a video `[frames, height, width, seed]`; `{image}` and `{video}`
-in a text stand for them. The answer has for every spec and case, prompt by prompt, the tokens of
-both and the lengths of both prompts, or the error of either side.
+An image is `[height, width, seed]`, a video `[frames, height, width, seed]`, and `{image}` and
+`{video}` in a text stand for them. The answer has for every spec and case, prompt by prompt, the
+tokens of both and the lengths of both prompts, or the error of either side. With `fault` the plugin
+forgets where the kept tokens were. With `serve` in place of specs and cases, a server is asked.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ QUIET = {
 }
 SHAPE = {"width": 128, "heads": 2, "kv_heads": 1, "layers": 3, "depth": 3}
 TOKENS = 8
+TEMPLATE = (
+    "{% for message in messages %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'text' %}{{ content['text'] }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}"
+)
 
 
 def checkpoint(family: str, folder: Path) -> Any:
@@ -42,6 +48,7 @@ def checkpoint(family: str, folder: Path) -> Any:
     parts = made.processor.image_processor, made.processor.video_processor
     for name in ("image_mean", "image_std"):  # one pair for both, as vLLM's towers have it
         setattr(parts[0], name, getattr(parts[1], name))
+    made.processor.chat_template = made.processor.tokenizer.chat_template = TEMPLATE
     if not (folder / "config.json").is_file():
         made.model.save_pretrained(folder)
         made.processor.save_pretrained(folder)
@@ -139,6 +146,75 @@ def line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
 
 
+def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
+    """Start `mmfast serve --engine vllm`, and ask it about a picture."""
+    import base64
+    import io
+    import socket
+    import subprocess
+    import time
+    import urllib.error
+    import urllib.request
+
+    from PIL import Image
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", "--engine", "vllm", "--model", str(folder), "--reduce", spec]
+    words += ["--port", str(port), "--context", "1024", "--dtype", "float32", "--api-key", "secret"]
+    server = subprocess.Popen([sys.executable, "-m", "mmfast", *words], stdout=sys.stderr)
+
+    def post(url: str, key: str = "secret") -> tuple[int, Any]:
+        image = {"type": "image_url", "image_url": {"url": url}}
+        content = [{"type": "text", "text": "a "}, image, {"type": "text", "text": " b"}]
+        body = {
+            "model": str(folder),
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "allowed_token_ids": list(range(256)),
+            "return_token_ids": True,
+        }
+        heads = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        place = f"http://127.0.0.1:{port}/v1/chat/completions"
+        request = urllib.request.Request(place, json.dumps(body).encode(), heads)
+        try:
+            with urllib.request.urlopen(request, timeout=300) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, None
+
+    def ready() -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5))
+        except OSError:
+            return False
+
+    try:
+        end = time.monotonic() + 400
+        while not ready():
+            assert server.poll() is None and time.monotonic() < end, "the server did not start"
+            time.sleep(1)
+        picture, file = pixels([[40, 56, 1]])[0], io.BytesIO()
+        Image.fromarray(picture).save(file, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        _, reply = post(url)
+        mine = attached(made, spec, "a {image} b", [picture], [])
+        return {
+            "text": reply["choices"][0]["token_ids"],
+            "prompt_tokens": reply["usage"]["prompt_tokens"],
+            "attach": mine["tokens"],
+            "whole": mine["length"],
+            "without_key": post(url, key="wrong")[0],
+            "remote": post("http://127.0.0.1:1/a.png")[0],
+        }
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
 def run(job: dict[str, Any]) -> Any:
     """Answer a job."""
     for name, value in QUIET.items():
@@ -148,7 +224,12 @@ def run(job: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     folder = Path(job["folder"])
     made = checkpoint(job["family"], folder)
-    made.model.config._name_or_path = ""
+    if job.get("serve"):
+        return asked_over_http(made, folder, job["spec"])
+    if job.get("fault"):
+        from mmfast.vllm import media
+
+        media.number = lambda channels: channels.new_zeros(3, len(channels), dtype=torch.int64)
     from vllm import LLM
 
     options = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, **job["options"]}

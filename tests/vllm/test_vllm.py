@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -233,8 +234,8 @@ def test_the_command_of_the_server() -> None:
         engine="vllm", model="m", reduce="evs:0.5", port=9, api_keys=("a", "b"), context=512
     )
     words = command(server)
-    assert words[3:5] == ["serve", "m"]
-    pairs = dict(zip(words[5:], words[6:], strict=False))
+    assert words[3:5] == ["--model", "m"]
+    pairs = dict(pairwise(words[5:]))
     assert pairs["--port"] == "9" and pairs["--max-model-len"] == "512"
     assert words[words.index("--api-key") :][:3] == ["--api-key", "a", "b"]
     assert pairs["--allowed-media-domains"] == "none.invalid"  # no media from elsewhere
@@ -244,7 +245,10 @@ def test_the_command_of_the_server() -> None:
 
 def refused(tmp_path: Path) -> dict[str, ServerConfig]:
     (tmp_path / "config.json").write_text('{"architectures": ["LlavaForConditionalGeneration"]}')
-    made = lambda **options: ServerConfig(engine="vllm", **({"model": "m"} | options))  # noqa: E731
+
+    def made(**options: Any) -> ServerConfig:
+        return ServerConfig(engine="vllm", **({"model": "m"} | options))
+
     return {
         "needs a --model": made(model=None),
         "--cache has no effect": made(cache="snapkv:64"),
@@ -274,10 +278,11 @@ def test_the_spec_reaches_vllm_and_an_older_one_does_not(monkeypatch: pytest.Mon
     monkeypatch.setattr("mmfast.vllm.launch.find_spec", lambda name: name)
     monkeypatch.setattr(os, "execvpe", lambda *given: seen.append(given))
     os.environ[VARIABLE] = "uniform:3"
-    launch(ServerConfig(engine="vllm", model="m", reduce="evs:0.5"))
+    launch(ServerConfig(engine="vllm", model="m", reduce="evs:0.5", api_keys=("secret",)))
     launch(ServerConfig(engine="vllm", model="m"))
+    assert seen[0][2]["VLLM_API_KEY"] == "secret" and "secret" not in seen[0][1]
     assert seen[0][2][VARIABLE] == "evs:0.5" and VARIABLE not in seen[1][2]
-    assert seen[0][0] == sys.executable and "serve" in seen[0][1]
+    assert seen[0][0] == sys.executable and "--model" in seen[0][1]
 
 
 def test_the_command_line_refuses_before_anything_is_loaded() -> None:
