@@ -25,6 +25,7 @@ for place in ("support", "support/families"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / place))
 QUIET = {
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
