@@ -274,12 +274,14 @@ def refuse(config: Any, plan: ReducerPlan) -> None:
     """Raise a `ModelError` where a server's options and the plan do not go together."""
     parallel, media = config.parallel_config, config.model_config.multimodal_config
     tower = from_tower(plan.needs)
-    sharded = parallel.tensor_parallel_size > 1 and "a split vision tower"
+    layers = getattr(config, "compilation_config", None)
     for reason in (
         media.video_pruning_rate and "--video-pruning-rate, vLLM's own pruning",
         parallel.pipeline_parallel_size > 1 and "--pipeline-parallel-size above 1",
         config.speculative_config is not None and "--speculative-config",
-        tower and sharded,
+        tower and parallel.tensor_parallel_size > 1 and "a split vision tower",
+        tower and getattr(layers, "compile_mm_encoder", False) and "a compiled vision tower",
+        tower and getattr(media, "enable_mm_embeds", False) and "--enable-mm-embeds",
     ):
         if reason:
             raise ModelError(

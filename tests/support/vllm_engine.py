@@ -8,7 +8,7 @@ since vLLM wants an environment of its own:
 
 An image is `[height, width, seed]`, a video `[frames, height, width, seed]`, and `{image}` and
 `{video}` in a text stand for them. The answer has for every spec and case, prompt by prompt, the
-tokens of both and the lengths of both prompts, or the error of either side. With `fault` the plugin
+tokens of both, their log-probabilities and the lengths of both prompts, or the error of either side. With `fault` the plugin
 forgets where the kept tokens were. With `serve` in place of specs and cases, a server is asked.
 """
 
@@ -104,10 +104,18 @@ def attached(made: Any, spec: str | None, text: str, images: Any, videos: Any) -
     inputs = made.inputs([framed(text)], images=images, videos=videos)
     with mmfast.attach(made.model, spec) if spec else nullcontext():
         out = made.model.generate(
-            **inputs, max_new_tokens=TOKENS, do_sample=False, suppress_tokens=made.blocked()
+            **inputs,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            suppress_tokens=made.blocked(),
+            return_dict_in_generate=True,
+            output_logits=True,
         )
     length = inputs["input_ids"].shape[1]
-    return {"length": length, "tokens": out[0, length:].tolist()}
+    tokens = out.sequences[0, length:].tolist()
+    pairs = zip(out.logits, tokens, strict=True)
+    scores = [float(logits[0].log_softmax(-1)[token]) for logits, token in pairs]
+    return {"length": length, "tokens": tokens, "scores": scores}
 
 
 def request(text: str, images: Any, videos: Any) -> dict[str, Any]:
@@ -126,13 +134,15 @@ def served(engine: Any, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tokens of vLLM, all prompts at once."""
     from vllm import SamplingParams
 
-    wish = SamplingParams(
-        temperature=0, max_tokens=TOKENS, ignore_eos=True, allowed_token_ids=list(range(256))
-    )
-    outs = engine.generate(prompts, wish, use_tqdm=False)
-    return [
-        {"length": len(o.prompt_token_ids), "tokens": list(o.outputs[0].token_ids)} for o in outs
-    ]
+    options = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
+    wish = SamplingParams(**options, allowed_token_ids=list(range(256)))
+    found = []
+    for out in engine.generate(prompts, wish, use_tqdm=False):
+        tokens = list(out.outputs[0].token_ids)
+        steps = zip(out.outputs[0].logprobs, tokens, strict=True)
+        scores = [step[token].logprob for step, token in steps]
+        found.append({"length": len(out.prompt_token_ids), "tokens": tokens, "scores": scores})
+    return found
 
 
 def forget(engine: Any) -> None:
