@@ -8,8 +8,9 @@ since vLLM wants an environment of its own:
 
 An image is `[height, width, seed]`, a video `[frames, height, width, seed]`, and `{image}` and
 `{video}` in a text stand for them. The answer has for every spec and case, prompt by prompt, the
-tokens of both, their log-probabilities and the lengths of both prompts, or the error of either side. With `fault` the plugin
-forgets where the kept tokens were. With `serve` in place of specs and cases, a server is asked.
+tokens of both, their log-probabilities and the lengths of both prompts, or the error of either
+side. With `fault` the plugin forgets where the kept tokens were. With `serve` in place of specs and
+cases, a server is asked.
 """
 
 from __future__ import annotations

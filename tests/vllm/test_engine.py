@@ -85,16 +85,16 @@ def engine(folder: Path, family: str, specs: list[str | None], **job: Any) -> An
 
 
 def differences(found: Any) -> list[str]:
-    """Specs and cases whose tokens or log-probabilities are not those of `attach`, or that failed."""
+    """Specs and cases with other tokens or log-probabilities than `attach`, or that failed."""
     wrong = []
     for spec, cases in found.items():
         for name, row in cases.items():
             mine = [each["tokens"] for each in row["attach"]]
             theirs = [[each["tokens"] for each in turn] for turn in row["vllm"]]
-            pairs = [pair for turn in row["vllm"] for pair in zip(turn, row["attach"])]
+            pairs = [pair for turn in row["vllm"] for pair in zip(turn, row["attach"], strict=True)]
             scores = [zip(a["scores"], b["scores"], strict=True) for a, b in pairs]
             far = max((abs(a - b) for each in scores for a, b in each), default=9.0)
-            if far > 1e-3 or any(turn != mine for turn in theirs):
+            if far > 1e-4 or any(turn != mine for turn in theirs):
                 wrong.append(f"{spec} {name}: {row.get('attach_error', row.get('vllm_error'))}")
     return wrong
 
