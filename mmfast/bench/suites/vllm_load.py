@@ -141,8 +141,11 @@ def _process(folder: str, name: str) -> subprocess.Popen[str]:
 
 def _ask(engine: subprocess.Popen[str], wish: Row) -> Row:
     assert engine.stdin is not None and engine.stdout is not None
-    print(json.dumps(wish), file=engine.stdin, flush=True)
-    line = engine.stdout.readline()
+    try:
+        os.write(engine.stdin.fileno(), json.dumps(wish).encode() + b"\n")
+        line = engine.stdout.readline()
+    except BrokenPipeError:
+        line = ""
     if not line:
         raise MmfastError("an engine of the benchmark ended; its last words are above")
     row: Row = json.loads(line)
