@@ -18,7 +18,7 @@ from mmfast.vllm import VARIABLE
 from mmfast.vllm.plan import choices
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINE = ROOT / "tests" / "support" / "vllm_engine.py"
+ENGINE = ROOT / "tests" / "support" / "serve" / "vllm_engine.py"
 ENVIRONMENT = os.environ.get("MMFAST_VLLM_ENV", "")
 pytestmark = [
     pytest.mark.slow,
@@ -76,7 +76,7 @@ def python(*words: str, job: Any = None, **environ: str) -> subprocess.Completed
 
 
 def engine(folder: Path, family: str, specs: list[str | None], **job: Any) -> Any:
-    """Run a job of `tests/support/vllm_engine.py`."""
+    """Run a job of `tests/support/serve/vllm_engine.py`."""
     environ = job.pop("environ", {}) | ({VARIABLE: specs[0]} if specs[0] else {})
     job = {"options": {}, "family": family, "folder": str(folder / family), "specs": specs} | job
     done = python(str(ENGINE), job=job, **environ)

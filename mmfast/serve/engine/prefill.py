@@ -12,7 +12,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.models.families.adapter import Adapter, adapter_for
-from mmfast.models.layers import FULL, kind_of
+from mmfast.models.wrappers import FULL, kind_of
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.encoder import BLOCK
 from mmfast.serve.engine.media import ByteCache
