@@ -23,7 +23,7 @@ from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.tower import Tower, attention_of
 from mmfast.models.reduction.probe import received_within
-from mmfast.models.reduction.signals import SignalSource, from_tower, sources_of
+from mmfast.models.reduction.tower_signals import SignalSource, from_tower, sources_of
 from mmfast.vllm.plan import ReducerPlan, read_plan
 
 # Channels of a distance: time, row and column, each as two digits to this base, which every dtype

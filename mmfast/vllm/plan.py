@@ -16,8 +16,8 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method, methods
 from mmfast.core.spec import Spec, count, parse, run
 from mmfast.core.tokens import Tokens, follow
-from mmfast.models.reduction.signals import TOWER_SIGNALS
 from mmfast.models.reduction.site import Chain
+from mmfast.models.reduction.tower_signals import TOWER_SIGNALS
 from mmfast.vllm import VARIABLE
 
 Grid = tuple[int, int, int]  # frames, rows, columns of tokens

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import mmfast
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.registry import methods
-from mmfast.models.reduction.signals import TOWER_SIGNALS
+from mmfast.models.reduction.tower_signals import TOWER_SIGNALS
 from mmfast.serve.config import ServerConfig
 from mmfast.vllm import KNOWN, MODELS, VARIABLE, plugin, register
 from mmfast.vllm.launch import command, launch
