@@ -52,7 +52,8 @@ def digits(distances: Tensor, like: Tensor) -> Tensor:
 def number(channels: Tensor) -> Tensor:
     """Read distances `[3, n]` from channels `[n, 6]`."""
     pairs = channels.T.to(torch.int64).unflatten(0, (3, 2))
-    return pairs[:, 0] * BASE + pairs[:, 1]
+    out: Tensor = pairs[:, 0] * BASE + pairs[:, 1]
+    return out
 
 
 class PrunedPrompt:
