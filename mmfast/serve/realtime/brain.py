@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from mmfast.pipelines.omni_chat import OmniChat, OmniSession
 from mmfast.voice.ear import RATE
 from mmfast.voice.models import voiced
 
+GREETING = "Hello."  # of a model that follows no instructions
+
 
 @dataclass(frozen=True)
 class BrainQuestion:
@@ -22,7 +24,8 @@ class BrainQuestion:
 
     The last of `turns`, oldest first, is the user's, unless that is `pcm`: speech `[n]` at 16 kHz
     for a model that answers speech itself. The embedded models ignore `instructions`. `options` are
-    the speaker's `voice` and `speed`; `limit` is in tokens of the answer's text.
+    the speaker's `voice` and `speed`; `limit` is in tokens of the answer's text. `prompted`: nobody
+    asked, and the last turn is the server's request to greet or to go on.
     """
 
     turns: tuple[Turn, ...]
@@ -31,6 +34,7 @@ class BrainQuestion:
     aloud: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     limit: int | None = None
+    prompted: bool = False
 
 
 class ChatterBrain:
@@ -66,6 +70,9 @@ class ChatterBrain:
         return voiced(text, self._speaker if question.aloud else None, RATE, question.options)
 
     def _reply(self, question: BrainQuestion) -> Iterator[Sound]:
+        if question.pcm is None and question.prompted and hasattr(self._chatter, "speak"):
+            yield from self._spoken(GREETING, question)
+            return
         if question.pcm is None:
             raise ModelError("this model answers speech alone; send input_audio, not text")
         options = question.options
@@ -159,6 +166,12 @@ class OmniBrain(ChatterBrain):
         return self._spoken(self._written(question), question)
 
     def _written(self, question: BrainQuestion) -> Iterator[str]:
+        if question.prompted and not self._follows:
+            said = [turn for turn in question.turns[:-1] if turn.role == "user"]
+            if not said:
+                yield GREETING
+                return
+            question = replace(question, turns=(*said,))  # the last question once more
         longest = min(question.limit or 64, 256)
         text = self._prompt(question)
         with self._opened.video.ask(text, max_new_tokens=longest) as reply:

@@ -189,6 +189,8 @@ class Response(SpokenReply):
         return {**found, "error": self.error} if self.error else found
 
 
+# Said for a user who has asked nothing: agents speak first.
+GREET, GO_ON = "Greet the user.", "Go on."
 HEARD_TOKENS = 25 / 16000  # of the embedded model's tower, a sample
 
 
@@ -202,17 +204,21 @@ def question_of(
     """Return the question that a response answers, or None where nothing was said.
 
     All speech among `items` has a transcript, unless the model answers speech itself. The tokens of
-    the question are counted in `response`. `EventError`: there is nothing to answer, or not even
-    the last turn fits.
+    the question are counted in `response`. Where nobody asked, the model is told to greet, or to
+    go on. `EventError`: not even the last turn fits.
     """
     before, settings = list(items), response.settings
     pcm = _speech(before, response) if brain.native else None
+    prompted = False
     found, instructions = turns(before), joined_instructions(before, settings["instructions"])
     if pcm is None and (not found or found[-1].role != "user"):
         if items and items[-1].spoken:
             return None  # a cough, or a long silence
-        # "greet the user": a response without a question takes its own instructions as one
-        found, instructions = (*found, _asked(settings["asked"])), ""
+        # a response without a question takes its own instructions as one
+        if asked := settings["asked"].strip():
+            found, instructions = (*found, Turn("user", asked)), ""
+        else:
+            prompted, found = True, (*found, Turn("user", GO_ON if found else GREET))
     limit = settings["max_output_tokens"]
     if found or instructions:
         answer = 1 if limit == "inf" else limit
@@ -224,7 +230,7 @@ def question_of(
     most = limits.tokens if limit == "inf" else limit
     if limits.context is not None:
         most = min(most, limits.context - spent.text_in)
-    return BrainQuestion(found, pcm, instructions, response.aloud, options, most)
+    return BrainQuestion(found, pcm, instructions, response.aloud, options, most, prompted)
 
 
 def _speech(items: list[ConversationItem], response: Response) -> Tensor | None:
@@ -235,17 +241,6 @@ def _speech(items: list[ConversationItem], response: Response) -> Tensor | None:
         response.asks.insert(0, item)
         parts = [part.pcm for part in item.parts if part.pcm is not None] + parts
     return torch.cat(parts) if parts else None
-
-
-def _asked(instructions: str) -> Turn:
-    """Return the instructions of a response as a question; `EventError` if there are none."""
-    if not instructions.strip():
-        raise EventError(
-            "there is nothing to answer; create an item of the user, commit sound, or give "
-            "response.instructions",
-            "nothing_to_answer",
-        )
-    return Turn("user", instructions)
 
 
 def turns(items: Iterable[ConversationItem]) -> tuple[Turn, ...]:

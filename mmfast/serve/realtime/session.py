@@ -33,6 +33,7 @@ from mmfast.voice.ear import RATE, ManualEar
 BLOCK = RATE // 4  # samples that are listened to before the loop may do something else
 SHORTEST = RATE // 10  # of a turn that a client commits
 LONGEST = 120  # seconds that the buffer holds where the client commits its turns
+NEAR = 0.25  # least seconds between two pictures of items, which come without times
 PIECE = 0.4  # seconds of one delta: a cancel takes back whole deltas
 
 _log = logging.getLogger("mmfast.serve")
@@ -57,10 +58,15 @@ class RealtimeSession(Dialogue):
         self.id, self.service, self.brain = new_id("sess"), service, brain
         self.outbox, self.closed = Outbox(), False
         self.settings = Settings(
-            self.id, service.model(), voices.voices, limits.seconds, voices.pace
+            self.id,
+            service.model(),
+            voices.voices,
+            limits.seconds,
+            voices.pace,
+            service.config.strict_model,
         )
         self.began = self.last_event = self.clock.now()
-        self.taken, self.quiet_since = 0, 0.0
+        self.taken, self.quiet_since, self._pictured = 0, 0.0, -NEAR
         self._incoming = Incoming(self.settings.input_format)
         self._detection = self.settings.detection
         self.running: dict[str, tuple[Response, asyncio.Task[None]]] = {}
@@ -200,8 +206,10 @@ class RealtimeSession(Dialogue):
                 pictures.append(await self.service.picture(part.picture, place))
                 part.picture = ""
         self._add(item, event.previous_item_id)
-        for picture in pictures:
-            self.frames.add(picture, self.clock.now() - self.began, event.event_id)
+        for picture in pictures:  # frames of a clip: a client that sends items loses none
+            self._pictured = max(self.clock.now() - self.began, self._pictured + NEAR)
+            await self.frames.room()
+            self.frames.add(picture, self._pictured, event.event_id)
         if self.settings.transcribes and item.unheard:
             self.recordings.put(item.id, item)
 

@@ -39,7 +39,8 @@ class Settings:
     """Settings of one session that are in effect.
 
     `voices` are names of the model, the default first; empty where it has none. `pace` is in words
-    per minute: least, usual, most; None where the model has no choice.
+    per minute: least, usual, most; None where the model has no choice. `strict` refuses other names
+    of the model than its own.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Settings:
         voices: Sequence[str],
         seconds: float,
         pace: tuple[int, int, int] | None = None,
+        strict: bool = False,
     ) -> None:
-        self._voices, self._pace = tuple(voices), pace
+        self._voices, self._pace, self._strict = tuple(voices), pace, strict
         self.values: dict[str, Any] = {
             "type": "realtime",
             "object": "realtime.session",
@@ -84,7 +86,7 @@ class Settings:
     def update(self, asked: SessionShape) -> None:
         """Apply all given settings, or none of them and raise `EventError`."""
         given = asked.model_dump(exclude_unset=True)
-        if asked.model not in (None, self.values["model"]):
+        if not takes_name(asked.model, self.values["model"], self._strict):
             raise EventError(
                 f"the model of a session stays {self.values['model']!r}; open another session",
                 param="session.model",
@@ -106,7 +108,7 @@ class Settings:
     ) -> None:
         """Report the given settings that have no effect here, so that no client relies on them."""
         idle = dict.fromkeys((changed.get("mmfast") or {}).get("without_effect", ()))
-        asked = {name: given[name] for name in IDLE if name in given}
+        asked = {name: given[name] for name in ("model", *IDLE) if name in given}
         if "noise_reduction" in heard:
             asked["audio.input.noise_reduction"] = heard["noise_reduction"]
         for name, value in asked.items():
@@ -180,6 +182,15 @@ class Settings:
         given = self.output(asked.model_dump(exclude_unset=True), "response.audio.output")
         output = {**values["audio"]["output"], **given}
         return {**found, "output": output, "asked": own.get("instructions") or ""}
+
+
+def takes_name(asked: str | None, model: str, strict: bool) -> bool:
+    """Return whether a session may ask for a model by this name.
+
+    Agents ask for the names of other vendors' models, such as `gpt-realtime`; unless the server is
+    strict, the model that is served answers, and the session shows its true name.
+    """
+    return not strict or asked in (None, model)
 
 
 def ear_of(turns: Mapping[str, Any]) -> Ear:
