@@ -15,7 +15,8 @@ from mmfast.pipelines.omni_chat import OmniChat, OmniSession
 from mmfast.voice.ear import RATE
 from mmfast.voice.models import voiced
 
-GREETING = "Hello."  # of a model that follows no instructions
+# Said for a model that follows no instructions: first, and where its answer has no word.
+GREETING, UNKNOWN = "Hello, how can I help you?", "I do not know."
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,8 @@ class OmniBrain(ChatterBrain):
         text = self._prompt(question)
         with self._opened.video.ask(text, max_new_tokens=longest) as reply:
             yield from reply
+            if not (reply.text.strip() or self._follows):
+                yield UNKNOWN
 
     def _prompt(self, question: BrainQuestion) -> str:
         """Write the question, after instructions and turns for a model that follows them."""

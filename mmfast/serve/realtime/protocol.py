@@ -156,8 +156,8 @@ class AnswerShape(StrictShape):
 class SessionShape(AnswerShape):
     """`session` of `session.update`; what is left out stays as it is."""
 
-    type: Literal["realtime"] = "realtime"
-    object: Literal["realtime.session"] | None = None
+    type: Literal["realtime", "transcription"] = "realtime"
+    object: Literal["realtime.session", "realtime.transcription_session"] | None = None
     id: str | None = None
     model: str | None = None
     audio: Audio | None = None

@@ -46,11 +46,15 @@ class RealtimeSession(Dialogue):
     Events of the client become calls of the dialogue, events of the dialogue become events of the
     protocol; models work in the service's threads. `running` holds responses by name with their
     tasks, until the model has let go of them; `taken` counts input samples at 16 kHz; `spend`
-    counts tokens where there are quotas.
+    counts tokens where there are quotas. A session of the kind `transcription` answers nothing.
     """
 
     def __init__(
-        self, service: RealtimeService, voices: ChatterVoices, brain: ChatterBrain
+        self,
+        service: RealtimeService,
+        voices: ChatterVoices,
+        brain: ChatterBrain,
+        kind: str = "realtime",
     ) -> None:
         limits = service.limits
         self.conversation = Conversation(letters=limits.text)
@@ -64,6 +68,7 @@ class RealtimeSession(Dialogue):
             limits.seconds,
             voices.pace,
             service.config.strict_model,
+            kind,
         )
         self.began = self.last_event = self.clock.now()
         self.taken, self.quiet_since, self._pictured = 0, 0.0, -NEAR
@@ -88,7 +93,7 @@ class RealtimeSession(Dialogue):
             "response.cancel": self._cancel,
             "mmfast.input_image_buffer.append": self._image,
         }
-        self.send(type="session.created", session=self.settings.values)
+        self.send(type="session.created", session=self.settings.shown)
 
     # --- events of the client ---
 
@@ -137,7 +142,7 @@ class RealtimeSession(Dialogue):
         self._check_text(event.session.instructions, "session.instructions")
         self.settings.update(event.session)
         self._configure()
-        self.send(type="session.updated", session=self.settings.values)
+        self.send(type="session.updated", session=self.settings.shown)
 
     def _configure(self) -> None:
         """Follow the settings: another way to find turns begins anew."""
@@ -147,7 +152,7 @@ class RealtimeSession(Dialogue):
             self._detection, self.ear, self.open = self.settings.detection, None, ""
         turns = self.settings.turn_detection or {}
         self.interrupting = bool(turns.get("interrupt_response"))
-        self.answering = bool(turns.get("create_response"))
+        self.answering = bool(turns.get("create_response")) and self.settings.answers
 
     async def _append(self, event: Any) -> None:
         """Listen to more sound; `ModelError` if nothing can find turns here."""
@@ -246,6 +251,9 @@ class RealtimeSession(Dialogue):
 
     def _respond(self, event: Any) -> None:
         """Answer the conversation, or the items that the event contains."""
+        if not self.settings.answers:
+            text = "a session of type 'transcription' answers nothing; update it to 'realtime'"
+            raise EventError(text, param="type")
         wish = event.response or protocol.Wish()
         settings = self.settings.of_response(wish)
         self._check_text(wish.instructions, "response.instructions")

@@ -32,6 +32,9 @@ _SEMANTIC_VAD = {
 # Milliseconds of silence that end a turn: no model judges here whether a sentence is complete.
 EAGERNESS = {"low": 1500, "medium": 800, "auto": 800, "high": 400}
 IDLE = ("truncation", "tracing", "include", "prompt", "reasoning", "parallel_tool_calls")
+_ANSWERS = ("instructions", "output_modalities", "max_output_tokens")
+_OBJECTS = {"realtime": "realtime.session", "transcription": "realtime.transcription_session"}
+_HEARS = ("type", "object", "id", "model", "include", "expires_at", "mmfast")
 _DEFAULTS = {"server_vad": _SERVER_VAD, "semantic_vad": _SEMANTIC_VAD}
 
 
@@ -40,7 +43,8 @@ class Settings:
 
     `voices` are names of the model, the default first; empty where it has none. `pace` is in words
     per minute: least, usual, most; None where the model has no choice. `strict` refuses other names
-    of the model than its own.
+    of the model than its own. A session of the kind `transcription` writes speech down and answers
+    nothing.
     """
 
     def __init__(
@@ -51,11 +55,12 @@ class Settings:
         seconds: float,
         pace: tuple[int, int, int] | None = None,
         strict: bool = False,
+        kind: str = "realtime",
     ) -> None:
         self._voices, self._pace, self._strict = tuple(voices), pace, strict
         self.values: dict[str, Any] = {
-            "type": "realtime",
-            "object": "realtime.session",
+            "type": kind,
+            "object": _OBJECTS[kind],
             "id": id,
             "model": model,
             "output_modalities": ["audio"],
@@ -93,7 +98,9 @@ class Settings:
             )
         no_tools(asked.tools, "session.tools")
         changed = copy.deepcopy(self.values)
-        for name in ("instructions", "output_modalities", "max_output_tokens"):
+        kind = changed["type"] = given.get("type", changed["type"])
+        changed["object"] = _OBJECTS[kind]
+        for name in _ANSWERS:
             if given.get(name) is not None:
                 changed[name] = given[name]
         audio = given.get("audio") or {}
@@ -109,11 +116,13 @@ class Settings:
         """Report the given settings that have no effect here, so that no client relies on them."""
         idle = dict.fromkeys((changed.get("mmfast") or {}).get("without_effect", ()))
         asked = {name: given[name] for name in ("model", *IDLE) if name in given}
+        if changed["type"] == "transcription":
+            asked |= {name: given[name] for name in _ANSWERS if name in given}
         if "noise_reduction" in heard:
             asked["audio.input.noise_reduction"] = heard["noise_reduction"]
         for name, value in asked.items():
             idle.pop(name, None)
-            if value is not None and value != changed.get(name):
+            if value is not None and (name in _ANSWERS or value != changed.get(name)):
                 idle[name] = None
         if idle:
             changed["mmfast"] = {"without_effect": list(idle)}
@@ -149,6 +158,19 @@ class Settings:
         return found
 
     @property
+    def answers(self) -> bool:
+        """False for a session that writes speech down and answers nothing."""
+        return bool(self.values["type"] != "transcription")
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The session as the client sees it: one of transcription has no output."""
+        if self.answers:
+            return self.values
+        found = {name: self.values[name] for name in _HEARS if name in self.values}
+        return {**found, "audio": {"input": self.values["audio"]["input"]}}
+
+    @property
     def turn_detection(self) -> dict[str, Any] | None:
         """Settings of the turn detection; None leaves turns to the client."""
         found: dict[str, Any] | None = self.values["audio"]["input"]["turn_detection"]
@@ -164,7 +186,7 @@ class Settings:
     @property
     def transcribes(self) -> bool:
         """True if the client wants transcripts of its speech."""
-        return self.values["audio"]["input"]["transcription"] is not None
+        return not self.answers or self.values["audio"]["input"]["transcription"] is not None
 
     @property
     def input_format(self) -> str:
@@ -175,9 +197,8 @@ class Settings:
         """Return the settings of one response; `EventError` if one is not available."""
         no_tools(wish.tools, "response.tools")
         own, values = wish.model_dump(exclude_unset=True), self.values
-        names = ("instructions", "output_modalities", "max_output_tokens")
-        found = {name: values[name] for name in names}
-        found.update({name: own[name] for name in names if own.get(name) is not None})
+        found = {name: values[name] for name in _ANSWERS}
+        found.update({name: own[name] for name in _ANSWERS if own.get(name) is not None})
         asked = AudioOutput() if wish.audio is None else wish.audio.output or AudioOutput()
         given = self.output(asked.model_dump(exclude_unset=True), "response.audio.output")
         output = {**values["audio"]["output"], **given}

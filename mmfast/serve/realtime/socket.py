@@ -39,7 +39,9 @@ async def realtime(websocket: WebSocket, service: Any) -> None:
         await deny(websocket, error)
         return
     try:
-        session = RealtimeSession(service, voices, brain)
+        hears = websocket.query_params.get("intent") == "transcription"
+        kind = "transcription" if hears else "realtime"
+        session = RealtimeSession(service, voices, brain, kind)
         with contextlib.suppress(TypeError):  # no guard in front, no quotas
             session.spend = caller_of(websocket.scope).spend
         await converse(websocket, session)
