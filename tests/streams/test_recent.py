@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_large_frames_are_kept_small() -> None:
 
 def test_a_clip_is_no_cut_and_the_next_clip_is_one() -> None:
     shown = [list(read_video(case.media[0], frames=8).frames) for case in suite(24, 5)]
-    for before, after in zip(shown, shown[1:], strict=False):
+    for before, after in pairwise(shown):
         recent = RecentFrames()
         for number, frame in enumerate([*before, *after]):
             recent.add(frame, number * GAP)
