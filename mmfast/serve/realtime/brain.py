@@ -12,6 +12,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
 from mmfast.pipelines.omni_chat import OmniChat, OmniSession
+from mmfast.serve.realtime.tools import without_calls
 from mmfast.voice.ear import RATE
 from mmfast.voice.models import voiced
 
@@ -26,7 +27,8 @@ class BrainQuestion:
     The last of `turns`, oldest first, is the user's, unless that is `pcm`: speech `[n]` at 16 kHz
     for a model that answers speech itself. The embedded models ignore `instructions`. `options` are
     the speaker's `voice` and `speed`; `limit` is in tokens of the answer's text. `prompted`: nobody
-    asked, and the last turn is the server's request to greet or to go on.
+    asked, and the last turn is the server's request to greet or to go on. The model may call
+    `tools`; what it writes as calls goes to `calls` and is not said.
     """
 
     turns: tuple[Turn, ...]
@@ -36,6 +38,8 @@ class BrainQuestion:
     options: dict[str, Any] = field(default_factory=dict)
     limit: int | None = None
     prompted: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: list[str] = field(default_factory=list)
 
 
 class ChatterBrain:
@@ -47,12 +51,13 @@ class ChatterBrain:
     """
 
     native: bool
-    sees = False
+    sees = calls = False  # whether it takes frames, and tools
 
     def __init__(self, chatter: Any) -> None:
         self._chatter = chatter
         self._chat: Any = getattr(chatter, "chat", None)
         self.native = self._chat is None
+        self.calls = bool(getattr(chatter, "calls_tools", False))
         own = hasattr(chatter, "transcribe")
         self._listener = chatter if own else getattr(chatter, "listener", None)
         self._speaker = chatter if self.native else chatter.speaker
@@ -68,6 +73,9 @@ class ChatterBrain:
         return self._spoken(self._chat(instructed(question)), question)
 
     def _spoken(self, text: str | Iterable[str], question: BrainQuestion) -> Iterator[Sound]:
+        if question.tools:
+            pieces = [text] if isinstance(text, str) else text
+            text = without_calls(pieces, question.calls)
         return voiced(text, self._speaker if question.aloud else None, RATE, question.options)
 
     def _reply(self, question: BrainQuestion) -> Iterator[Sound]:
@@ -161,6 +169,9 @@ class OmniBrain(ChatterBrain):
     def __init__(self, opened: OmniSession, wording: Callable[[str], str], follows: bool) -> None:
         super().__init__(opened.voice.chatter)
         self._opened, self._wording, self._follows = opened, wording, follows
+        # a template that writes tools is that of a model that was trained to call them
+        template = getattr(opened.video.model.processor, "chat_template", None)
+        self.calls = follows and "tools" in str(template)
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         """Answer about the frames so far; the video goes on while the answer is written."""

@@ -69,6 +69,7 @@ class RealtimeSession(Dialogue):
             voices.pace,
             service.config.strict_model,
             kind,
+            getattr(brain, "calls", False),
         )
         self.began = self.last_event = self.clock.now()
         self.taken, self.quiet_since, self._pictured = 0, 0.0, -NEAR
@@ -467,6 +468,8 @@ class RealtimeSession(Dialogue):
             if not response.spend(words, sound):
                 self.end(response, "incomplete")
                 return
+        if sound is None and not response.over:
+            response.read_calls()
         self.take(response, sound)
 
     def _show_progress(self, kind: Kind, response: Response, fields: dict[str, Any]) -> None:
@@ -532,8 +535,17 @@ class RealtimeSession(Dialogue):
             which = {"response_id": response.id, "output_index": 0}
             kind = "response.output_item.done"
             self.send(type=kind, **which, item=response.sent_item())
+        if status == "completed":
+            self._show_calls(response)
         self.send(type="response.done", response=response.resource(dict(self.frames.counts)))
         self.spend(response.spent.total - response.spent.image_in)
+
+    def _show_calls(self, response: Response) -> None:
+        for number, item in enumerate(response.called, int(response.shown)):
+            for event in response.call_events(item, number):
+                self.send(**event)
+                if event["type"] == "response.output_item.added" and response.conversation:
+                    self._add(item)
 
     # --- frames and recordings ---
 

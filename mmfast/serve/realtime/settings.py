@@ -9,6 +9,7 @@ from typing import Any
 
 from mmfast.core.errors import unknown
 from mmfast.serve.realtime.protocol import AudioOutput, EventError, SessionShape, VoiceShape, Wish
+from mmfast.serve.realtime.tools import checked_tools
 from mmfast.voice.ear import Ear, VoiceEar
 
 # Names that stock clients ask for; each is one of the model's own voices.
@@ -44,7 +45,7 @@ class Settings:
     `voices` are names of the model, the default first; empty where it has none. `pace` is in words
     per minute: least, usual, most; None where the model has no choice. `strict` refuses other names
     of the model than its own. A session of the kind `transcription` writes speech down and answers
-    nothing.
+    nothing. `calls`: the model can call tools.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Settings:
         pace: tuple[int, int, int] | None = None,
         strict: bool = False,
         kind: str = "realtime",
+        calls: bool = False,
     ) -> None:
         self._voices, self._pace, self._strict = tuple(voices), pace, strict
+        self._calls = calls
         self.values: dict[str, Any] = {
             "type": kind,
             "object": _OBJECTS[kind],
@@ -96,8 +99,12 @@ class Settings:
                 f"the model of a session stays {self.values['model']!r}; open another session",
                 param="session.model",
             )
-        no_tools(asked.tools, "session.tools")
+        tools = checked_tools(asked.tools, self._calls, "session.tools")
         changed = copy.deepcopy(self.values)
+        if asked.tools is not None:
+            changed["tools"] = tools
+        if given.get("tool_choice") is not None:
+            changed["tool_choice"] = given["tool_choice"]
         kind = changed["type"] = given.get("type", changed["type"])
         changed["object"] = _OBJECTS[kind]
         for name in _ANSWERS:
@@ -195,13 +202,15 @@ class Settings:
 
     def of_response(self, wish: Wish) -> dict[str, Any]:
         """Return the settings of one response; `EventError` if one is not available."""
-        no_tools(wish.tools, "response.tools")
+        tools = checked_tools(wish.tools, self._calls, "response.tools")
         own, values = wish.model_dump(exclude_unset=True), self.values
         found = {name: values[name] for name in _ANSWERS}
         found.update({name: own[name] for name in _ANSWERS if own.get(name) is not None})
         asked = AudioOutput() if wish.audio is None else wish.audio.output or AudioOutput()
         given = self.output(asked.model_dump(exclude_unset=True), "response.audio.output")
         output = {**values["audio"]["output"], **given}
+        found["tools"] = values["tools"] if wish.tools is None else tools
+        found["tool_choice"] = own.get("tool_choice") or values["tool_choice"]
         return {**found, "output": output, "asked": own.get("instructions") or ""}
 
 
@@ -225,12 +234,6 @@ def ear_of(turns: Mapping[str, Any]) -> Ear:
         silence_duration_ms=turns["silence_duration_ms"],
         prefix_padding_ms=turns["prefix_padding_ms"],
     )
-
-
-def no_tools(tools: Sequence[Any] | None, where: str) -> None:
-    """Refuse tools, which the models here cannot call."""
-    if tools:
-        raise EventError("this model calls no tools; send an empty list", param=where)
 
 
 def _input(current: dict[str, Any], given: Mapping[str, Any]) -> None:

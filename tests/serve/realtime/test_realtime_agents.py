@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from realtime_checks import Rules
 from realtime_tools import ANSWER, HumBrain, HumService, HumVoices, Wire, fast, png, said
+from tone_models import HumModel, HumSpeaker
 
 from mmfast.core.speech import Turn
+from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.response import GO_ON, GREET
 from mmfast.serve.realtime.service import SessionLimits
 from mmfast.serve.realtime.session import NEAR
+from mmfast.serve.realtime.tools import without_calls
+from mmfast.voice.models import Cascade
 
 HEARD = "conversation.item.input_audio_transcription.completed"
 
@@ -105,3 +112,79 @@ def test_a_session_of_transcription_only_listens() -> None:
 
     for how in ("intent", "update"):
         fast(main(how))
+
+
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+def calling(answers: list[str]) -> tuple[HumService, list[Sequence[Turn]]]:
+    """A service whose model calls tools: it writes the answers in pieces of three letters."""
+    asked, left = list[Sequence[Turn]](), iter(answers)
+
+    def chat(turns: Sequence[Turn]) -> Iterator[str]:
+        asked.append(turns)
+        text = next(left)
+        return (text[at : at + 3] for at in range(0, len(text), 3))
+
+    chatter = Cascade(HumModel(), chat, HumSpeaker(1600), calls_tools=True)
+    return HumService(ChatterVoices(chatter)), asked
+
+
+def test_a_tool_is_called_and_its_result_is_answered() -> None:
+    async def main() -> None:
+        service, asked = calling([f"one moment {CALL}", "sunny"])
+        wire = Wire(service)
+        wire.send("session.update", session={"type": "realtime", "tools": [TOOL]})
+        assert (await wire.event("session.updated"))["session"]["tools"] == [TOOL]
+        wire.send("response.create", response={"instructions": "what is the weather?"})
+        done = (await wire.event("response.done"))["response"]
+        said, call = done["output"]
+        assert said["content"][0]["transcript"].strip() == "one moment"
+        assert (call["type"], call["name"]) == ("function_call", "weather")
+        assert json.loads(call["arguments"]) == {"city": "Paris"}
+        assert '"weather"' in asked[0][0].text  # told of the function
+        arguments = wire.of("response.function_call_arguments.done")[0]
+        assert arguments["output_index"] == 1 and arguments["call_id"] == call["call_id"]
+        spoken = [event["delta"] for event in wire.of("response.output_audio_transcript.delta")]
+        assert "tool_call" not in "".join(spoken)
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+        wire.send("conversation.item.create", item=output)
+        wire.send("response.create")
+        await wire.event("response.done", 2)
+        assert "sun" in asked[1][-1].text and "weather" in asked[1][-2].text
+        assert {event["item"]["type"] for event in wire.of("conversation.item.added")} == {
+            "message",
+            "function_call",
+            "function_call_output",
+        }
+        await wire.close()
+
+    fast(main())
+
+
+@pytest.mark.parametrize("wrong", ["{", '{"name": "other"}', "[]", '{"arguments": {}}'])
+def test_a_call_that_is_none_fails_the_response(wrong: str) -> None:
+    async def main() -> None:
+        service, _ = calling([f"<tool_call>{wrong}</tool_call>", "fine"])
+        wire = Wire(service)
+        wire.send("session.update", session={"type": "realtime", "tools": [TOOL]})
+        for number, status in ((1, "failed"), (2, "completed")):
+            wire.send("response.create", response={"instructions": "what is the weather?"})
+            done = await wire.event("response.done", number)
+            assert done["response"]["status"] == status
+        wire.send("session.update", session={"type": "realtime", "tools": [{"type": "mcp"}]})
+        assert (await wire.event("error"))["error"]["param"] == "session.tools.0"
+        await wire.close()
+
+    fast(main())
+
+
+@given(st.text("a<tol_ca/>", max_size=40), st.integers(1, 5), st.booleans())
+def test_text_without_calls_is_the_text_around_them(text: str, size: int, called: bool) -> None:
+    written = text + CALL * called + text
+    calls = list[str]()
+    pieces = [written[at : at + size] for at in range(0, len(written), size)]
+    found = "".join(without_calls(pieces, calls))
+    assert found == text + text
+    assert calls == [CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")] * called
