@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.session import Session
 from mmfast.streams.stream import StreamModel
 
-# Trained on an endless world; the other embedded model knows short clips alone.
+# Trained on an endless world; the other embedded model knows short clips alone, and motion.
 STREAM_MODEL = "tiny-stream"
 MEMORY = "sink:64+window:4096+retrieve:64"
 HOST_BLOCKS = 1800
@@ -84,7 +85,7 @@ class VideoStream:
         with within(self.task):
             parse(reduce)
         gate = FrameGate(gate) if isinstance(gate, int | float) else gate
-        source = _embedded() if model is None else model
+        source = (_path(STREAM_MODEL) or _path(EMBEDDED)) if model is None else model
         self.model, self.processor = load(source, device, dtype, processor, model_kwargs)
         check_media(self.model, "video")
         if isinstance(frame_cache, int | float):
@@ -99,6 +100,7 @@ class VideoStream:
             system=system,
             sized_for=sized_for,
             batch=batch,
+            clips=_clips(device, dtype) if source == _path(STREAM_MODEL) else None,
         )
 
     @checked()
@@ -158,8 +160,15 @@ class VideoStream:
         return session
 
 
-def _embedded() -> str:
+def _path(name: str) -> str | None:
     try:
-        return str(embedded_path(STREAM_MODEL))
+        return str(embedded_path(name))
     except ModelError:
-        return str(embedded_path(EMBEDDED))
+        return None
+
+
+def _clips(
+    device: str | torch.device | None, dtype: str | torch.dtype
+) -> Callable[[], StreamModel]:
+    """Return a function that loads the embedded model of clips once."""
+    return cache(lambda: StreamModel(*load(str(embedded_path(EMBEDDED)), device, dtype)))

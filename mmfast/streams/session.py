@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time as clocks
 from collections import Counter
@@ -22,6 +23,7 @@ from mmfast.streams import snapshots
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.feed import Feed
 from mmfast.streams.frontend import Frame
+from mmfast.streams.recent import GAP
 from mmfast.streams.reply import Reply, Sampler
 from mmfast.streams.stream import Clock, Stream, StreamModel
 from mmfast.streams.subscription import (
@@ -140,6 +142,11 @@ class Session:
             subscription.deliver(event)
         return len(units)
 
+    def glance(self, frame: Any, time: float) -> None:
+        """Keep a frame between two of the stream for questions about motion alone."""
+        with self.turns.frame():
+            self.stream.glance(frame, time + self.stream.timeline.offset)
+
     def watch(self, source: Any, *, background: bool = False, **options: Any) -> Watch:
         """Watch a source: file, directory of frames, camera, address, iterator.
 
@@ -190,21 +197,24 @@ class Session:
         started, text, trace = clocks.perf_counter(), check_question(question), Trace()
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise MmfastError(f"max_new_tokens={max_new_tokens!r}; give a whole number from 1")
-        sampler = Sampler(self.model.blocked, temperature, top_p, seed, self.model.penalty)
         with self.turns.question():
             self._check_open()
             if remember:  # what waits for its partner belongs before the question
                 self.stream.flush()
-            prompt = self.stream.words(text)
-            branch, logits = self.stream.branch(text, trace)
+            stream = self.stream.answering(text, trace)
+            model = stream.model
+            sampler = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
+            prompt = stream.words(text)
+            branch, logits = stream.branch(text, trace)
             self.stream.counts["questions"] += 1
-            version = self.stream.version
+            # the branch of another stream cannot be kept in this one: it is written anew
+            version = self.stream.version if stream is self.stream else -1
         return Reply(
             branch,
             logits,
-            tokenizer=self.model.tokenizer,
+            tokenizer=model.tokenizer,
             sampler=sampler,
-            stops=self.model.stops,
+            stops=model.stops,
             limit=max_new_tokens,
             trace=trace,
             started=started,
@@ -266,6 +276,8 @@ class Session:
         """Let the times of the next frame start again from any value."""
         with self.turns.question():
             self.stream.timeline = self.stream.timeline.again()
+            if self.stream.recent is not None:
+                self.stream.recent.cut()
 
     def stats(self) -> dict[str, Any]:
         """Figures so far, as plain numbers: frames, tokens, memory, drops, time spent."""
@@ -331,7 +343,13 @@ class Watch:
         **options: Any,
     ) -> None:
         self._session, self._each = session, each
-        self.live = live_frames(source, fps=fps, limits=session.limits, **options)
+        # pictures for questions about motion come more often than frames for the model
+        self._fps, every = fps, 1
+        if session.stream.recent is not None and isinstance(fps, int | float) and fps > 0:
+            every = max(1, math.ceil(1 / (GAP * fps)))
+        self._near = 0.5 / every  # of a frame's turn: as near as any other frame can come
+        dense = fps if every == 1 or fps is None else fps * every
+        self.live = live_frames(source, fps=dense, limits=session.limits, **options)
         self.feed = Feed(self.live, latency=latency, clock=clock, realtime=realtime)
         self.error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -351,10 +369,19 @@ class Watch:
     def run(self) -> None:
         """Push frames until `stop`, or the source ends; MediaError where it stalls or dies."""
         self._session.new_source()
+        start, turn = None, -1
         try:
             for frame, seconds in self.feed:
                 if self._stopped or self._session.closed:
                     return
+                start = seconds if start is None else start
+                now = turn + 1
+                if self._near < 0.5 and self._fps is not None:
+                    now = math.floor((seconds - start) * self._fps + self._near)
+                if now <= turn:
+                    self._session.glance(frame, seconds)
+                    continue
+                turn = now
                 self._session.push(frame, seconds)
                 if self._each is not None:
                     self._each(self._session.stream.timeline.last or 0.0)

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -24,6 +24,7 @@ from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.engine import Engine
 from mmfast.streams.families import prove, script_for
 from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer
+from mmfast.streams.recent import RecentFrames
 from mmfast.streams.reply import Reply, placeholders, stop_ids
 from mmfast.streams.script import EncodedUnit, Script, WrittenState
 
@@ -36,7 +37,8 @@ class StreamModel:
     stages at `pre` for the tokens of every frame; `frame_cache` encodes only what changed; `gate`
     skips frames that look like the last one let through; each may be None. `system` is the text of
     a system message, None leaves it to the chat template. See `FrameEncoder` for `sized_for`,
-    `FrontEnd` for `batch`.
+    `FrontEnd` for `batch`. `clips` loads a model that answers questions about motion in its place
+    (see `mmfast.streams.recent`); None where it answers them itself.
     """
 
     model: Any
@@ -48,6 +50,7 @@ class StreamModel:
     system: str | None = None
     sized_for: int = 64
     batch: int = 1
+    clips: Callable[[], StreamModel] | None = None
     engine: Engine = field(init=False)
     script: Script = field(init=False)
     frontend: FrontEnd = field(init=False)
@@ -150,6 +153,7 @@ class Stream:
         self.model, self.spec = model, spec
         self.memory = model.engine.memory(plan_cache(spec), tiers=quotas)
         self.timeline = Timeline()
+        self.recent = None if model.clips is None else RecentFrames()
         self.seen = model.frontend.start()
         self.written = WrittenState()
         self.version = 0
@@ -163,6 +167,7 @@ class Stream:
             timeline, now = timeline.step(stamp, 1 / self.model.fps)
             if now is not None:
                 shots.append((frame, now))
+                self.glance(frame, now)
         start = time.perf_counter()
         self.seen, units = self.model.frontend.step(self.seen, shots)
         self.spent["encode_ms"] += (time.perf_counter() - start) * 1e3
@@ -171,6 +176,22 @@ class Stream:
         for unit in units:
             self._write(unit)
         return units
+
+    def glance(self, frame: Any, time: float) -> None:
+        """Keep a frame as a picture alone, if its model needs pictures for some questions."""
+        if self.recent is not None:
+            self.recent.add(frame, time)
+
+    def answering(self, question: str, trace: Trace) -> Stream:
+        """Return the stream that answers a question: this one, or a clip of its last frames."""
+        if self.recent is None or self.model.clips is None or not self.recent.asked(question):
+            return self
+        with trace.stage("clip") as row:
+            clip = Stream(self.model.clips(), None, None)
+            frames, times = self.recent.clip()
+            clip.take(frames, times)
+            row.tokens_in, row.tokens_out = len(frames), clip.counts["tokens"]
+        return clip
 
     def flush(self) -> None:
         """Write frames that wait for a partner, the last one doubled."""
@@ -236,6 +257,7 @@ class Stream:
             "counts": dict(self.counts),
             "spent": dict(self.spent),
             "memory": self.memory.snapshot(),
+            "recent": None if self.recent is None else self.recent.snapshot(),
         }
 
     def restore(self, tree: dict[str, Any]) -> None:
@@ -248,6 +270,8 @@ class Stream:
         self.timeline, self.written = tree["timeline"], tree["written"]
         self.seen = self.model.frontend.restore(tree["frontend"])
         self.counts, self.spent = dict(tree["counts"]), dict(tree["spent"])
+        if self.recent is not None and tree.get("recent"):
+            self.recent.restore(tree["recent"])
 
     def close(self) -> None:
         """Release stored blocks; files of saved sessions stay."""

@@ -150,14 +150,18 @@ class Cascade:
     """Voices a text model: what is said becomes text, its answer becomes speech as it is written.
 
     `chat` answers a conversation, whose last turn is the user's, with text or pieces of it as they
-    come; anything that makes text will do. `speaker` None leaves the answer text. ModelError: one
+    come; anything that makes text will do, and with `calls_tools` it may write calls of functions,
+    which realtime sessions pass on. `speaker` None leaves the answer text. ModelError: one
     of them cannot do its part; MmfastError: `chat` is no function.
     """
 
-    def __init__(self, listener: Listener, chat: Chat, speaker: Speaker | None) -> None:
+    def __init__(
+        self, listener: Listener, chat: Chat, speaker: Speaker | None, calls_tools: bool = False
+    ) -> None:
         if not callable(chat):
             raise MmfastError(f"chat={chat!r} cannot be called; give a function of the turns")
         self.listener: Listener = can(listener, "transcribe")
+        self.calls_tools = calls_tools
         self.chat, self.speaker = chat, None if speaker is None else can(speaker, "speak")
         self.sample_rate = 16000 if speaker is None else speaker.sample_rate
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,12 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
 from mmfast.pipelines.omni_chat import OmniChat, OmniSession
+from mmfast.serve.realtime.tools import without_calls
 from mmfast.voice.ear import RATE
 from mmfast.voice.models import voiced
+
+# Said for a model that follows no instructions: first, and where its answer has no word.
+GREETING, UNKNOWN = "Hello, how can I help you?", "I do not know."
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,9 @@ class BrainQuestion:
 
     The last of `turns`, oldest first, is the user's, unless that is `pcm`: speech `[n]` at 16 kHz
     for a model that answers speech itself. The embedded models ignore `instructions`. `options` are
-    the speaker's `voice` and `speed`; `limit` is in tokens of the answer's text.
+    the speaker's `voice` and `speed`; `limit` is in tokens of the answer's text. `prompted`: nobody
+    asked, and the last turn is the server's request to greet or to go on. The model may call
+    `tools`; what it writes as calls goes to `calls` and is not said.
     """
 
     turns: tuple[Turn, ...]
@@ -31,6 +37,9 @@ class BrainQuestion:
     aloud: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     limit: int | None = None
+    prompted: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: list[str] = field(default_factory=list)
 
 
 class ChatterBrain:
@@ -42,12 +51,13 @@ class ChatterBrain:
     """
 
     native: bool
-    sees = False
+    sees = calls = False  # whether it takes frames, and tools
 
     def __init__(self, chatter: Any) -> None:
         self._chatter = chatter
         self._chat: Any = getattr(chatter, "chat", None)
         self.native = self._chat is None
+        self.calls = bool(getattr(chatter, "calls_tools", False))
         own = hasattr(chatter, "transcribe")
         self._listener = chatter if own else getattr(chatter, "listener", None)
         self._speaker = chatter if self.native else chatter.speaker
@@ -63,9 +73,15 @@ class ChatterBrain:
         return self._spoken(self._chat(instructed(question)), question)
 
     def _spoken(self, text: str | Iterable[str], question: BrainQuestion) -> Iterator[Sound]:
+        if question.tools:
+            pieces = [text] if isinstance(text, str) else text
+            text = without_calls(pieces, question.calls)
         return voiced(text, self._speaker if question.aloud else None, RATE, question.options)
 
     def _reply(self, question: BrainQuestion) -> Iterator[Sound]:
+        if question.pcm is None and question.prompted and hasattr(self._chatter, "speak"):
+            yield from self._spoken(GREETING, question)
+            return
         if question.pcm is None:
             raise ModelError("this model answers speech alone; send input_audio, not text")
         options = question.options
@@ -153,16 +169,27 @@ class OmniBrain(ChatterBrain):
     def __init__(self, opened: OmniSession, wording: Callable[[str], str], follows: bool) -> None:
         super().__init__(opened.voice.chatter)
         self._opened, self._wording, self._follows = opened, wording, follows
+        # a template that writes tools is that of a model that was trained to call them
+        template = getattr(opened.video.model.processor, "chat_template", None)
+        self.calls = follows and "tools" in str(template)
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         """Answer about the frames so far; the video goes on while the answer is written."""
         return self._spoken(self._written(question), question)
 
     def _written(self, question: BrainQuestion) -> Iterator[str]:
+        if question.prompted and not self._follows:
+            said = [turn for turn in question.turns[:-1] if turn.role == "user"]
+            if not said:
+                yield GREETING
+                return
+            question = replace(question, turns=(*said,))  # the last question once more
         longest = min(question.limit or 64, 256)
         text = self._prompt(question)
         with self._opened.video.ask(text, max_new_tokens=longest) as reply:
             yield from reply
+            if not (reply.text.strip() or self._follows):
+                yield UNKNOWN
 
     def _prompt(self, question: BrainQuestion) -> str:
         """Write the question, after instructions and turns for a model that follows them."""

@@ -9,7 +9,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from mmfast.serve.realtime.formats import Incoming, shown, unpack
-from mmfast.serve.realtime.protocol import Content, EventError, MessageShape
+from mmfast.serve.realtime.protocol import (
+    CallOutputShape,
+    CallShape,
+    Content,
+    EventError,
+    MessageShape,
+)
 from mmfast.voice.ear import RATE
 from mmfast.voice.history import History, HistoryTurn
 
@@ -59,9 +65,10 @@ class ItemPart:
 
 @dataclass
 class ConversationItem(HistoryTurn):
-    """An item of the protocol: a turn of the dialogue, in parts."""
+    """An item of the protocol: a turn of the dialogue in parts, a call, or the result of one."""
 
     parts: list[ItemPart] = field(default_factory=list)
+    call: dict[str, Any] | None = None  # fields of a call, or of its result
     status: Literal["completed", "incomplete", "in_progress"] = "completed"
 
     @property
@@ -93,6 +100,9 @@ class ConversationItem(HistoryTurn):
 
     def shown(self, format: str | None = None) -> dict[str, Any]:
         """Return it as the client sees it; with sound, in a format, where it is kept."""
+        if self.call is not None:
+            head = {"id": self.id, "object": "realtime.item", "status": self.status}
+            return {**head, **self.call}
         parts = [part.shown(format) for part in self.parts]
         if self.cut_off:
             parts = [{**part, "transcript": self.text} for part in parts]
@@ -105,12 +115,33 @@ class ConversationItem(HistoryTurn):
         return sum(len(part.pcm) / RATE for part in self.parts if part.pcm is not None)
 
 
-def written(message: MessageShape, format: str, most: int, where: str = "item") -> ConversationItem:
+def call_item(given: CallShape | CallOutputShape) -> ConversationItem:
+    """Return a call or its result as an item; a model reads it as text between tags."""
+    if isinstance(given, CallShape):
+        call = {"name": given.name, "arguments": given.arguments}
+        text = f'<tool_call>{{"name": "{given.name}", "arguments": {given.arguments}}}</tool_call>'
+        role: Literal["assistant", "user"] = "assistant"
+    else:
+        call, role = {"output": given.output}, "user"
+        text = f"<tool_response>{given.output}</tool_response>"
+    call = {"type": given.type, "call_id": given.call_id or new_id("call"), **call}
+    parts = [ItemPart(given.type, text)]
+    return ConversationItem(given.id or new_id("item"), role, parts=parts, call=call)
+
+
+def written(
+    message: MessageShape | CallShape | CallOutputShape,
+    format: str,
+    most: int,
+    where: str = "item",
+) -> ConversationItem:
     """Return an item that a client writes.
 
     `most` limits the letters of base64 of one part; messages name the item by `where`. Empty parts,
     and parts that the role cannot have, raise `EventError`.
     """
+    if not isinstance(message, MessageShape):
+        return call_item(message)
     parts = []
     for number, content in enumerate(message.content):
         place = f"{where}.content.{number}"

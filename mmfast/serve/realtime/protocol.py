@@ -156,8 +156,8 @@ class AnswerShape(StrictShape):
 class SessionShape(AnswerShape):
     """`session` of `session.update`; what is left out stays as it is."""
 
-    type: Literal["realtime"] = "realtime"
-    object: Literal["realtime.session"] | None = None
+    type: Literal["realtime", "transcription"] = "realtime"
+    object: Literal["realtime.session", "realtime.transcription_session"] | None = None
     id: str | None = None
     model: str | None = None
     audio: Audio | None = None
@@ -190,6 +190,32 @@ class MessageShape(StrictShape):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
+class CallShape(StrictShape):
+    """A call of a function, as the model made it."""
+
+    type: Literal["function_call"]
+    name: Name
+    arguments: Words
+    call_id: Name | None = None
+    id: Name | None = None
+    object: Literal["realtime.item"] | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class CallOutputShape(StrictShape):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Words
+    id: Name | None = None
+    object: Literal["realtime.item"] | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+ItemShape = Annotated[MessageShape | CallShape | CallOutputShape, Field(discriminator="type")]
+
+
 class ReferenceShape(StrictShape):
     """An item that is there already."""
 
@@ -217,7 +243,12 @@ class Wish(AnswerShape):
     ) = None
     input: (
         Annotated[
-            list[Annotated[MessageShape | ReferenceShape, Field(discriminator="type")]],
+            list[
+                Annotated[
+                    MessageShape | CallShape | CallOutputShape | ReferenceShape,
+                    Field(discriminator="type"),
+                ]
+            ],
             Field(max_length=64),
         ]
         | None
@@ -240,7 +271,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "input_audio_buffer.commit": {},
     "input_audio_buffer.clear": {},
     "output_audio_buffer.clear": {},  # of connections whose sound the server plays
-    "conversation.item.create": {"item": MessageShape, "previous_item_id": (Name | None, None)},
+    "conversation.item.create": {"item": ItemShape, "previous_item_id": (Name | None, None)},
     "conversation.item.delete": {"item_id": Name},
     "conversation.item.retrieve": {"item_id": Name},
     "conversation.item.truncate": {
@@ -303,7 +334,7 @@ _CODES = {
     "union_tag_not_found": "missing_required_parameter",
 }
 _TAGS = re.compile(
-    r"^(server_vad|semantic_vad|audio/pcm[ua]?|message|item_reference|Voice|int|str|constrained-.*"
+    r"^(server_vad|semantic_vad|audio/pcm[ua]?|message|item_reference|function_call|function_call_output|Voice|int|str|constrained-.*"
     r"|literal\[.*|function-.*)$"
 )
 

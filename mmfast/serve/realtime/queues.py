@@ -174,6 +174,11 @@ class PictureQueue(Backlog[_SeenFrame]):
         self.counts: Counter[str] = Counter(came=0, seen=0, dropped=0, failed=0)
         self._see, self._fail = see, fail
 
+    async def room(self) -> None:
+        """Wait until one more frame drops none."""
+        while len(self._jobs) > self._most:
+            await next(iter(self._jobs.values()))[1]
+
     def add(self, picture: Any, time: float, event_id: str | None) -> None:
         """Append a frame, decoded or as its data URI."""
         self.counts["came"] += 1

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mmfast.core.speech import Sound, Turn
 from mmfast.serve.realtime.brain import BrainQuestion, ChatterBrain
-from mmfast.serve.realtime.conversation import ConversationItem, ItemPart, new_id
+from mmfast.serve.realtime.conversation import ConversationItem, ItemPart, call_item, new_id
 from mmfast.serve.realtime.formats import Outgoing
-from mmfast.serve.realtime.protocol import EventError
+from mmfast.serve.realtime.protocol import CallShape, EventError
 from mmfast.serve.realtime.service import SessionLimits
+from mmfast.serve.realtime.tools import prompt_of, read_call
 from mmfast.streams.stream import Clock
 from mmfast.voice.channel import Status
 from mmfast.voice.dialogue import SpokenReply
@@ -92,6 +93,8 @@ class Response(SpokenReply):
         self.status, self.reason, self.error = "in_progress", "", dict[str, Any]()
         self.shown = False
         self.asks: list[ConversationItem] = []
+        self.calls: list[str] = []  # as the model writes them
+        self.called: list[ConversationItem] = []
         self.spent = TokenUsage()
         self.asked = asked
         self.first_audio: float | None = None
@@ -119,6 +122,26 @@ class Response(SpokenReply):
         self.item.parts.append(ItemPart("output_audio" if self.aloud else "output_text"))
         which = {"response_id": self.id, "output_index": 0}
         return {"type": "response.output_item.added", **which, "item": item}
+
+    def read_calls(self) -> None:
+        """Read what the model wrote as calls; `ModelError` if one is no call of a function."""
+        for text in self.calls:
+            name, given = read_call(text, self.settings["tools"])
+            shape = CallShape(type="function_call", name=name, arguments=given)
+            self.called.append(call_item(shape))
+
+    def call_events(self, item: ConversationItem, index: int) -> list[dict[str, Any]]:
+        """Return the events that tell a call of a function, before that it is done."""
+        call = item.call or {}
+        which = {"response_id": self.id, "output_index": index}
+        place = {**which, "item_id": item.id, "call_id": call["call_id"]}
+        kind, given = "response.function_call_arguments", call["arguments"]
+        return [
+            {"type": "response.output_item.added", **which, "item": item.shown()},
+            {"type": f"{kind}.delta", **place, "delta": given},
+            {"type": f"{kind}.done", **place, "name": call["name"], "arguments": given},
+            {"type": "response.output_item.done", **which, "item": item.shown()},
+        ]
 
     def conclude(self, status: Status) -> bool:
         """Set the reason of the end; return True if the reply was cut off."""
@@ -167,7 +190,7 @@ class Response(SpokenReply):
             "id": self.id,
             "status": self.status,
             "status_details": self._details(),
-            "output": [self.sent_item()] if self.shown and self.over else [],
+            "output": self._output() if self.over else [],
             "conversation_id": self.conversation,
             "output_modalities": self.settings["output_modalities"],
             "max_output_tokens": self.settings["max_output_tokens"],
@@ -180,6 +203,10 @@ class Response(SpokenReply):
         first = None if self.first_audio is None else round(1e3 * self.first_audio, 3)
         return {**found, "mmfast": {"first_audio_ms": first, "frames": frames}}
 
+    def _output(self) -> list[dict[str, Any]]:
+        said = [self.sent_item()] if self.shown else []
+        return [*said, *(item.shown() for item in self.called)]
+
     def _details(self) -> dict[str, Any] | None:
         if self.status in ("in_progress", "completed"):
             return None
@@ -189,6 +216,8 @@ class Response(SpokenReply):
         return {**found, "error": self.error} if self.error else found
 
 
+# Said for a user who has asked nothing: agents speak first.
+GREET, GO_ON = "Greet the user.", "Go on."
 HEARD_TOKENS = 25 / 16000  # of the embedded model's tower, a sample
 
 
@@ -202,18 +231,24 @@ def question_of(
     """Return the question that a response answers, or None where nothing was said.
 
     All speech among `items` has a transcript, unless the model answers speech itself. The tokens of
-    the question are counted in `response`. `EventError`: there is nothing to answer, or not even
-    the last turn fits.
+    the question are counted in `response`. Where nobody asked, the model is told to greet, or to
+    go on. `EventError`: not even the last turn fits.
     """
     before, settings = list(items), response.settings
     pcm = _speech(before, response) if brain.native else None
+    prompted = False
     found, instructions = turns(before), joined_instructions(before, settings["instructions"])
+    told = prompt_of(settings["tools"], settings["tool_choice"])
     if pcm is None and (not found or found[-1].role != "user"):
         if items and items[-1].spoken:
             return None  # a cough, or a long silence
-        # "greet the user": a response without a question takes its own instructions as one
-        found, instructions = (*found, _asked(settings["asked"])), ""
+        # a response without a question takes its own instructions as one
+        if asked := settings["asked"].strip():
+            found, instructions = (*found, Turn("user", asked)), ""
+        else:
+            prompted, found = True, (*found, Turn("user", GO_ON if found else GREET))
     limit = settings["max_output_tokens"]
+    instructions = "\n\n".join(text for text in (instructions, told) if text)
     if found or instructions:
         answer = 1 if limit == "inf" else limit
         found = fitting(found, instructions, brain.count, limits, answer)
@@ -224,7 +259,10 @@ def question_of(
     most = limits.tokens if limit == "inf" else limit
     if limits.context is not None:
         most = min(most, limits.context - spent.text_in)
-    return BrainQuestion(found, pcm, instructions, response.aloud, options, most)
+    tools, calls = tuple(settings["tools"]) if told else (), response.calls
+    return BrainQuestion(
+        found, pcm, instructions, response.aloud, options, most, prompted, tools, calls
+    )
 
 
 def _speech(items: list[ConversationItem], response: Response) -> Tensor | None:
@@ -235,17 +273,6 @@ def _speech(items: list[ConversationItem], response: Response) -> Tensor | None:
         response.asks.insert(0, item)
         parts = [part.pcm for part in item.parts if part.pcm is not None] + parts
     return torch.cat(parts) if parts else None
-
-
-def _asked(instructions: str) -> Turn:
-    """Return the instructions of a response as a question; `EventError` if there are none."""
-    if not instructions.strip():
-        raise EventError(
-            "there is nothing to answer; create an item of the user, commit sound, or give "
-            "response.instructions",
-            "nothing_to_answer",
-        )
-    return Turn("user", instructions)
 
 
 def turns(items: Iterable[ConversationItem]) -> tuple[Turn, ...]:

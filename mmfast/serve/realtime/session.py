@@ -33,6 +33,7 @@ from mmfast.voice.ear import RATE, ManualEar
 BLOCK = RATE // 4  # samples that are listened to before the loop may do something else
 SHORTEST = RATE // 10  # of a turn that a client commits
 LONGEST = 120  # seconds that the buffer holds where the client commits its turns
+NEAR = 0.25  # least seconds between two pictures of items, which come without times
 PIECE = 0.4  # seconds of one delta: a cancel takes back whole deltas
 
 _log = logging.getLogger("mmfast.serve")
@@ -45,11 +46,15 @@ class RealtimeSession(Dialogue):
     Events of the client become calls of the dialogue, events of the dialogue become events of the
     protocol; models work in the service's threads. `running` holds responses by name with their
     tasks, until the model has let go of them; `taken` counts input samples at 16 kHz; `spend`
-    counts tokens where there are quotas.
+    counts tokens where there are quotas. A session of the kind `transcription` answers nothing.
     """
 
     def __init__(
-        self, service: RealtimeService, voices: ChatterVoices, brain: ChatterBrain
+        self,
+        service: RealtimeService,
+        voices: ChatterVoices,
+        brain: ChatterBrain,
+        kind: str = "realtime",
     ) -> None:
         limits = service.limits
         self.conversation = Conversation(letters=limits.text)
@@ -57,10 +62,17 @@ class RealtimeSession(Dialogue):
         self.id, self.service, self.brain = new_id("sess"), service, brain
         self.outbox, self.closed = Outbox(), False
         self.settings = Settings(
-            self.id, service.model(), voices.voices, limits.seconds, voices.pace
+            self.id,
+            service.model(),
+            voices.voices,
+            limits.seconds,
+            voices.pace,
+            service.config.strict_model,
+            kind,
+            getattr(brain, "calls", False),
         )
         self.began = self.last_event = self.clock.now()
-        self.taken, self.quiet_since = 0, 0.0
+        self.taken, self.quiet_since, self._pictured = 0, 0.0, -NEAR
         self._incoming = Incoming(self.settings.input_format)
         self._detection = self.settings.detection
         self.running: dict[str, tuple[Response, asyncio.Task[None]]] = {}
@@ -82,7 +94,7 @@ class RealtimeSession(Dialogue):
             "response.cancel": self._cancel,
             "mmfast.input_image_buffer.append": self._image,
         }
-        self.send(type="session.created", session=self.settings.values)
+        self.send(type="session.created", session=self.settings.shown)
 
     # --- events of the client ---
 
@@ -131,7 +143,7 @@ class RealtimeSession(Dialogue):
         self._check_text(event.session.instructions, "session.instructions")
         self.settings.update(event.session)
         self._configure()
-        self.send(type="session.updated", session=self.settings.values)
+        self.send(type="session.updated", session=self.settings.shown)
 
     def _configure(self) -> None:
         """Follow the settings: another way to find turns begins anew."""
@@ -141,7 +153,7 @@ class RealtimeSession(Dialogue):
             self._detection, self.ear, self.open = self.settings.detection, None, ""
         turns = self.settings.turn_detection or {}
         self.interrupting = bool(turns.get("interrupt_response"))
-        self.answering = bool(turns.get("create_response"))
+        self.answering = bool(turns.get("create_response")) and self.settings.answers
 
     async def _append(self, event: Any) -> None:
         """Listen to more sound; `ModelError` if nothing can find turns here."""
@@ -200,8 +212,10 @@ class RealtimeSession(Dialogue):
                 pictures.append(await self.service.picture(part.picture, place))
                 part.picture = ""
         self._add(item, event.previous_item_id)
-        for picture in pictures:
-            self.frames.add(picture, self.clock.now() - self.began, event.event_id)
+        for picture in pictures:  # frames of a clip: a client that sends items loses none
+            self._pictured = max(self.clock.now() - self.began, self._pictured + NEAR)
+            await self.frames.room()
+            self.frames.add(picture, self._pictured, event.event_id)
         if self.settings.transcribes and item.unheard:
             self.recordings.put(item.id, item)
 
@@ -238,6 +252,9 @@ class RealtimeSession(Dialogue):
 
     def _respond(self, event: Any) -> None:
         """Answer the conversation, or the items that the event contains."""
+        if not self.settings.answers:
+            text = "a session of type 'transcription' answers nothing; update it to 'realtime'"
+            raise EventError(text, param="type")
         wish = event.response or protocol.Wish()
         settings = self.settings.of_response(wish)
         self._check_text(wish.instructions, "response.instructions")
@@ -451,6 +468,8 @@ class RealtimeSession(Dialogue):
             if not response.spend(words, sound):
                 self.end(response, "incomplete")
                 return
+        if sound is None and not response.over:
+            response.read_calls()
         self.take(response, sound)
 
     def _show_progress(self, kind: Kind, response: Response, fields: dict[str, Any]) -> None:
@@ -516,8 +535,17 @@ class RealtimeSession(Dialogue):
             which = {"response_id": response.id, "output_index": 0}
             kind = "response.output_item.done"
             self.send(type=kind, **which, item=response.sent_item())
+        if status == "completed":
+            self._show_calls(response)
         self.send(type="response.done", response=response.resource(dict(self.frames.counts)))
         self.spend(response.spent.total - response.spent.image_in)
+
+    def _show_calls(self, response: Response) -> None:
+        for number, item in enumerate(response.called, int(response.shown)):
+            for event in response.call_events(item, number):
+                self.send(**event)
+                if event["type"] == "response.output_item.added" and response.conversation:
+                    self._add(item)
 
     # --- frames and recordings ---
 

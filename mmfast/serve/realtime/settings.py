@@ -9,6 +9,7 @@ from typing import Any
 
 from mmfast.core.errors import unknown
 from mmfast.serve.realtime.protocol import AudioOutput, EventError, SessionShape, VoiceShape, Wish
+from mmfast.serve.realtime.tools import checked_tools
 from mmfast.voice.ear import Ear, VoiceEar
 
 # Names that stock clients ask for; each is one of the model's own voices.
@@ -32,6 +33,9 @@ _SEMANTIC_VAD = {
 # Milliseconds of silence that end a turn: no model judges here whether a sentence is complete.
 EAGERNESS = {"low": 1500, "medium": 800, "auto": 800, "high": 400}
 IDLE = ("truncation", "tracing", "include", "prompt", "reasoning", "parallel_tool_calls")
+_ANSWERS = ("instructions", "output_modalities", "max_output_tokens")
+_OBJECTS = {"realtime": "realtime.session", "transcription": "realtime.transcription_session"}
+_HEARS = ("type", "object", "id", "model", "include", "expires_at", "mmfast")
 _DEFAULTS = {"server_vad": _SERVER_VAD, "semantic_vad": _SEMANTIC_VAD}
 
 
@@ -39,7 +43,9 @@ class Settings:
     """Settings of one session that are in effect.
 
     `voices` are names of the model, the default first; empty where it has none. `pace` is in words
-    per minute: least, usual, most; None where the model has no choice.
+    per minute: least, usual, most; None where the model has no choice. `strict` refuses other names
+    of the model than its own. A session of the kind `transcription` writes speech down and answers
+    nothing. `calls`: the model can call tools.
     """
 
     def __init__(
@@ -49,11 +55,15 @@ class Settings:
         voices: Sequence[str],
         seconds: float,
         pace: tuple[int, int, int] | None = None,
+        strict: bool = False,
+        kind: str = "realtime",
+        calls: bool = False,
     ) -> None:
-        self._voices, self._pace = tuple(voices), pace
+        self._voices, self._pace, self._strict = tuple(voices), pace, strict
+        self._calls = calls
         self.values: dict[str, Any] = {
-            "type": "realtime",
-            "object": "realtime.session",
+            "type": kind,
+            "object": _OBJECTS[kind],
             "id": id,
             "model": model,
             "output_modalities": ["audio"],
@@ -84,14 +94,20 @@ class Settings:
     def update(self, asked: SessionShape) -> None:
         """Apply all given settings, or none of them and raise `EventError`."""
         given = asked.model_dump(exclude_unset=True)
-        if asked.model not in (None, self.values["model"]):
+        if not takes_name(asked.model, self.values["model"], self._strict):
             raise EventError(
                 f"the model of a session stays {self.values['model']!r}; open another session",
                 param="session.model",
             )
-        no_tools(asked.tools, "session.tools")
+        tools = checked_tools(asked.tools, self._calls, "session.tools")
         changed = copy.deepcopy(self.values)
-        for name in ("instructions", "output_modalities", "max_output_tokens"):
+        if asked.tools is not None:
+            changed["tools"] = tools
+        if given.get("tool_choice") is not None:
+            changed["tool_choice"] = given["tool_choice"]
+        kind = changed["type"] = given.get("type", changed["type"])
+        changed["object"] = _OBJECTS[kind]
+        for name in _ANSWERS:
             if given.get(name) is not None:
                 changed[name] = given[name]
         audio = given.get("audio") or {}
@@ -106,12 +122,14 @@ class Settings:
     ) -> None:
         """Report the given settings that have no effect here, so that no client relies on them."""
         idle = dict.fromkeys((changed.get("mmfast") or {}).get("without_effect", ()))
-        asked = {name: given[name] for name in IDLE if name in given}
+        asked = {name: given[name] for name in ("model", *IDLE) if name in given}
+        if changed["type"] == "transcription":
+            asked |= {name: given[name] for name in _ANSWERS if name in given}
         if "noise_reduction" in heard:
             asked["audio.input.noise_reduction"] = heard["noise_reduction"]
         for name, value in asked.items():
             idle.pop(name, None)
-            if value is not None and value != changed.get(name):
+            if value is not None and (name in _ANSWERS or value != changed.get(name)):
                 idle[name] = None
         if idle:
             changed["mmfast"] = {"without_effect": list(idle)}
@@ -147,6 +165,19 @@ class Settings:
         return found
 
     @property
+    def answers(self) -> bool:
+        """False for a session that writes speech down and answers nothing."""
+        return bool(self.values["type"] != "transcription")
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The session as the client sees it: one of transcription has no output."""
+        if self.answers:
+            return self.values
+        found = {name: self.values[name] for name in _HEARS if name in self.values}
+        return {**found, "audio": {"input": self.values["audio"]["input"]}}
+
+    @property
     def turn_detection(self) -> dict[str, Any] | None:
         """Settings of the turn detection; None leaves turns to the client."""
         found: dict[str, Any] | None = self.values["audio"]["input"]["turn_detection"]
@@ -162,7 +193,7 @@ class Settings:
     @property
     def transcribes(self) -> bool:
         """True if the client wants transcripts of its speech."""
-        return self.values["audio"]["input"]["transcription"] is not None
+        return not self.answers or self.values["audio"]["input"]["transcription"] is not None
 
     @property
     def input_format(self) -> str:
@@ -171,15 +202,25 @@ class Settings:
 
     def of_response(self, wish: Wish) -> dict[str, Any]:
         """Return the settings of one response; `EventError` if one is not available."""
-        no_tools(wish.tools, "response.tools")
+        tools = checked_tools(wish.tools, self._calls, "response.tools")
         own, values = wish.model_dump(exclude_unset=True), self.values
-        names = ("instructions", "output_modalities", "max_output_tokens")
-        found = {name: values[name] for name in names}
-        found.update({name: own[name] for name in names if own.get(name) is not None})
+        found = {name: values[name] for name in _ANSWERS}
+        found.update({name: own[name] for name in _ANSWERS if own.get(name) is not None})
         asked = AudioOutput() if wish.audio is None else wish.audio.output or AudioOutput()
         given = self.output(asked.model_dump(exclude_unset=True), "response.audio.output")
         output = {**values["audio"]["output"], **given}
+        found["tools"] = values["tools"] if wish.tools is None else tools
+        found["tool_choice"] = own.get("tool_choice") or values["tool_choice"]
         return {**found, "output": output, "asked": own.get("instructions") or ""}
+
+
+def takes_name(asked: str | None, model: str, strict: bool) -> bool:
+    """Return whether a session may ask for a model by this name.
+
+    Agents ask for the names of other vendors' models, such as `gpt-realtime`; unless the server is
+    strict, the model that is served answers, and the session shows its true name.
+    """
+    return not strict or asked in (None, model)
 
 
 def ear_of(turns: Mapping[str, Any]) -> Ear:
@@ -193,12 +234,6 @@ def ear_of(turns: Mapping[str, Any]) -> Ear:
         silence_duration_ms=turns["silence_duration_ms"],
         prefix_padding_ms=turns["prefix_padding_ms"],
     )
-
-
-def no_tools(tools: Sequence[Any] | None, where: str) -> None:
-    """Refuse tools, which the models here cannot call."""
-    if tools:
-        raise EventError("this model calls no tools; send an empty list", param=where)
 
 
 def _input(current: dict[str, Any], given: Mapping[str, Any]) -> None:

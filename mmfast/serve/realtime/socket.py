@@ -15,6 +15,7 @@ from mmfast.serve.guard.caller import Keys, caller_of, from_elsewhere, given_key
 from mmfast.serve.guard.errors import ApiError, api_error, body
 from mmfast.serve.realtime.service import RealtimeService, realtime_of
 from mmfast.serve.realtime.session import RealtimeSession
+from mmfast.serve.realtime.settings import takes_name
 
 _log = logging.getLogger("mmfast.serve")
 GONE = (WebSocketDisconnect, RuntimeError, OSError)  # of a client, while something is sent
@@ -38,7 +39,9 @@ async def realtime(websocket: WebSocket, service: Any) -> None:
         await deny(websocket, error)
         return
     try:
-        session = RealtimeSession(service, voices, brain)
+        hears = websocket.query_params.get("intent") == "transcription"
+        kind = "transcription" if hears else "realtime"
+        session = RealtimeSession(service, voices, brain, kind)
         with contextlib.suppress(TypeError):  # no guard in front, no quotas
             session.spend = caller_of(websocket.scope).spend
         await converse(websocket, session)
@@ -62,8 +65,8 @@ def check(websocket: WebSocket, service: RealtimeService) -> None:
     if from_elsewhere(headers, config.origins, loopback(config.host)):
         raise ApiError(403, "pages of other hosts may not call", code="origin_not_allowed")
     asked, model = websocket.query_params.get("model"), service.model()
-    if asked is not None and asked != model:
-        text = unknown("model", asked[:80], [model])
+    if not takes_name(asked, model, config.strict_model):
+        text = unknown("model", str(asked)[:80], [model])
         raise ApiError(404, text, "invalid_request_error", "model_not_found", "model")
 
 

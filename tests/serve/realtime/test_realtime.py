@@ -319,7 +319,7 @@ def test_settings_become_ears() -> None:
 
 def test_a_wrong_update_changes_nothing() -> None:
     async def main() -> None:
-        wire = Wire(HumService(), Rules().server)
+        wire = Wire(HumService(strict_model=True), Rules().server)
         audio = {"output": {"voice": "nobody"}}
         wire.send("session.update", session={"instructions": "be rude", "audio": audio})
         wire.send("session.update", session={"tools": [{"type": "function", "name": "f"}]})

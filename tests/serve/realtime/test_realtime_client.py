@@ -309,7 +309,12 @@ def test_who_may_not_come_in(url: str) -> None:
             return error.response.status_code
 
     async def main() -> None:
-        assert await status(url, model="another") == 404
+        for name in ("gpt-realtime", "another"):  # agents ask for names of other vendors
+            assert await status(url, model=name) == 101
+        strict = RealtimeService(ServerConfig(strict_model=True), HumVoices)
+        with listening(strict) as narrow:
+            assert await status(narrow, model="gpt-realtime") == 404
+            assert await status(narrow, model="mmfast") == 101
         async with talking(url), talking(url), talking(url):
             assert await status(url) == 429
         service = RealtimeService(

@@ -24,7 +24,9 @@ from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Echo
 from mmfast.serve.guard.shield import uvicorn_options
 from mmfast.serve.http.app import create_app
+from mmfast.serve.realtime.brain import GREETING
 from mmfast.tiny.speech.recordings import say
+from mmfast.tiny.suites import SuiteCase, suite
 
 CLIP = Path(__file__).parents[3] / "assets" / "clips" / "red-circle.mp4"
 QUESTION = "what colour is the circle?"
@@ -95,6 +97,34 @@ def test_what_was_seen_is_asked_by_voice(url: str) -> None:
         answer = "".join(session.ask(written(heard)))
     assert typed.strip() == answer.strip() and typed.strip()
     assert spoken.split() == answer.lower().split()
+
+
+def test_pictures_in_a_row_are_a_clip(url: str) -> None:
+    cases = [case for case in suite(16, 2) if case.kind in ("direction", "speed", "first")][:4]
+
+    async def ask(case: SuiteCase) -> str:
+        async with talking(url, model="gpt-realtime", hums=False) as talk:
+            await talk.connection.session.update(session={**MANUAL, "output_modalities": ["text"]})
+            for frame in read_video(case.media[0], frames=8).frames:
+                content = [{"type": "input_image", "image_url": as_png(frame)}]
+                item = {"type": "message", "role": "user", "content": content}
+                await talk.connection.conversation.item.create(item=item)
+            await talk.say(case.question)
+            done = (await talk.event("response.done"))["response"]
+            assert done["mmfast"]["frames"]["seen"] == 8
+            return str(done["output"][0]["content"][0]["text"]).strip()
+
+    async def greeting() -> str:
+        async with talking(url, hums=False) as talk:
+            await talk.connection.session.update(session={**MANUAL, "output_modalities": ["text"]})
+            await talk.connection.response.create()
+            done = (await talk.event("response.done"))["response"]
+            return str(done["output"][0]["content"][0]["text"])
+
+    clips = mmfast.pipeline("video-qa")
+    for case in cases:
+        assert asyncio.run(ask(case)) == clips(case.media[0], case.question).text.strip()
+    assert asyncio.run(greeting()) == GREETING
 
 
 def test_who_interrupts_the_embedded_voice(url: str) -> None:

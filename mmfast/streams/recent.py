@@ -1,0 +1,104 @@
+"""Recent frames of a stream as pictures, for questions about motion that its model cannot answer.
+
+The embedded model of streams was trained on an endless world and no longer answers questions about
+movement, speed and order; the embedded model of clips does. A stream of the first therefore keeps
+its last seconds as pictures, and such a question is put to the second, about a clip of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+GAP = 0.25  # seconds between two frames that are kept, as between those of a trained clip
+MOST = 32  # frames that are kept
+CLIP = 8  # frames of a clip that the model was trained on
+SIDE = 192  # pixels; twice the side of the encoder's input
+# Seconds between two frames, and median change of colour (0 to 1) over cells of coarse pictures,
+# above which they are of different scenes.
+APART, CUT = 4.0, 0.018
+_COARSE = (12, 12)
+_MOTION = re.compile(
+    r"\b(?:mov(?:e|es|ed|ing|ement)|motion|go(?:es|ing)?|head(?:s|ing)|direction|fast(?:er|est)?"
+    r"|slow(?:er|est)?|speed|first|earlier|later)\b",
+    re.IGNORECASE,
+)
+_ENDS = re.compile(r"\bat the (?:start|beginning|end)\b", re.IGNORECASE)
+
+
+class RecentFrames:
+    """The last frames since a cut, at least `GAP` seconds apart, as small pictures.
+
+    `whole` tells that no frame of the stream is missing but those in between.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, Any]] = deque(maxlen=MOST)
+        self.whole = True
+
+    def add(self, frame: Any, time: float) -> None:
+        """Take a frame `[H, W, 3]` uint8 and its seconds; one too close to the last is left out."""
+        if self._kept and time < self._kept[-1][0] + GAP - 1e-3:
+            return
+        small = _small(np.asarray(frame))
+        if self._kept and (
+            time > self._kept[-1][0] + APART or _change(self._kept[-1][1], small) > CUT
+        ):
+            self.cut()
+        self.whole = self.whole and len(self._kept) < MOST
+        self._kept.append((time, small))
+
+    def cut(self) -> None:
+        """Forget what is kept, since another scene begins."""
+        self.whole = self.whole and not self._kept
+        self._kept.clear()
+
+    def asked(self, question: str) -> bool:
+        """Return True for a question that a clip of these frames answers."""
+        if len(self._kept) < 2:
+            return False
+        moves = _MOTION.search(question) is not None
+        return moves or (self.whole and _ENDS.search(question) is not None)
+
+    def clip(self) -> tuple[list[Any], list[float]]:
+        """Return at most `CLIP` frames and their seconds, of all that is kept or of its end."""
+        kept = list(self._kept)
+        if len(kept) > CLIP:
+            last = len(kept) - 1
+            whole = np.linspace(0, last, CLIP).round().astype(int)
+            kept = [kept[i] for i in whole] if self.whole else kept[-CLIP:]
+        return [frame for _, frame in kept], [time for time, _ in kept]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all state as a tree of plain containers and tensors."""
+        frames = [[time, torch.from_numpy(frame)] for time, frame in self._kept]
+        return {"frames": frames, "whole": self.whole}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Take over a snapshot."""
+        self._kept.clear()
+        self._kept.extend((time, frame.numpy()) for time, frame in tree["frames"])
+        self.whole = tree["whole"]
+
+
+def _small(frame: Any) -> Any:
+    """Return a picture with no side above `SIDE`; a small one is only copied."""
+    height, width = frame.shape[:2]
+    most = max(height, width)
+    if most <= SIDE:
+        return frame.copy()
+    size = (max(1, width * SIDE // most), max(1, height * SIDE // most))
+    return np.array(Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC))
+
+
+def _change(before: Any, after: Any) -> float:
+    if before.shape != after.shape:
+        return 1.0  # a source of another size
+    both = (Image.fromarray(each).resize(_COARSE, Image.Resampling.BOX) for each in (before, after))
+    first, second = (np.asarray(each, np.float32) for each in both)
+    return float(np.median(np.abs(first - second).mean(-1)) / 255)
