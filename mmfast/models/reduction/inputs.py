@@ -73,7 +73,8 @@ def compressed(
         recording(base, adapter, needs) as recorder,
     ):
         outputs = {kind: _encode(base, kind, inputs) for kind in features_given(inputs)}
-        rest = {k: v for k, v in inputs.items() if k not in _encoder_arguments(base)}
+        spent = _encoder_arguments(base)
+        rest = {k: v for k, v in inputs.items() if k not in spent}
         rest["position_ids"] = _positions(model, inputs)
         rest["mm_encoder_outputs"] = outputs
         mask = inputs.get("attention_mask")

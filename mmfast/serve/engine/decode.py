@@ -172,6 +172,7 @@ class Writer:
         self._tokenizer, self._sampling, self._ends = tokenizer, sampling, ends
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens before `_start` are written; up to `_read` too
+        self._pieces: dict[tuple[int, ...], str] = {}  # texts of written pieces, which recur
         self._held = ""  # text that may become a stop string
         self.over: Reason | None = None  # reason of the end; None while the answer goes on
         self.count = 0
@@ -198,13 +199,15 @@ class Writer:
 
     def _decoded(self, last: bool) -> str:
         """Return the text of the new tokens; an incomplete character waits for its rest."""
-        before = self._text(self._tokens[self._start : self._read])
+        piece = tuple(self._tokens[self._start : self._read])
+        if piece not in self._pieces:
+            self._pieces[piece] = self._text([*piece])
         now = self._text(self._tokens[self._start :])
         if not last and now.endswith(_HALF):
             return ""
         # The space before a word may depend on the piece before it, so one written piece is kept.
         self._start, self._read = self._read, len(self._tokens)
-        return now[len(before) :]
+        return now[len(self._pieces[piece]) :]
 
     def _text(self, tokens: list[int]) -> str:
         found: str = self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -332,9 +332,10 @@ class ModelRunner:
             self._prompt_turn = False
         elif batch is not None:
             start = time.perf_counter()
-            # Small units share a step: each step costs as much as a few of them.
+            # Small units share a step: each step costs as much as a few of them. What begins
+            # early enough, and is a chunk at most, ends within two chunks.
             while batch.work(new=not self.sequential.waits):
-                if time.perf_counter() - start > batch.pace / 3:
+                if time.perf_counter() - start > 0.6 * batch.pace:
                     break
             self._prompt_turn = True
         if batch is not None:

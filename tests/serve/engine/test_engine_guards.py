@@ -97,7 +97,7 @@ def test_decoding_goes_on_behind_a_broken_answer(
         assert isinstance(inboxes[1][-1], Failure) and inboxes[1][-1].status == 500
     finally:
         made.close()
-    assert made._decoder.slots.nbytes == 0
+    assert made._decoder.store.nbytes == 0
 
 
 # --- a text waits for nobody's clip -------------------------------------------------------------
