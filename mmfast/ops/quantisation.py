@@ -206,6 +206,32 @@ def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
     return torch.cat(parts, -1)[..., :total]
 
 
+def rows_of_bytes(packs: Sequence[PackedTensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[..., N, bytes]`, lowest values and steps of packs of one form, in order of time.
+
+    Each pack is filled up to whole groups of tokens, so that rows of many packs can lie side by
+    side; the fillers count as tokens.
+    """
+    codes, low, step = [], [], []
+    for pack in packs:
+        missing = -pack.n % pack.group
+        mine = _out_of_bytes(pack.codes, pack.bits, pack.n * pack.width)
+        mine = F.pad(mine.unflatten(-1, (pack.n, pack.width)), (0, 0, 0, missing))
+        codes.append(_into_bytes(mine, pack.bits))
+        rest = 0 if pack.along_tokens else missing
+        low.append(F.pad(pack.low, (0, 0, 0, rest)))
+        step.append(F.pad(pack.step, (0, 0, 0, rest)))
+    return torch.cat(codes, -2), torch.cat(low, -2), torch.cat(step, -2)
+
+
+def dequantise_rows(
+    codes: Tensor, low: Tensor, step: Tensor, form: PackedTensor, out: Tensor
+) -> None:
+    """Write what `rows_of_bytes` has of any number of rows `[..., N, d]` into `out`."""
+    whole = _out_of_bytes(codes, form.bits, form.width).flatten(-2)
+    dequantise(replace(form, codes=whole, low=low, step=step, n=codes.shape[-2], bits=8), out)
+
+
 def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:
     """Write parts `[..., n, d]` one behind the other into `out`; tensors are copied."""
     start = 0

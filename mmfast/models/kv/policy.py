@@ -20,6 +20,7 @@ from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import Eviction, Leaving, Slid, chooser
 from mmfast.models.kv.packs import (
     PackedLayer,
+    RowPacker,
     nbytes,
     pack_recent,
     packed_layer,
@@ -215,6 +216,11 @@ class KVStage:
             plain = plain.each(lambda x, _: x.index_select(1, where.to(x.device)))
         return plain, leaving
 
+    def packing(self, layer: Any) -> Packing | None:
+        """Return the store of a layer of one row of which nothing leaves, and all of it is read."""
+        bare = not self._eviction.always and self._reading is None
+        return self._packing if bare and self._packing.alone(layer) else None
+
     def read(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a decode step of one row reads of the entries of a layer."""
         return (keys, values) if self._reading is None else as_chosen(layer, keys, values)
@@ -254,15 +260,15 @@ class Packing:
 
     def __init__(self, plan: CachePlan, layers: int, evicting: bool) -> None:
         self._plan, self._layers = plan, layers
-        self._quantiser: Quantiser | None = plan.quantiser()
-        q = self._quantiser
+        self.quantiser: Quantiser | None = plan.quantiser()
+        q = self.quantiser
         self._block = 0 if q is None else max(q.group, q.residual)
         self._size = self._block if evicting else None
 
     @property
     def packs(self) -> bool:
         """Entries are packed."""
-        return self._quantiser is not None or self._plan.bits is not None
+        return self.quantiser is not None or self._plan.bits is not None
 
     def acts(self, layer: Any, more: int) -> bool:
         """Return True if a layer of one row has packs, or will within `more` decode steps."""
@@ -270,30 +276,49 @@ class Packing:
             return False
         if layer.rows[0].packs or layer.rows[0].live is not None:
             return True
-        q = self._quantiser
-        return q is not None and layer.keys.shape[2] + more >= q.residual + self._block
+        return self.quantiser is not None and layer.keys.shape[2] + more >= self.full
 
     def prompt(self, cache: Any, index: int, drafts: int) -> Any:
         """Pack behind a prompt; returns the cache layer as it stands then."""
         if not self.packs:
             return cache.layers[index]
         layer = packed_layer(cache, index)
-        if self._quantiser is not None:
-            pack_recent(layer, self._plain, max(self._quantiser.residual, drafts))
+        packer: RowPacker = self._plain
+        keep = drafts
+        if self.quantiser is not None:
+            keep = max(self.quantiser.residual, drafts)
         else:
-            pack_recent(layer, partial(self._mixed, layer, self._important(layer, index)), drafts)
+            packer = partial(self._mixed, layer, self._important(layer, index))
+        pack_recent(layer, packer, lambda recent: max(0, recent - keep))
         return layer
 
     def step(self, layer: Any) -> None:
         """Pack before a call, where enough tokens have been generated since."""
-        if self._quantiser is not None and isinstance(layer, PackedLayer):
-            keep = self._quantiser.residual
-            pack_recent(layer, self._plain, keep, full=keep + self._block)
+        if self.quantiser is not None and isinstance(layer, PackedLayer):
+            pack_recent(layer, self._plain, self.due)
+
+    @property
+    def full(self) -> int:
+        """Recent entries of a row from which on some are packed."""
+        return 0 if self.quantiser is None else self.quantiser.residual + self._block
+
+    def due(self, recent: int) -> int:
+        """Return how many of the recent entries of a row are to be packed before a call."""
+        return recent - self.full + self._block if recent >= self.full else 0
+
+    def packed(self, keys: Tensor, values: Tensor) -> list[KVBlock]:
+        """Return packs of keys and values `[H, n, d]`."""
+        quantiser = self.quantiser
+        assert quantiser is not None
+        return packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), self._size)
 
     def _plain(self, row: int, keys: Tensor, values: Tensor) -> tuple[list[KVBlock], None]:
-        quantiser = self._quantiser
-        assert quantiser is not None
-        return packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), self._size), None
+        return self.packed(keys, values), None
+
+    def alone(self, layer: Any) -> bool:
+        """Return True if a layer of one row has nothing but packs and what came since."""
+        plain = self.quantiser is not None and isinstance(layer, PackedLayer)
+        return plain and layer.rows[0].live is None and not layer.front[0]
 
     def _important(self, layer: PackedLayer, index: int) -> list[Reduction]:
         """Per row what the plan keeps, which here means: in more bits."""

@@ -19,16 +19,19 @@ from transformers import DynamicCache
 from mmfast.caches.plan import CachePlan
 from mmfast.core.spec import Spec, count
 from mmfast.core.trace import Trace
-from mmfast.models.kv.policy import KVStage
+from mmfast.models.kv.policy import KVStage, Packing
 from mmfast.models.layers import CONV, SLIDING
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.decoder_signals import LayerAttention
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.site import Site
 from mmfast.models.reduction.step import ForwardStep, SiteCut
+from mmfast.ops.quantisation import Quantiser
 from mmfast.ops.stream_cache import RowBuffer
+from mmfast.serve.engine.bucket import Entries, windowed
 from mmfast.serve.engine.lane import Attention, Lane
-from mmfast.serve.engine.rows import Entries, Held, Row, State, layer_bytes, windowed
+from mmfast.serve.engine.packed_rows import PackedEntries
+from mmfast.serve.engine.rows import Held, Row, State, layer_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +177,8 @@ def part_of(stage: KVStage, cache: Any, index: int, more: int) -> Entries | Held
     """
     layer = cache.layers[index]
     rest = stage.at_rest(layer, more)
+    if rest is None and (packing := stage.packing(layer)) is not None:
+        return _packed(cache, index, packing, more)
     if rest is None:
         token = 2 * layer.keys[:, :, :1].nbytes or 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
         return Held(layer, layer_bytes(layer) + token * more, partial(stage.read, layer))
@@ -184,6 +189,33 @@ def part_of(stage: KVStage, cache: Any, index: int, more: int) -> Entries | Held
         most += 1 - gone  # the new token comes before it is decided what goes
     cache.layers[index] = None
     return Entries(keys, values, most, leaving)
+
+
+def _packed(cache: Any, index: int, packing: Packing, more: int) -> PackedEntries:
+    """Return a layer whose older entries are in packs, and are to be, as `part_of`."""
+    layer, quantiser = cache.layers[index], packing.quantiser
+    assert quantiser is not None
+    keys, values, packs = layer.keys[0], layer.values[0], layer.rows[0].packs
+    heads, recent, width = keys.shape
+    whole, share = recent + layer.rows[0].packed + more, packed_share(quantiser, keys.itemsize)
+    cache.layers[index] = None
+    return PackedEntries(
+        keys,
+        values,
+        packing.full + 1,
+        packs=packs,
+        store=packing,
+        form=(quantiser.bits, quantiser.group),
+        whole=whole,
+        bytes=round(
+            2 * heads * width * whole * keys.itemsize * packed_share(quantiser, keys.itemsize)
+        ),
+    )
+
+
+def packed_share(quantiser: Quantiser, itemsize: int) -> float:
+    """Return the memory of packs over that of what is packed."""
+    return quantiser.bits / (8 * itemsize) + 2 / quantiser.group
 
 
 def row_of(parts: Sequence[Any], stage: KVStage | None, cache: Any) -> Row:
@@ -225,9 +257,8 @@ def bound(plan: CachePlan | None, prompt: int, more: int, itemsize: int) -> int:
         always = plan.score is None
         most = min(most, kept + 1) if always and kept < prompt else kept + more
     if (quantiser := plan.quantiser()) is not None:
-        packed = quantiser.bits / (8 * itemsize) + 2 / quantiser.group
         recent = quantiser.residual + max(quantiser.group, quantiser.residual)
-        most = min(most, recent + round(packed * most))
+        most = min(most, recent + round(packed_share(quantiser, itemsize) * most))
     return most
 
 

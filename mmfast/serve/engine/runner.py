@@ -25,13 +25,14 @@ from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
 from mmfast.serve.engine.batch import RunningBatch
+from mmfast.serve.engine.bucket import taken
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.encoder import MediaEncoder, axes, early, kept_tokens
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.request import ActiveRequest
-from mmfast.serve.engine.rows import layer_bytes, taken
+from mmfast.serve.engine.rows import layer_bytes
 from mmfast.serve.engine.slots import Draw, Filled
 
 
