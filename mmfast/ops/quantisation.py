@@ -138,7 +138,9 @@ def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
     values = out.unflatten(dim, (-1, packed.group)) if whole else out.new_empty(grouped.shape)
     block = _block(grouped)
     scales = (scale.unsqueeze(dim).float() for scale in (packed.low, packed.step))
-    parts = (part.split(block, -3) for part in (values, grouped, *scales))
+    parts = [(part,) for part in (values, grouped, *scales)]
+    if block < grouped.shape[-3]:
+        parts = [part.split(block, -3) for (part,) in parts]
     for target, mine, low, step in zip(*parts, strict=True):
         wide = target.copy_(mine) if target.dtype == torch.float32 else mine.float()
         target.copy_(wide.mul_(step).add_(low))

@@ -142,7 +142,7 @@ class RunningBatch:
         Returns False if there was nothing to do. A new call of the tower begins only with `new`.
         """
         if read := self._read():
-            self._begin(*read[0])
+            self._finish(*read[0])
             return True
         for answer, found in self._tower.texts():
             self._encoded(answer, found)
@@ -200,8 +200,10 @@ class RunningBatch:
         self._jobs[answer.id] = answer, job
 
     def _prefill(self) -> bool:
+        self.prefiller.slice = 0.7 * self.pace if self._running else None
         order = sorted(self._jobs.values(), key=lambda both: -both[0].priority)
         if not (plan := self.prefiller.plan([job for _, job in order], bool(self._running))):
+            self._fail_broken()
             return False
         owners = {job: answer for answer, job in order}
         try:
@@ -212,6 +214,7 @@ class RunningBatch:
                     self._pass([(job, n)], owners)
                 except Exception as error:
                     self._fail(owners[job], error)
+        self._fail_broken()
         for answer, job in self._read():
             # Copying a long prompt to its row takes as long as a pass: a unit of its own.
             if job.prompt.length <= self.prefiller.chunk or not self._running:
@@ -219,7 +222,22 @@ class RunningBatch:
         return True
 
     def _read(self) -> list[tuple[ActiveRequest, PrefillJob]]:
-        return [(answer, job) for answer, job in self._jobs.values() if not job.left]
+        return [(answer, job) for answer, job in self._jobs.values() if job.logits is not None]
+
+    def _fail_broken(self) -> None:
+        for answer, job in list(self._jobs.values()):
+            if job.error is not None:
+                self._fail(answer, job.error)
+
+    def _finish(self, answer: ActiveRequest, job: PrefillJob) -> None:
+        """Let policies act on a prompt that has been read; after the last layer, answer."""
+        try:
+            done = self.prefiller.settled(job)
+        except Exception as error:
+            self._fail(answer, error)
+        else:
+            if done:
+                self._begin(answer, job)
 
     def _pass(
         self, plan: Sequence[tuple[PrefillJob, int]], owners: dict[PrefillJob, ActiveRequest]
@@ -236,8 +254,6 @@ class RunningBatch:
         for job, n in plan:
             owners[job].prefill_ms += ms * n / total
             self._served(owners[job].payer, n)
-            if job.error is not None:
-                self._fail(owners[job], job.error)
 
     def _begin(self, answer: ActiveRequest, job: PrefillJob) -> None:
         del self._jobs[answer.id]

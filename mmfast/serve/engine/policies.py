@@ -125,24 +125,27 @@ class PromptPolicy:
                 hidden = self.step.reduce(site, hidden)
         return self.step.cuts
 
-    def ends(self, low: int, high: int, buffers: Sequence[RowBuffer | None], states: Any) -> None:
-        """Take the keys and values of some layers, in which all of the prompt has been read."""
-        n = self.step.sequences.length
-        for index in range(low, high):
-            kind, own = self._lane.kinds[index], buffers[index]
-            if kind == CONV:
-                self._parts.append(State(states[index]))
-                continue
-            assert own is not None
-            keys, values = own.read(0, 0, n), own.read(1, 0, n)
-            if kind == SLIDING:
-                found: Entries | Held
-                found = windowed(keys, values, self._lane.window, n + self._more)
-            elif self._stage is None or index not in self._stage.layers:
-                found = Entries(keys, values, n + self._more)
-            else:
-                found = self._chosen(self._stage, index, keys, values)
-            self._parts.append(found)
+    @property
+    def ended(self) -> int:
+        """Layers that have ended."""
+        return len(self._parts)
+
+    def end(self, own: RowBuffer | None, state: Any) -> None:
+        """Take the keys and values of the next layer, in which all of the prompt has been read."""
+        n, index = self.step.sequences.length, len(self._parts)
+        kind = self._lane.kinds[index]
+        if own is None:
+            self._parts.append(State(state))
+            return
+        keys, values = own.read(0, 0, n), own.read(1, 0, n)
+        found: Entries | Held
+        if kind == SLIDING:
+            found = windowed(keys, values, self._lane.window, n + self._more)
+        elif self._stage is None or index not in self._stage.layers:
+            found = Entries(keys, values, n + self._more)
+        else:
+            found = self._chosen(self._stage, index, keys, values)
+        self._parts.append(found)
 
     def _chosen(self, stage: KVStage, index: int, keys: Tensor, values: Tensor) -> Entries | Held:
         cache, known = self._cache, self._notes.pop(index, _LayerNotes())
@@ -198,6 +201,7 @@ def _packed(cache: Any, index: int, packing: Packing, more: int) -> PackedEntrie
     keys, values, packs = layer.keys[0], layer.values[0], layer.rows[0].packs
     heads, recent, width = keys.shape
     whole, share = recent + layer.rows[0].packed + more, packed_share(quantiser, keys.itemsize)
+    token = 2 * heads * width * keys.itemsize
     cache.layers[index] = None
     return PackedEntries(
         keys,
@@ -207,9 +211,7 @@ def _packed(cache: Any, index: int, packing: Packing, more: int) -> PackedEntrie
         store=packing,
         form=(quantiser.bits, quantiser.group),
         whole=whole,
-        bytes=round(
-            2 * heads * width * whole * keys.itemsize * packed_share(quantiser, keys.itemsize)
-        ),
+        bytes=round(token * whole * share),
     )
 
 

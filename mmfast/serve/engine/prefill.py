@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class PrefillJob:
         # keys and values `[2, H, m, d]` by layer, filled up to `done`; convolutions by layer
         self.layers: dict[int, RowBuffer] = {}
         self.states: dict[int, Any] = {}
+        self.last: RowBuffer | None = None  # of the layer whose attention a cut reads
         self.carry: list[Tensor] = []  # what enters `high`, of the passes so far
         self.error: Exception | None = None  # a reducer failed, and the prompt cannot go on
         self.policy: PromptPolicy | None = None
@@ -67,6 +69,11 @@ class PrefillJob:
     def left(self) -> int:
         """Number of tokens still to read in the layers at hand; 0 at the end of all."""
         return len(self.hidden) - self.done
+
+    @property
+    def waits(self) -> bool:
+        """It has been read up to the layer before which it is to be cut."""
+        return self.high is not None and not self.left and self.error is None
 
     @property
     def nbytes(self) -> int:
@@ -209,6 +216,7 @@ class Prefiller:
         self.lane = Lane(model)
         self.model, self.chunk = model, chunk
         self.decoder = self.lane.decoder
+        self.slice: float | None = None  # seconds that policies may act in one unit of work
         self._alone = CONV in self.lane.kinds  # a convolution would run from prompt to prompt
         config = self.decoder.config
         attending = next(iter(self.lane.modules))
@@ -251,7 +259,7 @@ class Prefiller:
     def fill(self, prompts: Sequence[Embedded]) -> list[Filled]:
         """Read whole prompts, as many as fit at a time."""
         jobs = [self.job(prompt, prompt.length) for prompt in prompts]
-        while any(job.left for job in jobs):
+        while any(job.logits is None and job.error is None for job in jobs):
             self.step(jobs)
         return [self.result(job) for job in jobs]
 
@@ -275,6 +283,10 @@ class Prefiller:
         prompt takes no longer than another.
         """
         price = self.cost if waited else _one
+        if (read := next((job for job in jobs if job.waits), None)) is not None:
+            if self._settled(read, self.slice):
+                self._try(read)
+            return []
         waiting = [job for job in jobs if job.left]
         if not waiting:
             return []
@@ -335,10 +347,8 @@ class Prefiller:
             seen = prompt.whole.unique()
         position = prompt.positions[:, -1] + 1
         if job.policy is not None:
-            try:
-                self._end(job)
-            except Exception as error:
-                raise _fitting(error) from error
+            while not self.settled(job):
+                pass
             return Filled(KVBlock(), position, job.logits, 0, seen, job.policy.row())
         layers = [job.layers[i] for i in sorted(job.layers)]
         keys, values = (tuple(each.read(p, 0, job.done) for each in layers) for p in (0, 1))
@@ -374,9 +384,16 @@ class Prefiller:
                     job.policy.keep(index, seen, part.raw.get(index))
             if part.carry is not None:
                 job.carry.append(part.carry)
-                if not job.left:
+                if job.waits and job.done <= self.chunk:  # else a unit of work of its own
                     self._try(job)
         return [part.job for part in ended]
+
+    def settled(self, job: PrefillJob) -> bool:
+        """Let the policies of a job that has ended act on some layers; True if that is all."""
+        try:
+            return job.policy is None or self._settled(job, self.slice)
+        except Exception as error:
+            raise _fitting(error) from error
 
     def _try(self, job: PrefillJob) -> None:
         try:
@@ -384,29 +401,40 @@ class Prefiller:
         except Exception as error:  # of this prompt alone: the pass went well
             job.error = _fitting(error)
 
-    def _end(self, job: PrefillJob) -> None:
-        """Let the policies act on the layers that have read all of a prompt; free their memory."""
-        assert job.policy is not None
-        layers = len(self.lane.kinds)
-        low, high = job.low, layers if job.high is None else job.high
-        buffers = [job.layers.pop(i, None) for i in range(layers)]
-        job.policy.ends(low, high, buffers, job.states)
+    @torch.inference_mode()
+    def _settled(self, job: PrefillJob, budget: float | None) -> bool:
+        """Let policies act on layers that have read all of a prompt, for so many seconds.
 
+        True if that is all of them; the attention before a cut is kept until then.
+        """
+        policy, start = job.policy, time.perf_counter()
+        assert policy is not None
+        high = len(self.lane.kinds) if job.high is None else job.high
+        while (index := policy.ended) < high:
+            if budget is not None and time.perf_counter() - start > budget:
+                return False
+            if index + 1 == job.high:
+                job.last = job.layers.get(index)
+            policy.end(job.layers.pop(index, None), job.states.get(index))
+        return True
+
+    @torch.inference_mode()
     def _cut(self, job: PrefillJob) -> None:
         """Reduce a prompt that has been read up to the layer before which it is cut."""
         policy, layer = job.policy, job.high
         assert policy is not None and layer is not None
+        # The entries of the layers read so far have the places from before the cut.
+        self._settled(job, None)
         hidden = torch.cat(job.carry) if job.carry else job.hidden
         scaling, keys, mask = None, None, None
         if layer - 1 in self.lane.modules and policy.step.reads(layer - 1):
             scaling = getattr(self.lane.modules[layer - 1], "scaling", None)
-            keys = job.layers[layer - 1].read(0, 0, job.done)[None]
+            assert job.last is not None
+            keys = job.last.read(0, 0, job.done)[None]
             part = _Part(job, 0, job.done, 0)
             sliding = self.lane.kinds[layer - 1] == SLIDING
             mask = _Pass(self.lane, (), None)._mask(part, 0, sliding)
         seen = hidden[None], keys, scaling, mask
-        # The entries of the layers read so far have the places from before the cut.
-        self._end(job)
         cuts = policy.cut(layer, *seen)
         canvas = _canvas(job)
         for cut in cuts:
@@ -421,6 +449,7 @@ class Prefiller:
         if job.visual is not None:
             job.planes = tuple(plane[job.visual] for plane in canvas)
         job.hidden, job.carry, job.done, job.low = hidden, [], 0, layer
+        job.last = None
         job.high = next((each for each in policy.cuts if each > layer), None)
 
 

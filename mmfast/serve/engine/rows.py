@@ -220,9 +220,10 @@ class RowStore:
             owners = bucket.places.owners
             if owners is None:
                 return bucket.attend(attention, query, both)
-            found = bucket.attend(attention, query[owners], both[:, owners])
+            mine = query.index_select(0, owners), both.index_select(1, owners)
+            found = bucket.attend(attention, *mine)
             out = found.new_empty(len(query), *found.shape[1:]) if out is None else out
-            out[owners] = found
+            out.index_copy_(0, owners, found)
         for number, row in enumerate(self.rows) if layer.held else ():
             if row in layer.held:
                 one = slice(number, number + 1)
