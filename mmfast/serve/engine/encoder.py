@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
@@ -240,7 +240,7 @@ class Slicer:
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
-    def run(self, call: Callable[[], T], blocks: nn.ModuleList) -> Generator[None, None, T]:
+    def run(self, call: Callable[[], T], blocks: Iterable[nn.Module]) -> Generator[None, None, T]:
         """Yield each time `call` stops at a block; return the value of the call."""
         self._call, self._result = call, None
         self.longest = self.total = 0.0
@@ -284,7 +284,7 @@ class Slicer:
         return self._result is not None
 
     @contextmanager
-    def _stops(self, blocks: nn.ModuleList) -> Iterator[None]:
+    def _stops(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
         handles = [block.register_forward_pre_hook(self._before) for block in blocks]
         try:
             yield

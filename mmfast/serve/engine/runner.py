@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.kv import KVBlock
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.models.families.adapter import token_counts
+from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
@@ -27,7 +28,7 @@ from mmfast.planner.target import make_target
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.bucket import taken
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
-from mmfast.serve.engine.encoder import MediaEncoder, axes, early, kept_tokens
+from mmfast.serve.engine.encoder import MediaEncoder, Slicer, axes, early, kept_tokens
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import Prefiller
@@ -63,7 +64,8 @@ class SequentialRunner:
     """Runs prompts under `attach`, and the answers that cannot decode with others step by step.
 
     The hooks are attached during a step only, so no other request meets them; the state between two
-    steps is in the answer's cache. After its first token an answer that `join` takes is over here.
+    steps is in the answer's cache. A prompt is read in slices, between which other answers decode;
+    after its first token an answer that `join` takes is over here.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class SequentialRunner:
     ) -> None:
         self._model, self._chooser, self._served, self._join = model, chooser, served, join
         self._own: dict[str, AttachedAnswer] = {}
+        self.slicer = Slicer()
+        self._call: tuple[AttachedAnswer, Generator[None, None, Tensor]] | None = None
 
     @property
     def answers(self) -> list[ActiveRequest]:
@@ -88,6 +92,9 @@ class SequentialRunner:
     def cancel(self, name: str) -> None:
         """Drop a request; its memory is free at once."""
         self._own.pop(name, None)
+        if self._call is not None and self._call[0].answer.id == name:
+            self._call[1].close()
+            self._call = None
 
     @property
     def nbytes(self) -> int:
@@ -99,18 +106,48 @@ class SequentialRunner:
     @property
     def waits(self) -> bool:
         """True while a prompt is still to be read."""
-        return any(own.cache is None for own in list(self._own.values()))
+        return any(own.count == 0 for own in list(self._own.values()))
 
-    def step(self, prompts: bool) -> None:
-        """Read a prompt, or decode a token, of the next answer in turn; see `prompts`."""
-        own = next((o for o in self._own.values() if (o.cache is None) == prompts), None)
+    @property
+    def reading(self) -> bool:
+        """True while a prompt is being read, and the model is attached."""
+        return self._call is not None
+
+    def read(self, budget: float | None) -> None:
+        """Read a slice of the next prompt, of so many seconds; it stops at a layer."""
+        if self._call is None:
+            own = next(own for own in self._own.values() if own.count == 0)
+            call = partial(self._logits, own)
+            self._call = own, self.slicer.run(call, self._blocks(own.answer))
+        self.slicer.budget = budget
+        own, steps = self._call
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._call = None
+            self._push(own, end.value)
+        except Exception as error:
+            self._call = None
+            self._fail(own, error)
+
+    def step(self) -> None:
+        """Decode a token of the next answer in turn."""
+        own = next((own for own in self._own.values() if own.count), None)
         if own is None:
             return
         name = own.answer.id
         self._own[name] = self._own.pop(name)  # to the end of the queue
         try:
-            with torch.inference_mode():
-                token = self._next(own)
+            logits = self._logits(own)
+        except Exception as error:
+            self._fail(own, error)
+        else:
+            self._push(own, logits)
+
+    def _push(self, own: AttachedAnswer, logits: Tensor) -> None:
+        name, prompts = own.answer.id, own.count == 0
+        try:
+            token = self._chosen(own, logits)
             if not own.answer.push(token):
                 del self._own[name]
                 own.answer.read = own.read_trace(), own.length
@@ -118,10 +155,21 @@ class SequentialRunner:
             elif prompts and self._join(own):
                 del self._own[name]
         except Exception as error:
-            self._own.pop(name, None)
-            own.answer.fail(error)
+            self._fail(own, error)
 
-    def _next(self, own: AttachedAnswer) -> int:
+    def _fail(self, own: AttachedAnswer, error: Exception) -> None:
+        self._own.pop(own.answer.id, None)
+        own.answer.fail(error)
+
+    def _blocks(self, answer: ActiveRequest) -> list[Any]:
+        """Layers before which the call on a prompt can stop."""
+        prepared, base = answer.prepared, self._model.base_model
+        kinds = [] if prepared is None else list(features_given(prepared.inputs))
+        towers = [adapter_for(self._model).tower_of(base, kind).blocks for kind in kinds]
+        return [*self._model.get_decoder().layers, *(block for mine in towers for block in mine)]
+
+    @torch.inference_mode()
+    def _logits(self, own: AttachedAnswer) -> Tensor:
         answer = own.answer
         start = time.perf_counter()
         try:
@@ -134,7 +182,11 @@ class SequentialRunner:
         if not own.count:
             own.trace = trace
             answer.prefill_ms = (time.perf_counter() - start) * 1e3
-        draw = Draw(answer.sampling, own.count)
+        return logits
+
+    @torch.inference_mode()
+    def _chosen(self, own: AttachedAnswer, logits: Tensor) -> int:
+        draw = Draw(own.answer.sampling, own.count)
         (token,) = self._chooser.choose(logits[:, -1].float(), [draw], [own.seen])
         if isinstance(token, Exception):
             raise token
@@ -244,6 +296,8 @@ class ModelRunner:
         """Return True if a request can start now; finished prompts make room."""
         if len(self.answers) >= self._slots:
             return False
+        if answer.target is not None and self.sequential.reading:
+            return False  # the planner runs the model, which must not be attached
         return self.worst([answer]) * self.per_token <= self.limit
 
     def gauges(self) -> dict[str, float]:
@@ -329,7 +383,8 @@ class ModelRunner:
         # The hooks of a prompt would act on a call of the tower that is under way.
         free = self.sequential.waits and not (batch and batch.encoding)
         if free and (self._prompt_turn or not (batch and batch.coming)):
-            self.sequential.step(prompts=True)
+            waited = batch is not None and len(batch.decoder)
+            self.sequential.read(0.7 * batch.pace if batch is not None and waited else None)
             self._prompt_turn = False
         elif batch is not None:
             start = time.perf_counter()
@@ -341,7 +396,8 @@ class ModelRunner:
             self._prompt_turn = True
         if batch is not None:
             batch.decode()
-        self.sequential.step(prompts=False)
+        if not self.sequential.reading:
+            self.sequential.step()
 
     @torch.inference_mode()
     def _join(self, own: AttachedAnswer) -> bool:
