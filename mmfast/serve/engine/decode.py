@@ -96,7 +96,7 @@ class DecodeBatch:
         self.lane, self.most = Lane(model), slots
         self._table = self.lane.decoder.get_input_embeddings()
         self.chooser = Chooser(model)
-        self.store = RowStore(len(self.lane.kinds))
+        self.store = RowStore(len(self.lane.kinds), self.lane.modules.keys())
         self._rows: list[_Answer] = []
 
     def __len__(self) -> int:

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.kv import KVBlock
+from mmfast.models.kv.policy import Packing
 from mmfast.ops.quantisation import PackedTensor, dequantise_rows, rows_of_bytes
 from mmfast.serve.engine.bucket import Bucket, Entries, Slots, size_class
 from mmfast.serve.engine.lane import Attention
-
-
-class Store(Protocol):
-    """Packs the older of the recent entries of a row."""
-
-    @property
-    def full(self) -> int:
-        """Recent entries from which on some are packed."""
-
-    def due(self, recent: int) -> int:
-        """Return how many of so many are to be packed before a step."""
-
-    def packed(self, keys: Tensor, values: Tensor) -> list[KVBlock]:
-        """Return packs of keys and values `[H, n, d]`."""
 
 
 @dataclass(eq=False)
@@ -39,7 +25,7 @@ class PackedEntries(Entries):
     """
 
     packs: Sequence[KVBlock] = ()
-    store: Store | None = None
+    store: Packing | None = None
     form: tuple[int, int] = (8, 32)
     whole: int = 0
     bytes: int = 0

@@ -237,6 +237,7 @@ def attached_row(model: Any, lane: Lane, cache: Any, plan: CachePlan | None, mor
         elif stage is not None and index in stage.layers:
             parts.append(part_of(stage, cache, index, more))
         else:
+            cache.layers[index] = None
             keys, values = layer.keys[0], layer.values[0]
             most = int(keys.shape[1]) + more
             sliding = kind == SLIDING

@@ -8,7 +8,7 @@ one takes the place of one that left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,8 +97,10 @@ def layer_bytes(layer: Any) -> int:
 class RowStore:
     """Rows of all running answers, numbered from 0, in all layers; see the module."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, attending: Collection[int] | None = None) -> None:
         self.layers = [RowLayer() for _ in range(layers)]
+        # layers with keys and values: all, or those named
+        self._attending = range(layers) if attending is None else attending
         self.rows: list[Row] = []
         self._slots: list[list[Slots]] = []  # of each row, all that differ
         self._places: list[Places] = []
@@ -113,13 +115,13 @@ class RowStore:
         """Return the bound of memory, in tokens of all layers, with more rows of these sizes."""
         known: dict[tuple[int, ...], int] = {}
         total = 0
-        for layer in self.layers:
-            buckets = layer.buckets.values()
+        for layer in (self.layers[index] for index in self._attending):
+            buckets = list(layer.buckets.values())
             sizes = tuple(row.most for bucket in buckets for row in bucket.rows)
             if sizes not in known:
                 known[sizes] = taken([*sizes, *more])
             total += known[sizes]
-        return -(-total // max(1, len(self.layers)))
+        return -(-total // len(self._attending))
 
     @property
     def held_bytes(self) -> int:
@@ -181,18 +183,6 @@ class RowStore:
         self._fit({})
         self._rearrange()
         return None if number == last else last
-
-    def row(self, number: int) -> KVBlock:
-        """Return a copy of the keys and values `[H, m, d]` of a row, in order of time."""
-        pairs = []
-        for layer in self.layers:
-            for bucket in layer.buckets.values():
-                for b, slots in enumerate(bucket.rows):
-                    if slots.owner == number:
-                        order = slots.order or list(range(slots.length))
-                        assert bucket.own.data is not None
-                        pairs.append(bucket.own.data[:, b, :, order])
-        return KVBlock(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
 
     def advance(self) -> Cache:
         """Begin a step of all rows; return the cache that their pass is to get."""
