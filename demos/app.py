@@ -162,7 +162,7 @@ def versions(shelf: Shelf) -> list[tuple[str, str]]:
 
 WAITING = 64  # events of visitors that may wait; further ones are refused
 LARGEST = "50mb"  # of an upload
-OFF = ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa")  # of Gradio
+OFF = dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False)
 SWEEP = (600, 3600)  # every so many seconds, files older than so many are removed
 
 
@@ -172,15 +172,15 @@ def build(shelf: Shelf) -> Any:
 
 def _in_a_loop(make: Callable[[], Any]) -> Any:
     """Call it while an event loop runs: Gradio opens one a lock otherwise and closes none."""
+
+    async def called() -> Any:
+        return make()
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         with closing(asyncio.new_event_loop()) as loop:
-            return loop.run_until_complete(_called(make))
-    return make()
-
-
-async def _called(make: Callable[[], Any]) -> Any:
+            return loop.run_until_complete(called())
     return make()
 
 
@@ -249,9 +249,7 @@ def mount(
         "show_error": False,  # what went wrong inside is no visitor's business
         "max_file_size": LARGEST,
         "footer_links": [],
-        **dict.fromkeys(
-            ("run_history", "ssr_mode", "mcp_server", "enable_monitoring", "pwa"), False
-        ),
+        **OFF,
         **dress(),
         **options,
     }

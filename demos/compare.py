@@ -6,17 +6,17 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from html import escape
-from typing import Any, NamedTuple
+from itertools import cycle
+from typing import Any
 
 import gradio as gr
 
 import mmfast
 from mmfast.demos import examples, views
-from mmfast.demos.ask import gain, same, spec_of
+from mmfast.demos.ask import gain, media_inputs, opened, same, spec_of
 from mmfast.demos.examples import RESULTS
-from mmfast.demos.media import media_inputs, opened
 from mmfast.demos.shelf import FRAMES, Shelf
 from mmfast.demos.views import Run, polite
 
@@ -75,123 +75,67 @@ COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a21caf", "#a16207", "#0369a1", "#b
 TICKS = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 
-class Canvas(NamedTuple):
-    """Sizes of a drawing in its own units, which are pixels at its natural width."""
-
-    width: int
-    height: int
-    left: int = 44
-    right: int = 14
-    top: int = 30
-    bottom: int = 44
-
-    def x(self, share: float) -> float:
-        return self.across(math.log(max(share, TICKS[0]) / TICKS[0]) / math.log(1 / TICKS[0]))
-
-    def across(self, part: float) -> float:
-        return self.left + (self.width - self.left - self.right) * part
-
-    def y(self, accuracy: float) -> float:
-        """From 0, so that a difference looks as large as it is."""
-        return self.height - self.bottom - (self.height - self.bottom - self.top) * accuracy
+def across(share: float) -> float:
+    """Place of a share along the axis of shares, from 0 to 1; the axis is logarithmic."""
+    return math.log(max(share, TICKS[0]) / TICKS[0]) / math.log(1 / TICKS[0])
 
 
-WIDE, NARROW = Canvas(1040, 430), Canvas(340, 330)
+Line = list[tuple[float, float]]  # places, each from 0 to 1 along both axes
+Dot = tuple[float, float, str, str]  # its place, and what it says in a narrow and in a wide plot
+
+
+def series(colour: str | None, line: Line, dots: Sequence[Dot]) -> dict[str, Any]:
+    """A line with dots of a plot; the one without a colour stands behind."""
+    return {"colour": colour, "line": line, "dots": dots}
+
+
+def plot(
+    found: Sequence[dict[str, Any]], marks: Sequence[tuple[float, str]], **more: object
+) -> str:
+    """An element that page.js draws: series over axes from 0, so that differences look their size.
+
+    `marks` label places along x. Further parts are `label`, `below` and `above`, texts of the plot
+    and its axes, and `level`, the height of a dashed line.
+    """
+    data = json.dumps({"series": found, "marks": marks, **more})
+    return f"<mm-plot data-plot='{escape(data, quote=True)}'></mm-plot>"
 
 
 def chart(suite: SuiteCurves, chosen: Sequence[str]) -> str:
     picked = [name for name in chosen if name in suite.curves]
-    drawings = "".join(
-        f'<div class="mm-{name}">{_drawing(canvas, suite, picked)}</div>'
-        for name, canvas in (("wide", WIDE), ("narrow", NARROW))
+    colours = dict(zip(picked, cycle(COLOURS), strict=False))
+    rest = [name for name in suite.curves if name not in picked]
+    full = suite.full.accuracy
+    drawing = plot(
+        [_curve(name, suite.curves[name], colours.get(name), full) for name in [*rest, *picked]],
+        [(across(share), f"{share:.0%}") for share in TICKS],
+        label="Right answers against visual tokens kept",
+        below="visual tokens kept",
+        above="right answers",
+        level=full,
     )
     keys = "".join(
-        f'<li><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(name)}</li>'
-        for i, name in enumerate(picked)
+        f'<li><i style="background:{colour}"></i>{escape(name)}</li>'
+        for name, colour in colours.items()
     )
     return (
-        f'<figure class="mm-chart">{drawings}<ul class="mm-keys">{keys}<li><i class="mm-dash"></i>'
-        f"all tokens: {suite.full.accuracy:.1%}</li><li><i class=mm-grey></i>the other methods</li>"
+        f'<figure class="mm-chart">{drawing}<ul class="mm-keys">{keys}<li><i class="mm-dash"></i>'
+        f"all tokens: {full:.1%}</li><li><i class=mm-grey></i>the other methods</li>"
         f'</ul><figcaption class="mm-soft">{escape(suite.source)}. Point at a dot, or reach it '
         "with Tab, for its figures.</figcaption></figure>"
     )
 
 
-def _drawing(canvas: Canvas, suite: SuiteCurves, picked: Sequence[str]) -> str:
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(picked)}
-    rest = [name for name in suite.curves if name not in picked]
-    curves = [
-        _curve(canvas, name, suite.curves[name], colours.get(name), suite.full.accuracy)
-        for name in [*rest, *picked]
-    ]
-    level = canvas.y(suite.full.accuracy)
-    line = (
-        f'<line class="mm-level" x1="{canvas.left}" x2="{canvas.width - canvas.right}" '
-        f'y1="{level:.1f}" y2="{level:.1f}"/>'
-    )
-    return (
-        f'<svg viewBox="0 0 {canvas.width} {canvas.height}" role="group" '
-        f'aria-label="Right answers against visual tokens kept">{_axes(canvas)}{line}'
-        f"{''.join(curves)}</svg>"
-    )
-
-
-def _axes(
-    canvas: Canvas, marks: Sequence[tuple[float, str]] = (), below: str = "", above: str = ""
-) -> str:
-    """Axes and their labels; `marks` are places along x, by default the shares of tokens."""
-    low, high = canvas.y(0), canvas.y(1)
-    parts, shares = [], [(canvas.x(share), f"{share:.0%}") for share in TICKS]
-    for x, label in marks or shares:
-        parts.append(f'<line class="mm-grid" x1="{x:.1f}" x2="{x:.1f}" y1="{low}" y2="{high}"/>')
-        anchor = "end" if x > canvas.across(0.97) else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{low + 18}" text-anchor="{anchor}">{label}</text>')
-    for step in range(0, 101, 20):
-        y = canvas.y(step / 100)
-        right = canvas.width - canvas.right
-        parts.append(
-            f'<line class="mm-grid" x1="{canvas.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{canvas.left - 6}" y="{y + 4:.1f}" text-anchor="end">{step}%</text>'
-        )
-    parts.append(
-        f'<text x="{canvas.across(0.5)}" y="{canvas.height - 6}" text-anchor="middle">'
-        f"{below or 'visual tokens kept'}</text>"
-        f'<text x="{canvas.left}" y="14">{above or "right answers"}</text>'
-    )
-    return "".join(parts)
-
-
 def _curve(
-    canvas: Canvas, name: str, points: Sequence[Measurement], colour: str | None, full: float
-) -> str:
+    name: str, points: Sequence[Measurement], colour: str | None, full: float
+) -> dict[str, Any]:
     """A line through the measured points to all tokens, which no method changes."""
-    corners = [*((p.share, p.accuracy) for p in points), (1.0, full)]
-    place = " ".join(f"{canvas.x(share):.1f},{canvas.y(right):.1f}" for share, right in corners)
-    style = "" if colour is None else f' style="--c:{colour}"'
-    kind = "mm-curve" if colour is None else "mm-curve mm-chosen"
-    dots = "".join(_dot(canvas, name, point, colour is not None) for point in points)
-    return f'<g class="{kind}"{style}><polyline points="{place}"/>{dots}</g>'
-
-
-def _dot(canvas: Canvas, name: str, point: Measurement, chosen: bool) -> str:
-    short = f"{name} at {point.share:.0%}: {point.accuracy:.1%} right"
-    says = f"{short} ({point.low:.0%} to {point.high:.0%}), {point.tokens:.0f} tokens"
-    return spot(canvas, (canvas.x(point.share), canvas.y(point.accuracy)), short, says, chosen)
-
-
-def spot(
-    canvas: Canvas, place: tuple[float, float], short: str, says: str, reached: bool = True
-) -> str:
-    """A dot that says its figures, the `short` ones where there is little room."""
-    at = f'cx="{place[0]:.1f}" cy="{place[1]:.1f}"'
-    reach = ' tabindex="0"' if reached else ""
-    middle = (canvas.left + canvas.width) / 2
-    return (
-        f'<g class="mm-dot" role="img" aria-label="{escape(says)}"{reach}>'
-        f'<circle class="mm-near" {at} r="9"/><circle {at} r="3.5"/>'
-        f'<text class="mm-says" x="{middle}" y="{14 if canvas.width > 600 else 26}" '
-        f'text-anchor="middle">{escape(says if canvas.width > 600 else short)}</text></g>'
-    )
+    dots = []
+    for point in points:
+        short = f"{name} at {point.share:.0%}: {point.accuracy:.1%} right"
+        says = f"{short} ({point.low:.0%} to {point.high:.0%}), {point.tokens:.0f} tokens"
+        dots.append((across(point.share), point.accuracy, short, says))
+    return series(colour, [*(dot[:2] for dot in dots), (1.0, full)], dots)
 
 
 START, FIRST = "clips", ("dtd", "divprune", "script", "visionzip", "fastv", "random")
@@ -328,9 +272,21 @@ _TIMES = ("median_ms", "p20_ms", "p80_ms")
 
 def trial_chart(outcomes: Sequence[Outcome], label: str) -> str:
     """Outcomes as dots over time, their figures in a table; `label` says what the share is of."""
-    drawings = "".join(
-        f'<div class="mm-{name}">{_trial_drawing(canvas, outcomes, label)}</div>'
-        for name, canvas in (("wide", WIDE._replace(height=330)), ("narrow", NARROW))
+    most = 1.08 * max(each.high for each in outcomes)
+    power = 10.0 ** math.floor(math.log10(most / 3))
+    step = next(power * n for n in (5, 2, 1) if n == 1 or power * n * 3 <= most)
+    found = []
+    for number, each in enumerate(outcomes):
+        short = f"{each.name}: {each.share:.0%}, {each.ms:,.0f} ms"
+        line = [(ms / most, each.share) for ms in (each.low, each.high)]
+        dot = (each.ms / most, each.share, short, f"{short} {each.faster}")
+        found.append(series(_colour(number), line, [dot]))
+    drawing = plot(
+        found,
+        [(step * i / most, f"{step * i:g}") for i in range(int(most / step) + 1)],
+        label=f"{label} over time",
+        below="milliseconds to the first token",
+        above=label,
     )
     rows = "".join(
         f'<tr><th scope=row><i class="mm-key" style="background:{_colour(i)}"></i>'
@@ -339,36 +295,11 @@ def trial_chart(outcomes: Sequence[Outcome], label: str) -> str:
         for i, each in enumerate(outcomes)
     )
     heads = ("method", label.split()[0], "first token, ms", "faster", "tokens")
-    return f'<figure class="mm-chart">{drawings}</figure>{views.table(heads, rows, "Outcomes")}'
+    return f'<figure class="mm-chart">{drawing}</figure>{views.table(heads, rows, "Outcomes")}'
 
 
 def _colour(number: int) -> str:
     return ("currentColor", *COLOURS)[number % (1 + len(COLOURS))]
-
-
-def _trial_drawing(canvas: Canvas, outcomes: Sequence[Outcome], label: str) -> str:
-    most = 1.08 * max(each.high for each in outcomes)
-    power = 10.0 ** math.floor(math.log10(most / 3))
-    step = next(power * n for n in (5, 2, 1) if n == 1 or power * n * 3 <= most)
-
-    def place(ms: float) -> float:
-        return canvas.across(ms / most)
-
-    marks = [(place(step * i), f"{step * i:g}") for i in range(int(most / step) + 1)]
-    dots = []
-    for number, each in enumerate(outcomes):
-        short = f"{each.name}: {each.share:.0%}, {each.ms:,.0f} ms"
-        y = canvas.y(each.share)
-        dots.append(
-            f'<g class="mm-curve mm-chosen" style="--c:{_colour(number)}"><polyline points="'
-            f'{place(each.low):.1f},{y:.1f} {place(each.high):.1f},{y:.1f}"/>'
-            f"{spot(canvas, (place(each.ms), y), short, f'{short} {each.faster}')}</g>"
-        )
-    axes = _axes(canvas, marks, "milliseconds to the first token", label)
-    size = f"0 0 {canvas.width} {canvas.height}"
-    return f'<svg viewBox="{size}" role="group" aria-label="{label} over time">{axes}' + (
-        "".join(dots) + "</svg>"
-    )
 
 
 def _trial_inputs(shelf: Shelf) -> None:
@@ -395,50 +326,45 @@ def _trial_inputs(shelf: Shelf) -> None:
             beside, memory = gr.HTML("", visible=False), gr.State(None)
     shown, state = [result, beside, memory], gr.State(Run())
     given = [media.example, media.upload, questions, methods, budget, media.frames, state]
-    views.stoppable([run.click], polite(Trials(shelf).run), given, shown, stop, state)
+    views.stoppable([run.click], polite(partial(run_trial, shelf)), given, shown, stop, state)
     media.wire(shown, questions)
 
 
-class Trials:
-    """The event of a comparison on one clip."""
-
-    def __init__(self, shelf: Shelf) -> None:
-        self.shelf = shelf
-
-    def run(
-        self,
-        example: str | None,
-        upload: str | None,
-        questions: str,
-        methods: Sequence[str],
-        budget: float,
-        frames: float,
-        state: Run,
-        progress: Any = gr.Progress(),  # noqa: B008 (Gradio looks for it here)
-    ) -> tuple[str, str, None]:
-        _, media = opened(self.shelf, example, upload, frames)
-        asked = [line.strip() for line in questions.splitlines() if line.strip()][:QUESTIONS]
-        suite = "clips" if mmfast.kind_of(media) == "video" else "pictures"
-        good, rest = ranked(suite, budget / 100)
-        specs = [spec_of(name, budget) for name in [*good, *rest] if name in methods]
-        if not asked or not specs:
-            raise mmfast.MmfastError(
-                f"{len(asked)} questions and {len(specs)} methods for {suite} compare nothing; "
-                "give at least one of each"
-            )
-        known = [examples.right_answer(example or "", question) for question in asked]
-        tick = state.tick(progress)
-        found = trial(self.shelf, media, asked, specs, known, int(frames), tick)
-        label = "same answer as all tokens" if None in known else "right answers"
-        left_out = [name for name in methods if name not in [*good, *rest]]
-        skipped = f" Not for {suite}: {', '.join(left_out)}." if left_out else ""
-        return (
-            trial_chart(found, label)
-            + (
-                f'<p class="mm-soft">{len(asked)} questions, which is few: the curves below are of '
-                "hundreds. Time: medians of the first question, all in turn; a bar is from the "
-                f'quantile 0.2 to 0.8, "=" is within the noise.{escape(skipped)}</p>'
-            ),
-            "",
-            None,
+def run_trial(
+    shelf: Shelf,
+    example: str | None,
+    upload: str | None,
+    questions: str,
+    methods: Sequence[str],
+    budget: float,
+    frames: float,
+    state: Run,
+    progress: Any = gr.Progress(),  # noqa: B008 (Gradio looks for it here)
+) -> tuple[str, str, None]:
+    """Compare methods on one clip, as the settings of the tab say."""
+    _, media = opened(shelf, example, upload, frames)
+    asked = [line.strip() for line in questions.splitlines() if line.strip()][:QUESTIONS]
+    suite = "clips" if mmfast.kind_of(media) == "video" else "pictures"
+    good, rest = ranked(suite, budget / 100)
+    specs = [spec_of(name, budget) for name in [*good, *rest] if name in methods]
+    if not asked or not specs:
+        raise mmfast.MmfastError(
+            f"{len(asked)} questions and {len(specs)} methods for {suite} compare nothing; "
+            "give at least one of each"
         )
+    known = [examples.right_answer(example or "", question) for question in asked]
+    tick = state.tick(progress)
+    found = trial(shelf, media, asked, specs, known, int(frames), tick)
+    label = "same answer as all tokens" if None in known else "right answers"
+    left_out = [name for name in methods if name not in [*good, *rest]]
+    skipped = f" Not for {suite}: {', '.join(left_out)}." if left_out else ""
+    return (
+        trial_chart(found, label)
+        + (
+            f'<p class="mm-soft">{len(asked)} questions, which is few: the curves below are of '
+            "hundreds. Time: medians of the first question, all in turn; a bar is from the "
+            f'quantile 0.2 to 0.8, "=" is within the noise.{escape(skipped)}</p>'
+        ),
+        "",
+        None,
+    )

@@ -24,8 +24,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 import mmfast
 from mmfast.demos import examples, views
-from mmfast.demos.seats import Seats
-from mmfast.demos.shelf import Shelf
+from mmfast.demos.shelf import Seats, Shelf
 from mmfast.demos.views import one_line, polite
 
 CHAT = "small talk"

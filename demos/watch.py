@@ -12,8 +12,7 @@ import gradio as gr
 
 import mmfast
 from mmfast.demos import views
-from mmfast.demos.seats import Seats
-from mmfast.demos.shelf import Shelf
+from mmfast.demos.shelf import Seats, Shelf
 from mmfast.demos.views import one_line, polite
 
 SMALL = "sink:64+window:1152+retrieve:16"  # of the embedded model: a window of 32 frames

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 from mmfast.caches.plan import CachePlan, call_plan
 from mmfast.core.errors import ModelError
-from mmfast.core.spec import Spec, parse
+from mmfast.core.spec import AUTO, Spec, parse
 from mmfast.core.trace import Trace
 
-AUTO, PLANNER = "auto", "mmfast.planner.auto"  # a layer above, imported on first use
+PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
 Stage = AbstractContextManager[None]
 # Of the base model while something is attached: the handle, and everything to be undone.
@@ -232,9 +232,9 @@ def _held(model: Any, base: Any, handle: Handle) -> Iterator[None]:
                 "that, leave its `with`, or join both specs with '+'"
             )
         lost = base.__dict__.get(_UNDO)
+        if lost is not None:
+            lost.close()  # forgets its handle: before the new one is known
         base.__dict__[_HANDLE] = weakref.ref(handle)
-    if lost is not None:
-        lost.close()
 
     name, what = type(model).__name__, handle.what
     del handle  # what is installed must not keep it alive

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.core.size import parse_bytes
+from mmfast.core.trace import parse_bytes
 from mmfast.models import loading
 from mmfast.models.vision.acceleration import check_encoder
 

@@ -64,19 +64,19 @@ def frame_pictures(
     return tiles
 
 
-def draw_shots(shots: Sequence[Any], processor: Any, trace: Trace, item: int) -> list[Any]:
-    """`frame_pictures` of every image or clip of one input, as a pipeline read them."""
+def draw_shots(
+    shots: Sequence[Any], processor: Any, trace: Trace, item: int, sheets: bool = True
+) -> list[Any]:
+    """`overlay` of every image or clip of one input, as a pipeline read them.
+
+    Without `sheets` it is `frame_pictures` of each.
+    """
     square = bool(getattr(getattr(processor, "image_processor", None), "do_center_crop", 0))
-    return [
+    drawn = [
         frame_pictures(shot.pixels, trace, item + i, square=square and shot.kind == "image")
         for i, shot in enumerate(shots)
     ]
-
-
-def draw_sheets(shots: Sequence[Any], processor: Any, trace: Trace, item: int) -> list[Any]:
-    """`overlay` of every image or clip of one input."""
-    drawn = draw_shots(shots, processor, trace, item)
-    return [_sheet(tiles, _header(trace, item + i)) for i, tiles in enumerate(drawn)]
+    return [_sheet(t, _header(trace, item + i)) for i, t in enumerate(drawn)] if sheets else drawn
 
 
 def save_sheet(sheets: Sequence[Image.Image], path: str | Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfast.attach import attach
-from mmfast.models.timing import FirstToken
+from mmfast.models.cost import FirstToken
 from mmfast.planner.auto import announced, row_name
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner

@@ -17,17 +17,9 @@ from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.pipelines.options import check_names, check_values, checked, named, within
 from mmfast.pipelines.registry import task
+from mmfast.voice import models
 from mmfast.voice.channel import VoiceEvent
 from mmfast.voice.ear import RATE, Ear, ManualEar, VoiceEar
-from mmfast.voice.models import (
-    Cascade,
-    Chat,
-    can,
-    check_options,
-    given_options,
-    load_voice,
-    speaking,
-)
 from mmfast.voice.playback import ReplyMeter
 from mmfast.voice.session import VoiceSession
 
@@ -112,9 +104,9 @@ def speech_options(
     Those of `chat` are of its speaker, whose `rate` is `speed`. MmfastError before a model is read.
     """
     with within(task):
-        given = given_options(options)
-        how, method = (speaking(given), "speak") if part == "chat" else (given, part)
-        names = check_options(model, method, how) if given else None
+        given = models.given_options(options)
+        how, method = (models.speaking(given), "speak") if part == "chat" else (given, part)
+        names = models.check_options(model, method, how) if given else None
     if names is not None:
         names = {"speed" if (part, name) == ("chat", "rate") else name for name in names}
         check_names(task, given, names, PLACE[3:] if part == "speak" else PLACE)
@@ -180,7 +172,7 @@ class SpeechChat:
         self,
         model: Any = None,
         *,
-        chat: Chat | None = None,
+        chat: models.Chat | None = None,
         listener: Any = None,
         speaker: Any = None,
         device: str | torch.device | None = None,
@@ -195,7 +187,7 @@ class SpeechChat:
         self.options = speech_options(self.task, owner, options, self._part)
         self.chatter: Chatter
         if chat is None:
-            self.chatter = can(load_voice(model, **place), "reply")
+            self.chatter = models.can(models.load_voice(model, **place), "reply")
         else:
             self.chatter = cascade(chat, model, listener, speaker, **place)
 
@@ -262,25 +254,25 @@ def ear_of(name: str) -> Ear:
 
 
 def cascade(
-    chat: Chat,
+    chat: models.Chat,
     model: Any,
     listener: Any,
     speaker: Any,
     device: str | torch.device | None,
     dtype: str | torch.dtype,
     model_kwargs: Mapping[str, Any] | None = None,
-) -> Cascade:
+) -> models.Cascade:
     """A function of text with the ears and the mouth of models; each is loaded once."""
     paths = [each for each in (model, listener, speaker) if isinstance(each, str | Path)]
 
     def read(source: Any) -> Any:
         mine = model_kwargs if source in paths or not paths else None
-        return load_voice(source, device, dtype, mine)
+        return models.load_voice(source, device, dtype, mine)
 
-    own = read(model) if listener is None or speaker is None else None
+    own: Any = read(model) if listener is None or speaker is None else None
     ears = own if listener is None else read(listener)
     mouth = own if speaker is None else read(speaker)
-    return Cascade(can(ears, "transcribe"), chat, can(mouth, "speak"))
+    return models.Cascade(ears, chat, mouth)
 
 
 def stream_of(chunks: Any, rate: int) -> tuple[Any, int]:
@@ -323,7 +315,7 @@ class TextToSpeech:
         place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
         check_values(self.task, place)
         self.options = speech_options(self.task, model, options, "speak")
-        self.speaker = can(load_voice(model, **place), "speak")
+        self.speaker = models.can(models.load_voice(model, **place), "speak")
 
     def _given(self, options: dict[str, Any]) -> dict[str, Any]:
         """Options of a call above those of the pipeline."""

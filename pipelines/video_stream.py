@@ -19,9 +19,9 @@ from mmfast.models.vision.frame_cache import FrameCache
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.streams import snapshots
-from mmfast.streams.archive.blocks import TierQuotas
-from mmfast.streams.model import StreamModel
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.session import Session
+from mmfast.streams.stream import StreamModel
 
 # Trained on an endless world; the other embedded model knows short clips alone.
 STREAM_MODEL = "tiny-stream"

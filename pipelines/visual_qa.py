@@ -22,19 +22,20 @@ from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.frontends.image import kind_of, read_image
 from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, seekable
 from mmfast.frontends.video.reader import read_video
-from mmfast.models.domain import ScopeWarning, scope_note
+from mmfast.models.cost import FirstToken, encoder_timer
 from mmfast.models.families.adapter import add_views, check_media, token_counts
 from mmfast.models.loading import load
 from mmfast.models.prompt import (
     MediaPart,
+    ScopeWarning,
     Shot,
     chat_inputs,
     check_question,
     is_chat,
     read_chat,
+    scope_note,
     summed,
 )
-from mmfast.models.timing import FirstToken, encoder_timer
 from mmfast.pipelines.generation import CALL, GENERATE, merged, seeded
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
@@ -455,10 +456,9 @@ class VisualQA:
         image or clip, where several were asked about in a batch. Returns a PIL image per image or
         clip, or without `sheets` a list of `(frame, caption)` each.
         """
-        from mmfast.pipelines import overlay
+        from mmfast.pipelines.overlay import draw_shots
 
-        draw = overlay.draw_sheets if sheets else overlay.draw_shots
-        return draw(self._read(media), self.processor, trace, item)
+        return draw_shots(self._read(media), self.processor, trace, item, sheets)
 
     def run(
         self, inputs: dict[str, Any], how: Mapping[str, Any] | None = None, **extra: Any

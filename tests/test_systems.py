@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mmfast.bench.report.catalogue import systems
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.core.registry import methods
 from mmfast.models.families.adapter import families
 

@@ -19,7 +19,7 @@ from mmfast.bench.registry import named_rows, names
 from mmfast.bench.report.accuracy import label
 from mmfast.bench.report.table import NOT_MEASURED
 from mmfast.bench.results import Row, bench_rows, share
-from mmfast.bench.run import run_bench
+from mmfast.bench.run import Tick, run_bench
 from mmfast.bench.specs import parse_stages
 from mmfast.bench.stages import check_fits
 from mmfast.core.errors import MmfastError
@@ -30,7 +30,6 @@ _EVERY = "vit,llm,decode,ttft,selection"
 _METHODS = ("uniform", "evs", "divprune", "holitom", "fastv")
 _BIG = "llava-onevision-7b"
 _IN_TOWER = "tome@vit:0.5+holitom:0.1"
-Tick = Callable[[int, int, str | None], None]
 Sink = Callable[[list[Row]], None]
 
 

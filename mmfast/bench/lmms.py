@@ -23,9 +23,9 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.cost import FirstToken
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, chat_inputs
-from mmfast.models.timing import FirstToken
 
 Chat = list[dict[str, Any]]
 

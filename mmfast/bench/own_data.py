@@ -28,13 +28,13 @@ from mmfast.core.errors import MediaError, MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.frontends.image import kind_of, read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.cost import FirstToken, timed
 from mmfast.models.families.adapter import check_media, token_counts
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.models.reduction.inputs import encoded
-from mmfast.models.timing import FirstToken, timed
 from mmfast.streams.reply import placeholders, stop_ids
-from mmfast.tiny.evaluate import interval
+from mmfast.tiny.evaluate import in_tower, interval
 from mmfast.tiny.training import shares
 
 KEYS = ("media", "question", "answer", "choices", "kind")
@@ -158,7 +158,7 @@ class AskedModel:
 
     def __init__(self, model: str | None, ways: Sequence[Way]) -> None:
         self.model, self.processor = load(model, None, "auto")
-        stages = [stage for spec, _ in ways if not _in_tower(spec) for stage in parse(spec)]
+        stages = [stage for spec, _ in ways if not in_tower(parse(spec)) for stage in parse(spec)]
         self._needs = {need for stage in stages for need in stage.method.needs}
 
     def prepare(self, shots: Sequence[Shot], question: str) -> None:
@@ -185,7 +185,7 @@ class AskedModel:
     @torch.inference_mode()
     def _generate(self, way: Way, forced: Sequence[int] | None = None) -> tuple[Any, int, float]:
         """Text, or the log-likelihood of `forced` ids and the end; tokens kept; ms to the first."""
-        inputs, ahead = (self._raw, 0.0) if _in_tower(way[0]) else (self._encoded, self._ms)
+        inputs, ahead = (self._raw, 0.0) if in_tower(parse(way[0])) else (self._encoded, self._ms)
         ends, first = sorted(stop_ids(self.model)), FirstToken()
         how: dict[str, Any] = {"max_new_tokens": 64}
         how["suppress_tokens"] = sorted(placeholders(self.model)) or None
@@ -204,10 +204,6 @@ class AskedModel:
         logs = torch.stack(out.logits)[:, 0].double().log_softmax(-1)  # [T, V]
         said = sum(float(log[token]) for log, token in zip(logs, forced, strict=False))
         return said + (float(logs[-1, ends].logsumexp(-1)) if ends else 0.0), kept, ms
-
-
-def _in_tower(spec: str | None) -> bool:
-    return any(stage.site in ("vit", "pixel") for stage in parse(spec))
 
 
 def _state(path: Path) -> list[Any]:

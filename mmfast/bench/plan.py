@@ -29,9 +29,9 @@ from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, dtype_name, environment
 from mmfast.bench.stages import MeasuredStage
 from mmfast.core.spec import parse
+from mmfast.models.cost import FirstToken
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.loading import EMBEDDED
-from mmfast.models.timing import Clock, FirstToken
 from mmfast.planner.calibration import Tick
 from mmfast.planner.cost import Cost, ModelShape, Work, shape_of, work_of
 from mmfast.planner.learner import Learner, Run
@@ -139,19 +139,15 @@ CHECKS = (
 )
 
 
-def check_rows(
-    tick: Tick | None = None,
-    checks: Sequence[PlanCheck] | None = None,
-    clock: Clock = time.perf_counter,
-) -> list[Row]:
+def check_rows(tick: Tick | None = None, checks: Sequence[PlanCheck] | None = None) -> list[Row]:
     """Return rows of predicted and measured milliseconds; a ratio of 1 is a perfect prediction."""
     rows: list[Row] = []
     asked, tick = CHECKS if checks is None else checks, tick or (lambda *_: None)
     for done, check in enumerate(asked):
         tick(done, len(asked) + 1, f"{check.preset} {check.stage}")
-        rows += _check(check, clock)
+        rows += _check(check)
     tick(len(asked), len(asked) + 1, EMBEDDED)
-    return rows + embedded_rows(clock) if checks is None else rows
+    return rows + embedded_rows() if checks is None else rows
 
 
 def cut(preset: Preset, layers: int | None) -> Preset:
@@ -168,14 +164,14 @@ def cut(preset: Preset, layers: int | None) -> Preset:
     return replace(preset, vision=vision, text=text)
 
 
-def _check(check: PlanCheck, clock: Clock) -> list[Row]:
+def _check(check: PlanCheck) -> list[Row]:
     preset = cut(get_preset(check.preset), check.layers)
     # Without native instructions bfloat16 is slow on a CPU; the cut shapes fit in float32.
     half = preset.half and check.layers is None
     case = build(
         preset, (check.stage,), check.frames, None, torch.bfloat16 if half else torch.float32
     )
-    stage = MeasuredStage(case, check.stage, (check.stage,), clock)
+    stage = MeasuredStage(case, check.stage, (check.stage,))
     inputs = {**case.prompt, **case.pixels}
     if check.stage == "llm":
         inputs["mm_encoder_outputs"] = case.features()
@@ -186,14 +182,14 @@ def _check(check: PlanCheck, clock: Clock) -> list[Row]:
     def run(spec: str | None) -> float:
         return stage.run(spec).ms[check.stage]
 
-    learner = Learner(case.model, remember=False, clock=clock)
+    learner = Learner(case.model, remember=False)
     learner.learn(inputs, work, "forward", run)
     shared = {"preset": check.preset, "stage": check.stage, "frames": check.frames}
     shared |= {"layers": check.layers, "dtype": dtype_name(case.visual.dtype)}
     return _rows(learner, work, "forward", run, check.specs, shared)
 
 
-def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
+def embedded_rows() -> list[Row]:
     """Measure the embedded model on a clip, from ready inputs to the first token."""
     from mmfast.core.trace import Trace
     from mmfast.pipelines import pipeline
@@ -203,17 +199,16 @@ def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
     case = suite(1, 0)[0]
     inputs, _ = pipe._inputs([(case.media[0], case.question)], Trace())
     work = work_of(pipe.model, inputs)
-    learner = Learner(pipe.model, remember=False, clock=clock)
-    run = partial(first_token, pipe, inputs, clock)
+    learner = Learner(pipe.model, remember=False)
+    run = partial(first_token, pipe, inputs)
     learner.learn(inputs, work, "generate", run)
     shared = {"preset": EMBEDDED, "stage": "generate", "frames": 8, "layers": None}
     return _rows(learner, work, "generate", run, EMBEDDED_SPECS, {**shared, "dtype": "float32"})
 
 
-def first_token(pipe: Any, inputs: Mapping[str, Any], clock: Clock, spec: str | None) -> float:
+def first_token(pipe: Any, inputs: Mapping[str, Any], spec: str | None) -> float:
     """Measure milliseconds to the first token of a pipeline with prepared inputs."""
-    first = FirstToken(clock)
-    start = clock()
+    first, start = FirstToken(), time.perf_counter()
     with attach(pipe.model, spec):
         pipe.run(dict(inputs), streamer=first)
     return (first.at - start) * 1e3

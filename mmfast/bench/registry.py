@@ -16,11 +16,11 @@ from mmfast.models.loading import device_name
 
 # Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
 SUITES = {
-    "stream": ("stream", "reader"),
+    "stream": ("stream",),
     "speech": ("speech_quality", "speech_speed", "speech_drafts", "speech_soak"),
-    "serve": ("serve", "serve_faults", "serve_realtime", "serve_hostile"),
-    "kernels": ("kernels", "column_sums", "reducers"),
-    "decode": ("decode", "moshi"),
+    "serve": ("serve", "serve_realtime", "serve_hostile"),
+    "kernels": ("kernels", "column_sums", "selection"),
+    "decode": ("decode",),
     "encoder": ("vision",),
     "train": ("training",),
 }

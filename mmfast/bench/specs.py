@@ -17,7 +17,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get, methods, register, unregister
 from mmfast.core.spec import Spec, check_budget, count, parse
 from mmfast.core.tokens import Tokens
-from mmfast.models.reduction.signals import from_tower
+from mmfast.models.reduction.tower_signals import from_tower
 
 STAGES = ("vit", "llm", "decode", "ttft", "selection")
 DEFAULT = ("evs", "fastv", "uniform", "divprune", "holitom")

@@ -21,9 +21,9 @@ from mmfast.bench.presets import Preset
 from mmfast.bench.timing import Clock, T, clock_of, peak_now, reset_peak, timed, timed_by_events
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, expand
-from mmfast.models.flops import decode_bytes, prefill_flops, tower_blocks, tower_flops
+from mmfast.models.cost import decode_bytes, prefill_flops, tower_blocks, tower_flops
 from mmfast.models.reduction.decoder_signals import INNER
-from mmfast.models.reduction.signals import from_tower
+from mmfast.models.reduction.tower_signals import from_tower
 
 GROUPS = {"vit": ("vit",), "llm": ("llm", "decode"), "ttft": ("ttft",)}
 DECODE_STEPS = 8

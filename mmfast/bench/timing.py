@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import peak_bytes
-from mmfast.models.timing import Clock as Clock
-from mmfast.models.timing import timed as timed
+from mmfast.models.cost import Clock as Clock
+from mmfast.models.cost import timed as timed
 from mmfast.streams.archive.tiers import give_back
 
 Sample = Mapping[str, float]  # milliseconds by stage, of one run
@@ -184,6 +186,38 @@ def peak_during(job: Callable[[], object]) -> float:
     return peak_now()
 
 
+class OperationCount(TorchDispatchMode):
+    """Operations of torch that ran, and the bytes and name of that with the largest result.
+
+    `launches` are those that start a kernel on a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = self.launches = self.largest = 0
+        self.name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it."""
+        out = func(*args, **(kwargs or {}))
+        self.count += 1
+        # Views, and queries of a dtype or of memory, launch nothing.
+        launches = isinstance(out, (Tensor, tuple)) and not func.is_view
+        self.launches += launches and "aten.empty" not in str(func)
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, Tensor) and value.untyped_storage().nbytes() > self.largest:
+                self.largest, self.name = value.untyped_storage().nbytes(), str(func)
+        return out
+
+
+def counted(call: Callable[[], object]) -> OperationCount:
+    """Run `call` once and count its operations: the same on every machine under any load."""
+    seen = OperationCount()
+    with seen:
+        call()
+    return seen
+
+
 def extra_mb(job: Callable[[], object]) -> float:
     """Return peak megabytes while `job` runs, above those in use before."""
     before = peak_during(lambda: None)
@@ -247,12 +281,12 @@ Job = Callable[[], object]
 
 
 def device_times(
-    jobs: Mapping[str, Job], rounds: int, device: torch.device | str, flush: bool = True
+    jobs: Mapping[str, Job], rounds: int, device: torch.device | str
 ) -> dict[str, list[float]]:
     """Milliseconds of every job in every round, the jobs of a round in shuffled order.
 
     On CUDA between two events of the current stream; on the CPU the time of this process, all
-    threads added up. `flush` overwrites the second-level cache before each run on CUDA, which also
+    threads added up. The second-level cache is overwritten before each run on CUDA, which also
     keeps the device busy while the host queues the job, whose launch else counts.
     """
     where = torch.device(device)
@@ -262,7 +296,7 @@ def device_times(
         raise MmfastError(f"no clock for device {str(device)!r}; choices: cpu, cuda")
     for job in jobs.values():
         warm_up(partial(timed, job))
-    one_round = _cuda_rounds(where, flush) if where.type == "cuda" else _process_round
+    one_round = _cuda_rounds(where) if where.type == "cuda" else _process_round
     order, dice = list(jobs), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in jobs}
     with frozen():
@@ -288,10 +322,8 @@ def _process_round(jobs: Mapping[str, Job]) -> dict[str, float]:
     return times
 
 
-def _cuda_rounds(
-    device: torch.device, flush: bool
-) -> Callable[[Mapping[str, Job]], dict[str, float]]:
-    buffer = torch.empty(FLUSH_BYTES if flush else 0, dtype=torch.int8, device=device)
+def _cuda_rounds(device: torch.device) -> Callable[[Mapping[str, Job]], dict[str, float]]:
+    buffer = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def one_round(jobs: Mapping[str, Job]) -> dict[str, float]:
         marks = {}

@@ -51,8 +51,7 @@ def ask(
     check_names([reduce], [cache])
     quiet()
     from mmfast.frontends.image import kind_of
-    from mmfast.models.domain import ScopeWarning
-    from mmfast.models.prompt import check_question
+    from mmfast.models.prompt import ScopeWarning, check_question
     from mmfast.pipelines import pipeline
     from mmfast.pipelines.overlay import check_target, save_sheet
 

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from inspect import Parameter
 from pathlib import Path
@@ -20,7 +20,7 @@ import typer
 
 import mmfast
 from mmfast.cli.options import Json
-from mmfast.cli.output import print_checks, print_json, print_methods, print_rows, print_verify
+from mmfast.cli.output import print_json, print_rows, print_table
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.registry import Method, listed
 
@@ -50,7 +50,12 @@ def methods(
         if of not in (None, kind):
             raise MmfastError(f"--for {media or 'video'} is about kind {kind}, not {of}")
         return _show_measured(listed(kind), media or "video", sort or "accuracy", as_json)
-    print_methods(listed(kind), as_json)
+    cells = []
+    for m in listed(kind):
+        role, sites, needs = map(" ".join, ((m.kind, m.role), m.sites, m.needs))
+        cells.append((m.name, role.strip(), sites, m.paper, needs, m.summary))
+    names = ("name", "kind", "sites", "paper", "needs", "summary")
+    print_table([m.to_dict() for m in listed(kind)], as_json, names, cells)
 
 
 def _show(found: Sequence[Method], name: str, kind: str | None, as_json: bool) -> None:
@@ -129,7 +134,8 @@ def _show_measured(rows: Sequence[Method], media: str, sort: str, as_json: bool)
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices and backends, what is missing and how to get it."""
     rows = checks()
-    print_checks(rows, as_json)
+    cells = [(r.what, "ok" if r.ok else "missing", r.found, r.fix) for r in rows]
+    print_table([asdict(row) for row in rows], as_json, ("what", "", "found", "fix"), cells)
     if not all(row.ok for row in rows if row.required):
         raise typer.Exit(1)
 
@@ -141,7 +147,11 @@ def verify(
     """Compare every method with golden vectors; exit 1 on any mismatch."""
     from mmfast.bench.gate import verify as run
 
-    if not print_verify(run(directory), as_json):
+    rows = run(directory)
+    document = {"ok": all(row.ok for row in rows), "rows": [asdict(row) for row in rows]}
+    cells = [(r.file, r.method, "ok" if r.ok else "FAILED", r.detail) for r in rows]
+    print_table(document, as_json, ("file", "method", "", "detail"), cells)
+    if not document["ok"]:
         raise typer.Exit(1)
 
 

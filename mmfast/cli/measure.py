@@ -10,18 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mmfast.cli import options
+from mmfast.cli import options, output
 from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
-from mmfast.cli.output import (
-    keep_rows,
-    print_bench,
-    print_bench_rows,
-    print_eval,
-    print_json,
-    print_rows,
-    print_selection,
-    progress,
-)
 from mmfast.core.errors import MmfastError
 
 
@@ -35,19 +25,19 @@ def bench_full(
     console = Console(stderr=True)
 
     def sink(rows: list[Row]) -> None:
-        keep_rows(out, rows)
+        output.keep_rows(out, rows)
 
     def tell(text: str) -> None:
         console.print(text, style="dim", highlight=False, markup=False)
 
-    with progress("full") as tick:
+    with output.progress("full") as tick:
         document = run_full(device, preset, minutes, tick, sink, tell)
     if as_json:
-        print_json(document)
+        output.print_json(document)
     else:
-        print_bench_rows([row for row in document["rows"] if row["suite"] == "bench"])
+        output.print_bench_rows([row for row in document["rows"] if row["suite"] == "bench"])
         keys = ("label", "state", "seconds", "rows")
-        print_rows(keys, [[step[key] for key in keys] for step in document["steps"]])
+        output.print_rows(keys, [[step[key] for key in keys] for step in document["steps"]])
     if not document["ok"]:
         raise typer.Exit(1)
 
@@ -56,20 +46,16 @@ def bench_break_even(
     preset: str, threads: int | None, device: str | None, out: Path | None, as_json: bool
 ) -> None:
     """Find the number of tokens, and of answers at once, from which reducing pays."""
-    from mmfast.bench.breakeven import run_break_even
+    from mmfast.bench.run import run_break_even
 
-    with progress("break-even") as tick:
+    with output.progress("break-even") as tick:
         rows = run_break_even(preset, threads, device, tick)
-    keep_rows(out, rows)
-    if as_json:
-        return print_json(rows)
+    output.keep_rows(out, rows)
     keys = ("bench", "stage", "reduce", "tokens", "batch", "stock_ms", "median_ms", "speedup")
     names = ("by", "stage", "reduce", "tokens", "batch", "stock ms", "ms", "speed-up", "pays")
-    print_rows(names, [[*(row[key] for key in keys), _pays(row["pays"])] for row in rows])
-
-
-def _pays(value: bool | None) -> str:
-    return "=" if value is None else "yes" if value else "no"
+    pays = {None: "=", True: "yes", False: "no"}
+    cells = [[*(row[key] for key in keys), pays[row["pays"]]] for row in rows]
+    output.print_table(rows, as_json, names, cells)
 
 
 # What every row carries to be repeated, and a person does not need to see.
@@ -93,14 +79,12 @@ def bench_named(
     """Measure `name` of `suite`, append the rows to `out`, print them."""
     from mmfast.bench.registry import named_rows
 
-    with progress(name) as tick:
+    with output.progress(name) as tick:
         told = lambda label, done, total: tick(done, total, label)
         rows = named_rows(suite, name, told, peer=None if peer is None else str(peer))
-    keep_rows(out, rows)
-    if as_json:
-        return print_json(rows)
+    output.keep_rows(out, rows)
     keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _HIDDEN]
-    print_rows(keys, [[row.get(key) for key in keys] for row in rows])
+    output.print_table(rows, as_json, keys, [[row.get(key) for key in keys] for row in rows])
 
 
 def _suites(incomplete: str) -> list[str]:
@@ -148,9 +132,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.core.spec import check_names
+    from mmfast.core.spec import AUTO, check_names
     from mmfast.models.quiet import quiet
-    from mmfast.planner.target import AUTO
 
     quiet()
     check_names(reduce or [], cache or [])
@@ -159,7 +142,7 @@ def evaluate(
     _check_given(context, "eval" if data is None else "data")
     if data is not None:
         return eval_data(context.params, context.get_parameter_source("n"))
-    keep_rows(out, [])  # from here on Ctrl-C tells of them
+    output.keep_rows(out, [])  # from here on Ctrl-C tells of them
     from mmfast.caches.plan import call_plan
 
     for spec in cache or []:
@@ -177,7 +160,7 @@ def evaluate(
     suite_of(suite)
     environ = environment()  # of the code that is about to run, not of the tree hours later
     specs = [_chosen(model, suite, as_json) if spec == AUTO else spec for spec in reduce or []]
-    with progress("eval") as tick:
+    with output.progress("eval") as tick:
         document = run_eval(
             specs,
             n=n,
@@ -186,9 +169,9 @@ def evaluate(
             name=suite,
             caches=list(cache or []),
             progress=lambda spec, done, total: tick(done, total, spec),
-            sink=lambda document: keep_rows(out, eval_rows(document, environ)),
+            sink=lambda document: output.keep_rows(out, eval_rows(document, environ)),
         )
-    print_eval(document, as_json)
+    output.print_eval(document, as_json)
 
 
 def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
@@ -198,7 +181,7 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
     from mmfast.bench.own_data import read_questions, run_data
     from mmfast.bench.report.answers import HEAD, cells, write_csv, write_html
     from mmfast.bench.results import append, environment, eval_rows
-    from mmfast.planner.target import AUTO
+    from mmfast.core.spec import AUTO
 
     if AUTO in (given["reduce"] or []):
         raise MmfastError("--reduce auto chooses for one request; give --data a spec")
@@ -216,17 +199,15 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
     n = given["n"] if source_of_n.name == "COMMANDLINE" else None
     environ = environment()
     how = (n, given["seed"], given["model"], given["frames"], out, given["strict"])
-    with progress("questions", f"questions answered{f' in {out}' if out else ''}") as tick:
+    with output.progress("questions", f"questions answered{f' in {out}' if out else ''}") as tick:
         document, rows = run_data(data, ways, *how, progress=tick)
-    keep_rows(out, eval_rows(document, environ))
+    output.keep_rows(out, eval_rows(document, environ))
     for file, write in zip(files, (write_html, write_csv), strict=True):
         if file is not None:
             write(file, document, rows, data.parent)
     for failed in document["failed"]:
         typer.echo(f"failed: {failed['error']}", err=True)
-    if given["as_json"]:
-        return print_json(document)
-    print_rows(HEAD, map(cells, document["rows"]))
+    output.print_table(document, given["as_json"], HEAD, map(cells, document["rows"]))
 
 
 def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
@@ -336,7 +317,7 @@ def bench(
     quiet()
     way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
     _check_given(context, way)
-    keep_rows(out, [])
+    output.keep_rows(out, [])
     if way in SUITES:
         return bench_named(way, context.params[way], out, as_json, peer)
     if compare is not None:
@@ -347,11 +328,11 @@ def bench(
         return bench_break_even(preset or "tiny", threads, device, out, as_json)
     if selection:
         return _bench_selection(out, as_json)
-    with progress("bench") as tick:
+    with output.progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)
-    keep_rows(out, bench_rows(document))
-    print_bench(document, as_json)
+    output.keep_rows(out, bench_rows(document))
+    output.print_bench(document, as_json)
     if not document["ok"] or document["interrupted"]:
         raise typer.Exit(130 if document["interrupted"] else 1)
 
@@ -359,10 +340,20 @@ def bench(
 def _bench_selection(out: Path | None, as_json: bool) -> None:
     from mmfast.bench.suites.selection import result_rows
 
-    with progress("selection") as tick:
+    with output.progress("selection") as tick:
         rows = result_rows(progress=tick)
-    keep_rows(out, rows)
-    print_selection(rows, as_json)
+    output.keep_rows(out, rows)
+    columns = {
+        **{key: key.replace("_", " ") for key in ("case", "ms", "textbook_ms")},
+        "speedup": "faster",
+        "same_indices": "same indices",
+        "noise": "noise",
+        # of a few cases
+        "extra_mb": "peak MB",
+        "textbook_extra_mb": "textbook peak MB",
+    }
+    cells = [[row.get(key) for key in columns] for row in rows]
+    output.print_table(rows, as_json, list(columns.values()), cells)
 
 
 def bench_compare(
@@ -379,13 +370,13 @@ def bench_compare(
     found = compare(*(load(file) for file in files))
     beyond = found.beyond(fail_above) if fail_above is not None else ()
     if as_json:
-        print_json({"ok": not beyond, "fail_above": fail_above, **found.to_dict()})
+        output.print_json({"ok": not beyond, "fail_above": fail_above, **found.to_dict()})
     else:
         cells = [
             (pair.name, pair.metric, pair.old, pair.new, f"{pair.new / pair.old:.3f}", pair.verdict)
             for pair in found.pairs
         ]
-        print_rows(("row", "metric", "old", "new", "new / old", ""), cells)
+        output.print_rows(("row", "metric", "old", "new", "new / old", ""), cells)
         _tell(found.notes, found.only_old, found.only_new)
     if beyond:
         raise typer.Exit(1)
@@ -407,13 +398,13 @@ def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json:
     from mmfast.bench.suites.speech_quality import run_speech_eval, speech_eval_rows
 
     environ = environment()
-    with progress("eval") as tick:
+    with output.progress("eval") as tick:
         document = run_speech_eval(
             n, seed, model, progress=lambda label, done, total: tick(done, total, label)
         )
     if out is not None:
-        keep_rows(out, speech_eval_rows(document, environ))
-    print_json(document) if as_json else _show(document["rows"])
+        output.keep_rows(out, speech_eval_rows(document, environ))
+    output.print_json(document) if as_json else _show(document["rows"])
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -459,10 +450,10 @@ def eval_stream(
     from mmfast.tiny.stream.needles import LONGEST, MEMORIES, Setting, run_needles
 
     environ = environment()
-    with progress("eval") as tick:
-
-        def run(spec: str | None) -> dict[str, Any]:
-            return run_needles(
+    with output.progress("eval") as tick:
+        documents = []
+        for spec in specs:
+            found = run_needles(
                 memories or MEMORIES,
                 n,
                 seed,
@@ -472,21 +463,14 @@ def eval_stream(
                 unbounded=seconds <= LONGEST,
                 progress=lambda memory, done, total: tick(done, total, memory),
             )
-
-        documents = []
-        for spec in specs:
-            documents.append(run(spec))
-            keep_rows(out, eval_rows(documents[-1], environ))
+            output.keep_rows(out, eval_rows(found, environ))
+            documents.append(found)
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
-    print_json(document) if as_json else _show_streams(document)
-
-
-def _show_streams(document: dict[str, Any]) -> None:
     bands = list(dict.fromkeys(band for row in document["rows"] for band in row["by_age"]))
-    table = Table("memory", "reduce", *bands, "of unbounded")
+    cells = []
     for row in document["rows"]:
         ages = [row["by_age"].get(band) for band in bands]
-        cells = [f"{100 * age['accuracy']:.1f} % of {age['n']}" if age else "" for age in ages]
-        share = "" if row["relative"] is None else f"{100 * row['relative']:.1f} %"
-        table.add_row(row["memory"] or "unbounded", row["reduce"] or "", *cells, share)
-    Console().print(table)
+        shares = [f"{100 * age['accuracy']:.1f} % of {age['n']}" if age else "" for age in ages]
+        names = row["memory"] or "unbounded", row["reduce"] or ""
+        cells.append((*names, *shares, _share(row["relative"])))
+    output.print_table(document, as_json, ("memory", "reduce", *bands, "of unbounded"), cells)

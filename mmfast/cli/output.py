@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,6 +87,13 @@ def print_rows(
     _table(wide if errors else _out(), columns, rows)
 
 
+def print_table(
+    document: Any, as_json: bool, columns: Sequence[str], rows: Iterable[Sequence[object]]
+) -> None:
+    """Print a document: as JSON, or these rows of it as a table."""
+    print_json(document) if as_json else print_rows(columns, rows)
+
+
 def say_note(note: str) -> None:
     """Print a remark as one line on standard error."""
     if note:
@@ -132,40 +138,8 @@ def print_comparison(document: dict[str, Any], as_json: bool) -> None:
     _err.print(tokens, style="dim")
 
 
-def print_methods(rows: Sequence[Any], as_json: bool) -> None:
-    """Print one line for each method."""
-    if as_json:
-        return print_json([row.to_dict() for row in rows])
-    cells = []
-    for r in rows:
-        kind, sites, needs = map(" ".join, ((r.kind, r.role), r.sites, r.needs))
-        cells.append((r.name, kind.strip(), sites, r.paper, needs, r.summary))
-    print_rows(("name", "kind", "sites", "paper", "needs", "summary"), cells)
-
-
-def print_checks(rows: Sequence[Any], as_json: bool) -> None:
-    """Print one line for each check of `mmfast doctor`."""
-    if as_json:
-        return print_json([asdict(row) for row in rows])
-    cells = [(r.what, "ok" if r.ok else "missing", r.found, r.fix) for r in rows]
-    print_rows(("what", "", "found", "fix"), cells)
-
-
-def print_verify(rows: Sequence[Any], as_json: bool) -> bool:
-    """Print one line for each golden file; return True if none failed."""
-    ok = all(row.ok for row in rows)
-    if as_json:
-        print_json({"ok": ok, "rows": [asdict(row) for row in rows]})
-    else:
-        cells = [(r.file, r.method, "ok" if r.ok else "FAILED", r.detail) for r in rows]
-        print_rows(("file", "method", "", "detail"), cells)
-    return ok
-
-
 def print_eval(document: dict[str, Any], as_json: bool) -> None:
     """Print one line for each spec; accuracy by kind of question is in the JSON document."""
-    if as_json:
-        return print_json(document)
     rows = []
     for row in document["rows"]:
         kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
@@ -175,7 +149,7 @@ def print_eval(document: dict[str, Any], as_json: bool) -> None:
         figures = (row["accuracy"], between, f"{kind} {worst:.3g}", row["kept"], row["ttft_ms"])
         rows.append((name, *figures))
     names = ("reduce", "accuracy", "95 % interval", "weakest kind", "kept", "ttft ms")
-    print_rows(names, rows)
+    print_table(document, as_json, names, rows)
 
 
 _BENCH = {key: key.replace("_", " ") for key in ("reduce", "stage", "median_ms")}
@@ -211,14 +185,3 @@ def print_bench_rows(found: Sequence[dict[str, Any]]) -> None:
             row["reducing_share"] = row["share"]
     keys = [key for key in _BENCH if any(row.get(key) is not None for row in rows)]
     print_rows([_BENCH[key] for key in keys], [[row.get(key) for key in keys] for row in rows])
-
-
-def print_selection(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    """Print each case of choosing tokens beside the textbook formulation."""
-    if as_json:
-        return print_json(rows)
-    keys = ("case", "ms", "textbook_ms", "speedup", "same_indices", "noise")
-    names = ["case", "ms", "textbook ms", "faster", "same indices", "noise"]
-    peaks = ("extra_mb", "textbook_extra_mb")  # of a few cases
-    cells = [[row.get(key) for key in (*keys, *peaks)] for row in rows]
-    print_rows([*names, "peak MB", "textbook peak MB"], cells)

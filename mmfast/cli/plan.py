@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmfast.cli import options as shared
-from mmfast.cli.output import keep_rows, print_json, print_rows, progress
+from mmfast.cli.output import keep_rows, print_json, print_rows, print_table, progress
 from mmfast.core.errors import MmfastError
 
 if TYPE_CHECKING:
@@ -102,15 +102,13 @@ def _check_all(out: Path | None, as_json: bool) -> None:
     with progress("plan") as tick:
         rows = check_rows(tick)
     keep_rows(out, rows)
-    if as_json:
-        return print_json(rows)
     keys = ("preset", "stage", "reduce", "kept", "predicted_ms", "measured_ms", "ratio")
-    names = ("preset", "stage", "reduce", "kept", "predicted ms", "measured ms", "ratio")
-    print_rows(names, [[row[key] for key in keys] for row in rows])
+    names = [key.replace("_", " ") for key in keys]
+    print_table(rows, as_json, names, [[row[key] for key in keys] for row in rows])
 
 
 def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
-    from mmfast.core.size import format_bytes
+    from mmfast.core.trace import format_bytes
 
     if as_json:
         return print_json(made.to_dict(ms))

@@ -188,11 +188,7 @@ def demo(
 
 
 def _application(model: str | None, device: str | None, dtype: str) -> Any:
-    """Return an application with the page at its root.
-
-    Raises:
-        MmfastError: The extra is not installed, or the model cannot be loaded.
-    """
+    """Return an application with the page at its root; MmfastError without the extra or model."""
     try:
         from fastapi import FastAPI
 

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from mmfast.voice.channel import VoiceEvent
 
 Output = Annotated[
-    str, typer.Option("--output", "-o", help="WAV file to write; - is standard output.")
+    str,
+    typer.Option(
+        "--output",
+        "-o",
+        help="A .wav, .flac, .mp3, .ogg or .opus file; - is standard output.",
+    ),
 ]
 Voice = Annotated[str | None, typer.Option(help="Voice, for example en-us or en-us+f2.")]
 Rate = Annotated[int | None, typer.Option(help="Words per minute.")]
@@ -43,34 +48,48 @@ def check_output(path: str, as_json: bool) -> Any:
         if sys.stdout.isatty():
             raise MmfastError("-o - would write sound to the terminal; pipe it, or name a file")
         return sys.stdout.buffer
+    from mmfast.frontends.source import sound_suffix
+
     target = Path(path)
-    if target.suffix.lower() != ".wav":
-        raise MmfastError(f"--output {path!r} is no WAV file; give a name that ends in .wav")
+    sound_suffix(target)
     if target.is_dir() or not target.parent.is_dir():
         raise MmfastError(f"--output {path!r} cannot be written; give a file in an existing folder")
     return target
 
 
-class GrowingWav:
-    """A WAV file that appears with its first sound: a failure before leaves none behind."""
+class GrowingSound:
+    """A sound file that appears with its first sound: a failure before leaves none behind.
+
+    WAV grows as it is made; other formats are encoded at the end, also of what was cut off.
+    """
 
     def __init__(self, target: Any, rate: int) -> None:
         self._target, self._rate, self._file = target, rate, None
+        self._encoded = isinstance(target, Path) and target.suffix.lower() not in ("", ".wav")
+        self._parts: list[Any] = []
 
     def write(self, pcm: Any) -> None:
         """Append samples `[n]`."""
+        if self._encoded:
+            return self._parts.append(pcm)
         if self._file is None:
             from mmfast.frontends.audio.wav import WavWriter
 
             self._file = WavWriter(self._target, self._rate)
         self._file.write(pcm)
 
-    def __enter__(self) -> GrowingWav:
+    def __enter__(self) -> GrowingSound:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+        if self._parts:
+            import torch
+
+            from mmfast.frontends.audio.wav import write_sound
+
+            write_sound(self._target, torch.cat(self._parts), self._rate)
 
     _file: Any
 
@@ -114,7 +133,7 @@ def say(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Say a text, written to a WAV file as it is made, and say what it cost."""
+    """Say a text, written to a sound file as it is made, and say what it cost."""
     from mmfast.models.quiet import quiet
 
     quiet()
@@ -128,8 +147,8 @@ def say(
     pipe = pipeline("text-to-speech", model, device=device, dtype=dtype, voice=voice)
     how = {"rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
     meter, speaker_rate = ReplyMeter(), pipe.speaker.sample_rate
-    with GrowingWav(target, speaker_rate) as wav:
-        spoken = collect(pipe.stream(given, **how), speaker_rate, meter, wav.write)
+    with GrowingSound(target, speaker_rate) as file:
+        spoken = collect(pipe.stream(given, **how), speaker_rate, meter, file.write)
     print_spoken(spoken.to_dict(), as_json, target)
 
 
@@ -227,13 +246,15 @@ class Talking:
             )
         import torch
 
-        from mmfast.frontends.audio.wav import WavWriter
+        from mmfast.frontends.audio.wav import write_sound
 
-        with WavWriter(target, self.rate) as wav:
-            for reply, turn in self.turns.items():
-                limit = turn.pop("_samples", None)
-                wav.write(torch.cat([torch.zeros(0), *sounds.get(reply, ())])[:limit])
-        return self._document(wav.seconds, stats)
+        played = [torch.zeros(0)]
+        for reply, turn in self.turns.items():
+            limit = turn.pop("_samples", None)
+            played.append(torch.cat([torch.zeros(0), *sounds.get(reply, ())])[:limit])
+        pcm = torch.cat(played)
+        write_sound(target, pcm, self.rate)
+        return self._document(len(pcm) / self.rate, stats)
 
     def _note(self, event: VoiceEvent) -> None:
         if event.kind == "error":

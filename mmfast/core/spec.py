@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mmfast.core.tokens import Tokens
 
 Budget = int | float | None
+AUTO = "auto"  # in the place of a spec: the planner chooses the reducers
 
 BUDGETS = "a share with a dot in (0, 1] such as 0.25, or a whole number of tokens such as 64"
 
@@ -106,11 +107,8 @@ class Spec:
 
 
 def check_names(reduce: Iterable[str | None] = (), cache: Iterable[str | None] = ()) -> None:
-    """Refuse what is wrong in the text of specs, without an import of torch (SpecError).
-
-    "auto" leaves the choice of reducers to the planner.
-    """
-    named = [text for text in reduce if text != "auto"]
+    """Refuse what is wrong in the text of specs, without an import of torch (SpecError)."""
+    named = [text for text in reduce if text != AUTO]
     for kind, specs in (("reducer", named), ("cache", cache)):
         known = listed(kind) if (texts := [text for text in specs if text]) else []
         for text in texts:

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -156,11 +155,6 @@ class Schedule:
         while True:
             yield from (0,) * (main - 1)
             yield drafts
-
-    def letters(self, n: int) -> str:
-        """The first `n` passes as M and m."""
-        letters = (letter for drafts in self.runs() for letter in "M" + "m" * drafts)
-        return "".join(islice(letters, n))
 
     @property
     def most(self) -> int:

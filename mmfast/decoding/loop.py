@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.decoding.accept import AcceptRule, parse_rule
-from mmfast.decoding.adapt import Costs
+from mmfast.decoding.accept import AcceptRule, PassStats, Stats, parse_rule
 from mmfast.decoding.drafting import Schedule, draft_rows, parse_schedule
-from mmfast.decoding.row import DecodeRow, Guide, new_row
+from mmfast.decoding.row import Costs, DecodeRow, Guide, new_row
 from mmfast.decoding.sampling import Sampling
-from mmfast.decoding.stats import PassStats, Stats
 
 Prompt = Sequence[int] | Tensor  # ids [n], or embeddings [n, D]
 
@@ -277,9 +275,9 @@ class BatchDecoder:
 class SingleDecoder:
     """Says what one stream says: see `BatchDecoder`, of which it is the case of one.
 
-    Iterating yields a `Step` per pass of the backbone:
+    Iterating yields `PassStats` per pass of the backbone:
 
-        decoder = Decoder(backbone, head, guide, schedule="turbo", verify="exact")
+        decoder = SingleDecoder(backbone, head, guide, schedule="turbo", verify="exact")
         decoder.feed(prompt)
         for step in decoder:
             play(step.tokens)
@@ -295,19 +293,6 @@ class SingleDecoder:
     def guide(self, guide: Guide) -> None:
         """Go on with another guide, as for the next turn of a conversation."""
         self.batch.guide([guide])
-
-    def cancel(self) -> None:
-        """Stop before the next pass; safe from another thread."""
-        self.batch.cancel()
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` tokens, prompts and unread ones included."""
-        self.batch.crop([length])
-
-    @property
-    def length(self) -> int:
-        """Tokens that stand."""
-        return self.batch.lengths[0]
 
     @property
     def stats(self) -> Stats:

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from mmfast.core.errors import MediaError, MmfastError
+from mmfast.core.errors import MediaError, MmfastError, unknown
+
+# Suffix -> format and encoding of libsndfile.
+SOUND_FORMATS = {
+    ".flac": ("FLAC", "PCM_16"),
+    ".mp3": ("MP3", "MPEG_LAYER_III"),
+    ".ogg": ("OGG", "VORBIS"),
+    ".opus": ("OGG", "OPUS"),
+}
 
 
 class Mismatch(Exception):  # noqa: N818 - asks for another way to decode, never reaches a caller
@@ -28,6 +36,16 @@ def quote(text: object) -> str:
     """Quote a value for a message: one line, at most 200 characters."""
     shown = repr(str(text))
     return shown if len(shown) <= 200 else shown[:160] + "..." + shown[-30:]
+
+
+def sound_suffix(target: str | os.PathLike[str]) -> str:
+    """Return the suffix that names the format of a sound file, .wav for none (MediaError)."""
+    suffix = Path(target).suffix.lower() or ".wav"
+    if suffix != ".wav" and suffix not in SOUND_FORMATS:
+        raise MediaError(
+            f"{quote(target)}: {unknown('sound format', suffix, ('.wav', *SOUND_FORMATS))}"
+        )
+    return suffix
 
 
 def first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import get
+from mmfast.ops.codebooks import CodeLoss, code_loss
 from mmfast.ops.stream_cache import Placer, RowBuffer, TokenPlaces
 
 
@@ -188,10 +189,6 @@ class AudioHead(nn.Module):
                 first = state.first[module]
                 first[row] = min(first[row], filled[row])
 
-    def reset(self, state: HeadState, rows: Sequence[bool]) -> None:
-        """Start some streams anew."""
-        self.crop(state, [0 if row else n for row, n in zip(rows, state.length, strict=True)])
-
     def draft(self, state: HeadState, token: Tensor, limit: int, rows: Rows, pick: Pick) -> int:
         """Guess the tokens behind `token`; returns how many modules have run.
 
@@ -313,10 +310,39 @@ class AudioHead(nn.Module):
         """
         raise NotImplementedError
 
-    def seed_from(self, module: int) -> None:
-        """Start the module behind `module` as its copy."""
-        source = self.layers[module].state_dict()
-        self.layers[module + 1].load_state_dict(source)
+    def loss(self, hidden: Tensor, embeds: Tensor, labels: Tensor) -> CodeLoss:
+        """Weighted sum over the modules on whole sequences, figures per module.
+
+        `hidden` (as `reads` says) and `embeds` are `[B, T, D]`, and get no gradient; `labels` `[B,
+        T]` are the tokens at every place, -100 where none is to be guessed. ModelError: shapes do
+        not fit, or no label is there.
+        """
+        if labels.shape != hidden.shape[:2] or embeds.shape != hidden.shape:
+            raise ModelError(
+                f"hidden states {list(hidden.shape)}, embeddings {list(embeds.shape)} and labels "
+                f"{list(labels.shape)} differ; they are [B, T, D], [B, T, D] and [B, T]"
+            )
+        mask = causal_mask(labels.shape[1], hidden, self.window) if self.window else None
+        terms, total = [], hidden.new_zeros(())
+        for k, states in enumerate(self(hidden.detach(), embeds.detach(), mask)):
+            chosen = (target := labels[:, k + 2 :]) >= 0
+            if chosen.any():
+                logits = self.output(k, states[:, : target.shape[1]][chosen], slice(None))
+                found = code_loss(logits[:, None], target[chosen][:, None])
+                terms.append(found)
+                total = total + self.weights()[k] * found.loss
+        if not terms:
+            raise ModelError("no label behind the second token; use longer sequences or fewer -100")
+        each, right = (torch.cat(x) for x in zip(*((t.each, t.right) for t in terms), strict=True))
+        return CodeLoss(total, each, right)
+
+
+def causal_mask(n: int, like: Tensor, window: int = 0) -> Tensor:
+    """`[1, 1, n, n]` added to scores: a place sees itself and those before, `window` at most."""
+    seen = torch.ones(n, n, dtype=torch.bool, device=like.device).tril()
+    seen = seen.triu(1 - window) if window else seen
+    mask = torch.zeros(1, 1, n, n, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(~seen, torch.finfo(like.dtype).min)
 
 
 def save_head(head: Any, path: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Depth transformer over the codebooks of a frame, Moshi (arXiv 2410.00037) and CSM."""
+"""Depth transformer over the codebooks of a frame, Moshi (arXiv 2410.00037) and CSM.
+
+And decoder layers along time for heads that remember: RoPE, keys and values as a value.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmfast.core.kv import KVBlock
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, Wide, likeliest, width_of
+from mmfast.ops.attention import rotate
 from mmfast.ops.codebooks import CodeLoss, check_delays, code_loss
-from mmfast.ops.stream_cache import RowBuffer
+from mmfast.ops.stream_cache import RowBuffer, StepPlaces, advance, within
 
 
 class StepLinear(nn.Module):
@@ -38,21 +44,6 @@ class StepLinear(nn.Module):
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
-class Norm(nn.Module):
-    """Root mean square norm."""
-
-    weight: Tensor
-
-    def __init__(self, wide: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(wide))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to `[..., D]`."""
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
 class DepthLayer(nn.Module):
     """Attention over the codebooks so far, then a gated feed-forward; `steps` as `StepLinear`."""
 
@@ -61,7 +52,7 @@ class DepthLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.norm_in, self.norm_out = Norm(dim, eps), Norm(dim, eps)
+        self.norm_in, self.norm_out = nn.RMSNorm(dim, eps), nn.RMSNorm(dim, eps)
         self.q = StepLinear(dim, heads * head_dim, steps)
         self.k = StepLinear(dim, kv_heads * head_dim, steps)
         self.v = StepLinear(dim, kv_heads * head_dim, steps)
@@ -86,7 +77,7 @@ class DepthLayer(nn.Module):
         y = self.norm_in(x)
         q, k, v = (self._split(part(y, at)) for part in (self.q, self.k, self.v))
         if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+            q, k = rotate(q, *turn), rotate(k, *turn)
         if cache is not None:
             end = at + x.shape[1]
             cache.write(k, v, at=at)
@@ -107,12 +98,6 @@ class DepthLayer(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, n, d]
         return heads
-
-
-def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE: `[..., n, d]` by cosines and sines `[..., n, d]`."""
-    low, high = x.chunk(2, dim=-1)
-    return x * turn[0] + torch.cat([-high, low], dim=-1) * turn[1]
 
 
 @dataclass(frozen=True)
@@ -198,7 +183,7 @@ class DepthCore(nn.Module):
             DepthLayer(shape.dim, shape.heads, kv, wide, shape.ffn, steps, shape.eps)
             for _ in range(shape.layers)
         )
-        self.norm = Norm(shape.dim, shape.eps) if shape.final_norm else None
+        self.norm = nn.RMSNorm(shape.dim, shape.eps) if shape.final_norm else None
         self.heads = StepLinear(shape.dim, shape.size, shape.codes)
         self.set_places(wide)
 
@@ -371,3 +356,89 @@ class DepthHead(DepthCore):
         known = target.where((target >= 0) & (target < self.size), self.size)
         tokens = torch.cat([front[:, None], known[:, :-1]], dim=1)  # [B T, K]
         return code_loss(self.whole(flat, tokens), target)
+
+
+class TimeLayer(nn.Module):
+    """Pre-norm attention over what is seen, then a gated feed-forward."""
+
+    def __init__(self, dim: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_in, self.norm_out = nn.RMSNorm(dim, 1e-6), nn.RMSNorm(dim, 1e-6)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.o = nn.Linear(dim, dim, bias=False)
+        self.up = nn.Linear(dim, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        past: tuple[Tensor, Tensor] | None,
+        sees: Tensor,
+        turn: tuple[Tensor, Tensor],
+        lift: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run one step: `[B, n, D]`, and all keys and values `[B, H, N, d]`.
+
+        `past` are keys and values `[B, H, N - n, d]` of before, `sees` is `[B, 1, n, N]` bool,
+        `turn` cosines and sines `[B, 1, n, d]` of the places, `lift` `[n, d]` is added to queries
+        and keys.
+        """
+        mixed = self.qkv(self.norm_in(x))
+        q, k, v = rearrange(mixed, "b n (part h d) -> part b h n d", part=3, h=self.heads)
+        if lift is not None:
+            q, k = q + lift, k + lift
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+        x = x + self.o(rearrange(y, "b h n d -> b n (h d)"))
+        gate, up = self.up(self.norm_out(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up), k, v
+
+
+class TimeStack(nn.Module):
+    """Some layers along time; with 0 layers nothing changes.
+
+    A token looks back to `window` places of `width` tokens, its own included; None for all.
+    """
+
+    rates: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        layers: int,
+        heads: int,
+        ffn: int,
+        *,
+        window: int | None = None,
+        width: int = 1,
+        theta: float = 10000.0,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TimeLayer(dim, heads, ffn) for _ in range(layers))
+        self.window, self.width = window, width
+        wide = dim // heads
+        rates = theta ** -(torch.arange(0, wide, 2) / wide)
+        self.register_buffer("rates", rates, persistent=False)
+
+    def forward(
+        self, state: KVBlock, x: Tensor, lift: Tensor | None = None
+    ) -> tuple[KVBlock, Tensor]:
+        """The next tokens `[B, n, D]`, or all of them at once behind an empty state."""
+        step = advance(state, x.shape[1], None, self.window, self.width)
+        turn = self._turn(step, x)
+        keys, values = [], []
+        for index, layer in enumerate(self.layers):
+            past = (state.keys[index], state.values[index]) if state.keys else None
+            x, k, v = layer(x, past, step.sees[:, None], turn, lift)
+            keys.append(k)
+            values.append(v)
+        state = KVBlock(tuple(keys), tuple(values), step.known, step.seen)
+        return within(state, self.window, self.width), x
+
+    def _turn(self, step: StepPlaces, x: Tensor) -> tuple[Tensor, Tensor]:
+        # In float64: a stream of days still turns by the right angle.
+        angle = (step.place.clamp(min=0)[:, None, :, None] * self.rates.double()).repeat(1, 1, 1, 2)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)

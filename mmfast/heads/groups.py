@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, CodeEmbed, CodeState, Wide, likeliest, width_of
-from mmfast.heads.depth import Norm, StepLinear
-from mmfast.heads.time_layers import TimeStack
+from mmfast.heads.depth import StepLinear, TimeStack
 from mmfast.ops.codebooks import CodeLoss, adaptive_weights, check_delays, code_loss
 from mmfast.ops.stream_cache import crop, empty
 
@@ -57,7 +56,7 @@ class GroupsHead(nn.Module):
         self.inputs = CodeEmbed(codes, size, width_of(hidden))
         self.project = StepLinear(width_of(hidden), dim, groups)
         self.stack = TimeStack(dim, layers, heads, ffn, window=window)
-        self.norm = Norm(dim, 1e-6)
+        self.norm = nn.RMSNorm(dim, 1e-6)
         self.out = StepLinear(dim, size, codes)
 
     def init_state(self, batch: int = 1) -> CodeState:

@@ -49,12 +49,6 @@ class Mctp(AudioHead):
         """Every module counts the same: 1 / K."""
         return [1 / self.modules_count] * self.modules_count
 
-    def seed_from(self, module: int) -> None:
-        """Start the module behind `module` as its copy, projection and norms too."""
-        super().seed_from(module)
-        for parts in (self.norms_e, self.norms_h, self.projs):
-            parts[module + 1].load_state_dict(parts[module].state_dict())
-
     def forward(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """See `AudioHead.forward`."""
         found = []

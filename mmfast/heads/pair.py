@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from mmfast.core.kv import KVBlock
 from mmfast.core.registry import register
 from mmfast.heads.code_base import Choose, Wide, likeliest, width_of
-from mmfast.heads.depth import Norm
-from mmfast.heads.time_layers import TimeStack
+from mmfast.heads.depth import TimeStack
 from mmfast.ops.codebooks import CodeLoss, code_loss
 from mmfast.ops.stream_cache import crop, empty
 
@@ -21,7 +20,7 @@ class PairHead(nn.Module):
 
     The channels are interleaved, a1 b1 a2 b2 …; the tokens of a step share a position and do not
     see each other; a channel embedding tells them apart. The backbone runs the same way
-    (`mmfast.models.decoder.stream.StreamDecoder` of width 2).
+    (`mmfast.models.decoder.backbone.StreamDecoder` of width 2).
 
     `hidden` is the width of the backbone's hidden state, or the backbone; `size` the entries per
     channel. `window` steps are looked back to, None for all.
@@ -45,7 +44,7 @@ class PairHead(nn.Module):
         self.channel = nn.Parameter(torch.randn(2, hidden) * 0.02)
         self.lift = nn.Parameter(torch.randn(2, hidden // heads) * 0.02)  # on queries and keys
         self.stack = TimeStack(hidden, layers, heads, ffn, window=window, width=2)
-        self.norm = Norm(hidden, 1e-6)
+        self.norm = nn.RMSNorm(hidden, 1e-6)
         self.out = nn.Linear(hidden, size, bias=False)
 
     def embed(self, codes: Tensor) -> Tensor:

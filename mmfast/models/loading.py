@@ -5,14 +5,16 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from mmfast.core.errors import ModelError, unknown
+from mmfast.core.registry import import_all
 from mmfast.core.speech import Codec
 from mmfast.frontends.codecs.checkpoints import dac_codec, encodec_codec, mimi_codec
 
@@ -296,3 +298,49 @@ def device_name(device: torch.device) -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
+
+
+V = TypeVar("V", bound=type)
+
+
+@dataclass(frozen=True)
+class SpeechFamily:
+    """A class of transformers that loads a checkpoint, its reader and its voice here.
+
+    `reader` is the class that turns its text into ids and back; `voice` makes a voice, a `cls`, of
+    a loaded model and its reader.
+    """
+
+    stock: str
+    reader: str
+    voice: Callable[[Any, Any], Any]
+    cls: type
+
+
+_FAMILIES: dict[str, SpeechFamily] = {}
+
+
+def speech_family(
+    model_type: str, stock: str, argument: str, reader: str = "AutoTokenizer", part: str = ""
+) -> Callable[[V], V]:
+    """Register a class as the voice of a model type, which is that of `config.json`.
+
+    `stock` names the class of transformers that loads it, `reader` the one that turns text into ids
+    and back; `argument` is the argument of the class that takes the reader, or its attribute
+    `part`.
+    """
+
+    def register(cls: V) -> V:
+        def voice(model: Any, words: Any) -> Any:
+            return cls(model, **{argument: getattr(words, part) if part else words})
+
+        _FAMILIES[model_type] = SpeechFamily(stock, reader, voice, cls)
+        return cls
+
+    return register
+
+
+def speech_families() -> dict[str, SpeechFamily]:
+    """Return the families by model type."""
+    import_all("mmfast.models.speech")
+    return dict(sorted(_FAMILIES.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,7 +103,8 @@ def _stand(handle: Any, hooks: dict[Any, Any], hook: Any, key: str | None) -> Un
     return undo
 
 
-_COMPILED = "_mmfast_compiled"  # pieces of compiled code of a model when it was detached
+# Compiled code of a model when it was detached.
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -112,21 +114,19 @@ def compiled_again(model: nn.Module) -> Iterator[None]:
     Such code does not look for hooks, so it would go on without them. What was compiled under
     earlier hooks asks for those and stays, as long as nothing else was compiled since.
     """
-    known = model.__dict__.pop(_COMPILED, 0)
-    if _pieces(model) != known:
+    known = {id(piece) for piece in _COMPILED.get(model, ())}
+    if any(id(piece) not in known for piece in _pieces(model)):
         for code in _codes(model):
             torch._C._dynamo.eval_frame.reset_code(code)
     try:
         yield
     finally:
-        pieces = _pieces(model)
-        if pieces:
-            model.__dict__[_COMPILED] = pieces
+        _COMPILED[model] = _pieces(model)
 
 
-def _pieces(model: nn.Module) -> int:
+def _pieces(model: nn.Module) -> list[Any]:
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
-    return sum(len(entries(code)) for code in _codes(model))
+    return [entry.code for code in _codes(model) for entry in entries(code)]
 
 
 def _codes(model: nn.Module) -> list[Any]:

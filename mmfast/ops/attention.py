@@ -165,3 +165,9 @@ def group_queries(query: Tensor, heads: int) -> Tensor:
     """Split `[Hq, T, d]` into `[H, Hq / H, T, d]`: neighbouring query heads share a key head."""
     groups: Tensor = query.unflatten(0, (heads, query.shape[0] // heads))
     return groups
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: `[..., n, d]` by cosines and sines `[..., n, d]`; halves of a row are coordinates."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin

@@ -62,11 +62,6 @@ class DelayRing:
         ring = torch.full(shape, self.fill, dtype=torch.long, device=device)
         return DelayState(ring, torch.zeros(batch, dtype=torch.long, device=device))
 
-    def reset(self, state: DelayState, rows: Tensor) -> DelayState:
-        """Return the state with streams `rows` (`[B]` bool) started anew."""
-        ring = state.ring.masked_fill(rows[:, None, None], self.fill)
-        return DelayState(ring, state.seen.masked_fill(rows, 0))
-
     def spread(self, state: DelayState, codes: Tensor) -> tuple[DelayState, Tensor]:
         """Add frame `[B, Q]`; return of each codebook the code `delay` frames back, `[B, Q]`."""
         state = self._push(state, codes)

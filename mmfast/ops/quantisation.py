@@ -66,11 +66,6 @@ class Quantiser:
         """Quantise `x` `[..., n, d]` by row, `keys` by channel (KIVI, Liu et al. 2024)."""
         return quantise(x, self.bits, self.group, along_tokens=keys)
 
-    @staticmethod
-    def unpack(packed: PackedTensor) -> Tensor:
-        """The tensor `[..., n, d]` in its own dtype, off by at most half a `step`."""
-        return dequantise(packed)
-
 
 def quantise(x: Tensor, bits: int, group: int, *, along_tokens: bool) -> PackedTensor:
     """Round every group of `x` `[..., n, d]` to 2^bits evenly spaced numbers between its extremes.

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from mmfast.core.spec import AUTO
 from mmfast.core.trace import Trace
 from mmfast.models.loading import EMBEDDED
 from mmfast.models.patching import override
@@ -21,7 +22,7 @@ from mmfast.planner.learner import Learner
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
 from mmfast.planner.rates import rates_path
-from mmfast.planner.target import AUTO, Target, automatic
+from mmfast.planner.target import Target, automatic
 
 
 @contextmanager
@@ -77,6 +78,7 @@ def planned(
 
         def call(name: str, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if chosen or not features_given(kwargs) or kwargs.get("input_ids") is None:
+                trace.calls += not chosen
                 return stock(*args, **kwargs)
             start = time.perf_counter()
             chosen.append(plan_once(model, model.name_or_path, kwargs))

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cost import Clock, linear_macs, timed, tower_pairs
 from mmfast.models.families.adapter import tower_of
-from mmfast.models.flops import linear_macs, tower_pairs
 from mmfast.models.reduction.probe import received
 from mmfast.models.reduction.record import features_given
-from mmfast.models.timing import Clock, timed
 from mmfast.planner.cost import ModelShape, pixels_of
 from mmfast.planner.rates import Point, Rates
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.spec import Spec, expand
+from mmfast.models.cost import attention_width, linear_macs
 from mmfast.models.families.adapter import adapter_for, tower_of
-from mmfast.models.flops import attention_width, linear_macs
 from mmfast.models.reduction.decoder_signals import INNER
 from mmfast.models.reduction.record import features_given
-from mmfast.models.reduction.signals import TOWER_SIGNALS
 from mmfast.models.reduction.site import sites_of
+from mmfast.models.reduction.tower_signals import TOWER_SIGNALS
 from mmfast.planner.rates import Rates, at
 
 # Of a config, what changes from one download or version to the next and not with the shape.

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, count, parse, run
 from mmfast.core.tokens import Tokens
-from mmfast.models.timing import Clock
+from mmfast.models.cost import Clock
 from mmfast.planner.calibration import (
     Bench,
     Tick,

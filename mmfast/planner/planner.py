@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.core.size import format_bytes
 from mmfast.core.spec import Spec
+from mmfast.core.trace import format_bytes
 from mmfast.models.loading import embedded_path
 from mmfast.models.reduction.check import check as check_stages
 from mmfast.models.reduction.check import placed

@@ -34,10 +34,6 @@ class Rates:
     # ms of all else by kind of call: of stock calls and of reduced ones
     overhead: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # ms of the rest
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers."""
-        return asdict(self)
-
     def gain(self, **found: Any) -> Rates:
         """A copy with more measured: points are added, tables joined."""
         changed: dict[str, Any] = {}
@@ -52,7 +48,7 @@ class Rates:
 
 
 def from_dict(values: Mapping[str, Any]) -> Rates:
-    """Read what `to_dict` wrote; ValueError, KeyError or TypeError where it is damaged."""
+    """Read what `write_rates` wrote; ValueError, KeyError or TypeError where it is damaged."""
     curves = {
         name: tuple((_time(n), _time(ms)) for n, ms in values[name])
         for name in ("linear", "attention", "encode", "signal")
@@ -143,7 +139,7 @@ def write_rates(key: Mapping[str, Any], rates: Rates) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and moved: a reader sees the old file or the new one, never half of one.
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps({"key": dict(key), "rates": rates.to_dict()}), encoding="utf-8")
+        draft.write_text(json.dumps({"key": dict(key), "rates": asdict(rates)}), encoding="utf-8")
         draft.replace(path)
     except (OSError, RuntimeError):
         return False

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmfast.core import size as sizes
+from mmfast.core import trace as sizes
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.spec import AUTO
 
 # Points of accuracy that a quality may cost; None is whatever is best at a tenth of the tokens.
 QUALITIES: Mapping[str, float | None] = {"high": 0.01, "balanced": 0.03, "fast": None}
@@ -60,9 +61,6 @@ def make_target(
     return Target(target_ttft_ms, target_tokens, parse_bytes(max_memory), quality, kind)
 
 
-AUTO = "auto"
-
-
 def automatic(reduce: str | None, target: Target) -> tuple[str | None, Target]:
     """Read `reduce="auto"` as no spec and a target: the one given, else balanced quality."""
     if reduce != AUTO:
@@ -80,7 +78,7 @@ def check_alone(target: Target, reduce: str | None) -> None:
 
 
 def parse_bytes(value: str | int | None) -> int | None:
-    """Read a limit of memory such as `"2GB"`; see `mmfast.core.size.parse_bytes`."""
+    """Read a limit of memory such as `"2GB"`; see `mmfast.core.trace.parse_bytes`."""
     size = sizes.parse_bytes(value, "max_memory=")
     if size is not None:
         _positive("max_memory", size, "a size such as 2GB or 1.5GiB, or a number of bytes")

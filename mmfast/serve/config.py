@@ -170,11 +170,7 @@ class ServerConfig:
     shutdown_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        """Refuse impossible values.
-
-        Raises:
-            MmfastError: One line that names the option, the value and the fix.
-        """
+        """Refuse impossible values (MmfastError)."""
         if self.engine not in ENGINES:
             raise MmfastError(unknown("engine", self.engine, ENGINES))
         levels = ("debug", "info", "warning", "error")
@@ -234,13 +230,9 @@ def resolve(
 ) -> ServerConfig:
     """Collect all options; flags override the environment, which overrides the file.
 
-    Args:
-        flags: Fields of `ServerConfig` by name; None for options that were not given.
-        file: A TOML file of fields; `MMFAST_CONFIG` where None.
-        environ: The environment.
-
-    Raises:
-        MmfastError: A value of the wrong type, an unknown option, or a file that is not TOML.
+    `flags` are fields of `ServerConfig`, None where not given; `file` is a TOML file of fields,
+    `MMFAST_CONFIG` where None. MmfastError: a wrong type, an unknown option, a file that is not
+    TOML.
     """
     types, found = types_of(), dict[str, Any]()
     file = file or environ.get(f"{PREFIX}CONFIG") or None

@@ -24,14 +24,14 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
-from mmfast.models.layers import FULL, kind_of
 from mmfast.models.reduction.cache_layers import Pair, cache_over
 from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.probe import intercepting
+from mmfast.models.wrappers import FULL, kind_of
 from mmfast.ops.eviction import evict
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.streams.archive.archive import Archive
-from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.buffers import (
     RAW,
     ROTATED,
@@ -241,7 +241,7 @@ def score(memory: Memory, block: LiveBlock) -> LiveBlock:
 
 def _choose(spec: Spec, rows: Tensor, layer: int, layers: int) -> Reduction:
     """All heads of a layer keep the same tokens: heads side by side are one long key."""
-    keys, values = (_wide(rows[plane]) for plane in (RAW, VALUES))
+    keys, values = (rearrange(rows[p], "h m d -> m (h d)") for p in (RAW, VALUES))
     signals = {
         "values": values,
         "kind": torch.full(keys.shape[:1], VISUAL, device=keys.device),
@@ -255,10 +255,6 @@ def _choose(spec: Spec, rows: Tensor, layer: int, layers: int) -> Reduction:
             "in a stream"
         )
     return reduction
-
-
-def _wide(rows: Tensor) -> Tensor:
-    return rearrange(rows, "h m d -> m (h d)")
 
 
 class Engine:

@@ -32,12 +32,10 @@ class QwenScript(Script):
     """Three axes; see the module's docstring."""
 
     axes = 3
-    frames = 2
 
     def __init__(self, model: Any, wording: Wording, fps: float) -> None:
         super().__init__(model, wording, fps)
         vision = model.config.vision_config
-        self.frames = vision.temporal_patch_size
         self.per_second: float | None = getattr(vision, "tokens_per_second", None)
         # How text behind a video is placed; `proof` finds out what the installed model does.
         self.level = True
@@ -88,11 +86,9 @@ class Qwen3Script(Script):
     """Three axes, DeepStack planes, times as text."""
 
     axes = 3
-    frames = 2
 
     def __init__(self, model: Any, wording: Wording, fps: float) -> None:
         super().__init__(model, wording, fps)
-        self.frames = model.config.vision_config.temporal_patch_size
         self._end = wording.text(wording.processor.vision_end_token)
 
     def _frame(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mmfast.core.errors import SpecError
 from mmfast.frontends.clip import Frame
 from mmfast.frontends.video.threads import Ahead
-from mmfast.streams.stream import Clock, SystemClock
+from mmfast.streams.stream import Clock
 
 AHEAD = Ahead(frames=8, bytes=128 << 20)
 _JOIN = 5.0  # seconds that `close` waits for a source that blocks and cannot be interrupted
@@ -51,7 +51,7 @@ class Feed(Iterator[tuple[Frame, float]]):
             raise SpecError(f"latency={latency!r} is not a delay: give seconds such as 0.5")
         self.dropped = self.delivered = self.arrived = 0
         self._source, self._latency, self._ahead = source, latency, ahead
-        self._clock: Clock = clock or SystemClock()
+        self._clock: Clock = clock or Clock()
         self._realtime = realtime
         self._queue: deque[_Waiting] = deque()
         self._bytes = 0

@@ -57,7 +57,7 @@ def staying(
 ) -> list[int]:
     """Number of first tokens that each block keeps: all, none, or the sinks at its start."""
     sizes = [block.size for block in blocks]
-    if sum(sizes) <= _smallest(plan):
+    if sum(sizes) <= min(int(spec.budget or 0) for spec in plan.position):
         return sizes
     pattern = tuple(block.pattern for block in blocks)
     if pattern in known:
@@ -77,10 +77,6 @@ def staying(
     known.clear()
     known[pattern] = stays
     return stays
-
-
-def _smallest(plan: CachePlan) -> int:
-    return min(int(spec.budget or 0) for spec in plan.position)
 
 
 def cut(block: LiveBlock, size: int) -> LiveBlock:

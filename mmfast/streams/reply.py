@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,6 @@ from mmfast.core.trace import Trace
 from mmfast.models.families.tower import KINDS
 
 _BROKEN = "\ufffd"  # a character whose bytes are not all there yet
-
-
-class ReplySource(Protocol):
-    """The part of a branch that a reply uses."""
-
-    def token(self, id: int) -> Tensor:
-        """Feed a token; logits `[V]` of the next."""
-
-    def keep(self) -> None:
-        """Append it to the stream."""
 
 
 class Sampler:
@@ -123,7 +113,7 @@ class Reply(Iterator[str]):
 
     def __init__(
         self,
-        branch: ReplySource,
+        branch: Any,
         logits: Tensor,
         *,
         tokenizer: Any,
@@ -135,7 +125,7 @@ class Reply(Iterator[str]):
         ended: Callable[[Reply], None],
         prompt: Sequence[int] = (),
     ) -> None:
-        self.branch: ReplySource | None = branch
+        self.branch = branch  # of the stream, a `mmfast.streams.engine.Branch`
         self.trace = trace
         self.ids: list[int] = []
         self.ttft_ms = 0.0
@@ -176,7 +166,6 @@ class Reply(Iterator[str]):
         """The last token is fed when the next is wanted, so that its text is not held up."""
         logits, self._logits = self._logits, None
         if logits is None:
-            assert self.branch is not None
             logits = self.branch.token(self.ids[-1])
             self._fed += 1
         return logits
@@ -194,7 +183,6 @@ class Reply(Iterator[str]):
 
     def keep(self) -> None:
         """Append question and answer to the stream; called when it ends."""
-        assert self.branch is not None
         for token in self.ids[self._fed :]:  # the last one, where no next was wanted
             self.branch.token(token)
         self.branch.keep()

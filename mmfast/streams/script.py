@@ -203,11 +203,11 @@ class Script(ABC):
     """Turns units and questions into pieces; holds no state of a stream."""
 
     axes = 1  # of a position; 3 under M-RoPE
-    frames = 1  # per unit
 
     def __init__(self, model: Any, wording: Wording, fps: float) -> None:
         self.model, self.base, self.wording, self.fps = model, model.base_model, wording, fps
         self.embed = self.base.get_input_embeddings()
+        self.frames: int = getattr(model.config.vision_config, "temporal_patch_size", 1)  # per unit
 
     def patch(self, state: WrittenState, unit: EncodedUnit) -> tuple[WrittenState, list[Piece]]:
         """Pieces of the next frame, and of the text before it where a video begins."""

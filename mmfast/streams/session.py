@@ -19,12 +19,11 @@ from mmfast.frontends.live.source import live_frames
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.prompt import check_question
 from mmfast.streams import snapshots
-from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.feed import Feed
 from mmfast.streams.frontend import Frame
-from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Reply, Sampler
-from mmfast.streams.stream import Clock, Stream
+from mmfast.streams.stream import Clock, Stream, StreamModel
 from mmfast.streams.subscription import (
     NO,
     PROBE,
@@ -51,15 +50,12 @@ class TurnLock:
     @contextmanager
     def frame(self) -> Iterator[None]:
         """Hold it, after all questions that wait."""
-        self._let_pass()
-        with self._lock:
-            yield
-
-    def _let_pass(self) -> None:
         with self._calm:
             # Where this thread holds the lock already, no question can run before it is done.
             if not self._lock._is_owned():  # type: ignore[attr-defined]
                 self._calm.wait_for(lambda: not self._urgent)
+        with self._lock:
+            yield
 
     @contextmanager
     def question(self) -> Iterator[None]:

@@ -21,18 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
-from mmfast.streams.archive.files import (
-    File,
-    TornFileError,
-    TreeFile,
-    encode,
-    flatten,
-    link_or_copy,
-    lock,
-    sync_folder,
-    unflatten,
-    write,
-)
+from mmfast.streams.archive import files
 
 FORMAT = 3
 _SHARD = 256 << 20  # bytes of tensors per file: what is in memory twice while saving
@@ -79,7 +68,7 @@ def _save(folder: Path, tree: Any, keep: int) -> int:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    sync_folder(folder)
+    files.sync_folder(folder)
     for last in old[: max(0, len(old) + 1 - keep)]:
         away = folder / f".part-old-{last}"  # first out of sight: half a generation is none
         with contextlib.suppress(OSError):  # the new one is saved; the next save tries again
@@ -91,7 +80,7 @@ def _save(folder: Path, tree: Any, keep: int) -> int:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     try:
-        held = lock(folder / "lock")
+        held = files.lock(folder / "lock")
     except BlockingIOError:
         raise MmfastError(
             f"another process is saving to {str(folder)!r}; give each session its own folder"
@@ -103,20 +92,20 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _write(part: Path, tree: Any) -> None:
-    flat = flatten(tree)
-    shards, files = [], []
+    flat = files.flatten(tree)
+    shards, linked = [], []
     for i, tensors in enumerate(_shards(flat.tensors)):
         name = f"tensors-{i:05d}.safetensors"
-        write(part / name, encode(tensors))
-        shards.append((name, TreeFile(part / name).check))
+        files.write(part / name, files.encode(tensors))
+        shards.append((name, files.TreeFile(part / name).check))
     for i, file in enumerate(flat.files):
         name = f"file-{i:06d}"
-        link_or_copy(file.path, part / name)
-        files.append((name, (part / name).stat().st_size))
-    body = {"format": FORMAT, "tree": flat.skeleton, "shards": shards, "files": files}
+        files.link_or_copy(file.path, part / name)
+        linked.append((name, (part / name).stat().st_size))
+    body = {"format": FORMAT, "tree": flat.skeleton, "shards": shards, "files": linked}
     text = json.dumps(body, separators=(",", ":")).encode()
-    write(part / "manifest.json", [b"%08x\n" % zlib.crc32(text), text])
-    sync_folder(part)
+    files.write(part / "manifest.json", [b"%08x\n" % zlib.crc32(text), text])
+    files.sync_folder(part)
 
 
 def _shards(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -188,14 +177,14 @@ def _read(path: Path) -> Any:
     tensors: list[Tensor] = []
     for name, check in body["shards"]:
         try:
-            file = TreeFile(_inside(path, name))
+            file = files.TreeFile(_inside(path, name))
             if file.check != check:
-                raise TornFileError("is of another generation")
+                raise files.TornFileError("is of another generation")
             tensors += file.read()
-        except TornFileError as error:
+        except files.TornFileError as error:
             raise MmfastError(f"{name} {error}") from None
-    files = [_file(_inside(path, name), size) for name, size in body["files"]]
-    return unflatten(body["tree"], tensors.__getitem__, files)
+    linked = [_file(_inside(path, name), size) for name, size in body["files"]]
+    return files.unflatten(body["tree"], tensors.__getitem__, linked)
 
 
 def _inside(path: Path, name: str) -> Path:
@@ -204,7 +193,7 @@ def _inside(path: Path, name: str) -> Path:
     return path / name
 
 
-def _file(path: Path, size: int) -> File:
+def _file(path: Path, size: int) -> files.File:
     if path.stat().st_size != size:
         raise MmfastError(f"{path.name} has another size")
-    return File(path)
+    return files.File(path)

@@ -1,24 +1,96 @@
-"""One stream without threads: what was taken, written and counted, and the memory of it."""
+"""A model that watches streams, and one stream of it without threads.
+
+The model has engine, script and front end, shared by all its sessions; a stream has what was taken,
+written and counted, and the memory of it.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace
-from mmfast.streams.archive.blocks import TierQuotas
+from mmfast.frontends.changes import FrameGate
 from mmfast.streams.archive.files import value
-from mmfast.streams.frontend import Shot
-from mmfast.streams.model import StreamModel
-from mmfast.streams.reply import Reply
-from mmfast.streams.script import EncodedUnit, WrittenState
+from mmfast.streams.archive.tiers import TierQuotas
+from mmfast.streams.engine import Engine
+from mmfast.streams.families import prove, script_for
+from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer
+from mmfast.streams.reply import Reply, placeholders, stop_ids
+from mmfast.streams.script import EncodedUnit, Script, WrittenState
+
+
+@dataclass(eq=False)
+class StreamModel:
+    """A model that watches streams; made once, used by any number of sessions.
+
+    `fps` is that of the streams: of frames pushed without a time, and of sources. `reduce` has
+    stages at `pre` for the tokens of every frame; `frame_cache` encodes only what changed; `gate`
+    skips frames that look like the last one let through; each may be None. `system` is the text of
+    a system message, None leaves it to the chat template. See `FrameEncoder` for `sized_for`,
+    `FrontEnd` for `batch`.
+    """
+
+    model: Any
+    processor: Any
+    fps: float = 1.0
+    reduce: str | None = None
+    frame_cache: Any = None
+    gate: FrameGate | None = None
+    system: str | None = None
+    sized_for: int = 64
+    batch: int = 1
+    engine: Engine = field(init=False)
+    script: Script = field(init=False)
+    frontend: FrontEnd = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fps, int | float) or not 0 < self.fps < float("inf"):
+            raise MmfastError(f"fps={self.fps!r} is no frame rate; give a number such as 1 or 0.5")
+        for name in ("sized_for", "batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise MmfastError(f"{name}={value!r} is not allowed; give a whole number from 1")
+        reducer = None if self.reduce is None else StreamReducer(self.reduce)
+        model, processor = self.model, self.processor
+        self.script = script_for(model, processor, float(self.fps), self.system)
+        prove(self.script)
+        encoder = FrameEncoder(model, processor, sized_for=self.sized_for, cache=self.frame_cache)
+        self.frontend = FrontEnd(
+            encoder, self.script.frames, gate=self.gate, reducer=reducer, batch=self.batch
+        )
+        self.engine = Engine(model)
+        self.blocked, self.stops = placeholders(model), stop_ids(model)
+        penalty = getattr(model.generation_config, "repetition_penalty", None)
+        self.penalty = 1.0 if penalty is None else float(penalty)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Writes ids as text."""
+        return self.processor.tokenizer
+
+    def signature(self) -> dict[str, Any]:
+        """Properties that a saved session must share: with other weights its keys mean nothing."""
+        config = self.model.config.get_text_config()
+        weight = self.script.embed.weight
+        probe = weight[:8].detach().float().cpu().contiguous()
+        return {
+            "family": self.model.config.model_type,
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "weights": zlib.crc32(probe.numpy().tobytes()),
+            "fps": float(self.fps),
+        }
+
 
 # Seconds behind the last frame up to which a frame is late; further back the source restarted.
 LATE = 1.0
@@ -194,33 +266,21 @@ class Stream:
         }
 
 
-class Clock(Protocol):
-    """Tells seconds that never go back, and lets a thread wait for some of them to pass."""
+class Clock:
+    """The machine's monotonic clock; a thread may wait for some of its seconds to pass."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary moment."""
-        ...
-
-    def wait(self, condition: threading.Condition, until: float | None = None) -> None:
-        """Wait on a held condition until notified or `until`; it may wake early, so check again."""
-        ...
-
-
-class SystemClock:
-    """The machine's monotonic clock."""
-
-    def now(self) -> float:
-        """Seconds of the monotonic clock."""
+        """Seconds since an arbitrary moment; they never go back."""
         return time.monotonic()
 
     def wait(self, condition: threading.Condition, until: float | None = None) -> None:
-        """Wait on a held condition; None waits for its notification alone."""
+        """Wait on a held condition until notified or `until`; it may wake early, so check again."""
         left = None if until is None else until - self.now()
         if left is None or left > 0:
             condition.wait(left)
 
 
-class FakeClock:
+class FakeClock(Clock):
     """A clock that stands still until `advance`: time-dependent code becomes deterministic."""
 
     def __init__(self, start: float = 0.0) -> None:

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.models.prompt import check_question
-from mmfast.streams.model import StreamModel
 from mmfast.streams.reply import Sampler
-from mmfast.streams.stream import Stream
+from mmfast.streams.stream import Stream, StreamModel
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.spec import Spec, parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.cost import FirstToken
 from mmfast.models.families.adapter import token_counts
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.prompt import Shot, build_inputs
 from mmfast.models.reduction.inputs import encoded
-from mmfast.models.timing import FirstToken
 from mmfast.tiny.suites import Suite, SuiteCase, suite_of
 from mmfast.tiny.suites import suite as suite
 from mmfast.tiny.training import shares
@@ -118,7 +118,7 @@ def run_eval(
     if progress is not None:
         progress("making cases", 0, n)
     cases = suite(n, seed, name)
-    behind = [spec for spec in wanted if not _in_tower(stages[spec])]
+    behind = [spec for spec in wanted if not in_tower(stages[spec])]
     needs = {need for spec in behind for stage in stages[spec] for need in stage.method.needs}
     sizes = {1 if _alone(stages[spec]) else BATCH for spec in wanted}
     batches: dict[int, list[QuestionBatch]] = {size: [] for size in sizes}
@@ -130,13 +130,14 @@ def run_eval(
     head, rows = {"suite": name, "n": n, "seed": seed, "model": subject.name}, []
     for spec, cache in [(spec, cache) for cache in (None, *caches) for spec in wanted]:
         prepared = batches[1 if _alone(stages[spec]) else BATCH]
-        row = _row(subject, prepared, spec, not _in_tower(stages[spec]), progress, cache)
+        row = _row(subject, prepared, spec, not in_tower(stages[spec]), progress, cache)
         rows.append({**row, "cache": cache} if caches else row)
         sink({**head, "rows": rows[-1:]})
     return {**head, "rows": rows}
 
 
-def _in_tower(stages: Sequence[Spec]) -> bool:
+def in_tower(stages: Sequence[Spec]) -> bool:
+    """Return whether a stage reduces inside the encoder, which then runs for it alone."""
     return any(stage.site in ("vit", "pixel") for stage in stages)
 
 

@@ -21,7 +21,7 @@ encoder's attention as well, since vLLM's kernels keep none. All three are refus
 the server, in one line. Images stay whole, as with vLLM's own methods. Servers with different specs
 must not share a store of results.
 
-Tested with stand-ins for vLLM's classes (tests/support/vllm_stubs.py, written after version 0.33):
+Tested with stand-ins for vLLM's classes (tests/support/serve/vllm_stubs.py, after version 0.33):
 counts are exact for all sizes and budgets; the tokens are those of `mmfast.reduce`; prompt,
 embeddings and positions fit together, DeepStack channels and timestamps included; keeping all
 tokens equals the stock model; a video gives the same tokens in any batch and after any other video;

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.samples import decode_pcm, to_mono
+from mmfast.frontends.audio.reader import decode_pcm, to_mono
 from mmfast.ops.audio import Resampler, check_rate
 from mmfast.streams.stream import Clock
 from mmfast.voice.ear import RATE

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, ModelError, unknown
 from mmfast.core.speech import Listener, Sound, Speaker, Turn
 from mmfast.models import loading
-from mmfast.models.speech.families import SpeechFamily, speech_families
+from mmfast.models.loading import SpeechFamily, speech_families
 
 _PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
 
@@ -38,7 +38,9 @@ def load_voice(
         return _of_family(str(model), family, device, dtype, given)
     if given:
         raise ModelError(f"the embedded speech model takes no model_kwargs, got {', '.join(given)}")
-    return _embedded(model, device)
+    from mmfast.models.speech.embedded import load_speech
+
+    return load_speech(model)
 
 
 def _family(model: str | Path | None) -> SpeechFamily | None:
@@ -96,12 +98,6 @@ def check_options(model: Any, part: str, options: Mapping[str, Any]) -> set[str]
     return None if rest and owner is model else names - rest
 
 
-def _embedded(path: str | Path | None, device: str | torch.device | None) -> Any:
-    from mmfast.models.speech.embedded import load_speech
-
-    return load_speech(path)
-
-
 def _kind_of(model: str | Path) -> str:
     where = Path(model)
     if not (where / "config.json").is_file():
@@ -154,18 +150,15 @@ class Cascade:
     """Voices a text model: what is said becomes text, its answer becomes speech as it is written.
 
     `chat` answers a conversation, whose last turn is the user's, with text or pieces of it as they
-    come; anything that makes text will do. `speaker` None leaves the answer text. MmfastError: one
-    of them cannot do its part.
+    come; anything that makes text will do. `speaker` None leaves the answer text. ModelError: one
+    of them cannot do its part; MmfastError: `chat` is no function.
     """
 
     def __init__(self, listener: Listener, chat: Chat, speaker: Speaker | None) -> None:
-        if not hasattr(listener, "transcribe"):
-            raise MmfastError(f"{type(listener).__name__} cannot listen; it needs transcribe()")
         if not callable(chat):
             raise MmfastError(f"chat={chat!r} cannot be called; give a function of the turns")
-        if speaker is not None and not hasattr(speaker, "speak"):
-            raise MmfastError(f"{type(speaker).__name__} cannot speak; it needs speak()")
-        self.listener, self.chat, self.speaker = listener, chat, speaker
+        self.listener: Listener = can(listener, "transcribe")
+        self.chat, self.speaker = chat, None if speaker is None else can(speaker, "speak")
         self.sample_rate = 16000 if speaker is None else speaker.sample_rate
 
     def reply(

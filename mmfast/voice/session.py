@@ -14,11 +14,10 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Chatter, Sound, Turn
 from mmfast.streams.stream import Clock, FakeClock
 from mmfast.voice.channel import Inlet, Kind, Outlet, VoiceEvent
-from mmfast.voice.dialogue import Dialogue
+from mmfast.voice.dialogue import Dialogue, SpokenReply
 from mmfast.voice.ear import LONGEST, RATE, Ear
 from mmfast.voice.history import History, HistoryTurn
 from mmfast.voice.models import speaking
-from mmfast.voice.reply import SpokenReply
 
 BLOCK = 512  # samples at 16 kHz: what speech is looked for in
 

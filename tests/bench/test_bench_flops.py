@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmfast.bench.cases import Case, build
 from mmfast.bench.presets import PRESETS
 from mmfast.bench.stages import MeasuredStage
-from mmfast.models.flops import (
+from mmfast.models.cost import (
     attention_flops,
     decode_bytes,
     prefill_flops,

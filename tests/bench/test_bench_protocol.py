@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmfast.bench import breakeven, full, timing
-from mmfast.bench import breakeven as breakeven_cases
+from mmfast.bench import full, timing
+from mmfast.bench import run as bench_run
 from mmfast.bench import stages as ceilings
 from mmfast.bench import stages as memory
 from mmfast.bench.cases import build
@@ -301,11 +301,11 @@ def test_full_on_the_cpu(
 def test_break_even_of_the_tiny_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breakeven_cases, "TINY_SIDES", (2,))
-    monkeypatch.setattr(breakeven_cases, "TINY_FRAMES", (2, 64))
-    monkeypatch.setattr(breakeven, "BATCHES", (1, 3))
-    monkeypatch.setattr(breakeven, "AT", 2)
-    monkeypatch.setattr(breakeven, "MOST", 3)
+    monkeypatch.setattr(bench_run, "TINY_SIDES", (2,))
+    monkeypatch.setattr(bench_run, "TINY_FRAMES", (2, 64))
+    monkeypatch.setattr(bench_run, "BATCHES", (1, 3))
+    monkeypatch.setattr(bench_run, "AT", 2)
+    monkeypatch.setattr(bench_run, "MOST", 3)
     out = tmp_path / "rows.jsonl"
     code, text = run(capsys, "--break-even", "--threads", "1", "--out", str(out), "--json")
     rows = json.loads(text)
@@ -326,4 +326,4 @@ def test_break_even_of_the_tiny_shape(
 
 def test_break_even_refuses_other_families() -> None:
     with pytest.raises(MmfastError, match="takes LLaVA-OneVision shapes and tiny"):
-        breakeven.run_break_even("qwen2.5-vl-7b")
+        bench_run.run_break_even("qwen2.5-vl-7b")

@@ -13,7 +13,7 @@ import torch
 from mmfast.bench import stages, timing
 from mmfast.bench import stages as stage_module
 from mmfast.bench.presets import PRESETS
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.bench.results import bench_rows
 from mmfast.bench.run import run_bench
 from mmfast.core.reduction import Reduction

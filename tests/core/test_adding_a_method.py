@@ -18,7 +18,7 @@ from reducer_checks import check_contract
 from typer.testing import CliRunner
 
 import mmfast
-from mmfast.bench.report.tables import render, write_table
+from mmfast.bench.report.docs import render, write_table
 from mmfast.caches.plan import plan_cache
 from mmfast.cli import app
 from mmfast.core import registry

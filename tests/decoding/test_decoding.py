@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from mmfast.decoding import row as row_module
-from mmfast.decoding.adapt import Costs
 from mmfast.decoding.loop import BatchDecoder, SingleDecoder
-from mmfast.decoding.row import Open
+from mmfast.decoding.row import Costs, Open
 from mmfast.decoding.sampling import Sampling, process
 from mmfast.models.decoder.backbone import make_head
 

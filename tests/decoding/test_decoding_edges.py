@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import decode_models as small
@@ -15,10 +16,9 @@ from transformers.generation.logits_process import (
 )
 
 from mmfast.core.errors import ModelError, SpecError
-from mmfast.decoding.adapt import Costs, DraftLength
 from mmfast.decoding.drafting import parse_schedule
 from mmfast.decoding.loop import BatchDecoder, SingleDecoder
-from mmfast.decoding.row import Open
+from mmfast.decoding.row import Costs, DraftLength, Open
 from mmfast.decoding.sampling import Sampling, process
 
 # --- schedules ------------------------------------------------------------------------------------
@@ -37,7 +37,8 @@ from mmfast.decoding.sampling import Sampling, process
     ],
 )
 def test_schedules(spec: Any, letters: str) -> None:
-    assert parse_schedule(spec).letters(len(letters)) == letters
+    passes = (each for drafts in parse_schedule(spec).runs() for each in "M" + "m" * drafts)
+    assert "".join(islice(passes, len(letters))) == letters
 
 
 @pytest.mark.parametrize("spec", ["turbi", "mM", "1", "1,2,3", "0,4", (), "", "M m"])
@@ -219,13 +220,13 @@ def test_turns_embeddings_and_crops(verify: str) -> None:
     decoder = SingleDecoder(backbone, head, Open(9), verify=verify, costs=Costs(0.01, 0))
     decoder.feed([1, 2, 3])
     first = _say(decoder)
-    assert decoder.length == 12
-    decoder.crop(3 + 5)  # only five of the nine were heard
+    assert decoder.batch.lengths[0] == 12
+    decoder.batch.crop([3 + 5])  # only five of the nine were heard
     decoder.guide(Open(8))
     decoder.feed(backbone.embed(torch.tensor([4, 4])).detach())
     decoder.feed([5])
     context = [1, 2, 3, *first[:5], 4, 4, 5]
-    assert decoder.length == len(context)
+    assert decoder.batch.lengths[0] == len(context)
     again = SingleDecoder(backbone, head, Open(8), verify=verify, costs=Costs(0.01, 0))
     again.feed(context)
     found = _say(decoder)
@@ -242,8 +243,8 @@ def test_cancel_and_go_on() -> None:
     found: list[int] = []
     for step in decoder:
         found += step.tokens
-        decoder.cancel()
-    assert 0 < len(found) < 24 and decoder.length == 3 + len(found)
+        decoder.batch.cancel()
+    assert 0 < len(found) < 24 and decoder.batch.lengths[0] == 3 + len(found)
     decoder.feed([])
     for step in decoder:  # the caller may also just stop listening
         found += step.tokens
@@ -260,7 +261,7 @@ def test_prompts_that_cannot_be() -> None:
         with pytest.raises(ModelError) as error:
             decoder.feed(prompt)
         assert "\n" not in str(error.value)
-    assert decoder.length == 0
+    assert decoder.batch.lengths[0] == 0
     assert _say(SingleDecoder(backbone, head, Open(0))) == []
 
 

@@ -28,10 +28,9 @@ from mmfast.core.errors import MmfastError
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install mmfast[demo]")
 
-from mmfast.demos import ask, compare, examples, media, views, watch
+from mmfast.demos import ask, compare, examples, views, watch
 from mmfast.demos.app import build
-from mmfast.demos.seats import Seats
-from mmfast.demos.shelf import Shelf
+from mmfast.demos.shelf import Seats, Shelf
 from mmfast.demos.voice import Talk
 from mmfast.demos.watch import SMALL, VisitorStream
 
@@ -65,7 +64,7 @@ def test_both_ways_answer_and_the_budget_is_exact(shelf: Shelf) -> None:
     ticks: list[tuple[int, int]] = []
     tick = lambda *at: ticks.append(at)
     base, fast, rows = ask.timed(
-        shelf, media.chosen(CLIP, None), QUESTION, "divprune:0.25", tick=tick, seconds=0.0
+        shelf, ask.chosen(CLIP, None), QUESTION, "divprune:0.25", tick=tick, seconds=0.0
     )
     assert (base.text, base.tokens, base.of) == (examples.right_answer(CLIP, QUESTION), 288, 288)
     assert (fast.spec, fast.tokens, fast.of) == ("divprune:0.25", 72, 288)
@@ -134,7 +133,7 @@ def test_copied_code_gives_what_the_page_shows(
     python, line = _copied(ask.copies(shelf, *given))
     exec(compile(python, "copied", "exec"), {})
     said, kept, _ = capsys.readouterr().out.rsplit(" ", 2)
-    path, seen = media.opened(shelf, example, None, 4)
+    path, seen = ask.opened(shelf, example, None, 4)
     shown = ask.glimpse(shelf, seen, asked, "divprune:0.25", 4)
     assert (said, int(kept)) == (shown.text, shown.tokens)
     assert shown.of == (144 if example == CLIP else shown.of)
@@ -174,7 +173,7 @@ def _call(python: str, name: str) -> ast.Call:
 
 
 def test_the_picture_shows_what_was_kept(shelf: Shelf) -> None:
-    clip = media.chosen(CLIP, None)
+    clip = ask.chosen(CLIP, None)
     base, fast = (ask.glimpse(shelf, clip, QUESTION, spec, 8) for spec in (None, "random:0.25"))
     page = ask.pictures_of(base, fast)
     found = re.search(r"data-frames='([^']*)'", page)
@@ -232,7 +231,7 @@ def test_stop_ends_the_work_between_two_answers(shelf: Shelf) -> None:
 def test_a_new_upload_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
     bad = tmp_path / "film.mp4"
     bad.write_bytes(b"this is no film")
-    example, player, result, pictures, before = media.own(str(bad))
+    example, player, result, pictures, before = ask.own(str(bad))
     assert example == examples.OWN and "Choose a file" in player
     assert (result, pictures, before) == views.emptied() and "mm-card" not in result
 
@@ -244,13 +243,13 @@ def test_more_frames_of_a_clip_and_of_an_upload(shelf: Shelf) -> None:
     own = Shelf(read=read_upload)
     for given, frames in ((shelf, 12), (own, 5)):
         name = CLIP if given is shelf else examples.OWN
-        _, seen = media.opened(given, name, path, frames)
+        _, seen = ask.opened(given, name, path, frames)
         shown = ask.glimpse(shelf, seen, QUESTION, None, frames)
         assert len(shown.frames) == frames and shown.of == 36 * frames
 
 
 def test_offered_methods_run_at_a_quarter(shelf: Shelf) -> None:
-    clip = media.chosen("number.mp4", None)
+    clip = ask.chosen("number.mp4", None)
     for method in ask.offered()[::5]:
         spec = ask.spec_of(method.name, 25)
         found = shelf.visual("video", spec)(clip, "What number is on the screen?")
@@ -266,7 +265,7 @@ def test_wrong_uploads_are_one_line_without_folders(shelf: Shelf, tmp_path: Path
     bad = tmp_path / "film.mp4"
     bad.write_bytes(b"this is no film\n" * 99)
     with pytest.raises(gr.Error) as caught:
-        polite(media.take)(examples.OWN, str(bad))
+        polite(ask.take)(examples.OWN, str(bad))
     message = str(caught.value.message)
     assert "film.mp4" in message and str(tmp_path) not in message and "\n" not in message
     own = Shelf(read=read_upload)
@@ -298,21 +297,31 @@ def test_what_is_shown_cannot_become_markup() -> None:
 # --------------------------------------------------------------------------------------- compare
 
 
+def _plotted(drawn: str) -> dict[str, Any]:
+    found = re.search(r"<mm-plot data-plot='([^']*)'></mm-plot>", drawn)
+    assert found is not None
+    plot: dict[str, Any] = json.loads(html.unescape(found[1]))
+    return plot
+
+
 @pytest.mark.parametrize("name", compare.SUITES)
 def test_the_chart_draws_the_rows_as_they_are(name: str) -> None:
     path = examples.RESULTS / f"eval-{compare.SUITES[name]}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    drawn = compare.chart(compare.suite_curves(name), ["divprune"])
+    plot = _plotted(compare.chart(compare.suite_curves(name), ["divprune"]))
+    dots = {short: (x, y) for each in plot["series"] for x, y, short, _ in each["dots"]}
     for row in rows:
         if row["reduce"] and "+" not in row["reduce"]:
             method, _, share = row["reduce"].rpartition(":")
-            says = f"{method} at {float(share):.0%}: {row['accuracy']:.1%} right"
-            assert drawn.count(f'aria-label="{says}') == 2, says  # wide and narrow
-    assert drawn.count("mm-chosen") == 2 and 'tabindex="0"' in drawn
-    assert ">0%</text>" in drawn  # the axis begins at nothing
-    assert compare.WIDE.y(0) - compare.WIDE.y(0.5) == pytest.approx(
-        compare.WIDE.y(0.5) - compare.WIDE.y(1)
-    )
+            x, y = dots[f"{method} at {float(share):.0%}: {row['accuracy']:.1%} right"]
+            assert y == row["accuracy"] and 0 <= x < 1  # all tokens are at 1
+    assert [bool(each["colour"]) for each in plot["series"]].count(True) == 1
+    assert plot["series"][-1]["colour"]  # in front
+    for each in plot["series"]:
+        assert each["line"] == [*(dot[:2] for dot in each["dots"]), [1.0, plot["level"]]]
+    marks = {words: x for x, words in plot["marks"]}
+    assert marks["5%"] == 0 and marks["100%"] == 1  # each doubling is as wide as every other
+    assert marks["10%"] == pytest.approx(marks["100%"] - marks["50%"])
 
 
 def test_the_table_links_every_paper() -> None:
@@ -347,7 +356,7 @@ def test_recommended_methods_are_those_above_random_selection() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_methods_are_compared_on_one_clip(shelf: Shelf, known: bool) -> None:
-    clip, asked = media.chosen(CLIP, None), examples.questions(CLIP)[:2]
+    clip, asked = ask.chosen(CLIP, None), examples.questions(CLIP)[:2]
     right = [examples.right_answer(CLIP, asked[0]), "never said"] if known else []
     ticks: list[tuple[int, int]] = []
     tick = lambda *at: ticks.append(at)
@@ -372,20 +381,25 @@ def test_the_chart_of_a_trial_places_what_it_says() -> None:
         compare.Outcome("<b>:0.25", 0.5, 100.0, 90.0, 120.0, "2.00x", 72),
     ]
     drawn = compare.trial_chart(ways, "right answers")
-    assert "<b>" not in drawn and drawn.count("&lt;b&gt;:0.25: 50%, 100 ms 2.00x") >= 2
-    dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="3.5"', drawn)
-    wide = compare.WIDE._replace(height=330)
-    place = lambda ms: wide.across(ms / (1.08 * 230))
-    assert [float(x) for x, _ in dots[:2]] == pytest.approx([place(200), place(100)], abs=0.06)
-    assert [float(y) for _, y in dots[:2]] == pytest.approx([wide.y(1), wide.y(0.5)], abs=0.06)
-    assert ">0</text>" in drawn  # time begins at nothing
+    assert "<b>" not in drawn
+    plot = _plotted(drawn)
+    (first, second), most = plot["series"], 1.08 * 230
+    assert [*first["dots"][0][:2], *second["dots"][0][:2]] == pytest.approx(
+        [200 / most, 1, 100 / most, 0.5]
+    )
+    assert second["dots"][0][2:] == ["<b>:0.25: 50%, 100 ms", "<b>:0.25: 50%, 100 ms 2.00x"]
+    assert second["line"] == [pytest.approx([ms / most, 0.5]) for ms in (90, 120)]
+    assert plot["marks"][0] == [0, "0"]  # time begins at nothing
+    assert plot["marks"][1] == [pytest.approx(50 / most), "50"]
 
 
 def test_a_comparison_needs_questions_and_methods_that_fit(shelf: Shelf) -> None:
-    trials, empty = compare.Trials(shelf), views.Run()
+    empty = views.Run()
     for asked, methods in ((" \n", ["evs"]), ("What?", [])):
         with pytest.raises(MmfastError, match="compare nothing"):
-            trials.run(CLIP, None, asked, methods, 25, 8, empty, lambda *_, **__: None)
+            compare.run_trial(
+                shelf, CLIP, None, asked, methods, 25, 8, empty, lambda *_, **__: None
+            )
 
 
 # ----------------------------------------------------------------------------------------- watch

@@ -160,7 +160,7 @@ def test_an_upload_is_compared_stopped_and_replaced_by_a_bad_one(
     visit.wait("() => document.querySelector('#trial').innerText.includes('Stopped.')")
     page.locator("#compare-stop").wait_for(state="hidden")
     page.locator("#compare-run").click()
-    page.locator("#trial .mm-wide svg").wait_for()
+    page.locator("#trial svg").wait_for()
     table = page.locator("#trial table").inner_text()
     assert "same" in table and "all tokens" in table and "random:0.25" in table
     visit.shoot("trial")
@@ -224,11 +224,11 @@ def test_a_file_that_is_no_clip_is_refused_in_one_line(visit: Visit, tmp_path: P
 def test_comparing_tells_the_figures_of_a_dot(visit: Visit) -> None:
     visit.tab("Compare")
     page = visit.page
-    dot = page.locator("#chart .mm-wide .mm-chosen .mm-dot").first
+    dot = page.locator("#chart .mm-chosen .mm-dot").first
     dot.focus()
     says = dot.locator(".mm-says")
     assert says.is_visible() and re.fullmatch(r"dtd at 5%: \d+\.\d% right .*", says.text_content())
-    other = page.locator("#chart .mm-wide .mm-chosen .mm-dot").nth(20)
+    other = page.locator("#chart .mm-chosen .mm-dot").nth(20)
     other.locator("circle").nth(1).hover()
     assert other.locator(".mm-says").is_visible()
     page.get_by_label("pages").check()

@@ -10,7 +10,7 @@ from codebook_models import llama
 from torch import Tensor
 
 from mmfast.heads.pair import PairHead
-from mmfast.models.decoder.stream import StreamDecoder
+from mmfast.models.decoder.backbone import StreamDecoder
 from mmfast.ops.stream_cache import advance, empty
 
 

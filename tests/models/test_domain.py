@@ -19,9 +19,8 @@ from transformers import AutoTokenizer
 
 import mmfast
 from mmfast.frontends.video.reader import read_video
-from mmfast.models.domain import DIM, PALETTE, ScopeWarning, is_foreign, scope_note
 from mmfast.models.loading import embedded_path
-from mmfast.models.prompt import Shot
+from mmfast.models.prompt import DIM, PALETTE, ScopeWarning, Shot, is_foreign, scope_note
 from mmfast.tiny.stream.world import World
 from mmfast.tiny.suites import SUITES, Suite, SuiteCase
 from mmfast.tiny.video import scene

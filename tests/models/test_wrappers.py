@@ -96,6 +96,30 @@ def parallel(model: Any) -> Iterator[Any]:
 
 
 @contextmanager
+def sharded(model: Any) -> Iterator[Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    with _group():
+        yield FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+
+
+@contextmanager
+def sharded_in_place(model: Any) -> Iterator[Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    with _group():
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for layer in model.get_decoder().layers:
+            fully_shard(layer, mesh=mesh)
+        yield fully_shard(model, mesh=mesh)
+
+
+@contextmanager
 def _group() -> Iterator[None]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     store = torch.distributed.HashStore()
@@ -122,6 +146,7 @@ class Used:
 HELD = (
     *(peft, merged_peft, compiled, compiled_and_used, compiled_forward, compiled_in_place),
     *(compiled_decoder, compiled_base, dispatched, parallel, held_by_pipeline),
+    *(sharded, sharded_in_place),
 )
 
 
@@ -201,6 +226,22 @@ def test_held_models_of_every_family(family: str, how: Any, spec: str) -> None:
     if how is dispatched and family in NOT_OFFLOADED:
         pytest.skip("the stock model itself does not run under accelerate's offload")
     check(family, how, spec)
+
+
+def test_stock_code_compiled_after_a_detach_is_forgotten() -> None:
+    """As many pieces of code as before do not mean the same ones."""
+    this = build("llava_onevision")
+    inputs, held = media(this), torch.compile(this.model, backend="eager")
+    torch._dynamo.reset()
+    with mmfast.attach(held, SPECS[0]):
+        short = logits(held, inputs)
+    before = sorted(this.model.__dict__)
+    torch._dynamo.reset()
+    stock = logits(held, inputs)
+    with mmfast.attach(held, SPECS[0]) as trace:
+        assert torch.equal(logits(held, inputs), short)
+    assert trace.rows and stock.shape != short.shape
+    assert sorted(this.model.__dict__) == before == sorted(build("llava_onevision").model.__dict__)
 
 
 def test_wrappers_come_off_in_any_depth() -> None:

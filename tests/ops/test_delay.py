@@ -42,16 +42,6 @@ def test_a_ring_is_the_same_step_by_step(delays: tuple[int, ...]) -> None:
     assert torch.equal(torch.stack(frames, dim=2), codes[:, :, : 6 - longest])
 
 
-def test_streams_of_a_batch_start_anew_on_their_own() -> None:
-    ring = DelayRing((0, 1), fill=9)
-    state = ring.start(2)
-    for step in range(3):
-        state, _ = ring.spread(state, torch.full((2, 2), step))
-    state = ring.reset(state, torch.tensor([True, False]))
-    state, out = ring.spread(state, torch.full((2, 2), 5))
-    assert out.tolist() == [[5, 9], [5, 2]] and state.seen.tolist() == [1, 4]
-
-
 def test_delays_that_do_not_fit_are_named() -> None:
     with pytest.raises(SpecError, match=r"\[0, 1\] do not fit 3 codebooks"):
         delay(torch.zeros(1, 3, 2, dtype=torch.long), [0, 1], 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from graph_recorder import CaptureError, FakeCuda
 
-from mmfast.ops.cuda_graphs import WARM_UPS, Compiled, CudaGraphs, Eager, graphs_for
+from mmfast.models.speech.moshi_graphs import WARM_UPS, CudaGraphs, compile_run, eager, graphs_for
 
 
 def test_a_capture_is_warmed_up_on_a_side_stream_and_shares_one_pool() -> None:
@@ -18,10 +18,10 @@ def test_a_capture_is_warmed_up_on_a_side_stream_and_shares_one_pool() -> None:
         calls.append(1)
         buffer.add_(1)
 
-    replay = graphs.record(run)
+    replay = graphs(run)
     expected = ["wait", "side", "back", "wait", "pool", "capture thread_local"]
     assert cuda.log == expected and len(calls) == WARM_UPS + 1
-    graphs.record(run)
+    graphs(run)
     assert cuda.log.count("pool") == 1 and cuda.pools == [graphs.pool] * 2
     before, count = buffer.clone(), len(calls)
     replay()
@@ -37,7 +37,7 @@ def test_the_recorder_tells_static_from_lost() -> None:
         buffer.copy_(holder["lost"])
         other.add_(2)
 
-    replay = CudaGraphs("cpu", FakeCuda()).record(run)
+    replay = CudaGraphs("cpu", FakeCuda())(run)
     stuck, moved = buffer.clone(), other.clone()
     replay()
     assert torch.equal(buffer, stuck) and torch.equal(other, moved + 2)
@@ -48,14 +48,14 @@ def test_the_recorder_refuses_what_a_capture_refuses(what: str) -> None:
     x = torch.ones(2)
     bad = {"item": lambda: x[0].item(), "tensor": lambda: torch.tensor([1.0]), "nonzero": x.nonzero}
     with pytest.raises(CaptureError, match="captured"):
-        CudaGraphs("cpu", FakeCuda()).record(lambda: (bad[what](), None)[1])
+        CudaGraphs("cpu", FakeCuda())(lambda: (bad[what](), None)[1])
 
 
 def test_without_cuda_the_function_is_its_own_replay() -> None:
     def run() -> None:
         pass
 
-    assert graphs_for("cpu").record(run) is run and isinstance(graphs_for("cpu"), Eager)
+    assert graphs_for("cpu")(run) is run and graphs_for("cpu") is eager
     assert isinstance(graphs_for("cuda"), CudaGraphs)
 
 
@@ -70,8 +70,8 @@ def test_compiled_is_one_graph_or_an_error() -> None:
         if x.sum() > 0:
             x.add_(1)
 
-    replay = Compiled(backend="eager").record(good)
+    replay = compile_run(good, backend="eager")
     replay()
     assert x.tolist() == [1, 1]
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        Compiled(backend="eager").record(bad)()
+        compile_run(bad, backend="eager")()

@@ -33,7 +33,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cls, "from_pretrained", touched)
     for place in ("mmfast.models.loading.load", "mmfast.pipelines.visual_qa.load",
                   "mmfast.pipelines.video_stream.load", "mmfast.pipelines.omni_chat.load",
-                  "mmfast.pipelines.speech.load_voice"):  # fmt: skip
+                  "mmfast.voice.models.load_voice"):  # fmt: skip
         monkeypatch.setattr(place, touched)
 
 

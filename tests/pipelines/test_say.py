@@ -49,6 +49,17 @@ def test_say_writes_a_file_and_prints_the_text(run: Run, tmp_path: Path) -> None
     assert read(load_audio(out)) == "hello there"
 
 
+@pytest.mark.parametrize("suffix", [".mp3", ".ogg", ".flac"])
+def test_say_encodes_what_the_suffix_names(run: Run, tmp_path: Path, suffix: str) -> None:
+    plain, out = tmp_path / "out.wav", tmp_path / f"out{suffix}"
+    assert run("say", "hello there", "-o", str(plain))[0] == 0
+    assert run("say", "hello there", "-o", str(out))[0] == 0
+    assert out.read_bytes()[:4] != b"RIFF"
+    lengths = [len(load_audio(each)) for each in (plain, out)]
+    assert abs(lengths[0] - lengths[1]) <= 2304  # samples of two frames of MP3
+    assert read(load_audio(out)) == "hello there"
+
+
 def test_json_is_one_document_and_nothing_else(run: Run, tmp_path: Path) -> None:
     code, printed, told = run("say", "hello there", "-o", str(tmp_path / "o.wav"), "--json")
     document = json.loads(printed)
@@ -85,9 +96,9 @@ def test_sound_to_standard_output(
         (["say", "", "-o", "a.wav"], "nothing to say"),
         (["say", " ?!… ", "-o", "a.wav"], "nothing to say"),
         (["say", "x" * 30_000, "-o", "a.wav"], "too long"),
-        (["say", "hi", "-o", "a.mp3"], ".wav"),
+        (["say", "hi", "-o", "a.xyz"], "unknown sound format '.xyz'"),
         (["say", "hi", "-o", "no/such/folder/a.wav"], "existing folder"),
-        (["say", "hi", "-o", "."], ".wav"),
+        (["say", "hi", "-o", "."], "existing folder"),
         (["say", "hi"], "--output"),
         (["say", "hi", "-o", "-", "--json"], "standard output"),
         (["say", "hi", "-o", "a.wav", "--rate", "fast"], "--rate"),

@@ -15,11 +15,12 @@ from planner_rows import RATES, SHARES, WORK, Choosing, row
 import mmfast
 from mmfast.bench.cases import build
 from mmfast.core.errors import MmfastError
+from mmfast.core.spec import AUTO
 from mmfast.planner import calibration, rates
 from mmfast.planner.candidates import evidence_for
 from mmfast.planner.planner import Planner, PlanWarning, ladder
 from mmfast.planner.rates import VARIABLE, Rates
-from mmfast.planner.target import AUTO, Target, automatic, make_target
+from mmfast.planner.target import Target, automatic, make_target
 
 CLIP = str(Path(__file__).resolve().parents[2] / "assets" / "clips" / "red-circle.mp4")
 QUESTION = "Which way does the red circle move?"
@@ -198,6 +199,8 @@ def test_attach_plans_at_the_first_call(
     inputs, _ = pipe._inputs([(CLIP, QUESTION)], mmfast.Trace())
     stock = pipe.run(dict(inputs))
     with mmfast.attach(pipe.model, "auto") as trace:
+        pipe.model(input_ids=torch.tensor([[1, 2, 3]]))  # no media: nothing to plan
+        assert trace.calls == 1 and not trace.rows
         pipe.run(dict(inputs))
         pipe.run(dict(inputs))
     plans = [r.method for r in trace.rows if r.stage == "plan"]

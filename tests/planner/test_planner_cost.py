@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,8 @@ def test_a_corrupt_file_is_measured_again(case: Any, cache: Path, text: str) -> 
 def test_numbers_that_are_no_times_are_refused() -> None:
     for bad in ({"linear": [[8, -1.0]]}, {"head": float("nan")}, {"select": {"evs:9": "soon"}}):
         with pytest.raises(ValueError):
-            from_dict({**RATES.to_dict(), **bad})
-    assert from_dict(json.loads(json.dumps(RATES.to_dict()))) == RATES
+            from_dict({**asdict(RATES), **bad})
+    assert from_dict(json.loads(json.dumps(asdict(RATES)))) == RATES
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(

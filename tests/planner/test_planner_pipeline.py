@@ -13,7 +13,7 @@ import pytest
 import mmfast
 from mmfast.bench import plan as plan_check
 from mmfast.bench.plan import PlanCheck, check_rows
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.cli import main
 from mmfast.planner.rates import VARIABLE
 
@@ -156,7 +156,7 @@ def test_rows_and_their_table(
 ) -> None:
     check = PlanCheck("tiny", "llm", 2, (None, "evs:0.25", "fastv@llm1:0.5"))
     monkeypatch.setattr(plan_check, "CHECKS", (check,))
-    monkeypatch.setattr(plan_check, "embedded_rows", lambda clock: [])
+    monkeypatch.setattr(plan_check, "embedded_rows", list)
     args = ("plan", "--check-all", "--out", str(tmp_path / "plan.jsonl"), "--json")
     code, out, _ = run(capsys, *args)
     rows = json.loads(out)

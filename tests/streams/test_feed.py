@@ -11,7 +11,7 @@ import pytest
 from mmfast.core.errors import MediaError, SpecError
 from mmfast.frontends.video.threads import Ahead
 from mmfast.streams.feed import Feed
-from mmfast.streams.stream import FakeClock, SystemClock
+from mmfast.streams.stream import Clock, FakeClock
 
 
 def frame(number: int, size: int = 4) -> np.ndarray:
@@ -212,7 +212,7 @@ def test_arguments() -> None:
 
 
 def test_the_system_clock_waits_and_wakes() -> None:
-    clock, condition = SystemClock(), threading.Condition()
+    clock, condition = Clock(), threading.Condition()
     start = clock.now()
     with condition:
         clock.wait(condition, start + 0.02)

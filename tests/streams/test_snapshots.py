@@ -18,7 +18,8 @@ from safetensors import safe_open
 
 from mmfast.core.errors import MmfastError
 from mmfast.streams import snapshots
-from mmfast.streams.snapshots import File, generations, load, save
+from mmfast.streams.archive.files import File
+from mmfast.streams.snapshots import generations, load, save
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mmfast.streams import snapshots
-from mmfast.streams.snapshots import File, generations, load, save
+from mmfast.streams.archive.files import File
+from mmfast.streams.snapshots import generations, load, save
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL"),

@@ -34,7 +34,7 @@ with opened(Path(sys.argv[1])) as session:
 @pytest.mark.slow
 def test_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    support = [str(root / "tests" / "support" / part) for part in ("", "families")]
+    support = [str(root / "tests" / "support" / part) for part in ("families", "models", "streams")]
     argv = [sys.executable, "-c", CHILD, str(tmp_path / "disk"), str(tmp_path / "saved")]
     with subprocess.Popen([*argv, *support, str(root)], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

@@ -21,8 +21,8 @@ from mmfast.ops.quantisation import Quantiser
 from mmfast.streams import snapshots
 from mmfast.streams.archive import files, tiers
 from mmfast.streams.archive.archive import Archive, Found
-from mmfast.streams.archive.blocks import parts_of, stored
 from mmfast.streams.archive.files import TornFileError, TreeFile, encode, write
+from mmfast.streams.archive.tiers import parts_of, stored
 
 FILE = sum(map(len, encode(parts_of(stored(block(0))))))
 

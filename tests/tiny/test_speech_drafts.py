@@ -9,7 +9,7 @@ import pytest
 import torch
 from speech_fakes import random_speech_model
 
-from mmfast.heads.mtp import packed_mask
+from mmfast.heads.base import causal_mask
 from mmfast.tiny.speech import drafts
 from mmfast.tiny.speech.bank import SpokenText
 from mmfast.tiny.speech.drafts import ChainedTask, ParallelTask, make_places
@@ -58,7 +58,7 @@ def test_modules_learn_what_drafting_computes(parts: Any, monkeypatch: Any) -> N
     line = torch.arange(at, at + 7)
     hidden, embeds = data.hidden[line][None], lm.model.embed_tokens.weight[data.ids[line]][None]
     head, texts = task.head.eval(), model.layout.texts
-    mask = packed_mask(torch.zeros(1, 7, dtype=torch.int64), hidden.dtype, 1)
+    mask = causal_mask(7, hidden, 1)
     want = torch.zeros(())
     for k, states in enumerate(head(hidden, embeds, mask)[:4]):
         logits = head.output(k, states[:, 0], slice(texts, None))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mmfast
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.bench.results import load as load_rows
 from mmfast.cli import main as cli
 from mmfast.core.errors import MmfastError

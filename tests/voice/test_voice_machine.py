@@ -16,7 +16,7 @@ from tone_models import HumEar, HumModel, hum
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
-from mmfast.streams.stream import SystemClock
+from mmfast.streams.stream import Clock
 from mmfast.voice.channel import VoiceEvent
 from mmfast.voice.history import History
 from mmfast.voice.models import Cascade
@@ -143,7 +143,7 @@ def test_any_sequence_of_calls(names: list[str], chance: random.Random) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_threads_that_do_what_they_like(seed: int) -> None:
-    session, listener = open_session(clock=SystemClock(), ahead=0.3), Listener()
+    session, listener = open_session(clock=Clock(), ahead=0.3), Listener()
     session.start()
     chance, failures = random.Random(seed), list[BaseException]()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound, Turn
-from mmfast.streams.stream import FakeClock, SystemClock
+from mmfast.streams.stream import Clock, FakeClock
 from mmfast.voice.channel import VoiceEvent
 from mmfast.voice.session import VoiceSession
 
@@ -51,7 +51,7 @@ def test_conversations_on_one_model_do_not_touch_each_other() -> None:
 
 
 def test_a_thread_makes_replies_while_others_push_and_fetch() -> None:
-    session, events = VoiceSession(HumModel(piece=320), HumEar(), clock=SystemClock()), []
+    session, events = VoiceSession(HumModel(piece=320), HumEar(), clock=Clock()), []
     session.start()
     reader = threading.Thread(target=lambda: events.extend(session.events(timeout=20)))
     reader.start()
@@ -70,7 +70,7 @@ def test_a_thread_makes_replies_while_others_push_and_fetch() -> None:
 
 
 def test_run_in_the_time_of_a_clock_plays_to_the_end() -> None:
-    clock = SystemClock()
+    clock = Clock()
     session = VoiceSession(HumModel(), HumEar(), clock=clock)
     start = clock.now()
     events = list(session.run([hum("hello you"), PAUSE]))
@@ -101,7 +101,7 @@ class Gate:
 
 def test_who_speaks_does_not_wait_for_the_model() -> None:
     gate = Gate()
-    session = VoiceSession(gate, HumEar(), clock=SystemClock())
+    session = VoiceSession(gate, HumEar(), clock=Clock())
     session.start()
     session.push(torch.cat([hum("go"), PAUSE]))
     assert gate.begun.wait(20)
@@ -143,7 +143,7 @@ def test_a_model_that_is_quick_enough_leaves_none() -> None:
 def test_nobody_fetches_so_nobody_makes() -> None:
     speaker = HumSpeaker(piece=320)
     chatter = HumChatter(lambda turns: "word " * 500, speaker)
-    session = VoiceSession(chatter, HumEar(), clock=SystemClock(), ahead=0.5)
+    session = VoiceSession(chatter, HumEar(), clock=Clock(), ahead=0.5)
     session.start()
     session.push(torch.cat([hum("go"), PAUSE]))
     time.sleep(0.3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mmfast.bench.report.accuracy import ALL, Points, label
@@ -61,12 +61,7 @@ def _draw(
     level: tuple[str, Sequence[tuple[float, float]]],
     form: str,
 ) -> str:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(8, 4.2), layout="constrained")
-        axes: Any = figure.subplots()
+    def paint(axes: Any) -> None:
         if level[1]:
             axes.plot(*zip(*level[1], strict=True), color="black", linestyle="--", label=level[0])
         for index, (name, pts) in enumerate(series.items()):
@@ -76,29 +71,32 @@ def _draw(
         axes.set_xticks(TICKS, [f"{tick:.0%}" for tick in TICKS])
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: form.format(value))
-        axes.set_xlabel("visual tokens kept")
-        axes.set_ylabel(what)
-        return _svg(figure, axes)
+
+    return _svg(4.2, paint, "visual tokens kept", what)
 
 
 def trade_svg(points: Sequence[tuple[str, float, float, Sequence[float]]], across: str) -> str:
     """Draw a point for each (name, place on the axis `across`, accuracy, its interval)."""
+
+    def paint(axes: Any) -> None:
+        for name, x, y, (low, high) in points:
+            bars = [[max(0.0, y - low)], [max(0.0, high - y)]]  # a bound may round beyond y
+            axes.errorbar(x, y, bars, fmt="o", capsize=3, label=name)
+
+    return _svg(3.6, paint, across, "accuracy")
+
+
+def _svg(height: float, paint: Callable[[Any], None], across: str, up: str) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(_STYLE):
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
+        figure = Figure(figsize=(8, height), layout="constrained")
         axes: Any = figure.subplots()
-        for name, x, y, (low, high) in points:
-            bars = [[max(0.0, y - low)], [max(0.0, high - y)]]  # a bound may round beyond y
-            axes.errorbar(x, y, bars, fmt="o", capsize=3, label=name)
+        paint(axes)
         axes.set_xlabel(across)
-        axes.set_ylabel("accuracy")
-        return _svg(figure, axes)
-
-
-def _svg(figure: Any, axes: Any) -> str:
-    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        axes.set_ylabel(up)
+        axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return re.sub(r"[ \t]+$", "", out.getvalue(), flags=re.MULTILINE)

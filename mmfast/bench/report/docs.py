@@ -6,21 +6,59 @@ python -m mmfast.bench.report.docs --check    exits 1 where a file is stale
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mmfast.bench.report import accuracy, catalogue, named, speed
 from mmfast.bench.report.accuracy import SHARES, Points, by_policy, by_share, points
 from mmfast.bench.report.catalogue import ROOT, acts, paper, sites, vectors
 from mmfast.bench.report.charts import accuracy_svg, speed_svg, speeds
-from mmfast.bench.report.table import NOT_MEASURED, markdown, score, stamp
-from mmfast.bench.report.tables import read_rows, render
-from mmfast.bench.results import share
-from mmfast.core.errors import MmfastError
+from mmfast.bench.report.table import EMPTY, NOT_MEASURED, ReportTable, markdown, score, stamp
+from mmfast.bench.results import Row, load, share
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.registry import Method, methods
+
+TABLES: dict[str, tuple[ReportTable, ...]] = {
+    **catalogue.TABLES,
+    **accuracy.TABLES,
+    **named.TABLES,
+    **speed.TABLES,
+}
+_MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
+
+
+def write_table(name: str, rows: Sequence[Row]) -> list[str]:
+    """Lines of Markdown of a table; a MmfastError names the choices and the nearest."""
+    if name not in TABLES:
+        raise MmfastError(unknown("table", name, TABLES))
+    parts = [table.markdown(rows) for table in TABLES[name]]
+    measured = [part for part in parts if part != EMPTY] or [EMPTY]
+    return [line for part in measured for line in ("", *part)][1:]
+
+
+def read_rows(folder: Path, suite: str) -> list[Row]:
+    """Rows of all files `SUITE*.jsonl` of a folder by file name; suites are parted by a blank."""
+    files = [file for each in suite.split() for file in sorted(folder.glob(f"{each}*.jsonl"))]
+    return [row for file in files for row in load(file)]
+
+
+def render(text: str, folder: Path) -> str:
+    """`text` with everything between its table markers written anew from rows in `folder`."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        rows = read_rows(folder, TABLES[name][0].source) if name in TABLES else []
+        body = "\n".join(write_table(name, rows))
+        return f"{match[1]}\n{body}\n\n{match[3]}"
+
+    return _MARKER.sub(fill, text)
+
 
 CHARTS = ("accuracy.svg", "speed.svg")
 BEST, BASELINES = 7, ("random", "uniform", "pool", "downsample")  # lines of the accuracy chart
@@ -61,7 +99,7 @@ def method_page(method: Method, root: Path = ROOT) -> str:
 
     sections = {
         part.kind.value: part.value
-        for part in Docstring(_doc(method)).parse("google", warnings=False)
+        for part in Docstring(inspect.getdoc(method.fn) or "").parse("google", warnings=False)
     }
     _, _, body = str(sections["text"]).partition("\n")
     known = notes(root).get(f"{method.kind}/{method.name}", {})
@@ -73,12 +111,6 @@ def method_page(method: Method, root: Path = ROOT) -> str:
     measured = _reducer_rows if method.kind == "reducer" else _policy_rows
     parts += ["## Accuracy and cost", *measured(method, folder), "## Example", _example(method)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _doc(method: Method) -> str:
-    import inspect
-
-    return inspect.getdoc(method.fn) or ""
 
 
 def _origin(method: Method, known: Mapping[str, Any]) -> str:

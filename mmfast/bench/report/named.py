@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from mmfast.bench.report.table import DERIVED, NOT_MEASURED, ReportTable, Rows, score, stamp
 from mmfast.bench.results import Row
-
-
-@dataclass(frozen=True)
-class _Named(ReportTable):
-    """A table that says so where its benchmark has no row."""
-
-    def markdown(self, rows: Rows) -> list[str]:
-        mine = [row for row in rows if row.get("bench") == self.bench]
-        return ReportTable.markdown(self, mine) if mine else [self.before([])]
 
 
 def _named(
@@ -27,7 +17,7 @@ def _named(
         return lambda rows: f"**{text}** (`--{suite} {name}`): {_basis(rows)}"
 
     return tuple(
-        _Named(suite, columns, bench=name, keys=keys, before=title(name, text))
+        ReportTable(suite, columns, name, keys, before=title(name, text), titled=True)
         for name, (text, columns) in tables.items()
     )
 

@@ -94,6 +94,7 @@ class ReportTable:
     all. `columns` are `"head: cell | …"`, cells by head, or a function from the rows to cells by
     head. `split` makes a table for each combination of these fields. `lines` has one mapping a
     line, made from the rows of the table; `spare` columns are left out where no line fills them.
+    `before` stands above a table without rows only if it is `titled`.
     """
 
     source: str
@@ -105,6 +106,7 @@ class ReportTable:
     before: Callable[[Rows], str] = _nothing
     after: Callable[[Rows], str] = _nothing
     spare: bool = False
+    titled: bool = False
 
     def markdown(self, rows: Rows) -> list[str]:
         """Lines of Markdown, "not measured" where there is nothing to show."""
@@ -121,7 +123,7 @@ class ReportTable:
         cells = [[fill(cell, line) for cell in columns.values()] for line in lines]
         used = [n for n in range(len(columns)) if not self.spare or any(row[n] for row in cells)]
         head = [list(columns)[n] for n in used]
-        above = self.before(rows) if rows or lines else ""
+        above = self.before(rows) if rows or lines or self.titled else ""
         parts = [[above]] if above else []
         if lines:
             parts.append(markdown(head, [[row[n] for n in used] for row in cells]))

@@ -1,4 +1,4 @@
-"""Cost of choosing tokens against the textbook formulation of the same rule.
+"""Cost of choosing tokens: of every reducer, and against textbook formulations of the same rule.
 
 The textbooks follow the papers' own code, independent of `mmfast.ops`.
 """
@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.bench.cases import textured_video
+from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, environment
-from mmfast.bench.timing import extra_mb, noise, one_thread, timed
+from mmfast.bench.timing import counted, device_times, extra_mb, noise, one_thread, spread, timed
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction, gather_rows
+from mmfast.core.registry import Method, methods
 from mmfast.core.spec import count, reduce
 from mmfast.core.tokens import Tokens
 from mmfast.ops.attention import attend
@@ -237,7 +239,8 @@ def result_rows(progress: Callable[[int, int], None] | None = None) -> list[Row]
 
 def _compare(job: SelectionJob, repeats: int) -> Row:
     jobs = {"ours": job.ours, "textbook": job.textbook, "again": job.ours}
-    _settle_heap()
+    # The C library keeps freed memory, up to 32 MB: page faults would dominate short jobs.
+    torch.zeros(31 << 20, dtype=torch.uint8)
     samples: dict[str, list[float]] = {name: [] for name in jobs}
     runs = {name: timed(call, time.process_time) for name, call in jobs.items()}
     first = {name: ms for name, (_, ms) in runs.items()}
@@ -261,11 +264,6 @@ def _compare(job: SelectionJob, repeats: int) -> Row:
     return {**times, "same_indices": same, "noise": floor, **memory}
 
 
-def _settle_heap() -> None:
-    """Let the C library keep freed memory, up to 32 MB: page faults would dominate short jobs."""
-    torch.zeros(31 << 20, dtype=torch.uint8)
-
-
 def _processor_ms(call: Callable[[], Any], often: int) -> float:
     # Time of this process alone: other load on the machine counts little.
     start = time.process_time()
@@ -281,3 +279,64 @@ def _ours(tokens: Tokens, spec: str) -> Tensor:
     if not found.pure:  # the textbook merges too
         found.apply(tokens.x)
     return found.keep
+
+
+SHAPES = (((32, 14, 14), 1024), ((5, 24, 24), 1024))  # a video, the tiles of an image
+_ROUNDS, _SHARE = 5, 0.25
+_WORDS, _TILES, _IMAGES = 3, 5, 3
+
+
+@benchmark("kernels", "reducers")
+def reducers(tick: Tick) -> list[Row]:
+    """Measure every reducer at a quarter of the tokens on one thread; features take `input_mb`."""
+    known = methods("reducer")
+    found: list[Row] = []
+    for number, (grid, d) in enumerate(SHAPES):
+        tokens = all_signals(grid, d)
+        with one_thread():
+            for place, method in enumerate(known):
+                tick(method.name, number * len(known) + place, len(SHAPES) * len(known))
+                found.append(_reducer_row(method, tokens))
+    tick("", 1, 1)
+    return sorted(found, key=lambda row: (row["n"], row["median_ms"]), reverse=True)
+
+
+def _reducer_row(method: Method, tokens: Tokens) -> Row:
+    call, d = reduction(method, tokens), tokens.x.shape[-1]
+    row: Row = {
+        "case": f"{method.name}, {tokens.n:,} x {d:,}",
+        "method": method.name,
+        "device": "cpu",
+    }
+    row |= {"dtype": "float32", "n": tokens.n, "d": d, "budget": int(_SHARE * tokens.n)}
+    row |= {"input_mb": tokens.x.nbytes / 1e6, "threads": 1}
+    row |= spread(device_times({"": call}, _ROUNDS, "cpu")[""])
+    return row | {"operations": counted(call).count, "extra_mb": extra_mb(call)}
+
+
+def reduction(method: Method, tokens: Tokens) -> Callable[[], object]:
+    """Return the choice of a share of the tokens, at the method's first site."""
+    site = "llm2" if method.sites[0] == "llm" else method.sites[0]
+    spec = f"{method.name}@{site}:{max(1, int(_SHARE * tokens.n))}"
+    return lambda: reduce(tokens, spec)
+
+
+def all_signals(grid: tuple[int, int, int], d: int) -> Tokens:
+    """Return a synthetic video with every signal that a reducer may need; keys are 64 wide."""
+    clip = textured_video(grid, d)
+    generator = torch.Generator().manual_seed(1)
+    scores = ("attn_first", "attn_middle", "attn_visual", "attn_window", "attn_ahead")
+    signals = {name: torch.rand(clip.n, generator=generator) for name in scores}
+    place = torch.cartesian_prod(*map(torch.arange, grid))
+    token = torch.arange(clip.n)
+    signals |= {
+        "keys": clip.x @ torch.randn(d, 64, generator=generator) / d**0.5,
+        "attn_text": torch.rand(clip.n, _WORDS, generator=generator),
+        "text_attn": torch.rand(_WORDS, generator=generator),
+        "tile": token * _TILES // clip.n,
+        "image": token * _IMAGES // clip.n,
+        "place": place.reshape(clip.n, 3),
+        "pixels": clip.x,
+    }
+    query = torch.randn(_WORDS, d, generator=generator)
+    return Tokens(clip.x, attn=clip.attn, query=query, grid=grid, signals=signals)

@@ -32,7 +32,7 @@ from PIL import Image
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.timing import process_seconds
-from mmfast.serve.guard.data_url import encode
+from mmfast.serve.guard.fetch import data_url as encode
 
 # Timeouts of the server; by default 10 and 30 seconds.
 TIMEOUTS = {"header_seconds": 1.0, "body_seconds": 3.0}

@@ -19,17 +19,16 @@ from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.suites.speech_speed import draft_weights, trunk_weights
 from mmfast.decoding import codebooks
-from mmfast.decoding.adapt import Costs
 from mmfast.decoding.drafting import parse_schedule
 from mmfast.decoding.loop import SingleDecoder
-from mmfast.decoding.row import Open
+from mmfast.decoding.row import Costs, Open
 from mmfast.decoding.sampling import Sampling
 from mmfast.heads.code_base import CodeMlp
 from mmfast.heads.depth import DepthHead
 from mmfast.heads.groups import GroupsHead
 from mmfast.models.speech.depth_weights import csm_depth
 from mmfast.ops.audio import log_mel
-from mmfast.tiny.speech.codec import recordings
+from mmfast.tiny.speech.codec import fit_book, recordings
 
 ROUNDS, PROMPT = 5, 8
 SCHEDULES = {"vanilla": 4, "boost": 2, "turbo": 3}  # cycles that are timed
@@ -254,10 +253,10 @@ def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
     one, all_of = (partial(core.run, frame, tokens[:, :n], 0) for n in (1, core.codes))
     share = codebooks.measure_share(one, all_of, core.codes, time.process_time)
     ways: dict[str, Callable[[], Tensor]] = {
-        "stock": stock,
         "code by code": lambda: codebooks.one_by_one(core, hidden, first, choice),
+        "stock": stock,
     }
-    counts = {"stock": core.codes, "code by code": core.codes}
+    counts = dict.fromkeys(ways, core.codes)
     for wrong in WRONG:
         noise = torch.rand(right.shape) < wrong
         drafts = codebooks.FrameDrafts(torch.where(noise, (right + 1) % core.size, right))
@@ -268,20 +267,12 @@ def depth_rows(rounds: int, tick: Tick, **sizes: Any) -> list[Row]:
         ways[name] = partial(codebooks.draft_and_check, *inputs, codebooks.BlockPlan(core.codes))
         same &= torch.equal(ways[name](), right)
 
-    def job(name: str) -> timing.Sample:
-        tick(name, 0, 0)
-        return {"ms": timing.timed(ways[name], time.process_time)[1]}
-
-    with timing.one_thread(), timing.frozen():
-        taken = timing.interleave({name: partial(job, name) for name in ways}, rounds)
-    times = {name: [each["ms"] for each in samples] for name, samples in taken.items()}
-    shared = {"preset": "csm", "codebooks": core.codes, "n": rounds, "device": "cpu"}
-    shared |= {"share_of_a_code": share, "identical": float(same), "clock": timing.PROCESSOR_CLOCK}
-    return [
-        {"job": name, "passes_per_frame": counts[name], "median_ms": median(spent)}
-        | {"score": timing.paired(times["code by code"], spent), **shared}
-        for name, spent in times.items()
-    ]
+    shared = {"preset": "csm", "codebooks": core.codes, "share_of_a_code": share}
+    shared |= {"identical": float(same)}
+    extra = {name: {"passes_per_frame": counts[name]} for name in ways}
+    tick("csm", 0, 1)
+    rows = timing.compare_jobs(ways, rounds, shared, extra=extra)
+    return [{**row, "score": row["speedup"]} for row in rows]
 
 
 BOOKS, SIZE, WIDTH, STACK = 8, 64, 64, 4  # 25 frames per second
@@ -312,7 +303,7 @@ def codes_of(count: int, seed: int, books: list[Tensor] | None = None) -> tuple[
         frames.append(mel[: whole * STACK].reshape(whole, -1))
     rest, fitted, found = torch.cat(frames), books or [], []
     for at in range(BOOKS):
-        book = books[at] if books else _fit(rest, seed + at)
+        book = books[at] if books else fit_book(rest, SIZE, 0.0, seed + at)[0]
         if not books:
             fitted.append(book)
         nearest = torch.cdist(rest, book).argmin(1)
@@ -320,17 +311,6 @@ def codes_of(count: int, seed: int, books: list[Tensor] | None = None) -> tuple[
         rest = rest - book[nearest]
     whole_codes = torch.stack(found, dim=1)
     return whole_codes.split([len(f) for f in frames]), fitted
-
-
-def _fit(rest: Tensor, seed: int, rounds: int = 12) -> Tensor:
-    source = torch.Generator().manual_seed(seed)
-    book = rest[torch.randperm(len(rest), generator=source)[:SIZE]].clone()
-    for _ in range(rounds):
-        nearest = torch.cdist(rest, book).argmin(1)
-        number = torch.bincount(nearest, minlength=SIZE).clamp(min=1)
-        sums = torch.zeros_like(book).index_add_(0, nearest, rest)
-        book = torch.where((number > 1)[:, None], sums / number[:, None], book)
-    return book
 
 
 def _spans(codes: Any, source: torch.Generator) -> Tensor:

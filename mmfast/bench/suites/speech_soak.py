@@ -203,9 +203,9 @@ def whole_words(text: str, letters: int) -> str:
 class Soak:
     """A conversation with a simulated user, checked against the loudspeaker."""
 
-    def __init__(self, seed: int = 0, speaker: HumSpeaker | None = None) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
-        chatter = HumChatter(self._answer, speaker)
+        chatter = HumChatter(self._answer)
         self.session = VoiceSession(chatter, HumEar(), ahead=1.0, history=History(turns=16))
         self.loudspeaker, self.answer = Loudspeaker(), ""
         self.expected: dict[str, str] = {}  # text by item, from the loudspeaker

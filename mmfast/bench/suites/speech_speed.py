@@ -22,8 +22,8 @@ from mmfast.bench.suites.speech_quality import (
     unseen_questions,
 )
 from mmfast.core.speech import Sound
+from mmfast.decoding.accept import Stats
 from mmfast.decoding.loop import SingleDecoder
-from mmfast.decoding.stats import Stats
 from mmfast.models.speech.layout import SpeechGuide
 from mmfast.tiny.speech.recordings import say
 from mmfast.tiny.speech.text import groups

@@ -19,16 +19,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmfast.attach import attach
 from mmfast.bench.cases import Case, build, feature_rows, fill_, pick_device
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row, dtype_name
-from mmfast.bench.timing import compare_jobs, one_thread, peak_during, timed
+from mmfast.bench.timing import OperationCount, compare_jobs, one_thread, peak_during, timed
 from mmfast.core.errors import MmfastError
-from mmfast.models.flops import linear_macs, tower_flops
+from mmfast.models.cost import linear_macs, tower_flops
 from mmfast.models.vision.acceleration import MODES, as_linear, check_encoder, fast_encoder
 from mmfast.models.vision.merge_pass import MergePass, MergePlan
 from mmfast.ops.attention import segment_attention
@@ -280,30 +279,16 @@ class _MergeRecord:
     lengths: list[int] = field(default_factory=list)
 
 
-class _LaunchCount(TorchDispatchMode):
-    """Counts operations: on a GPU each is a launch."""
-
-    def __init__(self, seen: _MergeRecord) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._seen = seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        # Views, and queries of a dtype or of memory, launch nothing.
-        launches = isinstance(out, (Tensor, tuple)) and not func.is_view
-        self._seen.operations += launches and "aten.empty" not in str(func)
-        return out
-
-
 @contextmanager
 def _merges_recorded(counting: bool = False) -> Iterator[_MergeRecord]:
-    stock, seen = MergePass.merge, _MergeRecord()
+    stock, seen, launched = MergePass.merge, _MergeRecord(), OperationCount()
 
     def merge(work: MergePass, block: int, hidden: Tensor) -> Tensor:
         start = time.process_time()
-        with _LaunchCount(seen) if counting else nullcontext():
+        with launched if counting else nullcontext():
             out = stock(work, block, hidden)
         seen.ms += (time.process_time() - start) * 1e3
+        seen.operations = launched.launches
         seen.lengths.append(sum(work.lengths))
         return out
 

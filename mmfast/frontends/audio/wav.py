@@ -14,18 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MediaError, unknown
-from mmfast.frontends.source import first_line, quote, seekable
+from mmfast.core.errors import MediaError
+from mmfast.frontends.source import SOUND_FORMATS, first_line, quote, seekable, sound_suffix
 from mmfast.ops.audio import check_rate
 
 _FORMATS = {"pcm16": (1, 2), "float32": (3, 4)}  # -> format tag, bytes of a sample
-# Suffix -> format and encoding of libsndfile.
-_ENCODED = {
-    ".flac": ("FLAC", "PCM_16"),
-    ".mp3": ("MP3", "MPEG_LAYER_III"),
-    ".ogg": ("OGG", "VORBIS"),
-    ".opus": ("OGG", "OPUS"),
-}
 _UNKNOWN = 0xFFFFFFFF  # size of a stream that cannot seek: players read to the end
 _HEADER = 44
 
@@ -122,14 +115,12 @@ def write_sound(target: Any, pcm: Tensor, rate: int) -> None:
     A file object, or a name without a suffix, gets a WAV file. MediaError where there is no such
     format, or the target cannot be written; then nothing is written.
     """
-    suffix = Path(target).suffix.lower() if isinstance(target, str | os.PathLike) else ""
-    if suffix in ("", ".wav"):
+    suffix = sound_suffix(target) if isinstance(target, str | os.PathLike) else ".wav"
+    if suffix == ".wav":
         return write_wav(target, pcm, rate)
-    if suffix not in _ENCODED:
-        raise MediaError(f"{quote(target)}: {unknown('sound format', suffix, ('.wav', *_ENCODED))}")
     import soundfile
 
-    kind, encoding = _ENCODED[suffix]
+    kind, encoding = SOUND_FORMATS[suffix]
     samples = torch.nan_to_num(pcm.detach().cpu().float().flatten(), nan=0.0).clamp(-1.0, 1.0)
     data = io.BytesIO()
     try:

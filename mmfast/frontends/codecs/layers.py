@@ -4,19 +4,26 @@ All of them take and give `[B, C, t]`, for any t including 0. A layer is in step
 exactly t * up / down outputs at once: then a row of a batch can begin anew while the others go on.
 Other layers wait, for the first samples (reflection) or for later ones (look-ahead). Layers whose
 look-ahead is longer than the latency allows run on a window around each frame (`Windowed`).
+
+Convolutions keep their left context, wait for their look-ahead and carry overlaps. A causal
+convolution of effective kernel k and stride s needs the k - s inputs before a chunk; the k - s last
+outputs of a transposed one are not certain until the next chunk has been added, and the bias
+belongs to them once. Both ends of a stream are padded as the offline layer does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mmfast.core.errors import ModelError
 from mmfast.ops.similarity import sum_of
+
+# ruff: noqa: D102 (`CodecLayer` documents the methods of its kinds)
 
 
 class CodecLayer:
@@ -53,7 +60,6 @@ class Pointwise(CodecLayer):
         self.function, self.shape, self.dtype = function, shape, dtype
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """Apply the function; no input gives an empty output."""
         if x.shape[-1]:
             return state, self.function(x)
         shape = x.shape[1:-1] if self.shape is None else self.shape
@@ -75,7 +81,6 @@ class Recurrent(CodecLayer):
         return zeros, zeros
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """Run `[B, C, t]` to `[B, C, t]`."""
         if not x.shape[-1]:
             return state, x
         memory = tuple(each.transpose(0, 1).contiguous() for each in state)
@@ -91,11 +96,9 @@ class LayerChain(CodecLayer):
         self.in_step = all(layer.in_step for layer in self.layers)
 
     def start(self, batch: int) -> tuple[Any, ...]:
-        """Return a state for each layer."""
         return tuple(layer.start(batch) for layer in self.layers)
 
     def step(self, state: Any, x: Tensor) -> tuple[Any, Tensor]:
-        """Run `[B, C, t]` through all layers."""
         states = []
         for layer, before in zip(self.layers, state, strict=True):
             after, x = layer.step(before, x)
@@ -103,7 +106,6 @@ class LayerChain(CodecLayer):
         return tuple(states), x
 
     def finish(self, state: Any) -> Tensor | None:
-        """Pass the rest of each layer through the layers after it."""
         out: Tensor | None = None
         for layer, own in zip(self.layers, state, strict=True):
             head = None
@@ -113,7 +115,6 @@ class LayerChain(CodecLayer):
         return out
 
     def count(self, n: int) -> int:
-        """Return the outputs of the last layer after `n` inputs of the first."""
         for layer in self.layers:
             n = layer.count(n)
         return n
@@ -134,12 +135,10 @@ class Residual(CodecLayer):
         self.in_step = all(branch.in_step for branch in branches)
 
     def start(self, batch: int) -> BranchBuffer:
-        """Return the start of all branches."""
         states = tuple(branch.start(batch) for branch in self.branches)
         return BranchBuffer(states, (None,) * len(states))
 
     def step(self, state: BranchBuffer, x: Tensor) -> tuple[BranchBuffer, Tensor]:
-        """Run `[B, C, t]` to the sum, as far as all branches have come."""
         pairs = [each.step(own, x) for each, own in zip(self.branches, state.states, strict=True)]
         states = tuple(pair[0] for pair in pairs)
         if self.in_step:
@@ -153,7 +152,6 @@ class Residual(CodecLayer):
         return BranchBuffer(states, ahead), sum_of([out[..., :n] for out in outs])
 
     def finish(self, state: BranchBuffer) -> Tensor | None:
-        """Return the sum of the rests of all branches."""
         ends = [each.finish(own) for each, own in zip(self.branches, state.states, strict=True)]
         outs = [join(old, new) for old, new in zip(state.ahead, ends, strict=True)]
         rest = [out for out in outs if out is not None]
@@ -163,7 +161,6 @@ class Residual(CodecLayer):
         return sum_of([out[..., :n] for out in rest])
 
     def count(self, n: int) -> int:
-        """Return the count of the slowest branch."""
         return min(branch.count(n) for branch in self.branches)
 
 
@@ -193,11 +190,9 @@ class Edge(CodecLayer):
         return x[..., -1:].clone(), torch.cat([copies, x], -1) if state is None else x
 
     def finish(self, state: Tensor | None) -> Tensor | None:
-        """Return the copies of the last sample."""
         return None if state is None else state.expand(*state.shape[:2], self.right)
 
     def count(self, n: int) -> int:
-        """Return `n` and the copies before the first sample."""
         return n + self.left if n else 0
 
 
@@ -216,21 +211,17 @@ class Capped(CodecLayer):
         self.layer, self.ratio, self.in_step = layer, ratio, layer.in_step
 
     def start(self, batch: int) -> Due:
-        """Return the state before the first input."""
         return Due(self.layer.start(batch), 0, 0)
 
     def step(self, state: Due, x: Tensor) -> tuple[Due, Tensor]:
-        """Run the layer and count."""
         inner, out = self.layer.step(state.inner, x)
         return Due(inner, state.total + x.shape[-1], state.given + out.shape[-1]), out
 
     def finish(self, state: Due) -> Tensor | None:
-        """Return the part of the rest that is still due."""
         tail = join(None, self.layer.finish(state.inner))
         return None if tail is None else tail[..., : self.ratio * state.total - state.given]
 
     def count(self, n: int) -> int:
-        """Return the count of the layer."""
         return self.layer.count(n)
 
 
@@ -264,22 +255,18 @@ class Windowed(CodecLayer):
         self.back, self.ahead, self.like = back, ahead, like
 
     def start(self, batch: int) -> FrameWindow:
-        """Return the state before the first frame."""
         return FrameWindow(self.like.new_zeros(batch, self.channels, 0), 0, 0)
 
     def step(self, state: FrameWindow, x: Tensor) -> tuple[FrameWindow, Tensor]:
-        """Run whole frames `[B, C, t * unit]` to the frames whose window is full."""
         frames = torch.cat([state.frames, x], -1)
         total = state.total + x.shape[-1] // self.unit
         state = FrameWindow(frames, state.done, total)
         return self._give(state, max(state.done, total - self.ahead))
 
     def finish(self, state: FrameWindow) -> Tensor | None:
-        """Return the last frames, whose windows end with the stream."""
         return self._give(state, state.total)[1] if state.total > state.done else None
 
     def count(self, n: int) -> int:
-        """Return the number of outputs after `n` inputs."""
         return max(0, n // self.unit - self.ahead) * self.yields
 
     def _give(self, state: FrameWindow, until: int) -> tuple[FrameWindow, Tensor]:
@@ -308,9 +295,155 @@ def at_once(layers: CodecLayer) -> Callable[[Tensor], Tensor]:
     return whole
 
 
-def deviation(exact: Tensor, other: Tensor) -> tuple[float, float]:
-    """Largest difference of two sounds, and the ratio of error to signal in decibels."""
-    error = other.double() - exact.double()
-    power = float(exact.double().pow(2).mean().clamp(min=1e-30))
-    noise = float(error.pow(2).mean().clamp(min=1e-30))
-    return float(error.abs().max()), 10 * math.log10(noise / power)
+MODES = ("constant", "replicate", "reflect")
+
+
+class Past(NamedTuple):
+    """State of a convolution."""
+
+    context: Tensor  # [B, C, c] inputs and padding that later outputs need
+    recent: Tensor  # [B, C, <= r] the last inputs, for the padding at the end
+    fresh: Tensor  # [B] rows that have had no input yet
+    total: int  # inputs so far
+
+
+class Conv(CodecLayer):
+    """A convolution with its own padding, if `whole` up to a multiple of the stride."""
+
+    def __init__(
+        self, conv: Any, left: int, right: int, mode: str = "constant", whole: bool = False
+    ) -> None:
+        if mode not in MODES:
+            raise ModelError(f"cannot stream padding {mode!r}; choices: {', '.join(MODES)}")
+        self.weight, self.bias = conv.weight.detach(), conv.bias
+        self.stride, self.dilation = int(conv.stride[0]), int(conv.dilation[0])
+        self.kernel, self.groups = (int(conv.kernel_size[0]) - 1) * self.dilation + 1, conv.groups
+        self.left, self.right, self.mode, self.whole = left, right, mode, whole
+        mirrored = mode == "reflect" and bool(left or right or (whole and self.stride > 1))
+        self.keep = max(left, right + self.stride) + 1 if mirrored else int(mode == "replicate")
+        self.in_step = left == self.kernel - self.stride and not mirrored
+
+    def start(self, batch: int) -> Past:
+        """Return zeros where they are the padding; other padding waits for the first inputs."""
+        channels, mirrored = self.weight.shape[1] * self.groups, self.mode == "reflect"
+        context = self.weight.new_zeros(batch, channels, 0 if mirrored else self.left)
+        recent = self.weight.new_zeros(batch, channels, 0 if mirrored else self.keep)
+        fresh = torch.ones(batch, dtype=torch.bool, device=self.weight.device)
+        return Past(context, recent, fresh, 0)
+
+    def step(self, state: Past, x: Tensor) -> tuple[Past, Tensor]:
+        total = state.total + x.shape[-1]
+        recent = state.recent
+        if self.keep:
+            recent = torch.cat([recent, x], -1)[..., -self.keep :]
+        context = torch.cat([self._begin(state, x), x], -1)
+        if self.mode == "reflect" and self.left and state.total <= self.left:
+            if total <= self.left:
+                return Past(context, recent, state.fresh, total), self._none(x)
+            context = pad(context, self.left, 0, self.mode)
+        n = max(0, (context.shape[-1] - self.kernel) // self.stride + 1)
+        fresh = state.fresh if not x.shape[-1] else torch.zeros_like(state.fresh)
+        out = self._run(context) if n else self._none(x)
+        return Past(context[..., n * self.stride :], recent, fresh, total), out
+
+    def finish(self, state: Past) -> Tensor | None:
+        extra = -state.total % self.stride if self.whole else 0
+        if not state.total or not self.right + extra:
+            return self._unbegun(state, 0)
+        if self._waits(state):
+            return self._unbegun(state, self.right + extra)
+        if self.mode == "constant":
+            context = functional.pad(state.context, (0, self.right + extra))
+        else:
+            padded = pad(state.recent, self.left, self.right + extra, self.mode)
+            tail = padded[..., self.left + state.recent.shape[-1] :]
+            context = torch.cat([state.context, tail], -1)
+        return self._run(context) if context.shape[-1] >= self.kernel else None
+
+    def count(self, n: int) -> int:
+        if self.mode == "reflect" and self.left and n <= self.left:
+            return 0
+        return max(0, (n + self.left - self.kernel) // self.stride + 1)
+
+    def _begin(self, state: Past, x: Tensor) -> Tensor:
+        """Return the context; a row without input so far gets copies of its first one."""
+        if self.mode != "replicate" or not self.left or not x.shape[-1]:
+            return state.context
+        copies = x[..., :1].expand(*x.shape[:2], state.context.shape[-1])
+        return torch.where(state.fresh[:, None, None], copies, state.context)
+
+    def _waits(self, state: Past) -> bool:
+        return self.mode == "reflect" and self.left > 0 and state.total <= self.left
+
+    def _unbegun(self, state: Past, right: int) -> Tensor | None:
+        """Run a stream that ended before it was long enough to be mirrored."""
+        if not state.total or not self._waits(state):
+            return None
+        return self._run(pad(state.context, self.left, right, self.mode))
+
+    def _run(self, x: Tensor) -> Tensor:
+        return functional.conv1d(
+            x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups
+        )
+
+    def _none(self, x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], self.weight.shape[0], 0)
+
+
+class Overlap(NamedTuple):
+    """State of a transposed convolution."""
+
+    tail: Tensor  # [B, C, k - s] sums that later inputs add to, without bias
+    total: int  # inputs so far
+
+
+class ConvTranspose(CodecLayer):
+    """A transposed convolution with `left` and `right` samples of its output cut off."""
+
+    def __init__(self, conv: Any, left: int, right: int) -> None:
+        self.kernel, self.stride = int(conv.kernel_size[0]), int(conv.stride[0])
+        if conv.dilation[0] != 1 or self.kernel < self.stride:
+            raise ModelError(
+                f"cannot stream a transposed convolution of kernel {self.kernel}, stride "
+                f"{self.stride}, dilation {conv.dilation[0]}; kernel >= stride, dilation 1"
+            )
+        self.weight, self.bias, self.groups = conv.weight.detach(), conv.bias, conv.groups
+        self.left, self.right = left, right
+        self.channels = self.weight.shape[1] * self.groups
+        self.in_step = left == 0
+
+    def start(self, batch: int) -> Overlap:
+        tail = self.weight.new_zeros(batch, self.channels, self.kernel - self.stride)
+        return Overlap(tail, 0)
+
+    def step(self, state: Overlap, x: Tensor) -> tuple[Overlap, Tensor]:
+        """Run `[B, C, t]` to the t * stride samples that no later input changes."""
+        n, over = x.shape[-1], self.kernel - self.stride
+        if not n:
+            return state, x.new_zeros(x.shape[0], self.channels, 0)
+        spread = functional.conv_transpose1d(x, self.weight, None, self.stride, groups=self.groups)
+        if over:
+            spread[..., :over] += state.tail
+        out, tail = spread[..., : n * self.stride], spread[..., n * self.stride :]
+        cut = max(0, min(self.left - state.total * self.stride, out.shape[-1]))
+        return Overlap(tail, state.total + n), self._biased(out[..., cut:])
+
+    def finish(self, state: Overlap) -> Tensor | None:
+        stop = self.kernel - self.stride - self.right
+        cut = max(0, self.left - state.total * self.stride)
+        return self._biased(state.tail[..., cut:stop]) if state.total and stop > cut else None
+
+    def count(self, n: int) -> int:
+        return max(0, n * self.stride - self.left)
+
+    def _biased(self, x: Tensor) -> Tensor:
+        return x if self.bias is None else x + self.bias[:, None]
+
+
+def pad(x: Tensor, left: int, right: int, mode: str) -> Tensor:
+    """Pad both ends; a mirror longer than the stream reads zeros after its end."""
+    if mode != "reflect":
+        return functional.pad(x, (left, right), mode)
+    short = max(0, max(left, right) - x.shape[-1] + 1)
+    padded = functional.pad(functional.pad(x, (0, short)), (left, right), mode)
+    return padded[..., : padded.shape[-1] - short]

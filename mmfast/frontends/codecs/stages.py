@@ -23,9 +23,10 @@ from torch.nn import functional
 
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.core.kv import KVBlock
-from mmfast.frontends.codecs.convolution import Conv, ConvTranspose
 from mmfast.frontends.codecs.layers import (
     CodecLayer,
+    Conv,
+    ConvTranspose,
     LayerChain,
     Pointwise,
     Recurrent,

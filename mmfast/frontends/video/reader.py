@@ -29,7 +29,7 @@ from mmfast.frontends.source import (
     quote,
 )
 from mmfast.frontends.video import decoders
-from mmfast.frontends.video.index import Index, packet_index
+from mmfast.frontends.video.decoders import Index, packet_index
 from mmfast.frontends.video.sequences import iter_sequence, sequence_clip
 from mmfast.frontends.video.threads import DEFAULT_AHEAD, Ahead, fill, sampled, suits, worth
 

@@ -1,9 +1,11 @@
 """Any stock causal language model as the trunk of a draft-and-verify loop.
 
 The decoder layers are called directly, on caches that belong to a stream: nothing of a stream is
-on the model, so any number of streams may use it.
+on the model, so any number of streams may use it. `StreamDecoder` runs a decoder on embeddings, its
+state a value.
 """
 
+# ruff: noqa: D102 (`heads.base.Trunk` documents what heads use)
 from __future__ import annotations
 
 import copy
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
+from mmfast.core.kv import KVBlock
 from mmfast.core.registry import get
+from mmfast.heads.base import causal_mask
 from mmfast.heads.base import load_head as load_file
-from mmfast.heads.mtp import packed_mask
 from mmfast.models.decoder.blocks import (
     Block,
     Lean,
@@ -30,8 +33,9 @@ from mmfast.models.decoder.blocks import (
     stock_entry,
 )
 from mmfast.models.decoder.rotary import Rotary
-from mmfast.models.layers import FULL, kind_of
-from mmfast.ops.stream_cache import Angles, Placer, RowBuffer
+from mmfast.models.reduction.cache_layers import Pair, cache_over
+from mmfast.models.wrappers import FULL, kind_of
+from mmfast.ops.stream_cache import Angles, Placer, RowBuffer, advance, empty, within
 
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; else 5e-2
@@ -47,10 +51,6 @@ class BackboneState:
     def crop(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths` tokens of each stream; nothing is copied."""
         self.lengths = [min(a, b) for a, b in zip(self.lengths, lengths, strict=True)]
-
-    def reset(self, rows: Sequence[bool]) -> None:
-        """Start some streams anew."""
-        self.lengths = [0 if row else n for row, n in zip(rows, self.lengths, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +121,6 @@ class Backbone:
     # --- what heads are made of, see mmfast.heads.base.Trunk -----------------------------------
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings `[.., D]` of ids `[..]`."""
         if type(self._table) is nn.Embedding:
             return F.embedding(ids, self._table.weight)
         found: Tensor = self._table(ids)
@@ -144,7 +143,6 @@ class Backbone:
         return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
 
     def new_layer(self, ffn: int | None = None) -> nn.Module:
-        """A decoder layer of the model's own class, its inner width `ffn` where given."""
         config = copy.deepcopy(self.config)
         if ffn is not None:
             config.intermediate_size = ffn
@@ -152,33 +150,27 @@ class Backbone:
         return self._fresh(layer)
 
     def new_norm(self) -> nn.Module:
-        """A norm of the model's own class."""
         norm: nn.Module = copy.deepcopy(self.final_norm).requires_grad_(True)
         return norm
 
     def new_output(self) -> nn.Module:
-        """An output matrix, a copy of the model's to begin with."""
         output: nn.Module = copy.deepcopy(self._output).requires_grad_(True)
         return output
 
     def block(self, layer: nn.Module) -> Block:
-        """The layer as it is called on pieces of streams."""
         return Lean(layer) if self.lean else Stock(layer)
 
     def normer(self, norm: nn.Module) -> Callable[[Tensor], Tensor]:
-        """The norm as it is called on pieces of streams."""
         return lean_norm(norm) if self.lean else norm
 
     def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
-        """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
         return (lean_entry if self.lean else stock_entry)(norms, linear)
 
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The layer on whole sequences `[B, T, D]`, causal, differentiable."""
         n = x.shape[1]
         place = self.placer.even(0, n)
         if mask is None and self.config._attn_implementation == "eager" and n > 1:
-            mask = packed_mask(torch.zeros(1, n, dtype=torch.int64, device=x.device), x.dtype)
+            mask = causal_mask(n, x)
         found = layer(x, attention_mask=mask, position_ids=None, position_embeddings=place.angles)
         hidden: Tensor = found[0] if isinstance(found, tuple) else found
         return hidden
@@ -275,3 +267,63 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def load_head(path: str | Path, model: Any) -> Any:
     """The head of a file on a model; see `mmfast.heads.base.load_head`."""
     return load_file(path, backbone_of(model))
+
+
+class StreamDecoder:
+    """Steps of a stock decoder (`LlamaModel`, `MoshiModel`, `CsmBackboneModel`, …).
+
+    A token may look back to `window` places, its own included, of `width` tokens each; None for
+    all. ModelError where the attention takes no mask of ours, or the window is below 2.
+    """
+
+    def __init__(self, body: nn.Module, window: int | None = None, width: int = 1) -> None:
+        self.body = body
+        self.window, self.width = window, width
+        if window is not None and window < 2:
+            raise ModelError(f"window={window!r} holds no history; use 2 or more, or None for all")
+        config: Any = body.config
+        self.layers = int(config.num_hidden_layers)
+        self.attention = config._attn_implementation
+        if self.attention not in ("sdpa", "eager"):
+            raise ModelError(
+                f"steps of a stream need attention 'sdpa' or 'eager', not {self.attention!r}; "
+                "load the model with attn_implementation='sdpa'"
+            )
+
+    def start(self, batch: int = 1) -> KVBlock:
+        """The state before the first step."""
+        return empty(batch, next(self.body.parameters()).device)
+
+    def step(
+        self, state: KVBlock, embeds: Tensor, real: Tensor | None = None
+    ) -> tuple[KVBlock, Tensor]:
+        """Run the tokens `[B, n, D]`; returns the next state and the last hidden states.
+
+        `real` `[B, n]` is False where shorter streams are padded; padding leaves no trace.
+        """
+        step = advance(state, embeds.shape[1], real, self.window, self.width)
+        kept: list[Pair] = []
+
+        def join(layer: int, keys: Tensor, values: Tensor) -> Pair:
+            if state.keys:
+                keys = torch.cat([state.keys[layer], keys], dim=2)
+                values = torch.cat([state.values[layer], values], dim=2)
+            kept.append((keys, values))
+            return keys, values
+
+        out: Tensor = self.body(
+            inputs_embeds=embeds,
+            attention_mask=self.mask(step.sees[:, None], embeds.dtype),
+            position_ids=step.place.clamp(min=0),
+            past_key_values=cache_over(self.layers, join, lambda _: state.n),
+            use_cache=True,
+        ).last_hidden_state
+        keys, values = zip(*kept, strict=True)
+        state = KVBlock(keys, values, step.known, step.seen)
+        return within(state, self.window, self.width), out
+
+    def mask(self, sees: Tensor, dtype: torch.dtype) -> Tensor:
+        """Turn what a token sees, `[B, 1, n, N]` bool, into the mask its attention takes."""
+        if self.attention == "sdpa":
+            return sees
+        return torch.zeros_like(sees, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mmfast.core.errors import ModelError
-from mmfast.models.layers import kind_of
+from mmfast.models.wrappers import kind_of
 
 _KEYS = ("k_norm", "k_layernorm", "key_layernorm", "k_proj")
 _QUERIES = ("q_norm", "q_layernorm", "query_layernorm", "q_proj")
@@ -82,17 +82,6 @@ class RawCapture:
         heads = _heads_first(read(output), args[0], _width(self.attentions[layer]))
         for raw in stack:
             getattr(raw, name)[layer] = heads
-
-
-@contextmanager
-def capturing(decoder: Any) -> Iterator[Raw]:
-    """Capture what this thread runs through a text model, as `RawCapture`; no hook stays behind."""
-    capture = RawCapture(decoder)
-    try:
-        with capture.recording() as raw:
-            yield raw
-    finally:
-        capture.remove()
 
 
 def attentions(decoder: Any) -> dict[int, nn.Module]:

@@ -1,7 +1,11 @@
-"""LLaVA-1.5 and its kin: one raster per image, no separators.
+"""LLaVA-1.5, its kin and FastVLM: one raster per image, no separators.
 
 Paper: arXiv 2310.03744. The tower is CLIP (its class token is dropped before the projector), SigLIP
 (which has none) or Pixtral (images of any size, their patches in one sequence).
+
+FastVLM (arXiv 2412.13303) has a hybrid, mostly convolutional tower of timm, whose last feature map
+is the raster. The attention of its last two stages does not pass through transformers, where
+signals are read, and a feature map has no tokens to merge.
 """
 
 from __future__ import annotations
@@ -9,10 +13,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
-from mmfast.models.families.tower import argument, find_tower
+from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter, square
+from mmfast.models.families.tower import Tower, argument, find_tower
 
 
 def layout(base: Any, kind: str, call: Call) -> list[Layout]:
@@ -52,4 +56,22 @@ def _raster(rows: int, columns: int, extra: int) -> Layout:
     return Layout(extra + math.prod(grid), grid, tuple(range(extra)))
 
 
+def cells(base: Any, kind: str, call: Call) -> list[Layout]:
+    """The raster of FastVLM's last feature map, once per image."""
+    stride: int = base.vision_tower.timm_model.feature_info[-1]["reduction"]
+    height, width = (math.ceil(n / stride) for n in call["pixel_values"].shape[-2:])
+    return [_raster(height, width, 0)] * len(call["pixel_values"])
+
+
+def fold_cells(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    """Cells of the last feature map `[P, C]`, one `[N, C]` per image."""
+    return list(values.split([each.length for each in cells(base, kind, call)]))
+
+
+def cell_tower(base: Any) -> Tower:
+    """FastVLM's tower, without blocks that could be read or merged in."""
+    return Tower(base, base.vision_tower, nn.ModuleList(), packed=False, class_token=False)
+
+
 add_adapter(Adapter("llava", layout, fold, recover, media=("image",)))
+add_adapter(Adapter("fast_vlm", cells, fold_cells, square, cell_tower, media=("image",)))

@@ -1,12 +1,14 @@
-"""LLaVA-NeXT (AnyRes): an overview, then the tiles as one mosaic with a newline after every row.
+"""LLaVA-NeXT and LLaVA-OneVision: an overview, then the tiles as one mosaic, a newline a row.
 
-The mosaic is cut to the image's own shape, without the borders that padding added. The stock
-packing code is run on marks and scores instead of features, so the layout cannot drift away from
-what the model does. Its base model gets token ids by position, not by name.
+The mosaic is cut to the image's own shape, without the borders that padding added. OneVision (arXiv
+2408.03326) also takes videos: pooled frames, one newline at the end. The stock packing and pooling
+code is run on marks and scores instead of features, so the layout cannot drift away from what the
+model does. The base model of LLaVA-NeXT gets token ids by position, not by name.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -23,33 +25,47 @@ from mmfast.models.families.tower import argument
 
 
 def layout(base: Any, kind: str, call: Call) -> list[Layout]:
-    """Layouts of the images of one call."""
+    """Layouts of the images or videos of one call."""
+    side = _side(base)
+    if kind == "video":
+        videos, frames = call["pixel_values_videos"].shape[:2]
+        return [_video(frames, side)] * videos
+    return mosaic_layouts(partial(_pack, base, call=call), _shapes(base, call), side)
+
+
+def _shapes(base: Any, call: Call) -> list[tuple[int, int] | None]:
+    """Rows and columns of the tiles of each image; None where it has the overview alone."""
     grids, tile = base.config.image_grid_pinpoints, base.config.vision_config.image_size
-    shapes = [get_anyres_image_grid_shape(size, grids, tile) for size in call["image_sizes"]]
-    return mosaic_layouts(partial(_pack, base, call=call), shapes, _side(base))
+    return [
+        get_anyres_image_grid_shape(size, grids, tile) if count > 1 else None
+        for size, count in zip(call["image_sizes"], tile_counts(base, call), strict=True)
+    ]
 
 
 def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
-    """Values of the tower's patches `[P, C]` to content tokens, one `[N, C]` per image."""
+    """Values of the tower's patches `[P, C]` to content tokens, one `[N, C]` per item."""
     patches, width = _side(base) ** 2, values.shape[-1]
-    tiles = rearrange(values, "(tile patch) c -> tile patch c", patch=patches)
-    packed = _pack(base, list(tiles.split(tile_counts(base, call))), values.new_zeros(width), call)
+    pictures = rearrange(values, "(picture patch) c -> picture patch c", patch=patches)
+    if kind == "video":
+        pooled, videos = base.apply_pooling(pictures), len(call["pixel_values_videos"])
+        return list(rearrange(pooled, "(video t) n c -> video (t n) c", video=videos))
+    tiles = list(pictures.split(tile_counts(base, call)))
+    packed = _pack(base, tiles, values.new_zeros(width), call)
     contents = [each.content().to(values.device) for each in layout(base, kind, call)]
     return [each[content] for each, content in zip(packed, contents, strict=True)]
 
 
 def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout:
     """Layout from the embeddings `[length, D]` alone: newlines are equal to the parameter."""
+    side, length = _side(base), len(embeds)
+    if kind == "video":
+        return _video((length - 1) // math.ceil(side / 2) ** 2, side)
     newline = (embeds == base.image_newline.to(embeds.dtype)).all(-1).cpu()
     separators = tuple(newline.nonzero()[:, 0].tolist())
-    places = mosaic_places(len(embeds), separators, _side(base))
-    return Layout(len(embeds), None, separators, places=places)
-
-
-def tile_counts(base: Any, call: Call) -> list[int]:
-    """Tiles per image, the overview included."""
-    grids, tile = base.config.image_grid_pinpoints, base.config.vision_config.image_size
-    return [image_size_to_num_patches(size, grids, tile) for size in call["image_sizes"]]
+    if length == side * side + 1:
+        return Layout(length, (1, side, side), separators)
+    places = mosaic_places(length, separators, side)  # the cut into tiles is not to be seen
+    return Layout(length, None, separators, places=places)
 
 
 def _side(base: Any) -> int:
@@ -57,14 +73,35 @@ def _side(base: Any) -> int:
     return int(vision.image_size // vision.patch_size)
 
 
+def _video(frames: int, side: int) -> Layout:
+    pooled = math.ceil(side / 2)
+    tokens = frames * pooled * pooled
+    return Layout(tokens + 1, (frames, pooled, pooled), (tokens,))
+
+
+def tile_counts(base: Any, call: Call) -> list[int]:
+    """Tiles per image, the overview included; OneVision cuts images alone in their prompt only."""
+    sizes, counts = call["image_sizes"], call.get("batch_num_images")
+    alone = [True] * len(sizes) if counts is None else [n == 1 for n in counts for _ in range(n)]
+    grids, tile = base.config.image_grid_pinpoints, base.config.vision_config.image_size
+    return [
+        image_size_to_num_patches(size, grids, tile) if one else 1
+        for size, one in zip(sizes, alone, strict=True)
+    ]
+
+
 def _pack(base: Any, tiles: list[Tensor], newline: Tensor, call: Call) -> list[Tensor]:
-    strategy = argument(base, call, "vision_feature_select_strategy")
-    packed, _ = base.pack_image_features(tiles, call["image_sizes"], strategy, newline)
+    if base.config.model_type == "llava_next":
+        name = "vision_feature_select_strategy"
+        how = argument(base, call, name)
+    else:
+        name = "vision_aspect_ratio"
+        how = call.get(name) or base.config.vision_aspect_ratio
+    sizes = call["image_sizes"]
+    packed, _ = base.pack_image_features(tiles, sizes, image_newline=newline, **{name: how})
     return list(packed)
 
 
-add_adapter(
-    Adapter(
-        "llava_next", layout, fold, recover, tile_counts=tile_counts, media=("image",), resizes=True
-    )
-)
+_anyres = partial(Adapter, tile_counts=tile_counts, resizes=True)
+add_adapter(_anyres("llava_next", layout, fold, recover, media=("image",)))
+add_adapter(_anyres("llava_onevision", layout, fold, recover))

@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from mmfast.core.errors import ModelError
 
@@ -168,3 +174,31 @@ def batch_tower(base: Any, module: Any) -> Tower:
     names = [name for name, _ in module.named_parameters()]
     has_class = any(name.endswith(("class_embedding", "cls_token")) for name in names)
     return Tower(base, module, blocks, packed=False, class_token=has_class)
+
+
+def grid_tables(module: Any, grid: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
+    """Tensors that a packed tower derives from its grids `[items, 3]`, under its own names.
+
+    Those among the arguments `given` are taken out of them instead.
+    """
+    merge = module.spatial_merge_size
+    found = {
+        "position_ids": get_vision_position_ids(grid, merge, kwargs=given),
+        "cu_seqlens": get_vision_cu_seqlens(grid, kwargs=given),
+    }
+    if hasattr(module, "window_size"):
+        found["window_index"], found["cu_window_seqlens"] = get_vision_window_index(
+            grid, merge, module.window_size, module.patch_size, kwargs=given
+        )
+    if hasattr(module, "num_grid_per_side"):
+        found["interp_indices"], found["interp_weights"] = (
+            get_vision_interpolation_indices_and_weights(
+                grid,
+                num_grid_per_side=module.num_grid_per_side,
+                mode=module.interpolation_mode,
+                align_corners=module.interpolation_align_corners,
+                spatial_merge_size=merge,
+                kwargs=given,
+            )
+        )
+    return found

@@ -29,12 +29,11 @@ from mmfast.models.kv.packs import (
     split_packs,
 )
 from mmfast.models.kv.retrieval import Reading, as_chosen, chosen, read_of
-from mmfast.models.layers import FULL, kind_of
 from mmfast.models.patching import override, stand_behind
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.call import Arming, PassState, PromptPart, length_of
 from mmfast.models.reduction.sequence import Sequences
-from mmfast.models.wrappers import base_of, decoder_of
+from mmfast.models.wrappers import FULL, base_of, decoder_of, kind_of
 from mmfast.ops.quantisation import Quantiser, quantise
 
 
@@ -106,11 +105,26 @@ class KVStage:
         state.part, state.cache = self._prompts.part(past, length), cache
         state.active = kwargs.get("use_cache") is not False
         self._account.__dict__.clear()
+        if length > 1 and not torch.compiler.is_compiling() and self._keeps_nothing(module, kwargs):
+            self._trace.warn(
+                f"cache {self._plan} did nothing: this call keeps no keys and values "
+                "(use_cache=False, or gradient checkpointing); leave cache= out here"
+            )
         self._arming.begin(state.part is not None or self._eviction.rescores or length > 1)
         if self._reading is not None:
             self._reading.enter()
         if cache is not None and (self._eviction.always or self._packing.packs):
             self._settle(cache, state.part is None or state.part.first)
+
+    def _keeps_nothing(self, base: nn.Module, kwargs: dict[str, Any]) -> bool:
+        if base.training and any(
+            getattr(layer, "gradient_checkpointing", False) for layer in self._layers.values()
+        ):
+            return True
+        if kwargs.get("past_key_values") is not None:
+            return False
+        given = kwargs.get("use_cache")
+        return not (decoder_of(self._model).config.use_cache if given is None else given)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._state.active, self._state.cache = False, None

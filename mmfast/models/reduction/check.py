@@ -18,10 +18,9 @@ from mmfast.models.families.tower import (
     check_blocks,
     has_halves,
 )
-from mmfast.models.layers import CONV, LAYER_KINDS
 from mmfast.models.reduction.decoder_signals import AHEAD, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
-from mmfast.models.wrappers import base_of, decoder_of
+from mmfast.models.wrappers import CONV, LAYER_KINDS, base_of, decoder_of
 
 
 def check(

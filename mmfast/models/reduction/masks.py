@@ -24,9 +24,9 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from mmfast.models.layers import SLIDING, kind_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
+from mmfast.models.wrappers import SLIDING, kind_of
 
 
 def stock_mask(

@@ -262,12 +262,12 @@ def _received_by_rows(
     return total / count.clamp_min(1)
 
 
-class Levels(TorchFunctionMode):
-    """Makes sdpa leave its log-sum-exp here, in this thread; outputs are equal, bit for bit."""
+class AttentionCalls(TorchFunctionMode):
+    """Have `around(sdpa, query, key, value, …)` answer calls of sdpa in this thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[..., Any]) -> None:
         super().__init__()
-        self._found: list[Tensor | None] = []
+        self._around = around
 
     def __torch_function__(
         self,
@@ -276,15 +276,27 @@ class Levels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Stand in the place of sdpa where it is called without dropout."""
+        """Stand in the place of sdpa."""
         given = dict(kwargs or {})
-        plain = not given.get("dropout_p") and len(args) == 3
-        if func is not F.scaled_dot_product_attention or not plain:
+        if func is not F.scaled_dot_product_attention:
             return func(*args, **given)
-        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
+        return self._around(func, *args, **given)
+
+
+class Levels(AttentionCalls):
+    """Makes sdpa leave its log-sum-exp here, in this thread; outputs are equal, bit for bit."""
+
+    def __init__(self) -> None:
+        super().__init__(self._attend)
+        self._found: list[Tensor | None] = []
+
+    def _attend(self, sdpa: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        if given.get("dropout_p") or len(args) != 3:
+            return sdpa(*args, **given)
         query, key, value = args
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
-            return func(*args, **given)  # what sdpa keeps for its gradient must stay as it is
+            return sdpa(*args, **given)  # what sdpa keeps for its gradient must stay as it is
+        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
         out, level = attend(query, key, value, mask, causal, given.get("scale"))
         self._found.append(level)
         return out

@@ -22,7 +22,7 @@ from torch import Tensor
 from mmfast.models.families.adapter import Adapter, Layout
 from mmfast.models.families.tower import KINDS, PIXELS, kinds_of
 from mmfast.models.patching import override
-from mmfast.models.reduction.signals import from_tower
+from mmfast.models.reduction.tower_signals import from_tower, tower_signals
 
 _FIELD = "_mmfast_record"
 # On an encoder's output: the reductions before the tower (see models/vision/pixel.py).
@@ -159,8 +159,6 @@ def recording(base: Any, adapter: Adapter, needs: Collection[str]) -> Iterator[R
     with ExitStack() as stack:
         collector = None
         if from_tower(needs):
-            from mmfast.models.reduction.tower_signals import tower_signals
-
             collector = stack.enter_context(tower_signals(base, adapter, needs))
         recorder = Recorder(base, adapter, needs, collector)
         for kind in kinds_of(base):

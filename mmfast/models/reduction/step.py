@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
-from mmfast.models.layers import CONV, kind_of
 from mmfast.models.reduction.cache_layers import (
     LayerGroup,
     extend,
@@ -27,6 +26,7 @@ from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import Leaving, keep_store
 from mmfast.models.reduction.sequence import Sequences, take
 from mmfast.models.reduction.site import Site
+from mmfast.models.wrappers import CONV, kind_of
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,24 @@
 """Signals of the vision tower: attention received and keys, as rows of the tokens the LLM gets.
 
-`models/reduction/signals.py` names the block and the queries of each one; the last used block is
-the last one whose output reaches the language model. Attention is averaged over heads, in float32.
+`TOWER_SIGNALS` names the block and the queries of each one; the last used block is the last one
+whose output reaches the language model. Attention is averaged over heads, in float32.
 Keys are averaged over heads, as the attention sees them (rotated where the tower has rotary
 positions). The adapter then folds them from patches to tokens.
+
+    attn         last used block: the class token's row, or the mean over queries without one
+    attn_visual  last used block: the mean over all queries, a class token's included (HiPrune)
+    attn_middle  as `attn_visual`, from the middle block, where attention is on objects (HiPrune)
+    attn_first   as `attn`, from the first block (HiRED)
+    keys         last used block: keys, averaged over heads
+
+No method needs a class token: in a tower without one, `attn` is the mean over all patches.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,8 +46,58 @@ from mmfast.models.reduction.probe import (
     received,
     received_within,
 )
-from mmfast.models.reduction.signals import SignalSource, from_tower, sources_of
 from mmfast.models.wrappers import base_of
+
+# Name: one of the used blocks, and its reading: `row` (the class token's, where there is one),
+# `mean` (over all queries) or `keys`.
+TOWER_SIGNALS: Mapping[str, tuple[str, str]] = {
+    "attn": ("last", "row"),
+    "attn_visual": ("last", "mean"),
+    "attn_middle": ("middle", "mean"),
+    "attn_first": ("first", "row"),
+    "keys": ("last", "keys"),
+}
+
+
+@dataclass(frozen=True)
+class SignalSource:
+    """Source of one signal in one call: the number of a block, and `row`, `mean` or `keys`."""
+
+    block: int
+    what: str
+
+
+def from_tower(needs: Collection[str]) -> tuple[str, ...]:
+    """Those of `needs` that come from the vision tower, in a fixed order."""
+    return tuple(name for name in TOWER_SIGNALS if name in needs)
+
+
+def sources_of(
+    tower: Tower, names: Collection[str], call: Mapping[str, Any]
+) -> dict[str, SignalSource]:
+    """The source of each signal in one call of the tower.
+
+    A tower without a class token has no row to prefer, so `attn` and `attn_visual` are one
+    reading there.
+    """
+    last = tower.last_used(call)
+    blocks = {"first": 0, "middle": middle_block(tower, last), "last": last}
+    found = {}
+    for name in names:
+        where, what = TOWER_SIGNALS[name]
+        what = "mean" if what == "row" and not tower.class_token else what
+        found[name] = SignalSource(blocks[where], what)
+    return found
+
+
+def middle_block(tower: Tower, last: int) -> int:
+    """The block three eighths up the used ones, of full attention where others have windows."""
+    whole = getattr(tower.module, "fullatt_block_indexes", None)
+    used = last + 1
+    if whole:
+        return int(min(sorted(whole), key=lambda index: abs(index - last / 2)))
+    return max(0, round(3 / 8 * used) - 1)
+
 
 # On an attention module: gives the merging of its tokens (see models/vision/merge.py).
 MERGED = "_mmfast_merged"

@@ -21,10 +21,9 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.speech import Codec, Sound
 from mmfast.decoding.codebooks import BlockPlan, CodeChoice, Drafter, FrameDecoder, pick
 from mmfast.decoding.sampling import Sampling
-from mmfast.models.decoder.stream import StreamDecoder
-from mmfast.models.loading import load_codec
+from mmfast.models.decoder.backbone import StreamDecoder
+from mmfast.models.loading import load_codec, speech_family
 from mmfast.models.speech.depth_weights import csm_depth
-from mmfast.models.speech.families import speech_family
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,13 +16,9 @@ from mmfast.core.speech import Codec, Sound, Turn
 from mmfast.decoding.codebooks import CodeChoice, Drafter
 from mmfast.decoding.sampling import Sampling
 from mmfast.frontends.audio.reader import load_audio
-from mmfast.models.loading import load_codec
-from mmfast.models.speech.families import speech_family
-from mmfast.models.speech.moshi_graphs import MoshiFrames
+from mmfast.models.loading import load_codec, speech_family
+from mmfast.models.speech.moshi_graphs import GraphRecorder, MoshiFrames, graphs_for
 from mmfast.models.speech.moshi_steps import MoshiState, MoshiSteps, UserSound
-from mmfast.ops.cuda_graphs import GraphRecorder, graphs_for
-
-__all__ = ["AUDIO", "TEXT", "MoshiSteps", "MoshiVoice", "TalkState", "UserSound"]
 
 # Moshi's own settings (arXiv 2410.00037): text livelier than greedy, codes close to the model.
 TEXT = Sampling(temperature=0.7, top_k=25)

@@ -5,13 +5,16 @@ come and go, but costs about a thousand launches a frame. Here Mimi's encoder, t
 transformer, all steps of the depth transformer and Mimi's decoder are one graph each, replayed
 for every frame of 80 ms. Keys lie in a ring of the window's length, at the places they were
 rotated to.
+
+A recorded function reads and writes tensors at fixed addresses and decides nothing on the host.
+Without CUDA graphs the same function runs unrecorded, so that CPU tests cover it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +27,57 @@ from mmfast.frontends.codecs.stages import FrameStage, tree_map, where_rows
 from mmfast.heads.depth import Frame
 from mmfast.models.reduction.cache_layers import Pair, cache_over
 from mmfast.models.speech.moshi_steps import MoshiFrame, MoshiSteps, UserSound
-from mmfast.ops.cuda_graphs import GraphRecorder, graphs_for
 from mmfast.ops.stream_cache import RowBuffer
+
+WARM_UPS = 3  # lazy initialisation and choice of algorithms must be over before a recording
+Run = Callable[[], None]
+
+
+# Takes a function, which it may call several times, and returns a replay of it.
+GraphRecorder = Callable[[Run], Run]
+
+
+def eager(run: Run) -> Run:
+    """No recording: a function is its own replay."""
+    return run
+
+
+def compile_run(run: Run, **options: Any) -> Run:
+    """One graph of torch.compile with these options, or an error where it would be several."""
+    replay: Run = torch.compile(run, fullgraph=True, dynamic=False, **options)
+    return replay
+
+
+class CudaGraphs:
+    """CUDA graphs that share a pool: only buffers made outside of functions outlive a replay."""
+
+    def __init__(self, device: torch.device | str = "cuda", cuda: Any = torch.cuda) -> None:
+        self.device, self.cuda = torch.device(device), cuda
+        self.pool: Any = None
+
+    def __call__(self, run: Run) -> Run:
+        """Warm up on a side stream, capture, and return the replay."""
+        cuda = self.cuda
+        with cuda.device(self.device):
+            side = cuda.Stream()
+            side.wait_stream(cuda.current_stream())
+            with cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    run()
+            cuda.current_stream().wait_stream(side)
+            if self.pool is None:
+                self.pool = cuda.graph_pool_handle()
+            graph = cuda.CUDAGraph()
+            # Other threads may go on with their own work on the device meanwhile.
+            with cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                run()
+        replay: Run = graph.replay  # holds the graph
+        return replay
+
+
+def graphs_for(device: torch.device | str) -> GraphRecorder:
+    """Return a recorder of CUDA graphs on a CUDA device, `eager` elsewhere."""
+    return CudaGraphs(device) if torch.device(device).type == "cuda" else eager
 
 
 class MoshiStatic:
@@ -61,7 +113,7 @@ class MoshiStatic:
         self._cache = cache_over(len(shapes), self._write_ring, lambda _: 0)
         self._buffers(like)
         graphs = graphs or graphs_for(like.device)
-        self._hear, self._say = graphs.record(self._temporal), graphs.record(self._depth)
+        self._hear, self._say = graphs(self._temporal), graphs(self._depth)
         self.reset()
 
     def _buffers(self, like: Tensor) -> None:
@@ -210,7 +262,7 @@ class StaticStage:
         state, out = self.layers.step(self._state, given)
         tree_map(_same_shape, self._state, state)
         self.out = torch.zeros_like(out)
-        self._replay = (graphs or graphs_for(given.device)).record(self._run)
+        self._replay = (graphs or graphs_for(given.device))(self._run)
         self.reset()
 
     @torch.no_grad()
@@ -243,24 +295,15 @@ def _same_shape(old: Tensor, new: Any) -> Tensor:
     return old
 
 
-class MoshiParts(Protocol):
-    """Steps and codec of a Moshi, as `MoshiVoice` has them."""
-
-    steps: MoshiSteps
-    codec: Any
-
-
 class MoshiFrames:
     """B conversations with Moshi in step; each frame is what `MoshiVoice.step` gives.
 
-    The drafter of `voice` is not used, as all codes of a frame are said one after the other inside
-    one graph. `graphs` is what records, None: CUDA graphs on a CUDA device. ModelError: the codec
-    has no steps of a fixed shape.
+    `voice` is a `MoshiVoice`; its drafter is not used, as all codes of a frame are said one after
+    the other inside one graph. `graphs` is what records, None: CUDA graphs on a CUDA device.
+    ModelError: the codec has no steps of a fixed shape.
     """
 
-    def __init__(
-        self, voice: MoshiParts, batch: int = 1, graphs: GraphRecorder | None = None
-    ) -> None:
+    def __init__(self, voice: Any, batch: int = 1, graphs: GraphRecorder | None = None) -> None:
         steps = voice.steps
         codec = voice.codec
         device = steps.model.device

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.decoding.codebooks import BlockPlan, CodeChoice, Drafter, FrameDecoder, pick
-from mmfast.models.decoder.stream import StreamDecoder
+from mmfast.models.decoder.backbone import StreamDecoder
 from mmfast.models.speech.depth_weights import moshi_depth
 from mmfast.ops.codebooks import DelayRing, DelayState
 from mmfast.ops.stream_cache import merge

@@ -18,7 +18,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError, unknown
 from mmfast.core.speech import Sound, Turn
 from mmfast.frontends.audio.reader import load_audio
-from mmfast.models.speech.families import speech_family
+from mmfast.models.loading import speech_family
 from mmfast.models.speech.omni_sound import SoundStage
 from mmfast.models.speech.omni_talker import TALKER, Picker, Picking, Talker, Thought, think
 

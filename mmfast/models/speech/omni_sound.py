@@ -25,9 +25,18 @@ from torch.nn import functional
 
 from mmfast.core.errors import ModelError
 from mmfast.frontends.codecs.base import check_codes
-from mmfast.frontends.codecs.convolution import Conv, ConvTranspose
-from mmfast.frontends.codecs.layers import Capped, CodecLayer, Edge, LayerChain, Pointwise, Residual
+from mmfast.frontends.codecs.layers import (
+    Capped,
+    CodecLayer,
+    Conv,
+    ConvTranspose,
+    Edge,
+    LayerChain,
+    Pointwise,
+    Residual,
+)
 from mmfast.frontends.codecs.stages import stream
+from mmfast.ops.attention import rotate
 
 Past = dict[int, tuple[Tensor, Tensor]]  # layer -> keys and values [B, H, block, d]
 Slope = Callable[[Tensor, Tensor], Tensor]  # of time and place
@@ -152,9 +161,7 @@ def _turn_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions on the first head alone, as the checkpoint was trained; pairs interleave."""
     head = x[:, :1]
     pairs = torch.cat([head[..., 0::2], head[..., 1::2]], -1)
-    a, b = pairs.chunk(2, -1)
-    turned = pairs * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
-    return torch.cat([turned, x[:, 1:]], 1)
+    return torch.cat([rotate(pairs, cos[:, None], sin[:, None]), x[:, 1:]], 1)
 
 
 def _runge_kutta(slope: Slope, start: Tensor, stop: Tensor, x: Tensor) -> Tensor:

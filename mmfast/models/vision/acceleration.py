@@ -31,12 +31,11 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import vision_utils
 from transformers.modeling_utils import AttentionInterface
 
 from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
 from mmfast.models.families.adapter import tower_of
-from mmfast.models.families.tower import SEGMENTS, Tower, attention_of
+from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, grid_tables
 from mmfast.models.patching import override
 from mmfast.ops.attention import segment_attention
 
@@ -196,34 +195,14 @@ def graphed(tower: Tower) -> Iterator[None]:
 
 def prepared(tower: Tower, grid_thw: Tensor, **_: Any) -> dict[str, Any]:
     """Tensors that a Qwen tower derives from its grids, on its device, under its own names."""
-    module, config = tower.module, tower.module.config
-    device = next(module.parameters()).device
-    grid, merge = grid_thw.cpu(), module.spatial_merge_size
-    ends = vision_utils.get_vision_cu_seqlens(grid)
-    found: dict[str, Any] = {
-        "position_ids": vision_utils.get_vision_position_ids(grid, merge),
-        "cu_seqlens": ends,
-        "max_seqlen": int(ends.diff().max()),
+    device = next(tower.module.parameters()).device
+    found = grid_tables(tower.module, grid_thw.cpu(), {})
+    sizes = {
+        name: int(found[ends].diff().max())
+        for name, ends in (("max_seqlen", "cu_seqlens"), ("max_window_seqlen", "cu_window_seqlens"))
+        if ends in found
     }
-    if hasattr(module, "window_size"):
-        order, windows = vision_utils.get_vision_window_index(
-            grid,
-            spatial_merge_size=merge,
-            window_size=module.window_size,
-            patch_size=module.patch_size,
-        )
-        found |= {"window_index": order, "cu_window_seqlens": windows}
-        found["max_window_seqlen"] = int(windows.diff().max())
-    if hasattr(module, "num_grid_per_side"):
-        rows, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            grid,
-            num_grid_per_side=module.num_grid_per_side,
-            mode=module.interpolation_mode,
-            align_corners=module.interpolation_align_corners,
-            spatial_merge_size=config.spatial_merge_size,
-        )
-        found |= {"interp_indices": rows, "interp_weights": weights}
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in found.items()}
+    return {**{name: table.to(device) for name, table in found.items()}, **sizes}
 
 
 def _key(value: Any) -> Any:

@@ -31,7 +31,7 @@ from mmfast.frontends.changes import Refresh, changes
 from mmfast.models.families.adapter import Call, adapter_for, tower_of
 from mmfast.models.families.tower import Tower, attention_of, has_halves
 from mmfast.models.patching import override
-from mmfast.models.reduction.probe import intercepting
+from mmfast.models.reduction.probe import AttentionCalls, intercepting
 from mmfast.models.reduction.tower_signals import KEPT, MERGED
 from mmfast.models.vision.frame_state import (
     FrameCacheState,
@@ -41,7 +41,7 @@ from mmfast.models.vision.frame_state import (
     groups,
     plan_pass,
 )
-from mmfast.models.vision.timm_attention import AttentionCalls, check_timm, on_rows
+from mmfast.models.vision.timm_attention import check_timm, on_rows
 
 # (query, key, value) `[K, H, d]` of chosen rows and the scale -> what they attend to, `[K, H, d]`
 Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]

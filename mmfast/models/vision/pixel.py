@@ -25,19 +25,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2 import functional as tvF
 from transformers import image_utils
-from transformers.vision_utils import (
-    get_vision_cu_seqlens,
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-    get_vision_window_index,
-)
+from transformers.vision_utils import get_vision_window_index
 
 from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.families.adapter import Adapter
-from mmfast.models.families.tower import Tower
+from mmfast.models.families.tower import Tower, grid_tables
 from mmfast.models.patching import override
 from mmfast.models.reduction.record import CHAINS
 from mmfast.models.reduction.site import Chain, Site, run_site
@@ -268,29 +263,17 @@ def part_of(
     """
     merge, kwargs, grid = module.spatial_merge_size, dict(kwargs), grid.to(mask.device)
     patches = mask.repeat_interleave(merge**2)
-    tables = {"position_ids": get_vision_position_ids(grid, merge, kwargs=kwargs)[patches]}
-    tables["cu_seqlens"] = _bounds(get_vision_cu_seqlens(grid, kwargs=kwargs), patches)
-    order = patches
-    if hasattr(module, "window_size"):
-        window, ends = get_vision_window_index(
-            grid, merge, module.window_size, module.patch_size, kwargs=kwargs
-        )
-        window = window.to(mask.device)
+    tables, order = grid_tables(module, grid, kwargs), patches
+    tables["cu_seqlens"] = _bounds(tables["cu_seqlens"], patches)
+    for name in ("position_ids", "interp_indices", "interp_weights"):
+        if name in tables:
+            tables[name] = tables[name][patches]
+    if "window_index" in tables:
+        window = tables["window_index"].to(mask.device)
         inside = mask[window]
         order = inside.repeat_interleave(merge**2)
-        number = mask.cumsum(0) - 1
-        tables["window_index"] = number[window[inside]]
-        tables["cu_window_seqlens"] = _bounds(ends, order)
-    if hasattr(module, "num_grid_per_side"):
-        indices, weights = get_vision_interpolation_indices_and_weights(
-            grid,
-            num_grid_per_side=module.num_grid_per_side,
-            mode=module.interpolation_mode,
-            align_corners=module.interpolation_align_corners,
-            spatial_merge_size=merge,
-            kwargs=kwargs,
-        )
-        tables |= {"interp_indices": indices[patches], "interp_weights": weights[patches]}
+        tables["window_index"] = (mask.cumsum(0) - 1)[window[inside]]
+        tables["cu_window_seqlens"] = _bounds(tables["cu_window_seqlens"], order)
     for name in ("max_seqlen", "max_window_seqlen"):  # counted again where they are needed
         kwargs.pop(name, None)
     return {**kwargs, **tables}, order.nonzero()[:, 0]

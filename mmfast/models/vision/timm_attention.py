@@ -6,7 +6,7 @@ are those of the patches that merged tokens stand for. A frame cache stands in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from mmfast.core.errors import ModelError
 from mmfast.models.families.tower import Tower, attention_of
 from mmfast.models.patching import override
+from mmfast.models.reduction.probe import AttentionCalls
 from mmfast.models.vision.merge_pass import MergePass
 
 
@@ -69,27 +69,6 @@ def set_sizes(work: MergePass, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         places = (work.merged.keep % work.plan.start[0]).view(len(hidden), 1, -1, 1)  # [B, 1, m, 1]
         places = places.expand(-1, table.shape[1], -1, table.shape[3])
         work.rope = kwargs["rope"] = table.gather(2, places)  # [B, 1 or H, m, 2 d]
-
-
-class AttentionCalls(TorchFunctionMode):
-    """Have `around(sdpa, query, key, value, …)` answer calls of sdpa in this thread."""
-
-    def __init__(self, around: Callable[..., Any]) -> None:
-        super().__init__()
-        self._around = around
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Stand in the place of sdpa."""
-        given = dict(kwargs or {})
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **given)
-        return self._around(func, *args, **given)
 
 
 def check_timm(tower: Tower) -> None:

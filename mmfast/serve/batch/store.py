@@ -118,8 +118,7 @@ class StoredRow(NamedTuple):
     @staticmethod
     def of(row: Row) -> StoredRow:
         """Return that part of a row."""
-        facts = (row["bytes"], row["mtime_ns"], row["content_hash"])
-        return StoredRow(*facts, row["error"])
+        return StoredRow(*(row[name] for name in StoredRow._fields))
 
 
 class RowStore:

@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.core.errors import ModelError
-from mmfast.models.layers import CONV, LAYER_KINDS, SLIDING, kind_of
 from mmfast.models.reduction.cache_layers import StoreLayer
 from mmfast.models.reduction.probe import intercepting
+from mmfast.models.wrappers import CONV, LAYER_KINDS, SLIDING, kind_of
 
 
 @dataclass(frozen=True, eq=False)

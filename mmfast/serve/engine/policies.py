@@ -20,12 +20,12 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.spec import Spec, count
 from mmfast.core.trace import Trace
 from mmfast.models.kv.policy import KVStage, Packing
-from mmfast.models.layers import CONV, SLIDING
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.decoder_signals import LayerAttention
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.site import Site
 from mmfast.models.reduction.step import ForwardStep, SiteCut
+from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.quantisation import Quantiser
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.bucket import Entries, windowed

@@ -11,7 +11,7 @@ import copy
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,11 +22,11 @@ from torch import Tensor
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.kv import KVBlock
 from mmfast.core.trace import Trace
-from mmfast.models.decoder.rotary import capturing
-from mmfast.models.layers import CONV, SLIDING
+from mmfast.models.decoder.rotary import RawCapture
 from mmfast.models.patching import override
 from mmfast.models.reduction.call import PromptPart
 from mmfast.models.reduction.sequence import Sequences
+from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.encoder import BLOCK
 from mmfast.serve.engine.lane import Attention, Lane, passing
@@ -324,7 +324,11 @@ class Prefiller:
         states = self._states(parts)
         watched = any(p.job.policy is not None and p.job.policy.retrieves for p in parts)
         with ExitStack() as stack:
-            raw = stack.enter_context(capturing(self.decoder) if watched else nullcontext())
+            raw = None
+            if watched:
+                capture = RawCapture(self.decoder)
+                stack.callback(capture.remove)
+                raw = stack.enter_context(capture.recording())
             running = _Pass(self.lane, parts, raw)
             if any(p.job.low or p.job.high is not None for p in parts):
                 for index, layer in enumerate(self.decoder.layers):

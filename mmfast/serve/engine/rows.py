@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from mmfast.core.kv import KVBlock
-from mmfast.models.layers import SLIDING
+from mmfast.models.wrappers import SLIDING
 from mmfast.serve.engine.bucket import Bucket, Entries, Places, Slots, taken, windowed
 from mmfast.serve.engine.lane import Attention, passing
 from mmfast.serve.engine.packed_rows import PackedBucket

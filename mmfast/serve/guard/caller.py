@@ -203,17 +203,12 @@ class CallerQuotas:
     def _caller(self, who: str) -> _Caller:
         found = self._callers.pop(who, None)
         if found is None:
-            kinds = ("requests", "bytes", "tokens")
-            found = _Caller(
-                {k: Bucket(getattr(self._rates, k), self._clock) for k in kinds if self._limits(k)}
-            )
+            rates = {kind: getattr(self._rates, kind) for kind in ("requests", "bytes", "tokens")}
+            found = _Caller({k: Bucket(rate, self._clock) for k, rate in rates.items() if rate})
             while len(self._callers) >= _CALLERS:
                 self._forget()
         self._callers[who] = found
         return found
-
-    def _limits(self, kind: str) -> bool:
-        return bool(getattr(self._rates, kind))
 
     def _forget(self) -> None:
         """Drop the caller that has been idle longest."""

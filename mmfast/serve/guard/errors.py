@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -79,6 +80,15 @@ def api_error(error: BaseException, param: str | None = None) -> ApiError:
     return ApiError(500, "the server made an error; its log has it under this request's id")
 
 
+_REASONS = {401: "auth", 403: "auth", 408: "slow", 413: "body", 429: "rate", 431: "headers"}
+
+
+def reason(error: ApiError, more: Mapping[int, str] | None = None) -> str:
+    """Return the reason of a refusal for the metrics; `more` names those of further statuses."""
+    other = "failed" if error.status >= 500 else "invalid"
+    return {**_REASONS, **(more or {})}.get(error.status, other)
+
+
 def body(error: BaseException) -> dict[str, Any]:
     """Return the document of an error reply."""
     shown = api_error(error)
@@ -96,6 +106,12 @@ def reply(error: BaseException) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         *((k.lower().encode(), v.encode()) for k, v in shown.headers.items()),
     ]
     return shown.status, headers, data
+
+
+def brief(value: Any) -> str:
+    """Return the start of a value that a client sent, as Python writes it."""
+    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def scrub(message: str) -> str:

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.kinds import sniff_sound
+from mmfast.frontends.audio.packets import sniff_sound
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.image import kind_of
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, magic_kind
 from mmfast.models.prompt import Shot
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
-from mmfast.serve.guard import data_url
 from mmfast.serve.guard.decoders import Decoders
 from mmfast.serve.guard.errors import ApiError, bad_request, scrub
-from mmfast.serve.guard.fetch import fetch
+from mmfast.serve.guard.fetch import check_claim, decode_base64, fetch, parse_data_url, too_large
 
 Kind = Literal["image", "video"]
 _HEAD = 512
@@ -51,7 +50,7 @@ async def load_media(
     """
     data, claimed = await _bytes(source, config, param)
     found = magic_kind(data[:_HEAD])
-    data_url.check_claim(claimed, found, kind, param)
+    check_claim(claimed, found, kind, param)
     _check_kind(found, kind, param)
     job = _job(kind, config)
     sampling = ""
@@ -89,14 +88,14 @@ async def load_sound(
     wait.
     """
     if isinstance(source, str) and ":" not in source[:16]:
-        source = await asyncio.to_thread(data_url.decode, source, config.max_body_bytes, param)
+        source = await asyncio.to_thread(decode_base64, source, config.max_body_bytes, param)
     data, claimed = await _bytes(source, config, param)
     try:
         found = sniff_sound("the sound", data[:_HEAD])
     except MediaError as error:
         raise ApiError(400, scrub(str(error)), code="invalid_media", param=param) from None
     claimed = claimed or (f"audio/{format.lower()}" if format else "")
-    data_url.check_claim(claimed, found, "sound", param)
+    check_claim(claimed, found, "sound", param)
     samples, facts = await _decode(data, _job("sound", config), config, param)
     pcm = await asyncio.to_thread(_resampled, samples, facts["runs"], rate)
     return pcm, rate
@@ -113,12 +112,12 @@ def _resampled(samples: Any, runs: list[list[int]], rate: int) -> Tensor:
 async def _bytes(source: str | bytes, config: ServerConfig, param: str | None) -> tuple[bytes, str]:
     if isinstance(source, bytes):
         if len(source) > config.max_body_bytes:
-            raise data_url.too_large(len(source), config.max_body_bytes, param)
+            raise too_large(len(source), config.max_body_bytes, param)
         return source, ""
     scheme = source[:8].partition(":")[0].lower()
     if scheme == "data":
         claimed, data = await asyncio.to_thread(
-            data_url.parse, source, config.max_body_bytes, param
+            parse_data_url, source, config.max_body_bytes, param
         )
         return data, claimed
     if scheme in ("http", "https"):

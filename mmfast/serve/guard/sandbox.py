@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.kinds import sniff_sound
-from mmfast.frontends.audio.packets import Samples, decoded_sound
+from mmfast.frontends.audio.packets import Samples, decoded_sound, sniff_sound
 from mmfast.frontends.container import open_video
 from mmfast.frontends.headers import check_header
 from mmfast.frontends.image import open_image, read_image

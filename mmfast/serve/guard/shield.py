@@ -31,7 +31,7 @@ from mmfast.serve.guard.caller import (
     loopback,
     values,
 )
-from mmfast.serve.guard.errors import ApiError, reply
+from mmfast.serve.guard.errors import ApiError, reason, reply
 
 _log = logging.getLogger("mmfast.serve")
 _GONE = 499  # the client went, or stopped reading
@@ -273,19 +273,19 @@ class Shield:
             await exchange.run(self._app, self._bodies)
         except ApiError as error:
             if self._rejected is not None:
-                self._rejected(_reason(error))
+                self._rejected(reason(error))
             await exchange.refuse(error)
         finally:
             if entered:
                 self.quotas.leave(caller.who)
-            exchange.log(self._quiet(scope), (time.monotonic() - start) * 1e3)
+            exchange.log(scope["path"] in _ALWAYS, (time.monotonic() - start) * 1e3)
 
     def _admit(self, scope: Any, caller: Caller) -> None:
         """Admit a request by its headers, or raise `ApiError`."""
         headers, path = scope["headers"], scope["path"]
         check_head(headers, self._config)
         caller.who = client_of(scope)
-        if self._quiet(scope):
+        if scope["path"] in _ALWAYS:
             return
         if from_elsewhere(headers, self._config.origins, self._local):
             raise ApiError(403, "pages of other sites may not call this server", code="origin")
@@ -306,14 +306,6 @@ class Shield:
             )
         caller.tenant = owner
         caller.who = f"key:{owner}"
-
-    def _quiet(self, scope: Any) -> bool:
-        return scope["path"] in _ALWAYS
-
-
-def _reason(error: ApiError) -> str:
-    names = {401: "auth", 403: "auth", 408: "slow", 413: "body", 429: "rate", 431: "headers"}
-    return names.get(error.status, "invalid")
 
 
 _LINES = 8 << 10  # of a request line, beside the headers

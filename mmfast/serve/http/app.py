@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import reprlib
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -22,14 +21,13 @@ import mmfast
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Executor
-from mmfast.serve.guard.errors import ApiError, api_error, body
+from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, brief, reason
 from mmfast.serve.guard.media import read_upload
 from mmfast.serve.guard.shield import Shield
 from mmfast.serve.http import chat, schema, speech
 from mmfast.serve.http.events import ClientGoneError
-from mmfast.serve.http.metrics import CONTENT_TYPE, Metrics
 from mmfast.serve.http.schema import ERRORS, HealthReply, ModelCard, Models
-from mmfast.serve.http.service import Service
+from mmfast.serve.http.service import CONTENT_TYPE, Metrics, Service
 
 
 class RequestCounter:
@@ -95,31 +93,26 @@ def refusal(errors: Sequence[dict[str, Any]], body: Any) -> ApiError:
     found = max(errors, key=lambda error: len(_walk(error["loc"], body)[0]))
     kind, ctx = str(found["type"]), found.get("ctx", {})
     if kind == "json_invalid":
-        return _error(f"the body is no JSON ({ctx.get('error', 'cut short')}); send a JSON object")
+        text = f"the body is no JSON ({ctx.get('error', 'cut short')}); send a JSON object"
+        return bad_request(text, "invalid_json")
     keys, value = _walk(found["loc"], body)
     if not keys:
-        return _error("the body is no JSON object; send one, as Content-Type: application/json")
+        text = "the body is no JSON object; send one, as Content-Type: application/json"
+        return bad_request(text, "invalid_json")
     param = _dotted(keys)
     if kind == "missing":
-        return _error(f"{param} is missing; give it", "missing_required_parameter", param)
+        return bad_request(f"{param} is missing; give it", "missing_required_parameter", param)
     if kind == "extra_forbidden":
         text = unknown("parameter", param, [_dotted([*keys[:-1], n]) for n in _names(keys, body)])
-        return _error(text, "unknown_parameter", param)
+        return bad_request(text, "unknown_parameter", param)
     if kind.startswith("union_tag"):
         return _tag(found, param, value)
-    advice = _ADVICE.get(str(keys[0]))
+    advice, shown = _ADVICE.get(str(keys[0])), f"{param}={_plain(brief(value))}"
     if advice is not None:
-        return _error(f"{param}={_short(value)}: {advice}", "unsupported_parameter", str(keys[0]))
+        return bad_request(f"{shown}: {advice}", "unsupported_parameter", str(keys[0]))
     message = str(found["msg"])
-    return _error(
-        f"{param}={_short(value)} is wrong: {message[:1].lower()}{message[1:]}",
-        "invalid_value",
-        param,
-    )
-
-
-def _error(text: str, code: str = "invalid_json", param: str | None = None) -> ApiError:
-    return ApiError(400, text, code=code, param=param)
+    text = f"{shown} is wrong: {message[:1].lower()}{message[1:]}"
+    return bad_request(text, "invalid_value", param)
 
 
 def _tag(found: dict[str, Any], param: str, value: Any) -> ApiError:
@@ -129,10 +122,10 @@ def _tag(found: dict[str, Any], param: str, value: Any) -> ApiError:
     given = value.get(name) if isinstance(value, dict) else None
     if given is None:
         where = f"{param}.{name}"
-        return _error(f"{where} is missing; give it", "missing_required_parameter", where)
+        return bad_request(f"{where} is missing; give it", "missing_required_parameter", where)
     choices = re.findall(r"'([^']*)'", str(ctx.get("expected_tags", "")))
     where = f"{param}.{name}"
-    return _error(unknown(where, _plain(given), choices), "invalid_value", where)
+    return bad_request(unknown(where, _plain(given), choices), "invalid_value", where)
 
 
 def _walk(loc: Sequence[Any], body: Any) -> tuple[list[str | int], Any]:
@@ -166,11 +159,6 @@ def _names(keys: Sequence[str | int], body: Any) -> list[str]:
     if model is None and isinstance(body, dict):
         model = _ROLES.get(str(body.get("role")))
     return list(model.model_fields) if model is not None else ["type", "text"]
-
-
-def _short(value: Any) -> str:
-    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
-    return _plain(text if len(text) <= 60 else text[:57] + "…")
 
 
 def _plain(text: object) -> str:
@@ -376,10 +364,5 @@ def _errors(app: FastAPI, service: Service) -> None:
 
 
 def _reply(service: Service, error: ApiError) -> JSONResponse:
-    service.metrics.rejected(_reason(error))
+    service.metrics.rejected(reason(error, {404: "unknown", 405: "unknown", 429: "busy"}))
     return JSONResponse(body(error), error.status, error.headers)
-
-
-def _reason(error: ApiError) -> str:
-    names = {401: "auth", 403: "auth", 404: "unknown", 405: "unknown", 413: "body", 429: "busy"}
-    return names.get(error.status, "failed" if error.status >= 500 else "invalid")

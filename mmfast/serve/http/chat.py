@@ -16,46 +16,12 @@ from starlette.responses import JSONResponse, Response
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.engine.base import (
-    Delta,
-    Event,
-    Failure,
-    Finish,
-    Media,
-    Message,
-    Options,
-    Request,
-    Role,
-    SamplingOptions,
-)
+from mmfast.serve.engine import base
 from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body
 from mmfast.serve.guard.media import load_media, load_sound
-from mmfast.serve.http import schema as asked
-from mmfast.serve.http.events import (
-    DONE,
-    EVENT_SCHEMA,
-    EVENTS,
-    WAITING,
-    RequestRun,
-    StreamedReply,
-    event,
-    failed,
-    while_connected,
-)
-from mmfast.serve.http.schema import (
-    ERRORS,
-    AnswerMessage,
-    ChatRequest,
-    Choice,
-    Completion,
-    JsonRoute,
-    MmfastOptions,
-    PromptDetails,
-    Transcribed,
-    Usage,
-)
+from mmfast.serve.http import events, schema
 from mmfast.serve.http.service import Service
 
 T = TypeVar("T")
@@ -71,14 +37,14 @@ class ChatReply:
     seconds: float = 0.0  # duration of those sounds
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
-    def usage(self, finish: Finish) -> dict[str, Any]:
+    def usage(self, finish: base.Finish) -> dict[str, Any]:
         """Return the numbers of tokens."""
-        details = PromptDetails(
+        details = schema.PromptDetails(
             cached_tokens=finish.cached_tokens,
             image_tokens=finish.trace.get("visual_tokens") or 0,
         )
-        heard = Transcribed(sounds=len(self.heard), seconds=round(self.seconds, 3))
-        found = Usage(
+        heard = schema.Transcribed(sounds=len(self.heard), seconds=round(self.seconds, 3))
+        found = schema.Usage(
             prompt_tokens=finish.prompt_tokens,
             completion_tokens=finish.completion_tokens,
             total_tokens=finish.prompt_tokens + finish.completion_tokens,
@@ -89,18 +55,18 @@ class ChatReply:
             del found["transcribed"]
         return found
 
-    def trace(self, finish: Finish) -> dict[str, Any]:
+    def trace(self, finish: base.Finish) -> dict[str, Any]:
         """Return the trace with the transcripts."""
         return {**finish.trace, **({"heard": self.heard} if self.heard else {})}
 
-    def whole(self, text: str, finish: Finish) -> dict[str, Any]:
+    def whole(self, text: str, finish: base.Finish) -> dict[str, Any]:
         """Return the complete answer."""
-        message = AnswerMessage(content=text)
-        found = Completion(
+        message = schema.AnswerMessage(content=text)
+        found = schema.Completion(
             id=self.id,
             created=self.created,
             model=self.model,
-            choices=[Choice(message=message, finish_reason=finish.reason)],
+            choices=[schema.Choice(message=message, finish_reason=finish.reason)],
             mmfast=self.trace(finish),
         ).model_dump(mode="json")
         return {**found, "usage": self.usage(finish)}
@@ -112,7 +78,7 @@ class ChatReply:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return {**self._head(), "choices": [choice], **more}
 
-    def counted(self, finish: Finish) -> dict[str, Any]:
+    def counted(self, finish: base.Finish) -> dict[str, Any]:
         """Return the chunk after the last, with the usage and without a choice."""
         return {**self._head(), "choices": [], "usage": self.usage(finish)}
 
@@ -129,7 +95,7 @@ class ChatReply:
 class Reader:
     """Reads the messages of one request; `seconds` is the duration of all sounds."""
 
-    def __init__(self, service: Service, options: asked.MmfastOptions) -> None:
+    def __init__(self, service: Service, options: schema.MmfastOptions) -> None:
         self._service, self._config = service, service.config
         self._options = options
         self._heard: dict[tuple[int, int], str] = {}
@@ -140,7 +106,7 @@ class Reader:
         """Transcripts of the sounds in order."""
         return [self._heard[key] for key in sorted(self._heard)]
 
-    async def messages(self, given: list[Any]) -> tuple[Message, ...]:
+    async def messages(self, given: list[Any]) -> tuple[base.Message, ...]:
         """Read all messages, their media at the same time.
 
         `ApiError`: a limit is exceeded, nothing is asked, or a medium cannot be read.
@@ -181,21 +147,21 @@ class Reader:
                 f"messages[{len(given) - 1}].content",
             )
 
-    async def _message(self, given: Any, number: int) -> Message:
-        role: Role = "system" if given.role == "developer" else given.role
+    async def _message(self, given: Any, number: int) -> base.Message:
+        role: base.Role = "system" if given.role == "developer" else given.role
         if isinstance(given.content, str):
-            return Message(role, (given.content,))
+            return base.Message(role, (given.content,))
         parts = (self._part(part, (number, i)) for i, part in enumerate(given.content))
-        return Message(role, await _gathered(parts))
+        return base.Message(role, await _gathered(parts))
 
-    async def _part(self, part: Any, place: tuple[int, int]) -> str | Media:
-        if isinstance(part, asked.TextPart):
+    async def _part(self, part: Any, place: tuple[int, int]) -> str | base.Media:
+        if isinstance(part, schema.TextPart):
             return part.text
         param = f"messages[{place[0]}].content[{place[1]}].{part.type}"
         try:
-            if isinstance(part, asked.SoundPart):
+            if isinstance(part, schema.SoundPart):
                 return await self._words(part.input_audio, place, param)
-            if isinstance(part, asked.ImagePart):
+            if isinstance(part, schema.ImagePart):
                 return await load_media(part.image_url.url, "image", self._config, param=param)
             options, url = self._options, part.video_url.url
             return await load_media(
@@ -205,7 +171,7 @@ class Reader:
             self._service.metrics.rejected("media")
             raise api_error(error, param) from error
 
-    async def _words(self, sound: asked.RecordingData, place: tuple[int, int], param: str) -> str:
+    async def _words(self, sound: schema.RecordingData, place: tuple[int, int], param: str) -> str:
         pcm, rate = await load_sound(sound.data, self._config, format=sound.format, param=param)
         voice = await self._service.voice()
         heard = await self._service.in_voice_thread(_transcriber(voice, pcm, rate))
@@ -237,13 +203,13 @@ def _transcriber(voice: Any, pcm: Any, rate: int) -> Callable[[], str]:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, str | asked.TextPart)
+    return isinstance(part, str | schema.TextPart)
 
 
 def _asks(part: Any) -> bool:
-    if isinstance(part, str | asked.TextPart):
+    if isinstance(part, str | schema.TextPart):
         return bool((part if isinstance(part, str) else part.text).strip())
-    return isinstance(part, asked.SoundPart)
+    return isinstance(part, schema.SoundPart)
 
 
 def _too_much(text: str) -> ApiError:
@@ -253,32 +219,33 @@ def _too_much(text: str) -> ApiError:
 PATIENCE = 2.0  # seconds to wait with the status of a stream, so that early errors get their own
 HEARTBEAT = 15.0  # seconds between comments in a stream that waits
 _log = logging.getLogger("mmfast.serve")
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=schema.JsonRoute)
 
 
 @router.post(
     "/v1/chat/completions",
-    response_model=Completion,
+    response_model=schema.Completion,
     responses={
-        **ERRORS,
+        **schema.ERRORS,
         200: {
             "description": "The answer; as `text/event-stream` where `stream` is true.",
-            "content": {EVENTS: {"schema": EVENT_SCHEMA}},
+            "content": {events.EVENTS: {"schema": events.EVENT_SCHEMA}},
         },
     },
     summary="Answer a conversation about images, clips, sound and text",
 )
-async def chat(asked: ChatRequest, http: HttpRequest) -> Response:
+async def chat(asked: schema.ChatRequest, http: HttpRequest) -> Response:
     """Answer a conversation."""
     service: Service = http.app.state.service
     answer = ChatExchange(service, asked, caller_of(http.scope))
-    return await while_connected(http.receive, answer.stream() if asked.stream else answer.whole())
+    work = answer.stream() if asked.stream else answer.whole()
+    return await events.while_connected(http.receive, work)
 
 
 class ChatExchange:
     """One request for a chat completion and its answer."""
 
-    def __init__(self, service: Service, asked: ChatRequest, caller: Caller) -> None:
+    def __init__(self, service: Service, asked: schema.ChatRequest, caller: Caller) -> None:
         self._service, self._asked, self._caller = service, asked, caller
         self._start = self._last = time.perf_counter()
         self._reply = ChatReply(f"chatcmpl-{uuid.uuid4().hex}", asked.model)
@@ -290,9 +257,9 @@ class ChatExchange:
         async with await self._run() as run:
             while True:
                 found = self._noted(await run.next())
-                if isinstance(found, Failure):
-                    raise failed(found)
-                if isinstance(found, Finish):
+                if isinstance(found, base.Failure):
+                    raise events.failed(found)
+                if isinstance(found, base.Finish):
                     return JSONResponse(self._reply.whole("".join(self._said), found))
 
     async def stream(self) -> Response:
@@ -300,56 +267,60 @@ class ChatExchange:
         run = await (await self._run()).__aenter__()
         try:
             first = self._noted(await run.next(PATIENCE))
-            if isinstance(first, Failure):
-                raise failed(first)
+            if isinstance(first, base.Failure):
+                raise events.failed(first)
         except BaseException:
             run.close()
             raise
-        return StreamedReply(self._chunks(run, first), EVENTS, run.close)
+        return events.StreamedReply(self._chunks(run, first), events.EVENTS, run.close)
 
-    async def _run(self) -> RequestRun:
+    async def _run(self) -> events.RequestRun:
         asked, service = self._asked, self._service
-        options = asked.mmfast or MmfastOptions()
+        options = asked.mmfast or schema.MmfastOptions()
         executor = await service.executor()
         reader = Reader(service, options)
         messages = await reader.messages(asked.messages)
         self._reply.heard, self._reply.seconds = reader.heard, reader.seconds
-        request = Request(
+        request = base.Request(
             self._reply.id,
             messages,
             _sampling(asked, service.config),
-            Options(options.reduce, options.cache, options.target_ttft_ms),
+            base.Options(options.reduce, options.cache, options.target_ttft_ms),
             # Results are separate for each user; turns are shared by all users of a key.
             f"{self._caller.tenant}/{asked.user or ''}",
             options.priority or 0,
             self._caller.tenant,
         )
-        return RequestRun(executor, request)
+        return events.RequestRun(executor, request)
 
-    async def _chunks(self, run: RequestRun, first: Event | None) -> AsyncGenerator[bytes, None]:
+    async def _chunks(
+        self, run: events.RequestRun, first: base.Event | None
+    ) -> AsyncGenerator[bytes, None]:
         reply = self._reply
         wants = self._asked.stream_options
         usage: dict[str, Any] = {"usage": None} if wants and wants.include_usage else {}
-        yield event(reply.chunk({"role": "assistant", "content": "", "refusal": None}, **usage))
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        yield events.event(reply.chunk(opening, **usage))
         found = first
-        while not isinstance(found, Finish):
-            if isinstance(found, Delta):
-                yield event(reply.chunk({"content": found.text}, **usage))
-            elif isinstance(found, Failure):
-                yield event(body(failed(found)))  # without [DONE], for the answer is not complete
+        while not isinstance(found, base.Finish):
+            if isinstance(found, base.Delta):
+                yield events.event(reply.chunk({"content": found.text}, **usage))
+            elif isinstance(found, base.Failure):
+                # without [DONE], for the answer is not complete
+                yield events.event(body(events.failed(found)))
                 return
             found = self._noted(await run.next(HEARTBEAT))
             if found is None:
-                yield WAITING
-        yield event(reply.chunk({}, found.reason, mmfast=reply.trace(found), **usage))
+                yield events.WAITING
+        yield events.event(reply.chunk({}, found.reason, mmfast=reply.trace(found), **usage))
         if usage:
-            yield event(reply.counted(found))
-        yield DONE
+            yield events.event(reply.counted(found))
+        yield events.DONE
 
-    def _noted(self, found: Event | None) -> Event | None:
+    def _noted(self, found: base.Event | None) -> base.Event | None:
         """Count an event in metrics, quotas and log."""
         now, metrics = time.perf_counter(), self._service.metrics
-        if isinstance(found, Delta):
+        if isinstance(found, base.Delta):
             self._said.append(found.text)
             self._caller.spend(found.tokens)  # as they come, also for clients that leave early
             self._spent += found.tokens
@@ -358,7 +329,7 @@ class ChatExchange:
             else:
                 metrics.ttft(now - self._start)
             self._begun, self._last = True, now
-        elif isinstance(found, Finish):
+        elif isinstance(found, base.Finish):
             metrics.finished(found)
             self._caller.spend(found.prompt_tokens + max(found.completion_tokens - self._spent, 0))
             self._log()
@@ -375,7 +346,7 @@ class ChatExchange:
             _log.info("answered", extra={"fields": fields})
 
 
-def _check(asked: ChatRequest, service: Service) -> None:
+def _check(asked: schema.ChatRequest, service: Service) -> None:
     """Check the request against the options of the server."""
     if asked.model != service.model:
         raise ApiError(
@@ -398,9 +369,9 @@ def _check(asked: ChatRequest, service: Service) -> None:
         )
 
 
-def _sampling(asked: ChatRequest, config: ServerConfig) -> SamplingOptions:
+def _sampling(asked: schema.ChatRequest, config: ServerConfig) -> base.SamplingOptions:
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    return SamplingOptions(
+    return base.SamplingOptions(
         asked.longest or min(config.default_tokens, config.max_tokens),
         asked.temperature or 0.0,
         1.0 if asked.top_p is None else asked.top_p,

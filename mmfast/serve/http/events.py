@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mmfast.serve.engine.base import Delta, Event, Executor, Failure, Request
@@ -122,35 +121,24 @@ def event(document: Mapping[str, Any], name: str = "") -> bytes:
     return f"{line}data: {data}\n\n".encode("utf-8", "replace")
 
 
-class StreamedReply(Response):
+class StreamedReply(StreamingResponse):
     """A reply that is sent in pieces, and that ends when the client disconnects.
 
     `close` is called at the end in any case, also if nothing was sent.
     """
 
     def __init__(
-        self,
-        parts: AsyncGenerator[bytes, None],
-        media_type: str,
-        close: Callable[[], object] = lambda: None,
+        self, parts: AsyncGenerator[bytes, None], media_type: str, close: Callable[[], object]
     ) -> None:
-        self.status_code, self.media_type, self.background = 200, media_type, None
-        self._parts, self._close = parts, close
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(parts, 200, headers, media_type)
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end, or until the client disconnects."""
         try:
-            await while_connected(receive, self._write(send))
+            await while_connected(receive, self.stream_response(send))
         except ClientGoneError:
             return
         finally:
             self._close()
-
-    async def _write(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
-        async with aclosing(self._parts) as parts:
-            async for part in parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -57,15 +56,12 @@ class Server(uvicorn.Server):
             yield
             return
         signals = (signal.SIGINT, signal.SIGTERM)
-        before = {each: signal.signal(each, self._stop) for each in signals}
+        before = {each: signal.signal(each, self.handle_exit) for each in signals}
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.handle_exit(number, frame)
 
 
 def serve(config: ServerConfig, listening: socket.socket, loaded: Callable[[], Any]) -> None:

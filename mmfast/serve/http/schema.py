@@ -326,11 +326,7 @@ class JsonRequest(Request):
     """A request whose JSON is parsed in a thread if it is large; the guard has measured it."""
 
     async def json(self) -> Any:
-        """Parse the body.
-
-        Raises:
-            JSONDecodeError: The body is not JSON.
-        """
+        """Parse the body; JSONDecodeError where it is not JSON."""
         if not hasattr(self, "_json"):
             body = await self.body()
             if len(body) < LARGE:
@@ -341,12 +337,9 @@ class JsonRequest(Request):
 
 
 def large(body: bytes) -> Any:
-    """Parse a large body from its bytes.
+    """Parse a large body from its bytes; JSONDecodeError where it is not JSON.
 
     Decoded as a whole, a single letter beyond Latin-1 would turn each byte of base64 into four.
-
-    Raises:
-        JSONDecodeError: The body is not JSON.
     """
     try:
         return from_json(body)

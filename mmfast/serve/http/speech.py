@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from fastapi import APIRouter
@@ -39,18 +39,11 @@ _CODECS = {  # format -> container and codec of FFmpeg
 }
 
 
-class SoundWriter(Protocol):
-    """An encoder that takes samples and returns the finished bytes of the file."""
+def sound_writer(kind: str, rate: int) -> _Pcm | _Wav | _Encoded:
+    """Return the encoder of a format, one of `TYPES`, for samples at this rate per second.
 
-    def write(self, pcm: Tensor) -> bytes:
-        """Encode samples `[n]` float in -1..1."""
-
-    def close(self) -> bytes:
-        """Return the last bytes."""
-
-
-def sound_writer(kind: str, rate: int) -> SoundWriter:
-    """Return the encoder of a format, one of `TYPES`, for samples at this rate per second."""
+    `write` takes samples `[n]` float in -1..1; it and `close` return the bytes that are finished.
+    """
     if kind == "pcm":
         return _Pcm(rate)
     return _Wav(rate) if kind == "wav" else _Encoded(*_CODECS[kind], rate)

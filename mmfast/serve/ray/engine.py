@@ -16,33 +16,23 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED
-from mmfast.serve.engine.base import (
-    CANCELLED,
-    LOG,
-    STOPPED,
-    BusyError,
-    Delta,
-    Emit,
-    Event,
-    Failure,
-    Finish,
-    Health,
-    Request,
-)
+from mmfast.serve.engine import base
 from mmfast.serve.engine.encoder import early
 from mmfast.serve.engine.request import checked
 from mmfast.serve.ray.cluster import Cluster
 from mmfast.serve.ray.deployments import ROLES, WHOLE, ReplicaSettings, deploy
 
-LOST = Failure("the replica that worked on this answer was lost; ask again", 503, "replica_lost")
+LOST = base.Failure(
+    "the replica that worked on this answer was lost; ask again", 503, "replica_lost"
+)
 
 
 @dataclass(eq=False)
 class RemoteStream:
     """A running request."""
 
-    request: Request
-    emit: Emit
+    request: base.Request
+    emit: base.Emit
     # process of each role, once decoding has begun
     workers: Mapping[str, int] = field(default_factory=dict)
     task: Any = None  # task that drives it
@@ -50,7 +40,7 @@ class RemoteStream:
     first: float = 0.0
 
 
-async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None) -> Event:
+async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None) -> base.Event:
     """Emit the pieces of an answer and return its last event."""
     request = stream.request
     if WHOLE in handles:
@@ -60,14 +50,14 @@ async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | 
         piece = handles["prefill"].remote(embedded, request.sampling.max_tokens)
         chunks = handles["decode"].remote(replace(request, messages=()), piece)
         responses = [chunks, piece, embedded]
-    last: Event | None = None
+    last: base.Event | None = None
     try:
         async for chunk in responses[0]:
             if isinstance(chunk, dict):
                 stream.workers = chunk
                 continue
             for event in chunk:
-                if not isinstance(event, Delta):
+                if not isinstance(event, base.Delta):
                     last = event
                 else:
                     stream.first = stream.first or time.perf_counter()
@@ -76,14 +66,14 @@ async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | 
         if last is None:  # cancelled or failed: stop all replicas
             for response in responses:
                 response.cancel()
-    if isinstance(last, Finish):
+    if isinstance(last, base.Finish):
         first = stream.first or time.perf_counter()
         ttft = (first - stream.began) * 1e3
         return replace(last, trace={**last.trace, "ttft_ms": ttft, "workers": stream.workers})
     return LOST if last is None else last
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> base.Failure:
     """Turn an error of Ray into the last event of an answer."""
     from ray import exceptions
     from ray.serve.exceptions import BackPressureError
@@ -99,12 +89,12 @@ def failure_of(error: BaseException) -> Failure:
         if isinstance(cause, gone):
             return LOST
         if isinstance(cause, BackPressureError):
-            return Failure("all replicas are busy; try again in a second", 503)
+            return base.Failure("all replicas are busy; try again in a second", 503)
         if isinstance(cause, exceptions.TaskCancelledError):
-            return CANCELLED
+            return base.CANCELLED
         cause = getattr(cause, "cause", None) or cause.__cause__
-    LOG.error("a request failed", exc_info=error)  # its text may hold paths
-    return Failure(f"the engine failed on this request ({type(error).__name__})")
+    base.LOG.error("a request failed", exc_info=error)  # its text may hold paths
+    return base.Failure(f"the engine failed on this request ({type(error).__name__})")
 
 
 class RayEngine:
@@ -177,7 +167,7 @@ class RayEngine:
     def _apps(self) -> list[str]:
         return [f"{self._app}-{role}" for role in self.replicas]
 
-    def submit(self, request: Request, emit: Emit) -> None:
+    def submit(self, request: base.Request, emit: base.Emit) -> None:
         """See `Executor.submit`."""
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
         self._check(reduce, request.options.cache)
@@ -191,9 +181,11 @@ class RayEngine:
             if request.id in self._streams:
                 raise MmfastError(f"request id {request.id!r} is at work already; give another")
             if len(self._streams) >= self._most:
-                raise BusyError(f"{len(self._streams)} requests run or wait already; try again")
+                raise base.BusyError(
+                    f"{len(self._streams)} requests run or wait already; try again"
+                )
             if not self._running[self._last]:
-                raise BusyError(f"no {self._last} replica is ready; it is being started", 2.0)
+                raise base.BusyError(f"no {self._last} replica is ready; it is being started", 2.0)
             self._streams[request.id] = stream
             self._loop.call_soon_threadsafe(self._begin, stream, reduce)
 
@@ -204,14 +196,14 @@ class RayEngine:
         if stream is not None:
             self._loop.call_soon_threadsafe(self._stop, stream)
 
-    def health(self) -> Health:
+    def health(self) -> base.Health:
         """See `Executor.health`."""
         with self._lock:
             held = len(self._streams)
             running = sum(bool(each.workers) for each in self._streams.values())
         gauges = {f"workers_{role}": float(n) for role, n in self._running.items()}
         ready = not self._closed and all(self._running.values())
-        return Health(ready, running, held - running, gauges)
+        return base.Health(ready, running, held - running, gauges)
 
     def workers(self, request_id: str) -> Mapping[str, int]:
         """Return the processes of the replicas of a running answer, by role."""
@@ -260,10 +252,10 @@ class RayEngine:
         if stream.task is not None:
             stream.task.cancel()
 
-    def _finish(self, stream: RemoteStream, task: asyncio.Task[Event]) -> None:
-        last: Event
+    def _finish(self, stream: RemoteStream, task: asyncio.Task[base.Event]) -> None:
+        last: base.Event
         if task.cancelled():
-            last = STOPPED if self._closed else CANCELLED
+            last = base.STOPPED if self._closed else base.CANCELLED
         else:
             error = task.exception()
             last = task.result() if error is None else failure_of(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,47 +33,15 @@ class BrainQuestion:
     limit: int | None = None
 
 
-class Brain(Protocol):
-    """The models of one session; methods are called in worker threads, several at once."""
-
-    native: bool  # answers speech itself, and nothing else
-    sees: bool
-
-    def hear(self, pcm: Tensor) -> str:
-        """Transcribe speech `[n]` at 16 kHz."""
-
-    def answer(self, question: BrainQuestion) -> Iterator[Sound]:
-        """Yield the answer as it comes; for a question in `pcm`, first the transcript."""
-
-    def see(self, frame: Any, time: float) -> None:
-        """Watch a frame `[H, W, 3]` taken at this second of the session."""
-
-    def count(self, text: str) -> int:
-        """Count the tokens of a text, as exactly as the model allows."""
-
-    def figures(self) -> dict[str, Any]:
-        """Return figures of the frames seen."""
-
-    def close(self) -> None:
-        """Free what the session holds."""
-
-
-class Voices(Protocol):
-    """Models that all sessions share."""
-
-    voices: tuple[str, ...]
-    pace: tuple[int, int, int] | None  # words per minute: least, usual, most
-
-    def open(self) -> Brain:
-        """Open the models of one session."""
-
-
 class ChatterBrain:
-    """A model that answers speech with speech; or one that listens, chats in text, and speaks.
+    """The models of one session: one that answers speech with speech; or a listener, a text model
+    and a speaker.
 
-    A chatter with `answer_turns` also answers written turns.
+    Methods are called in worker threads, several at once. `native` models answer speech themselves,
+    and nothing else. A chatter with `answer_turns` also answers written turns.
     """
 
+    native: bool
     sees = False
 
     def __init__(self, chatter: Any) -> None:
@@ -85,11 +53,11 @@ class ChatterBrain:
         self._speaker = chatter if self.native else chatter.speaker
 
     def hear(self, pcm: Tensor) -> str:
-        """Transcribe speech; "" where the model cannot."""
+        """Transcribe speech `[n]` at 16 kHz; "" where the model cannot."""
         return "" if self._listener is None else str(self._listener.transcribe(pcm, RATE)).strip()
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
-        """Answer turns, or speech where the model is native."""
+        """Yield the answer as it comes; for a question in `pcm`, first the transcript."""
         if self.native:
             return self._reply(question)
         return self._spoken(self._chat(instructed(question)), question)
@@ -121,7 +89,10 @@ class ChatterBrain:
 
 
 class ChatterVoices:
-    """Shares a `Chatter`; without a `speaker` it speaks its answers itself."""
+    """Models that all sessions share: a `Chatter`; without a `speaker` it speaks itself.
+
+    `pace` is in words per minute: least, usual, most; None where the model has no choice.
+    """
 
     def __init__(self, chatter: Any, speaker: Any = None) -> None:
         self._chatter = chatter
@@ -131,7 +102,7 @@ class ChatterVoices:
         middle = len(speeds) // 2
         self.pace = (speeds[0], speeds[middle], speeds[-1]) if speeds else None
 
-    def open(self) -> Brain:
+    def open(self) -> ChatterBrain:
         """Return the brain of a session."""
         return ChatterBrain(self._chatter)
 
@@ -164,7 +135,7 @@ class OmniVoices(ChatterVoices):
         self._options = {"host_bytes": HOST_BYTES, **options}
         self.open().close()  # loads the model, which may be one that cannot watch
 
-    def open(self) -> Brain:
+    def open(self) -> ChatterBrain:
         """Return the brain of a session, with a stream of its own."""
         opened = self._omni.open(ear="manual", **self._options)
         return OmniBrain(opened, self._omni.wording, self._follows)

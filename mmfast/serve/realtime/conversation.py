@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from mmfast.serve.realtime.errors import EventError
-from mmfast.serve.realtime.formats import shown, unpack, whole
-from mmfast.serve.realtime.protocol import Content, MessageShape
+from mmfast.serve.realtime.formats import Incoming, shown, unpack
+from mmfast.serve.realtime.protocol import Content, EventError, MessageShape
 from mmfast.voice.ear import RATE
 from mmfast.voice.history import History, HistoryTurn
 
@@ -129,7 +128,7 @@ def _part(content: Content, format: str, most: int, place: str) -> ItemPart:
     if content.type == "input_audio":
         if content.audio is None:
             raise _missing(f"{place}.audio")
-        pcm = whole(unpack(content.audio, f"{place}.audio", most), format)
+        pcm = Incoming(format).take(unpack(content.audio, f"{place}.audio", most))
         return ItemPart(content.type, pcm=pcm, unheard=True)
     if content.type == "input_image":
         if content.image_url is None:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmfast.frontends.audio.samples import decode_pcm
+from mmfast.frontends.audio.reader import decode_pcm
 from mmfast.ops.audio import Resampler
-from mmfast.serve.realtime.errors import EventError
+from mmfast.serve.realtime.protocol import EventError
 from mmfast.voice.channel import Inlet
 from mmfast.voice.ear import RATE
 
@@ -50,11 +50,6 @@ class Incoming:
         encoding, rate = FORMATS[self.format]
         pcm, self._rest = decode_pcm(self._rest + data, encoding)
         return self._inlet.take(pcm, rate)
-
-
-def whole(data: bytes, format: str) -> Tensor:
-    """Convert a whole recording to samples at 16 kHz."""
-    return Incoming(format).take(data)
 
 
 class Outgoing:

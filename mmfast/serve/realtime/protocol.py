@@ -1,17 +1,48 @@
-"""Events of clients: text to a checked value, or an error that names what is wrong."""
+"""Events of clients: text to a checked value, or an error that names what is wrong.
+
+An error of one event is reported to the client, and the socket stays open.
+"""
 
 from __future__ import annotations
 
 import re
-import reprlib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from mmfast.core.errors import unknown
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.guard.body import loads
-from mmfast.serve.guard.errors import ApiError
-from mmfast.serve.realtime.errors import EventError
+from mmfast.serve.guard.errors import ApiError, api_error, brief, scrub
+
+
+class EventError(MmfastError):
+    """An event that cannot be handled and had no effect.
+
+    `message` is one line that names the value and the fix; `code` is for programs; `param` is the
+    wrong part, such as `session.audio.output.voice`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        code: str = "invalid_value",
+        param: str | None = None,
+        type: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.code, self.param, self.type = code, param, type
+
+
+def error_fields(error: BaseException) -> dict[str, Any]:
+    """Return an exception as the `error` of an event; one that is not ours reveals nothing."""
+    if isinstance(error, EventError):
+        found = {"type": error.type, "code": error.code, "param": error.param}
+        return {"message": scrub(str(error)), **found}
+    known = api_error(error)
+    wrong = "invalid_request_error" if known.status < 500 else "server_error"
+    code = known.code or "internal_error"
+    return {"message": scrub(known.message), "type": wrong, "code": code, "param": known.param}
+
 
 MOST_TEXT = 100_000  # letters of one text
 Words = Annotated[str, Field(max_length=MOST_TEXT)]
@@ -108,26 +139,32 @@ class Audio(StrictShape):
     output: AudioOutput | None = None
 
 
-class SessionShape(StrictShape):
+class AnswerShape(StrictShape):
+    """Settings of answers, of a session or of one response."""
+
+    instructions: Words | None = None
+    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
+    max_output_tokens: Tokens | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    # without an effect here; what clients send by default must not be an error
+    prompt: Any = None
+    reasoning: Any = None
+    parallel_tool_calls: Any = None
+
+
+class SessionShape(AnswerShape):
     """`session` of `session.update`; what is left out stays as it is."""
 
     type: Literal["realtime"] = "realtime"
     object: Literal["realtime.session"] | None = None
     id: str | None = None
     model: str | None = None
-    instructions: Words | None = None
-    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
     audio: Audio | None = None
-    max_output_tokens: Tokens | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    # without an effect here; what clients send by default must not be an error
+    # as above
     truncation: Any = None
     tracing: Any = None
     include: Any = None
-    prompt: Any = None
-    reasoning: Any = None
-    parallel_tool_calls: Any = None
     expires_at: Any = None
 
 
@@ -166,13 +203,10 @@ class ResponseOutput(StrictShape):
     output: AudioOutput | None = None
 
 
-class Wish(StrictShape):
+class Wish(AnswerShape):
     """`response` of `response.create`; what is left out is the session's."""
 
-    instructions: Words | None = None
-    output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
     audio: ResponseOutput | None = None
-    max_output_tokens: Tokens | None = None
     conversation: Literal["auto", "none"] | None = None
     metadata: (
         Annotated[
@@ -188,11 +222,6 @@ class Wish(StrictShape):
         ]
         | None
     ) = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    prompt: Any = None
-    reasoning: Any = None
-    parallel_tool_calls: Any = None
 
 
 _LONE = re.compile("[\ud800-\udfff]")  # half a character: JSON may write it, no tokenizer takes it
@@ -287,13 +316,8 @@ def _precise(error: ValidationError) -> EventError:
     where = ".".join(str(part) for part in first["loc"] if not _TAGS.match(str(part)))
     kind = str(first["type"])
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    given = "" if kind in ("missing", "union_tag_not_found") else f" ({_brief(first['input'])})"
+    given = "" if kind in ("missing", "union_tag_not_found") else f" ({brief(first['input'])})"
     return EventError(f"{where}{given}: {first['msg']}", code, where)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value[:60]) if isinstance(value, str) else reprlib.repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _whole(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from mmfast.serve.realtime.conversation import ConversationItem
-from mmfast.serve.realtime.errors import EventError, error_fields
+from mmfast.serve.realtime.protocol import EventError, error_fields
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Outbox:
         self.soft, self.hard, self.bytes = soft, hard, 0
         self._events: deque[_OutgoingEvent] = deque()
         self._number, self.closed = 0, False
-        self._waiters: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
 
     def put(
         self, event: Mapping[str, Any], delta_of: str = "", sent: Callable[[], None] | None = None
@@ -83,18 +83,11 @@ class Outbox:
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         while not ready():
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+            await self._changed.wait()
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            _resolve(waiter)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class Backlog(Generic[T]):

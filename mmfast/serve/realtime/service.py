@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.errors import ApiError, busy
 from mmfast.serve.guard.media import load_media
-from mmfast.serve.realtime.brain import ChatterVoices, Voices
+from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.formats import unpack
 from mmfast.serve.realtime.settings import ear_of
-from mmfast.streams.stream import SystemClock
+from mmfast.streams.stream import Clock
 from mmfast.voice.ear import Ear
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class RealtimeService:
     def __init__(
         self,
         config: ServerConfig,
-        load: Callable[[], Voices],
+        load: Callable[[], ChatterVoices],
         *,
         model: Callable[[], str] = lambda: "mmfast",
         metrics: Any = None,
@@ -78,13 +78,14 @@ class RealtimeService:
             text=config.max_text,
             context=config.context,
         )
-        self.ear, self.clock = ear, clock or SystemClock()
+        self.ear, self.clock = ear, clock or Clock()
         self.sessions: set[Any] = set()
         self.opened = 0  # sessions so far
-        self._voices: asyncio.Future[Voices] | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        self._ears: ThreadPoolExecutor | None = None
-        self._turn: asyncio.Semaphore | None = None
+        self._voices: asyncio.Future[ChatterVoices] | None = None
+        # their threads start with the first step
+        self._pool = ThreadPoolExecutor(self.limits.workers, "mmfast-realtime")
+        self._ears = ThreadPoolExecutor(2, "mmfast-ears")
+        self._turn = asyncio.Semaphore(self.limits.workers)
 
     def admit(self) -> object:
         """Reserve a place in the server, which `leave` frees; `ApiError` if all are taken."""
@@ -111,7 +112,7 @@ class RealtimeService:
         if self.metrics is not None:
             getattr(self.metrics, name)(*values)
 
-    async def voices(self) -> Voices:
+    async def voices(self) -> ChatterVoices:
         """Return the models, loaded once; `ApiError` if they cannot be loaded."""
         if self._voices is None or (self._voices.done() and self._voices.exception()):
             self._voices = asyncio.ensure_future(self.listen(self._load))
@@ -130,19 +131,14 @@ class RealtimeService:
         The longest wait goes first, and a reply asks again for each of its pieces: no session waits
         for more than a step of every other.
         """
-        if self._turn is None:
-            self._turn = asyncio.Semaphore(self.limits.workers)
-            self._pool = ThreadPoolExecutor(self.limits.workers, "mmfast-realtime")
         async with self._turn:
             return await self.run(self._pool, step)
 
     async def listen(self, step: Callable[[], T]) -> T:
         """Run a short step in a separate thread, so that models never delay an interruption."""
-        if self._ears is None:
-            self._ears = ThreadPoolExecutor(2, "mmfast-ears")
         return await self.run(self._ears, step)
 
-    async def run(self, pool: ThreadPoolExecutor | None, step: Callable[[], T]) -> T:
+    async def run(self, pool: ThreadPoolExecutor, step: Callable[[], T]) -> T:
         """Run a step in a thread."""
         return await asyncio.get_running_loop().run_in_executor(pool, step)
 
@@ -155,8 +151,7 @@ class RealtimeService:
     def close(self) -> None:
         """Stop the threads."""
         for pool in (self._pool, self._ears):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def realtime_of(service: Any) -> RealtimeService:
@@ -184,7 +179,7 @@ def realtime_of(service: Any) -> RealtimeService:
     return found
 
 
-def load_voices(config: ServerConfig, speech: Any) -> Voices:
+def load_voices(config: ServerConfig, speech: Any) -> ChatterVoices:
     """Load the models of a server, with vision if its model can watch streams."""
     from mmfast.core.errors import ModelError
     from mmfast.pipelines.omni_chat import OmniChat

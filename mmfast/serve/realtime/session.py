@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmfast.serve.realtime import protocol
-from mmfast.serve.realtime.brain import Brain, Voices
+from mmfast.serve.realtime.brain import ChatterBrain, ChatterVoices
 from mmfast.serve.realtime.conversation import (
     Conversation,
     ConversationItem,
@@ -20,17 +20,15 @@ from mmfast.serve.realtime.conversation import (
     new_id,
     written,
 )
-from mmfast.serve.realtime.errors import EventError, error_fields
 from mmfast.serve.realtime.formats import Incoming, Outgoing, unpack
-from mmfast.serve.realtime.prompt import question_of
+from mmfast.serve.realtime.protocol import EventError, error_fields
 from mmfast.serve.realtime.queues import Outbox, PictureQueue, RecordingQueue
-from mmfast.serve.realtime.response import Response
+from mmfast.serve.realtime.response import Response, question_of
 from mmfast.serve.realtime.service import RealtimeService
 from mmfast.serve.realtime.settings import Settings
 from mmfast.voice.channel import Kind
-from mmfast.voice.dialogue import Dialogue
+from mmfast.voice.dialogue import Dialogue, SpokenReply
 from mmfast.voice.ear import RATE, ManualEar
-from mmfast.voice.reply import SpokenReply
 
 BLOCK = RATE // 4  # samples that are listened to before the loop may do something else
 SHORTEST = RATE // 10  # of a turn that a client commits
@@ -50,7 +48,9 @@ class RealtimeSession(Dialogue):
     counts tokens where there are quotas.
     """
 
-    def __init__(self, service: RealtimeService, voices: Voices, brain: Brain) -> None:
+    def __init__(
+        self, service: RealtimeService, voices: ChatterVoices, brain: ChatterBrain
+    ) -> None:
         limits = service.limits
         self.conversation = Conversation(letters=limits.text)
         super().__init__(service.clock, self.conversation)

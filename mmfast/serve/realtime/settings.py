@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmfast.core.errors import unknown
-from mmfast.serve.realtime.errors import EventError
-from mmfast.serve.realtime.protocol import AudioOutput, SessionShape, VoiceShape, Wish
+from mmfast.serve.realtime.protocol import AudioOutput, EventError, SessionShape, VoiceShape, Wish
 from mmfast.voice.ear import Ear, VoiceEar
 
 # Names that stock clients ask for; each is one of the model's own voices.

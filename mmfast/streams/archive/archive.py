@@ -13,8 +13,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Clusters, KVBlock, Numbers, Retriever
 from mmfast.ops.quantisation import Quantiser, unpacked
-from mmfast.streams.archive.blocks import TierQuotas, stored
-from mmfast.streams.archive.tiers import Reports, Tiers
+from mmfast.streams.archive.tiers import Reports, TierQuotas, Tiers, stored
 
 _LEAST = 64
 

@@ -11,25 +11,111 @@ import tempfile
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mmfast.core.kv import KVBlock
-from mmfast.ops.quantisation import Quantiser
-from mmfast.streams.archive.blocks import TierQuotas, block_of, packed, parts_of, stored_bytes
-from mmfast.streams.archive.files import (
-    File,
-    TornFileError,
-    TreeFile,
-    encode,
-    link_or_copy,
-    lock,
-    locked,
-    write,
-)
+from mmfast.core.errors import MmfastError
+from mmfast.core.kv import KVBlock, Numbers
+from mmfast.core.trace import parse_bytes
+from mmfast.ops.quantisation import PackedTensor, Quantiser
+from mmfast.streams.archive import files
+
+TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class TierQuotas:
+    """Bytes per tier; 0 leaves a tier out, None sets no limit.
+
+    `device` is beside the model, read without a copy over the bus; `host` in main memory, with
+    `blocks` at most, however small they are; `disk` in files, in a folder of its own in `folder`.
+    """
+
+    device: int | None = 0
+    host: int | None = 10**9
+    disk: int | None = 0
+    folder: Path | None = None
+    blocks: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        device: str | int | None = 0,
+        host: str | int | None = "1GB",
+        disk: str | int | None = 0,
+        folder: str | Path | None = None,
+        blocks: int | None = None,
+    ) -> TierQuotas:
+        """Quotas from sizes as people write them; MmfastError where they make no sense."""
+        if blocks is not None and (type(blocks) is not int or blocks < 1):
+            raise MmfastError(f"{blocks!r} is no number of blocks; give 1 or more, or None")
+        on_disk = parse_bytes(disk)
+        if on_disk != 0 and folder is None:
+            raise MmfastError(f"a disk quota of {disk!r} needs a folder; name one, or drop it")
+        where = None if folder is None else Path(folder)
+        return cls(parse_bytes(device), parse_bytes(host), on_disk, where, blocks)
+
+    def limit(self, tier: str) -> float:
+        """Bytes that a tier may hold."""
+        size: int | None = getattr(self, tier)
+        return float("inf") if size is None else size
+
+    def full(self, tier: str, blocks: int, used: int) -> bool:
+        """Tell whether a number of blocks of `used` bytes in all exceeds a tier."""
+        most = self.blocks if tier == "host" else None
+        return used > self.limit(tier) or (most is not None and blocks > most)
+
+
+files.value(PackedTensor)
+files.value(KVBlock)
+
+
+def stored(block: KVBlock) -> KVBlock:
+    """The block in storage of its own, keys and values on the device they are on."""
+    return replace(
+        block.each(lambda part, _: files.compact(part)),
+        relative=files.compact(block.relative.cpu()),
+        advance=files.compact(block.advance.cpu()),
+        kept=tuple(None if kept is None else files.compact(kept.cpu()) for kept in block.kept),
+    )
+
+
+def stored_bytes(block: KVBlock) -> int:
+    """Bytes of keys, values and places, which count against a quota."""
+    kept = sum(each.nbytes for each in block.kept if each is not None)
+    return block.nbytes + kept + block.relative.nbytes + block.advance.nbytes
+
+
+def packed(block: KVBlock, store: Quantiser | None) -> KVBlock:
+    """In fewer bits; as it is where it is already, has no tokens or no finite numbers."""
+    return block if store is None else block.each(partial(_pack, store))
+
+
+def _pack(store: Quantiser, part: Numbers, keys: bool) -> Numbers:
+    if isinstance(part, PackedTensor) or not part.numel():
+        return part
+    try:
+        return store.pack(part, keys=keys)
+    except MmfastError:  # not finite: kept as it is, so that it shows where it is read
+        return part
+
+
+def parts_of(block: KVBlock) -> list[Any]:
+    """Return what a file keeps apart: the number, what all layers share, and each layer."""
+    kept = block.kept or (None,) * len(block.keys)
+    shared = replace(block, keys=(), values=(), kept=())
+    return [block.number, shared, *zip(block.keys, block.values, kept, strict=True)]
+
+
+def block_of(number: int, shared: KVBlock, *layers: Any) -> KVBlock:
+    """Return the block of such parts, with some layers or all."""
+    keys, values, kept = zip(*layers, strict=True)
+    return replace(shared, number=number, keys=keys, values=values, kept=kept)
+
 
 CPU = torch.device("cpu")
 _FOLDER_PREFIX = "blocks-"
@@ -51,8 +137,8 @@ class BlockFolder:
         parent.mkdir(parents=True, exist_ok=True)
         _clean(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
-        self._open: OrderedDict[int, tuple[TreeFile, KVBlock]] = OrderedDict()
-        self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))
+        self._open: OrderedDict[int, tuple[files.TreeFile, KVBlock]] = OrderedDict()
+        self._close = weakref.finalize(self, _remove, self.path, files.lock(self.path / "lock"))
 
     def file(self, number: int) -> Path:
         """Path of block `number`."""
@@ -61,10 +147,10 @@ class BlockFolder:
     def read(self, number: int, layer: int) -> KVBlock:
         """Return a block with one layer alone; TornFileError for a bad file."""
         if number not in self._open:
-            file = TreeFile(self.file(number))
+            file = files.TreeFile(self.file(number))
             held = file.read(0)
             if held != number:
-                raise TornFileError(f"holds block {held}")
+                raise files.TornFileError(f"holds block {held}")
             self._open[number] = file, file.read(1)
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)
@@ -86,7 +172,7 @@ class BlockFolder:
             dead = self._close.detach()
             if dead is not None:
                 os.close(dead[2][1])  # the lock of the folder that is gone
-            self._close = weakref.finalize(self, _remove, self.path, lock(self.path / "lock"))
+            self._close = weakref.finalize(self, _remove, self.path, files.lock(self.path / "lock"))
 
     def close(self) -> None:
         """Remove the folder."""
@@ -95,7 +181,7 @@ class BlockFolder:
 
 def _clean(parent: Path) -> None:
     for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
-        if folder.is_dir() and not locked(folder / "lock"):
+        if folder.is_dir() and not files.locked(folder / "lock"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -171,14 +257,16 @@ class DiskTier:
         """Write a block; False if it is lost."""
         if not self.on:
             return False
-        buffers = encode(parts_of(block.to(CPU)))
-        return self._add(block.number, sum(map(len, buffers)), lambda path: write(path, buffers))
+        buffers = files.encode(parts_of(block.to(CPU)))
+        return self._add(
+            block.number, sum(map(len, buffers)), lambda path: files.write(path, buffers)
+        )
 
-    def adopt(self, number: int, nbytes: int, file: File) -> bool:
+    def adopt(self, number: int, nbytes: int, file: files.File) -> bool:
         """Take over a file of a saved session, which stays as it is; False if it is lost."""
         if not self.on or not file.path.exists():
             return False
-        return self._add(number, nbytes, lambda path: link_or_copy(file.path, path))
+        return self._add(number, nbytes, lambda path: files.link_or_copy(file.path, path))
 
     def _add(self, number: int, nbytes: int, make: Callable[[Path], None]) -> bool:
         if nbytes > self._limit:
@@ -244,17 +332,19 @@ class DiskTier:
         while self.sizes and self.nbytes > limit:
             number = next(iter(self.sizes))
             self.remove(number)
-            self._lose(number)
-            self._reports.once(
-                "dropped", f"memory full: block {number} dropped, as all that follow"
-            )
+            self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Report a block for which no tier has room."""
+        self._reports.once("dropped", f"memory full: block {number} dropped, as all that follow")
+        self._lose(number)
 
     def read(self, number: int, layer: int) -> KVBlock | None:
         """A block with one layer alone; None where it is damaged or gone: then it is dropped."""
         try:
             assert self._folder is not None
             return self._folder.read(number, layer)
-        except TornFileError as error:
+        except files.TornFileError as error:
             self._reports.add("corrupt", f"block {number} {error}; it is dropped")
         except OSError as error:
             self._reports.add("lost", f"block {number} cannot be read: {error.strerror}")
@@ -274,7 +364,7 @@ class DiskTier:
             return []
         folder = self._folder
         return [
-            {"number": number, "nbytes": nbytes, "file": File(folder.file(number))}
+            {"number": number, "nbytes": nbytes, "file": files.File(folder.file(number))}
             for number, nbytes in self.sizes.items()
         ]
 
@@ -325,8 +415,6 @@ class Tiers:
     ) -> None:
         self._quotas = quotas
         self._store = store
-        self._reports = reports
-        self._lose = lose
         self._memory: dict[str, OrderedDict[int, KVBlock]] = {
             "device": OrderedDict(),
             "host": OrderedDict(),
@@ -365,7 +453,7 @@ class Tiers:
             tier = tier if self._fits(block, tier) else "disk"
         if tier == "disk":
             if not self.disk.put(block):
-                self._drop(block.number)
+                self.disk.drop(block.number)
             return
         self._memory[tier][block.number] = block
         self._used[tier] += stored_bytes(block)
@@ -388,10 +476,6 @@ class Tiers:
         block = self._memory[tier].pop(number)
         self._used[tier] -= stored_bytes(block)
         return block
-
-    def _drop(self, number: int) -> None:
-        self._reports.once("dropped", f"memory full: block {number} dropped, as all that follow")
-        self._lose(number)
 
     def read(self, number: int, layer: int) -> KVBlock | None:
         """A block with one layer alone; None where it is not, or no longer, there."""
@@ -420,7 +504,7 @@ class Tiers:
         """Take over a snapshot, the oldest first; what exceeds the quotas moves down."""
         for row in tree["disk"]:
             if not self.disk.adopt(row["number"], row["nbytes"], row["file"]):
-                self._drop(row["number"])
+                self.disk.drop(row["number"])
         for tier, where in (("host", CPU), ("device", device)):
             for row in tree[tier]:
                 self.put(block_of(*row).to(where), tier)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import torch
 from einops import rearrange
@@ -19,7 +17,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError
 from mmfast.tiny.stream import world
 from mmfast.tiny.training import progress
-from mmfast.tiny.video.clips import encode
+from mmfast.tiny.video.clips import decode, encode
 from mmfast.tiny.video.lessons import PackedQuestions, pack
 from mmfast.tiny.video.model import VIDEO, DecoderLayout
 from mmfast.tiny.video.questions import Fact, Wordings
@@ -75,9 +73,7 @@ def make_clips(
         if known is None:
             frames = [moment.frame for moment in moments]
             if index % 2:
-                with av.open(io.BytesIO(encode(frames, 1)), "r") as box:
-                    pictures = [each.to_ndarray(format="rgb24") for each in box.decode(video=0)]
-                frames = [np.asarray(picture, np.uint8) for picture in pictures]
+                frames = list(decode(encode(frames, 1), len(frames)))
             tokens = encode_frames(model, frames)
         else:
             tokens = known[index]

@@ -19,9 +19,9 @@ from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.models.loading import embedded_path, load
-from mmfast.streams.archive.blocks import TierQuotas
-from mmfast.streams.model import StreamModel
+from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.session import Session
+from mmfast.streams.stream import StreamModel
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.stream.world import (
     CLOSEST,
@@ -153,7 +153,6 @@ def run_needles(
     setting: Setting | None = None,
     reduce: str | None = None,
     unbounded: bool = True,
-    device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Accuracy of memories (cache specs) by age of the fact, on streams of about 80 questions.
@@ -174,7 +173,7 @@ def run_needles(
     for spec in specs:
         plan_cache(spec)
     source = embedded_path(MODEL) if model is None else model
-    watcher = StreamModel(*load(str(source), device, "auto"), fps=setting.fps, reduce=reduce)
+    watcher = StreamModel(*load(str(source), "cpu", "auto"), fps=setting.fps, reduce=reduce)
     marks, spent, streams = _ask(watcher, specs, n, seed, setting, progress)
     rows = [row_of(spec, reduce, marks[spec], spent[spec]) for spec in specs]
     for row in rows:

@@ -18,7 +18,7 @@ from mmfast.tiny.training import shares
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import Bank
 from mmfast.tiny.video.model import ASSISTANT, END, USER, DecoderLayout, DecoderOutput, run_decoder
-from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, WORDINGS, Fact, facts
+from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, WORDINGS, Fact, Wordings, facts
 
 Weights = dict[str, float]
 UNMARKED = 0.15  # share of questions without their question mark
@@ -155,7 +155,7 @@ class ClipSampler:
             back = bool(self.rng.random() < 0.5)
             by_kind, dense = self._facts(clip, back)
             chosen = self._choose(by_kind, questions, weights)
-            rows.append([(self.ids(self._word(f)), self.ids(f.answer)) for f in chosen])
+            rows.append([(self.ids(_worded(f, self.rng)), self.ids(f.answer)) for f in chosen])
             marks.append([self._names(clip, ids) for ids, _ in rows[-1]])
             kinds.append([f.kind for f in chosen])
             table = self.bank.tables[clip]
@@ -197,9 +197,12 @@ class ClipSampler:
                 keyed.append((delay, known[which]))
         return [fact for _, fact in sorted(keyed, key=lambda pair: pair[0])[:most]]
 
-    def _word(self, fact: Fact) -> str:
-        text = fact.ask(int(self.rng.integers(len(WORDINGS[fact.kind]))))
-        return text if self.rng.random() >= UNMARKED else text.rstrip("?")
+
+def _worded(
+    fact: Fact, rng: np.random.Generator, table: Wordings = WORDINGS, unmarked: float = UNMARKED
+) -> str:
+    text = fact.ask(int(rng.integers(len(table[fact.kind]))), table)
+    return text.rstrip("?") if rng.random() < unmarked else text
 
 
 SUBSETS = ("random", "uniform", "change", "diverse")
@@ -282,8 +285,5 @@ class PictureSampler:
         return Lesson(shown, pack(rows), kinds)
 
     def _ids(self, fact: Fact) -> tuple[list[int], list[int]]:
-        wording = int(self.rng.integers(len(STILL_WORDINGS[fact.kind])))
-        text = fact.ask(wording, STILL_WORDINGS)
-        if self.rng.random() < self.unmarked:
-            text = text.rstrip("?")
+        text = _worded(fact, self.rng, STILL_WORDINGS, self.unmarked)
         return self.tokenizer.encode(text), self.tokenizer.encode(fact.answer)

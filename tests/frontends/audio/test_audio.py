@@ -15,8 +15,7 @@ from audio_factory import encoded, muxed, tone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfast.frontends.audio.reader import iter_audio, load_audio
-from mmfast.frontends.audio.samples import decode_pcm
+from mmfast.frontends.audio.reader import decode_pcm, iter_audio, load_audio
 from mmfast.frontends.source import Limits
 from mmfast.ops.audio import resample
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmfast.core.errors import ModelError
-from mmfast.frontends.codecs.convolution import Conv, ConvTranspose, pad
-from mmfast.frontends.codecs.layers import LayerChain, Pointwise, Residual
+from mmfast.frontends.codecs.layers import Conv, ConvTranspose, LayerChain, Pointwise, Residual, pad
 from mmfast.frontends.codecs.stages import stream
 
 

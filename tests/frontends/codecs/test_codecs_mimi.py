@@ -10,7 +10,7 @@ from codec_cases import in_pieces, mimi, noise, some_codes
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from mmfast.frontends.codecs import attention, convolution
+from mmfast.frontends.codecs import checkpoints, layers
 from mmfast.frontends.codecs.stages import tree_map
 from mmfast.models.loading import load_codec
 
@@ -45,20 +45,20 @@ def test_the_check_sees_each_kind_of_fault(monkeypatch: pytest.MonkeyPatch) -> N
     codec = load_codec(mimi())
     codes = some_codes(codec, 1, 40)
     whole = codec.decode(codes)
-    step = convolution.ConvTranspose.step
+    step = layers.ConvTranspose.step
     faults: list[tuple[Any, str, Any]] = [
         (
-            convolution.ConvTranspose,
+            layers.ConvTranspose,
             "step",
             lambda self, s, x: step(self, s._replace(tail=torch.zeros_like(s.tail)), x),
         ),
         (
-            convolution.ConvTranspose,
+            layers.ConvTranspose,
             "step",
             lambda self, s, x: step(self, s._replace(tail=self._biased(s.tail)), x),
         ),
         (
-            attention.Transformer,
+            checkpoints.Transformer,
             "_mask",
             lambda self, seen, places, n: torch.ones(1, 1, n, len(places), dtype=torch.bool),
         ),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from codec_cases import dac, in_pieces, noise, some_codes
+from codec_cases import dac, deviation, in_pieces, noise, some_codes
 
-from mmfast.frontends.codecs.layers import deviation
 from mmfast.models.loading import load_codec
 
 FULL = 19  # frames that the tiny one's decoder sees ahead: 149 samples of 8

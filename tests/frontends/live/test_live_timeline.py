@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfast.frontends.live.source import natural_key
-from mmfast.frontends.live.timeline import SteadyTimes, at_rate, fit, steady
+from mmfast.frontends.live.source import SteadyTimes, at_rate, fit, natural_key, steady
 
 DOT = np.zeros((2, 2, 3), np.uint8)
 TIMES = st.lists(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
-from mmfast.models.decoder.stream import StreamDecoder
+from mmfast.models.decoder.backbone import StreamDecoder
 from mmfast.ops.stream_cache import crop, merge, stack, take
 
 

@@ -1,4 +1,4 @@
-"""Reduced passes against oracles that share no code with them (tests/support/model_oracle.py)."""
+"""Reduced passes against oracles without shared code (tests/support/models/model_oracle.py)."""
 
 from __future__ import annotations
 

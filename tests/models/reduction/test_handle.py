@@ -117,6 +117,8 @@ def test_a_handle_that_is_lost_leaves_the_model_attached_until_the_next() -> Non
         gc.collect()
     assert logits(this.model, inputs).shape[1] < stock.shape[1]
     with attach(this.model, "random:0.5") as trace:
+        with pytest.raises(ModelError, match=r"attached already, with 'random:0\.5'"):
+            attach(this.model, "random:0.25")
         logits(this.model, inputs)
     assert [row.stage for row in trace.rows] == ["pre"]
     assert state(this.model) == before

@@ -17,7 +17,7 @@ from tiny_models import ALL_FAMILIES, generate
 import mmfast
 from mmfast import ModelError, SpecError, Trace
 from mmfast.attach import attach
-from mmfast.bench.report.tables import write_table
+from mmfast.bench.report.docs import write_table
 from mmfast.core.registry import get
 from mmfast.core.spec import count
 

@@ -13,8 +13,12 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register, unregister
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.families.tiles import tile_raster
-from mmfast.models.reduction.signals import TOWER_SIGNALS, from_tower, middle_block
-from mmfast.models.reduction.tower_signals import tower_signals
+from mmfast.models.reduction.tower_signals import (
+    TOWER_SIGNALS,
+    from_tower,
+    middle_block,
+    tower_signals,
+)
 
 ALL = tuple(TOWER_SIGNALS)
 

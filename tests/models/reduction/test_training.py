@@ -258,3 +258,27 @@ def test_the_trace_of_a_model_in_training_stays_bounded(this: Tiny) -> None:
             this.model(**inputs).loss.backward()
             counts.append((len(trace.rows), len(trace.reductions)))
     assert counts == [(2, 6)] * 3
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "no cache"])
+def test_a_cache_policy_without_a_cache_says_so(this: Tiny, how: str) -> None:
+    inputs = batch_of(this, TEXTS)
+    with attach(this.model, cache="snapkv:2") as trace:
+        this.model(**inputs)
+    assert not trace.notes
+    given = {}
+    if how == "checkpointing":
+        this.model.activation_checkpointing_enable(KINDS[1])
+    else:
+        given = {"use_cache": False}
+    try:
+        with (
+            pytest.warns(UserWarning, match=r"cache snapkv:2 did nothing: this call keeps no keys"),
+            attach(this.model, cache="snapkv:2") as trace,
+        ):
+            for _ in range(2):
+                this.model(**inputs, **given)
+    finally:
+        if how == "checkpointing":
+            this.model.activation_checkpointing_disable()
+    assert len(trace.notes) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +12,22 @@ from graph_recorder import CaptureError, FakeCuda
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from mmfast.bench.suites import moshi as moshi_bench
+from mmfast.bench.suites import decode as moshi_bench
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.decoding.codebooks import CodeChoice, copy_frame
 from mmfast.decoding.sampling import Sampling
 from mmfast.models.speech import moshi as moshi_voice
 from mmfast.models.speech.moshi import MoshiVoice
-from mmfast.models.speech.moshi_graphs import MoshiFrames, MoshiStatic, StaticStage, frame_bytes
+from mmfast.models.speech.moshi_graphs import (
+    CudaGraphs,
+    MoshiFrames,
+    MoshiStatic,
+    StaticStage,
+    compile_run,
+    eager,
+    frame_bytes,
+)
 from mmfast.models.speech.moshi_steps import MoshiSteps
-from mmfast.ops.cuda_graphs import Compiled, CudaGraphs, Eager
 
 HOP = 1920
 
@@ -39,7 +47,7 @@ def _choices(sampled: bool) -> dict[str, CodeChoice]:
 
 
 def _recorders() -> dict[str, Any]:
-    return {"as it is": Eager(), "replayed": CudaGraphs("cpu", FakeCuda())}
+    return {"as it is": eager, "replayed": CudaGraphs("cpu", FakeCuda())}
 
 
 @pytest.mark.parametrize("window", [20, 6])
@@ -135,7 +143,7 @@ def test_a_voice_replays_its_graphs_and_says_the_same(model: Any) -> None:
 def test_a_cuda_device_replays_unless_codes_are_drafted(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = Eager()
+    recorder = eager
     monkeypatch.setattr(moshi_voice, "graphs_for", lambda device: recorder)
     monkeypatch.setattr(moshi_voice, "device_kind", lambda model: "cuda")
     assert MoshiVoice(model).graphs is recorder
@@ -146,7 +154,10 @@ def test_each_part_compiles_as_one_graph_and_only_once(model: Any) -> None:
     voice = MoshiVoice(model, text=Sampling(), audio=Sampling())
     torch._dynamo.reset()
     counters.clear()
-    compiled, plain = MoshiFrames(voice, 1, Compiled(backend="eager")), MoshiFrames(voice, 1)
+    compiled, plain = (
+        MoshiFrames(voice, 1, partial(compile_run, backend="eager")),
+        MoshiFrames(voice, 1),
+    )
     for pcm in _sound(1, 8):
         mine, want = compiled.frame(pcm), plain.frame(pcm)
         assert torch.equal(mine.codes, want.codes) and torch.equal(mine.text, want.text)
@@ -165,7 +176,7 @@ def test_a_planted_look_at_a_value_is_found(model: Any, monkeypatch: pytest.Monk
         MoshiStatic(model, 1, graphs=CudaGraphs("cpu", FakeCuda()))
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        MoshiStatic(model, 1, graphs=Compiled(backend="eager"))
+        MoshiStatic(model, 1, graphs=partial(compile_run, backend="eager"))
 
 
 def test_a_state_that_moves_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +225,7 @@ def test_bytes_of_a_frame_are_those_of_the_weights(model: Any) -> None:
 
 def test_rows_of_the_benchmark() -> None:
     tiny = moshi_bench.TINY
-    rows = moshi_bench.measure(tiny, "tiny", (2,), 3, "cpu", copy_gb_s=10.0)
+    rows = moshi_bench.measure_moshi(tiny, "tiny", (2,), 3, "cpu", copy_gb_s=10.0)
     assert [row["job"] for row in rows] == ["steps", "static"]
     for row in rows:
         assert row["same_codes"] == 1.0 and row["p99_ms"] >= row["median_ms"] > 0

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from codec_cases import in_pieces
+from codec_cases import deviation, in_pieces
 from omni_models import CODES, omni
 from torch import Tensor
 
 from mmfast.core.speech import Stage
-from mmfast.frontends.codecs.layers import deviation
 from mmfast.models.speech.omni_sound import SoundStage, vocoder_layers
 
 

@@ -29,8 +29,11 @@ from mmfast.serve.batch.job import (  # noqa: E402
     file_hash,
     find_media,
 )
-from mmfast.serve.batch.run import (  # noqa: E402
+from mmfast.serve.batch.run import (  # noqa: E402  # noqa: E402
+    Answerer,
     BatchOptions,
+    Task,
+    blank,
     run_batch,
 )
 from mmfast.serve.batch.store import (  # noqa: E402
@@ -39,11 +42,6 @@ from mmfast.serve.batch.store import (  # noqa: E402
     read,
     table_of,
     write,
-)
-from mmfast.serve.batch.workers import (  # noqa: E402
-    Answerer,
-    Task,
-    blank,
 )
 from mmfast.tiny.video.clips import write as write_clip  # noqa: E402
 
@@ -267,7 +265,7 @@ def test_damaged_database(many: Path, tmp_path: Path, fake: type[Fake], damage: 
 def test_killed_by_the_system(many: Path, tmp_path: Path) -> None:
     """A process that is killed in the middle of a commit; the next run goes on from its rows."""
     out, before = tmp_path / "a.parquet", 0
-    script = Path(__file__).resolve().parents[2] / "support" / "batch_killed.py"
+    script = Path(__file__).resolve().parents[2] / "support" / "serve" / "batch_killed.py"
     for statement in (12, 13, 14, 15, 30):
         command = [sys.executable, str(script), str(many), str(out), QUESTION, str(statement)]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -52,7 +52,12 @@ def _environment() -> dict[str, str]:
 @pytest.mark.slow
 def test_killed_half_way_and_resumed(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.parquet"
-    script = [str(ROOT / "tests" / "support" / "batch_driver.py"), str(folder), str(out), QUESTION]
+    script = [
+        str(ROOT / "tests" / "support" / "serve" / "batch_driver.py"),
+        str(folder),
+        str(out),
+        QUESTION,
+    ]
     ended, workers = _watched([sys.executable, *script])
     assert ended == -signal.SIGKILL
     assert len(workers) >= 2  # one of them was killed before

@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("pyarrow.parquet")
 
 from mmfast.core.errors import MmfastError
-from mmfast.serve.batch import workers as batch_cluster
+from mmfast.serve.batch import run as batch_cluster
 from mmfast.serve.batch.job import BatchJob, Medium
+from mmfast.serve.batch.run import Task, _shares, _ThreadOutput, answered, blank
 from mmfast.serve.batch.store import Row
-from mmfast.serve.batch.workers import Task, _shares, _ThreadOutput, answered, blank
 
 JOB = BatchJob(Path("folder"), ("?",))
 

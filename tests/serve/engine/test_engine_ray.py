@@ -13,7 +13,7 @@ import psutil
 import pytest
 from engine_requests import Inbox, asked, events, eventually
 
-from mmfast.bench.suites.serve_faults import endless_model, trial
+from mmfast.bench.suites.serve import trial
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.serve.engine.base import BusyError, Failure, Finish
 from mmfast.serve.engine.scheduler import Scheduler
@@ -25,12 +25,6 @@ pytestmark = [
     pytest.mark.timeout(1200),  # on a busy machine; a minute on a quiet one
 ]
 SLOTS, QUEUE = 8, 8
-
-
-@pytest.fixture(scope="session")
-def checkpoint() -> Iterator[Path]:
-    with endless_model() as path:
-        yield path
 
 
 @pytest.fixture(scope="session")

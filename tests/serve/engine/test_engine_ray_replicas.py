@@ -17,7 +17,6 @@ import psutil
 import pytest
 from engine_requests import Inbox, asked, events, eventually
 
-from mmfast.bench.suites.serve_faults import endless_model
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.serve.engine.base import STOPPED, BusyError, Delta, Failure, Finish, Request
 from mmfast.serve.engine.scheduler import Scheduler
@@ -31,12 +30,6 @@ pytestmark = [
 ]
 SLOTS, QUEUE = 6, 4
 LONG = 1200
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Iterator[Path]:
-    with endless_model() as path:
-        yield path
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from mmfast.core.errors import MediaError, ModelError, SpecError
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import BusyError
-from mmfast.serve.guard import data_url, logs
+from mmfast.serve.guard import logs
 from mmfast.serve.guard.body import JsonDepth, loads
 from mmfast.serve.guard.caller import CallerLimits, CallerQuotas, Keys, from_elsewhere, given_key
 from mmfast.serve.guard.errors import ApiError, api_error, body, reply, scrub
+from mmfast.serve.guard.fetch import check_claim, parse_data_url
 
 
 def test_errors_have_one_shape() -> None:
@@ -197,9 +198,9 @@ def test_json_that_would_fell_a_parser() -> None:
 
 
 def test_data_urls_are_strict() -> None:
-    assert data_url.parse("data:image/PNG;base64,AAAA", 99) == ("image/png", b"\0\0\0")
-    assert data_url.parse("data:image/png;charset=utf-8;base64,AAAA", 99)[1] == b"\0\0\0"
-    assert data_url.parse("data:;base64,AAAA", 3) == ("", b"\0\0\0")
+    assert parse_data_url("data:image/PNG;base64,AAAA", 99) == ("image/png", b"\0\0\0")
+    assert parse_data_url("data:image/png;charset=utf-8;base64,AAAA", 99)[1] == b"\0\0\0"
+    assert parse_data_url("data:;base64,AAAA", 3) == ("", b"\0\0\0")
     bad = ["data:", "data:image/png,AAAA", "data:image/png;base64", "DATA:image/png;base64 ,AAAA"]
     bad += [
         f"data:image/png;base64,{t}" for t in ("", "A", "AA", "AAA", "AA\nAA", "AA==AA==", "ÄAAA")
@@ -207,10 +208,10 @@ def test_data_urls_are_strict() -> None:
     bad += ["data:image/png;base64,AAAA%3D", "data:image/png;base64,A-_A", "data:../x;base64,AAAA"]
     for url in bad:
         with pytest.raises(ApiError) as found:
-            data_url.parse(url, 99)
+            parse_data_url(url, 99)
         assert found.value.status == 400, url
     with pytest.raises(ApiError) as found:
-        data_url.parse("data:;base64," + "A" * 1000, 700)
+        parse_data_url("data:;base64," + "A" * 1000, 700)
     assert found.value.status == 413
 
 
@@ -223,7 +224,7 @@ def test_what_media_claim_must_be_true() -> None:
         ("video/x-unheard-of", "mkv", "video"),
         ("audio/mpeg", "mp3", "sound"),
     ):
-        data_url.check_claim(claimed, kind, wanted)
+        check_claim(claimed, kind, wanted)
     for claimed, kind, wanted in (
         ("image/png", "jpeg", "image"),
         ("video/mp4", "", "video"),
@@ -233,7 +234,7 @@ def test_what_media_claim_must_be_true() -> None:
         ("image/png", "png", "sound"),
     ):
         with pytest.raises(ApiError):
-            data_url.check_claim(claimed, kind, wanted)
+            check_claim(claimed, kind, wanted)
 
 
 @pytest.fixture

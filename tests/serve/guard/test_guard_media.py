@@ -31,9 +31,9 @@ from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
-from mmfast.serve.guard import data_url
 from mmfast.serve.guard.decoders import Decoders
 from mmfast.serve.guard.errors import ApiError
+from mmfast.serve.guard.fetch import data_url
 from mmfast.serve.guard.media import decoders, load_media, load_sound
 
 CONFIG = ServerConfig()
@@ -67,7 +67,7 @@ def _sound(rate: int = 44_100, channels: int = 2, seconds: float = 1.0) -> bytes
 def test_pictures_are_what_the_front_end_reads() -> None:
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
         data = bombs.picture(kind)
-        url = data_url.encode(data, f"image/{kind.lower()}")
+        url = data_url(data, f"image/{kind.lower()}")
         media: Media = run(load_media(url, "image", CONFIG))
         assert media.shot.kind == "image" and media.shot.metadata is None
         assert np.array_equal(media.shot.pixels, read_image(data))
@@ -94,7 +94,7 @@ def test_sounds_are_what_the_front_end_reads() -> None:
         pcm, at = run(load_sound(encoded, CONFIG, format="wav"))
         assert at == 16_000 and pcm.dtype == torch.float32
         assert torch.allclose(pcm, load_audio(data, 16_000), atol=1e-6)
-    url = data_url.encode(_sound(), "audio/wav")
+    url = data_url(_sound(), "audio/wav")
     assert len(run(load_sound(url, CONFIG, rate=24_000))[0]) == 24_000
 
 

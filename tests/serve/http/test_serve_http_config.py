@@ -148,21 +148,16 @@ def test_both_signals_stop_a_server_and_are_not_raised_again() -> None:
 def test_it_starts_answers_and_stops() -> None:
     pytest.importorskip("fastapi")
     import httpx
+    from serve_tools import started
 
     command = [sys.executable, "-m", "mmfast", "serve", "--port", "0", "--no-voice", "--no-demo"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        lines: list[str] = []
-        for line in process.stderr or ():
-            lines.append(line)
-            if line.startswith("  curl"):
-                break
-        url = re.search(r"http://127.0.0.1:\d+", "".join(lines))
-        assert url, lines
+        url = started(process)
         document: dict[str, Any] = {
             "model": "mmfast-tiny-video",
             "messages": [{"role": "user", "content": "Hello?"}],
         }
-        reply = httpx.post(f"{url[0]}/v1/chat/completions", json=document, timeout=120)
+        reply = httpx.post(f"{url}/v1/chat/completions", json=document, timeout=120)
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read() if process.stderr else ""
         code = process.wait(60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from serve_tools import started
 
 pytest.importorskip("ray", reason="needs Ray: pip install mmfast[ray]")
 httpx = pytest.importorskip("httpx")
@@ -26,18 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 def chat(**more: Any) -> dict[str, Any]:
     message = {"role": "user", "content": "Hello, what is this?"}
     return {"model": "mmfast-tiny-video", "messages": [message], **more}
-
-
-def started(process: subprocess.Popen[str]) -> str:
-    """Wait until the server is ready and return its address; its log is read on."""
-    lines: list[str] = []
-    for line in process.stderr or ():
-        lines.append(line)
-        if line.startswith("  curl"):
-            break
-    url = re.search(r"http://127.0.0.1:\d+", "".join(lines))
-    assert url and lines[-1].startswith("  curl"), lines
-    return url[0]
 
 
 @pytest.mark.parametrize("options", [[], ["--replicas", "1", "--cache", "snapkv:64"]])

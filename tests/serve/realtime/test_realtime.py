@@ -23,7 +23,7 @@ from realtime_tools import (
 )
 from tone_models import HumModel, hum, read
 
-from mmfast.frontends.audio.samples import decode_pcm
+from mmfast.frontends.audio.reader import decode_pcm
 from mmfast.ops.audio import resample
 from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.formats import encode

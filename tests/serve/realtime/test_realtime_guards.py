@@ -12,7 +12,7 @@ from realtime_checks import Rules
 from realtime_tools import MANUAL, HumService, HumVoices, Wire, fast, said
 
 from mmfast.serve.realtime import protocol
-from mmfast.serve.realtime.errors import EventError
+from mmfast.serve.realtime.protocol import EventError
 from mmfast.serve.realtime.service import SessionLimits
 
 FAILED = "conversation.item.input_audio_transcription.failed"

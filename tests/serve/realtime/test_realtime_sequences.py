@@ -11,8 +11,8 @@ from realtime_tools import HumService
 
 from mmfast.serve.realtime.queues import Outbox
 from mmfast.serve.realtime.session import RealtimeSession
+from mmfast.voice.dialogue import SpokenReply
 from mmfast.voice.history import HistoryTurn
-from mmfast.voice.reply import SpokenReply
 
 
 def test_random_sequences(request: pytest.FixtureRequest) -> None:
