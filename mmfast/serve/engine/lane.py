@@ -45,7 +45,7 @@ class Attention:
 
         The mask `[B, 1, n, S]` is False at what is not seen; None is causal, counted from the end.
         """
-        call, found = self.stock, query
+        call = self.stock
         if mask is not None and self.name == "eager":
             low = torch.finfo(query.dtype).min
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, low)
@@ -53,7 +53,8 @@ class Attention:
         plain = mask is None and query.shape[2] > 1 and "flash" in self.name
         if not plain and self.name not in ("sdpa", "eager"):
             call = sdpa_attention_forward
-        found, _ = call(self.module, query, key, value, mask, *self.args, **self.options)
+        given = (self.module, query, key, value, mask, *self.args)
+        found: Tensor = call(*given, **self.options)[0]
         return found
 
 

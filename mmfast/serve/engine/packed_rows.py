@@ -44,8 +44,8 @@ class _Side:
     """Packs of the keys, or of the values, of rows: codes `[R, H, N, bytes]`, and their scales."""
 
     def __init__(self, form: PackedTensor) -> None:
-        bare = (x[..., :0].clone() for x in (form.codes, form.low, form.step))
-        self.form = replace(form, **dict(zip(("codes", "low", "step"), bare, strict=True)))
+        codes, low, step = (x[..., :0].clone() for x in (form.codes, form.low, form.step))
+        self.form = replace(form, codes=codes, low=low, step=step)
         self._every = form.group if form.along_tokens else 1  # tokens to a row of scales
         self.parts: list[Tensor] = []
 
@@ -84,7 +84,8 @@ class _Side:
 
     def unpack(self, out: Tensor) -> None:
         """Write all rows to `out` `[R, H, N, d]`."""
-        dequantise_rows(*self.parts, self.form, out)
+        codes, low, step = self.parts
+        dequantise_rows(codes, low, step, self.form, out)
 
 
 class PackedBucket(Bucket):
@@ -121,9 +122,9 @@ class PackedBucket(Bucket):
         """Remove a row; the last one takes its place."""
         number = self.rows.index(slots)
         super().drop(slots)
-        for rows in (self._seen, self._stores):
-            rows[number] = rows[-1]  # type: ignore[index]
-            rows.pop()
+        self._seen[number], self._stores[number] = self._seen[-1], self._stores[-1]
+        self._seen.pop()
+        self._stores.pop()
         longest = max((len(each) for each in self._seen), default=0)
         for side in self._sides or ():
             side.grow(len(self.rows) + 1)
