@@ -139,7 +139,8 @@ class RunningBatch:
     def work(self, new: bool = True) -> bool:
         """Do a slice of the tower or a chunk of prefill, in turns, or what ends one of them.
 
-        Returns False if there was nothing to do. A new call of the tower begins only with `new`.
+        Returns True if another unit may follow before a decoding step: never after a pass. A new
+        call of the tower begins only with `new`.
         """
         if read := self._read():
             self._finish(*read[0])
@@ -152,7 +153,8 @@ class RunningBatch:
             self._encode()
             return True
         self._prefill_next = False
-        return self._prefill()
+        self._prefill()
+        return False
 
     def decode(self) -> None:
         """Decode one token of every running answer."""
@@ -199,12 +201,12 @@ class RunningBatch:
         answer.cached = max(found.reused, job.reused)
         self._jobs[answer.id] = answer, job
 
-    def _prefill(self) -> bool:
+    def _prefill(self) -> None:
         self.prefiller.slice = 0.7 * self.pace if self._running else None
         order = sorted(self._jobs.values(), key=lambda both: -both[0].priority)
         if not (plan := self.prefiller.plan([job for _, job in order], bool(self._running))):
             self._fail_broken()
-            return False
+            return
         owners = {job: answer for answer, job in order}
         try:
             self._pass(plan, owners)
@@ -219,7 +221,6 @@ class RunningBatch:
             # Copying a long prompt to its row takes as long as a pass: a unit of its own.
             if job.prompt.length <= self.prefiller.chunk or not self._running:
                 self._begin(answer, job)
-        return True
 
     def _read(self) -> list[tuple[ActiveRequest, PrefillJob]]:
         return [(answer, job) for answer, job in self._jobs.values() if job.logits is not None]

@@ -388,10 +388,9 @@ class ModelRunner:
             self._prompt_turn = False
         elif batch is not None:
             start = time.perf_counter()
-            # Small units share a step: each step costs as much as a few of them. What begins
-            # early enough, and is a chunk at most, ends within two chunks.
+            # Small units share a step: each step costs as much as a few of them.
             while batch.work(new=not self.sequential.waits):
-                if time.perf_counter() - start > 0.6 * batch.pace:
+                if time.perf_counter() - start > batch.pace / 3:
                     break
             self._prompt_turn = True
         if batch is not None:

@@ -16,7 +16,7 @@ from mmfast.serve.engine.packed_rows import PackedBucket
 from mmfast.serve.engine.scheduler import Scheduler
 
 CLIPS = {"llava_onevision", "qwen2_5_vl", "qwen3_vl"}
-DEEP = ["fastv@llm1:0.5", "divprune:0.5+fastv@llm2:0.5", "pdrop@llm:0.3", "divprune:0.5", ""]
+DEEP = ["fastv@llm1:0.5", "divprune:0.5+fastv@llm2:0.5", "pyramiddrop:0.3", "divprune:0.5", ""]
 CACHES = [
     "snapkv:16",
     "sink:4+window:24",
@@ -145,7 +145,7 @@ def test_a_shortened_row_takes_less_memory(spec: str) -> None:
         return found
 
     short = held(spec, "") if "@" in spec else held("", spec)
-    assert short < 0.75 * held("", "")
+    assert short <= 0.75 * held("", "")
 
 
 def test_a_spec_that_does_not_fit_the_prompt_fails_alone() -> None:
