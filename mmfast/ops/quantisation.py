@@ -225,8 +225,14 @@ def dequantise_rows(
     codes: Tensor, low: Tensor, step: Tensor, form: PackedTensor, out: Tensor
 ) -> None:
     """Write what `rows_of_bytes` has of any number of rows `[..., N, d]` into `out`."""
-    whole = _out_of_bytes(codes, form.bits, form.width).flatten(-2)
-    dequantise(replace(form, codes=whole, low=low, step=step, n=codes.shape[-2], bits=8), out)
+    whole, dim = _out_of_bytes(codes, form.bits, form.width), -2 if form.along_tokens else -1
+    group = min(form.group, whole.shape[dim])
+    if out.dtype == torch.float32 and whole.shape[dim] % group == 0:  # what follows, at once
+        values = out.unflatten(dim, (-1, group)).copy_(whole.unflatten(dim, (-1, group)))
+        values.mul_(step.unsqueeze(dim)).add_(low.unsqueeze(dim))
+        return
+    n, codes = whole.shape[-2], whole.flatten(-2)
+    dequantise(replace(form, codes=codes, low=low, step=step, n=n, bits=8), out)
 
 
 def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:

@@ -264,13 +264,13 @@ class Prefiller:
         return [self.result(job) for job in jobs]
 
     def cost(self, job: PrefillJob, tokens: int = 1) -> float:
-        """Return the work on the next tokens of a job, in tokens without earlier tokens.
+        """Return the work on the next tokens of a job, in tokens behind at most a chunk.
 
         A token that runs through a part of the layers counts in part.
         """
         layers = len(self.lane.kinds)
         part = ((layers if job.high is None else job.high) - job.low) / layers
-        return part * tokens * (self._even + job.done) / self._even
+        return part * tokens * max(1.0, (self._even + job.done) / (self._even + self.chunk))
 
     def plan(
         self, jobs: Sequence[PrefillJob], waited: bool = False
