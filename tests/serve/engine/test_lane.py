@@ -41,7 +41,10 @@ def requests_of(family: str, rng: random.Random, count: int) -> list[Request]:
         if family in CLIPS and rng.random() < 0.4:
             media.append(clip(rng.randrange(99), rng.choice([2, 4])))
         words = "what is it? " * rng.randrange(1, 16)
-        options = {"reduce": rng.choice(DEEP) if media else "", "cache": rng.choice(CACHES)}
+        reduce = rng.choice(DEEP) if media else ""
+        if family == "lfm2_vl":  # its first layer is a convolution
+            reduce = reduce.replace("llm1", "llm2")
+        options = {"reduce": reduce, "cache": rng.choice(CACHES)}
         found.append(ask(str(number), *media, words, tokens=rng.randrange(2, 34), **options))
     return found
 
