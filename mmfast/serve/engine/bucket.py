@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmfast.ops.stream_cache import RowBuffer
-from mmfast.serve.engine.lane import Attention
+from mmfast.serve.engine.lane import AttentionCall
 
 STEP, SMALL = 64, 256  # tokens: tensors grow in steps; rows up to SMALL share one
 # From the number of entries, in order of time, to those that leave before the next token.
@@ -19,7 +19,7 @@ Leaving = Callable[[int], Sequence[int]]
 
 @dataclass(eq=False)
 class Entries:
-    """What a decoder layer holds of an answer behind its prompt.
+    """Keys and values of an answer in a decoder layer, behind its prompt.
 
     `keys` and `values` are `[H, n, d]` in order of time, and become `most` entries, the newest
     token included. Without `leaving` none leaves.
@@ -35,9 +35,9 @@ class Entries:
         """Name of the tensor in which such rows lie."""
         return size_class(max(self.most, self.keys.shape[1] + 1))
 
-    def bucket(self) -> Bucket:
+    def bucket(self) -> RowBucket:
         """Return an empty bucket of such rows."""
-        return Bucket()
+        return RowBucket()
 
 
 def room(most: int) -> int:
@@ -129,7 +129,7 @@ class Places:
         self.owners = None if same else torch.tensor(owners, device=self._device)
 
 
-class Bucket:
+class RowBucket:
     """Rows of one size class in one layer: a tensor `[2, rows, H, room, d]`."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Bucket:
         """Bytes held."""
         return self.own.nbytes
 
-    def attend(self, attention: Attention, query: Tensor, both: Tensor) -> Tensor:
+    def attend(self, attention: AttentionCall, query: Tensor, both: Tensor) -> Tensor:
         """Store new entries `[2, b, H, 1, d]` and attend to all of the rows."""
         places, count = self.places, len(self.rows)
         assert places is not None

@@ -15,7 +15,7 @@ from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.models.families.tower import KINDS
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
 from mmfast.serve.engine.lane import Lane
-from mmfast.serve.engine.rows import Row, RowStore, entries
+from mmfast.serve.engine.rows import AnswerRow, AnswerRows, entries
 from mmfast.serve.engine.slots import Draw, Filled
 
 _GREEDY = 1e-5  # a temperature below it would overflow the logits
@@ -96,7 +96,7 @@ class DecodeBatch:
         self.lane, self.most = Lane(model), slots
         self._table = self.lane.decoder.get_input_embeddings()
         self.chooser = Chooser(model)
-        self.store = RowStore(len(self.lane.kinds), self.lane.modules.keys())
+        self.store = AnswerRows(len(self.lane.kinds), self.lane.modules.keys())
         self._rows: list[_Answer] = []
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class DecodeBatch:
         made = filled.row
         if made is None:
             most = filled.length + sampling.max_tokens
-            made = Row(entries(filled.kv, self.lane.kinds, self.lane.window, most))
+            made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
         self.store.add(made)
         row = _Answer(key, sampling, token, 1, filled.position.tolist(), seen)
         self._rows.append(row)

@@ -36,7 +36,7 @@ from mmfast.serve.engine.media import (
     units,
     whole,
 )
-from mmfast.serve.engine.policies import Recipe
+from mmfast.serve.engine.policies import PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Prepared
 
 BLOCK = 16  # tokens; prefixes are compared in steps of these
@@ -198,11 +198,11 @@ def _images(model: Any, inputs: Mapping[str, Any], sequences: Sequences) -> Tens
     return blocks[0] if sequences.index is None else blocks[0][sequences.index[0]]
 
 
-def _recipe(prepared: Prepared, sequences: Sequences, trace: Trace) -> Recipe | None:
+def _recipe(prepared: Prepared, sequences: Sequences, trace: Trace) -> PromptRecipe | None:
     plan = call_plan(prepared.cache)
     if plan is None and not prepared.deep:
         return None
-    return Recipe(tuple(sites_of(prepared.deep)), plan, sequences, trace)
+    return PromptRecipe(tuple(sites_of(prepared.deep)), plan, sequences, trace)
 
 
 def kept_tokens(visual: int, trace: Trace) -> int:

@@ -25,7 +25,7 @@ from mmfast.models.wrappers import CONV, LAYER_KINDS, SLIDING, kind_of
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class AttentionCall:
     """The attention function of a model in one layer, as a pass got it."""
 
     module: Any
@@ -59,7 +59,7 @@ class Attention:
 
 
 # (decoder layer, attention, q [B, H, n, d], new k and v [B, Hkv, n, d]) -> [B, n, H, d]
-Attend = Callable[[int, Attention, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, AttentionCall, Tensor, Tensor, Tensor], Tensor]
 
 
 class Lane:
@@ -129,7 +129,7 @@ class Lane:
         if "position_ids" in options:  # flash attention takes a gap for the end of a sequence
             options["position_ids"] = None
 
-        attention = Attention(module, call, self.name, args, options)
+        attention = AttentionCall(module, call, self.name, args, options)
         return attend(index, attention, query, key, value), None
 
 

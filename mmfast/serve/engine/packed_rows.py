@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from mmfast.core.kv import KVBlock
 from mmfast.models.kv.policy import Packing
 from mmfast.ops.quantisation import PackedTensor, dequantise_rows, rows_of_bytes
-from mmfast.serve.engine.bucket import Bucket, Entries, Slots, size_class
-from mmfast.serve.engine.lane import Attention
+from mmfast.serve.engine.bucket import Entries, RowBucket, Slots, size_class
+from mmfast.serve.engine.lane import AttentionCall
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class PackedEntries(Entries):
         """Name of the tensors in which such rows lie."""
         return (*self.form, size_class(self.whole))
 
-    def bucket(self) -> Bucket:
+    def bucket(self) -> RowBucket:
         """Return an empty bucket of such rows."""
         return PackedBucket()
 
@@ -88,7 +88,7 @@ class _Side:
         dequantise_rows(codes, low, step, self.form, out)
 
 
-class PackedBucket(Bucket):
+class PackedBucket(RowBucket):
     """Rows of one form and size class: recent entries in a tensor, older ones in packs."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class PackedBucket(Bucket):
         data[:, number] = 0
         data[:, number, :, : slots.length - count] = recent[:, :, count:]
 
-    def attend(self, attention: Attention, query: Tensor, both: Tensor) -> Tensor:
+    def attend(self, attention: AttentionCall, query: Tensor, both: Tensor) -> Tensor:
         """Store new entries `[2, b, H, 1, d]` and attend to all of the rows."""
         places, count = self.places, len(self.rows)
         if self._sides is None or not any(len(each) for each in self._seen):

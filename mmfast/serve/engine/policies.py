@@ -1,4 +1,4 @@
-"""What the specs of a request do with its prompt and its row, driven by their own code.
+"""Specs of a request, acting on its prompt and its row through their own code.
 
 Reducers inside the language model cut a prompt between two of its layers, and KV policies act on
 the layers when the prompt ends. Both are those of `attach`; here they get what a pass over parts of
@@ -29,13 +29,13 @@ from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.quantisation import Quantiser
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.bucket import Entries, windowed
-from mmfast.serve.engine.lane import Attention, Lane
+from mmfast.serve.engine.lane import AttentionCall, Lane
 from mmfast.serve.engine.packed_rows import PackedEntries
-from mmfast.serve.engine.rows import Held, Row, State, layer_bytes
+from mmfast.serve.engine.rows import AnswerRow, Held, State, layer_bytes
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class PromptRecipe:
     """Reducers inside the model and the KV policy of a prompt, with the places of its media."""
 
     sites: tuple[Site, ...]
@@ -46,7 +46,7 @@ class Recipe:
 
 @dataclass(eq=False)
 class _LayerNotes:
-    """What a policy has to know of a layer when the prompt ends."""
+    """Notes on a layer for its policy, which acts when the prompt ends."""
 
     masses: list[dict[str, Tensor]] = field(default_factory=list)
     raw: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # keys and queries before RoPE
@@ -55,7 +55,7 @@ class _LayerNotes:
 class PromptPolicy:
     """The policies of one prompt while it is read; `most` entries go into its row at last."""
 
-    def __init__(self, model: Any, lane: Lane, recipe: Recipe, most: int) -> None:
+    def __init__(self, model: Any, lane: Lane, recipe: PromptRecipe, most: int) -> None:
         self.step = ForwardStep(recipe.sites, recipe.sequences, None, recipe.trace)
         self.cuts = sorted({site.layer for site in self.step.sites})
         self._lane, self._recipe, self._more = lane, recipe, most - recipe.sequences.length
@@ -84,7 +84,7 @@ class PromptPolicy:
         return mine or bool(self.step.reads(index))
 
     def look(
-        self, index: int, attention: Attention, part: PromptPart, *given: Any
+        self, index: int, attention: AttentionCall, part: PromptPart, *given: Any
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return what of the attention of a layer to a part is to be kept, see `keep`.
 
@@ -160,7 +160,7 @@ class PromptPolicy:
         stage.prompt_ends(cache, index)
         return part_of(stage, cache, index, self._more)
 
-    def row(self) -> Row:
+    def row(self) -> AnswerRow:
         """Return the row of the answer; all layers have ended."""
         return row_of(self._parts, self._stage, getattr(self, "_cache", None))
 
@@ -220,13 +220,17 @@ def packed_share(quantiser: Quantiser, itemsize: int) -> float:
     return quantiser.bits / (8 * itemsize) + 2 / quantiser.group
 
 
-def row_of(parts: Sequence[Any], stage: KVStage | None, cache: Any) -> Row:
+def row_of(parts: Sequence[Any], stage: KVStage | None, cache: Any) -> AnswerRow:
     """Return the row of these parts, with the policy that acts on what it holds itself."""
     held = stage is not None and any(isinstance(part, Held) for part in parts)
-    return Row(list(parts), partial(stage.settle, cache) if held and stage is not None else None)
+    return AnswerRow(
+        list(parts), partial(stage.settle, cache) if held and stage is not None else None
+    )
 
 
-def attached_row(model: Any, lane: Lane, cache: Any, plan: CachePlan | None, more: int) -> Row:
+def attached_row(
+    model: Any, lane: Lane, cache: Any, plan: CachePlan | None, more: int
+) -> AnswerRow:
     """Return the row of a prompt that was read under `attach`, from its cache of one row."""
     stage = None if plan is None else KVStage(model, plan, Trace(), PassState())
     parts: list[Entries | State | Held] = []

@@ -29,9 +29,9 @@ from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.encoder import BLOCK
-from mmfast.serve.engine.lane import Attention, Lane, passing
+from mmfast.serve.engine.lane import AttentionCall, Lane, passing
 from mmfast.serve.engine.media import ByteCache
-from mmfast.serve.engine.policies import PromptPolicy, Recipe
+from mmfast.serve.engine.policies import PromptPolicy, PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Filled
 
 
@@ -127,7 +127,7 @@ class _Pass:
         self._active: Sequence[_Part] = parts
 
     def attend(
-        self, index: int, attention: Attention, query: Tensor, key: Tensor, value: Tensor
+        self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """Store keys and values of every part, and attend to what its prompt has in this layer."""
         found, row = [], 0
@@ -248,7 +248,7 @@ class Prefiller:
         job = PrefillJob(prompt, prefix)
         recipe = prompt.recipe
         if recipe is None and self._alone:
-            recipe = Recipe((), None, Sequences(prompt.length, [], [], []), Trace())
+            recipe = PromptRecipe((), None, Sequences(prompt.length, [], [], []), Trace())
         if recipe is not None:
             job.policy = PromptPolicy(self.model, self.lane, recipe, most)
             job.high = next(iter(job.policy.cuts), None)

@@ -18,14 +18,14 @@ from transformers.cache_utils import Cache
 
 from mmfast.core.kv import KVBlock
 from mmfast.models.wrappers import SLIDING
-from mmfast.serve.engine.bucket import Bucket, Entries, Places, Slots, taken, windowed
-from mmfast.serve.engine.lane import Attention, passing
+from mmfast.serve.engine.bucket import Entries, Places, RowBucket, Slots, taken, windowed
+from mmfast.serve.engine.lane import AttentionCall, passing
 from mmfast.serve.engine.packed_rows import PackedBucket
 
 
 @dataclass(eq=False)
 class State:
-    """What a convolution holds of an answer: its layer of a cache of one row."""
+    """State of a convolution: its layer of a cache of one row."""
 
     layer: Any
 
@@ -49,7 +49,7 @@ class Held:
 
 
 @dataclass(eq=False)
-class Row:
+class AnswerRow:
     """An answer behind its prompt: its parts by layer, and what acts on them at every step."""
 
     parts: Sequence[Entries | State | Held]
@@ -70,11 +70,11 @@ def entries(
 
 
 class RowLayer:
-    """What one decoder layer holds of all running answers."""
+    """Rows of all running answers in one decoder layer."""
 
     def __init__(self) -> None:
-        self.buckets: dict[Hashable, Bucket] = {}
-        self.held: dict[Row, Held] = {}
+        self.buckets: dict[Hashable, RowBucket] = {}
+        self.held: dict[AnswerRow, Held] = {}
         self.state: Any = None  # the layer of a convolution, of all rows in order
 
     @property
@@ -94,14 +94,14 @@ def layer_bytes(layer: Any) -> int:
     return sum(each.nbytes for each in both if isinstance(each, Tensor))
 
 
-class RowStore:
+class AnswerRows:
     """Rows of all running answers, numbered from 0, in all layers; see the module."""
 
     def __init__(self, layers: int, attending: Collection[int] | None = None) -> None:
         self.layers = [RowLayer() for _ in range(layers)]
         # layers with keys and values: all, or those named
         self._attending = range(layers) if attending is None else attending
-        self.rows: list[Row] = []
+        self.rows: list[AnswerRow] = []
         self._slots: list[list[Slots]] = []  # of each row, all that differ
         self._places: list[Places] = []
         self._cache: Cache | None = None
@@ -130,7 +130,7 @@ class RowStore:
         packs = [b.bound for b in self._buckets() if isinstance(b, PackedBucket)]
         return sum(parts) + sum(packs)
 
-    def add(self, row: Row) -> int:
+    def add(self, row: AnswerRow) -> int:
         """Copy what an answer holds behind its prompt; return the number of its row.
 
         Nothing is added where memory runs out.
@@ -199,7 +199,7 @@ class RowStore:
         return self._cache
 
     def attend(
-        self, index: int, attention: Attention, query: Tensor, key: Tensor, value: Tensor
+        self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """Store a token of every answer in a layer and attend to what the answers hold there."""
         layer, out = self.layers[index], None
@@ -225,7 +225,7 @@ class RowStore:
         assert out is not None
         return out
 
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[RowBucket]:
         return [bucket for layer in self.layers for bucket in list(layer.buckets.values())]
 
     def _pack(self) -> None:
@@ -265,7 +265,7 @@ class RowStore:
         self._cache = passing([layer.state for layer in self.layers])
 
 
-def _placed(row: Row, number: int) -> dict[int, tuple[Entries, Slots]]:
+def _placed(row: AnswerRow, number: int) -> dict[int, tuple[Entries, Slots]]:
     """Return the entries by layer, and slots that layers with equally many of them share."""
     shared: dict[tuple[Any, ...], Slots] = {}
     found = {}

@@ -14,8 +14,8 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.spec import Spec
 from mmfast.planner.target import parse_bytes
 from mmfast.serve.engine.base import Media, Request, SamplingOptions
-from mmfast.serve.engine.policies import Recipe
-from mmfast.serve.engine.rows import Row
+from mmfast.serve.engine.policies import PromptRecipe
+from mmfast.serve.engine.rows import AnswerRow
 
 _SHARE = {"cuda": 0.8, "cpu": 0.25}  # of the free memory; other programs use the CPU's, too
 _FALLBACK = 2 << 30
@@ -105,7 +105,7 @@ class Embedded:
     visual: Tensor | None = None  # `[m]` bool where there are DeepStack planes; None elsewhere
     planes: tuple[Tensor, ...] = ()  # DeepStack features `[visual tokens, D]` each
     images: Tensor | None = None  # `[m]` image inside which a token sees forward, -1 outside
-    recipe: Recipe | None = None  # specs that act in the language model
+    recipe: PromptRecipe | None = None  # specs that act in the language model
     # token ids `[L]` of the prompt before it was reduced, as `generate` would get it
     whole: Tensor | None = None
     reused: int = 0  # tokens of `whole` whose encoding was reused
@@ -141,7 +141,7 @@ class Filled:
     reused: int = 0  # tokens of the prompt whose keys and values were reused
     # distinct token ids of prompt, for repetition penalties; None where there is none
     seen: Tensor | None = None
-    row: Row | None = None  # what is left of `kv` behind a policy; None where that is all
+    row: AnswerRow | None = None  # what is left of `kv` behind a policy; None where that is all
 
     @property
     def length(self) -> int:

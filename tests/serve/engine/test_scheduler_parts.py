@@ -24,7 +24,7 @@ from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import MediaEncoder, Slicer
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob
-from mmfast.serve.engine.rows import Row, RowStore
+from mmfast.serve.engine.rows import AnswerRow, AnswerRows
 from mmfast.serve.engine.scheduler import FairQueue, Scheduler
 from mmfast.serve.engine.slots import kv_limit
 
@@ -83,16 +83,16 @@ def _piece(length: int, seed: int) -> KVBlock:
     return KVBlock(tuple(keys), tuple(values))
 
 
-def _row(kv: KVBlock, most: Sequence[int], window: int = 0) -> Row:
+def _row(kv: KVBlock, most: Sequence[int], window: int = 0) -> AnswerRow:
     """A row that becomes so long in each layer; with a window, the tokens before it leave."""
     parts = [
         windowed(k, v, window, m) if window else Entries(k, v, m)
         for k, v, m in zip(kv.keys, kv.values, most, strict=True)
     ]
-    return Row(parts)
+    return AnswerRow(parts)
 
 
-def _held(store: RowStore, number: int) -> KVBlock:
+def _held(store: AnswerRows, number: int) -> KVBlock:
     """Keys and values `[H, m, d]` of a row, in order of time."""
     pairs = []
     for layer in store.layers:
@@ -118,7 +118,7 @@ _NUMBER = 2 * 3 * 5 * 4  # bytes of a token in one layer
 def test_rows_hold_what_was_put_and_no_byte_more(
     steps: list[tuple[int, int] | None], rng: random.Random
 ) -> None:
-    store, held = RowStore(2), list[KVBlock]()
+    store, held = AnswerRows(2), list[KVBlock]()
     for number, step in enumerate(steps):
         if step is not None and len(held) < 8:
             kv, most = _piece(step[0], number), step[0] + step[1]
@@ -143,7 +143,7 @@ def test_rows_hold_what_was_put_and_no_byte_more(
 
 
 def test_one_long_row_costs_only_itself() -> None:
-    store = RowStore(1)
+    store = AnswerRows(1)
     for number in range(4):
         store.add(_row(KVBlock(*[(_piece(20, number).keys[0],)] * 2), (60,)))
     before = store.nbytes
@@ -169,7 +169,7 @@ def test_each_row_attends_to_its_own_tokens(
     sizes: list[tuple[int, int, int]], rng: random.Random
 ) -> None:
     """Rows of any size, windows, arrivals and ends between steps, against one row at a time."""
-    store, mine = RowStore(2), list[tuple[list[list[Tensor]], int]]()
+    store, mine = AnswerRows(2), list[tuple[list[list[Tensor]], int]]()
     made = torch.Generator().manual_seed(len(sizes))
     waiting = list(enumerate(sizes))
     for _ in range(14):
@@ -205,7 +205,7 @@ def test_each_row_attends_to_its_own_tokens(
 
 def test_a_row_that_went_bad_leaves_nothing_behind() -> None:
     """Infinities behind the length of a row would spoil sums even under a mask."""
-    store = RowStore(1)
+    store = AnswerRows(1)
     for value, length in ((torch.nan, 9), (1.0, 3)):
         store.add(_row(KVBlock((full := (torch.full((1, length, 4), value),)), full), (20,)))
     store.remove(0)
