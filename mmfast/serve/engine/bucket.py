@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from mmfast.core.kv import KVBlock
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.lane import AttentionCall
 
@@ -21,14 +22,25 @@ Leaving = Callable[[int], Sequence[int]]
 class Entries:
     """Keys and values of an answer in a decoder layer, behind its prompt.
 
-    `keys` and `values` are `[H, n, d]` in order of time, and become `most` entries, the newest
-    token included. Without `leaving` none leaves.
+    `block` has keys and values `[H, n, d]` in order of time, which become `most` entries, the
+    newest token included. Without `leaving` none leaves.
     """
 
-    keys: Tensor
-    values: Tensor
+    block: KVBlock
     most: int
     leaving: Leaving | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys `[H, n, d]`."""
+        keys: Tensor = self.block.keys[0]
+        return keys
+
+    @property
+    def values(self) -> Tensor:
+        """Values `[H, n, d]`."""
+        values: Tensor = self.block.values[0]
+        return values
 
     @property
     def place(self) -> Hashable:
@@ -66,7 +78,8 @@ def shape(sizes: Sequence[int]) -> tuple[int, int]:
 def windowed(keys: Tensor, values: Tensor, window: int, most: int) -> Entries:
     """Return the entries of a sliding window over keys and values `[H, n, d]`."""
     start = max(0, keys.shape[1] - window + 1)
-    return Entries(keys[:, start:], values[:, start:], min(most, window), beyond(window))
+    last = KVBlock((keys[:, start:],), (values[:, start:],))
+    return Entries(last, min(most, window), beyond(window))
 
 
 @lru_cache(maxsize=64)

@@ -115,7 +115,7 @@ class PackedBucket(RowBucket):
         self._stores.append(part)
         self._seen.append(torch.ones(0, dtype=torch.bool, device=part.keys.device))
         self._add(len(self.rows) - 1, part.packs)
-        part.keys = part.values = part.keys[:, :0]  # what was copied is not held twice
+        part.block = KVBlock((part.keys[:, :0],), (part.keys[:, :0],))  # not held twice
         part.packs = ()
 
     def drop(self, slots: Slots) -> None:

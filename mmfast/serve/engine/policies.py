@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmfast.caches.plan import CachePlan
+from mmfast.core.kv import KVBlock
 from mmfast.core.spec import Spec, count
 from mmfast.core.trace import Trace
 from mmfast.models.kv.policy import KVStage, Packing
@@ -142,7 +143,7 @@ class PromptPolicy:
         if kind == SLIDING:
             found = windowed(keys, values, self._lane.window, n + self._more)
         elif self._stage is None or index not in self._stage.layers:
-            found = Entries(keys, values, n + self._more)
+            found = Entries(KVBlock((keys,), (values,)), n + self._more)
         else:
             found = self._chosen(self._stage, index, keys, values)
         self._parts.append(found)
@@ -186,12 +187,12 @@ def part_of(stage: KVStage, cache: Any, index: int, more: int) -> Entries | Held
         token = 2 * layer.keys[:, :, :1].nbytes or 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
         return Held(layer, layer_bytes(layer) + token * more, partial(stage.read, layer))
     block, leaving = rest
-    keys, values = block.keys[0], block.values[0]
+    keys = block.keys[0]
     most = int(keys.shape[1]) + more
     if leaving is not None and (gone := len(leaving(most))):
         most += 1 - gone  # the new token comes before it is decided what goes
     cache.layers[index] = None
-    return Entries(keys, values, most, leaving)
+    return Entries(block, most, leaving)
 
 
 def _packed(cache: Any, index: int, packing: Packing, more: int) -> PackedEntries:
@@ -204,8 +205,7 @@ def _packed(cache: Any, index: int, packing: Packing, more: int) -> PackedEntrie
     token = 2 * heads * width * keys.itemsize
     cache.layers[index] = None
     return PackedEntries(
-        keys,
-        values,
+        KVBlock((keys,), (values,)),
         packing.full + 1,
         packs=packs,
         store=packing,
@@ -245,7 +245,7 @@ def attached_row(
             keys, values = layer.keys[0], layer.values[0]
             most = int(keys.shape[1]) + more
             sliding = kind == SLIDING
-            whole = Entries(keys, values, most)
+            whole = Entries(KVBlock((keys,), (values,)), most)
             parts.append(windowed(keys, values, lane.window, most) if sliding else whole)
     return row_of(parts, stage, cache)
 

@@ -65,7 +65,7 @@ def entries(
         if kind == SLIDING:
             found.append(windowed(keys, values, window, most))
         else:
-            found.append(Entries(keys, values, most))
+            found.append(Entries(KVBlock((keys,), (values,)), most))
     return found
 
 

@@ -144,13 +144,13 @@ def test_a_wrong_row_offset_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_see_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.engine.rows import Bucket
+    from mmfast.serve.engine.bucket import RowBucket
 
-    def swapped(self: Bucket, attention: Any, query: Any, both: Any) -> Any:
+    def swapped(self: RowBucket, attention: Any, query: Any, both: Any) -> Any:
         return attend(self, attention, query, both.roll(1, 1))
 
-    attend = Bucket.attend
-    monkeypatch.setattr(Bucket, "attend", swapped)
+    attend = RowBucket.attend
+    monkeypatch.setattr(RowBucket, "attend", swapped)
     assert not _agrees("llava_onevision")
 
 

@@ -86,7 +86,7 @@ def _piece(length: int, seed: int) -> KVBlock:
 def _row(kv: KVBlock, most: Sequence[int], window: int = 0) -> AnswerRow:
     """A row that becomes so long in each layer; with a window, the tokens before it leave."""
     parts = [
-        windowed(k, v, window, m) if window else Entries(k, v, m)
+        windowed(k, v, window, m) if window else Entries(KVBlock((k,), (v,)), m)
         for k, v, m in zip(kv.keys, kv.values, most, strict=True)
     ]
     return AnswerRow(parts)
