@@ -133,7 +133,9 @@ def dequantise(packed: PackedTensor, out: Tensor | None = None) -> Tensor:
     values = out.unflatten(dim, (-1, packed.group)) if whole else out.new_empty(grouped.shape)
     block = _block(grouped)
     scales = (scale.unsqueeze(dim).float() for scale in (packed.low, packed.step))
-    parts = (part.split(block, -3) for part in (values, grouped, *scales))
+    parts = [(part,) for part in (values, grouped, *scales)]
+    if block < grouped.shape[-3]:
+        parts = [part.split(block, -3) for (part,) in parts]
     for target, mine, low, step in zip(*parts, strict=True):
         wide = target.copy_(mine) if target.dtype == torch.float32 else mine.float()
         target.copy_(wide.mul_(step).add_(low))
@@ -199,6 +201,38 @@ def _out_of_bytes(packed: Tensor, bits: int, total: int) -> Tensor:
     mask, per = 2**bits - 1, 8 // bits
     parts = [(packed >> (bits * place)) & mask for place in range(per)]
     return torch.cat(parts, -1)[..., :total]
+
+
+def rows_of_bytes(packs: Sequence[PackedTensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[..., N, bytes]`, lowest values and steps of packs of one form, in order of time.
+
+    Each pack is filled up to whole groups of tokens, so that rows of many packs can lie side by
+    side; the fillers count as tokens.
+    """
+    codes, low, step = [], [], []
+    for pack in packs:
+        missing = -pack.n % pack.group
+        mine = _out_of_bytes(pack.codes, pack.bits, pack.n * pack.width)
+        mine = F.pad(mine.unflatten(-1, (pack.n, pack.width)), (0, 0, 0, missing))
+        codes.append(_into_bytes(mine, pack.bits))
+        rest = 0 if pack.along_tokens else missing
+        low.append(F.pad(pack.low, (0, 0, 0, rest)))
+        step.append(F.pad(pack.step, (0, 0, 0, rest)))
+    return torch.cat(codes, -2), torch.cat(low, -2), torch.cat(step, -2)
+
+
+def dequantise_rows(
+    codes: Tensor, low: Tensor, step: Tensor, form: PackedTensor, out: Tensor
+) -> None:
+    """Write what `rows_of_bytes` has of any number of rows `[..., N, d]` into `out`."""
+    whole, dim = _out_of_bytes(codes, form.bits, form.width), -2 if form.along_tokens else -1
+    group = min(form.group, whole.shape[dim])
+    if out.dtype == torch.float32 and whole.shape[dim] % group == 0:  # what follows, at once
+        values = out.unflatten(dim, (-1, group)).copy_(whole.unflatten(dim, (-1, group)))
+        values.mul_(step.unsqueeze(dim)).add_(low.unsqueeze(dim))
+        return
+    n, codes = whole.shape[-2], whole.flatten(-2)
+    dequantise(replace(form, codes=codes, low=low, step=step, n=n, bits=8), out)
 
 
 def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:

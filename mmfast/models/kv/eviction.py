@@ -7,9 +7,10 @@ turn of a draft are hidden from it by a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from mmfast.models.reduction.probe import replacing
 
 # `(row, where [n])` -> the Reduction of these entries of a batch row, leading dims `[H]`.
 Choose = Callable[[int, Tensor], Reduction]
+# From the number of entries, in order of time, to those that leave before the next token.
+Leaving = Callable[[int], Sequence[int]]
 
 
 def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int, int]:
@@ -273,6 +276,8 @@ class Eviction:
     def __init__(self, plan: CachePlan, layers: int, state: PassState) -> None:
         self._plan, self._layers, self._state = plan, layers, state
         self._known = Known()
+        self._leaving: dict[int, Leaving] = {}
+        self._gone: dict[tuple[int, int], Sequence[int]] = {}
         specs = (*plan.position, *((plan.score,) if plan.score else ()))
         kept = any(spec.whole for spec in specs) or plan.bits or plan.retrieve
         always = [spec.method.moment == "always" for spec in specs]
@@ -307,6 +312,22 @@ class Eviction:
         else:
             choose = stayer(self._plan, layer)
         evict(cache, index, choose)
+
+    def leaving(self, layer: Any) -> Leaving | None:
+        """Return what leaves a layer of one row at each step; None if that is no matter of numbers.
+
+        Layers whose shares refer to equally many tokens get one function.
+        """
+        specs = self._plan.position
+        if self._plan.score is not None or any(spec.method.needs for spec in specs):
+            return None
+        return self._leaving.setdefault(n := basis(layer, 0), partial(self._numbers, n))
+
+    def _numbers(self, whole: int, n: int) -> Sequence[int]:
+        if (whole, n) not in self._gone:
+            stays = settled(self._plan, whole).standing(torch.zeros(n, dtype=torch.int64))
+            self._gone[whole, n] = (~stays).nonzero()[:, 0].tolist()
+        return self._gone[whole, n]
 
     @contextmanager
     def masking(self, modules: dict[int, nn.Module]) -> Iterator[None]:

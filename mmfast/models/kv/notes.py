@@ -150,7 +150,7 @@ class Attention:
     @contextmanager
     def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
         """Watch attention modules, by decoder layer."""
-        look: Any = torch.compiler.disable(self._look)
+        look: Any = torch.compiler.disable(self.look)
         hooks = {module: partial(look, index) for index, module in modules.items()}
         with probing(hooks, levels=self._total):
             yield
@@ -160,7 +160,7 @@ class Attention:
         found: dict[str, Tensor] = self._local.__dict__.pop(str(index), {})
         return found
 
-    def _look(
+    def look(
         self,
         index: int,
         _: nn.Module,
@@ -172,6 +172,7 @@ class Attention:
         causal: bool,
         lse: Tensor | None = None,
     ) -> None:
+        """Sum the attention of one layer in the call at hand, for `take`."""
         part, ok = self._state.part, self._state.padding
         if not self._state.active or (part is None and not self._steps):
             return

@@ -285,10 +285,10 @@ def settle(cache: Any, index: int, left: Left, before: int) -> None:
     regroup(cache, index)
 
 
-def pack_recent(layer: PackedLayer, packer: RowPacker, keep: int, full: int | None = None) -> None:
-    """Pack recent entries but for the last `keep`, of rows that hold at least `full` of them."""
+def pack_recent(layer: PackedLayer, packer: RowPacker, due: Callable[[int], int]) -> None:
+    """Pack the first recent entries of each row, as many as are `due` of so many."""
     recent = [layer.keys.shape[2] - f for f in layer.front]
-    moving = [max(0, r - keep) if r >= (full or 0) else 0 for r in recent]
+    moving = [due(r) for r in recent]
     if not any(moving):
         return
     width = layer.keys.shape[2] + layer.extra

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Row, Trace
 from mmfast.models.kv import notes
-from mmfast.models.kv.eviction import Eviction, Slid, chooser
+from mmfast.models.kv.eviction import Eviction, Leaving, Slid, chooser
 from mmfast.models.kv.packs import (
     PackedLayer,
+    RowPacker,
     nbytes,
     pack_recent,
     packed_layer,
@@ -27,10 +28,11 @@ from mmfast.models.kv.packs import (
     shrinkable,
     split_packs,
 )
-from mmfast.models.kv.retrieval import Reading, read_of
+from mmfast.models.kv.retrieval import Reading, as_chosen, chosen, read_of
 from mmfast.models.patching import override, stand_behind
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.call import Arming, PassState, PromptPart, length_of
+from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import FULL, base_of, decoder_of, kind_of
 from mmfast.ops.quantisation import Quantiser, quantise
 
@@ -154,18 +156,95 @@ class KVStage:
                 notes.add_masses(layer, masses)
             return
         assert call is not None and call.step is not None
-        layer, step = shrinkable(cache, index), call.step
+        raw = None if self._reading is None else self._reading.captured(index)
+        self.arrive(cache, index, call.step.sequences, masses, raw, call.step.past)
+        if part.last:
+            self.prompt_ends(cache, index, part.drafts)
+
+    def look(
+        self, index: int, part: PromptPart, module: nn.Module, *attention: Any
+    ) -> dict[str, Tensor]:
+        """Return the notes on the attention of a layer to a part of a prompt of one row.
+
+        `attention` are queries, keys, values, mask, scaling, and whether it is causal. For callers
+        that run the layers themselves, with no hooks in place.
+        """
+        if not self._attention.reads or not (self._eviction.acts or self._plan.bits):
+            return {}
+        self._state.active, self._state.part = True, part
+        try:
+            self._attention.look(index, module, *attention)
+        finally:
+            self._state.active, self._state.part = False, None
+        return self._attention.take(index)
+
+    @property
+    def retrieves(self) -> bool:
+        """`arrive` needs keys and queries before RoPE."""
+        return self._reading is not None
+
+    @property
+    def layers(self) -> Collection[int]:
+        """The decoder layers on which the policy acts."""
+        return self._layers.keys()
+
+    def arrive(
+        self,
+        cache: Any,
+        index: int,
+        sequences: Sequences,
+        masses: Mapping[str, Tensor],
+        raw: tuple[Tensor, Tensor] | None,
+        past: Tensor | None = None,
+    ) -> None:
+        """Note what a part of a prompt has stored in a layer.
+
+        `raw` are its keys and queries before RoPE; `past` is False at padding among earlier tokens.
+        """
+        layer, count = shrinkable(cache, index), sequences.length
         if layer.notes is None:
-            count = step.sequences.length
-            notes.begin(layer, notes.entries(layer) - count, step.past, len(layer.keys))
-        notes.arrive(layer, notes.kinds_of(step.sequences))
+            notes.begin(layer, notes.entries(layer) - count, past, len(layer.keys))
+        notes.arrive(layer, notes.kinds_of(sequences))
         notes.add_masses(layer, masses)
         if self._reading is not None:
-            self._reading.arrive(layer, index, step.sequences)
-        if part.last:
-            self._prompt_ends(cache, index, part.drafts)
+            assert raw is not None
+            self._reading.arrive(layer, sequences, *raw)
 
-    def _prompt_ends(self, cache: Any, index: int, drafts: int) -> None:
+    def at_rest(self, layer: Any, more: int) -> tuple[KVBlock, Leaving | None] | None:
+        """Return what decode steps of one row read of a layer, and what leaves it at each of them.
+
+        None where the policy has to act on the layer itself within `more` steps.
+        """
+        plain = KVBlock((layer.keys[0],), (layer.values[0],))
+        if not is_short(layer) or layer.notes is None:
+            return plain, None
+        leaving = None
+        if self._eviction.always:
+            leaving = self._eviction.leaving(layer)
+            if leaving is None:
+                return None
+        if self._packing.acts(layer, more):
+            return None
+        where = None if self._reading is None else chosen(layer)
+        if where is not None:
+            plain = plain.each(lambda x, _: x.index_select(1, where.to(x.device)))
+        return plain, leaving
+
+    def packing(self, layer: Any) -> Packing | None:
+        """Return the store of a layer of one row of which nothing leaves, and all of it is read."""
+        bare = not self._eviction.always and self._reading is None
+        return self._packing if bare and self._packing.alone(layer) else None
+
+    def read(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a decode step of one row reads of the entries of a layer."""
+        return (keys, values) if self._reading is None else as_chosen(layer, keys, values)
+
+    def settle(self, cache: Any) -> None:
+        """Evict and pack what the last decode step brought; layers that are None rest."""
+        self._settle(cache, True)
+
+    def prompt_ends(self, cache: Any, index: int, drafts: int = 0) -> None:
+        """Act on a layer behind a prompt but for drafts at its end; the last layer adds the row."""
         layer, account = cache.layers[index], self._account
         notes.remember_basis(layer)
         start = time.perf_counter()
@@ -195,37 +274,65 @@ class Packing:
 
     def __init__(self, plan: CachePlan, layers: int, evicting: bool) -> None:
         self._plan, self._layers = plan, layers
-        self._quantiser: Quantiser | None = plan.quantiser()
-        q = self._quantiser
+        self.quantiser: Quantiser | None = plan.quantiser()
+        q = self.quantiser
         self._block = 0 if q is None else max(q.group, q.residual)
         self._size = self._block if evicting else None
 
     @property
     def packs(self) -> bool:
         """Entries are packed."""
-        return self._quantiser is not None or self._plan.bits is not None
+        return self.quantiser is not None or self._plan.bits is not None
+
+    def acts(self, layer: Any, more: int) -> bool:
+        """Return True if a layer of one row has packs, or will within `more` decode steps."""
+        if not isinstance(layer, PackedLayer):
+            return False
+        if layer.rows[0].packs or layer.rows[0].live is not None:
+            return True
+        return self.quantiser is not None and layer.keys.shape[2] + more >= self.full
 
     def prompt(self, cache: Any, index: int, drafts: int) -> Any:
         """Pack behind a prompt; returns the cache layer as it stands then."""
         if not self.packs:
             return cache.layers[index]
         layer = packed_layer(cache, index)
-        if self._quantiser is not None:
-            pack_recent(layer, self._plain, max(self._quantiser.residual, drafts))
+        packer: RowPacker = self._plain
+        keep = drafts
+        if self.quantiser is not None:
+            keep = max(self.quantiser.residual, drafts)
         else:
-            pack_recent(layer, partial(self._mixed, layer, self._important(layer, index)), drafts)
+            packer = partial(self._mixed, layer, self._important(layer, index))
+        pack_recent(layer, packer, lambda recent: max(0, recent - keep))
         return layer
 
     def step(self, layer: Any) -> None:
         """Pack before a call, where enough tokens have been generated since."""
-        if self._quantiser is not None and isinstance(layer, PackedLayer):
-            keep = self._quantiser.residual
-            pack_recent(layer, self._plain, keep, full=keep + self._block)
+        if self.quantiser is not None and isinstance(layer, PackedLayer):
+            pack_recent(layer, self._plain, self.due)
+
+    @property
+    def full(self) -> int:
+        """Recent entries of a row from which on some are packed."""
+        return 0 if self.quantiser is None else self.quantiser.residual + self._block
+
+    def due(self, recent: int) -> int:
+        """Return how many of the recent entries of a row are to be packed before a call."""
+        return recent - self.full + self._block if recent >= self.full else 0
+
+    def packed(self, keys: Tensor, values: Tensor) -> list[KVBlock]:
+        """Return packs of keys and values `[H, n, d]`."""
+        quantiser = self.quantiser
+        assert quantiser is not None
+        return packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), self._size)
 
     def _plain(self, row: int, keys: Tensor, values: Tensor) -> tuple[list[KVBlock], None]:
-        quantiser = self._quantiser
-        assert quantiser is not None
-        return packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), self._size), None
+        return self.packed(keys, values), None
+
+    def alone(self, layer: Any) -> bool:
+        """Return True if a layer of one row has nothing but packs and what came since."""
+        plain = self.quantiser is not None and isinstance(layer, PackedLayer)
+        return plain and layer.rows[0].live is None and not layer.front[0]
 
     def _important(self, layer: PackedLayer, index: int) -> list[Reduction]:
         """Per row what the plan keeps, which here means: in more bits."""

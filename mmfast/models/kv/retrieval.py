@@ -220,11 +220,17 @@ class Reading:
     def _prompting(self) -> bool:
         return self._state.active and self._state.part is not None
 
-    def arrive(self, layer: Any, index: int, sequences: Sequences) -> None:
-        """Behind a layer that has stored a part of a prompt; its notes are up to date."""
+    def captured(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and queries of a layer before RoPE, of the call that this thread is in."""
         raw = self._local.raw
         assert raw is not None
-        keys, queries = raw.keys.pop(index), raw.queries.pop(index)
+        return raw.keys.pop(index), raw.queries.pop(index)
+
+    def arrive(self, layer: Any, sequences: Sequences, keys: Tensor, queries: Tensor) -> None:
+        """Behind a layer that has stored a part of a prompt; its notes are up to date.
+
+        Keys and queries of the part are those before RoPE.
+        """
         notes, codes = fill(layer), frames_of(sequences).to(keys.device)
         n = keys.shape[2]
         codes = codes.expand(len(keys), n)[:, None]
@@ -277,7 +283,7 @@ class Reading:
         if layer is not None and is_short(layer) and layer.per_row:
             pending = layer.pending or Pending()
             if not prompting and mask is None and len(key) == 1:
-                key, value = _as_chosen(layer, key, value)
+                key, value = as_chosen(layer, key, value)
             elif not prompting or not (pending.seeing or self._state.has_media):
                 if prompting and raw is not None:
                     self._choose(layer, list(raw.queries[index]))
@@ -287,19 +293,27 @@ class Reading:
         return key, value, mask
 
 
-def _as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def chosen(layer: Any) -> Tensor | None:
+    """Places `[m]` of the entries of one conversation that are read; None where all are."""
+    read = layer.notes.get(READ)
+    if read is None:
+        return None
+    known: tuple[Tensor, Tensor] | None = layer.__dict__.get(_CHOSEN)
+    if known is None or known[0] is not read:
+        known = layer.__dict__[_CHOSEN] = (read, read[0, 0].nonzero()[:, 0])
+    return known[1]
+
+
+def as_chosen(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Entries that a decode step of one conversation reads: the chosen ones, and all newer ones.
 
     This needs no notes that are up to date, so they are not filled at every step.
     """
-    read = layer.notes.get(READ)
-    if read is None:
+    where = chosen(layer)
+    if where is None:
         return key, value
-    known: tuple[Tensor, Tensor] | None = layer.__dict__.get(_CHOSEN)
-    if known is None or known[0] is not read:
-        known = layer.__dict__[_CHOSEN] = (read, read[0, 0].nonzero()[:, 0])
-    new = torch.arange(read.shape[-1], key.shape[2], device=read.device)
-    where = torch.cat([known[1], new]).to(key.device)
+    new = torch.arange(layer.notes[READ].shape[-1], key.shape[2], device=where.device)
+    where = torch.cat([where, new]).to(key.device)
     return key.index_select(2, where), value.index_select(2, where)
 
 

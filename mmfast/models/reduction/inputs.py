@@ -30,7 +30,6 @@ from mmfast.models.reduction.step import ForwardStep
 from mmfast.models.wrappers import base_of
 
 
-@torch.no_grad()
 def compress(
     model: Any,
     inputs: Mapping[str, Any],
@@ -46,6 +45,17 @@ def compress(
     `generate` returns are those of the shortened prompt. ModelError where a signal is missing, or a
     prompt ends with media whose last token is dropped.
     """
+    return compressed(model, inputs, reduce, trace)[0]
+
+
+@torch.no_grad()
+def compressed(
+    model: Any,
+    inputs: Mapping[str, Any],
+    reduce: str | Sequence[Spec] | None,
+    trace: Trace | None = None,
+) -> tuple[dict[str, Any], Sequences]:
+    """As `compress`, with the places of text and media in the shortened prompt."""
     from mmfast.models.vision.pixel import pixel_stage  # imports this package
 
     specs = check(parse(reduce), model)
@@ -63,7 +73,8 @@ def compress(
         recording(base, adapter, needs) as recorder,
     ):
         outputs = {kind: _encode(base, kind, inputs) for kind in features_given(inputs)}
-        rest = {k: v for k, v in inputs.items() if k not in _encoder_arguments(base)}
+        spent = _encoder_arguments(base)
+        rest = {k: v for k, v in inputs.items() if k not in spent}
         rest["position_ids"] = _positions(model, inputs)
         rest["mm_encoder_outputs"] = outputs
         mask = inputs.get("attention_mask")
@@ -76,7 +87,7 @@ def compress(
     if "audio" in outputs:  # stock models take no encoded sound, so everything goes in embedded
         del rest["mm_encoder_outputs"]
         rest["inputs_embeds"] = hidden
-    return rest
+    return rest, sequences
 
 
 def _encoder_arguments(base: Any) -> set[str]:

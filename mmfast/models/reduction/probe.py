@@ -344,7 +344,7 @@ def intercepting(arounds: Mapping[nn.Module, Around], innermost: bool = False) -
     The one that entered last is outermost; `innermost` stands inside all others, to see what is
     really computed. ModelError as in `probing`.
     """
-    spaces = [_namespace(module) for module in arounds]
+    spaces = list({id(s): s for s in map(_namespace, arounds)}.values())
     with _LOCK:
         _enter(spaces)
         for module, around in arounds.items():

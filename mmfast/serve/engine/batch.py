@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from mmfast.serve.engine.decode import DecodeBatch
-from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps
+from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps, kept_tokens
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob, Prefixes, token_bytes
 from mmfast.serve.engine.request import ActiveRequest
+from mmfast.serve.engine.slots import Embedded, Filled
 
 _END = object()
 Made = tuple[ActiveRequest, Result]
@@ -119,7 +121,7 @@ class RunningBatch:
     def nbytes(self) -> int:
         """Bytes of keys and values of requests at work."""
         jobs = sum(job.nbytes for _, job in list(self._jobs.values()))
-        return self.decoder.slots.nbytes + jobs
+        return self.decoder.store.nbytes + jobs
 
     def start(self, answer: ActiveRequest) -> None:
         """Take a request in."""
@@ -141,7 +143,7 @@ class RunningBatch:
         call of the tower begins only with `new`.
         """
         if read := self._read():
-            self._begin(*read[0])
+            self._finish(*read[0])
             return True
         for answer, found in self._tower.texts():
             self._encoded(answer, found)
@@ -185,16 +187,25 @@ class RunningBatch:
         if isinstance(found, Exception):
             self._fail(answer, found)
             return
-        answer.prepared = None
-        answer.reserve = found.length + answer.sampling.max_tokens
-        prefix = self.prefixes.find(answer.request.tenant, found.blocks, found.length)
-        job = PrefillJob(found, prefix)
+        answer.prepared, most = None, found.length + answer.sampling.max_tokens
+        answer.piece = found.length
+        prefix = None
+        if found.recipe is None and self.prefiller.keeps_prefixes:
+            answer.reserve = most
+            prefix = self.prefixes.find(answer.request.tenant, found.blocks, found.length)
+        try:
+            job = self.prefiller.job(found, most, prefix)
+        except Exception as error:
+            self._fail(answer, error)
+            return
         answer.cached = max(found.reused, job.reused)
         self._jobs[answer.id] = answer, job
 
     def _prefill(self) -> None:
+        self.prefiller.slice = 0.7 * self.pace if self._running else None
         order = sorted(self._jobs.values(), key=lambda both: -both[0].priority)
         if not (plan := self.prefiller.plan([job for _, job in order], bool(self._running))):
+            self._fail_broken()
             return
         owners = {job: answer for answer, job in order}
         try:
@@ -205,13 +216,29 @@ class RunningBatch:
                     self._pass([(job, n)], owners)
                 except Exception as error:
                     self._fail(owners[job], error)
+        self._fail_broken()
         for answer, job in self._read():
             # Copying a long prompt to its row takes as long as a pass: a unit of its own.
             if job.prompt.length <= self.prefiller.chunk or not self._running:
                 self._begin(answer, job)
 
     def _read(self) -> list[tuple[ActiveRequest, PrefillJob]]:
-        return [(answer, job) for answer, job in self._jobs.values() if not job.left]
+        return [(answer, job) for answer, job in self._jobs.values() if job.logits is not None]
+
+    def _fail_broken(self) -> None:
+        for answer, job in list(self._jobs.values()):
+            if job.error is not None:
+                self._fail(answer, job.error)
+
+    def _finish(self, answer: ActiveRequest, job: PrefillJob) -> None:
+        """Let policies act on a prompt that has been read; after the last layer, answer."""
+        try:
+            done = self.prefiller.settled(job)
+        except Exception as error:
+            self._fail(answer, error)
+        else:
+            if done:
+                self._begin(answer, job)
 
     def _pass(
         self, plan: Sequence[tuple[PrefillJob, int]], owners: dict[PrefillJob, ActiveRequest]
@@ -231,20 +258,26 @@ class RunningBatch:
 
     def _begin(self, answer: ActiveRequest, job: PrefillJob) -> None:
         del self._jobs[answer.id]
-        prompt, filled = job.prompt, self.prefiller.result(job)
-        answer.read = prompt.trace, prompt.whole_length
-        self.prefixes.put(answer.request.tenant, prompt.blocks, filled.kv)
-        if not self._running:
-            self._stepped = None  # no answer waited for this step
-        self._running[answer.id] = answer
+        prompt = job.prompt
         try:
+            filled = self.prefiller.result(job)
+            if filled.row is None:
+                self.prefixes.put(answer.request.tenant, prompt.blocks, filled.kv)
+            answer.read = _trace(prompt), prompt.whole_length
             token = self.decoder.first(filled, answer.sampling)
             if answer.push(token):
-                self.decoder.admit(answer.id, filled, token, answer.sampling)
+                self.join(answer, filled, token)
             else:
-                self._release(answer)
+                answer.complete()
         except Exception as error:
             self._fail(answer, error)
+
+    def join(self, answer: ActiveRequest, filled: Filled, token: int) -> None:
+        """Decode an answer with the others from now on, after its first token."""
+        if not self._running:
+            self._stepped = None  # no answer waited for this step
+        self.decoder.admit(answer.id, filled, token, answer.sampling)
+        self._running[answer.id] = answer
 
     def _release(self, answer: ActiveRequest) -> None:
         self._running.pop(answer.id, None)
@@ -254,3 +287,12 @@ class RunningBatch:
     def _fail(self, answer: ActiveRequest, error: Exception) -> None:
         self.cancel(answer.id)
         answer.fail(error)
+
+
+def _trace(prompt: Embedded) -> dict[str, Any]:
+    """Return the entries of the trace of a prompt that has been read."""
+    if prompt.recipe is None:
+        return prompt.trace
+    trace = prompt.recipe.trace
+    kept = kept_tokens(prompt.visual_tokens, trace)
+    return {**prompt.trace, **trace.to_dict(), "kept_tokens": kept}

@@ -14,8 +14,9 @@ from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.models.families.tower import KINDS
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
-from mmfast.serve.engine.prefill import check_batches, logits
-from mmfast.serve.engine.slots import CacheSlots, Draw, Filled
+from mmfast.serve.engine.lane import Lane
+from mmfast.serve.engine.rows import AnswerRow, AnswerRows, entries
+from mmfast.serve.engine.slots import Draw, Filled
 
 _GREEDY = 1e-5  # a temperature below it would overflow the logits
 
@@ -88,15 +89,14 @@ class _Answer:
 class DecodeBatch:
     """Running answers and their next tokens; at most `slots` at once.
 
-    Raises `ModelError` if the rows of the model cannot have different lengths in one pass.
+    Raises `ModelError` if the rows of the model cannot be told apart in one pass.
     """
 
     def __init__(self, model: Any, slots: int = 16) -> None:
-        check_batches(model)
-        self.decoder, self._output = model.get_decoder(), model.get_output_embeddings()
-        self._table = self.decoder.get_input_embeddings()
+        self.lane, self.most = Lane(model), slots
+        self._table = self.lane.decoder.get_input_embeddings()
         self.chooser = Chooser(model)
-        self.slots = CacheSlots(len(self.decoder.layers), slots)
+        self.store = AnswerRows(len(self.lane.kinds), self.lane.modules.keys())
         self._rows: list[_Answer] = []
 
     def __len__(self) -> int:
@@ -115,7 +115,11 @@ class DecodeBatch:
         seen = filled.seen
         if seen is not None:
             seen = torch.cat([seen, seen.new_tensor([token])]).unique()
-        self.slots.add(filled.kv, filled.length + sampling.max_tokens)
+        made = filled.row
+        if made is None:
+            most = filled.length + sampling.max_tokens
+            made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
+        self.store.add(made)
         row = _Answer(key, sampling, token, 1, filled.position.tolist(), seen)
         self._rows.append(row)
 
@@ -124,7 +128,7 @@ class DecodeBatch:
         """Remove an answer and free its memory; return True if it was there."""
         for number, row in enumerate(self._rows):
             if row.key == key:
-                self.slots.remove(number)
+                self.store.remove(number)
                 self._rows[number] = self._rows[-1]
                 self._rows.pop()
                 return True
@@ -140,18 +144,15 @@ class DecodeBatch:
         tokens = torch.tensor([[row.token] for row in rows], device=device)
         places = [list(axis) for axis in zip(*(row.position for row in rows), strict=True)]
         positions = torch.tensor(places, device=device)[..., None]  # [A, B, 1]
-        cache, mask = self.slots.cache()
-        output = self.decoder(
-            inputs_embeds=self._table(tokens),
-            attention_mask=mask,
-            position_ids=positions if len(positions) > 1 else positions[0],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        self.slots.lengths = [length + 1 for length in self.slots.lengths]
-        found = logits(self._output, self.decoder, output.last_hidden_state[:, -1])
+        embeds = self._table(tokens)
+        hidden = self.lane.run(self.store.attend, self.store.advance(), embeds, positions)
+        return self._chosen(self.lane.logits(hidden[:, -1]))
+
+    def _chosen(self, logits: Tensor) -> list[tuple[Hashable, int | Exception]]:
+        """Choose the next tokens from logits `[B, V]`."""
+        rows = self._rows
         draws = [Draw(row.sampling, row.step) for row in rows]
-        chosen = self.chooser.choose(found, draws, [row.seen for row in rows])
+        chosen = self.chooser.choose(logits, draws, [row.seen for row in rows])
         for row, token in zip(rows, chosen, strict=True):
             row.step, row.position = row.step + 1, [place + 1 for place in row.position]
             if isinstance(token, int):
@@ -171,6 +172,7 @@ class Writer:
         self._tokenizer, self._sampling, self._ends = tokenizer, sampling, ends
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens before `_start` are written; up to `_read` too
+        self._pieces: dict[tuple[int, ...], str] = {}  # texts of written pieces, which recur
         self._held = ""  # text that may become a stop string
         self.over: Reason | None = None  # reason of the end; None while the answer goes on
         self.count = 0
@@ -197,13 +199,15 @@ class Writer:
 
     def _decoded(self, last: bool) -> str:
         """Return the text of the new tokens; an incomplete character waits for its rest."""
-        before = self._text(self._tokens[self._start : self._read])
+        piece = tuple(self._tokens[self._start : self._read])
+        if piece not in self._pieces:
+            self._pieces[piece] = self._text([*piece])
         now = self._text(self._tokens[self._start :])
         if not last and now.endswith(_HALF):
             return ""
         # The space before a word may depend on the piece before it, so one written piece is kept.
         self._start, self._read = self._read, len(self._tokens)
-        return now[len(before) :]
+        return now[len(self._pieces[piece]) :]
 
     def _text(self, tokens: list[int]) -> str:
         found: str = self._tokenizer.decode(tokens, skip_special_tokens=True)

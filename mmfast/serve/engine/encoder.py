@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,14 +14,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, check_media
 from mmfast.models.prompt import chat_inputs
 from mmfast.models.reduction.decoder_signals import AHEAD
-from mmfast.models.reduction.inputs import compress
+from mmfast.models.reduction.inputs import compressed
 from mmfast.models.reduction.record import features_given, flat
+from mmfast.models.reduction.sequence import Sequences
+from mmfast.models.reduction.site import sites_of
 from mmfast.serve.engine.base import Media, Request
 from mmfast.serve.engine.media import (
     ByteCache,
@@ -33,6 +36,7 @@ from mmfast.serve.engine.media import (
     units,
     whole,
 )
+from mmfast.serve.engine.policies import PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Prepared
 
 BLOCK = 16  # tokens; prefixes are compared in steps of these
@@ -43,7 +47,7 @@ def embedded(
 ) -> dict[str, Any]:
     """Return the fields of `Embedded` that the language model reads.
 
-    `rest` is what `compress` returns and `whole` the encoder outputs before reduction, by kind. A
+    `rest` is what `compressed` returns and `whole` the encoder outputs before reduction, by kind. A
     kind without identities `[n]` in `named` is hashed.
     """
     base, ids = model.base_model, rest["input_ids"][0]
@@ -166,7 +170,7 @@ def _joined(
     trace.add("encode", visual, visual, sum(fresh))
     inputs = {**prepared.inputs, "mm_encoder_outputs": outputs}
     try:
-        rest = compress(model, inputs, prepared.reduce, trace)
+        rest, sequences = compressed(model, inputs, prepared.reduce, trace)
     except ModelError as error:
         if not prepared.reduce:
             raise
@@ -181,7 +185,24 @@ def _joined(
         kept_tokens=kept_tokens(visual, trace),
         rows=document["rows"],
         reductions=document["reductions"],
+        images=_images(model, prepared.inputs, sequences),
+        recipe=_recipe(prepared, sequences, trace),
     )
+
+
+def _images(model: Any, inputs: Mapping[str, Any], sequences: Sequences) -> Tensor | None:
+    """Return the image `[m]` inside which a token sees forward, -1 outside; None in most models."""
+    blocks = adapter_for(model).blocks(inputs)
+    if blocks is None:
+        return None
+    return blocks[0] if sequences.index is None else blocks[0][sequences.index[0]]
+
+
+def _recipe(prepared: Prepared, sequences: Sequences, trace: Trace) -> PromptRecipe | None:
+    plan = call_plan(prepared.cache)
+    if plan is None and not prepared.deep:
+        return None
+    return PromptRecipe(tuple(sites_of(prepared.deep)), plan, sequences, trace)
 
 
 def kept_tokens(visual: int, trace: Trace) -> int:
@@ -219,7 +240,7 @@ class Slicer:
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
-    def run(self, call: Callable[[], T], blocks: nn.ModuleList) -> Generator[None, None, T]:
+    def run(self, call: Callable[[], T], blocks: Iterable[nn.Module]) -> Generator[None, None, T]:
         """Yield each time `call` stops at a block; return the value of the call."""
         self._call, self._result = call, None
         self.longest = self.total = 0.0
@@ -263,7 +284,7 @@ class Slicer:
         return self._result is not None
 
     @contextmanager
-    def _stops(self, blocks: nn.ModuleList) -> Iterator[None]:
+    def _stops(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
         handles = [block.register_forward_pre_hook(self._before) for block in blocks]
         try:
             yield
@@ -319,9 +340,16 @@ class MediaEncoder:
         self.kept: ByteCache[UnitFeatures] = ByteCache(memory, lambda known: known.nbytes)
         self._lock = threading.Lock()  # a tokenizer serves one thread at a time
 
-    def prepare(self, request: Request, reduce: str | None = None) -> Prepared:
+    def prepare(
+        self,
+        request: Request,
+        reduce: str | None = None,
+        deep: tuple[Spec, ...] = (),
+        cache: str | None = None,
+    ) -> Prepared:
         """Run the processor on a request; any thread may call this.
 
+        `deep` are reducers inside the language model and `cache` is a KV policy, for later stages.
         Raises `SpecError` if `reduce` is wrong or does not act at site `pre`.
         """
         start = time.perf_counter()
@@ -346,7 +374,7 @@ class MediaEncoder:
             reason = " ".join(str(error).split())[:200]
             raise MmfastError(f"the model's processor takes no such request: {reason}") from error
         ms = (time.perf_counter() - start) * 1e3
-        return Prepared(request, inputs, media, reduce or None, ms)
+        return Prepared(request, inputs, media, reduce or None, ms, deep, cache)
 
     def encode(self, batch: Sequence[Prepared]) -> list[Result]:
         """Encode, reduce and embed; a request that fails gets its error, the others go on."""

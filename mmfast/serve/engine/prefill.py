@@ -1,79 +1,226 @@
-"""Prefill of prompts in chunks, and the keys and values of prefixes for later prompts."""
+"""Prefill of prompts in chunks, and the keys and values of prefixes for later prompts.
+
+A pass takes tokens of several prompts, and each of them runs through the layers that it needs: a
+prompt that is cut before layer K runs through the layers before K in chunks, is cut, and what is
+left of it runs through the others in later passes.
+"""
 
 from __future__ import annotations
 
+import copy
+import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.kv import KVBlock
-from mmfast.models.families.adapter import Adapter, adapter_for
-from mmfast.models.wrappers import FULL, kind_of
+from mmfast.core.trace import Trace
+from mmfast.models.decoder.rotary import RawCapture
+from mmfast.models.patching import override
+from mmfast.models.reduction.call import PromptPart
+from mmfast.models.reduction.sequence import Sequences
+from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.encoder import BLOCK
+from mmfast.serve.engine.lane import AttentionCall, Lane, passing
 from mmfast.serve.engine.media import ByteCache
-from mmfast.serve.engine.slots import Embedded, Filled, prompts_cache, prompts_mask
-
-
-def check_batches(model: Any) -> None:
-    """Refuse a model whose rows cannot have different lengths in one pass.
-
-    The `ModelError` names the reason.
-    """
-    decoder, name = model.get_decoder(), type(model).__name__
-    kinds = {kind_of(decoder.config, i) for i in range(len(decoder.layers))} - {FULL}
-    attention = str(decoder.config._attn_implementation)
-    if kinds:
-        raise ModelError(f"{name} has layers of kind {', '.join(sorted(kinds))}")
-    if adapter_for(model).blocks is not Adapter.__dataclass_fields__["blocks"].default:
-        raise ModelError(f"tokens of an image attend forward in {name}")
-    if attention not in ("sdpa", "eager"):
-        raise ModelError(f"{name} runs {attention!r} attention, which takes no masks of rows")
+from mmfast.serve.engine.policies import PromptPolicy, PromptRecipe
+from mmfast.serve.engine.slots import Embedded, Filled
 
 
 class PrefillJob:
-    """A prompt during prefill."""
+    """A prompt during prefill.
+
+    It runs through the layers from `low` on, before `high`, where it is cut; None is the end of the
+    model. `hidden` `[n, D]` is what enters `low`.
+    """
 
     def __init__(self, prompt: Embedded, prefix: tuple[KVBlock, int] | None = None):
         self.prompt = prompt
-        self.layers: list[RowBuffer] = []  # keys and values `[2, H, m, d]`, filled up to `done`
+        self.hidden, self.positions = prompt.embeds, prompt.positions
+        self.visual, self.planes, self.blocks = prompt.visual, prompt.planes, prompt.images
+        self.low, self.high = 0, None  # type: int, int | None
+        # keys and values `[2, H, m, d]` by layer, filled up to `done`; convolutions by layer
+        self.layers: dict[int, RowBuffer] = {}
+        self.states: dict[int, Any] = {}
+        self.last: RowBuffer | None = None  # of the layer whose attention a cut reads
+        self.carry: list[Tensor] = []  # what enters `high`, of the passes so far
+        self.error: Exception | None = None  # a reducer failed, and the prompt cannot go on
+        self.policy: PromptPolicy | None = None
         self.done = self.reused = 0  # tokens read so far, and those of them that were cached
         self.logits: Tensor | None = None  # `[V]` float32 at the last token; None until then
         if prefix is not None:
             held, self.reused = prefix
             self.done = self.reused
-            for pair in zip(held.keys, held.values, strict=True):
+            for index, pair in enumerate(zip(held.keys, held.values, strict=True)):
                 heads, _, width = pair[0].shape
                 own = RowBuffer(data=pair[0].new_zeros(2, heads, prompt.length, width))
                 own.write(*(each[:, : self.done] for each in pair), at=0)
-                self.layers.append(own)
+                self.layers[index] = own
 
     @property
     def left(self) -> int:
-        """Number of tokens still to read."""
-        return self.prompt.length - self.done
+        """Number of tokens still to read in the layers at hand; 0 at the end of all."""
+        return len(self.hidden) - self.done
+
+    @property
+    def waits(self) -> bool:
+        """It has been read up to the layer before which it is to be cut."""
+        return self.high is not None and not self.left and self.error is None
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return sum(each.nbytes for each in self.layers)
+        ended = 0 if self.policy is None else self.policy.nbytes
+        return ended + sum(each.nbytes for each in list(self.layers.values()))
+
+    def fitting(self, n: int) -> int:
+        """Return how many tokens to read for `n`: an image that attends forward is not parted."""
+        stop, blocks = self.done + n, self.blocks
+        if blocks is None or stop >= len(blocks) or blocks[stop] < 0:
+            return n
+        same = (blocks[stop:] != blocks[stop - 1]).nonzero()
+        return n + (int(same[0]) if len(same) else len(blocks) - stop)
+
+
+@dataclass(eq=False)
+class _Part:
+    """The tokens of one prompt in one pass: its `start` to `stop`, rows `first` to `last`."""
+
+    job: PrefillJob
+    start: int
+    stop: int
+    first: int
+    carry: Tensor | None = None  # `[n, D]` that enters the layer before which the prompt is cut
+    seen: dict[int, Any] = field(default_factory=dict)  # of the attention, by layer
+    raw: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    masks: dict[bool, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the pass."""
+        return slice(self.first, self.first + self.stop - self.start)
+
+    def runs(self, layer: int) -> bool:
+        """Return True if the part runs through a layer."""
+        high = self.job.high
+        return self.job.low <= layer and (high is None or layer < high)
+
+
+class _OverError(Exception):
+    """No part of a pass runs through the layers to come."""
+
+
+class _Pass:
+    """One pass over parts of prompts."""
+
+    def __init__(self, lane: Lane, parts: Sequence[_Part], raw: Any) -> None:
+        self.lane, self.parts, self._raw = lane, parts, raw
+        self._thread = threading.get_ident()
+        self._active: Sequence[_Part] = parts
+
+    def attend(
+        self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Store keys and values of every part, and attend to what its prompt has in this layer."""
+        found, row = [], 0
+        for part in self._active:
+            new = slice(row, row + part.stop - part.start)
+            row = new.stop
+            job, start = part.job, 0
+            own = job.layers.get(index)
+            if own is None:
+                heads, width = key.shape[1], key.shape[3]
+                own = RowBuffer(data=key.new_zeros(2, heads, len(job.hidden), width))
+                job.layers[index] = own
+            own.write(key[0, :, new], value[0, :, new], at=part.start)
+            sliding = self.lane.kinds[index] == SLIDING
+            if sliding:
+                start = max(0, part.start - self.lane.window + 1)
+            keys, values = (own.read(p, start, part.stop)[None] for p in (0, 1))
+            if sliding not in part.masks:
+                part.masks[sliding] = self._mask(part, start, sliding)
+            mask = part.masks[sliding]
+            queries = query[:, :, new]
+            found.append(attention(queries, keys, values, mask))
+            if job.policy is not None and job.policy.reads(index):
+                seen = queries, keys, values, mask
+                last = len(job.hidden) - part.stop
+                section = PromptPart(0, last, part.start == 0)
+                part.seen[index] = job.policy.look(index, attention, section, *seen)
+            if job.policy is not None and job.policy.retrieves:
+                raw = self._raw.keys[index][:, :, new], self._raw.queries[index][:, :, new]
+                part.raw[index] = raw
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def layer(self, index: int, stock: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the parts `[1, n, D]` through a layer that go through it; the others stay."""
+        if threading.get_ident() != self._thread:
+            return stock(hidden, *args, **kwargs)
+        for part in self.parts:
+            if part.job.high == index:
+                part.carry = hidden[0, part.rows].clone()
+            elif part.job.low == index and index:
+                hidden = hidden.clone()
+                hidden[0, part.rows] = part.job.hidden[part.start : part.stop]
+        self._active = [part for part in self.parts if part.runs(index)]
+        if len(self._active) == len(self.parts):
+            return stock(hidden, *args, **kwargs)
+        if not self._active:
+            if all(part.job.low < index for part in self.parts):
+                raise _OverError
+            return hidden
+        numbers = range(hidden.shape[1])
+        rows = torch.tensor(
+            [i for part in self._active for i in numbers[part.rows]], device=hidden.device
+        )
+        places = kwargs["position_embeddings"]
+        kwargs["position_embeddings"] = tuple(each.index_select(-2, rows) for each in places)
+        kwargs["position_ids"] = None
+        return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
+
+    def _mask(self, part: _Part, first: int, sliding: bool) -> Tensor | None:
+        """Return what the tokens of a part see of the keys from `first` on, `[1, 1, n, keys]`."""
+        blocks, window = part.job.blocks, self.lane.window
+        sliding = sliding and part.stop > window
+        whole = part.start == first == 0 and self.lane.name != "eager"
+        flash = "flash" in self.lane.name  # counts from the end, and knows windows
+        if blocks is None and (flash or (whole and not sliding)):
+            return None
+        device = part.job.hidden.device
+        key = torch.arange(first, part.stop, device=device)
+        query = torch.arange(part.start, part.stop, device=device)[:, None]
+        seen = key <= query
+        if blocks is not None:
+            mine = blocks[part.start : part.stop, None]
+            seen |= (mine >= 0) & (mine == blocks[first : part.stop])
+        if sliding:
+            seen &= key > query - window
+        return seen[None, None]
 
 
 class Prefiller:
     """Computes the keys and values of prompts, at most `chunk` tokens in one pass.
 
-    Raises `ModelError` if the rows of the model cannot have different lengths in one pass.
+    Raises `ModelError` if the rows of the model cannot be told apart in one pass.
     """
 
     def __init__(self, model: Any, chunk: int = 256) -> None:
-        check_batches(model)
+        self.lane = Lane(model)
         self.model, self.chunk = model, chunk
-        self.decoder, self._output = model.get_decoder(), model.get_output_embeddings()
-        layer, config = self.decoder.layers[0], self.decoder.config
+        self.decoder = self.lane.decoder
+        self.slice: float | None = None  # seconds that policies may act in one unit of work
+        self._alone = CONV in self.lane.kinds  # a convolution would run from prompt to prompt
+        config = self.decoder.config
+        attending = next(iter(self.lane.modules))
+        layer = self.decoder.layers[attending]
         width = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
@@ -84,16 +231,46 @@ class Prefiller:
         config = model.generation_config
         self._penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """The keys and values of a prefix are all that a prompt needs of it."""
+        return not self._alone
+
+    def job(
+        self, prompt: Embedded, most: int, prefix: tuple[KVBlock, int] | None = None
+    ) -> PrefillJob:
+        """Return the job of a prompt that becomes `most` tokens with its answer."""
+        if prefix is not None and prompt.images is not None:
+            blocks, n = prompt.images, prefix[1]
+            while n and blocks[n] >= 0 and blocks[n] == blocks[n - 1]:
+                n -= 1
+            prefix = (prefix[0], n) if n else None
+        job = PrefillJob(prompt, prefix)
+        recipe = prompt.recipe
+        if recipe is None and self._alone:
+            recipe = PromptRecipe((), None, Sequences(prompt.length, [], [], []), Trace())
+        if recipe is not None:
+            job.policy = PromptPolicy(self.model, self.lane, recipe, most)
+            job.high = next(iter(job.policy.cuts), None)
+            if job.high == 0:
+                self._try(job)
+        return job
+
     def fill(self, prompts: Sequence[Embedded]) -> list[Filled]:
         """Read whole prompts, as many as fit at a time."""
-        jobs = [PrefillJob(prompt) for prompt in prompts]
-        while any(job.left for job in jobs):
+        jobs = [self.job(prompt, prompt.length) for prompt in prompts]
+        while any(job.logits is None and job.error is None for job in jobs):
             self.step(jobs)
         return [self.result(job) for job in jobs]
 
     def cost(self, job: PrefillJob, tokens: int = 1) -> float:
-        """Return the work on the next tokens of a job, in tokens without earlier tokens."""
-        return tokens * (self._even + job.done) / self._even
+        """Return the work on the next tokens of a job, in tokens behind at most a chunk.
+
+        A token that runs through a part of the layers counts in part.
+        """
+        layers = len(self.lane.kinds)
+        part = ((layers if job.high is None else job.high) - job.low) / layers
+        return part * tokens * max(1.0, (self._even + job.done) / (self._even + self.chunk))
 
     def plan(
         self, jobs: Sequence[PrefillJob], waited: bool = False
@@ -106,10 +283,14 @@ class Prefiller:
         prompt takes no longer than another.
         """
         price = self.cost if waited else _one
+        if (read := next((job for job in jobs if job.waits), None)) is not None:
+            if self._settled(read, self.slice):
+                self._try(read)
+            return []
         waiting = [job for job in jobs if job.left]
         if not waiting:
             return []
-        first, *others = waiting
+        first, *others = waiting[:1] if self._alone else waiting
         plan = {first: min(first.left, max(1, int(self.chunk // 2 / price(first))))}
         room = self.chunk - plan[first] * price(first)
         for job in sorted(others, key=lambda job: job.left):
@@ -122,7 +303,7 @@ class Prefiller:
         following = next((job for job in others if job not in plan), None)
         if following is not None and room >= price(following):
             plan[following] = min(following.left, int(room / price(following)))
-        return list(plan.items())
+        return [(job, job.fitting(n)) for job, n in plan.items()]
 
     @torch.inference_mode()
     def step(self, jobs: Sequence[PrefillJob]) -> list[PrefillJob]:
@@ -134,23 +315,33 @@ class Prefiller:
         """Run one pass over the next tokens of some jobs; return those that it ended."""
         if not plan:
             return []
-        spans = [(job.done, job.done + n) for job, n in plan]
-        parts = [(job.prompt, *span) for (job, _), span in zip(plan, spans, strict=True)]
-        embeds = torch.cat([p.embeds[a:b] for p, a, b in parts])[None]
-        positions = torch.cat([p.positions[:, a:b] for p, a, b in parts], 1)
-        causal = len(spans) == 1 and spans[0][0] == 0
-        mask = None if causal else prompts_mask(spans, embeds.dtype).to(embeds.device)
-        buffers, room = [job.layers for job, _ in plan], [job.prompt.length for job, _ in plan]
-        output = self.decoder(
-            inputs_embeds=embeds,
-            attention_mask=mask,
-            position_ids=positions[:, None] if len(positions) > 1 else positions,
-            past_key_values=prompts_cache(len(self.decoder.layers), buffers, spans, room),
-            use_cache=True,
-            **_planes(parts),
-        )
-        return self._advance(plan, output.last_hidden_state[0])
+        parts, row = [], 0
+        for job, n in plan:
+            parts.append(_Part(job, job.done, job.done + n, row))
+            row += n
+        embeds = torch.cat([p.job.hidden[p.start : p.stop] for p in parts])[None]
+        positions = torch.cat([p.job.positions[:, p.start : p.stop] for p in parts], 1)
+        states = self._states(parts)
+        watched = any(p.job.policy is not None and p.job.policy.retrieves for p in parts)
+        with ExitStack() as stack:
+            raw = None
+            if watched:
+                capture = RawCapture(self.decoder)
+                stack.callback(capture.remove)
+                raw = stack.enter_context(capture.recording())
+            running = _Pass(self.lane, parts, raw)
+            if any(p.job.low or p.job.high is not None for p in parts):
+                for index, layer in enumerate(self.decoder.layers):
+                    stack.enter_context(override(layer, "forward", partial(running.layer, index)))
+            cache = passing([states.get(i) for i in range(len(self.lane.kinds))])
+            more = _planes([(p.job, p.start, p.stop) for p in parts])
+            try:
+                hidden = self.lane.run(running.attend, cache, embeds, positions[:, None], **more)
+            except _OverError:
+                hidden = None
+        return self._advance(parts, None if hidden is None else hidden[0], states)
 
+    @torch.inference_mode()
     def result(self, job: PrefillJob) -> Filled:
         """Return the result of a job that has ended."""
         assert job.logits is not None
@@ -158,25 +349,127 @@ class Prefiller:
         seen = None
         if self._penalty != 1 and prompt.whole is not None:
             seen = prompt.whole.unique()
-        keys, values = (tuple(each.read(p, 0, job.done) for each in job.layers) for p in (0, 1))
-        return Filled(
-            KVBlock(keys, values), prompt.positions[:, -1] + 1, job.logits, job.reused, seen
-        )
+        position = prompt.positions[:, -1] + 1
+        if job.policy is not None:
+            while not self.settled(job):
+                pass
+            return Filled(KVBlock(), position, job.logits, 0, seen, job.policy.row())
+        layers = [job.layers[i] for i in sorted(job.layers)]
+        keys, values = (tuple(each.read(p, 0, job.done) for each in layers) for p in (0, 1))
+        return Filled(KVBlock(keys, values), position, job.logits, job.reused, seen)
 
-    def _advance(self, plan: Sequence[tuple[PrefillJob, int]], hidden: Tensor) -> list[PrefillJob]:
-        ended, at, row = [], [], 0
-        for job, n in plan:
-            row += n
-            if job.left == n:
-                ended.append(job)
-                at.append(row - 1)
+    def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
+        """Return copies of the convolutions of the one prompt of a pass, which may fail."""
+        if not self._alone:
+            return {}
+        (part,) = parts
+        if not part.job.states:
+            from transformers import DynamicCache
+
+            made = DynamicCache(config=self.decoder.config).layers
+            return {i: made[i] for i, kind in enumerate(self.lane.kinds) if kind == CONV}
+        return copy.deepcopy(part.job.states)
+
+    def _advance(
+        self, parts: Sequence[_Part], hidden: Tensor | None, states: dict[int, Any]
+    ) -> list[PrefillJob]:
+        ended = [p for p in parts if p.stop == len(p.job.hidden) and p.job.high is None]
         if ended:  # before the tokens count as read, for this may fail
-            found = logits(self._output, self.decoder, hidden[at])
-            for job, mine in zip(ended, found, strict=True):
-                job.logits = mine
-        for job, n in plan:
-            job.done += n
-        return ended
+            assert hidden is not None
+            found = self.lane.logits(hidden[[p.rows.stop - 1 for p in ended]])
+            for part, mine in zip(ended, found, strict=True):
+                part.job.logits = mine
+        for part in parts:
+            job = part.job
+            job.done, job.states = part.stop, states
+            if job.policy is not None:
+                for index in {*part.seen, *part.raw}:
+                    seen = part.seen.get(index, (None, {}))
+                    job.policy.keep(index, seen, part.raw.get(index))
+            if part.carry is not None:
+                job.carry.append(part.carry)
+                if job.waits and job.done <= self.chunk:  # else a unit of work of its own
+                    self._try(job)
+        return [part.job for part in ended]
+
+    def settled(self, job: PrefillJob) -> bool:
+        """Let the policies of a job that has ended act on some layers; True if that is all."""
+        try:
+            return job.policy is None or self._settled(job, self.slice)
+        except Exception as error:
+            raise _fitting(error) from error
+
+    def _try(self, job: PrefillJob) -> None:
+        try:
+            self._cut(job)
+        except Exception as error:  # of this prompt alone: the pass went well
+            job.error = _fitting(error)
+
+    @torch.inference_mode()
+    def _settled(self, job: PrefillJob, budget: float | None) -> bool:
+        """Let policies act on layers that have read all of a prompt, for so many seconds.
+
+        True if that is all of them; the attention before a cut is kept until then.
+        """
+        policy, start = job.policy, time.perf_counter()
+        assert policy is not None
+        high = len(self.lane.kinds) if job.high is None else job.high
+        while (index := policy.ended) < high:
+            if budget is not None and time.perf_counter() - start > budget:
+                return False
+            if index + 1 == job.high:
+                job.last = job.layers.get(index)
+            policy.end(job.layers.pop(index, None), job.states.get(index))
+        return True
+
+    @torch.inference_mode()
+    def _cut(self, job: PrefillJob) -> None:
+        """Reduce a prompt that has been read up to the layer before which it is cut."""
+        policy, layer = job.policy, job.high
+        assert policy is not None and layer is not None
+        # The entries of the layers read so far have the places from before the cut.
+        self._settled(job, None)
+        hidden = torch.cat(job.carry) if job.carry else job.hidden
+        scaling, keys, mask = None, None, None
+        if layer - 1 in self.lane.modules and policy.step.reads(layer - 1):
+            scaling = getattr(self.lane.modules[layer - 1], "scaling", None)
+            assert job.last is not None
+            keys = job.last.read(0, 0, job.done)[None]
+            part = _Part(job, 0, job.done, 0)
+            sliding = self.lane.kinds[layer - 1] == SLIDING
+            mask = _Pass(self.lane, (), None)._mask(part, 0, sliding)
+        seen = hidden[None], keys, scaling, mask
+        cuts = policy.cut(layer, *seen)
+        canvas = _canvas(job)
+        for cut in cuts:
+            hidden = cut(hidden[None])[0]
+            order = cut.order[0]
+            job.positions = job.positions[:, order.to(job.positions.device)]
+            if job.blocks is not None:
+                job.blocks = job.blocks[order]
+            if job.visual is not None:
+                job.visual = job.visual[order]
+                canvas = [cut(plane[None])[0] for plane in canvas]
+        if job.visual is not None:
+            job.planes = tuple(plane[job.visual] for plane in canvas)
+        job.hidden, job.carry, job.done, job.low = hidden, [], 0, layer
+        job.last = None
+        job.high = next((each for each in policy.cuts if each > layer), None)
+
+
+def _canvas(job: PrefillJob) -> list[Tensor]:
+    """DeepStack features in the places of all tokens, `[n, D]` each."""
+    made = []
+    for plane in job.planes:
+        assert job.visual is not None
+        made.append(plane.new_zeros(len(job.visual), plane.shape[1]))
+        made[-1][job.visual] = plane
+    return made
+
+
+def _fitting(error: Exception) -> Exception:
+    """Return the error of a spec that does not fit this model or prompt, as the user's own."""
+    return SpecError(str(error)) if isinstance(error, ModelError) else error
 
 
 def _one(job: PrefillJob) -> float:
@@ -188,13 +481,6 @@ def reusable(length: int) -> int:
     return (length - 1) // BLOCK * BLOCK
 
 
-def logits(output: Any, decoder: Any, hidden: Tensor) -> Tensor:
-    """Return logits `[B, V]` float32 of last hidden states `[B, D]`."""
-    found: Tensor = output(hidden).float()
-    cap = getattr(decoder.config, "final_logit_softcapping", None)
-    return found if cap is None else cap * torch.tanh(found / cap)
-
-
 @torch.inference_mode()
 def token_bytes(prefiller: Prefiller) -> int:
     """Measure the bytes of keys and values of one token."""
@@ -203,24 +489,25 @@ def token_bytes(prefiller: Prefiller) -> int:
     wide = hasattr(getattr(prefiller.decoder, "rotary_emb", None), "mrope_section")
     places = torch.arange(2, device=table.device).expand(3 if wide else 1, -1)
     ids = torch.zeros(2, dtype=torch.int64, device=table.device)
-    (filled,) = prefiller.fill([Embedded(embed(ids), places)])
-    return filled.kv.nbytes // 2
+    job = PrefillJob(Embedded(embed(ids), places))
+    prefiller.step([job])
+    return job.nbytes // 2
 
 
-def _planes(parts: Sequence[tuple[Embedded, int, int]]) -> dict[str, Any]:
+def _planes(parts: Sequence[tuple[PrefillJob, int, int]]) -> dict[str, Any]:
     """Return the DeepStack arguments for the tokens of a pass."""
-    count = max(len(prompt.planes) for prompt, _, _ in parts)
+    count = max(len(job.planes) for job, _, _ in parts)
     if not count:
         return {}
     marks, planes = [], [[] for _ in range(count)]  # type: list[Tensor], list[list[Tensor]]
-    for prompt, start, stop in parts:
-        if prompt.visual is None:
-            marks.append(torch.zeros(stop - start, dtype=torch.bool, device=prompt.embeds.device))
+    for job, start, stop in parts:
+        if job.visual is None:
+            marks.append(torch.zeros(stop - start, dtype=torch.bool, device=job.hidden.device))
             continue
-        marks.append(prompt.visual[start:stop])
-        first = int(prompt.visual[:start].sum())
-        last = first + int(prompt.visual[start:stop].sum())
-        for own, plane in zip(planes, prompt.planes, strict=True):
+        marks.append(job.visual[start:stop])
+        first = int(job.visual[:start].sum())
+        last = first + int(job.visual[start:stop].sum())
+        for own, plane in zip(planes, job.planes, strict=True):
             own.append(plane[first:last])
     visual = torch.cat(marks)
     if not bool(visual.any()):

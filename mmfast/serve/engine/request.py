@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.spec import Spec
 from mmfast.core.trace import peak_bytes
 from mmfast.serve.engine.base import Delta, Emit, Event, Failure, Finish, Request, SamplingOptions
 from mmfast.serve.engine.base import failure as failure_of
 from mmfast.serve.engine.decode import Writer
-from mmfast.serve.engine.encoder import early
 from mmfast.serve.engine.slots import Prepared
 
 
@@ -31,10 +31,15 @@ class ActiveRequest:
         # spec string of reducers; the planner's where there is a latency target
         self.reduce: str | None = None
         self.cache: str | None = None
+        # the part of `reduce` between vision tower and language model, and the part inside it
+        self.early: str | None = None
+        self.deep: tuple[Spec, ...] = ()
+        self.batched = False  # the request is read in a pass with others
         self.target: float | None = None  # latency target of the planner in milliseconds
         self.plan_ms: float | None = None
-        # reserve: most tokens whose keys and values the request may hold
-        self.cached = self.reserve = 0
+        # reserve: most tokens whose keys and values the request may hold behind its prompt,
+        # piece: those of the prompt while it is read
+        self.cached = self.reserve = self.piece = 0
         # the last event was sent; the receiver of the events raised an exception
         self.over = self.broken = False
         self.began = time.perf_counter()
@@ -42,11 +47,12 @@ class ActiveRequest:
         self._first = 0.0
         self._unsent = 0
 
-    def adopt(self, reduce: str | None) -> None:
-        """Take the reducers that the planner chose."""
-        self.reduce = reduce
-        if self.prepared is not None and early(reduce):
-            self.prepared = replace(self.prepared, reduce=reduce)
+    def adopt(self, early: str | None, deep: tuple[Spec, ...], batched: bool) -> None:
+        """Take the parts of `reduce`, and whether the request is read with others."""
+        self.early, self.deep, self.batched = early, deep, batched
+        if self.prepared is not None:
+            cache = self.cache or None
+            self.prepared = replace(self.prepared, reduce=early, deep=deep, cache=cache)
 
     def push(self, token: int) -> bool:
         """Send the next token; return True while the answer goes on."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,24 +16,30 @@ from transformers import DynamicCache
 from mmfast.attach import attach
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.kv import KVBlock
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.models.families.adapter import token_counts
+from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
 from mmfast.serve.engine.batch import RunningBatch
+from mmfast.serve.engine.bucket import taken
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
-from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
+from mmfast.serve.engine.encoder import MediaEncoder, Slicer, axes, early, kept_tokens
 from mmfast.serve.engine.media import ByteCache
+from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.request import ActiveRequest
-from mmfast.serve.engine.slots import CacheSlots, Draw
+from mmfast.serve.engine.rows import layer_bytes
+from mmfast.serve.engine.slots import Draw, Filled
 
 
-class _AttachedAnswer:
+class AttachedAnswer:
+    """An answer whose prompt is read under `attach`."""
+
     def __init__(self, answer: ActiveRequest) -> None:
         self.answer = answer
         self.cache: Any = None
@@ -42,19 +49,36 @@ class _AttachedAnswer:
         self.seen: Tensor | None = None
         self.trace = Trace()
         self.visual = 0  # tokens before reduction
-        self.read = 0.0, 0  # milliseconds of the processor, and tokens of the prompt
+        self.ms, self.length = 0.0, 0  # milliseconds of the processor, and tokens of the prompt
+
+    def read_trace(self) -> dict[str, Any]:
+        """Return the entries of the trace."""
+        trace = Trace()
+        trace.add("read", 0, self.length, self.ms)
+        self.trace.rows.insert(0, trace.rows[0])
+        facts = {"visual_tokens": self.visual, "kept_tokens": kept_tokens(self.visual, self.trace)}
+        return {**self.trace.to_dict(), **facts, "prompt": self.length}
 
 
 class SequentialRunner:
-    """Runs answers under `attach`, one step of one answer at a time.
+    """Runs prompts under `attach`, and the answers that cannot decode with others step by step.
 
     The hooks are attached during a step only, so no other request meets them; the state between two
-    steps is in the answer's cache.
+    steps is in the answer's cache. A prompt is read in slices, between which other answers decode;
+    after its first token an answer that `join` takes is over here.
     """
 
-    def __init__(self, model: Any, chooser: Chooser, served: Callable[[str, float], None]) -> None:
-        self._model, self._chooser, self._served = model, chooser, served
-        self._own: dict[str, _AttachedAnswer] = {}
+    def __init__(
+        self,
+        model: Any,
+        chooser: Chooser,
+        served: Callable[[str, float], None],
+        join: Callable[[AttachedAnswer], bool],
+    ) -> None:
+        self._model, self._chooser, self._served, self._join = model, chooser, served, join
+        self._own: dict[str, AttachedAnswer] = {}
+        self.slicer = Slicer()
+        self._call: tuple[AttachedAnswer, Generator[None, None, Tensor]] | None = None
 
     @property
     def answers(self) -> list[ActiveRequest]:
@@ -63,42 +87,89 @@ class SequentialRunner:
 
     def start(self, answer: ActiveRequest) -> None:
         """Take a request in."""
-        self._own[answer.id] = _AttachedAnswer(answer)
+        self._own[answer.id] = AttachedAnswer(answer)
 
     def cancel(self, name: str) -> None:
         """Drop a request; its memory is free at once."""
         self._own.pop(name, None)
+        if self._call is not None and self._call[0].answer.id == name:
+            self._call[1].close()
+            self._call = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         mine = list(self._own.values())
         layers = (x for own in mine if own.cache for x in list(own.cache.layers))
-        return sum(_layer_bytes(layer) for layer in layers)
+        return sum(layer_bytes(layer) for layer in layers)
 
     @property
     def waits(self) -> bool:
         """True while a prompt is still to be read."""
-        return any(own.cache is None for own in list(self._own.values()))
+        return any(own.count == 0 for own in list(self._own.values()))
 
-    def step(self, prompts: bool) -> None:
-        """Read a prompt, or decode a token, of the next answer in turn; see `prompts`."""
-        own = next((o for o in self._own.values() if (o.cache is None) == prompts), None)
+    @property
+    def reading(self) -> bool:
+        """True while a prompt is being read, and the model is attached."""
+        return self._call is not None
+
+    def read(self, budget: float | None) -> None:
+        """Read a slice of the next prompt, of so many seconds; it stops at a layer."""
+        if self._call is None:
+            own = next(own for own in self._own.values() if own.count == 0)
+            call = partial(self._logits, own)
+            self._call = own, self.slicer.run(call, self._blocks(own.answer))
+        self.slicer.budget = budget
+        own, steps = self._call
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._call = None
+            self._push(own, end.value)
+        except Exception as error:
+            self._call = None
+            self._fail(own, error)
+
+    def step(self) -> None:
+        """Decode a token of the next answer in turn."""
+        own = next((own for own in self._own.values() if own.count), None)
         if own is None:
             return
         name = own.answer.id
         self._own[name] = self._own.pop(name)  # to the end of the queue
         try:
-            with torch.inference_mode():
-                token = self._next(own)
+            logits = self._logits(own)
+        except Exception as error:
+            self._fail(own, error)
+        else:
+            self._push(own, logits)
+
+    def _push(self, own: AttachedAnswer, logits: Tensor) -> None:
+        name, prompts = own.answer.id, own.count == 0
+        try:
+            token = self._chosen(own, logits)
             if not own.answer.push(token):
                 del self._own[name]
-                self._finish(own)
+                own.answer.read = own.read_trace(), own.length
+                own.answer.complete()
+            elif prompts and self._join(own):
+                del self._own[name]
         except Exception as error:
-            self._own.pop(name, None)
-            own.answer.fail(error)
+            self._fail(own, error)
 
-    def _next(self, own: _AttachedAnswer) -> int:
+    def _fail(self, own: AttachedAnswer, error: Exception) -> None:
+        self._own.pop(own.answer.id, None)
+        own.answer.fail(error)
+
+    def _blocks(self, answer: ActiveRequest) -> list[Any]:
+        """Layers before which the call on a prompt can stop."""
+        prepared, base = answer.prepared, self._model.base_model
+        kinds = [] if prepared is None else list(features_given(prepared.inputs))
+        towers = [adapter_for(self._model).tower_of(base, kind).blocks for kind in kinds]
+        return [*self._model.get_decoder().layers, *(block for mine in towers for block in mine)]
+
+    @torch.inference_mode()
+    def _logits(self, own: AttachedAnswer) -> Tensor:
         answer = own.answer
         start = time.perf_counter()
         try:
@@ -111,7 +182,11 @@ class SequentialRunner:
         if not own.count:
             own.trace = trace
             answer.prefill_ms = (time.perf_counter() - start) * 1e3
-        draw = Draw(answer.sampling, own.count)
+        return logits
+
+    @torch.inference_mode()
+    def _chosen(self, own: AttachedAnswer, logits: Tensor) -> int:
+        draw = Draw(own.answer.sampling, own.count)
         (token,) = self._chooser.choose(logits[:, -1].float(), [draw], [own.seen])
         if isinstance(token, Exception):
             raise token
@@ -120,7 +195,7 @@ class SequentialRunner:
             own.seen = torch.cat([own.seen, own.seen.new_tensor([token])]).unique()
         return token
 
-    def _prompt(self, own: _AttachedAnswer) -> Tensor:
+    def _prompt(self, own: AttachedAnswer) -> Tensor:
         prepared = own.answer.prepared
         assert prepared is not None
         inputs, model = dict(prepared.inputs), self._model
@@ -136,11 +211,11 @@ class SequentialRunner:
         ).logits
         counts = (token_counts(model, k, inputs, Trace()) for k in features_given(inputs))
         own.visual = sum(n for pairs in counts for n, _ in pairs)
-        own.read = prepared.ms, prepared.length
+        own.ms, own.length = prepared.ms, prepared.length
         own.answer.prepared = None  # pixels are not kept for the time of an answer
         return found
 
-    def _token(self, own: _AttachedAnswer) -> Tensor:
+    def _token(self, own: AttachedAnswer) -> Tensor:
         assert own.position is not None
         own.position = own.position + 1
         self._served(own.answer.payer, 1)
@@ -151,23 +226,6 @@ class SequentialRunner:
             use_cache=True,
         ).logits
         return found
-
-    def _finish(self, own: _AttachedAnswer) -> None:
-        answer, (ms, length) = own.answer, own.read
-        trace = Trace()
-        trace.add("read", 0, length, ms)
-        own.trace.rows.insert(0, trace.rows[0])
-        facts = {"visual_tokens": own.visual, "kept_tokens": kept_tokens(own.visual, own.trace)}
-        answer.read = {**own.trace.to_dict(), **facts, "prompt": length}, length
-        answer.complete()
-
-
-def _layer_bytes(layer: Any) -> int:
-    known = getattr(layer, "nbytes", None)
-    if isinstance(known, int):
-        return known
-    both = (getattr(layer, "keys", None), getattr(layer, "values", None))
-    return sum(each.nbytes for each in both if isinstance(each, Tensor))
 
 
 class ModelRunner:
@@ -190,14 +248,14 @@ class ModelRunner:
         self.encoder, self.model, self.processor = encoder, encoder.model, encoder.processor
         self._slots, self.limit, self._name = slots, limit, name
         self.chooser = Chooser(self.model)
-        self.sequential = SequentialRunner(self.model, self.chooser, served)
         self.batch: RunningBatch | None = None
         try:
             parts = Prefiller(self.model, chunk), DecodeBatch(self.model, slots)
             self.batch = RunningBatch(self.encoder, *parts, limit // 4, served)
             self.per_token = self.batch.per_token
-        except ModelError:  # sliding windows, convolutions, images that attend forward
+        except ModelError:  # layers whose rows cannot be told apart
             self.per_token = _stated_bytes(self.model)
+        self.sequential = SequentialRunner(self.model, self.chooser, served, self._join)
         self._planner: PipelinePlanner | None = None
         self._prompt_turn = False
 
@@ -215,22 +273,19 @@ class ModelRunner:
 
     def worst(self, more: Sequence[ActiveRequest] = ()) -> int:
         """Return the most tokens that the requests at work, and `more`, may come to hold."""
-        mine = [answer for answer in more if self.batched(answer)]
-        own = [*self.sequential.answers, *(answer for answer in more if not self.batched(answer))]
-        rows = pieces = 0
-        if self.batch is not None:
-            waiting = [*self.batch.coming, *mine]
-            rows = self.batch.decoder.slots.needed([answer.reserve for answer in waiting])
-            # Until it is copied to its row, a prompt lies in a tensor of its own.
-            pieces = sum(answer.reserve - answer.sampling.max_tokens for answer in waiting)
-        return rows + pieces + sum(answer.reserve for answer in own)
+        waiting = [*self.sequential.answers, *more]
+        if self.batch is None:
+            return sum(answer.piece + answer.reserve for answer in waiting)
+        waiting += self.batch.coming
+        store = self.batch.decoder.store
+        held = -(-store.held_bytes // self.per_token)
+        # Until it is copied to its row, a prompt lies in a tensor of its own.
+        pieces = sum(answer.piece for answer in waiting)
+        return store.needed([answer.reserve for answer in waiting]) + held + pieces
 
     def check_fits(self, answer: ActiveRequest) -> None:
         """Refuse a request that is too large even alone, naming the bytes needed and available."""
-        tokens = answer.reserve
-        if self.batched(answer):
-            rows, room = CacheSlots(0, self._slots).shape([answer.reserve])
-            tokens = rows * room + answer.reserve - answer.sampling.max_tokens
+        tokens = taken([answer.reserve]) + answer.piece
         if tokens * self.per_token > self.limit:
             raise MmfastError(
                 f"this request takes {tokens * self.per_token:,} bytes of keys and values, and "
@@ -241,6 +296,8 @@ class ModelRunner:
         """Return True if a request can start now; finished prompts make room."""
         if len(self.answers) >= self._slots:
             return False
+        if answer.target is not None and self.sequential.reading:
+            return False  # the planner runs the model, which must not be attached
         return self.worst([answer]) * self.per_token <= self.limit
 
     def gauges(self) -> dict[str, float]:
@@ -265,14 +322,30 @@ class ModelRunner:
     def check(self, answer: ActiveRequest) -> None:
         """Check the specs and the latency target of a request."""
         plan, specs = call_plan(answer.cache), parse(answer.reduce)
-        if not early(specs):
+        if specs:
             check(specs, self.model, plan)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
 
-    def batched(self, answer: ActiveRequest) -> bool:
-        """Return True if a request runs in the batch."""
-        return self.batch is not None and not answer.cache and early(answer.reduce)
+    def route(self, answer: ActiveRequest) -> None:
+        """Decide how the prompt of a request is read, and what its row will hold."""
+        assert answer.prepared is not None
+        plan, specs = call_plan(answer.cache), tuple(parse(answer.reduce))
+        specs = check(specs, self.model, plan) if specs else ()
+        between = [spec for spec in specs if early([spec])]
+        deep = tuple(spec for spec in specs if spec.site == "llm" and not spec.method.revives)
+        batched = self._decodes(answer) and len(between) + len(deep) == len(specs)
+        answer.adopt("+".join(map(str, between)) or None, deep, batched)
+        answer.piece, more = answer.prepared.length, answer.sampling.max_tokens
+        answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
+
+    def _decodes(self, answer: ActiveRequest) -> bool:
+        """Return True if the row of a request can decode with others."""
+        plan = call_plan(answer.cache)
+        # Such a score is made anew at every step, and lost tokens may come back.
+        steps = plan is not None and plan.score is not None and plan.score.method.moment == "always"
+        revives = any(spec.method.revives for spec in parse(answer.reduce))
+        return self.batch is not None and not steps and not revives
 
     def start(self, answer: ActiveRequest) -> None:
         """Take a request in; one with a latency target is planned now."""
@@ -282,7 +355,7 @@ class ModelRunner:
             except Exception as error:
                 answer.fail(error)
                 return
-        if self.batch is not None and self.batched(answer):
+        if self.batch is not None and answer.batched:
             self.batch.start(answer)
         else:
             self.sequential.start(answer)
@@ -310,7 +383,8 @@ class ModelRunner:
         # The hooks of a prompt would act on a call of the tower that is under way.
         free = self.sequential.waits and not (batch and batch.encoding)
         if free and (self._prompt_turn or not (batch and batch.coming)):
-            self.sequential.step(prompts=True)
+            waited = batch is not None and len(batch.decoder)
+            self.sequential.read(0.7 * batch.pace if batch is not None and waited else None)
             self._prompt_turn = False
         elif batch is not None:
             start = time.perf_counter()
@@ -321,7 +395,23 @@ class ModelRunner:
             self._prompt_turn = True
         if batch is not None:
             batch.decode()
-        self.sequential.step(prompts=False)
+        if not self.sequential.reading:
+            self.sequential.step()
+
+    @torch.inference_mode()
+    def _join(self, own: AttachedAnswer) -> bool:
+        """Decode an answer that was read under `attach` with the others, if that is possible."""
+        answer, batch = own.answer, self.batch
+        if batch is None or not self._decodes(answer):
+            return False
+        assert own.position is not None
+        plan = call_plan(answer.cache)
+        more = answer.sampling.max_tokens
+        row = attached_row(self.model, batch.decoder.lane, own.cache, plan, more)
+        position = axes(self.model, own.position, 1)[:, -1] + 1
+        answer.read = own.read_trace(), own.length
+        batch.join(answer, Filled(KVBlock(), position, torch.empty(0), 0, own.seen, row), own.token)
+        return True
 
     def _plan(self, answer: ActiveRequest) -> None:
         assert answer.prepared is not None
@@ -340,7 +430,8 @@ class ModelRunner:
             plan, measuring = self._planner.plan(inputs, [items], target, answer.began)
         answer.plan_ms = (time.perf_counter() - start) * 1e3 - measuring
         answer.began += measuring / 1e3  # measuring the device happens once, for no request
-        answer.adopt(plan.spec)
+        answer.reduce = plan.spec
+        self.route(answer)
 
     def _generate(self, inputs: dict[str, Any], **extra: Any) -> Any:
         with torch.inference_mode():

@@ -27,7 +27,7 @@ from mmfast.serve.engine.base import (
     SamplingOptions,
 )
 from mmfast.serve.engine.decode import Writer
-from mmfast.serve.engine.encoder import MediaEncoder, early
+from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.request import ActiveRequest, checked, context_of, fitting
 from mmfast.serve.engine.runner import ModelRunner
 from mmfast.serve.engine.slots import kv_limit
@@ -98,9 +98,9 @@ class Scheduler:
 
     One thread owns the model. In every round it does one unit of work on prompts, a slice of the
     vision tower or a chunk of prefill, and then one decoding step of all running answers, so no
-    answer waits longer than a unit. Two things take longer: a prompt whose specs act inside the
-    model or on its cache is read in one piece, and the first request with a latency target has the
-    device measured.
+    answer waits longer than a unit. Two things take longer: a prompt with a reducer inside the
+    vision tower or before it is read in one piece, and the first request with a latency target has
+    the device measured.
 
     `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
     `reduce` and `cache` are for requests that name none. At most `slots` requests are answered at
@@ -218,13 +218,14 @@ class Scheduler:
     def _prepared(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
         answer, runner = self._answer(request, emit, sampling), self._runner
         runner.check(answer)
-        prepared = runner.encoder.prepare(request, answer.reduce if early(answer.reduce) else None)
-        if not features_given(prepared.inputs):
-            answer.reduce = None  # text has nothing to reduce, and can then run in a batch
-        most = fitting(prepared.length, sampling.max_tokens, self.context)
+        prepared = runner.encoder.prepare(request)
+        fitting(prepared.length, sampling.max_tokens, self.context)
         # The inputs hold all that is needed of the messages, which can be large.
         answer.request = replace(request, messages=())
-        answer.prepared, answer.reserve = prepared, most
+        answer.prepared = prepared
+        if not features_given(prepared.inputs):
+            answer.reduce = None  # text has nothing to reduce
+        runner.route(answer)
         runner.check_fits(answer)
         answer.writer = Writer(runner.processor.tokenizer, sampling, runner.chooser.ends)
         return answer
@@ -296,6 +297,7 @@ class Scheduler:
     def _end_all(self) -> None:
         self._runner.clear()
         self._runner.encoder.slicer.close()
+        self._runner.sequential.slicer.close()
         with self._wake:
             left = [answer for answer in self._known.values() if answer is not None]
             self._known.clear()

@@ -150,7 +150,7 @@ class PrefillStage:
 
     def __init__(self, prefiller: Prefiller, context: int) -> None:
         self._prefiller, self._context = prefiller, context
-        self._new: list[tuple[Embedded, Future[PromptPiece], float]] = []
+        self._new: list[tuple[Embedded, int, Future[PromptPiece], float]] = []
         self._jobs: dict[PrefillJob, tuple[Future[PromptPiece], float]] = {}
         self._thread = StageThread("mmfast-prefill", self._busy, self._round, self._fail_all)
 
@@ -163,14 +163,14 @@ class PrefillStage:
             )
         future: Future[PromptPiece] = Future()
         with self._thread.changed:
-            self._new.append((prompt, future, time.perf_counter()))
+            self._new.append((prompt, answer, future, time.perf_counter()))
             self._thread.changed.notify()
         return future
 
     def close(self) -> None:
         """Stop; running prompts are cancelled."""
         self._thread.close()
-        for future in [*(each[1] for each in self._new), *(f for f, _ in self._jobs.values())]:
+        for future in [*(each[2] for each in self._new), *(f for f, _ in self._jobs.values())]:
             future.cancel()
 
     def _busy(self) -> bool:
@@ -179,7 +179,8 @@ class PrefillStage:
     def _round(self) -> None:
         with self._thread.changed:
             new, self._new = self._new, []
-        self._jobs |= {PrefillJob(prompt): (future, at) for prompt, future, at in new}
+        for prompt, answer, future, at in new:
+            self._jobs[self._prefiller.job(prompt, prompt.length + answer)] = future, at
         self._jobs = {job: each for job, each in self._jobs.items() if not each[0].cancelled()}
         plan = self._prefiller.plan(list(self._jobs))
         try:
@@ -272,13 +273,14 @@ class DecodeStage:
 
     def _fits(self, name: str) -> bool:
         """Return True if there is room; an answer alone always has room."""
-        slots = self._decoder.slots
-        if len(self._running) >= slots.most:
+        if len(self._running) >= self._decoder.most:
             return False
         answer, piece = self._waiting[name]
+        if not self._running or piece.filled.row is not None:
+            return True
         reserve = piece.filled.length + answer.sampling.max_tokens
         token = piece.filled.kv.nbytes / piece.filled.length
-        return not self._running or slots.needed([reserve]) * token <= self._limit
+        return self._decoder.store.needed([reserve]) * token <= self._limit
 
     def _begin(self, name: str) -> None:
         with self._thread.changed:

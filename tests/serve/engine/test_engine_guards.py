@@ -97,7 +97,7 @@ def test_decoding_goes_on_behind_a_broken_answer(
         assert isinstance(inboxes[1][-1], Failure) and inboxes[1][-1].status == 500
     finally:
         made.close()
-    assert made._decoder.slots.nbytes == 0
+    assert made._decoder.store.nbytes == 0
 
 
 # --- a text waits for nobody's clip -------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_reducers_that_do_not_fit_are_the_users(
     def unfit(model: Any, inputs: Any, reduce: Any, trace: Any) -> Any:
         raise ModelError("put text behind the image")
 
-    monkeypatch.setattr(finish, "compress", unfit)
+    monkeypatch.setattr(finish, "compressed", unfit)
     specs = ("random:0.5", None)
     found = answers(engine, [ask(str(s), image(1), "what?", reduce=s) for s in specs])
     ends = [end for _, end in found if isinstance(end, Failure)]

@@ -94,7 +94,6 @@ def attached(pair: Any, request: Request) -> str:
 
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
 def test_reduced_answers_are_those_of_attach(family: str) -> None:
-    """At `pre` in the batch, inside the model and in the cache in a lane of their own."""
     specs = [
         ("divprune:0.5", None),
         ("visionzip:0.5", None),
@@ -145,13 +144,27 @@ def test_a_wrong_row_offset_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_see_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.serve.engine.bucket import RowBucket
+
+    def swapped(self: RowBucket, attention: Any, query: Any, both: Any) -> Any:
+        return attend(self, attention, query, both.roll(1, 1))
+
+    attend = RowBucket.attend
+    monkeypatch.setattr(RowBucket, "attend", swapped)
+    assert not _agrees("llava_onevision")
+
+
+def test_a_chunk_that_forgets_the_one_before_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.serve.engine import prefill
 
-    def open_to_all(spans: Any, dtype: torch.dtype) -> Any:
-        return torch.zeros_like(prompts_mask(spans, dtype))
+    def late(self: Any, part: Any, first: int, sliding: bool) -> Any:
+        seen = mask(self, part, first, sliding)
+        if seen is not None and part.start:
+            seen[..., : part.start - first] = False
+        return seen
 
-    prompts_mask = prefill.prompts_mask
-    monkeypatch.setattr(prefill, "prompts_mask", open_to_all)
+    mask = prefill._Pass._mask
+    monkeypatch.setattr(prefill._Pass, "_mask", late)
     assert not _agrees("llava_onevision")
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,17 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling import Ear, ask, clip, image, model_of, stock
-from torch import nn
+from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
+from mmfast.serve.engine.bucket import Entries, windowed
 from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import MediaEncoder, Slicer
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob
+from mmfast.serve.engine.rows import AnswerRow, AnswerRows
 from mmfast.serve.engine.scheduler import FairQueue, Scheduler
-from mmfast.serve.engine.slots import CacheSlots, kv_limit
+from mmfast.serve.engine.slots import kv_limit
 
 
 class Bytes:
@@ -80,45 +83,135 @@ def _piece(length: int, seed: int) -> KVBlock:
     return KVBlock(tuple(keys), tuple(values))
 
 
+def _row(kv: KVBlock, most: Sequence[int], window: int = 0) -> AnswerRow:
+    """A row that becomes so long in each layer; with a window, the tokens before it leave."""
+    parts = [
+        windowed(k, v, window, m) if window else Entries(KVBlock((k,), (v,)), m)
+        for k, v, m in zip(kv.keys, kv.values, most, strict=True)
+    ]
+    return AnswerRow(parts)
+
+
+def _held(store: AnswerRows, number: int) -> KVBlock:
+    """Keys and values `[H, m, d]` of a row, in order of time."""
+    pairs = []
+    for layer in store.layers:
+        for bucket in layer.buckets.values():
+            for b, slots in enumerate(bucket.rows):
+                if slots.owner == number:
+                    order = slots.order or list(range(slots.length))
+                    assert bucket.own.data is not None
+                    pairs.append(bucket.own.data[:, b, :, order])
+    return KVBlock(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
+
+
+_NUMBER = 2 * 3 * 5 * 4  # bytes of a token in one layer
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.integers(1, 150), st.none()), max_size=25), st.randoms())
-def test_slots_hold_what_was_put_and_no_byte_more(
-    steps: list[int | None], rng: random.Random
+@given(
+    st.lists(
+        st.one_of(st.tuples(st.integers(1, 150), st.integers(7, 900)), st.none()), max_size=25
+    ),
+    st.randoms(),
+)
+def test_rows_hold_what_was_put_and_no_byte_more(
+    steps: list[tuple[int, int] | None], rng: random.Random
 ) -> None:
-    slots, held = CacheSlots(2, 8), list[tuple[KVBlock, int]]()
-    for number, length in enumerate(steps):
-        if length is not None and len(held) < 8:
-            kv = _piece(length, number)
-            before = slots.needed([length + 7])
-            assert slots.add(kv, length + 7) == len(held)
-            held.append((kv, length))
-            assert slots.nbytes == before * 2 * 2 * 3 * 5 * 4
+    store, held = AnswerRows(2), list[KVBlock]()
+    for number, step in enumerate(steps):
+        if step is not None and len(held) < 8:
+            kv, most = _piece(step[0], number), step[0] + step[1]
+            before = store.needed([most])
+            assert store.add(_row(kv, (most, most))) == len(held)
+            held.append(kv)
+            assert store.nbytes == before * 2 * _NUMBER
         elif held:
             row = rng.randrange(len(held))
-            moved = slots.remove(row)
+            moved = store.remove(row)
             assert moved == (None if row == len(held) - 1 else len(held) - 1)
             held[row] = held[-1]
             held.pop()
-        assert slots.nbytes == slots.needed() * 2 * 2 * 3 * 5 * 4
-        for row, (kv, length) in enumerate(held):
-            assert slots.lengths[row] == length
-            found = slots.row(row)
+        assert store.nbytes == store.needed() * 2 * _NUMBER
+        for row, kv in enumerate(held):
+            found = _held(store, row)
             pairs = zip(found.keys + found.values, kv.keys + kv.values, strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)
-    while slots.lengths:
-        slots.remove(0)
-    assert slots.nbytes == 0 and [each.data for each in slots.layers] == [None, None]
+    while store.rows:
+        store.remove(0)
+    assert store.nbytes == 0
+
+
+def test_one_long_row_costs_only_itself() -> None:
+    store = AnswerRows(1)
+    for number in range(4):
+        store.add(_row(KVBlock(*[(_piece(20, number).keys[0],)] * 2), (60,)))
+    before = store.nbytes
+    store.add(_row(KVBlock(*[(_piece(20, 9).keys[0],)] * 2), (4000,)))
+    assert store.nbytes == before + 4032 * _NUMBER
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+    return found.transpose(1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 400), st.integers(0, 9)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.randoms(),
+)
+def test_each_row_attends_to_its_own_tokens(
+    sizes: list[tuple[int, int, int]], rng: random.Random
+) -> None:
+    """Rows of any size, windows, arrivals and ends between steps, against one row at a time."""
+    store, mine = AnswerRows(2), list[tuple[list[list[Tensor]], int]]()
+    made = torch.Generator().manual_seed(len(sizes))
+    waiting = list(enumerate(sizes))
+    for _ in range(14):
+        if waiting and rng.random() < 0.6:
+            number, (length, more, window) = waiting.pop()
+            kv, shorter = _piece(length, number), max(1, length // 2)
+            kv = KVBlock(
+                (kv.keys[0], kv.keys[1][:, :shorter]), (kv.values[0], kv.values[1][:, :shorter])
+            )
+            most = (length + more + 14, shorter + more + 14)
+            store.add(_row(kv, most, window))
+            mine.append(([list(kv.keys), list(kv.values)], window))
+        if mine and rng.random() < 0.2:
+            gone = rng.randrange(len(mine))
+            store.remove(gone)
+            mine[gone] = mine[-1]
+            mine.pop()
+        if not mine:
+            continue
+        store.advance()
+        for layer in range(2):
+            query, key, value = torch.randn(3, len(mine), 3, 1, 5, generator=made)
+            found = store.attend(layer, _plain, query, key, value)  # type: ignore[arg-type]
+            for row, (pair, window) in enumerate(mine):
+                for held, new in zip(pair, (key, value), strict=True):
+                    held[layer] = torch.cat([held[layer], new[row]], 1)
+                    held[layer] = held[layer][:, -window:] if window else held[layer]
+                alone = _plain(
+                    query[row : row + 1], pair[0][layer][None], pair[1][layer][None], None
+                )
+                torch.testing.assert_close(found[row : row + 1], alone)
 
 
 def test_a_row_that_went_bad_leaves_nothing_behind() -> None:
     """Infinities behind the length of a row would spoil sums even under a mask."""
-    slots = CacheSlots(1, 2)
+    store = AnswerRows(1)
     for value, length in ((torch.nan, 9), (1.0, 3)):
-        slots.add(KVBlock((full := (torch.full((1, length, 4), value),)), full), 20)
-    slots.remove(0)
-    slots.add(KVBlock((torch.ones(1, 2, 4),), (torch.ones(1, 2, 4),)), 20)
-    data = slots.layers[0].data
-    assert data is not None and bool(torch.isfinite(data).all())
+        store.add(_row(KVBlock((full := (torch.full((1, length, 4), value),)), full), (20,)))
+    store.remove(0)
+    store.add(_row(KVBlock((torch.ones(1, 2, 4),), (torch.ones(1, 2, 4),)), (20,)))
+    (bucket,) = store.layers[0].buckets.values()
+    assert bucket.own.data is not None and bool(torch.isfinite(bucket.own.data).all())
 
 
 # --- roles on their own -------------------------------------------------------------------------
@@ -151,7 +244,7 @@ def test_roles_pass_on_plain_values(family: str) -> None:
     texts = [processor.tokenizer.decode(found[request.id]) for request in requests]
     assert texts == [stock(pair, request) for request in requests]
     encoder.slicer.close()
-    assert decoder.slots.nbytes == 0
+    assert decoder.store.nbytes == 0
 
 
 def test_short_prompts_share_a_pass() -> None:
@@ -176,9 +269,12 @@ def test_short_prompts_share_a_pass() -> None:
     assert dict(prefiller.plan([long])) == {long: 50}  # nobody waits: all that is left
 
 
-def test_models_without_even_layers_say_why() -> None:
-    with pytest.raises(ModelError, match="sliding"):
-        Prefiller(model_of("gemma3")[0])
+def test_models_whose_rows_cannot_be_told_apart_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gemma3")[0]
+    kinds = ["linear_attention"] * len(model.get_decoder().layers)
+    monkeypatch.setattr(model.get_decoder().config, "layer_types", kinds)
+    with pytest.raises(ModelError, match="linear_attention"):
+        Prefiller(model)
 
 
 # --- queue, caches, memory ----------------------------------------------------------------------

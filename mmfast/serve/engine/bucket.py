@@ -1,0 +1,195 @@
+"""Rows of like size in one decoder layer, in one tensor, and the places of their next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from mmfast.core.kv import KVBlock
+from mmfast.ops.stream_cache import RowBuffer
+from mmfast.serve.engine.lane import AttentionCall
+
+STEP, SMALL = 64, 256  # tokens: tensors grow in steps; rows up to SMALL share one
+# From the number of entries, in order of time, to those that leave before the next token.
+Leaving = Callable[[int], Sequence[int]]
+
+
+@dataclass(eq=False)
+class Entries:
+    """Keys and values of an answer in a decoder layer, behind its prompt.
+
+    `block` has keys and values `[H, n, d]` in order of time, which become `most` entries, the
+    newest token included. Without `leaving` none leaves.
+    """
+
+    block: KVBlock
+    most: int
+    leaving: Leaving | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys `[H, n, d]`."""
+        keys: Tensor = self.block.keys[0]
+        return keys
+
+    @property
+    def values(self) -> Tensor:
+        """Values `[H, n, d]`."""
+        values: Tensor = self.block.values[0]
+        return values
+
+    @property
+    def place(self) -> Hashable:
+        """Name of the tensor in which such rows lie."""
+        return size_class(max(self.most, self.keys.shape[1] + 1))
+
+    def bucket(self) -> RowBucket:
+        """Return an empty bucket of such rows."""
+        return RowBucket()
+
+
+def room(most: int) -> int:
+    """Return the entries that a row of `most` takes in a tensor of its own."""
+    return -(-most // STEP) * STEP
+
+
+def size_class(most: int) -> int:
+    """Return the class of a row by its size: rows of a class differ by less than a factor of 2."""
+    return max(SMALL, 1 << (most - 1).bit_length())
+
+
+def taken(sizes: Iterable[int]) -> int:
+    """Return the entries of memory that rows of these sizes take in one layer."""
+    classes: dict[int, list[int]] = {}
+    for most in sizes:
+        classes.setdefault(size_class(most), []).append(most)
+    return sum(rows * wide for rows, wide in map(shape, classes.values()))
+
+
+def shape(sizes: Sequence[int]) -> tuple[int, int]:
+    """Return rows, and entries per row, of the tensor that holds rows of one class."""
+    return (1 << (len(sizes) - 1).bit_length(), room(max(sizes))) if sizes else (0, 0)
+
+
+def windowed(keys: Tensor, values: Tensor, window: int, most: int) -> Entries:
+    """Return the entries of a sliding window over keys and values `[H, n, d]`."""
+    start = max(0, keys.shape[1] - window + 1)
+    last = KVBlock((keys[:, start:],), (values[:, start:],))
+    return Entries(last, min(most, window), beyond(window))
+
+
+@lru_cache(maxsize=64)
+def beyond(window: int) -> Leaving:
+    """Return what leaves a sliding window before the next token; layers share one function."""
+    return partial(_beyond, window)
+
+
+def _beyond(window: int, n: int) -> Sequence[int]:
+    return range(max(0, n - window + 1))
+
+
+class Slots:
+    """Places of one answer in the tensors of the layers in which it holds equally many entries."""
+
+    def __init__(self, owner: int, length: int, part: Entries) -> None:
+        self.owner, self.length, self.most = owner, length, max(part.most, length + 1)
+        self.place, self.leaving = part.place, part.leaving
+        self.order = list(range(length)) if part.leaving else []  # places in order of time
+        self.free: list[int] = []  # places before `length` that are empty
+        self.slot = -1  # of the newest token
+
+    def advance(self) -> None:
+        """Let entries leave, and find the place of the next token."""
+        if self.leaving is None:
+            self.slot, self.length = self.length, self.length + 1
+            return
+        for place in reversed(self.leaving(len(self.order))):
+            self.free.append(self.order.pop(place))
+        if self.free:
+            self.slot = self.free.pop()
+        else:
+            self.slot, self.length = self.length, self.length + 1
+        self.order.append(self.slot)
+
+
+class Places:
+    """Places of the next tokens of some rows, for all layers in which these share a tensor."""
+
+    def __init__(self, rows: Sequence[Slots], device: torch.device) -> None:
+        self.rows, self._device = rows, device
+        self.numbers = torch.arange(len(rows), device=device)[:, None]
+        self.at, self.mask, self.stop = self.numbers, None, 0  # type: Tensor, Tensor | None, int
+        self.owners: Tensor | None = None  # None: the rows are all answers, in order
+
+    def advance(self, count: int) -> None:
+        """Find the places of one step of `count` answers."""
+        lengths = [row.length for row in self.rows]
+        self.at = torch.tensor([[row.slot] for row in self.rows], device=self._device)
+        self.stop, self.mask = max(lengths), None
+        holes = [(b, place) for b, row in enumerate(self.rows) for place in row.free]
+        if holes or min(lengths) < self.stop:
+            ends = torch.tensor(lengths, device=self._device)[:, None]
+            self.mask = torch.arange(self.stop, device=self._device) < ends
+            for b, place in holes:
+                self.mask[b, place] = False
+            self.mask = self.mask[:, None, None]  # [B, 1, 1, stop]
+        owners = [row.owner for row in self.rows]
+        same = owners == list(range(count))
+        self.owners = None if same else torch.tensor(owners, device=self._device)
+
+
+class RowBucket:
+    """Rows of one size class in one layer: a tensor `[2, rows, H, room, d]`."""
+
+    def __init__(self) -> None:
+        self.rows: list[Slots] = []
+        self.own = RowBuffer()
+        self.places: Places | None = None
+
+    def fitted(self, like: Tensor | None) -> tuple[RowBuffer, Tensor | None] | None:
+        """Return the tensor for the rows as they are now; None if that is the old one."""
+        old, (rows, wide) = self.own.data, shape([row.most for row in self.rows])
+        if old is not None and (old.shape[1], old.shape[3]) == (rows, wide):
+            return None
+        source = like if old is None else old
+        if not rows or source is None:
+            return self.own, None
+        new = source.new_zeros(2, rows, source.shape[-3], wide, source.shape[-1])
+        if old is not None:
+            r, c = min(rows, old.shape[1]), min(wide, old.shape[3])
+            new[:, :r, :, :c] = old[:, :r, :, :c]
+        return self.own, new
+
+    def put(self, part: Entries) -> None:
+        """Copy entries to the last row."""
+        assert self.own.data is not None
+        row, length = self.own.data[:, len(self.rows) - 1], part.keys.shape[1]
+        row[0, :, :length], row[1, :, :length] = part.keys, part.values
+        # An earlier row may have left infinities, and 0 * inf is NaN.
+        row[:, :, length:] = 0
+
+    def drop(self, slots: Slots) -> None:
+        """Remove a row; the last one takes its place."""
+        number, last = self.rows.index(slots), len(self.rows) - 1
+        if number != last:
+            assert self.own.data is not None
+            self.own.data[:, number] = self.own.data[:, last]
+            self.rows[number] = self.rows[last]
+        self.rows.pop()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.own.nbytes
+
+    def attend(self, attention: AttentionCall, query: Tensor, both: Tensor) -> Tensor:
+        """Store new entries `[2, b, H, 1, d]` and attend to all of the rows."""
+        places, count = self.places, len(self.rows)
+        assert places is not None
+        self.own.scatter(both, (places.numbers, places.at))
+        keys, values = (self.own.read(p, 0, places.stop)[:count] for p in (0, 1))
+        return attention(query, keys, values, places.mask)

@@ -1,0 +1,143 @@
+"""The decoder of a model, run over rows that each attend to keys and values of their own.
+
+Attention is computed row by row, or by rows that lie in one tensor, through the attention function
+of the model. So a pass takes rows of any length, sliding windows, and images that attend forward,
+and no mask is made that spans all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from mmfast.core.errors import ModelError
+from mmfast.models.reduction.cache_layers import StoreLayer
+from mmfast.models.reduction.probe import intercepting
+from mmfast.models.wrappers import CONV, LAYER_KINDS, SLIDING, kind_of
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The attention function of a model in one layer, as a pass got it."""
+
+    module: Any
+    stock: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def scaling(self) -> float | None:
+        """Factor of the scores; None is the usual one."""
+        scaling: float | None = self.options.get("scaling")
+        return scaling
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend with queries `[B, H, n, d]`, keys and values `[B, Hkv, S, d]`: `[B, n, H, d]`.
+
+        The mask `[B, 1, n, S]` is False at what is not seen; None is causal, counted from the end.
+        """
+        call = self.stock
+        if mask is not None and self.name == "eager":
+            low = torch.finfo(query.dtype).min
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, low)
+        # Of the others none takes any mask, and only flash attention counts from the end.
+        plain = mask is None and query.shape[2] > 1 and "flash" in self.name
+        if not plain and self.name not in ("sdpa", "eager"):
+            call = sdpa_attention_forward
+        given = (self.module, query, key, value, mask, *self.args)
+        found: Tensor = call(*given, **self.options)[0]
+        return found
+
+
+# (decoder layer, attention, q [B, H, n, d], new k and v [B, Hkv, n, d]) -> [B, n, H, d]
+Attend = Callable[[int, AttentionCall, Tensor, Tensor, Tensor], Tensor]
+
+
+class Lane:
+    """The decoder of a model for passes in which every row has keys and values of its own.
+
+    Raises `ModelError` for layers of a kind whose rows cannot be told apart.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.decoder, self.output = model.get_decoder(), model.get_output_embeddings()
+        config, name = self.decoder.config, type(model).__name__
+        self.kinds = tuple(kind_of(config, i) for i in range(len(self.decoder.layers)))
+        if other := set(self.kinds) - set(LAYER_KINDS):
+            raise ModelError(f"{name} has layers of kind {', '.join(sorted(other))}")
+        self.window = int(config.sliding_window) if SLIDING in self.kinds else 0
+        self.name = str(config._attn_implementation)
+        layers = enumerate(self.decoder.layers)
+        self.modules = {i: each.self_attn for i, each in layers if self.kinds[i] != CONV}
+        with intercepting(dict.fromkeys(self.modules.values(), _pass)):
+            pass  # a ModelError where the attention cannot be routed
+        weight = self.output.weight
+        self._stub = torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
+
+    def run(
+        self, attend: Attend, cache: Cache, embeds: Tensor, positions: Tensor, **more: Any
+    ) -> Tensor:
+        """Return the last hidden states `[B, n, D]`; positions are `[A, B, n]`."""
+        thread = threading.get_ident()
+        routes = {m: partial(self._route, attend, i, thread) for i, m in self.modules.items()}
+        mask: Any = self._stub  # stands for the masks that nobody reads
+        if len(set(self.kinds)) > 1:
+            mask = {kind: None if kind == CONV else self._stub for kind in self.kinds}
+        with intercepting(routes):
+            output = self.decoder(
+                inputs_embeds=embeds,
+                attention_mask=mask,
+                position_ids=positions if len(positions) > 1 else positions[0],
+                past_key_values=cache,
+                use_cache=True,
+                **more,
+            )
+        found: Tensor = output.last_hidden_state
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[B, V]` float32 of last hidden states `[B, D]`."""
+        found: Tensor = self.output(hidden).float()
+        cap = getattr(self.decoder.config, "final_logit_softcapping", None)
+        return found if cap is None else cap * torch.tanh(found / cap)
+
+    def _route(
+        self,
+        attend: Attend,
+        index: int,
+        thread: int,
+        call: Callable[..., Any],
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        if threading.get_ident() != thread:  # a pass of another thread
+            return call(module, query, key, value, attention_mask, *args, **options)
+        if "position_ids" in options:  # flash attention takes a gap for the end of a sequence
+            options["position_ids"] = None
+
+        attention = AttentionCall(module, call, self.name, args, options)
+        return attend(index, attention, query, key, value), None
+
+
+def _pass(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs)
+
+
+def passing(layers: Sequence[Any | None]) -> Cache:
+    """Return a cache that hands on what is new, as `Attend` stores it; convolutions are given."""
+    made = [StoreLayer(lambda k, v: (k, v)) if layer is None else layer for layer in layers]
+    return Cache(layers=made)

@@ -1,0 +1,292 @@
+"""Keys and values of running answers: rows of any length, by layer, that decode in one pass.
+
+Behind its prompt an answer is a row in every layer. Rows of like size share a tensor, so a long one
+widens no short one, and layers may hold different numbers of tokens. Attention does not care about
+the order of its keys, which carry their rotary phase: where tokens leave at every step, the next
+one takes the place of one that left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from mmfast.core.kv import KVBlock
+from mmfast.models.wrappers import SLIDING
+from mmfast.serve.engine.bucket import Entries, Places, RowBucket, Slots, taken, windowed
+from mmfast.serve.engine.lane import AttentionCall, passing
+from mmfast.serve.engine.packed_rows import PackedBucket
+
+
+@dataclass(eq=False)
+class State:
+    """State of a convolution: its layer of a cache of one row."""
+
+    layer: Any
+
+    @property
+    def states(self) -> Tensor:
+        """The last inputs `[1, D, kernel]`."""
+        states: Tensor = self.layer.conv_states[0]
+        return states
+
+
+@dataclass(eq=False)
+class Held:
+    """A layer whose policy reads and writes it itself: a layer of a cache of one row.
+
+    It takes at most `bytes`. Of all its entries a step attends to those that `read` returns.
+    """
+
+    layer: Any
+    bytes: int
+    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(eq=False)
+class AnswerRow:
+    """An answer behind its prompt: its parts by layer, and what acts on them at every step."""
+
+    parts: Sequence[Entries | State | Held]
+    driver: Callable[[], None] | None = None
+
+
+def entries(
+    kv: KVBlock, kinds: Sequence[str], window: int, most: int
+) -> list[Entries | State | Held]:
+    """Return the entries of a whole prompt that becomes `most` tokens; windows hold their last."""
+    found: list[Entries | State | Held] = []
+    for kind, keys, values in zip(kinds, kv.keys, kv.values, strict=True):
+        if kind == SLIDING:
+            found.append(windowed(keys, values, window, most))
+        else:
+            found.append(Entries(KVBlock((keys,), (values,)), most))
+    return found
+
+
+class RowLayer:
+    """Rows of all running answers in one decoder layer."""
+
+    def __init__(self) -> None:
+        self.buckets: dict[Hashable, RowBucket] = {}
+        self.held: dict[AnswerRow, Held] = {}
+        self.state: Any = None  # the layer of a convolution, of all rows in order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        rows = sum(bucket.nbytes for bucket in list(self.buckets.values()))
+        state = 0 if self.state is None else self.state.conv_states[0].nbytes
+        return rows + state + sum(layer_bytes(held.layer) for held in list(self.held.values()))
+
+
+def layer_bytes(layer: Any) -> int:
+    """Return the bytes of a layer of a cache."""
+    known = getattr(layer, "nbytes", None)
+    if isinstance(known, int):
+        return known
+    both = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return sum(each.nbytes for each in both if isinstance(each, Tensor))
+
+
+class AnswerRows:
+    """Rows of all running answers, numbered from 0, in all layers; see the module."""
+
+    def __init__(self, layers: int, attending: Collection[int] | None = None) -> None:
+        self.layers = [RowLayer() for _ in range(layers)]
+        # layers with keys and values: all, or those named
+        self._attending = range(layers) if attending is None else attending
+        self.rows: list[AnswerRow] = []
+        self._slots: list[list[Slots]] = []  # of each row, all that differ
+        self._places: list[Places] = []
+        self._cache: Cache | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def needed(self, more: Sequence[int] = ()) -> int:
+        """Return the bound of memory, in tokens of all layers, with more rows of these sizes."""
+        known: dict[tuple[int, ...], int] = {}
+        total = 0
+        for layer in (self.layers[index] for index in self._attending):
+            buckets = list(layer.buckets.values())
+            sizes = tuple(row.most for bucket in buckets for row in bucket.rows)
+            if sizes not in known:
+                known[sizes] = taken([*sizes, *more])
+            total += known[sizes]
+        return -(-total // len(self._attending))
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the most bytes of layers that policies read and write themselves."""
+        parts = [held.bytes for layer in self.layers for held in list(layer.held.values())]
+        packs = [b.bound for b in self._buckets() if isinstance(b, PackedBucket)]
+        return sum(parts) + sum(packs)
+
+    def add(self, row: AnswerRow) -> int:
+        """Copy what an answer holds behind its prompt; return the number of its row.
+
+        Nothing is added where memory runs out.
+        """
+        number = len(self.rows)
+        placed = _placed(row, number)
+        self.rows.append(row)
+        self._slots.append(list({id(slots): slots for _, slots in placed.values()}.values()))
+        for index, (part, slots) in placed.items():
+            buckets = self.layers[index].buckets
+            if slots.place not in buckets:
+                buckets[slots.place] = part.bucket()
+            buckets[slots.place].rows.append(slots)
+        try:
+            self._fit({index: part.keys for index, (part, _) in placed.items()})
+        except BaseException:
+            for index, (_, slots) in placed.items():
+                self.layers[index].buckets[slots.place].rows.pop()
+            self.rows.pop()
+            self._slots.pop()
+            raise
+        for index, given in enumerate(row.parts):
+            layer = self.layers[index]
+            if isinstance(given, Entries):
+                layer.buckets[placed[index][1].place].put(given)
+            elif isinstance(given, Held):
+                layer.held[row] = given
+            else:
+                layer.state = _joined(layer.state, given)
+        self._rearrange()
+        # What was copied is not held twice.
+        row.parts = [part for part in row.parts if isinstance(part, Held)]
+        return number
+
+    def remove(self, number: int) -> int | None:
+        """Free a row; the last row takes its number and is returned, None if it was the last."""
+        last, row, mine = len(self.rows) - 1, self.rows[number], self._slots[number]
+        for layer in self.layers:
+            layer.held.pop(row, None)
+            for bucket in layer.buckets.values():
+                for slots in [each for each in bucket.rows if each in mine]:
+                    bucket.drop(slots)
+            if layer.state is not None:
+                _shrink(layer, number)
+        self.rows[number], self._slots[number] = self.rows[last], self._slots[last]
+        for slots in self._slots[number]:
+            slots.owner = number
+        self.rows.pop()
+        self._slots.pop()
+        self._fit({})
+        self._rearrange()
+        return None if number == last else last
+
+    def advance(self) -> Cache:
+        """Begin a step of all rows; return the cache that their pass is to get."""
+        for row in self.rows:
+            if row.driver is not None:
+                row.driver()
+        self._pack()
+        for mine in self._slots:
+            for slots in mine:
+                slots.advance()
+        for places in self._places:
+            places.advance(len(self.rows))
+        assert self._cache is not None
+        return self._cache
+
+    def attend(
+        self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Store a token of every answer in a layer and attend to what the answers hold there."""
+        layer, out = self.layers[index], None
+        both = torch.stack((key, value))  # [2, B, H, 1, d]
+        for bucket in layer.buckets.values():
+            if bucket.places is None:
+                continue
+            owners = bucket.places.owners
+            if owners is None:
+                return bucket.attend(attention, query, both)
+            mine = query.index_select(0, owners), both.index_select(1, owners)
+            found = bucket.attend(attention, *mine)
+            out = found.new_empty(len(query), *found.shape[1:]) if out is None else out
+            out.index_copy_(0, owners, found)
+        for number, row in enumerate(self.rows) if layer.held else ():
+            if row in layer.held:
+                one = slice(number, number + 1)
+                held = layer.held[row]
+                pair = held.read(*held.layer.update(key[one], value[one]))
+                found = attention(query[one], *pair, None)
+                out = found.new_empty(len(query), *found.shape[1:]) if out is None else out
+                out[one] = found
+        assert out is not None
+        return out
+
+    def _buckets(self) -> list[RowBucket]:
+        return [bucket for layer in self.layers for bucket in list(layer.buckets.values())]
+
+    def _pack(self) -> None:
+        """Pack the recent entries of rows of which enough have come."""
+        packed = [bucket for bucket in self._buckets() if isinstance(bucket, PackedBucket)]
+        due: dict[Slots, int] = {}
+        for bucket in packed:
+            for slots in bucket.rows:
+                if slots.length >= slots.most - 1 and (count := bucket.due(slots)):
+                    bucket.pack(slots, count)
+                    due[slots] = count
+        for slots, count in due.items():
+            slots.length -= count
+
+    def _fit(self, like: dict[int, Tensor]) -> None:
+        made = [
+            fitted
+            for index, layer in enumerate(self.layers)
+            for bucket in list(layer.buckets.values())
+            if (fitted := bucket.fitted(like.get(index))) is not None
+        ]
+        for own, new in made:  # all or nothing
+            own.data = new
+
+    def _rearrange(self) -> None:
+        """Share the places of the next tokens among layers with the same rows in a tensor."""
+        known: dict[tuple[int, ...], Places] = {}
+        for layer in self.layers:
+            layer.buckets = {size: b for size, b in layer.buckets.items() if b.rows}
+            for bucket in layer.buckets.values():
+                assert bucket.own.data is not None
+                key = tuple(map(id, bucket.rows))
+                if key not in known:
+                    known[key] = Places(list(bucket.rows), bucket.own.data.device)
+                bucket.places = known[key]
+        self._places = list(known.values())
+        self._cache = passing([layer.state for layer in self.layers])
+
+
+def _placed(row: AnswerRow, number: int) -> dict[int, tuple[Entries, Slots]]:
+    """Return the entries by layer, and slots that layers with equally many of them share."""
+    shared: dict[tuple[Any, ...], Slots] = {}
+    found = {}
+    for index, part in enumerate(row.parts):
+        if isinstance(part, Entries):
+            length = int(part.keys.shape[1])
+            key = (length, part.most, part.leaving, part.place)
+            found[index] = part, shared.setdefault(key, Slots(number, length, part))
+    return found
+
+
+def _joined(state: Any, part: State) -> Any:
+    if state is None:
+        return part.layer
+    state.conv_states[0] = torch.cat([state.conv_states[0], part.states])
+    return state
+
+
+def _shrink(layer: RowLayer, number: int) -> None:
+    states = layer.state.conv_states[0]
+    states[number] = states[-1]
+    layer.state.conv_states[0] = states[:-1].clone()
+    if len(states) == 1:
+        layer.state = None

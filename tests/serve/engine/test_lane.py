@@ -1,0 +1,245 @@
+"""The lane of the batch: random mixes of specs give each answer as if it were asked alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from scheduling import Ear, answers, ask, clip, image, model_of, stock
+
+from mmfast.attach import attach
+from mmfast.serve.engine.base import Failure, Finish, Request
+from mmfast.serve.engine.bucket import Slots
+from mmfast.serve.engine.packed_rows import PackedBucket
+from mmfast.serve.engine.scheduler import Scheduler
+
+CLIPS = {"llava_onevision", "qwen2_5_vl", "qwen3_vl"}
+DEEP = ["fastv@llm1:0.5", "divprune:0.5+fastv@llm2:0.5", "pyramiddrop:0.3", "divprune:0.5", ""]
+CACHES = [
+    "snapkv:16",
+    "sink:4+window:24",
+    "quant:8?residual=8",
+    "quant:4?residual=0&group=16",
+    "retrieve:2",
+    "sink:4+snapkv:16",
+    "streamingvlm:30",
+    "lookm:0.3",
+    "zipvl",
+    "sink:4+window:24+quant:8?residual=16",
+    "retrieve:1+quant:4?residual=8",
+    "",
+]
+
+
+def requests_of(family: str, rng: random.Random, count: int) -> list[Request]:
+    """Requests of random media, lengths and specs."""
+    found = []
+    for number in range(count):
+        media: list[Any] = [image(rng.randrange(99)) for _ in range(rng.randrange(3))]
+        if family in CLIPS and rng.random() < 0.4:
+            media.append(clip(rng.randrange(99), rng.choice([2, 4])))
+        words = "what is it? " * rng.randrange(1, 16)
+        reduce = rng.choice(DEEP) if media else ""
+        if family == "lfm2_vl":  # its first layer is a convolution
+            reduce = reduce.replace("llm1", "llm2")
+        options = {"reduce": reduce, "cache": rng.choice(CACHES)}
+        found.append(ask(str(number), *media, words, tokens=rng.randrange(2, 34), **options))
+    return found
+
+
+def alone(family: str, request: Request) -> str:
+    """The answer of `attach` and stock `generate`."""
+    pair, options = model_of(family), request.options
+    with attach(pair[0], options.reduce or None, options.cache or None):
+        return stock(pair, request)
+
+
+def engine(family: str, **options: Any) -> Scheduler:
+    """A scheduler of small chunks."""
+    return Scheduler(model_of(family), **{"chunk": 40, "slots": 16, "queue": 64, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl", "gemma3", "lfm2_vl"]
+)
+def test_any_mix_gives_each_answer_as_if_asked_alone(family: str) -> None:
+    """Specs, lengths, arrivals and cancellations at random; M-RoPE, windows, convolutions."""
+    rng = random.Random(f"lane {family}")
+    requests = requests_of(family, rng, 22)
+    made = engine(family)
+    assert made._runner.batch is not None
+    ears, cancelled = list[Ear](), set[str]()
+    try:
+        for request in requests:
+            ears.append(Ear(made, request))
+            if rng.random() < 0.3:
+                ears[-1].next()  # the next one arrives while this one is answered
+            if rng.random() < 0.15:
+                cancelled.add(request.id)
+                made.cancel(request.id)
+        for request, ear in zip(requests, ears, strict=True):
+            end = ear.events[-1] if ear.events and not _goes_on(ear) else ear.wait()
+            if request.id in cancelled and isinstance(end, Failure):
+                assert end.kind == "cancelled"
+            else:
+                assert isinstance(end, Finish)
+                assert ear.text == alone(family, request), request.options
+        assert not made._runner.sequential.answers
+        assert made._runner.nbytes == 0
+    finally:
+        made.close()
+
+
+def _goes_on(ear: Ear) -> bool:
+    return not isinstance(ear.events[-1], Finish | Failure)
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "gemma3"])
+def test_a_spec_beside_others_changes_none_of_them(family: str) -> None:
+    rng = random.Random(7)
+    requests = requests_of(family, rng, 9)
+    made = engine(family)
+    try:
+        together = answers(made, requests)
+        once_more = [answers(made, [request])[0] for request in requests]
+    finally:
+        made.close()
+    assert [text for text, _ in together] == [text for text, _ in once_more]
+    for _, end in together:
+        assert isinstance(end, Finish)
+        stages = [row["stage"] for row in end.trace["rows"]]
+        assert stages[:2] == ["read", "encode"] and stages[-2:] == ["prefill", "decode"]
+
+
+def test_the_trace_tells_what_the_specs_did() -> None:
+    made = engine("llava_onevision")
+    options = {"reduce": "fastv@llm1:0.5", "cache": "snapkv:12"}
+    try:
+        ((_, end),) = answers(made, [ask("a", image(1), "what is it?", **options)])
+    finally:
+        made.close()
+    assert isinstance(end, Finish)
+    rows = {row["stage"]: row for row in end.trace["rows"]}
+    assert rows["llm1"]["tokens_out"] == rows["llm1"]["tokens_in"] // 2
+    assert rows["kv"]["tokens_out"] == 12
+    assert end.trace["kept_tokens"] == end.trace["visual_tokens"] // 2
+
+
+@pytest.mark.parametrize("spec", ["snapkv:8", "sink:4+window:16", "fastv@llm1:0.25"])
+def test_a_shortened_row_takes_less_memory(spec: str) -> None:
+    """Behind its prompt an answer takes the memory of what is left, and reserves no more."""
+
+    def held(reduce: str, cache: str) -> int:
+        made = engine("llava_onevision", memory="20MB")
+        try:
+            options = {"reduce": reduce, "cache": cache}
+            question = ask("a", clip(1, 8), "what?", tokens=64, **options)
+            ear = Ear(made, question)
+            ear.next()
+            ear.next()
+            found = made._runner.nbytes
+            assert found <= made._runner.worst() * made._runner.per_token
+            ear.wait()
+        finally:
+            made.close()
+        return found
+
+    short = held(spec, "") if "@" in spec else held("", spec)
+    assert short <= 0.75 * held("", "")
+
+
+def test_a_spec_that_does_not_fit_the_prompt_fails_alone() -> None:
+    made = engine("llava_onevision")
+    wrong = ask("a", image(1), "what?", reduce="fastv@llm1:9999", cache="")
+    right = ask("b", image(2), "what?", reduce="fastv@llm1:0.5", tokens=9)
+    try:
+        (_, failed), (text, end) = answers(made, [wrong, right])
+    finally:
+        made.close()
+    assert isinstance(failed, Failure) and failed.status == 400
+    assert isinstance(end, Finish) and text == alone("llava_onevision", right)
+
+
+@pytest.mark.parametrize("kind", ["eager", "flash"])
+def test_other_attention_functions_run_in_the_lane(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager attention knows no causality of its own, flash attention takes no mask of rows."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import AttentionInterface
+
+    def flash(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        assert mask is None and q.shape[2] > 1 and options.get("position_ids") is None
+        n, size = q.shape[2], k.shape[2]
+        seen = torch.ones(n, size, dtype=torch.bool).tril(size - n)[None, None]
+        return sdpa_attention_forward(module, q, k, v, seen, scaling=options["scaling"])
+
+    family = "qwen2_5_vl"
+    requests = requests_of(family, random.Random(3), 6)
+    expected = [alone(family, request) for request in requests]
+    text = model_of(family)[0].get_decoder().config
+    name = "eager" if kind == "eager" else "flash_attention_of_a_test"
+    AttentionInterface.register("flash_attention_of_a_test", flash)
+    monkeypatch.setattr(text, "_attn_implementation", name)
+    made = engine(family)
+    try:
+        found = answers(made, requests)
+    finally:
+        made.close()
+        AttentionInterface._global_mapping.pop("flash_attention_of_a_test", None)
+    assert [text for text, _ in found] == expected
+
+
+# --- planted faults: the comparison must see them -----------------------------------------------
+
+
+def _agree(requests: list[Request]) -> bool:
+    expected = [alone("llava_onevision", request) for request in requests]
+    made = engine("llava_onevision")
+    try:
+        return [text for text, _ in answers(made, requests)] == expected
+    finally:
+        made.close()
+
+
+def _asked(**options: str) -> list[Request]:
+    return [
+        ask(str(i), image(i), clip(i), "what is it? " * (i + 2), tokens=30, **options)
+        for i in range(4)
+    ]
+
+
+def test_a_ring_that_loses_the_wrong_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def newest(self: Slots) -> None:
+        if self.leaving is not None and self.leaving(len(self.order)):
+            self.order.reverse()
+        advance(self)
+
+    advance = Slots.advance
+    assert _agree(_asked(cache="sink:4+window:24"))
+    monkeypatch.setattr(Slots, "advance", newest)
+    assert not _agree(_asked(cache="sink:4+window:24"))
+
+
+def test_packs_of_another_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(self: PackedBucket, attention: Any, query: Any, both: Any) -> Any:
+        if len(query) > 1 and self._sides:
+            for side in self._sides:
+                side.parts = [part.roll(1, 0) for part in side.parts]
+        return attend(self, attention, query, both)
+
+    attend = PackedBucket.attend
+    assert _agree(_asked(cache="quant:8?residual=8"))
+    monkeypatch.setattr(PackedBucket, "attend", mixed)
+    assert not _agree(_asked(cache="quant:8?residual=8"))
+
+
+def test_a_prompt_that_is_not_cut_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.serve.engine.policies import PromptPolicy
+
+    assert _agree(_asked(reduce="fastv@llm1:0.25"))
+    monkeypatch.setattr(PromptPolicy, "cut", lambda self, layer, hidden, *rest: [])
+    assert not _agree(_asked(reduce="fastv@llm1:0.25"))
