@@ -81,8 +81,6 @@ class Prefiller:
         self._even: int = sum(each.numel() for each in layer.parameters()) // (
             2 * width * config.num_attention_heads
         )
-        config = model.generation_config
-        self._penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
 
     def fill(self, prompts: Sequence[Embedded]) -> list[Filled]:
         """Read whole prompts, as many as fit at a time."""
@@ -156,7 +154,7 @@ class Prefiller:
         assert job.logits is not None
         prompt = job.prompt
         seen = None
-        if self._penalty != 1 and prompt.whole is not None:
+        if prompt.whole is not None:
             seen = prompt.whole.unique()
         keys, values = (tuple(each.read(p, 0, job.done) for each in job.layers) for p in (0, 1))
         return Filled(
