@@ -40,6 +40,9 @@ class ServerConfig:
         device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         name: Name of the model in `/v1/models`; None takes its own name.
+        strict: Refuse unknown parameters and those without effect, instead of naming them in the
+            header `x-mmfast-ignored`.
+        strict_model: Answer to the name of the model alone, not to `mmfast` and `gpt-realtime`.
         host: Address to listen on; the default admits this machine only.
         port: Port to listen on; 0 takes a free one.
         api_keys: Keys of clients; without one, everyone who reaches the port may ask.
@@ -108,6 +111,8 @@ class ServerConfig:
     device: str | None = None
     dtype: str = "auto"
     name: str | None = None
+    strict: bool = False
+    strict_model: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)

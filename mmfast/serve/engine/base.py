@@ -16,7 +16,7 @@ from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.prompt import Shot
 
 LOG = logging.getLogger("mmfast.serve")
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Reason = Literal["stop", "length"]
 
 
@@ -34,6 +34,8 @@ class Message:
 
     role: Role
     content: tuple[str | Media, ...]
+    # what else the chat template reads of it: `tool_calls`, `tool_call_id`, `name`
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Options:
     reduce: str | None = None
     cache: str | None = None
     target_ttft_ms: float | None = None
+    raw: str | tuple[int, ...] | None = None  # a prompt that replaces the chat template's
+    # arguments of the chat template, such as `tools`, and of the processor
+    template: Mapping[str, Any] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class Delta:
     text: str
     tokens: int = 1
     logprobs: tuple[TokenChance, ...] = ()
+    prompt_tokens: int = 0  # as in `Finish`; 0 where it is not known yet
 
 
 @dataclass(frozen=True)

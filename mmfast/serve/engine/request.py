@@ -36,6 +36,7 @@ class ActiveRequest:
         self.plan_ms: float | None = None
         # reserve: most tokens whose keys and values the request may hold
         self.cached = self.reserve = 0
+        self.length = 0  # tokens of the prompt, where the processor has run in this process
         # the last event was sent; the receiver of the events raised an exception
         self.over = self.broken = False
         self.began = time.perf_counter()
@@ -59,7 +60,8 @@ class ActiveRequest:
         rules = self.sampling.rules
         chances = () if rules is None or not (text or self.writer.over) else rules.told()
         if text or chances:
-            self._send(Delta(text, self._unsent, chances))
+            prompt = self.read[1] if self.read else self.length
+            self._send(Delta(text, self._unsent, chances, prompt))
             self._unsent = 0
         return self.writer.over is None and not self.broken
 

@@ -224,7 +224,7 @@ class Scheduler:
         most = fitting(prepared.length, sampling.max_tokens, self.context)
         # The inputs hold all that is needed of the messages, which can be large.
         answer.request = replace(request, messages=())
-        answer.prepared, answer.reserve = prepared, most
+        answer.prepared, answer.reserve, answer.length = prepared, most, prepared.length
         runner.check_fits(answer)
         answer.writer = Writer(runner.processor.tokenizer, sampling, runner.chooser.ends)
         return answer

@@ -60,18 +60,9 @@ class RequestCounter:
 
 
 _ADVICE = {
-    "n": "ask once per answer",
-    "logprobs": "probabilities are not given; leave it out",
-    "top_logprobs": "probabilities are not given; leave it out",
-    "presence_penalty": "penalties are not supported; leave it out",
-    "frequency_penalty": "penalties are not supported; leave it out",
-    "logit_bias": "biases are not supported; leave it out",
-    "response_format": "answers are plain text; leave it out",
     "modalities": "answers are text here; for speech ask /v1/audio/speech or /v1/realtime",
-    "tools": "the model calls no tools; leave it out",
-    "tool_choice": "the model calls no tools; leave it out",
-    "store": "nothing is stored; leave it out",
-    "service_tier": "there is one tier; see mmfast.priority",
+    "suffix": "text is continued at its end only; leave it out",
+    "best_of": "give n, and choose yourself",
 }
 _NESTED: dict[str, type[schema.Strict]] = {
     "mmfast": schema.MmfastOptions,
@@ -85,6 +76,7 @@ _ROLES: dict[str, type[schema.Strict]] = {
     "system": schema.SystemMessage,
     "developer": schema.SystemMessage,
     "assistant": schema.AssistantMessage,
+    "tool": schema.ToolMessage,
 }
 
 
@@ -150,8 +142,8 @@ def _names(keys: Sequence[str | int], body: Any) -> list[str]:
     """Return the parameters that are possible in the place of the last of `keys`."""
     if len(keys) == 1:
         top: type[schema.Strict] = schema.ChatRequest
-        if isinstance(body, dict) and "messages" not in body and "input" in body:
-            top = schema.SpeechRequest
+        if isinstance(body, dict) and "messages" not in body:
+            top = schema.CompletionRequest if "prompt" in body else schema.SpeechRequest
         return list(top.model_fields)
     for key in keys[:-1]:
         body = body[key]
@@ -188,7 +180,7 @@ async def model(model: str, http: Request) -> ModelCard:
     """Describe one model."""
     found = _models(http.app.state.service)
     for each in found:
-        if each.id == model:
+        if each.id == model or (each is found[0] and http.app.state.service.answers_to(model)):
             return each
     names = ", ".join(each.id for each in found)
     raise ApiError(

@@ -67,8 +67,8 @@ class Metrics:
         """Count further tokens, and the seconds since those before."""
         self._gap.observe(seconds / max(tokens, 1))
 
-    def finished(self, finish: Finish) -> None:
-        """Count the tokens and stages of a complete answer."""
+    def finished(self, finish: Finish, seconds: float = 0.0) -> None:
+        """Count the tokens and stages of a complete answer that took these seconds."""
         trace: Mapping[str, Any] = finish.trace
         self._tokens.labels("prompt").inc(finish.prompt_tokens)
         self._tokens.labels("completion").inc(finish.completion_tokens)
@@ -132,6 +132,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 T = TypeVar("T")
+ALIASES = ("mmfast", "gpt-realtime")  # further names of the model that is served
 EMBEDDED, SPEECH = "mmfast-tiny-video", "mmfast-tiny-speech"
 VOICES = 2  # speeches and recordings processed at once
 HEARD = 32  # most recordings that wait for transcription; another one is refused
@@ -193,11 +194,21 @@ class Service:
 
     def __init__(self, config: ServerConfig, executor: Any = None, voice: Any = None) -> None:
         self.config, self.created = config, int(time.time())
-        self._engine = LazyLoader(lambda: _engine(config), executor)
+        # options of choosing tokens that the checkpoint states
+        self.defaults: dict[str, Any] = {}
+        self._engine = LazyLoader(self._load, executor)
         self._voice = LazyLoader(lambda: _voice(config), voice)
         self.metrics = Metrics(self.health)
         self.parts: dict[str, Any] = {}
         self._threads, self._listening = ThreadPoolExecutor(VOICES, "voice"), 0
+
+    def _load(self) -> Executor:
+        self.defaults = generation_defaults(self.config)
+        return _engine(self.config)
+
+    def answers_to(self, name: str) -> bool:
+        """Return True for the name of the model, and for its aliases on a server that has them."""
+        return name == self.model or (not self.config.strict_model and name in ALIASES)
 
     def start(self) -> Future[Any]:
         """Begin to load the engine, then the speech model; return the future of the engine."""
@@ -267,6 +278,23 @@ class Service:
         engine = self._engine.now()
         if engine is not None:
             engine.close()
+
+
+def generation_defaults(config: ServerConfig) -> dict[str, Any]:
+    """Return the options of choosing tokens that `generation_config.json` states, as vLLM reads it.
+
+    A checkpoint that states none answers with the likeliest tokens.
+    """
+    from transformers import GenerationConfig
+
+    if config.model is None:
+        return {}
+    try:
+        stated = GenerationConfig.from_pretrained(config.model).to_diff_dict()
+    except (OSError, ValueError):
+        return {}  # there is none
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: stated[name] for name in names if stated.get(name) is not None}
 
 
 def _engine(config: ServerConfig) -> Executor:
