@@ -24,7 +24,7 @@ from mmfast.serve.engine.base import Executor
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, brief, reason
 from mmfast.serve.guard.media import read_upload
 from mmfast.serve.guard.shield import Shield
-from mmfast.serve.http import chat, schema, speech
+from mmfast.serve.http import chat, completions, responses, schema, speech
 from mmfast.serve.http.events import ClientGoneError
 from mmfast.serve.http.schema import ERRORS, HealthReply, ModelCard, Models
 from mmfast.serve.http.service import CONTENT_TYPE, Metrics, Service
@@ -144,6 +144,7 @@ def _names(keys: Sequence[str | int], body: Any) -> list[str]:
         top: type[schema.Strict] = schema.ChatRequest
         if isinstance(body, dict) and "messages" not in body:
             top = schema.CompletionRequest if "prompt" in body else schema.SpeechRequest
+            top = responses.ResponseRequest if "voice" not in body and "input" in body else top
         return list(top.model_fields)
     for key in keys[:-1]:
         body = body[key]
@@ -303,7 +304,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    for each in (chat.router, router, speech.router):
+    for each in (chat.router, completions.router, responses.router, router, speech.router):
         app.include_router(each)
     _realtime(app, service)
     _errors(app, service)

@@ -27,13 +27,7 @@ PIXELS = ("min_pixels", "max_pixels")
 @router.post(
     "/v1/chat/completions",
     response_model=schema.Completion,
-    responses={
-        **schema.ERRORS,
-        200: {
-            "description": "The answer; as `text/event-stream` where `stream` is true.",
-            "content": {events.EVENTS: {"schema": events.EVENT_SCHEMA}},
-        },
-    },
+    responses=schema.STREAMED,
     summary="Answer a conversation about images, clips, sound and text",
 )
 async def chat(asked: schema.ChatRequest, http: HttpRequest) -> Response:

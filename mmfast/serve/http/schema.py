@@ -522,6 +522,23 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     )
 }
 
+STREAMED: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    200: {
+        "description": "The answer; as `text/event-stream` where `stream` is true.",
+        # every event has data, a JSON document or [DONE]
+        "content": {
+            "text/event-stream": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"data": {"type": "string"}},
+                    "required": ["data"],
+                }
+            }
+        },
+    },
+}
+
 
 LARGE = 1 << 18  # bytes from which parsing would delay other requests
 
