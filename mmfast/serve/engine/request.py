@@ -42,6 +42,8 @@ class ActiveRequest:
         self.began = time.perf_counter()
         self.prefill_ms = 0.0
         self._first = 0.0
+        self.queued = 0.0  # when it joined the queue
+        self.waited_ms: float | None = None  # time in the queue
         self._unsent = 0
 
     def adopt(self, reduce: str | None) -> None:
@@ -98,6 +100,8 @@ class ActiveRequest:
         names = ("reductions", "visual_tokens", "kept_tokens")
         whole = {"rows": rows, **{name: trace[name] for name in names}}
         whole["ttft_ms"] = (self._first - self.began) * 1e3
+        if self.waited_ms is not None:
+            whole["queue_ms"] = self.waited_ms
         self.end(Finish(self.writer.over, prompt, self.writer.count, self.cached, whole))
 
     def _send(self, event: Event) -> None:

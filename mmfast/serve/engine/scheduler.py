@@ -259,6 +259,7 @@ class Scheduler:
         """Take new and cancelled requests; called with the lock."""
         while self._new:
             answer = self._new.popleft()
+            answer.queued = time.perf_counter()
             self._queue.push(answer, self._payers())
         for name in tuple(self._cancelled):
             answer_or_place = self._known.get(name)
@@ -280,6 +281,7 @@ class Scheduler:
     def _round(self) -> None:
         while (first := self._queue.peek()) is not None and self._runner.fits(first):
             self._queue.remove(first.id)
+            first.waited_ms = (time.perf_counter() - first.queued) * 1e3
             self._runner.start(first)
         self._runner.round()
 

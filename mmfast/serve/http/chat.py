@@ -278,7 +278,7 @@ class ChatExchange:
                 yield events.WAITING
             elif isinstance(found[1], base.Failure):
                 # without [DONE], for the answer is not complete
-                yield events.event(body(events.failed(found[1])))
+                yield events.event(body(answers.failed(found[1])))
                 return
             elif isinstance(found[1], base.Finish):
                 for chunk in self._last(found[0], found[1], sent[found[0]]):

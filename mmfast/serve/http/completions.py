@@ -99,7 +99,7 @@ class Completions:
             if found is None:
                 yield events.WAITING
             elif isinstance(found[1], base.Failure):
-                yield events.event(body(events.failed(found[1])))
+                yield events.event(body(answers.failed(found[1])))
                 return
             else:
                 i, event = found

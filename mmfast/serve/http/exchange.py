@@ -61,6 +61,8 @@ class Reader:
         `ApiError`: a limit is exceeded, nothing is asked, or a medium cannot be read.
         """
         self._check(given)
+        pictures = sum(isinstance(p, schema.ImagePart) for m in given for p in parts_of(m))
+        self._share = self._config.request_pixels // max(pictures, 1)
         return await _gathered(self._message(each, i) for i, each in enumerate(given))
 
     def _check(self, given: list[Any]) -> None:
@@ -110,7 +112,8 @@ class Reader:
     async def _media(self, part: Any, param: str) -> base.Media:
         options, config = self._options, self._config
         if isinstance(part, schema.ImagePart):
-            found = await load_media(part.image_url.url, "image", config, param=param)
+            url = part.image_url.url
+            found = await load_media(url, "image", config, most=self._share, param=param)
         else:
             sampling = {"frames": options.frames, "fps": options.fps}
             found = await load_media(part.video_url.url, "video", config, **sampling, param=param)
@@ -223,6 +226,9 @@ class Answers:
     def _check(self) -> None:
         """Check the request against the options of the server."""
         asked, service = self.asked, self.service
+        if service.stopping:
+            text = "the server is stopping; ask again in a moment"
+            raise ApiError(503, text, code="stopping", headers={"Retry-After": "5"})
         if not service.answers_to(asked.model):
             text = f"model {asked.model[:80]!r} is not here; ask for {service.model!r}"
             raise ApiError(404, f"{text} (GET /v1/models)", code="model_not_found", param="model")
@@ -299,7 +305,7 @@ class Answers:
             while len(self.ends) < self.total:
                 found = self.noted(await run.next())
                 if found is not None and isinstance(found[1], base.Failure):
-                    raise events.failed(found[1])
+                    raise self.failed(found[1])
 
     async def first(self, run: events.RequestRun) -> tuple[int, base.Event] | None:
         """Wait a moment for the first event; an early failure gets a status of its own."""
@@ -307,11 +313,18 @@ class Answers:
         try:
             found = self.noted(await run.next(PATIENCE))
             if found is not None and isinstance(found[1], base.Failure):
-                raise events.failed(found[1])
+                raise self.failed(found[1])
             return found
         except BaseException:
             run.close()
             raise
+
+    def failed(self, failure: base.Failure) -> ApiError:
+        """Turn a failure into an error reply; one of a server that stops says so."""
+        if self.service.stopping and failure.status in (499, 503):
+            text = "the server is stopping and has cut the answer short; ask again in a moment"
+            return ApiError(503, text, code="stopping", headers={"Retry-After": "5"})
+        return events.failed(failure)
 
     async def next(self, run: events.RequestRun) -> tuple[int, base.Event] | None:
         """Return the next event, or None where a stream should show that it lives."""

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
-from mmfast.serve.guard.errors import ApiError, bad_request, body
+from mmfast.serve.guard.errors import bad_request, body
 from mmfast.serve.http import events, schema
 from mmfast.serve.http.chat import ChatExchange, logprobs_of
 from mmfast.serve.http.service import Service
@@ -232,7 +232,7 @@ class ResponseReply:
             if found is None:
                 yield events.WAITING
             elif isinstance(found[1], base.Failure):
-                failed: ApiError = events.failed(found[1])
+                failed = self._answers.failed(found[1])
                 document = {**self._document([]), "status": "failed"}
                 document["error"] = {"code": "server_error", **body(failed)["error"]}
                 yield self._event("response.failed", response=document)

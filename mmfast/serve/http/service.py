@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -29,16 +30,50 @@ _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
-class Metrics:
-    """Counters of one server, in a registry of its own; `health` is read for each page."""
+_TIMES = {
+    "time_to_first_token": "Request to first token.",
+    "inter_token_latency": "Between tokens.",
+    "e2e_request_latency": "Request to last token.",
+    "request_queue_time": "Wait for a place.",
+    "request_prefill_time": "Reading of the prompt.",
+    "request_decode_time": "First to last token.",
+}
+_COUNTS = {"prompt_tokens": "Tokens of prompts.", "generation_tokens": "Tokens of answers."}
 
-    def __init__(self, health: Callable[[], Health | None]) -> None:
+
+class Metrics:
+    """Counters of one server, in a registry of its own; `health` is read for each page.
+
+    Those named `vllm:` are those of vLLM, for its dashboards; `model` returns their label.
+    """
+
+    def __init__(self, health: Callable[[], Health | None], model: Callable[[], str]) -> None:
         self._registry = own = CollectorRegistry()
+        self._model = model
+        self._times = {
+            name: Histogram(
+                f"vllm:{name}_seconds", text, ["model_name"], registry=own, buckets=_FIRST
+            )
+            for name, text in _TIMES.items()
+        }
+        self._counts = {
+            name: Counter(f"vllm:{name}", text, ["model_name"], registry=own)
+            for name, text in _COUNTS.items()
+        }
+        self._ended = Counter(
+            "vllm:request_success",
+            "Complete answers.",
+            ["model_name", "finished_reason"],
+            registry=own,
+        )
         self._ttft = Histogram(
             "mmfast_ttft_seconds", "Request to first token.", registry=own, buckets=_FIRST
         )
         self._gap = Histogram(
             "mmfast_inter_token_seconds", "Between tokens.", registry=own, buckets=_GAPS
+        )
+        self._queue = Histogram(
+            "mmfast_queue_seconds", "Wait for a place.", registry=own, buckets=_FIRST
         )
         self._stage = Histogram(
             "mmfast_stage_seconds", "Work of a stage.", ["stage"], registry=own, buckets=_GAPS
@@ -57,19 +92,33 @@ class Metrics:
         )
         self._rejected = Counter("mmfast_rejected", "Refused.", ["reason"], registry=own)
         self._sessions = Gauge("mmfast_realtime_sessions", "Open sessions.", registry=own)
-        own.register(_EngineGauges(health))
+        own.register(_EngineGauges(health, model))
 
     def ttft(self, seconds: float) -> None:
         """Count a first token."""
         self._ttft.observe(seconds)
+        self._time("time_to_first_token", seconds)
 
     def gap(self, seconds: float, tokens: int = 1) -> None:
         """Count further tokens, and the seconds since those before."""
         self._gap.observe(seconds / max(tokens, 1))
+        self._time("inter_token_latency", seconds / max(tokens, 1))
+
+    def _time(self, name: str, seconds: float) -> None:
+        self._times[name].labels(self._model()).observe(seconds)
 
     def finished(self, finish: Finish, seconds: float = 0.0) -> None:
         """Count the tokens and stages of a complete answer that took these seconds."""
         trace: Mapping[str, Any] = finish.trace
+        self._time("e2e_request_latency", seconds)
+        if (waited := trace.get("queue_ms")) is not None:
+            self._queue.observe(waited / 1e3)
+            self._time("request_queue_time", waited / 1e3)
+        name = self._model()
+        self._ended.labels(name, finish.reason).inc()
+        self._counts["prompt_tokens"].labels(name).inc(finish.prompt_tokens)
+        self._counts["generation_tokens"].labels(name).inc(finish.completion_tokens)
+        _span(name, finish, seconds)
         self._tokens.labels("prompt").inc(finish.prompt_tokens)
         self._tokens.labels("completion").inc(finish.completion_tokens)
         self._tokens.labels("cached").inc(finish.cached_tokens)
@@ -77,6 +126,8 @@ class Metrics:
         self._visual.labels("after").inc(trace.get("kept_tokens") or 0)
         for row in trace.get("rows") or ():
             self._stage.labels(str(row["stage"])).observe(max(row["ms"] / 1e3, 0.0))
+            if row["stage"] in ("prefill", "decode"):
+                self._time(f"request_{row['stage']}_time", max(row["ms"] / 1e3, 0.0))
 
     def request(self, route: str, status: int) -> None:
         """Count a reply; `route` is the pattern, never the path of the client."""
@@ -110,14 +161,23 @@ class Metrics:
 class _EngineGauges(Collector):
     """Gauges of the engine at the time of the request."""
 
-    def __init__(self, health: Callable[[], Health | None]) -> None:
-        self._health = health
+    def __init__(self, health: Callable[[], Health | None], model: Callable[[], str]) -> None:
+        self._health, self._model = health, model
 
     def collect(self) -> Iterator[Metric]:
         found = self._health() or Health(False)
         yield _gauge("mmfast_ready", "Whether requests are taken.", float(found.ready))
         yield _gauge("mmfast_running", "Requests that are being answered.", found.running)
         yield _gauge("mmfast_waiting", "Requests that wait.", found.waiting)
+        used = found.gauges.get("kv_bytes", 0.0) / (found.gauges.get("kv_bytes_limit") or 1.0)
+        for name, value in (
+            ("num_requests_running", found.running),
+            ("num_requests_waiting", found.waiting),
+            ("kv_cache_usage_perc", used),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", "As in vLLM.", labels=["model_name"])
+            gauge.add_metric([self._model()], float(value))
+            yield gauge
         more = GaugeMetricFamily("mmfast_engine", "Figures of the engine.", labels=["name"])
         for name, value in sorted(found.gauges.items()):
             more.add_metric([name], float(value))
@@ -129,6 +189,24 @@ class _EngineGauges(Collector):
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
+
+
+def _span(model: str, finish: Finish, seconds: float) -> None:
+    """Send a span of OpenTelemetry with figures alone, where its API is installed."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return
+    end = time.time_ns()
+    named = {
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": finish.prompt_tokens,
+        "gen_ai.usage.output_tokens": finish.completion_tokens,
+        "gen_ai.response.finish_reasons": [finish.reason],
+        "mmfast.ttft_ms": float(finish.trace.get("ttft_ms") or 0.0),
+    }
+    tracer = trace.get_tracer("mmfast")
+    tracer.start_span("chat", start_time=end - int(seconds * 1e9), attributes=named).end(end)
 
 
 T = TypeVar("T")
@@ -196,9 +274,10 @@ class Service:
         self.config, self.created = config, int(time.time())
         # options of choosing tokens that the checkpoint states
         self.defaults: dict[str, Any] = {}
+        self.stopping = False  # a signal has come; see `stop`
         self._engine = LazyLoader(self._load, executor)
         self._voice = LazyLoader(lambda: _voice(config), voice)
-        self.metrics = Metrics(self.health)
+        self.metrics = Metrics(self.health, lambda: self.model)
         self.parts: dict[str, Any] = {}
         self._threads, self._listening = ThreadPoolExecutor(VOICES, "voice"), 0
 
@@ -254,7 +333,8 @@ class Service:
     def health(self) -> Health | None:
         """Return the state of the engine; None until it is loaded."""
         engine = self._engine.now()
-        return None if engine is None else engine.health()
+        found: Health | None = None if engine is None else engine.health()
+        return replace(found, ready=False) if found is not None and self.stopping else found
 
     @property
     def model(self) -> str:
@@ -271,6 +351,15 @@ class Service:
     def failure(self) -> BaseException | None:
         """Return the error of loading the engine, or None."""
         return self._engine.failure()
+
+    def stop(self) -> None:
+        """Take no more requests; those at work have most of `shutdown_seconds` to end."""
+        if not self.stopping:
+            self.stopping, engine = True, self._engine.now()
+            seconds = 0.7 * self.config.shutdown_seconds
+            late = threading.Timer(seconds, engine.close if engine is not None else lambda: None)
+            late.daemon = True
+            late.start()
 
     def close(self) -> None:
         """Stop the engine and running speeches."""
