@@ -174,13 +174,34 @@ def byte_tokenizer(tokenizer: Any, ends: tuple[int, ...]) -> Any:
 def json_grammar(schema: Any) -> str:
     """Return the grammar of a JSON schema, with at most one space between two parts.
 
-    A model that is unsure would write spaces for ever. MmfastError: the schema cannot be used.
+    A model that is unsure would write spaces for ever, and properties that a schema does not name
+    are written only where it says so. MmfastError: the schema cannot be used.
     """
     from llguidance import LLMatcher
 
     made: str = LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), defaults={"whitespace_pattern": r"[ \n]?"}
+        json.dumps(_closed(schema)), defaults={"whitespace_pattern": r"[ \n]?"}
     )
     if error := LLMatcher.validate_grammar(made):
         raise MmfastError(f"the schema cannot be used: {' '.join(str(error).split())[:200]}")
     return made
+
+
+def _closed(schema: Any) -> Any:
+    """Close the objects of a schema that lists their properties; parts of `allOf` stay open."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = ("allOf", "enum", "const", "default", "examples")
+    maps = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in maps and isinstance(value, dict):
+            found[name] = {key: _closed(each) for key, each in value.items()}
+        else:
+            found[name] = value if name in kept else _closed(value)
+    more = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref")
+    if isinstance(schema.get("properties"), dict) and not any(name in schema for name in more):
+        found["additionalProperties"] = False
+    return found

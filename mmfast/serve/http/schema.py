@@ -483,6 +483,13 @@ class TextCompletion(BaseModel):
     usage: Usage | None = None
 
 
+class Transcription(BaseModel):
+    """The words of a recording, and its length."""
+
+    text: str
+    usage: dict[str, Any]
+
+
 class ModelCard(BaseModel):
     """A model that requests may name."""
 
