@@ -1,4 +1,4 @@
-"""Speech: `POST /v1/audio/speech` and `/v1/audio/transcriptions`, and the writers of its audio formats."""
+"""`POST /v1/audio/speech` and `/v1/audio/transcriptions`, and the writers of audio formats."""
 
 from __future__ import annotations
 

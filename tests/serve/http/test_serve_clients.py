@@ -1,8 +1,8 @@
-"""Foreign clients against `mmfast serve` with the embedded model, each with its own documented example.
+"""Foreign clients against `mmfast serve` with the embedded model, each with its own example.
 
 They live in an environment of their own: `MMFAST_CLIENTS_ENV` names one that has them
-(openai openai-agents langchain-openai litellm instructor pydantic-ai-slim[openai]); without it, one is
-made and filled from PyPI, and the tests are skipped where that cannot be done.
+(openai openai-agents langchain-openai litellm instructor pydantic-ai-slim[openai]); without it, one
+is made and filled from PyPI, and the tests are skipped where that cannot be done.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def instructor() -> None:
     import instructor
     from openai import OpenAI
 
-    # Mode.JSON states no schema to the server, and a model of shapes writes no such object by itself
+    # Mode.JSON states no schema to the server, and a model of shapes writes no such object then
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(OpenAI(), mode=mode)
         user = client.chat.completions.create(
