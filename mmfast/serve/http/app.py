@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from html import escape
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,7 @@ from fastapi import APIRouter, FastAPI, WebSocket
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import mmfast
@@ -225,6 +226,21 @@ async def metrics(http: Request) -> Response:
     if not service.config.metrics:
         raise ApiError(404, "this server shows no metrics; start it without --no-metrics")
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+_PAGE = "<!doctype html><title>mmfast</title><h1>mmfast</h1><table>{}</table>"
+
+
+@router.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+async def docs(http: Request) -> str:
+    """List the routes on a page without scripts; `/openapi.json` has their parameters."""
+    found = http.app.openapi()["paths"].items()
+    rows = [
+        f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(each['summary'])}"
+        for path, methods in found
+        for method, each in methods.items()
+    ]
+    return _PAGE.format("\n".join([*rows, '<tr><td><td><a href="openapi.json">openapi.json</a>']))
 
 
 PATH = "/demo"

@@ -22,6 +22,10 @@ from mmfast.serve.http.service import Service
 router = APIRouter(route_class=schema.JsonRoute)
 SAMPLING = ("fps", "num_frames")  # arguments of the processor that sample a clip
 PIXELS = ("min_pixels", "max_pixels")
+# Arguments of `apply_chat_template` that no request may set: a template of a client would run here.
+OWN = {"chat_template", "conversation", "documents", "tools", "tokenize", "return_dict", "padding"}
+OWN |= {"return_tensors", "return_assistant_tokens_mask", "processor_kwargs", "truncation"}
+OWN |= {"load_audio_from_video", "sanitize_control_tokens", "max_length"}
 
 
 @router.post(
@@ -181,6 +185,9 @@ class ChatExchange:
         messages = await reader.messages(asked.messages)
         self.heard, self.seconds = reader.heard, reader.seconds
         template = dict(asked.chat_template_kwargs or {})
+        if wrong := sorted(OWN & template.keys()):
+            text = f"chat_template_kwargs.{wrong[0]} is the server's own; leave it out"
+            raise bad_request(text, param="chat_template_kwargs")
         for name in ("add_generation_prompt", "continue_final_message"):
             if (value := getattr(asked, name)) is not None:
                 template[name] = value

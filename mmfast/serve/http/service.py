@@ -29,117 +29,96 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
-
-_TIMES = {
-    "time_to_first_token": "Request to first token.",
-    "inter_token_latency": "Between tokens.",
-    "e2e_request_latency": "Request to last token.",
-    "request_queue_time": "Wait for a place.",
-    "request_prefill_time": "Reading of the prompt.",
-    "request_decode_time": "First to last token.",
+_M = ("model_name",)
+_SERIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "mmfast_ttft_seconds": (_FIRST, "Request to first token.", ()),
+    "mmfast_inter_token_seconds": (_GAPS, "Between tokens.", ()),
+    "mmfast_queue_seconds": (_FIRST, "Wait for a place.", ()),
+    "mmfast_stage_seconds": (_GAPS, "Work of a stage.", ("stage",)),
+    "mmfast_first_audio_seconds": (_FIRST, "Request or speech to first sound.", ("source",)),
+    "mmfast_tokens": (Counter, "Visual tokens.", ("when",)),
+    "mmfast_text_tokens": (Counter, "Prompt, answer.", ("kind",)),
+    "mmfast_requests": (Counter, "Answered requests.", ("route", "status")),
+    "mmfast_rejected": (Counter, "Refused.", ("reason",)),
+    # those of vLLM, for its dashboards
+    "vllm:time_to_first_token_seconds": (_FIRST, "Request to first token.", _M),
+    "vllm:inter_token_latency_seconds": (_GAPS, "Between tokens.", _M),
+    "vllm:e2e_request_latency_seconds": (_FIRST, "Request to last token.", _M),
+    "vllm:request_queue_time_seconds": (_FIRST, "Wait for a place.", _M),
+    "vllm:request_prefill_time_seconds": (_FIRST, "Reading of the prompt.", _M),
+    "vllm:request_decode_time_seconds": (_FIRST, "First to last token.", _M),
+    "vllm:prompt_tokens": (Counter, "Tokens of prompts.", _M),
+    "vllm:generation_tokens": (Counter, "Tokens of answers.", _M),
+    "vllm:request_success": (Counter, "Complete answers.", (*_M, "finished_reason")),
 }
-_COUNTS = {"prompt_tokens": "Tokens of prompts.", "generation_tokens": "Tokens of answers."}
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own; `health` is read for each page.
+    """Counters of one server, in a registry of its own.
 
-    Those named `vllm:` are those of vLLM, for its dashboards; `model` returns their label.
+    `health` is read for each page, `model` returns the label of the series of vLLM.
     """
 
     def __init__(self, health: Callable[[], Health | None], model: Callable[[], str]) -> None:
         self._registry = own = CollectorRegistry()
-        self._model = model
-        self._times = {
-            name: Histogram(
-                f"vllm:{name}_seconds", text, ["model_name"], registry=own, buckets=_FIRST
-            )
-            for name, text in _TIMES.items()
-        }
-        self._counts = {
-            name: Counter(f"vllm:{name}", text, ["model_name"], registry=own)
-            for name, text in _COUNTS.items()
-        }
-        self._ended = Counter(
-            "vllm:request_success",
-            "Complete answers.",
-            ["model_name", "finished_reason"],
-            registry=own,
-        )
-        self._ttft = Histogram(
-            "mmfast_ttft_seconds", "Request to first token.", registry=own, buckets=_FIRST
-        )
-        self._gap = Histogram(
-            "mmfast_inter_token_seconds", "Between tokens.", registry=own, buckets=_GAPS
-        )
-        self._queue = Histogram(
-            "mmfast_queue_seconds", "Wait for a place.", registry=own, buckets=_FIRST
-        )
-        self._stage = Histogram(
-            "mmfast_stage_seconds", "Work of a stage.", ["stage"], registry=own, buckets=_GAPS
-        )
-        self._first_audio = Histogram(
-            "mmfast_first_audio_seconds",
-            "Request or end of speech to first sound.",
-            ["source"],
-            registry=own,
-            buckets=_FIRST,
-        )
-        self._visual = Counter("mmfast_tokens", "Visual tokens.", ["when"], registry=own)
-        self._tokens = Counter("mmfast_text_tokens", "Prompt, answer.", ["kind"], registry=own)
-        self._requests = Counter(
-            "mmfast_requests", "Answered requests.", ["route", "status"], registry=own
-        )
-        self._rejected = Counter("mmfast_rejected", "Refused.", ["reason"], registry=own)
+        self._model, self._series = model, dict[str, Any]()
+        for name, (kind, text, labels) in _SERIES.items():
+            if kind is Counter:
+                self._series[name] = Counter(name, text, labels, registry=own)
+            else:
+                self._series[name] = Histogram(name, text, labels, registry=own, buckets=kind)
         self._sessions = Gauge("mmfast_realtime_sessions", "Open sessions.", registry=own)
         own.register(_EngineGauges(health, model))
 
+    def _note(self, name: str, value: float, *labels: str) -> None:
+        """Count a figure; a series of vLLM gets the name of the model."""
+        labels = (self._model(), *labels) if name.startswith("vllm:") else labels
+        series = self._series[name].labels(*labels) if labels else self._series[name]
+        series.observe(value) if isinstance(self._series[name], Histogram) else series.inc(value)
+
     def ttft(self, seconds: float) -> None:
         """Count a first token."""
-        self._ttft.observe(seconds)
-        self._time("time_to_first_token", seconds)
+        self._note("mmfast_ttft_seconds", seconds)
+        self._note("vllm:time_to_first_token_seconds", seconds)
 
     def gap(self, seconds: float, tokens: int = 1) -> None:
         """Count further tokens, and the seconds since those before."""
-        self._gap.observe(seconds / max(tokens, 1))
-        self._time("inter_token_latency", seconds / max(tokens, 1))
-
-    def _time(self, name: str, seconds: float) -> None:
-        self._times[name].labels(self._model()).observe(seconds)
+        self._note("mmfast_inter_token_seconds", seconds / max(tokens, 1))
+        self._note("vllm:inter_token_latency_seconds", seconds / max(tokens, 1))
 
     def finished(self, finish: Finish, seconds: float = 0.0) -> None:
         """Count the tokens and stages of a complete answer that took these seconds."""
         trace: Mapping[str, Any] = finish.trace
-        self._time("e2e_request_latency", seconds)
+        note = self._note
+        note("vllm:e2e_request_latency_seconds", seconds)
         if (waited := trace.get("queue_ms")) is not None:
-            self._queue.observe(waited / 1e3)
-            self._time("request_queue_time", waited / 1e3)
-        name = self._model()
-        self._ended.labels(name, finish.reason).inc()
-        self._counts["prompt_tokens"].labels(name).inc(finish.prompt_tokens)
-        self._counts["generation_tokens"].labels(name).inc(finish.completion_tokens)
-        _span(name, finish, seconds)
-        self._tokens.labels("prompt").inc(finish.prompt_tokens)
-        self._tokens.labels("completion").inc(finish.completion_tokens)
-        self._tokens.labels("cached").inc(finish.cached_tokens)
-        self._visual.labels("before").inc(trace.get("visual_tokens") or 0)
-        self._visual.labels("after").inc(trace.get("kept_tokens") or 0)
+            note("mmfast_queue_seconds", waited / 1e3)
+            note("vllm:request_queue_time_seconds", waited / 1e3)
+        note("vllm:request_success", 1, finish.reason)
+        note("vllm:prompt_tokens", finish.prompt_tokens)
+        note("vllm:generation_tokens", finish.completion_tokens)
+        _span(self._model(), finish, seconds)
+        note("mmfast_text_tokens", finish.prompt_tokens, "prompt")
+        note("mmfast_text_tokens", finish.completion_tokens, "completion")
+        note("mmfast_text_tokens", finish.cached_tokens, "cached")
+        note("mmfast_tokens", trace.get("visual_tokens") or 0, "before")
+        note("mmfast_tokens", trace.get("kept_tokens") or 0, "after")
         for row in trace.get("rows") or ():
-            self._stage.labels(str(row["stage"])).observe(max(row["ms"] / 1e3, 0.0))
+            note("mmfast_stage_seconds", max(row["ms"] / 1e3, 0.0), str(row["stage"]))
             if row["stage"] in ("prefill", "decode"):
-                self._time(f"request_{row['stage']}_time", max(row["ms"] / 1e3, 0.0))
+                note(f"vllm:request_{row['stage']}_time_seconds", max(row["ms"] / 1e3, 0.0))
 
     def request(self, route: str, status: int) -> None:
         """Count a reply; `route` is the pattern, never the path of the client."""
-        self._requests.labels(route, str(status)).inc()
+        self._note("mmfast_requests", 1, route, str(status))
 
     def rejected(self, reason: str) -> None:
         """Count a refusal: `busy`, `auth`, `rate`, `body`, `media`, `invalid`, `session`."""
-        self._rejected.labels(reason).inc()
+        self._note("mmfast_rejected", 1, reason)
 
     def first_audio(self, seconds: float, source: str) -> None:
         """Count a first piece of sound; `source` is `speech` or `realtime`."""
-        self._first_audio.labels(source).observe(seconds)
+        self._note("mmfast_first_audio_seconds", seconds, source)
 
     def session_opened(self) -> None:
         """Count the start of a realtime session."""

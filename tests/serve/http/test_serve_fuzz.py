@@ -103,7 +103,7 @@ def better(body: Any, mode: GenerationMode) -> None:
     if not isinstance(body, dict):
         return
     dice = random.Random(json.dumps(body, sort_keys=True, default=str))
-    speech = "input" in body
+    speech = "voice" in body
     name = body.get("model")
     if isinstance(name, str) and 0 < len(name) <= 256 and dice.random() < 0.875:
         body["model"] = "tts-1" if speech else MODEL
@@ -112,7 +112,7 @@ def better(body: Any, mode: GenerationMode) -> None:
     if speech:
         body["voice"] = dice.choice(["alloy", "low", body["voice"]])
         body["input"] = dice.choice(["Say it.", body["input"]])[:200]
-    else:
+    elif "messages" in body:
         _chat(body, dice)
 
 

@@ -153,6 +153,7 @@ WRONG = [
     ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
     ({"logprobs": 1}, "logprobs", "invalid_value"),
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_value"),
     ({"mm_processor_kwargs": {"size": 9}}, "mm_processor_kwargs", "invalid_value"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value"),
     ({"max_tokens": 10**6}, "max_tokens", "invalid_value"),
