@@ -128,7 +128,12 @@ class TokenRules:
 def needed(sampling: SamplingOptions) -> bool:
     """Return True if temperature, top-k, top-p and min-p alone do not state the choice."""
     plain = SamplingOptions()
-    names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+    names: tuple[str, ...] = (
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+    )
     names += ("min_tokens", "ignore_eos", "stop_token_ids", "logprobs", "grammar")
     return any(getattr(sampling, name) != getattr(plain, name) for name in names)
 

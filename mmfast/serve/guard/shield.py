@@ -235,8 +235,8 @@ class Shield:
         self._local, self._bodies = loopback(config.host), Bodies(config.bodies_bytes)
         self.quotas = CallerQuotas(
             CallerLimits(
-                *(config.quota(f"{kind}_per_minute") for kind in KINDS),
-                config.quota("requests_at_once"),
+                **{kind: config.quota(f"{kind}_per_minute") for kind in KINDS},
+                running=config.quota("requests_at_once"),
             )
         )
         self._entry: Any = self._guard
