@@ -16,7 +16,7 @@ from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import bad_request, body
 from mmfast.serve.http import events, schema
-from mmfast.serve.http.exchange import Answers, Reader, parts_of
+from mmfast.serve.http.exchange import AnswerSet, Reader, parts_of
 from mmfast.serve.http.service import Service
 
 router = APIRouter(route_class=schema.JsonRoute)
@@ -161,7 +161,7 @@ class ChatExchange:
     def __init__(self, service: Service, asked: schema.ChatRequest, caller: Caller) -> None:
         self._service, self._asked = service, asked
         self.created, self.tools = int(time.time()), Tools(asked)  # seconds since 1970
-        self.answers = Answers(service, asked, caller, f"chatcmpl-{uuid.uuid4().hex}")
+        self.answers = AnswerSet(service, asked, caller, f"chatcmpl-{uuid.uuid4().hex}")
         self.heard, self.seconds = list[str](), 0.0  # transcripts, and the duration of the sounds
 
     async def whole(self) -> Response:
@@ -249,7 +249,6 @@ class ChatExchange:
             "object": kind,
             "created": self.created,
             "model": self._asked.model,
-            "system_fingerprint": None,
         }
 
     def _trace(self) -> dict[str, Any]:
@@ -318,7 +317,7 @@ class ChatExchange:
             found.append(self._chunk(i, {"tool_calls": numbered}))
         elif whole[sent:]:
             found.append(self._chunk(i, {"content": whole[sent:]}))
-        more = {} if i else {"mmfast": self._trace()}
+        more: dict[str, Any] = {} if i else {"mmfast": self._trace()}
         return [*found, self._chunk(i, {}, _reason(end, calls), **more)]
 
     def _log(self) -> None:

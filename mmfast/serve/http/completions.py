@@ -15,7 +15,7 @@ from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import caller_of
 from mmfast.serve.guard.errors import bad_request, body
 from mmfast.serve.http import events, schema
-from mmfast.serve.http.exchange import Answers
+from mmfast.serve.http.exchange import AnswerSet
 
 router = APIRouter(route_class=schema.JsonRoute)
 
@@ -29,19 +29,19 @@ router = APIRouter(route_class=schema.JsonRoute)
 async def completions(asked: schema.CompletionRequest, http: HttpRequest) -> Response:
     """Continue texts."""
     name = f"cmpl-{uuid.uuid4().hex}"
-    exchange = Completions(Answers(http.app.state.service, asked, caller_of(http.scope), name))
+    answers = AnswerSet(http.app.state.service, asked, caller_of(http.scope), name)
+    exchange = Completions(answers, asked)
     return await events.while_connected(http.receive, exchange.reply())
 
 
 class Completions:
     """One request for texts and its answers."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: AnswerSet, asked: schema.CompletionRequest) -> None:
         self._answers, self._created = answers, int(time.time())
-        self._asked: Any = answers.asked
-        given = self._asked.prompt
+        self._asked, given = asked, asked.prompt
         one = isinstance(given, str) or isinstance(given[0], int)
-        self._prompts = [given] if one else given
+        self._prompts: list[Any] = [given] if one else list(given)
         if self._asked.echo and not isinstance(self._prompts[0], str):
             raise bad_request("echo needs prompts that are texts, not tokens", param="echo")
         most = answers.service.config.max_text
@@ -103,11 +103,14 @@ class Completions:
                 return
             else:
                 i, event = found
-                ended = isinstance(event, base.Finish)
-                new = "" if i in begun else self._echo(i)
-                new, chances = (new, ()) if ended else (new + event.text, event.logprobs)
+                new, end = "" if i in begun else self._echo(i), None
+                chances: Sequence[base.TokenChance] = ()
+                if isinstance(event, base.Delta):
+                    new, chances = new + event.text, event.logprobs
+                else:
+                    end = event
                 begun.add(i)
-                choice = self._choice(i, new, chances or None, event if ended else None)
+                choice = self._choice(i, new, chances or None, end)
                 usage = {"usage": None} if wants and wants.include_usage else {}
                 yield events.event({**self._head(), "choices": [choice], **usage})
                 if len(answers.ends) == answers.total:

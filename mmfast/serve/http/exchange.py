@@ -115,8 +115,8 @@ class Reader:
             url = part.image_url.url
             found = await load_media(url, "image", config, most=self._share, param=param)
         else:
-            sampling = {"frames": options.frames, "fps": options.fps}
-            found = await load_media(part.video_url.url, "video", config, **sampling, param=param)
+            url, frames, fps = part.video_url.url, options.frames, options.fps
+            found = await load_media(url, "video", config, frames=frames, fps=fps, param=param)
         self._charge(found.shot.pixels.size // 3)
         return replace(found, key=f"{found.key}{self._variant}")
 
@@ -200,7 +200,7 @@ def _too_much(text: str) -> ApiError:
 _log = logging.getLogger("mmfast.serve")
 
 
-class Answers:
+class AnswerSet:
     """The answers to one request, counted in metrics, quotas and log as they come.
 
     Attributes:
@@ -220,7 +220,6 @@ class Answers:
         self.ends: dict[int, base.Finish] = {}
         self.total = self.prompt = self.spent = 0
         self._spent: dict[int, int] = {}
-        self.headers: dict[str, str] = {}
         self._check()
 
     def _check(self) -> None:
@@ -248,16 +247,7 @@ class Answers:
         room = service.config.slots + service.config.queue
         if (asked.n or 1) > room:
             raise bad_request(f"n={asked.n} is too many; ask for at most {room}", param="n")
-        if unused := schema.ignored(asked):
-            shown = ", ".join(unused)
-            if service.config.strict:
-                raise bad_request(
-                    f"{shown[:300]}: without effect here, and this server is strict; leave it out",
-                    "unknown_parameter",
-                    unused[0],
-                )
-            text = shown.encode("ascii", "backslashreplace").decode()
-            self.headers["x-mmfast-ignored"] = "".join(c for c in text if c.isprintable())[:1000]
+        self.headers = ignoring(asked, service.config)
 
     def charge(self, pixels: int) -> None:
         """Charge the caller for decoded pixels."""
@@ -384,13 +374,33 @@ class Answers:
         return found
 
 
+def ignoring(asked: schema.Strict, config: ServerConfig) -> dict[str, str]:
+    """Return the header that names parameters without effect, which a strict server refuses."""
+    unused = schema.ignored(asked)
+    shown = ", ".join(unused)
+    if unused and config.strict:
+        text = f"{shown[:300]}: without effect here, and this server is strict; leave it out"
+        raise bad_request(text, "unknown_parameter", unused[0])
+    text = shown.encode("ascii", "backslashreplace").decode()
+    printed = "".join(letter for letter in text if letter.isprintable())[:1000]
+    return {"x-mmfast-ignored": printed} if unused else {}
+
+
 def sampling(
     asked: schema.Choosing, config: ServerConfig, defaults: Mapping[str, Any]
 ) -> base.SamplingOptions:
     """Return the options of choosing tokens; `defaults` are those of the checkpoint."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     bias = {int(token): value for token, value in (asked.logit_bias or {}).items()}
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "min_tokens")
+    known: tuple[str, ...] = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "seed",
+        "min_tokens",
+    )
     known = (*known, "presence_penalty", "frequency_penalty", "ignore_eos")
     given = {name: getattr(asked, name) for name in known if getattr(asked, name) is not None}
     found = {**defaults, **given}

@@ -24,7 +24,7 @@ router = APIRouter(route_class=schema.JsonRoute)
 
 
 class ResponseRequest(schema.Strict):
-    """What to answer: a text, or items of a conversation."""
+    """A text, or items of a conversation, to answer."""
 
     model: schema.Name
     input: schema.Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=512)]
@@ -37,7 +37,16 @@ class ResponseRequest(schema.Strict):
     background: bool | None = None
 
 
-_SAME = ("model", "parallel_tool_calls", "temperature", "top_p", "top_k", "seed", "stream", "user")
+_SAME: tuple[str, ...] = (
+    "model",
+    "parallel_tool_calls",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stream",
+    "user",
+)
 _SAME += ("mmfast", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 _SAME += ("top_logprobs", "chat_template_kwargs", "mm_processor_kwargs", "repetition_penalty")
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

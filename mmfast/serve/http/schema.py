@@ -459,7 +459,6 @@ class Completion(BaseModel):
     model: str
     choices: list[Choice]
     usage: Usage | None = None
-    system_fingerprint: str | None = None
     mmfast: dict[str, Any] = Field(default_factory=dict)
 
 

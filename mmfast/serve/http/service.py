@@ -177,7 +177,7 @@ def _span(model: str, finish: Finish, seconds: float) -> None:
     except ImportError:
         return
     end = time.time_ns()
-    named = {
+    named: dict[str, Any] = {
         "gen_ai.request.model": model,
         "gen_ai.usage.input_tokens": finish.prompt_tokens,
         "gen_ai.usage.output_tokens": finish.completion_tokens,

@@ -20,7 +20,7 @@ from mmfast.frontends.audio.wav import WavWriter
 from mmfast.ops.audio import Resampler
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
 from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, while_connected
-from mmfast.serve.http.exchange import transcribed
+from mmfast.serve.http.exchange import ignoring, transcribed
 from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Transcription
 from mmfast.serve.http.service import VOICES, Service
 
@@ -167,6 +167,7 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
             code="model_not_found",
             param="model",
         )
+    headers = ignoring(asked, service.config)
     speaker = await service.voice()
     run = SpeechRun(service, speaker, asked)
     try:
@@ -175,8 +176,9 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
         run.close()
         raise
     if asked.stream_format == "sse":
-        return StreamedReply(run.events(first), EVENTS, run.close)
-    return StreamedReply(run.parts(first), TYPES[asked.response_format or "mp3"], run.close)
+        return StreamedReply(run.events(first), EVENTS, run.close, headers)
+    kind = TYPES[asked.response_format or "mp3"]
+    return StreamedReply(run.parts(first), kind, run.close, headers)
 
 
 @router.post(
