@@ -244,9 +244,6 @@ class AnswerSet:
                 "invalid_value",
                 "stream_options",
             )
-        room = service.config.slots + service.config.queue
-        if (asked.n or 1) > room:
-            raise bad_request(f"n={asked.n} is too many; ask for at most {room}", param="n")
         self.headers = ignoring(asked, service.config)
 
     def charge(self, pixels: int) -> None:
@@ -263,6 +260,11 @@ class AnswerSet:
         `grammar` is a JSON schema that the answers follow.
         """
         asked, service = self.asked, self.service
+        self.total = len(prompts) * (asked.n or 1)
+        room = service.config.slots + service.config.queue
+        if self.total > room:
+            text = f"{self.total} answers are too many; ask for at most {room} at once"
+            raise bad_request(text, param="n" if (asked.n or 1) > 1 else "prompt")
         executor = await service.executor()
         try:
             rules = None if grammar is None else await asyncio.to_thread(json_grammar, grammar)
@@ -270,7 +272,6 @@ class AnswerSet:
             raise bad_request(str(error), param="response_format") from None
         plain = sampling(asked, service.config, service.defaults)
         given, found = asked.mmfast or schema.MmfastOptions(), list[base.Request]()
-        self.total = len(prompts) * (asked.n or 1)
         for messages, options in prompts:
             for i in range(asked.n or 1):
                 seed = None if plain.seed is None else plain.seed + i
@@ -343,7 +344,8 @@ class AnswerSet:
             rest = max(event.completion_tokens - self._spent.get(number, 0), 0)
             self.spent += rest
             self.prompt = event.prompt_tokens
-            self.caller.spend((0 if number else event.prompt_tokens) + rest)
+            again = number % (self.asked.n or 1)  # the prompt is charged once
+            self.caller.spend((0 if again else event.prompt_tokens) + rest)
         return found
 
     def log(self, asked: str) -> None:
