@@ -155,6 +155,39 @@ def test_penalties_and_biases_are_those_of_the_formula(engine: Any, tokenizer: A
     assert len(tokens) == 8
 
 
+def test_rules_change_logits_by_the_formula(tokenizer: Any) -> None:
+    """Every rule at once on random logits, written out token by token."""
+    for number in range(40):
+        dice = random.Random(number)
+        again, once, each = dice.choice([None, 0.7, 1.6]), dice.uniform(-2, 2), dice.uniform(-2, 2)
+        bias = {dice.randrange(440): dice.uniform(-9, 9) for _ in range(4)}
+        given = SamplingOptions(
+            20, repetition_penalty=again, presence_penalty=once, frequency_penalty=each,
+            logit_bias=tuple(bias.items()), min_tokens=3, stop_token_ids=(7,),
+        )  # fmt: skip
+        state = checked(given).rules
+        assert state.begin(tokenizer, {0}) == {0, 7}
+        prompt = sorted({dice.randrange(440) for _ in range(9)})
+        said = Counter[int]()
+        for step in range(6):
+            logits = torch.randn(440, generator=torch.Generator().manual_seed(99 * number + step))
+            expected = logits.double().tolist()
+            factor = 1.2 if again is None else again  # 1.2 is the model's
+            for token in {*prompt, *said}:
+                expected[token] *= factor if expected[token] < 0 else 1 / factor
+            for token, times in said.items():
+                expected[token] -= once + each * times
+            for token, more in bias.items():
+                expected[token] += more
+            for token in (0, 7) if step < 3 else ():
+                expected[token] = -math.inf
+            state.row(logits, torch.tensor(prompt) if step == 0 else None, 1.2)
+            assert torch.allclose(logits.double(), torch.tensor(expected).double(), atol=1e-5)
+            token = dice.choice([dice.randrange(8, 440), *said])
+            said[token] += 1
+            state.chosen(token)
+
+
 def test_ends_of_an_answer(engine: Any) -> None:
     plain, longer, on, biased, stopped = answered(
         engine,

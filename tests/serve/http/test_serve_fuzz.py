@@ -130,7 +130,7 @@ def _chat(body: dict[str, Any], dice: random.Random) -> None:
         given["frames"] = given["frames"] % 9 + 1
         given.pop("fps", None)
     for message in body["messages"]:
-        if isinstance(message["content"], list):
+        if isinstance(message.get("content"), list):
             for part in message["content"][:16]:
                 _part(part, dice)
             del message["content"][16:]
