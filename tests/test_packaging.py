@@ -60,7 +60,7 @@ def _modules() -> list[str]:
 
 def _needs_more(module: str) -> bool:
     """Whether a module needs what only an extra or a GPU machine has."""
-    runs_in_vllm = module.startswith("mmfast.vllm.qwen")
+    runs_in_vllm = module == "mmfast.vllm.qwen"
     return ".kernels." in module or module == "mmfast.bench.lmms" or runs_in_vllm
 
 

@@ -39,6 +39,10 @@ def serve(
     if as_json:
         raise MmfastError("--json prints what --dry-run would serve; give both, or neither")
     quiet()
+    if resolved.engine == "vllm":
+        from mmfast.vllm.launch import launch
+
+        launch(resolved)
     if resolved.engine == "ray":
         from mmfast.serve.ray.cluster import imported
 
@@ -74,6 +78,7 @@ def _plan(config: ServerConfig) -> list[tuple[str, object]]:
     names = [name for name in given if name in _SHOWN or given[name] != plain[name]]
     kinds = [f"{given[f'{kind}_replicas']} {kind}" for kind in ("encode", "prefill", "decode")]
     kinds = [f"{config.replicas} with the whole engine"] if config.replicas else kinds
+    kinds = ["vLLM's own server"] if config.engine == "vllm" else kinds
     host = f"[{config.host}]" if ":" in config.host else config.host
     return [
         *((k, (_SHOWN[k] or "of the model") if given[k] is None else given[k]) for k in names),
@@ -95,6 +100,10 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.caches.plan import call_plan
 
         call_plan(config.cache)
+    if config.engine == "vllm":
+        from mmfast.vllm.launch import command
+
+        command(config)
 
 
 def _say(text: str) -> None:

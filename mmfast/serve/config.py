@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mmfast.core.errors import MmfastError, unknown
 
-ENGINES = ("inproc", "ray")
+ENGINES = ("inproc", "ray", "vllm")
 _REPLICAS = ("replicas", "encode_replicas", "prefill_replicas", "decode_replicas")
 HASHED = "sha256:"  # prefix of a key that is given by its hash
 _HASH = re.compile(HASHED + r"[0-9a-fA-F]{64}")
@@ -53,7 +53,8 @@ class ServerConfig:
         host: Address to listen on; the default admits this machine only.
         port: Port to listen on; 0 takes a free one.
         api_keys: Keys of clients; without one, everyone who reaches the port may ask.
-        engine: `inproc`, this process alone, or `ray`, processes of this and other machines.
+        engine: `inproc`, this process alone, `ray`, processes of this and other machines, or
+            `vllm`, vLLM's own server with the reducers of `reduce`.
         slots: Most requests answered at once.
         context: Longest prompt and answer in tokens; None takes the model's.
         chunk: Tokens of a prompt between two steps of the running answers.

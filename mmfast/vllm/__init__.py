@@ -1,55 +1,76 @@
-"""A vLLM plugin: fixed budgets per video, chosen by the vision encoder's own output.
+"""A vLLM plugin: fixed budgets per image and video, chosen by the vision encoder's output.
 
-`pip install mmfast` beside vLLM is enough: vLLM calls `register` in each of its processes (entry
-point group `vllm.general_plugins`), which replaces Qwen3-VL and Qwen2.5-VL by subclasses. Without a
-spec they behave as in vLLM; with one they keep the tokens that a method of mmfast picks::
+`pip install mmfast` beside vLLM, and name a spec where vLLM starts; without one nothing is
+registered, and vLLM runs as if mmfast were not there::
 
-    MMFAST_VLLM_REDUCE=divprune:0.25 vllm serve Qwen/Qwen3-VL-8B-Instruct --video-pruning-rate 0.75
-    vllm serve … --video-pruning-rate 0.75 --hf-overrides '{"mmfast_reduce": "evs:0.25"}'
-    vllm serve … --video-pruning-rate 0.75 --mm-processor-kwargs '{"mmfast_reduce": "evs:0.25"}'
+    MMFAST_VLLM_REDUCE=divprune:0.25 vllm serve Qwen/Qwen3-VL-8B-Instruct
+    mmfast serve --engine vllm --model Qwen/Qwen3-VL-8B-Instruct --reduce divprune:0.25
 
-`--video-pruning-rate` turns on vLLM's own code for pruned videos, which this plugin uses with
-another method and count. A spec without a budget (`divprune`) keeps one minus that rate. Prefer the
-first two ways: the third may also pass the spec to the processor of Hugging Face.
+Qwen2.5-VL and Qwen3-VL then give their language model the tokens that `mmfast.attach` would, at
+the same positions. vLLM reserves places in the prompt before there is any embedding, so the count
+must follow from the size of the image or video; and it stores results under a hash of the media, so
+the choice may depend on them alone. Allowed are therefore reducers at site `pre` with a budget that
+read the encoder: its output, or its attention and keys. A method that reads the question would mix
+the results of different questions, and a method inside the LLM is impossible, since vLLM gives all
+layers one length. Both are refused at the start, in one line. Servers with different specs must not
+share a store of results.
 
-vLLM reserves places in the prompt before there is any embedding, so the count must follow from the
-size of the video; and it stores results under a hash of the media, so the choice may depend on the
-video alone. Allowed are therefore reducers at site `pre` with a fixed budget that use the encoder's
-output only. A method that reads the question would mix the results of different questions; a
-method inside the LLM is impossible, since vLLM gives all layers one length; a method that reads the
-encoder's attention as well, since vLLM's kernels keep none. All three are refused at the start of
-the server, in one line. Images stay whole, as with vLLM's own methods. Servers with different specs
-must not share a store of results.
-
-Tested with stand-ins for vLLM's classes (tests/support/serve/vllm_stubs.py, after version 0.33):
-counts are exact for all sizes and budgets; the tokens are those of `mmfast.reduce`; prompt,
-embeddings and positions fit together, DeepStack channels and timestamps included; keeping all
-tokens equals the stock model; a video gives the same tokens in any batch and after any other video;
-registering twice has no further effect.
-
-Not tested with a real vLLM. Its internal names change between releases; if one is missing, the
-server ends at the start with a line that names it.
+Other models stay stock, as does a vLLM of a release that is not in `KNOWN`, which says so.
 """
 
 from __future__ import annotations
 
-from mmfast.vllm.plan import ReducerPlan, choices, parse_plan, read_plan
+import logging
+import os
 
-__all__ = ["ReducerPlan", "choices", "parse_plan", "read_plan", "register"]
-
+VARIABLE = "MMFAST_VLLM_REDUCE"
+KNOWN = ("0.32",)  # releases of vLLM that tests/vllm ran with
 # Architecture -> the subclass, imported when a model of that kind is loaded: an earlier import of
 # vLLM's models would initialise CUDA in a process that forks later.
 MODELS = {
-    "Qwen3VLForConditionalGeneration": "mmfast.vllm.qwen3_vl:Qwen3VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration": (
-        "mmfast.vllm.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"
-    ),
+    name: f"mmfast.vllm.qwen:{name}"
+    for name in ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 }
+_log = logging.getLogger("vllm.mmfast")  # below vLLM's own, which prints
 
 
-def register() -> None:
-    """Replace vLLM's models by the subclasses; further calls have no effect."""
-    from vllm import ModelRegistry
+def plugin() -> None:
+    """Register what `MMFAST_VLLM_REDUCE` names; the entry point that vLLM calls when it starts.
 
+    Raises:
+        SystemExit: The spec cannot work in vLLM; one line says why, and what can.
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return
+    from mmfast.core.errors import MmfastError
+
+    try:
+        register(text)
+    except MmfastError as error:
+        raise SystemExit(f"mmfast: {error}") from None
+
+
+def register(spec: str) -> bool:
+    """Replace vLLM's Qwen models by subclasses that reduce by `spec`, in all its processes.
+
+    Returns:
+        False where this release of vLLM is not known: one line says so, and it stays stock.
+
+    Raises:
+        SpecError: The spec is wrong or cannot work in vLLM; the message names what can.
+    """
+    from vllm import ModelRegistry, __version__
+
+    from mmfast.vllm.plan import parse_plan
+
+    plan = parse_plan(spec)
+    if ".".join(__version__.split(".")[:2]) not in KNOWN:
+        _log.warning("mmfast knows vLLM %s, not %s: no token is pruned", KNOWN, __version__)
+        os.environ.pop(VARIABLE, None)  # further processes of this server need not say it again
+        return False
+    os.environ[VARIABLE] = spec
     for architecture, place in MODELS.items():
         ModelRegistry.register_model(architecture, place)
+    _log.info("mmfast keeps %s of images and videos in Qwen2.5-VL and Qwen3-VL", plan)
+    return True

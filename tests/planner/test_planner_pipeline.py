@@ -156,7 +156,7 @@ def test_rows_and_their_table(
 ) -> None:
     check = PlanCheck("tiny", "llm", 2, (None, "evs:0.25", "fastv@llm1:0.5"))
     monkeypatch.setattr(plan_check, "CHECKS", (check,))
-    monkeypatch.setattr(plan_check, "embedded_rows", lambda clock: [])
+    monkeypatch.setattr(plan_check, "embedded_rows", list)
     args = ("plan", "--check-all", "--out", str(tmp_path / "plan.jsonl"), "--json")
     code, out, _ = run(capsys, *args)
     rows = json.loads(out)

@@ -1,4 +1,4 @@
-"""Benchmarks of the server: chats at once, fairness, the start, `mmfast batch`, killed workers."""
+"""Benchmarks of the server: chats at once, fairness, the start, `mmfast batch`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import itertools
 import json
 import math
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -30,7 +28,7 @@ from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.timing import frozen, paired, process_seconds
 from mmfast.core.errors import MmfastError
-from mmfast.models.loading import embedded_path, load
+from mmfast.models.loading import load
 from mmfast.models.prompt import Shot
 from mmfast.serve.batch.job import BatchJob
 from mmfast.serve.batch.run import BatchOptions, run_batch
@@ -38,7 +36,6 @@ from mmfast.serve.engine.base import (
     BusyError,
     Delta,
     Event,
-    Failure,
     Finish,
     Media,
     Message,
@@ -294,7 +291,7 @@ def _run(folder: Path, out: Path, engine: str, workers: int) -> Row:
     return {name: round(value, 3) for name, value in row.items()}
 
 
-_TIMEOUT = 120.0  # seconds to wait for an answer
+TIMEOUT = 300.0  # seconds to wait for an answer
 FIRST_QUESTIONS = {"text": "Hello?", "clip": "Which way does the red circle move?"}
 
 
@@ -320,7 +317,7 @@ def _start(name: str) -> Row:
     start = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            url = _url(process)
+            url = url_of(process)
             listening = time.perf_counter() - start
             _ask(url, name)
             answer, cpu = time.perf_counter() - start, process_seconds(process.pid)
@@ -332,12 +329,13 @@ def _start(name: str) -> Row:
             process.kill()
 
 
-def _url(process: subprocess.Popen[str]) -> str:
+def url_of(process: subprocess.Popen[str], mark: str = "listening on ") -> str:
+    """Return the address that a server names in its log, behind a mark."""
     log = ""
     for line in process.stderr or ():
         log += line
-        if "listening on " in line:
-            return line.partition("listening on ")[2].split()[0]
+        if mark in line:
+            return line.partition(mark)[2].split()[0]
     raise MmfastError(f"the server did not start: {log.strip()[-200:]}")
 
 
@@ -353,126 +351,5 @@ def _ask(url: str, name: str) -> None:
         json.dumps(document).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=_TIMEOUT) as reply:
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
         json.load(reply)["choices"][0]["message"]["content"]
-
-
-REPLICAS, LATER, BYSTANDERS, LINGER, EVERY = 2, 8, 4, 1.0, 0.2
-
-
-@benchmark("serve", "faults")
-def faults(tick: Tick) -> list[Row]:
-    """Kill a replica of every role on Ray, with the embedded model on the CPU."""
-    from mmfast.serve.ray.engine import RayEngine
-
-    parts: dict[str, Any] = dict.fromkeys(("encode", "prefill", "decode"), REPLICAS)
-    found: list[Row] = []
-    with endless_model() as model:
-        for counts in (parts, {"replicas": REPLICAS}):
-            engine = RayEngine(str(model), device="cpu", slots=24, linger=LINGER, **counts)
-            try:
-                for role in engine.replicas:
-                    found.append({"engine": "ray", "replicas": REPLICAS, **trial(engine, role)})
-                    tick(f"ray: {role}", len(found), len(parts) + 1)
-            finally:
-                engine.close()
-    return found
-
-
-@contextmanager
-def endless_model() -> Iterator[Path]:
-    """Copy the embedded model without its end token: its answers are one word."""
-    with tempfile.TemporaryDirectory(prefix="mmfast-") as folder:
-        path = Path(folder) / "endless"
-        path.mkdir()
-        for source in embedded_path().iterdir():
-            shutil.copyfile(source, path / source.name)
-        config = path / "generation_config.json"
-        options = json.loads(config.read_text(encoding="utf-8"))
-        config.write_text(json.dumps({**options, "eos_token_id": None}), encoding="utf-8")
-        yield path
-
-
-def trial(
-    engine: Any,
-    role: str,
-    later: int = LATER,
-    bystanders: int = BYSTANDERS,
-    every: float = EVERY,
-    tokens: int = 1500,
-    patience: float = 300.0,
-) -> Row:
-    """Kill one worker of a role while answers run, and count the outcomes."""
-    before = engine.health().gauges[f"workers_{role}"]
-    long = [ChatRecord(engine, chat(tokens)) for _ in range(bystanders)]
-    _await([each.begun for each in long], patience)
-    fed: list[ChatRecord] = []
-    while not (fed and fed[0].begun.is_set()):  # then every role holds a request
-        _feed(engine, fed, every, patience)
-    begun = {each.name for each in (*long, *fed) if each.begun.is_set() and not each.over.is_set()}
-    victim = engine.workers(long[0].name)[role]  # the worker that served a running answer
-    mine = {name for name in begun if engine.workers(name).get(role) == victim}
-    # Answers that have begun have passed encode and prefill.
-    spared = begun if role in ("encode", "prefill") else begun - mine
-    os.kill(victim, signal.SIGKILL)
-    killed = time.perf_counter()
-    recovered = _recovery(
-        lambda: engine.health().gauges[f"workers_{role}"], before, killed, patience
-    )
-    asked = len(fed)
-    while len(fed) < asked + later:
-        _feed(engine, fed, every, patience)
-    records = [*long, *fed]
-    _await([each.over for each in records], patience)
-    recovered[0].join()
-    lost = {each.name for each in records if _lost(each)}
-    answered = [each.at for each in fed[asked:] if isinstance(each.last, Finish)]
-    later_lost = lost & {each.name for each in fed[asked:]}
-    row = {"role": role, "streams": len(records), "lost": len(lost)}
-    row |= {"wrongly_lost": len(lost & spared), "lost_later": len(later_lost)}
-    row["completed"] = sum(isinstance(each.last, Finish) for each in records)
-    row["other_errors"] = sum(isinstance(e.last, Failure) and not _lost(e) for e in records)
-    wait = round(min(answered) - killed, 3) if answered else None
-    return row | {"seconds_to_answer": wait, "seconds_to_recover": recovered[1]}
-
-
-def _feed(engine: Any, fed: list[ChatRecord], every: float, patience: float) -> None:
-    until = time.monotonic() + patience
-    while time.monotonic() < until:
-        time.sleep(every)
-        try:
-            fed.append(ChatRecord(engine, chat(16)))
-            return
-        except BusyError:
-            continue
-    raise TimeoutError(f"the engine took no request in {patience} s")
-
-
-def _lost(each: ChatRecord) -> bool:
-    return isinstance(each.last, Failure) and each.last.kind == "replica_lost"
-
-
-def _await(events: list[threading.Event], patience: float) -> None:
-    until = time.monotonic() + patience
-    for event in events:
-        if not event.wait(max(0.0, until - time.monotonic())):
-            raise TimeoutError(f"an answer did not come in {patience} s")
-
-
-def _recovery(count: Callable[[], float], full: float, start: float, patience: float) -> list[Any]:
-    """Start a thread that waits until workers are fewer and then as many again."""
-    found: list[Any] = [None, None]
-
-    def wait() -> None:
-        fewer = False
-        while time.perf_counter() - start < patience:
-            now = count()
-            fewer = fewer or now < full
-            if fewer and now >= full:
-                found[1] = round(time.perf_counter() - start, 3)
-                return
-            time.sleep(0.02)
-
-    found[0] = threading.Thread(target=wait, daemon=True)
-    found[0].start()
-    return found

@@ -223,6 +223,8 @@ def _start(ray: Any, address: str, local: Mapping[str, Any]) -> None:
     if address == "local":
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of this machine alone
         os.environ.setdefault("RAY_agent_register_timeout_ms", "100000")  # of a busy machine
+        # Ray's monitor kills its controller or a worker where other programs fill the memory.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         options |= {"include_dashboard": False, **local}
     for left in range(TRIES - 1, -1, -1):
         before = _children()

@@ -33,6 +33,7 @@ from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
 
 ROLES = ("encode", "prefill", "decode")
 WHOLE = "answer"  # role of a replica with the whole engine
+ROUTER = "mmfast.serve.ray.router.LeastRequestsRouter"
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +268,9 @@ def deploy(
     the last role streams. A replica that does not start raises `MmfastError`.
     """
     from ray import serve
+    from ray.serve.config import RequestRouterConfig
 
+    routing: dict[str, Any] = {"request_router_class": ROUTER}
     have, count = cluster.resources(), sum(replicas.values())
     parts = share(have, count, plan.device, spare=0.1)  # leaves room for the controller
     places = cluster.machines() if not parts["num_gpus"] else int(have["GPU"])
@@ -281,6 +284,7 @@ def deploy(
             num_replicas=replicas[role],
             max_ongoing_requests=plan.slots if role == last else 8,
             max_queued_requests=-1,  # the engine limits the queue
+            request_router_config=RequestRouterConfig(**routing),
             ray_actor_options=parts,
             health_check_period_s=1.0,
             health_check_timeout_s=30.0,  # a busy replica may answer late

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,9 +22,7 @@ from mmfast.serve.engine.request import checked
 from mmfast.serve.ray.cluster import Cluster
 from mmfast.serve.ray.deployments import ROLES, WHOLE, ReplicaSettings, deploy
 
-LOST = base.Failure(
-    "the replica that worked on this answer was lost; ask again", 503, "replica_lost"
-)
+CHANCES = 2  # replicas that a request may lose before its first piece; one may be at fault itself
 
 
 @dataclass(eq=False)
@@ -38,11 +36,37 @@ class RemoteStream:
     task: Any = None  # task that drives it
     began: float = field(default_factory=time.perf_counter)
     first: float = 0.0
+    losses: int = 0  # replicas that died on the way
 
 
 async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None) -> base.Event:
-    """Emit the pieces of an answer and return its last event."""
+    """Emit the pieces of an answer and return its last event.
+
+    A request whose replica is lost before the first piece is asked again, as nobody has seen any of
+    its answer yet.
+    """
+    while True:
+        try:
+            last = await _attempt(handles, stream, reduce)
+        except Exception as error:
+            if not replica_died(error):
+                return failure_of(error)
+            last = None
+        if last is not None:
+            return last
+        stream.losses += 1
+        if stream.first or stream.losses == CHANCES:
+            return _lost(stream)
+        stream.workers = {}
+
+
+async def _attempt(
+    handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None
+) -> base.Event | None:
+    """Send a request through the replicas; None where the answer breaks off."""
     request = stream.request
+    if stream.losses:  # a replica that only seemed dead may still hold the name
+        request = replace(request, id=f"{request.id}-{stream.losses}")
     if WHOLE in handles:
         responses = [handles[WHOLE].remote(request)]
     else:  # handles take each other's responses: results go from replica to replica
@@ -69,14 +93,29 @@ async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | 
     if isinstance(last, base.Finish):
         first = stream.first or time.perf_counter()
         ttft = (first - stream.began) * 1e3
-        return replace(last, trace={**last.trace, "ttft_ms": ttft, "workers": stream.workers})
-    return LOST if last is None else last
+        more = {"ttft_ms": ttft, "workers": stream.workers, "lost_replicas": stream.losses}
+        return replace(last, trace={**last.trace, **more})
+    return last
 
 
-def failure_of(error: BaseException) -> base.Failure:
-    """Turn an error of Ray into the last event of an answer."""
+def _lost(stream: RemoteStream) -> base.Failure:
+    """Return the last event of an answer whose replica died."""
+    which = f"{CHANCES} replicas in a row that worked on this request"
+    if stream.first:
+        which = f"the replica that worked on this answer (process {[*stream.workers.values()][-1]})"
+    return base.Failure(f"{which} died; ask again", 503, "replica_lost")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that caused it, here or in a replica."""
+    while error is not None:
+        yield error
+        error = getattr(error, "cause", None) or error.__cause__
+
+
+def replica_died(error: BaseException) -> bool:
+    """Return True if an error means that a replica, or what it had computed, is gone."""
     from ray import exceptions
-    from ray.serve.exceptions import BackPressureError
 
     gone = (
         exceptions.RayActorError,
@@ -84,15 +123,19 @@ def failure_of(error: BaseException) -> base.Failure:
         exceptions.WorkerCrashedError,
         exceptions.NodeDiedError,
     )
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, gone):
-            return LOST
+    return any(isinstance(each, gone) for each in _causes(error))
+
+
+def failure_of(error: BaseException) -> base.Failure:
+    """Turn an error of Ray into the last event of an answer."""
+    from ray import exceptions
+    from ray.serve.exceptions import BackPressureError
+
+    for cause in _causes(error):
         if isinstance(cause, BackPressureError):
             return base.Failure("all replicas are busy; try again in a second", 503)
         if isinstance(cause, exceptions.TaskCancelledError):
             return base.CANCELLED
-        cause = getattr(cause, "cause", None) or cause.__cause__
     base.LOG.error("a request failed", exc_info=error)  # its text may hold paths
     return base.Failure(f"the engine failed on this request ({type(error).__name__})")
 

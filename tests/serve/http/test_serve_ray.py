@@ -1,4 +1,4 @@
-"""`mmfast serve --engine ray` as a process of its own: it answers, stays, and ends without rest."""
+"""`mmfast serve --engine ray` as a process of its own: answers, killed replicas, and its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
+from engine_requests import eventually
 from serve_tools import started
+
+from mmfast.bench.suites.serve_faults import endless_model, ray_server, server_trial, workers_of
 
 pytest.importorskip("ray", reason="needs Ray: pip install mmfast[ray]")
 httpx = pytest.importorskip("httpx")
@@ -54,3 +57,18 @@ def test_it_answers_stays_and_ends_without_rest(options: list[str]) -> None:
         log.join(30)
     assert code == 0 and "Traceback" not in "".join(rest) and "stopped" in "".join(rest)
     assert not psutil.wait_procs(children, timeout=60)[1]
+
+
+@pytest.mark.timeout(1800)
+def test_a_killed_replica_under_load() -> None:
+    """Three times: its streams alone end, and say so; all others are answered, and in time."""
+    with endless_model() as model, ray_server(model, 2) as url:
+        for _ in range(3):
+            eventually(lambda: workers_of(url) == 2, 600)
+            row = server_trial(url)
+            assert row["burst"] == 2, row  # eight requests at once reach both
+            assert 1 <= row["lost"] <= row["streams"] // 2, row
+            assert row["wrongly_lost"] == row["lost_later"] == row["other_errors"] == 0, row
+            assert row["lost"] + row["completed"] == row["streams"], row
+            assert row["other_text"] == 0, row
+            assert row["seconds_to_answer"] < 5 and row["seconds_to_recover"] is not None, row

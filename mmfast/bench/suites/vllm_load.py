@@ -1,0 +1,204 @@
+"""Clips per second of vLLM with and without pruning, and with its own, at several loads.
+
+Runs in an environment with vLLM (.ci/vllm makes one). Every engine is a process of its own that
+waits while another one works; all answer the same clips in turn, which no cache has seen before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row
+from mmfast.core.errors import MmfastError
+from mmfast.vllm import VARIABLE
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "stock again": {},
+    "divprune:0.25": {"spec": "divprune:0.25"},
+    "evs:0.25": {"spec": "evs:0.25"},
+    "vLLM's EVS": {"options": {"video_pruning_rate": 0.75}},
+}
+LOADS, REQUESTS, ROUNDS, TOKENS = (1, 2, 4, 16), 16, 3, 16
+CLIP = (16, 224, 224, 3)  # 512 tokens
+WIDTH = 512
+_SPECIALS = ("image_pad", "video_pad", "vision_start", "vision_end")
+
+
+@benchmark("serve", "vllm")
+def vllm_load(tick: Tick) -> list[Row]:
+    """Measure vLLM on a random Qwen2.5-VL, stock and pruned, interleaved."""
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        raise MmfastError(
+            "this benchmark needs vLLM in this environment; .ci/vllm FOLDER makes one"
+        ) from error
+    found: dict[tuple[str, int], list[Row]] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        save(Path(folder))
+        engines = {name: stack.enter_context(_process(folder, name)) for name in ENGINES}
+        runs = [(turn, load) for turn in range(-1, ROUNDS) for load in LOADS]
+        for number, (turn, load) in enumerate(runs):
+            tick(f"{load} at once", number, len(runs))
+            for name, engine in engines.items():
+                row = _ask(engine, {"load": load, "seed": 1000 * (turn + 1) + 100 * load})
+                if turn >= 0:  # the first turn warms up
+                    found.setdefault((name, load), []).append(row)
+    return _rows(found, vllm.__version__)
+
+
+def _rows(found: dict[tuple[str, int], list[Row]], version: str) -> list[Row]:
+    out = []
+    for (name, load), turns in found.items():
+        times = ("seconds", "cpu_seconds", "ttft_ms")
+        middle = {key: statistics.median(turn[key] for turn in turns) for key in times}
+        pairs = list(zip(found["stock", load], turns, strict=True))
+        out.append(
+            {
+                "job": name,
+                "sessions": load,
+                "engine": f"vllm {version}",
+                "device": "cpu",
+                "n": len(turns),
+                "prompt_tokens": turns[0]["prompt_tokens"],
+                "requests_per_s": REQUESTS / middle["seconds"],
+                "speedup": statistics.median(a["seconds"] / b["seconds"] for a, b in pairs),
+                "cpu_speedup": statistics.median(
+                    a["cpu_seconds"] / b["cpu_seconds"] for a, b in pairs
+                ),
+                **middle,
+                "machine_load": max(turn["machine_load"] for turn in turns),
+            }
+        )
+    return out
+
+
+def save(folder: Path) -> None:
+    """Save the configuration, tokenizer and processor of a small Qwen2.5-VL, without weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    marks = {f"{name.removesuffix('_pad')}_token": f"<|{name}|>" for name in _SPECIALS}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<|pad|>", extra_special_tokens=marks
+    )
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    tower = {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4}
+    text = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 8}
+    text |= {"num_attention_heads": WIDTH // 64, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
+    config = Qwen2_5_VLConfig(
+        vision_config={**tower, "out_hidden_size": WIDTH, "fullatt_block_indexes": [3]},
+        text_config={**text, "vocab_size": len(tokenizer), "rope_parameters": rope},
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        **ids,
+    )
+    config.save_pretrained(folder)
+    size = {"shortest_edge": 28 * 28, "longest_edge": 10**8}
+    Qwen2_5_VLProcessor(
+        tokenizer=tokenizer,
+        image_processor=Qwen2VLImageProcessor(size=size),
+        video_processor=Qwen2VLVideoProcessor(size=size),
+    ).save_pretrained(folder)
+
+
+def _process(folder: str, name: str) -> subprocess.Popen[str]:
+    environ = {key: value for key, value in os.environ.items() if key != VARIABLE} | {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if spec := ENGINES[name].get("spec"):
+        environ[VARIABLE] = spec
+    words = [sys.executable, "-m", __spec__.name, folder, name]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, env=environ, stdin=pipe, stdout=pipe, text=True)
+
+
+def _ask(engine: subprocess.Popen[str], wish: Row) -> Row:
+    assert engine.stdin is not None and engine.stdout is not None
+    try:
+        os.write(engine.stdin.fileno(), json.dumps(wish).encode() + b"\n")
+        line = engine.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    if not line:
+        raise MmfastError("an engine of the benchmark ended; its last words are above")
+    row: Row = json.loads(line)
+    return row
+
+
+def _answer(engine: Any, load: int, seed: int) -> Row:
+    """Answer `REQUESTS` clips, `load` of them at once."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    facts = {"fps": 2.0, "duration": 8.0, "total_num_frames": 16, "video_backend": "opencv"}
+    facts |= {"frames_indices": [*range(CLIP[0])], "do_sample_frames": False}
+    rng = np.random.default_rng(seed)
+    clips = [rng.integers(0, 256, CLIP, dtype=np.uint8) for _ in range(REQUESTS)]
+    text = "<|vision_start|><|video_pad|><|vision_end|>What happens?"
+    wish = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    begun, first, size, done = dict[str, float](), dict[str, float](), 0, 0
+    start, used = time.perf_counter(), time.process_time()
+    while done < REQUESTS:
+        while len(begun) < min(REQUESTS, done + load):
+            name = f"{seed}-{len(begun)}"
+            begun[name] = time.perf_counter()
+            media = {"video": [(clips[len(begun) - 1], facts)]}
+            engine.add_request(name, {"prompt": text, "multi_modal_data": media}, wish)
+        for out in engine.step():
+            name = out.request_id.rsplit("#")[0]
+            first.setdefault(name, time.perf_counter())
+            size, done = len(out.prompt_token_ids), done + out.finished
+    waits = [first[name] - begun[name] for name in begun if name in first]
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - used,
+        "ttft_ms": 1e3 * statistics.median(waits),
+        "prompt_tokens": size,
+        "machine_load": os.getloadavg()[0],
+    }
+
+
+def main(folder: str, name: str) -> None:
+    """Be one of the engines: a request to measure a line, a row a line."""
+    output, sys.stdout = sys.stdout, sys.stderr
+    from vllm import LLM
+
+    options = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "seed": 0}
+    options |= {"load_format": "dummy", "enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+    engine = LLM(folder, **(options | ENGINES[name].get("options", {}))).llm_engine
+    if "options" in ENGINES[name]:  # the runner for CPUs forgets what the one for GPUs sets
+        runner = engine.model_executor.driver_worker.worker.model_runner
+        runner.is_multimodal_pruning_enabled = True
+    for line in sys.stdin:
+        print(json.dumps(_answer(engine, **json.loads(line))), file=output, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,275 @@
+"""A real vLLM beside `mmfast.attach` on transformers, in one process of vLLM's own environment.
+
+Run as a program it reads a job from standard input and writes what it found as one line of JSON,
+since vLLM wants an environment of its own:
+
+    {"family", "folder", "specs": [spec or null], "cases": {name: [[text, images, videos], …]},
+     "options": {…of LLM}, "rounds", "fault"}
+
+An image is `[height, width, seed]`, a video `[frames, height, width, seed]`, and `{image}` and
+`{video}` in a text stand for them. The answer has for every spec and case, prompt by prompt, the
+tokens of both, their log-probabilities and the lengths of both prompts, or the error of either
+side. With `fault` the plugin forgets where the kept tokens were. With `serve` in place of specs and
+cases, a server is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+for place in ("models", "families"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / place))
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+SHAPE = {"width": 128, "heads": 2, "kv_heads": 1, "layers": 3, "depth": 3}
+TOKENS = 8
+TEMPLATE = (
+    "{% for message in messages %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'text' %}{{ content['text'] }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def checkpoint(family: str, folder: Path) -> Any:
+    """Save a random model once, and return it with its processor."""
+    import tiny_models
+
+    made = tiny_models.build(family, **SHAPE)
+    parts = made.processor.image_processor, made.processor.video_processor
+    for name in ("image_mean", "image_std"):  # one pair for both, as vLLM's towers have it
+        setattr(parts[0], name, getattr(parts[1], name))
+    made.processor.chat_template = made.processor.tokenizer.chat_template = TEMPLATE
+    if not (folder / "config.json").is_file():
+        made.model.save_pretrained(folder)
+        made.processor.save_pretrained(folder)
+    return made
+
+
+def pixels(items: list[list[int]]) -> list[Any]:
+    """Smooth pictures and clips in which things move: `[height, width, 3]` or with frames."""
+    import numpy as np
+
+    out = []
+    for *size, seed in items:
+        rng = np.random.default_rng(seed)
+        frames, (height, width) = (size[0] if len(size) == 3 else 1), size[-2:]
+        picture = rng.integers(0, 256, (frames, height, width, 3)).astype(np.float64)
+        for frame in range(1, frames):  # half of a frame is what was there before
+            still = slice(0, width // 2)
+            picture[frame, :, still] = picture[0, :, still] + rng.normal(
+                0, 4, (height, width // 2, 3)
+            )
+        clip = picture.clip(0, 255).astype(np.uint8)
+        out.append(clip if len(size) == 3 else clip[0])
+    return out
+
+
+def facts_of(clip: Any) -> dict[str, Any]:
+    """What vLLM and the processor of transformers are told about a clip."""
+    count = len(clip)
+    return {
+        "fps": 2.0,
+        "duration": count / 2,
+        "total_num_frames": count,
+        "frames_indices": list(range(count)),
+        "video_backend": "opencv",
+        "do_sample_frames": False,
+    }
+
+
+def framed(text: str) -> str:
+    """A prompt as a chat template writes it."""
+    for kind in ("image", "video"):
+        text = text.replace(f"{{{kind}}}", f"<|vision_start|><|{kind}_pad|><|vision_end|>")
+    return text
+
+
+def attached(made: Any, spec: str | None, text: str, images: Any, videos: Any) -> dict[str, Any]:
+    """Tokens of transformers under `mmfast.attach`, one prompt alone."""
+    from contextlib import nullcontext
+
+    import mmfast
+
+    inputs = made.inputs([framed(text)], images=images, videos=videos)
+    with mmfast.attach(made.model, spec) if spec else nullcontext():
+        out = made.model.generate(
+            **inputs,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            suppress_tokens=made.blocked(),
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    length = inputs["input_ids"].shape[1]
+    tokens = out.sequences[0, length:].tolist()
+    pairs = zip(out.logits, tokens, strict=True)
+    scores = [float(logits[0].log_softmax(-1)[token]) for logits, token in pairs]
+    return {"length": length, "tokens": tokens, "scores": scores}
+
+
+def request(text: str, images: Any, videos: Any) -> dict[str, Any]:
+    """A prompt for vLLM."""
+    media: dict[str, Any] = {}
+    if images:
+        from PIL import Image
+
+        media["image"] = [Image.fromarray(each) for each in images]
+    if videos:
+        media["video"] = [(each, facts_of(each)) for each in videos]
+    return {"prompt": framed(text), "multi_modal_data": media}
+
+
+def served(engine: Any, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tokens of vLLM, all prompts at once."""
+    from vllm import SamplingParams
+
+    options = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
+    wish = SamplingParams(**options, allowed_token_ids=list(range(256)))
+    found = []
+    for out in engine.generate(prompts, wish, use_tqdm=False):
+        tokens = list(out.outputs[0].token_ids)
+        steps = zip(out.outputs[0].logprobs, tokens, strict=True)
+        scores = [step[token].logprob for step, token in steps]
+        found.append({"length": len(out.prompt_token_ids), "tokens": tokens, "scores": scores})
+    return found
+
+
+def forget(engine: Any) -> None:
+    """Empty every cache: another spec follows."""
+    engine.reset_mm_cache()
+    engine.reset_prefix_cache()
+    engine.llm_engine.reset_encoder_cache()
+
+
+def line(error: BaseException) -> str:
+    """The last line of an error, where it is ours or not."""
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
+    """Start `mmfast serve --engine vllm`, and ask it about a picture."""
+    import base64
+    import io
+    import socket
+    import subprocess
+    import time
+    import urllib.error
+    import urllib.request
+
+    from PIL import Image
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", "--engine", "vllm", "--model", str(folder), "--reduce", spec]
+    words += ["--port", str(port), "--context", "1024", "--dtype", "float32", "--api-key", "secret"]
+    server = subprocess.Popen([sys.executable, "-m", "mmfast", *words], stdout=sys.stderr)
+
+    def post(url: str, key: str = "secret") -> tuple[int, Any]:
+        image = {"type": "image_url", "image_url": {"url": url}}
+        content = [{"type": "text", "text": "a "}, image, {"type": "text", "text": " b"}]
+        body = {
+            "model": str(folder),
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "allowed_token_ids": list(range(256)),
+            "return_token_ids": True,
+        }
+        heads = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        place = f"http://127.0.0.1:{port}/v1/chat/completions"
+        request = urllib.request.Request(place, json.dumps(body).encode(), heads)
+        try:
+            with urllib.request.urlopen(request, timeout=300) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            return error.code, None
+
+    def ready() -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5))
+        except OSError:
+            return False
+
+    try:
+        end = time.monotonic() + 400
+        while not ready():
+            assert server.poll() is None and time.monotonic() < end, "the server did not start"
+            time.sleep(1)
+        picture, file = pixels([[40, 56, 1]])[0], io.BytesIO()
+        Image.fromarray(picture).save(file, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        _, reply = post(url)
+        mine = attached(made, spec, "a {image} b", [picture], [])
+        return {
+            "text": reply["choices"][0]["token_ids"],
+            "prompt_tokens": reply["usage"]["prompt_tokens"],
+            "attach": mine["tokens"],
+            "whole": mine["length"],
+            "without_key": post(url, key="wrong")[0],
+            "remote": post("http://127.0.0.1:1/a.png")[0],
+        }
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def run(job: dict[str, Any]) -> Any:
+    """Answer a job."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    import torch
+
+    torch.set_num_threads(1)
+    folder = Path(job["folder"])
+    made = checkpoint(job["family"], folder)
+    if job.get("serve"):
+        return asked_over_http(made, folder, job["spec"])
+    if job.get("fault"):
+        from mmfast.vllm import media
+
+        media.number = lambda channels: channels.new_zeros(3, len(channels), dtype=torch.int64)
+    from vllm import LLM
+
+    options = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, **job["options"]}
+    engine = LLM(str(folder), **options)
+    found: dict[str, Any] = {}
+    for spec in job["specs"]:
+        if spec:
+            os.environ["MMFAST_VLLM_REDUCE"] = spec
+        forget(engine)
+        mine = found.setdefault(str(spec), {})
+        for name, prompts in job["cases"].items():
+            media = [(text, pixels(images), pixels(videos)) for text, images, videos in prompts]
+            row: dict[str, Any] = {"attach": [], "vllm": []}
+            try:
+                row["attach"] = [attached(made, spec, *each) for each in media]
+            except Exception as error:
+                row["attach_error"] = line(error)
+            try:
+                for _ in range(job.get("rounds", 1)):
+                    row["vllm"].append(served(engine, [request(*each) for each in media]))
+            except Exception as error:
+                traceback.print_exc()
+                row["vllm_error"] = line(error)
+            mine[name] = row
+    return found
+
+
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    output, sys.stdout = sys.stdout, sys.stderr
+    print(json.dumps(run(asked)), file=output)
