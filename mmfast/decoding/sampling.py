@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,9 @@ class Sampling:
     """Choices of a stream; SpecError for a number outside its range.
 
     A `temperature` of 0 takes the likeliest token. `top_k` keeps the k likeliest, 0 keeps all;
-    `top_p` the likeliest that together reach this probability. `penalty` divides the logits of
-    tokens that were said before (multiplies negative ones), `penalty_window` tokens back; 0 is all.
+    `top_p` the likeliest that together reach this probability, `min_p` those with at least this
+    share of the probability of the likeliest. `penalty` divides the logits of tokens that were said
+    before (multiplies negative ones), `penalty_window` tokens back; 0 is all.
     `seed` is that of the first stream of a batch; the next ones count on.
     """
 
@@ -27,12 +29,14 @@ class Sampling:
     penalty: float = 1.0
     penalty_window: int = 0
     seed: int = 0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         ranges = {
             "temperature": (self.temperature, 0 <= self.temperature < float("inf"), "0 or more"),
             "top_k": (self.top_k, self.top_k >= 0, "0 (all) or more"),
             "top_p": (self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (self.min_p, 0 <= self.min_p <= 1, "0 (all) to 1"),
             "penalty": (self.penalty, 0 < self.penalty < float("inf"), "above 0; 1 is none"),
             "penalty_window": (self.penalty_window, self.penalty_window >= 0, "0 (all) or more"),
         }
@@ -59,7 +63,7 @@ def process(
     start: int = 0,
     check: bool = True,
 ) -> Tensor:
-    """Apply penalty, temperature, top-k and top-p, in this order, to logits `[n, V]` at n places.
+    """Apply penalty, temperature, top-k, min-p and top-p, in order, to logits `[n, V]` of n places.
 
     A temperature of 0 leaves only the penalty. `prefixes` are per place the tokens before it, ids
     of the vocabulary; `start` is the id of the first of the V rows; `check` looks for NaN and
@@ -83,6 +87,9 @@ def process(
     if 0 < sampling.top_k < found.shape[-1]:
         least = found.topk(sampling.top_k, -1).values[..., -1:]
         found = found.masked_fill(found < least, -torch.inf)
+    if sampling.min_p > 0:
+        peak = found.amax(-1, keepdim=True)
+        found = found.masked_fill(found < peak + math.log(sampling.min_p), -torch.inf)
     return _nucleus(found, sampling.top_p) if sampling.top_p < 1 else found
 
 

@@ -57,22 +57,27 @@ def build_inputs(
 
 
 def chat_inputs(
-    processor: Any, chats: Sequence[Sequence[Mapping[str, Any]]], device: torch.device
+    processor: Any,
+    chats: Sequence[Sequence[Mapping[str, Any]]],
+    device: torch.device,
+    template: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Inputs of `forward` and `generate` for a batch of conversations, left-padded.
 
-    A message has a `role` and a `content`, a list of texts and shots in order. ModelError for a
-    processor without a chat template.
+    A message has a `role` and a `content`, a list of texts and shots in order; further keys are for
+    the template. `template` holds arguments of the chat template, `options` of the processor.
+    ModelError for a processor without a chat template.
     """
     if getattr(processor, "chat_template", None) is None:
         raise ModelError(f"{type(processor).__name__} has no chat template; give one that has")
     texts = [
         processor.apply_chat_template(
             [
-                {"role": message["role"], "content": [_part(part) for part in message["content"]]}
+                {**message, "content": [_part(part) for part in message["content"]]}
                 for message in chat
             ],
-            add_generation_prompt=True,
+            **{"add_generation_prompt": True, **(template or {})},
             tokenize=False,
         )
         for chat in chats
@@ -81,8 +86,48 @@ def chat_inputs(
         [part for message in chat for part in message["content"] if isinstance(part, Shot)]
         for chat in chats
     ]
-    batch = processor(text=texts, padding=True, return_tensors="pt", **_media(shots))
+    given = {**_media(shots), **(options or {})}
+    batch = processor(text=texts, padding=True, return_tensors="pt", **given)
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def marked(
+    tokenizer: Any, chat: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any], Mapping[str, Any]]:
+    """Mark the control tokens that the texts of a conversation hold, so that they stay text.
+
+    Returns the conversation, the arguments of the template, and those of the processor, which reads
+    the marks. Texts of one message that together make a control token become one text.
+    """
+    from transformers.utils.chat_template_utils import mark_control_tokens
+
+    names = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    if not names:
+        return chat, template, {}
+    control = re.compile("|".join(map(re.escape, names)))
+    chat = [{**message, "content": _united(message["content"], control)} for message in chat]
+    found = [
+        {
+            name: [p if isinstance(p, Shot) else mark_control_tokens(p, control) for p in value]
+            if name == "content"
+            else mark_control_tokens(value, control)
+            for name, value in message.items()
+        }
+        for message in chat
+    ]
+    arguments = mark_control_tokens(dict(template), control)
+    if found == chat and arguments == template:
+        return chat, template, {}
+    return found, arguments, {"sanitize_control_tokens": True}
+
+
+def _united(content: Sequence[Shot | str], control: re.Pattern[str]) -> list[Shot | str]:
+    texts = [part for part in content if isinstance(part, str)]
+    whole = "".join(texts), "".join(text.strip() for text in texts)
+    apart = sum(len(control.findall(text)) for text in texts)
+    if max(len(control.findall(text)) for text in whole) == apart:
+        return list(content)
+    return [*(part for part in content if isinstance(part, Shot)), whole[1]]
 
 
 def _part(part: Shot | str) -> dict[str, str]:

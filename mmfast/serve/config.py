@@ -22,7 +22,14 @@ _REPLICAS = ("replicas", "encode_replicas", "prefill_replicas", "decode_replicas
 HASHED = "sha256:"  # prefix of a key that is given by its hash
 _HASH = re.compile(HASHED + r"[0-9a-fA-F]{64}")
 HIDDEN = ("api_keys",)  # never printed, logged or part of a repr
-_QUOTAS = ("requests_per_minute", "bytes_per_minute", "tokens_per_minute", "requests_at_once")
+# quotas of one caller, and their defaults on a server that other machines reach
+_QUOTAS = {
+    "requests_per_minute": 600,
+    "bytes_per_minute": 1 << 30,
+    "tokens_per_minute": 1_000_000,
+    "pixels_per_minute": 2_000_000_000,
+    "requests_at_once": 24,
+}
 _FROM_ZERO = ("port", *_QUOTAS)  # every other number must be above 0
 
 
@@ -40,6 +47,8 @@ class ServerConfig:
         device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         name: Name of the model in `/v1/models`; None takes its own name.
+        strict: Refuse unknown parameters and those without effect, instead of naming them in the
+            header `x-mmfast-ignored`.
         strict_model: Answer to the name of the model alone, not to `mmfast` and `gpt-realtime`.
         host: Address to listen on; the default admits this machine only.
         port: Port to listen on; 0 takes a free one.
@@ -68,7 +77,10 @@ class ServerConfig:
         max_media_bytes: Most bytes of one input after decoding.
         max_media_seconds: Longest clip or sound in seconds.
         held_bytes: Most bytes of all decoded media in use.
+        request_pixels: Most pixels of all pictures of a request together; each is reduced to its
+            share after decoding.
         decode_workers: Inputs decoded at once, each in a process of its own.
+        decode_queue: Most media that wait to be decoded; another one is refused with 429.
         decode_seconds: Longest decoding of one input in seconds.
         decode_bytes: Most memory for decoding one input.
         max_body_bytes: Most bytes of a request.
@@ -78,13 +90,16 @@ class ServerConfig:
         header_seconds: Longest time for the headers to arrive.
         body_seconds: Longest time for the body to arrive.
         max_json_depth: Deepest nesting of a body.
-        requests_per_minute: Requests of one key or address; 0 does not limit.
-        bytes_per_minute: Bytes of bodies and messages of one key or address; 0 does not limit.
-        tokens_per_minute: Tokens of prompts and answers of one key or address; 0 does not limit.
-        requests_at_once: Requests and sessions of one key or address; 0 does not limit.
+        requests_per_minute: Requests of one key or address; 0 does not limit. None is 600, and
+            nothing where `host` is this machine alone.
+        bytes_per_minute: Bytes of bodies and messages of one key or address, likewise; 1 GiB.
+        tokens_per_minute: Tokens of prompts and answers of one key or address; 1,000,000.
+        pixels_per_minute: Decoded pixels of one key or address; 2,000,000,000.
+        requests_at_once: Requests and sessions of one key or address; 24.
         send_seconds: Longest time that a client may read nothing of its reply.
         origins: Sites whose pages may call this server from a browser: `https://example.com`.
-        metrics_need_key: Ask for a key for `/metrics`, too.
+        metrics_need_key: Ask for a key for `/metrics` also where `host` is this machine alone;
+            elsewhere it is always asked for.
         remote_hosts: Hosts that media may be fetched from; empty allows `data:` URLs only.
         remote_seconds: Longest fetch in seconds.
         remote_bytes: Most bytes of one fetched file.
@@ -95,7 +110,7 @@ class ServerConfig:
         idle_seconds: Time without an event of the client after which a session is closed.
         realtime_message_bytes: Most bytes of one event.
         demo: Mount the demo at `/demo` where gradio is installed.
-        metrics: Offer `/metrics` to everyone who reaches the port.
+        metrics: Offer `/metrics`.
         json_logs: Log one JSON object a line.
         log_text: Log questions and answers; media and keys are never logged.
         log_level: `debug`, `info`, `warning` or `error`.
@@ -110,6 +125,7 @@ class ServerConfig:
     device: str | None = None
     dtype: str = "auto"
     name: str | None = None
+    strict: bool = False
     strict_model: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
@@ -137,7 +153,9 @@ class ServerConfig:
     max_media_bytes: int = 256 << 20
     max_media_seconds: float = 600.0
     held_bytes: int = 2 << 30
+    request_pixels: int = 67_108_864
     decode_workers: int = 2
+    decode_queue: int = 512  # the media of all requests that wait
     decode_seconds: float = 20.0
     decode_bytes: int = 1 << 30
     max_body_bytes: int = 64 << 20
@@ -147,10 +165,11 @@ class ServerConfig:
     header_seconds: float = 10.0
     body_seconds: float = 30.0
     max_json_depth: int = 32
-    requests_per_minute: int = 0
-    bytes_per_minute: int = 0
-    tokens_per_minute: int = 0
-    requests_at_once: int = 0
+    requests_per_minute: int | None = None
+    bytes_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    pixels_per_minute: int | None = None
+    requests_at_once: int | None = None
     send_seconds: float = 60.0
     origins: tuple[str, ...] = ()
     metrics_need_key: bool = False
@@ -187,7 +206,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise MmfastError(f"port={self.port} is none; give 1 to 65535, or 0 for a free one")
         for name in _QUOTAS:
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise MmfastError(f"{name}={getattr(self, name)} is not allowed; 0 does not limit")
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise MmfastError("an API key is empty or has letters beyond ASCII; give another")
@@ -197,8 +216,19 @@ class ServerConfig:
                     f"an API key begins with {HASHED} and is no hash; give {HASHED} and 64 "
                     "hexadecimal digits, as sha256sum prints them, or the key itself"
                 )
+        if self.decode_queue < self.max_media:
+            raise MmfastError(
+                f"decode_queue={self.decode_queue} is less than max_media={self.max_media}, so a "
+                "request with all its media would be refused; give more"
+            )
         if self.frames > self.max_frames:
             raise MmfastError(f"frames={self.frames} is more than max_frames={self.max_frames}")
+
+    def quota(self, name: str) -> int:
+        """Return a quota of one caller; 0 does not limit."""
+        given = getattr(self, name)
+        local = self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+        return int(given if given is not None else 0 if local else _QUOTAS[name])
 
     def _check_replicas(self) -> None:
         many = {name: getattr(self, name) for name in _REPLICAS if (getattr(self, name) or 1) > 1}

@@ -16,7 +16,7 @@ from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.prompt import Shot
 
 LOG = logging.getLogger("mmfast.serve")
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Reason = Literal["stop", "length"]
 
 
@@ -34,6 +34,8 @@ class Message:
 
     role: Role
     content: tuple[str | Media, ...]
+    # what else the chat template reads of it: `tool_calls`, `tool_call_id`, `name`
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,27 @@ class SamplingOptions:
     top_p: float = 1.0  # share of the probability mass to draw from
     seed: int | None = None  # seed of the draws; None draws a new one
     stop: tuple[str, ...] = ()  # texts that end the answer and are not part of it
+    top_k: int = 0  # most likely tokens to draw from; 0 takes all
+    min_p: float = 0.0  # least probability of a token as a share of the likeliest
+    repetition_penalty: float | None = None  # of prompt and answer; None takes the model's
+    presence_penalty: float = 0.0  # taken from the logits of tokens of the answer, once
+    frequency_penalty: float = 0.0  # and for every time they occur
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
+    min_tokens: int = 0  # tokens before the answer may end
+    ignore_eos: bool = False  # the model's own ends do not end the answer
+    stop_token_ids: tuple[int, ...] = ()  # further tokens that end the answer
+    logprobs: int | None = None  # likeliest tokens to report beside each token of the answer
+    grammar: str | None = None  # grammar of llguidance that the answer follows
+    rules: Any = field(default=None, compare=False, repr=False)  # state of one answer's choices
+
+
+@dataclass(frozen=True)
+class TokenChance:
+    """A token of an answer, with its log-probability and the likeliest tokens in its place."""
+
+    token: bytes
+    chance: float
+    top: tuple[tuple[bytes, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,10 @@ class Options:
     reduce: str | None = None
     cache: str | None = None
     target_ttft_ms: float | None = None
+    raw: str | tuple[int, ...] | None = None  # a prompt that replaces the chat template's
+    # arguments of the chat template, such as `tools`, and of the processor
+    template: Mapping[str, Any] = field(default_factory=dict)
+    processor: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +111,8 @@ class Delta:
 
     text: str
     tokens: int = 1
+    logprobs: tuple[TokenChance, ...] = ()
+    prompt_tokens: int = 0  # as in `Finish`; 0 where it is not known yet
 
 
 @dataclass(frozen=True)

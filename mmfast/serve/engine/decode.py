@@ -50,8 +50,11 @@ class Chooser:
         """
         if len(self._blocked):
             logits[:, self._blocked] = -torch.inf
+        rules = [each.sampling.rules for each in draws]
         for row, mine in enumerate(seen):
-            if mine is not None and self.penalty != 1:
+            if rules[row] is not None:
+                rules[row].row(logits[row], mine, self.penalty)
+            elif mine is not None and self.penalty != 1:
                 old = logits[row, mine]
                 old = torch.where(old < 0, old * self.penalty, old / self.penalty)
                 logits[row, mine] = old
@@ -65,12 +68,15 @@ class Chooser:
                 found.append(tokens[row])
             else:
                 found.append(_drawn(logits[row], each))
+        for own, token in zip(rules, found, strict=True):
+            if own is not None and isinstance(token, int):
+                own.chosen(token)
         return found
 
 
 def _drawn(logits: Tensor, options: Draw) -> int:
     given = options.sampling
-    choice = Choice(temperature=given.temperature, top_p=given.top_p)
+    choice = Choice(given.temperature, given.top_k, given.top_p, min_p=given.min_p)
     chances = process(logits[None], choice, ((),))[0].softmax(-1)
     number = random.Random(f"{given.seed}/{options.step}").random()
     return int(draw(chances, torch.tensor(number, dtype=torch.float64, device=logits.device)))
@@ -112,7 +118,7 @@ class DecodeBatch:
     @torch.inference_mode()
     def admit(self, key: Hashable, filled: Filled, token: int, sampling: SamplingOptions) -> None:
         """Add an answer after its first token; the seed of its sampling is set."""
-        seen = filled.seen
+        seen = filled.seen if self.chooser.penalty != 1 and sampling.rules is None else None
         if seen is not None:
             seen = torch.cat([seen, seen.new_tensor([token])]).unique()
         made = filled.row
@@ -170,6 +176,8 @@ class Writer:
 
     def __init__(self, tokenizer: Any, sampling: SamplingOptions, ends: Collection[int]) -> None:
         self._tokenizer, self._sampling, self._ends = tokenizer, sampling, ends
+        if sampling.rules is not None:
+            self._ends = sampling.rules.begin(tokenizer, ends)
         self._tokens: list[int] = []
         self._start = self._read = 0  # tokens before `_start` are written; up to `_read` too
         self._pieces: dict[tuple[int, ...], str] = {}  # texts of written pieces, which recur
@@ -185,7 +193,7 @@ class Writer:
             self._tokens.append(token)
         last = ended or self.count >= self._sampling.max_tokens
         text = self._held + self._decoded(last)
-        for stop in self._sampling.stop:
+        for stop in self._sampling.stop if self.count >= self._sampling.min_tokens else ():
             at = text.find(stop) if stop else -1
             if at >= 0:
                 text, ended = text[:at], True

@@ -19,7 +19,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, check_media
-from mmfast.models.prompt import chat_inputs
+from mmfast.models.prompt import chat_inputs, marked
 from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.inputs import compressed
 from mmfast.models.reduction.record import features_given, flat
@@ -358,16 +358,9 @@ class MediaEncoder:
         media = _media(request)
         for kind in media:
             check_media(self.model, kind)
-        chat = [
-            {
-                "role": message.role,
-                "content": [p.shot if isinstance(p, Media) else p for p in message.content],
-            }
-            for message in request.messages
-        ]
         try:
             with self._lock:
-                inputs = chat_inputs(self.processor, [chat], self.model.device)
+                inputs = self._inputs(request)
         except MmfastError:
             raise
         except Exception as error:
@@ -375,6 +368,36 @@ class MediaEncoder:
             raise MmfastError(f"the model's processor takes no such request: {reason}") from error
         ms = (time.perf_counter() - start) * 1e3
         return Prepared(request, inputs, media, reduce or None, ms, deep, cache)
+
+    def _inputs(self, request: Request) -> dict[str, Any]:
+        options, processor = request.options, self.processor
+        tokenizer, device = processor.tokenizer, self.model.device
+        if isinstance(options.raw, str):
+            found = tokenizer(options.raw, return_tensors="pt")
+            return {name: found[name].to(device) for name in ("input_ids", "attention_mask")}
+        if options.raw is not None:
+            ids = torch.tensor([options.raw], device=device)
+            if int(ids.max()) >= len(tokenizer):
+                raise MmfastError(f"token {int(ids.max())} of the prompt is none of the model's")
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        chat: Sequence[Mapping[str, Any]] = [
+            {
+                **message.more,
+                "role": message.role,
+                "content": [p.shot if isinstance(p, Media) else p for p in message.content],
+            }
+            for message in request.messages
+        ]
+        for name in options.processor:
+            if not hasattr(getattr(processor, "image_processor", None), name):
+                raise MmfastError(f"the processor of this model has no {name!r}; leave it out")
+        if options.template.get("tools") and "tools" not in str(processor.chat_template):
+            raise MmfastError(
+                "the chat template of this model has no tools; leave tools out, or name the one to "
+                "call as tool_choice"
+            )
+        chat, template, more = marked(tokenizer, chat, options.template)
+        return chat_inputs(processor, [chat], device, template, {**options.processor, **more})
 
     def encode(self, batch: Sequence[Prepared]) -> list[Result]:
         """Encode, reduce and embed; a request that fails gets its error, the others go on."""
@@ -467,12 +490,10 @@ class MediaEncoder:
 
 
 def _media(request: Request) -> dict[str, tuple[Media, ...]]:
-    if not request.messages or request.messages[-1].role != "user":
-        raise MmfastError("the last message is not the user's; nothing is asked")
     parts = [part for message in request.messages for part in message.content]
-    last = request.messages[-1].content
-    if not any(isinstance(part, Media) or part.strip() for part in last):
-        raise MmfastError("the last message is empty; ask something")
+    asks = any(isinstance(part, Media) or part.strip() for part in parts)
+    if not asks and not request.options.raw:
+        raise MmfastError("the messages are empty; ask something")
     found: dict[str, tuple[Media, ...]] = {}
     for part in parts:
         if isinstance(part, Media):

@@ -228,8 +228,6 @@ class Prefiller:
         self._even: int = sum(each.numel() for each in layer.parameters()) // (
             2 * width * config.num_attention_heads
         )
-        config = model.generation_config
-        self._penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -347,7 +345,7 @@ class Prefiller:
         assert job.logits is not None
         prompt = job.prompt
         seen = None
-        if self._penalty != 1 and prompt.whole is not None:
+        if prompt.whole is not None:
             seen = prompt.whole.unique()
         position = prompt.positions[:, -1] + 1
         if job.policy is not None:

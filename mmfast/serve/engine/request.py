@@ -14,6 +14,7 @@ from mmfast.core.trace import peak_bytes
 from mmfast.serve.engine.base import Delta, Emit, Event, Failure, Finish, Request, SamplingOptions
 from mmfast.serve.engine.base import failure as failure_of
 from mmfast.serve.engine.decode import Writer
+from mmfast.serve.engine.rules import TokenRules, needed
 from mmfast.serve.engine.slots import Prepared
 
 
@@ -40,11 +41,14 @@ class ActiveRequest:
         # reserve: most tokens whose keys and values the request may hold behind its prompt,
         # piece: those of the prompt while it is read
         self.cached = self.reserve = self.piece = 0
+        self.length = 0  # tokens of the prompt, where the processor has run in this process
         # the last event was sent; the receiver of the events raised an exception
         self.over = self.broken = False
         self.began = time.perf_counter()
         self.prefill_ms = 0.0
         self._first = 0.0
+        self.queued = 0.0  # when it joined the queue
+        self.waited_ms: float | None = None  # time in the queue
         self._unsent = 0
 
     def adopt(self, early: str | None, deep: tuple[Spec, ...], batched: bool) -> None:
@@ -61,8 +65,11 @@ class ActiveRequest:
             self._first = time.perf_counter()
         text = self.writer.push(token)
         self._unsent += 1
-        if text:
-            self._send(Delta(text, self._unsent))
+        rules = self.sampling.rules
+        chances = () if rules is None or not (text or self.writer.over) else rules.told()
+        if text or chances:
+            prompt = self.read[1] if self.read else self.length
+            self._send(Delta(text, self._unsent, chances, prompt))
             self._unsent = 0
         return self.writer.over is None and not self.broken
 
@@ -99,6 +106,8 @@ class ActiveRequest:
         names = ("reductions", "visual_tokens", "kept_tokens")
         whole = {"rows": rows, **{name: trace[name] for name in names}}
         whole["ttft_ms"] = (self._first - self.began) * 1e3
+        if self.waited_ms is not None:
+            whole["queue_ms"] = self.waited_ms
         self.end(Finish(self.writer.over, prompt, self.writer.count, self.cached, whole))
 
     def _send(self, event: Event) -> None:
@@ -114,18 +123,33 @@ def _row(stage: str, tokens_in: int, tokens_out: int, ms: float) -> dict[str, An
 
 
 def checked(sampling: SamplingOptions) -> SamplingOptions:
-    """Return the options with a seed. Numbers outside their range raise `MmfastError`."""
+    """Return the options with a seed, and with rules of their own where any are needed.
+
+    Numbers outside their range raise `MmfastError`.
+    """
     heat = sampling.temperature
     ranges = {
         "max_tokens": (sampling.max_tokens, sampling.max_tokens >= 1, "1 or more"),
         "temperature": (heat, math.isfinite(heat) and heat >= 0, "0 or more"),
         "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (sampling.top_k, sampling.top_k >= 0, "1 or more, or 0 for all"),
+        "min_p": (sampling.min_p, 0 <= sampling.min_p <= 1, "0 to 1"),
+        "min_tokens": (
+            sampling.min_tokens,
+            0 <= sampling.min_tokens <= sampling.max_tokens,
+            f"0 to max_tokens={sampling.max_tokens}",
+        ),
+        "repetition_penalty": (
+            sampling.repetition_penalty,
+            sampling.repetition_penalty is None or 0 < sampling.repetition_penalty < math.inf,
+            "more than 0",
+        ),
     }
     for name, (value, fine, choices) in ranges.items():
         if not fine:
             raise MmfastError(f"{name}={value!r} is not allowed; give {choices}")
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-    return replace(sampling, seed=seed)
+    return replace(sampling, seed=seed, rules=TokenRules(sampling) if needed(sampling) else None)
 
 
 def fitting(prompt: int, answer: int, context: int) -> int:

@@ -191,7 +191,7 @@ class SequentialRunner:
         if isinstance(token, Exception):
             raise token
         own.token, own.count = token, own.count + 1
-        if own.seen is not None:
+        if own.seen is not None and self._chooser.penalty != 1:
             own.seen = torch.cat([own.seen, own.seen.new_tensor([token])]).unique()
         return token
 
@@ -203,8 +203,7 @@ class SequentialRunner:
         positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
         own.position = positions[..., -1:]
         own.cache = DynamicCache(config=model.config.get_text_config())
-        if self._chooser.penalty != 1:
-            own.seen = ids[0].unique()
+        own.seen = ids[0].unique()
         self._served(own.answer.payer, ids.shape[1])
         found: Tensor = model(
             **inputs, position_ids=positions, past_key_values=own.cache, use_cache=True

@@ -222,7 +222,7 @@ class Scheduler:
         fitting(prepared.length, sampling.max_tokens, self.context)
         # The inputs hold all that is needed of the messages, which can be large.
         answer.request = replace(request, messages=())
-        answer.prepared = prepared
+        answer.prepared, answer.length = prepared, prepared.length
         if not features_given(prepared.inputs):
             answer.reduce = None  # text has nothing to reduce
         runner.route(answer)
@@ -260,6 +260,7 @@ class Scheduler:
         """Take new and cancelled requests; called with the lock."""
         while self._new:
             answer = self._new.popleft()
+            answer.queued = time.perf_counter()
             self._queue.push(answer, self._payers())
         for name in tuple(self._cancelled):
             answer_or_place = self._known.get(name)
@@ -281,6 +282,7 @@ class Scheduler:
     def _round(self) -> None:
         while (first := self._queue.peek()) is not None and self._runner.fits(first):
             self._queue.remove(first.id)
+            first.waited_ms = (time.perf_counter() - first.queued) * 1e3
             self._runner.start(first)
         self._runner.round()
 

@@ -90,6 +90,7 @@ def _refuse(name: str) -> None:
 
 Message = dict[str, Any]
 _BODIES = ("POST", "PUT", "PATCH")
+FORMS = ("/v1/audio/transcriptions",)
 UNDECLARED = 16 << 20  # most bytes of a body without a declared length
 
 
@@ -217,12 +218,16 @@ def has_body(headers: Headers) -> bool:
 
 
 def check_type(method: str, path: str, headers: Headers) -> bool:
-    """Return True if the body is JSON, as it must be below `/v1/` (415 for another type)."""
+    """Return True if the body is JSON, as it must be below `/v1/` (415 for another type).
+
+    Recordings to write down are forms.
+    """
     given = values(headers, b"content-type")
     kind = given[0].split(b";")[0].strip().lower() if given else b""
     json = kind == b"application/json" or (kind.endswith(b"+json") and b"/" in kind)
     if method in _BODIES and has_body(headers) and path.startswith("/v1/"):
-        if not json or len(given) > 1:
+        form = path in FORMS and kind == b"multipart/form-data"
+        if not (json or form) or len(given) > 1:
             shown = kind.decode("latin-1")[:60] or "missing"
             raise ApiError(
                 415,

@@ -121,6 +121,7 @@ def loopback(name: str) -> bool:
         return name == "localhost"
 
 
+KINDS = ("requests", "bytes", "tokens", "pixels")
 _CALLERS = 10_000  # most callers to remember
 
 
@@ -157,6 +158,7 @@ class CallerLimits:
     requests: float = 0.0  # a minute
     bytes: float = 0.0  # of bodies a minute
     tokens: float = 0.0  # of answers and prompts a minute
+    pixels: float = 0.0  # of decoded media a minute
     running: int = 0  # at once
 
 
@@ -203,7 +205,7 @@ class CallerQuotas:
     def _caller(self, who: str) -> _Caller:
         found = self._callers.pop(who, None)
         if found is None:
-            rates = {kind: getattr(self._rates, kind) for kind in ("requests", "bytes", "tokens")}
+            rates = {kind: getattr(self._rates, kind) for kind in KINDS}
             found = _Caller({k: Bucket(rate, self._clock) for k, rate in rates.items() if rate})
             while len(self._callers) >= _CALLERS:
                 self._forget()

@@ -40,19 +40,21 @@ async def load_media(
     *,
     frames: int | None = None,
     fps: float | None = None,
+    most: int | None = None,
     param: str | None = None,
 ) -> Media:
     """Decode an image or a clip that a client sent; return pixels and a key for reuse.
 
     `source` is a `data:` URL, an http(s) URL of an allowed host, or the encoded bytes; the key
     hashes the content and its sampling. Without `frames` and `fps` the server's number of frames is
-    taken. `ApiError` is 4xx for a wrong source, and 429 if too many wait.
+    taken. A picture of more than `most` pixels is reduced. `ApiError` is 4xx for a wrong source,
+    and 429 if too many wait.
     """
     data, claimed = await _bytes(source, config, param)
     found = magic_kind(data[:_HEAD])
     check_claim(claimed, found, kind, param)
     _check_kind(found, kind, param)
-    job = _job(kind, config)
+    job = _job(kind, config) | {"pixels": most}
     sampling = ""
     if kind == "video":
         frames = _frames(frames, fps, config, param)
@@ -69,6 +71,8 @@ async def load_media(
         )
     if isinstance(mended := facts.get("mended"), int) and mended > 0:
         logger.warning("a clip has %d frames without a later time: they were spread", mended)
+    if facts.get("reduced"):
+        sampling = f":{pixels.shape}"
     key = hashlib.sha256(data).hexdigest() + f":{kind}{sampling}"
     return Media(Shot(kind, pixels, facts.get("metadata")), key)
 
@@ -181,7 +185,7 @@ async def _decode(
 
 def decoders(config: ServerConfig) -> Decoders:
     """Return the decoding processes; servers of the same limits share them."""
-    key = (config.decode_workers, config.queue, config.held_bytes)
+    key = (config.decode_workers, config.decode_queue, config.held_bytes)
     with _lock:
         if key not in _shared:
             _shared[key] = Decoders(*key)

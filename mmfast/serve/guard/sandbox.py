@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import io
 import json
+import math
 import os
 import platform
 import signal
@@ -217,12 +218,12 @@ _PILLOW = 40  # time of Pillow for a frame, relative to a video decoder
 def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
     """Decode one input; return samples or pixels, and further facts.
 
-    `job` holds `kind`, `limits` (fields of `Limits`), and for a clip `frames` or `fps`,
-    `frame_pixels` and `clip_pixels`.
+    `job` holds `kind`, `limits` (fields of `Limits`), for a picture the most `pixels` it is reduced
+    to, and for a clip `frames` or `fps`, `frame_pixels` and `clip_pixels`.
     """
     limits = Limits(**job["limits"])
     if job["kind"] == "image":
-        return read_image(path, limits=limits), {}
+        return _reduced(read_image(path, limits=limits), job.get("pixels"))
     if job["kind"] == "sound":
         return read_sound(open_source(path, limits, sniff_sound), limits)
     source = open_source(path, limits)
@@ -231,6 +232,16 @@ def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
     # PyAV reads every kind; the threads of decord would exceed the limits of this process.
     clip = read_video(path, limits=tight, backend="pyav", **sampling)
     return np.ascontiguousarray(clip.frames), {"metadata": clip.metadata(), "mended": clip.mended}
+
+
+def _reduced(pixels: Array, most: int | None) -> tuple[Array, dict[str, Any]]:
+    """Reduce a picture `[H, W, 3]` of more than `most` pixels by a whole factor."""
+    from PIL import Image
+
+    if most is None or pixels.shape[0] * pixels.shape[1] <= most:
+        return pixels, {}
+    factor = math.ceil(math.sqrt(pixels.shape[0] * pixels.shape[1] / most))
+    return np.asarray(Image.fromarray(pixels).reduce(factor)), {"reduced": True}
 
 
 def _tightened(source: MediaSource, limits: Limits, frame: int, clip: int) -> Limits:

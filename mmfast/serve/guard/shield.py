@@ -21,6 +21,7 @@ from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard import logs
 from mmfast.serve.guard.body import Bodies, BodyReceiver, check_head, check_type, has_body
 from mmfast.serve.guard.caller import (
+    KINDS,
     Caller,
     CallerLimits,
     CallerQuotas,
@@ -234,10 +235,8 @@ class Shield:
         self._local, self._bodies = loopback(config.host), Bodies(config.bodies_bytes)
         self.quotas = CallerQuotas(
             CallerLimits(
-                config.requests_per_minute,
-                config.bytes_per_minute,
-                config.tokens_per_minute,
-                config.requests_at_once,
+                **{kind: config.quota(f"{kind}_per_minute") for kind in KINDS},
+                running=config.quota("requests_at_once"),
             )
         )
         self._entry: Any = self._guard
@@ -289,7 +288,8 @@ class Shield:
             return
         if from_elsewhere(headers, self._config.origins, self._local):
             raise ApiError(403, "pages of other sites may not call this server", code="origin")
-        if self._keys and not (path == "/metrics" and not self._config.metrics_need_key):
+        shown = path == "/metrics" and self._local and not self._config.metrics_need_key
+        if self._keys and not shown:
             self._check_key(scope, caller)
         self.quotas.enter(caller.who)
         caller.limited = True

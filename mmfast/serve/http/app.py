@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
+from html import escape
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,7 @@ from fastapi import APIRouter, FastAPI, WebSocket
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import mmfast
@@ -24,7 +25,7 @@ from mmfast.serve.engine.base import Executor
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, brief, reason
 from mmfast.serve.guard.media import read_upload
 from mmfast.serve.guard.shield import Shield
-from mmfast.serve.http import chat, schema, speech
+from mmfast.serve.http import chat, completions, responses, schema, speech
 from mmfast.serve.http.events import ClientGoneError
 from mmfast.serve.http.schema import ERRORS, HealthReply, ModelCard, Models
 from mmfast.serve.http.service import CONTENT_TYPE, Metrics, Service
@@ -60,18 +61,9 @@ class RequestCounter:
 
 
 _ADVICE = {
-    "n": "ask once per answer",
-    "logprobs": "probabilities are not given; leave it out",
-    "top_logprobs": "probabilities are not given; leave it out",
-    "presence_penalty": "penalties are not supported; leave it out",
-    "frequency_penalty": "penalties are not supported; leave it out",
-    "logit_bias": "biases are not supported; leave it out",
-    "response_format": "answers are plain text; leave it out",
     "modalities": "answers are text here; for speech ask /v1/audio/speech or /v1/realtime",
-    "tools": "the model calls no tools; leave it out",
-    "tool_choice": "the model calls no tools; leave it out",
-    "store": "nothing is stored; leave it out",
-    "service_tier": "there is one tier; see mmfast.priority",
+    "suffix": "text is continued at its end only; leave it out",
+    "best_of": "give n, and choose yourself",
 }
 _NESTED: dict[str, type[schema.Strict]] = {
     "mmfast": schema.MmfastOptions,
@@ -85,6 +77,7 @@ _ROLES: dict[str, type[schema.Strict]] = {
     "system": schema.SystemMessage,
     "developer": schema.SystemMessage,
     "assistant": schema.AssistantMessage,
+    "tool": schema.ToolMessage,
 }
 
 
@@ -150,8 +143,9 @@ def _names(keys: Sequence[str | int], body: Any) -> list[str]:
     """Return the parameters that are possible in the place of the last of `keys`."""
     if len(keys) == 1:
         top: type[schema.Strict] = schema.ChatRequest
-        if isinstance(body, dict) and "messages" not in body and "input" in body:
-            top = schema.SpeechRequest
+        if isinstance(body, dict) and "messages" not in body:
+            top = schema.CompletionRequest if "prompt" in body else schema.SpeechRequest
+            top = responses.ResponseRequest if "voice" not in body and "input" in body else top
         return list(top.model_fields)
     for key in keys[:-1]:
         body = body[key]
@@ -188,7 +182,7 @@ async def model(model: str, http: Request) -> ModelCard:
     """Describe one model."""
     found = _models(http.app.state.service)
     for each in found:
-        if each.id == model:
+        if each.id == model or (each is found[0] and http.app.state.service.answers_to(model)):
             return each
     names = ", ".join(each.id for each in found)
     raise ApiError(
@@ -232,6 +226,21 @@ async def metrics(http: Request) -> Response:
     if not service.config.metrics:
         raise ApiError(404, "this server shows no metrics; start it without --no-metrics")
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+_PAGE = "<!doctype html><title>mmfast</title><h1>mmfast</h1><table>{}</table>"
+
+
+@router.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+async def docs(http: Request) -> str:
+    """List the routes on a page without scripts; `/openapi.json` has their parameters."""
+    found = http.app.openapi()["paths"].items()
+    rows = [
+        f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(each['summary'])}"
+        for path, methods in found
+        for method, each in methods.items()
+    ]
+    return _PAGE.format("\n".join([*rows, '<tr><td><td><a href="openapi.json">openapi.json</a>']))
 
 
 PATH = "/demo"
@@ -311,7 +320,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    for each in (chat.router, router, speech.router):
+    for each in (chat.router, completions.router, responses.router, router, speech.router):
         app.include_router(each)
     _realtime(app, service)
     _errors(app, service)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
@@ -21,56 +22,62 @@ class ClientGoneError(Exception):
 
 
 class RequestRun:
-    """A request at the engine: `async with RequestRun(executor, request) as run`.
+    """Requests at the engine: `async with RequestRun(executor, requests) as run`.
 
-    Leaving the block before the last event cancels the request in the engine.
+    Leaving the block before the last events cancels the requests that still run.
     """
 
-    def __init__(self, executor: Executor, request: Request) -> None:
-        self._executor, self._request = executor, request
-        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
-        self._over = False
+    def __init__(self, executor: Executor, requests: Sequence[Request]) -> None:
+        self._executor, self._requests = executor, requests
+        self._inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._open: set[int] = set()
 
     async def __aenter__(self) -> RequestRun:
-        """Submit the request; errors as for `Executor.submit`."""
+        """Submit the requests; errors as for `Executor.submit`."""
         loop = asyncio.get_running_loop()
 
-        def emit(event: Event) -> None:
+        def emit(number: int, event: Event) -> None:
             if not loop.is_closed():  # an engine may send events while the server stops
-                loop.call_soon_threadsafe(self._inbox.put_nowait, event)
+                loop.call_soon_threadsafe(self._inbox.put_nowait, (number, event))
 
-        # preparing the prompt is slow: in a thread, which goes on if this task is cancelled
-        submitting = asyncio.get_running_loop().run_in_executor(
-            None, self._executor.submit, self._request, emit
-        )
         try:
-            await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(self._cancel_late)
+            for number, request in enumerate(self._requests):
+                # preparing the prompt is slow: in a thread, which goes on if this task is cancelled
+                submitting = loop.run_in_executor(
+                    None, self._executor.submit, request, partial(emit, number)
+                )
+                try:
+                    await asyncio.shield(submitting)
+                except asyncio.CancelledError:
+                    submitting.add_done_callback(partial(self._cancel_late, request))
+                    raise
+                self._open.add(number)
+        except BaseException:
+            self.close()
             raise
         return self
 
-    def _cancel_late(self, submitting: asyncio.Future[None]) -> None:
+    def _cancel_late(self, request: Request, submitting: asyncio.Future[None]) -> None:
         if submitting.exception() is None:
-            self._executor.cancel(self._request.id)
+            self._executor.cancel(request.id)
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Cancel the request if it still runs."""
-        if not self._over:
-            self._over = True
-            self._executor.cancel(self._request.id)
+        """Cancel the requests that still run."""
+        while self._open:
+            self._executor.cancel(self._requests[self._open.pop()].id)
 
-    async def next(self, seconds: float | None = None) -> Event | None:
-        """Return the next event; None if none came within the seconds."""
+    async def next(self, seconds: float | None = None) -> tuple[int, Event] | None:
+        """Return the next event and the number of its request; None if none came in time."""
         try:
-            event = await asyncio.wait_for(self._inbox.get(), seconds)
+            number, event = await asyncio.wait_for(self._inbox.get(), seconds)
         except TimeoutError:
             return None
-        self._over = self._over or not isinstance(event, Delta)
-        return event
+        if not isinstance(event, Delta):
+            self._open.discard(number)
+        return number, event
 
 
 def failed(failure: Failure) -> ApiError:
@@ -128,9 +135,13 @@ class StreamedReply(StreamingResponse):
     """
 
     def __init__(
-        self, parts: AsyncGenerator[bytes, None], media_type: str, close: Callable[[], object]
+        self,
+        parts: AsyncGenerator[bytes, None],
+        media_type: str,
+        close: Callable[[], object],
+        more: Mapping[str, str] | None = None,
     ) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(more or {})}
         super().__init__(parts, 200, headers, media_type)
         self._close = close
 

@@ -48,6 +48,13 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         options = {**uvicorn_options(config), "lifespan": "on"}
         super().__init__(uvicorn.Config(app, **options))
+        self._service = getattr(getattr(app, "state", None), "service", None)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Take no more requests; let those at work end, and tell the rest why they do not."""
+        super().handle_exit(sig, frame)
+        if self._service is not None:
+            self._service.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

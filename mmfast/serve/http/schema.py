@@ -1,7 +1,7 @@
 """Requests and replies of the API: those of OpenAI, with clips and the `mmfast` options.
 
-Parameters without an effect here are accepted with the value that matches the behaviour (`n=1`,
-`logprobs=false`, …); every other value or parameter is refused by name (`app.refusal`).
+Unknown parameters are taken and named in the header `x-mmfast-ignored`, or refused by a strict
+server (`ignored`); so are known ones without an effect here (`store`, `service_tier`, …).
 """
 
 from __future__ import annotations
@@ -21,13 +21,36 @@ Text = Annotated[str, Field(max_length=1_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Spec = Annotated[str, Field(min_length=1, max_length=500)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Arguments = Annotated[dict[str, Any], Field(max_length=64)]
 
 
 class Strict(BaseModel):
-    """A model that refuses unknown parameters and converts no types."""
+    """A model that converts no types; unknown parameters are kept apart, see `ignored`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+# Parameters of OpenAI that are taken and change nothing here.
+WITHOUT_EFFECT = ("store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+
+
+def ignored(value: Any, at: str = "") -> list[str]:
+    """Return the parameters of a request that have no effect, as `messages[0].foo`."""
+    if isinstance(value, list):
+        return [name for i, each in enumerate(value) for name in ignored(each, f"{at}[{i}]")]
+    if not isinstance(value, Strict):
+        return []
+    start = f"{at}." if at else ""
+    found = [f"{start}{name}" for name in value.model_extra or ()]
+    for name in value.model_fields_set & value.__class__.model_fields.keys():
+        given = getattr(value, name)
+        if not at and name in WITHOUT_EFFECT and given not in (None, False, {}, "auto", "default"):
+            found.append(name)
+        found += ignored(given, start + name)
+    return sorted(found)
 
 
 class TextPart(Strict):
@@ -57,11 +80,18 @@ class RecordingData(Strict):
     format: Literal["wav", "mp3", "flac", "ogg", "opus", "m4a", "webm"]
 
 
+class SoundUrl(Strict):
+    """A `data:` URL of a recording, or a URL of a host that the server allows."""
+
+    url: Annotated[str, Field(min_length=1)]
+
+
 class ImagePart(Strict):
-    """An image."""
+    """An image; `uuid` names it in the client's own words and has no effect on reuse."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
+    uuid: Name | None = None
 
 
 class VideoPart(Strict):
@@ -78,8 +108,22 @@ class SoundPart(Strict):
     input_audio: RecordingData
 
 
+class SoundUrlPart(Strict):
+    """A recording of speech by its URL; see `SoundPart`."""
+
+    type: Literal["audio_url"]
+    audio_url: SoundUrl
+
+
+class RefusalPart(Strict):
+    """A refusal in an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
 Part = Annotated[
-    TextPart | ImagePart | VideoPart | SoundPart,
+    TextPart | ImagePart | VideoPart | SoundPart | SoundUrlPart,
     Field(discriminator="type"),
 ]
 
@@ -100,21 +144,47 @@ class SystemMessage(Strict):
     name: Name | None = None
 
 
+class FunctionCall(Strict):
+    """A function with its arguments, a JSON text."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Strict):
+    """A call of a function in an earlier answer."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+SaidPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
 class AssistantMessage(Strict):
     """An earlier answer; the message of a reply can be sent back unchanged."""
 
     role: Literal["assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
+    content: Text | Annotated[list[SaidPart], Field(max_length=256)] | None = None
     name: Name | None = None
-    refusal: None = None
+    refusal: Text | None = None
     audio: None = None
-    annotations: Nothing | None = None
+    annotations: Annotated[list[Any], Field(max_length=256)] | None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+
+
+class ToolMessage(Strict):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=256)]
+    tool_call_id: Name
 
 
 Message = Annotated[
-    UserMessage | SystemMessage | AssistantMessage,
+    UserMessage | SystemMessage | AssistantMessage | ToolMessage,
     Field(discriminator="role"),
 ]
 
@@ -123,16 +193,71 @@ class StreamOptions(Strict):
     """Options of `stream`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class PlainText(Strict):
-    """Plain text, the only format of answers."""
+    """Plain text."""
 
     type: Literal["text"]
 
 
-class MmfastOptions(Strict):
+class JsonObject(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """A JSON schema and its name."""
+
+    name: Name
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class JsonSchema(Strict):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+class Function(Strict):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A function as a tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(Strict):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class MmfastOptions(Strict, extra="forbid"):
     """Options of this server: reduction of media and caches, and sampling of clips.
 
     `reduce` and `cache` are spec strings; for `target_ttft_ms` the planner picks the reducers;
@@ -147,15 +272,16 @@ class MmfastOptions(Strict):
     fps: Annotated[float, Field(gt=0, le=1000)] | None = None
 
 
-class ChatRequest(Strict):
-    """A conversation to continue."""
+class Choosing(Strict):
+    """Parameters of choosing tokens, those of OpenAI and of vLLM."""
 
     model: Name
-    messages: Annotated[list[Message], Field(min_length=1, max_length=512)]
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Share | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: (
         Annotated[str, Field(min_length=1, max_length=256)]
@@ -165,27 +291,65 @@ class ChatRequest(Strict):
         ]
         | None
     ) = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     mmfast: MmfastOptions | None = None
-    # parameters of OpenAI with one possible value
-    n: Literal[1] | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    response_format: PlainText | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    store: Literal[False] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    # taken without effect, see WITHOUT_EFFECT
+    store: bool | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
     safety_identifier: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of the answer."""
+        return self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """Likeliest tokens to report beside each token; None reports no log-probabilities."""
+        return None
+
+
+class ChatRequest(Choosing):
+    """A conversation to continue."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=512)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    mm_processor_kwargs: Arguments | None = None
+    chat_template_kwargs: Arguments | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """Likeliest tokens to report beside each token; None reports no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def longest(self) -> int | None:
@@ -195,6 +359,25 @@ class ChatRequest(Strict):
 
 
 Format = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+
+
+class CompletionRequest(Choosing):
+    """Texts to continue, without a chat template; control tokens in them are read as such."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=64)]
+        | Annotated[list[Token], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """Likeliest tokens to report beside each token; None reports no log-probabilities."""
+        return self.logprobs
 
 
 class SpeechRequest(Strict):
@@ -253,17 +436,18 @@ class AnswerMessage(BaseModel):
     """The message of an answer."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class Choice(BaseModel):
-    """The only choice of a completion."""
+    """An answer."""
 
     index: int = 0
     message: AnswerMessage
-    logprobs: None = None
-    finish_reason: Literal["stop", "length"]
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class Completion(BaseModel):
@@ -275,8 +459,34 @@ class Completion(BaseModel):
     model: str
     choices: list[Choice]
     usage: Usage | None = None
-    system_fingerprint: str | None = None
     mmfast: dict[str, Any] = Field(default_factory=dict)
+
+
+class TextChoice(BaseModel):
+    """A continued text."""
+
+    index: int = 0
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Literal["stop", "length"]
+
+
+class TextCompletion(BaseModel):
+    """Continued texts."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = None
+
+
+class Transcription(BaseModel):
+    """The words of a recording, and its length."""
+
+    text: str
+    usage: dict[str, Any]
 
 
 class ModelCard(BaseModel):
@@ -316,6 +526,23 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (500, "The server's fault."),
         (503, "Not loaded, or a worker was lost; try again."),
     )
+}
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    200: {
+        "description": "The answer; as `text/event-stream` where `stream` is true.",
+        # every event has data, a JSON document or [DONE]
+        "content": {
+            "text/event-stream": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"data": {"type": "string"}},
+                    "required": ["data"],
+                }
+            }
+        },
+    },
 }
 
 

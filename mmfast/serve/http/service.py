@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -28,67 +29,96 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
+_M = ("model_name",)
+_SERIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "mmfast_ttft_seconds": (_FIRST, "Request to first token.", ()),
+    "mmfast_inter_token_seconds": (_GAPS, "Between tokens.", ()),
+    "mmfast_queue_seconds": (_FIRST, "Wait for a place.", ()),
+    "mmfast_stage_seconds": (_GAPS, "Work of a stage.", ("stage",)),
+    "mmfast_first_audio_seconds": (_FIRST, "Request or speech to first sound.", ("source",)),
+    "mmfast_tokens": (Counter, "Visual tokens.", ("when",)),
+    "mmfast_text_tokens": (Counter, "Prompt, answer.", ("kind",)),
+    "mmfast_requests": (Counter, "Answered requests.", ("route", "status")),
+    "mmfast_rejected": (Counter, "Refused.", ("reason",)),
+    # those of vLLM, for its dashboards
+    "vllm:time_to_first_token_seconds": (_FIRST, "Request to first token.", _M),
+    "vllm:inter_token_latency_seconds": (_GAPS, "Between tokens.", _M),
+    "vllm:e2e_request_latency_seconds": (_FIRST, "Request to last token.", _M),
+    "vllm:request_queue_time_seconds": (_FIRST, "Wait for a place.", _M),
+    "vllm:request_prefill_time_seconds": (_FIRST, "Reading of the prompt.", _M),
+    "vllm:request_decode_time_seconds": (_FIRST, "First to last token.", _M),
+    "vllm:prompt_tokens": (Counter, "Tokens of prompts.", _M),
+    "vllm:generation_tokens": (Counter, "Tokens of answers.", _M),
+    "vllm:request_success": (Counter, "Complete answers.", (*_M, "finished_reason")),
+}
+
 
 class Metrics:
-    """Counters of one server, in a registry of its own; `health` is read for each page."""
+    """Counters of one server, in a registry of its own.
 
-    def __init__(self, health: Callable[[], Health | None]) -> None:
+    `health` is read for each page, `model` returns the label of the series of vLLM.
+    """
+
+    def __init__(self, health: Callable[[], Health | None], model: Callable[[], str]) -> None:
         self._registry = own = CollectorRegistry()
-        self._ttft = Histogram(
-            "mmfast_ttft_seconds", "Request to first token.", registry=own, buckets=_FIRST
-        )
-        self._gap = Histogram(
-            "mmfast_inter_token_seconds", "Between tokens.", registry=own, buckets=_GAPS
-        )
-        self._stage = Histogram(
-            "mmfast_stage_seconds", "Work of a stage.", ["stage"], registry=own, buckets=_GAPS
-        )
-        self._first_audio = Histogram(
-            "mmfast_first_audio_seconds",
-            "Request or end of speech to first sound.",
-            ["source"],
-            registry=own,
-            buckets=_FIRST,
-        )
-        self._visual = Counter("mmfast_tokens", "Visual tokens.", ["when"], registry=own)
-        self._tokens = Counter("mmfast_text_tokens", "Prompt, answer.", ["kind"], registry=own)
-        self._requests = Counter(
-            "mmfast_requests", "Answered requests.", ["route", "status"], registry=own
-        )
-        self._rejected = Counter("mmfast_rejected", "Refused.", ["reason"], registry=own)
+        self._model, self._series = model, dict[str, Any]()
+        for name, (kind, text, labels) in _SERIES.items():
+            if kind is Counter:
+                self._series[name] = Counter(name, text, labels, registry=own)
+            else:
+                self._series[name] = Histogram(name, text, labels, registry=own, buckets=kind)
         self._sessions = Gauge("mmfast_realtime_sessions", "Open sessions.", registry=own)
-        own.register(_EngineGauges(health))
+        own.register(_EngineGauges(health, model))
+
+    def _note(self, name: str, value: float, *labels: str) -> None:
+        """Count a figure; a series of vLLM gets the name of the model."""
+        labels = (self._model(), *labels) if name.startswith("vllm:") else labels
+        series = self._series[name].labels(*labels) if labels else self._series[name]
+        series.observe(value) if isinstance(self._series[name], Histogram) else series.inc(value)
 
     def ttft(self, seconds: float) -> None:
         """Count a first token."""
-        self._ttft.observe(seconds)
+        self._note("mmfast_ttft_seconds", seconds)
+        self._note("vllm:time_to_first_token_seconds", seconds)
 
     def gap(self, seconds: float, tokens: int = 1) -> None:
         """Count further tokens, and the seconds since those before."""
-        self._gap.observe(seconds / max(tokens, 1))
+        self._note("mmfast_inter_token_seconds", seconds / max(tokens, 1))
+        self._note("vllm:inter_token_latency_seconds", seconds / max(tokens, 1))
 
-    def finished(self, finish: Finish) -> None:
-        """Count the tokens and stages of a complete answer."""
+    def finished(self, finish: Finish, seconds: float = 0.0) -> None:
+        """Count the tokens and stages of a complete answer that took these seconds."""
         trace: Mapping[str, Any] = finish.trace
-        self._tokens.labels("prompt").inc(finish.prompt_tokens)
-        self._tokens.labels("completion").inc(finish.completion_tokens)
-        self._tokens.labels("cached").inc(finish.cached_tokens)
-        self._visual.labels("before").inc(trace.get("visual_tokens") or 0)
-        self._visual.labels("after").inc(trace.get("kept_tokens") or 0)
+        note = self._note
+        note("vllm:e2e_request_latency_seconds", seconds)
+        if (waited := trace.get("queue_ms")) is not None:
+            note("mmfast_queue_seconds", waited / 1e3)
+            note("vllm:request_queue_time_seconds", waited / 1e3)
+        note("vllm:request_success", 1, finish.reason)
+        note("vllm:prompt_tokens", finish.prompt_tokens)
+        note("vllm:generation_tokens", finish.completion_tokens)
+        _span(self._model(), finish, seconds)
+        note("mmfast_text_tokens", finish.prompt_tokens, "prompt")
+        note("mmfast_text_tokens", finish.completion_tokens, "completion")
+        note("mmfast_text_tokens", finish.cached_tokens, "cached")
+        note("mmfast_tokens", trace.get("visual_tokens") or 0, "before")
+        note("mmfast_tokens", trace.get("kept_tokens") or 0, "after")
         for row in trace.get("rows") or ():
-            self._stage.labels(str(row["stage"])).observe(max(row["ms"] / 1e3, 0.0))
+            note("mmfast_stage_seconds", max(row["ms"] / 1e3, 0.0), str(row["stage"]))
+            if row["stage"] in ("prefill", "decode"):
+                note(f"vllm:request_{row['stage']}_time_seconds", max(row["ms"] / 1e3, 0.0))
 
     def request(self, route: str, status: int) -> None:
         """Count a reply; `route` is the pattern, never the path of the client."""
-        self._requests.labels(route, str(status)).inc()
+        self._note("mmfast_requests", 1, route, str(status))
 
     def rejected(self, reason: str) -> None:
         """Count a refusal: `busy`, `auth`, `rate`, `body`, `media`, `invalid`, `session`."""
-        self._rejected.labels(reason).inc()
+        self._note("mmfast_rejected", 1, reason)
 
     def first_audio(self, seconds: float, source: str) -> None:
         """Count a first piece of sound; `source` is `speech` or `realtime`."""
-        self._first_audio.labels(source).observe(seconds)
+        self._note("mmfast_first_audio_seconds", seconds, source)
 
     def session_opened(self) -> None:
         """Count the start of a realtime session."""
@@ -110,14 +140,23 @@ class Metrics:
 class _EngineGauges(Collector):
     """Gauges of the engine at the time of the request."""
 
-    def __init__(self, health: Callable[[], Health | None]) -> None:
-        self._health = health
+    def __init__(self, health: Callable[[], Health | None], model: Callable[[], str]) -> None:
+        self._health, self._model = health, model
 
     def collect(self) -> Iterator[Metric]:
         found = self._health() or Health(False)
         yield _gauge("mmfast_ready", "Whether requests are taken.", float(found.ready))
         yield _gauge("mmfast_running", "Requests that are being answered.", found.running)
         yield _gauge("mmfast_waiting", "Requests that wait.", found.waiting)
+        used = found.gauges.get("kv_bytes", 0.0) / (found.gauges.get("kv_bytes_limit") or 1.0)
+        for name, value in (
+            ("num_requests_running", found.running),
+            ("num_requests_waiting", found.waiting),
+            ("kv_cache_usage_perc", used),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", "As in vLLM.", labels=["model_name"])
+            gauge.add_metric([self._model()], float(value))
+            yield gauge
         more = GaugeMetricFamily("mmfast_engine", "Figures of the engine.", labels=["name"])
         for name, value in sorted(found.gauges.items()):
             more.add_metric([name], float(value))
@@ -131,7 +170,26 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
 
 
+def _span(model: str, finish: Finish, seconds: float) -> None:
+    """Send a span of OpenTelemetry with figures alone, where its API is installed."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return
+    end = time.time_ns()
+    named: dict[str, Any] = {
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": finish.prompt_tokens,
+        "gen_ai.usage.output_tokens": finish.completion_tokens,
+        "gen_ai.response.finish_reasons": [finish.reason],
+        "mmfast.ttft_ms": float(finish.trace.get("ttft_ms") or 0.0),
+    }
+    tracer = trace.get_tracer("mmfast")
+    tracer.start_span("chat", start_time=end - int(seconds * 1e9), attributes=named).end(end)
+
+
 T = TypeVar("T")
+ALIASES = ("mmfast", "gpt-realtime")  # further names of the model that is served
 EMBEDDED, SPEECH = "mmfast-tiny-video", "mmfast-tiny-speech"
 VOICES = 2  # speeches and recordings processed at once
 HEARD = 32  # most recordings that wait for transcription; another one is refused
@@ -193,11 +251,22 @@ class Service:
 
     def __init__(self, config: ServerConfig, executor: Any = None, voice: Any = None) -> None:
         self.config, self.created = config, int(time.time())
-        self._engine = LazyLoader(lambda: _engine(config), executor)
+        # options of choosing tokens that the checkpoint states
+        self.defaults: dict[str, Any] = {}
+        self.stopping = False  # a signal has come; see `stop`
+        self._engine = LazyLoader(self._load, executor)
         self._voice = LazyLoader(lambda: _voice(config), voice)
-        self.metrics = Metrics(self.health)
+        self.metrics = Metrics(self.health, lambda: self.model)
         self.parts: dict[str, Any] = {}
         self._threads, self._listening = ThreadPoolExecutor(VOICES, "voice"), 0
+
+    def _load(self) -> Executor:
+        self.defaults = generation_defaults(self.config)
+        return _engine(self.config)
+
+    def answers_to(self, name: str) -> bool:
+        """Return True for the name of the model, and for its aliases on a server that has them."""
+        return name == self.model or (not self.config.strict_model and name in ALIASES)
 
     def start(self) -> Future[Any]:
         """Begin to load the engine, then the speech model; return the future of the engine."""
@@ -243,7 +312,8 @@ class Service:
     def health(self) -> Health | None:
         """Return the state of the engine; None until it is loaded."""
         engine = self._engine.now()
-        return None if engine is None else engine.health()
+        found: Health | None = None if engine is None else engine.health()
+        return replace(found, ready=False) if found is not None and self.stopping else found
 
     @property
     def model(self) -> str:
@@ -261,12 +331,38 @@ class Service:
         """Return the error of loading the engine, or None."""
         return self._engine.failure()
 
+    def stop(self) -> None:
+        """Take no more requests; those at work have most of `shutdown_seconds` to end."""
+        if not self.stopping:
+            self.stopping, engine = True, self._engine.now()
+            seconds = 0.7 * self.config.shutdown_seconds
+            late = threading.Timer(seconds, engine.close if engine is not None else lambda: None)
+            late.daemon = True
+            late.start()
+
     def close(self) -> None:
         """Stop the engine and running speeches."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         engine = self._engine.now()
         if engine is not None:
             engine.close()
+
+
+def generation_defaults(config: ServerConfig) -> dict[str, Any]:
+    """Return the options of choosing tokens that `generation_config.json` states, as vLLM reads it.
+
+    A checkpoint that states none answers with the likeliest tokens.
+    """
+    from transformers import GenerationConfig
+
+    if config.model is None:
+        return {}
+    try:
+        stated = GenerationConfig.from_pretrained(config.model).to_diff_dict()
+    except (OSError, ValueError):
+        return {}  # there is none
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: stated[name] for name in names if stated.get(name) is not None}
 
 
 def _engine(config: ServerConfig) -> Executor:

@@ -1,17 +1,18 @@
-"""Text to speech: `POST /v1/audio/speech`, and the writers of its audio formats."""
+"""`POST /v1/audio/speech` and `/v1/audio/transcriptions`, and the writers of audio formats."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter
+from fastapi import APIRouter, File, Form, UploadFile
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, unknown
@@ -19,7 +20,8 @@ from mmfast.frontends.audio.wav import WavWriter
 from mmfast.ops.audio import Resampler
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
 from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, while_connected
-from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest
+from mmfast.serve.http.exchange import ignoring, transcribed
+from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Transcription
 from mmfast.serve.http.service import VOICES, Service
 
 PCM_RATE = 24_000  # OpenAI's clients expect this rate of `pcm`, which has no header
@@ -165,6 +167,7 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
             code="model_not_found",
             param="model",
         )
+    headers = ignoring(asked, service.config)
     speaker = await service.voice()
     run = SpeechRun(service, speaker, asked)
     try:
@@ -173,8 +176,38 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
         run.close()
         raise
     if asked.stream_format == "sse":
-        return StreamedReply(run.events(first), EVENTS, run.close)
-    return StreamedReply(run.parts(first), TYPES[asked.response_format or "mp3"], run.close)
+        return StreamedReply(run.events(first), EVENTS, run.close, headers)
+    kind = TYPES[asked.response_format or "mp3"]
+    return StreamedReply(run.parts(first), kind, run.close, headers)
+
+
+@router.post(
+    "/v1/audio/transcriptions",
+    response_model=Transcription,
+    responses=ERRORS,
+    summary="Write a recording down",
+)
+async def transcriptions(
+    http: HttpRequest,
+    file: Annotated[UploadFile, File()],
+    model: Annotated[str, Form(min_length=1, max_length=256)],
+    response_format: Annotated[str, Form()] = "json",
+) -> Response:
+    """Write a recording down; the language is that of the speech model."""
+    service: Service = http.app.state.service
+    known = (service.speech_model, "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe")
+    if model not in known:
+        text = unknown("model", model[:80], known)
+        raise ApiError(404, text, code="model_not_found", param="model")
+    if response_format not in ("json", "text"):
+        text = unknown("response_format", response_format[:80], ("json", "text"))
+        raise bad_request(text, "invalid_value", "response_format")
+    data = await file.read()
+    words, seconds = await while_connected(http.receive, transcribed(service, data, "file"))
+    if response_format == "text":
+        return PlainTextResponse(f"{words}\n")
+    usage = {"type": "duration", "seconds": math.ceil(seconds)}
+    return JSONResponse({"text": words, "usage": usage})
 
 
 def voice_of(name: str, voices: tuple[str, ...]) -> str:

@@ -261,7 +261,6 @@ def test_refusals_at_submission() -> None:
             ask("a", "x" * 700),
             ask("a", "x", tokens=700),
             ask("a", " "),
-            talk("a", [("x",), ("y",)]),
             ask("a", "x", tokens=0),
             ask("a", "x", sampling=SamplingOptions(temperature=-1.0)),
             ask("a", "x", sampling=SamplingOptions(top_p=0.0)),

@@ -7,6 +7,7 @@ goes on for so long, other ones every round, and prints how many there were.
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -102,7 +103,7 @@ def better(body: Any, mode: GenerationMode) -> None:
     if not isinstance(body, dict):
         return
     dice = random.Random(json.dumps(body, sort_keys=True, default=str))
-    speech = "input" in body
+    speech = "voice" in body
     name = body.get("model")
     if isinstance(name, str) and 0 < len(name) <= 256 and dice.random() < 0.875:
         body["model"] = "tts-1" if speech else MODEL
@@ -111,7 +112,7 @@ def better(body: Any, mode: GenerationMode) -> None:
     if speech:
         body["voice"] = dice.choice(["alloy", "low", body["voice"]])
         body["input"] = dice.choice(["Say it.", body["input"]])[:200]
-    else:
+    elif "messages" in body:
         _chat(body, dice)
 
 
@@ -129,7 +130,7 @@ def _chat(body: dict[str, Any], dice: random.Random) -> None:
         given["frames"] = given["frames"] % 9 + 1
         given.pop("fps", None)
     for message in body["messages"]:
-        if isinstance(message["content"], list):
+        if isinstance(message.get("content"), list):
             for part in message["content"][:16]:
                 _part(part, dice)
             del message["content"][16:]
@@ -180,6 +181,65 @@ def test_no_request_is_the_servers_fault(url: str, request: pytest.FixtureReques
     print(f"{seen.total()} requests, none the server's fault")
     assert not [what for what in seen if what.split()[-1].startswith("5")]
     assert seen["POST /v1/chat/completions 200"] > 0 and seen["POST /v1/audio/speech 200"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("MMFAST_OPENAI_SPEC"), reason="MMFAST_OPENAI_SPEC not set")
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses"])
+def test_openais_own_specification(url: str, path: str) -> None:
+    """Requests made up from OpenAI's published document (`openapi.json`); its types of replies."""
+    document = json.loads(Path(os.environ["MMFAST_OPENAI_SPEC"]).read_text())
+    kept = {"post": document["paths"][path]["post"]}
+    document |= {"paths": {path: kept}, "servers": [{"url": f"{url}/v1"}]}
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=f"{url}/v1")
+    operation, seen = schema[path]["POST"], Counter[str]()
+    from schemathesis.checks import CHECKS, load_all_checks
+
+    load_all_checks()
+    wanted = CHECKS.get_by_names(["not_a_server_error", "response_schema_conformance"])
+
+    @seed(1)
+    @settings(
+        max_examples=CASES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy())
+    def one(case: Any) -> None:
+        if not isinstance(case.body, dict):
+            return
+        case.body |= {"model": MODEL, "stream": False}
+        case.body = {k: v for k, v in case.body.items() if v is not None and k in PLAIN}
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if name in case.body:
+                case.body[name] = 8
+        case.body["messages"] = [{"role": "user", "content": "Hi?"}]
+        case.body["prompt"] = "Hi?"
+        case.body["input"] = "Hi?"
+        needed = {"/chat/completions": "messages", "/completions": "prompt", "/responses": "input"}
+        for name in needed.values():
+            if name != needed[path]:
+                del case.body[name]
+        reply = case.call(timeout=60)
+        seen[str(reply.status_code)] += 1
+        if reply.status_code == 200:
+            case.validate_response(reply, checks=wanted)
+        else:
+            assert reply.status_code == 400, reply.text
+
+    one()
+    print(path, dict(seen))
+    assert seen["200"] > 0
+
+
+# What is taken from a made-up request: the rest of it hits no two servers alike.
+PLAIN = {"model", "stream", "temperature", "top_p", "n", "max_tokens", "max_completion_tokens"}
+PLAIN |= {"max_output_tokens", "presence_penalty", "frequency_penalty", "logprobs", "seed", "stop"}
+PLAIN |= {"top_logprobs", "user", "metadata", "store", "logit_bias", "service_tier", "verbosity"}
+PLAIN |= {"reasoning_effort", "parallel_tool_calls", "instructions", "truncation", "echo"}
 
 
 def has_input(operation: Any) -> bool:

@@ -145,12 +145,16 @@ def test_an_engine_that_breaks_tells_nothing_of_itself() -> None:
 WRONG = [
     ({"messages": None}, "messages", "invalid_value"),
     ({"messages": []}, "messages", "invalid_value"),
-    ({"n": 2}, "n", "unsupported_parameter"),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
-    ({"logprobs": True}, "logprobs", "unsupported_parameter"),
-    ({"max_tokns": 3}, "max_tokns", "unknown_parameter"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 100}, "n", "invalid_value"),  # more than run and wait
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+    ({"logprobs": 1}, "logprobs", "invalid_value"),
+    ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_value"),
+    ({"mm_processor_kwargs": {"size": 9}}, "mm_processor_kwargs", "invalid_value"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value"),
     ({"max_tokens": 10**6}, "max_tokens", "invalid_value"),
     ({"max_completion_tokens": 10**6}, "max_completion_tokens", "invalid_value"),
@@ -163,9 +167,13 @@ WRONG = [
     ({"mmfast": {"redce": "evs:0.5"}}, "mmfast.redce", "unknown_parameter"),
     ({"mmfast": {"priority": 99}}, "mmfast.priority", "invalid_value"),
     ({"mmfast": {"frames": 4000}}, "mmfast.frames", "invalid_value"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": [{"role": "tol", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    (
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages[0].tool_call_id",
+        "missing_required_parameter",
+    ),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
-    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "invalid_value"),
     ({"messages": user("  ")}, "messages[0].content", "invalid_value"),
     ({"messages": user(image_part())}, "messages[0].content", "invalid_value"),
     (
@@ -193,8 +201,8 @@ def test_wrong_requests_say_what_is_wrong() -> None:
         )
         assert error["type"] == "invalid_request_error" and "\n" not in error["message"]
     assert not engine.requests
-    near = post(app, asked(max_tokns=3)).json()["error"]["message"]
-    assert "did you mean 'max_tokens'" in near
+    near = post(app, asked(mmfast={"redce": "evs:0.5"})).json()["error"]["message"]
+    assert "did you mean 'mmfast.reduce'" in near
 
 
 def test_parameters_that_change_nothing_are_taken() -> None:
@@ -335,10 +343,10 @@ async def _leave(app: Any, document: Any) -> None:
 
 
 def test_a_stream_that_waits_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.http import chat
+    from mmfast.serve.http import exchange
 
-    monkeypatch.setattr(chat, "HEARTBEAT", 0.05)
-    monkeypatch.setattr(chat, "PATIENCE", 0.05)
+    monkeypatch.setattr(exchange, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(exchange, "PATIENCE", 0.05)
     slow = threading.Event()
 
     def say(_: Any, emit: Any) -> None:
@@ -378,7 +386,7 @@ def test_models_health_metrics() -> None:
 
 def test_routes_that_are_not_there() -> None:
     app = app_of(saying(*ANSWER))
-    for path in ("/", "/v1", "/v1/completions", "/etc/passwd", "/v1/models/../../etc/passwd"):
+    for path in ("/", "/v1", "/v1/embeddings", "/etc/passwd", "/v1/models/../../etc/passwd"):
         reply = get(app, path)
         assert reply.status_code == 404 and reply.json()["error"]["type"] == "not_found_error"
     wrong = get(app, CHAT)

@@ -77,13 +77,12 @@ def test_wrong_requests_say_what_is_wrong() -> None:
         ({"input": "…"}, 400, "input"),
         ({"input": "a" * 5000}, 400, "input"),
         ({"response_format": "midi"}, 400, "response_format"),
-        ({"inptu": "x"}, 400, "inptu"),
         ({"model": "whisper"}, 404, "model"),
     ):
         reply = say(Hum(), **more)
         error = reply.json()["error"]
         assert (reply.status_code, error["param"]) == (status, param), (more, error)
-    assert "did you mean 'input'" in say(Hum(), inptu="x").json()["error"]["message"]
+    assert say(Hum(), inptu="x").headers["x-mmfast-ignored"] == "inptu"
 
 
 def test_events_hold_the_same_sound() -> None:

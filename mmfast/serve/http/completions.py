@@ -1,0 +1,121 @@
+"""`POST /v1/completions`: texts continued without a chat template."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from mmfast.serve.engine import base
+from mmfast.serve.guard.caller import caller_of
+from mmfast.serve.guard.errors import bad_request, body
+from mmfast.serve.http import events, schema
+from mmfast.serve.http.exchange import AnswerSet
+
+router = APIRouter(route_class=schema.JsonRoute)
+
+
+@router.post(
+    "/v1/completions",
+    response_model=schema.TextCompletion,
+    responses=schema.STREAMED,
+    summary="Continue texts",
+)
+async def completions(asked: schema.CompletionRequest, http: HttpRequest) -> Response:
+    """Continue texts."""
+    name = f"cmpl-{uuid.uuid4().hex}"
+    answers = AnswerSet(http.app.state.service, asked, caller_of(http.scope), name)
+    exchange = Completions(answers, asked)
+    return await events.while_connected(http.receive, exchange.reply())
+
+
+class Completions:
+    """One request for texts and its answers."""
+
+    def __init__(self, answers: AnswerSet, asked: schema.CompletionRequest) -> None:
+        self._answers, self._created = answers, int(time.time())
+        self._asked, given = asked, asked.prompt
+        one = isinstance(given, str) or isinstance(given[0], int)
+        self._prompts: list[Any] = [given] if one else list(given)
+        if self._asked.echo and not isinstance(self._prompts[0], str):
+            raise bad_request("echo needs prompts that are texts, not tokens", param="echo")
+        most = answers.service.config.max_text
+        if sum(map(len, self._prompts)) > most or not all(self._prompts):
+            raise bad_request(
+                f"a prompt is empty, or all are over {most:,} letters", param="prompt"
+            )
+
+    async def reply(self) -> Response:
+        """Answer with one document, or with a stream."""
+        answers, given = self._answers, self._asked.mmfast or schema.MmfastOptions()
+        raws = [each if isinstance(each, str) else tuple(each) for each in self._prompts]
+        prompts = [((), base.Options(None, given.cache, None, raw=raw)) for raw in raws]
+        run = await answers.run(prompts)
+        if self._asked.stream:
+            parts = self._chunks(run, await answers.first(run))
+            return events.StreamedReply(parts, events.EVENTS, run.close, answers.headers)
+        await answers.whole(run)
+        choices = [
+            self._choice(i, self._echo(i) + answers.texts.get(i, ""), answers.chances.get(i), end)
+            for i, end in sorted(answers.ends.items())
+        ]
+        document = {**self._head(), "choices": choices, "usage": answers.usage()}
+        return JSONResponse(document, headers=answers.headers)
+
+    def _head(self) -> dict[str, Any]:
+        head = {"id": self._answers.name, "object": "text_completion", "created": self._created}
+        return {**head, "model": self._asked.model}
+
+    def _echo(self, number: int) -> str:
+        return str(self._prompts[number // (self._asked.n or 1)]) if self._asked.echo else ""
+
+    def _choice(
+        self, number: int, text: str, chances: Sequence[base.TokenChance] | None, end: Any = None
+    ) -> dict[str, Any]:
+        chances = chances if self._asked.logprobs is not None else None
+        tokens = [each.token.decode("utf-8", "replace") for each in chances or ()]
+        starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        top = [{t.decode("utf-8", "replace"): c for t, c in each.top} for each in chances or ()]
+        found = {
+            "tokens": tokens,
+            "token_logprobs": [each.chance for each in chances or ()],
+            "top_logprobs": top,
+            "text_offset": starts,
+        }
+        reason = None if end is None else end.reason
+        logprobs = None if chances is None else found
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    async def _chunks(
+        self, run: events.RequestRun, found: tuple[int, base.Event] | None
+    ) -> AsyncGenerator[bytes, None]:
+        answers, wants, begun = self._answers, self._asked.stream_options, set[int]()
+        while True:
+            if found is None:
+                yield events.WAITING
+            elif isinstance(found[1], base.Failure):
+                yield events.event(body(answers.failed(found[1])))
+                return
+            else:
+                i, event = found
+                new, end = "" if i in begun else self._echo(i), None
+                chances: Sequence[base.TokenChance] = ()
+                if isinstance(event, base.Delta):
+                    new, chances = new + event.text, event.logprobs
+                else:
+                    end = event
+                begun.add(i)
+                choice = self._choice(i, new, chances or None, end)
+                usage = {"usage": None} if wants and wants.include_usage else {}
+                yield events.event({**self._head(), "choices": [choice], **usage})
+                if len(answers.ends) == answers.total:
+                    break
+            found = await answers.next(run)
+        if wants and wants.include_usage:
+            yield events.event({**self._head(), "choices": [], "usage": answers.usage()})
+        yield events.DONE

@@ -1,0 +1,417 @@
+"""One request for answers, whatever the format of its reply: its messages, options and events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from mmfast.core.errors import MmfastError
+from mmfast.serve.config import ServerConfig
+from mmfast.serve.engine import base
+from mmfast.serve.engine.rules import json_grammar
+from mmfast.serve.guard import logs
+from mmfast.serve.guard.caller import Caller
+from mmfast.serve.guard.errors import ApiError, api_error, bad_request
+from mmfast.serve.guard.media import load_media, load_sound
+from mmfast.serve.http import events, schema
+from mmfast.serve.http.service import Service
+
+T = TypeVar("T")
+
+
+PATIENCE = 2.0  # seconds to wait with the status of a stream, so that early errors get their own
+HEARTBEAT = 15.0  # seconds between comments in a stream that waits
+
+
+class Reader:
+    """Reads the messages of one request; `seconds` is the duration of all sounds.
+
+    `charge` is called with the pixels of each image and clip; `processor` holds arguments of the
+    model's processor.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        options: schema.MmfastOptions,
+        charge: Callable[[int], None],
+        processor: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._service, self._config = service, service.config
+        self._options, self._charge = options, charge
+        # encodings under other arguments of the processor are not reused
+        self._variant = f":{sorted(processor.items())}" if processor else ""
+        self._heard: dict[tuple[int, int], str] = {}
+        self.seconds = 0.0
+
+    @property
+    def heard(self) -> list[str]:
+        """Transcripts of the sounds in order."""
+        return [self._heard[key] for key in sorted(self._heard)]
+
+    async def messages(self, given: list[Any]) -> tuple[base.Message, ...]:
+        """Read all messages, their media at the same time.
+
+        `ApiError`: a limit is exceeded, nothing is asked, or a medium cannot be read.
+        """
+        self._check(given)
+        pictures = sum(isinstance(p, schema.ImagePart) for m in given for p in parts_of(m))
+        self._share = self._config.request_pixels // max(pictures, 1)
+        return await _gathered(self._message(each, i) for i, each in enumerate(given))
+
+    def _check(self, given: list[Any]) -> None:
+        parts = [part for message in given for part in parts_of(message)]
+        texts = [_text(p) for p in parts if _is_text(p)]
+        letters, limit = sum(map(len, texts)), self._config.max_text
+        if letters > limit:
+            raise _too_much(f"{letters:,} letters are too many; send at most {limit:,}")
+        media, most = len(parts) - len(texts), self._config.max_media
+        if media > most:
+            raise _too_much(f"{media} images, clips and sounds are too many; send at most {most}")
+        frames = self._options.frames or 0
+        if frames > self._config.max_frames:
+            raise bad_request(
+                f"mmfast.frames={frames} is too many; ask for at most {self._config.max_frames}",
+                "invalid_value",
+                "mmfast.frames",
+            )
+        last = given[-1]
+        if last.role == "user" and not any(_asks(part) for part in parts_of(last)):
+            raise bad_request(
+                "the last message asks nothing; add a text",
+                "invalid_value",
+                f"messages[{len(given) - 1}].content",
+            )
+
+    async def _message(self, given: Any, number: int) -> base.Message:
+        role: base.Role = "system" if given.role == "developer" else given.role
+        parts = (self._part(part, (number, i)) for i, part in enumerate(parts_of(given)))
+        return base.Message(role, await _gathered(parts), _more(given))
+
+    async def _part(self, part: Any, place: tuple[int, int]) -> str | base.Media:
+        if _is_text(part):
+            return _text(part)
+        param = f"messages[{place[0]}].content[{place[1]}].{part.type}"
+        try:
+            if isinstance(part, schema.SoundPart):
+                sound, kind = part.input_audio.data, part.input_audio.format
+                return await self._words(sound, place, param, kind)
+            if isinstance(part, schema.SoundUrlPart):
+                return await self._words(part.audio_url.url, place, param)
+            return await self._media(part, param)
+        except MmfastError as error:
+            self._service.metrics.rejected("media")
+            raise api_error(error, param) from error
+
+    async def _media(self, part: Any, param: str) -> base.Media:
+        options, config = self._options, self._config
+        if isinstance(part, schema.ImagePart):
+            url = part.image_url.url
+            found = await load_media(url, "image", config, most=self._share, param=param)
+        else:
+            url, frames, fps = part.video_url.url, options.frames, options.fps
+            found = await load_media(url, "video", config, frames=frames, fps=fps, param=param)
+        self._charge(found.shot.pixels.size // 3)
+        return replace(found, key=f"{found.key}{self._variant}")
+
+    async def _words(
+        self, sound: str, place: tuple[int, int], param: str, kind: str | None = None
+    ) -> str:
+        heard, seconds = await transcribed(self._service, sound, param, kind)
+        self.seconds += seconds
+        self._heard[place] = heard
+        return heard
+
+
+async def _gathered(work: Iterable[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """Run coroutines at the same time; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _transcriber(voice: Any, pcm: Any, rate: int) -> Callable[[], str]:
+    def transcribe() -> str:
+        from mmfast.pipelines.omni_chat import written
+
+        heard = voice.transcribe(pcm, rate).strip()
+        if not heard:
+            raise MmfastError("no word was understood in the sound; speak louder, or send text")
+        return written(heard)
+
+    return transcribe
+
+
+async def transcribed(
+    service: Service, sound: str | bytes, param: str, kind: str | None = None
+) -> tuple[str, float]:
+    """Return the words of a recording, base64, a URL or its bytes, and its length in seconds."""
+    pcm, rate = await load_sound(sound, service.config, format=kind, param=param)
+    voice = await service.voice()
+    return await service.in_voice_thread(_transcriber(voice, pcm, rate)), len(pcm) / rate
+
+
+def parts_of(message: Any) -> list[Any]:
+    """Return the parts of a message; none where its content is null."""
+    content = message.content
+    return [] if content is None else [content] if isinstance(content, str) else list(content)
+
+
+def _more(message: Any) -> dict[str, Any]:
+    """Return what a chat template reads of a message beside role and content."""
+    found = {name: getattr(message, name, None) for name in ("name", "tool_call_id")}
+    calls = getattr(message, "tool_calls", None) or []
+    made = [call.model_dump(mode="json", include={"id", "type", "function"}) for call in calls]
+    for call in made:
+        with suppress(ValueError):  # templates write arguments as JSON themselves
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return {name: value for name, value in {**found, "tool_calls": made}.items() if value}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str | schema.TextPart | schema.RefusalPart)
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, schema.RefusalPart):
+        return part.refusal
+    return part if isinstance(part, str) else str(part.text)
+
+
+def _asks(part: Any) -> bool:
+    if _is_text(part):
+        return bool(_text(part).strip())
+    return isinstance(part, schema.SoundPart | schema.SoundUrlPart)
+
+
+def _too_much(text: str) -> ApiError:
+    return bad_request(text, "too_much", "messages")
+
+
+_log = logging.getLogger("mmfast.serve")
+
+
+class AnswerSet:
+    """The answers to one request, counted in metrics, quotas and log as they come.
+
+    Attributes:
+        texts: Text of each answer so far.
+        chances: Log-probabilities of the tokens of each answer so far.
+        ends: The last event of each answer that is complete.
+        prompt: Tokens of the prompt, once they are known.
+        spent: Tokens of all answers so far.
+    """
+
+    def __init__(self, service: Service, asked: schema.Choosing, caller: Caller, name: str) -> None:
+        self.service, self.asked, self.caller, self.name = service, asked, caller, name
+        self._start = time.perf_counter()
+        self._last: dict[int, float] = {}
+        self.texts: dict[int, str] = {}
+        self.chances: dict[int, list[base.TokenChance]] = {}
+        self.ends: dict[int, base.Finish] = {}
+        self.total = self.prompt = self.spent = 0
+        self._spent: dict[int, int] = {}
+        self._check()
+
+    def _check(self) -> None:
+        """Check the request against the options of the server."""
+        asked, service = self.asked, self.service
+        if service.stopping:
+            text = "the server is stopping; ask again in a moment"
+            raise ApiError(503, text, code="stopping", headers={"Retry-After": "5"})
+        if not service.answers_to(asked.model):
+            text = f"model {asked.model[:80]!r} is not here; ask for {service.model!r}"
+            raise ApiError(404, f"{text} (GET /v1/models)", code="model_not_found", param="model")
+        most, longest = service.config.max_tokens, asked.longest
+        if longest is not None and longest > most:
+            newer = getattr(asked, "max_completion_tokens", None)
+            param = "max_tokens" if newer is None else "max_completion_tokens"
+            raise bad_request(
+                f"{param}={longest} is too many; ask for at most {most}", "invalid_value", param
+            )
+        if asked.stream_options is not None and not asked.stream:
+            raise bad_request(
+                "stream_options go with stream=true; set it, or leave them out",
+                "invalid_value",
+                "stream_options",
+            )
+        self.headers = ignoring(asked, service.config)
+
+    def charge(self, pixels: int) -> None:
+        """Charge the caller for decoded pixels."""
+        self.caller.quotas.spend(self.caller.who, "pixels", pixels)
+
+    async def run(
+        self,
+        prompts: Sequence[tuple[tuple[base.Message, ...], base.Options]],
+        grammar: Any = None,
+    ) -> events.RequestRun:
+        """Return the requests at the engine: for each prompt as many answers as were asked for.
+
+        `grammar` is a JSON schema that the answers follow.
+        """
+        asked, service = self.asked, self.service
+        self.total = len(prompts) * (asked.n or 1)
+        room = service.config.slots + service.config.queue
+        if self.total > room:
+            text = f"{self.total} answers are too many; ask for at most {room} at once"
+            raise bad_request(text, param="n" if (asked.n or 1) > 1 else "prompt")
+        executor = await service.executor()
+        try:
+            rules = None if grammar is None else await asyncio.to_thread(json_grammar, grammar)
+        except MmfastError as error:
+            raise bad_request(str(error), param="response_format") from None
+        plain = sampling(asked, service.config, service.defaults)
+        given, found = asked.mmfast or schema.MmfastOptions(), list[base.Request]()
+        for messages, options in prompts:
+            for i in range(asked.n or 1):
+                seed = None if plain.seed is None else plain.seed + i
+                name = self.name if not found else f"{self.name}-{len(found)}"
+                found.append(
+                    base.Request(
+                        name,
+                        messages,
+                        replace(plain, seed=seed, grammar=rules),
+                        options,
+                        # Results are separate for each user; turns are shared by users of a key.
+                        f"{self.caller.tenant}/{asked.user or ''}",
+                        given.priority or 0,
+                        self.caller.tenant,
+                    )
+                )
+        return events.RequestRun(executor, found)
+
+    async def whole(self, run: events.RequestRun) -> None:
+        """Wait for the end of all answers. ApiError: one of them failed."""
+        async with run:
+            while len(self.ends) < self.total:
+                found = self.noted(await run.next())
+                if found is not None and isinstance(found[1], base.Failure):
+                    raise self.failed(found[1])
+
+    async def first(self, run: events.RequestRun) -> tuple[int, base.Event] | None:
+        """Wait a moment for the first event; an early failure gets a status of its own."""
+        await run.__aenter__()
+        try:
+            found = self.noted(await run.next(PATIENCE))
+            if found is not None and isinstance(found[1], base.Failure):
+                raise self.failed(found[1])
+            return found
+        except BaseException:
+            run.close()
+            raise
+
+    def failed(self, failure: base.Failure) -> ApiError:
+        """Turn a failure into an error reply; one of a server that stops says so."""
+        if self.service.stopping and failure.status in (499, 503):
+            text = "the server is stopping and has cut the answer short; ask again in a moment"
+            return ApiError(503, text, code="stopping", headers={"Retry-After": "5"})
+        return events.failed(failure)
+
+    async def next(self, run: events.RequestRun) -> tuple[int, base.Event] | None:
+        """Return the next event, or None where a stream should show that it lives."""
+        return self.noted(await run.next(HEARTBEAT))
+
+    def noted(self, found: tuple[int, base.Event] | None) -> tuple[int, base.Event] | None:
+        """Count an event in metrics, quotas and log."""
+        if found is None:
+            return None
+        (number, event), metrics, now = found, self.service.metrics, time.perf_counter()
+        if isinstance(event, base.Delta):
+            self.texts[number] = self.texts.get(number, "") + event.text
+            self.chances.setdefault(number, []).extend(event.logprobs)
+            self.caller.spend(event.tokens)  # as they come, also for clients that leave early
+            self._spent[number] = self._spent.get(number, 0) + event.tokens
+            self.spent += event.tokens
+            self.prompt = self.prompt or event.prompt_tokens
+            if number in self._last:
+                metrics.gap(now - self._last[number], event.tokens)
+            else:
+                metrics.ttft(now - self._start)
+            self._last[number] = now
+        elif isinstance(event, base.Finish):
+            self.ends[number] = event
+            metrics.finished(event, now - self._start)
+            rest = max(event.completion_tokens - self._spent.get(number, 0), 0)
+            self.spent += rest
+            self.prompt = event.prompt_tokens
+            again = number % (self.asked.n or 1)  # the prompt is charged once
+            self.caller.spend((0 if again else event.prompt_tokens) + rest)
+        return found
+
+    def log(self, asked: str) -> None:
+        """Log question and answers where the options ask for it."""
+        config = self.service.config
+        if config.log_text:
+            said = logs.text(" | ".join(self.texts.values()), config)
+            fields = {"id": self.caller.id, "asked": logs.text(asked, config), "answered": said}
+            _log.info("answered", extra={"fields": fields})
+
+    def usage(self, heard: Sequence[str] = (), seconds: float = 0.0) -> dict[str, Any]:
+        """Return the numbers of tokens so far; of a prompt with several answers, once."""
+        firsts = [self.ends[i] for i in sorted(self.ends) if i % (self.asked.n or 1) == 0]
+        prompt = sum(end.prompt_tokens for end in firsts) or self.prompt
+        details = schema.PromptDetails(
+            cached_tokens=sum(end.cached_tokens for end in firsts),
+            image_tokens=sum(end.trace.get("visual_tokens") or 0 for end in firsts),
+        )
+        found = schema.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self.spent,
+            total_tokens=prompt + self.spent,
+            prompt_tokens_details=details,
+            transcribed=schema.Transcribed(sounds=len(heard), seconds=round(seconds, 3)),
+        ).model_dump(mode="json")
+        if not heard:
+            del found["transcribed"]
+        return found
+
+
+def ignoring(asked: schema.Strict, config: ServerConfig) -> dict[str, str]:
+    """Return the header that names parameters without effect, which a strict server refuses."""
+    unused = schema.ignored(asked)
+    shown = ", ".join(unused)
+    if unused and config.strict:
+        text = f"{shown[:300]}: without effect here, and this server is strict; leave it out"
+        raise bad_request(text, "unknown_parameter", unused[0])
+    text = shown.encode("ascii", "backslashreplace").decode()
+    printed = "".join(letter for letter in text if letter.isprintable())[:1000]
+    return {"x-mmfast-ignored": printed} if unused else {}
+
+
+def sampling(
+    asked: schema.Choosing, config: ServerConfig, defaults: Mapping[str, Any]
+) -> base.SamplingOptions:
+    """Return the options of choosing tokens; `defaults` are those of the checkpoint."""
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    bias = {int(token): value for token, value in (asked.logit_bias or {}).items()}
+    known: tuple[str, ...] = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "seed",
+        "min_tokens",
+    )
+    known = (*known, "presence_penalty", "frequency_penalty", "ignore_eos")
+    given = {name: getattr(asked, name) for name in known if getattr(asked, name) is not None}
+    found = {**defaults, **given}
+    found["top_k"] = max(found.get("top_k", 0), 0)  # -1 takes all, too
+    return base.SamplingOptions(
+        asked.longest or min(config.default_tokens, config.max_tokens),
+        stop=tuple(stop),
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        logit_bias=tuple(bias.items()),
+        logprobs=asked.likeliest,
+        **found,
+    )

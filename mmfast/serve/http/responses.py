@@ -1,0 +1,291 @@
+"""`POST /v1/responses`: a translation to a conversation, and of its answer to items and events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from itertools import count
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field, ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from mmfast.serve.engine import base
+from mmfast.serve.guard.caller import Caller, caller_of
+from mmfast.serve.guard.errors import bad_request, body
+from mmfast.serve.http import events, schema
+from mmfast.serve.http.chat import ChatExchange, logprobs_of
+from mmfast.serve.http.service import Service
+
+router = APIRouter(route_class=schema.JsonRoute)
+
+
+class ResponseRequest(schema.Strict):
+    """A text, or items of a conversation, to answer."""
+
+    model: schema.Name
+    input: schema.Text | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=512)]
+    instructions: schema.Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    previous_response_id: None = None
+    background: bool | None = None
+
+
+_SAME: tuple[str, ...] = (
+    "model",
+    "parallel_tool_calls",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stream",
+    "user",
+)
+_SAME += ("mmfast", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+_SAME += ("top_logprobs", "chat_template_kwargs", "mm_processor_kwargs", "repetition_penalty")
+_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def translated(asked: ResponseRequest) -> schema.ChatRequest:
+    """Return the request for a chat completion that asks for the same; `ApiError` if there is none.
+
+    Parameters of this route without effect stay in it, as unknown ones.
+    """
+    rest = dict(asked.model_extra or {})
+    given = {name: rest.pop(name) for name in _SAME if name in rest} | {"model": asked.model}
+    if "message.output_text.logprobs" in (rest.get("include") or ()):
+        given["logprobs"] = True
+        rest.pop("include")
+    given.setdefault("top_logprobs", None)
+    given["max_completion_tokens"] = asked.max_output_tokens
+    start = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    given["messages"] = start + _messages(asked.input)
+    form = (asked.text or {}).get("format")
+    if isinstance(form, dict):
+        own = {k: v for k, v in form.items() if k != "type"}
+        wraps = form.get("type") == "json_schema"
+        given["response_format"] = {"type": "json_schema", "json_schema": own} if wraps else form
+    kinds = [tool.get("type") for tool in asked.tools or ()]
+    if wrong := [kind for kind in kinds if kind != "function"]:
+        raise bad_request(f"tools of type {str(wrong[0])[:60]!r} are not here; give functions")
+    given["tools"] = [{"type": "function", "function": _without(t)} for t in asked.tools or ()]
+    choice = asked.tool_choice
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    given["tool_choice"] = choice
+    if asked.background:
+        raise bad_request("background answers are not kept here; leave it out", param="background")
+    try:
+        found = {k: v for k, v in given.items() if v is not None}
+        return schema.ChatRequest.model_validate({**found, **rest})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(step) for step in first["loc"])
+        where = where.replace("messages", "input")
+        raise bad_request(f"{where[:200]}: {first['msg'][:200]}", param=where[:200]) from None
+
+
+def _without(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tool.items() if name != "type"}
+
+
+def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+    for i, item in enumerate(given):
+        kind = item.get("type", "message")
+        if kind == "message":
+            content = item.get("content")
+            parts = [_part(p) for p in content] if isinstance(content, list) else content
+            found.append({"role": item.get("role"), "content": parts})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if found and found[-1].get("tool_calls"):
+                found[-1]["tool_calls"].append(call)
+            else:
+                found.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            parts = [_part(p) for p in output] if isinstance(output, list) else output
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": parts})
+        elif kind != "reasoning":  # of another model: nothing that a template reads
+            text = (
+                f"input[{i}].type is {str(kind)[:60]!r}; give message, function_call or its output"
+            )
+            raise bad_request(text, param=f"input[{i}].type")
+    return found
+
+
+def _part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    if kind in _PARTS:
+        return {"type": _PARTS[kind], _PARTS[kind]: part.get(_PARTS[kind])}
+    return part  # as in a chat: video_url, input_audio
+
+
+@router.post(
+    "/v1/responses",
+    response_class=JSONResponse,
+    responses=schema.STREAMED,
+    summary="Answer as OpenAI's Responses API does; nothing is stored",
+)
+async def responses(asked: ResponseRequest, http: HttpRequest) -> Response:
+    """Answer a conversation of items."""
+    reply = ResponseReply(http.app.state.service, asked, caller_of(http.scope))
+    work = reply.stream() if reply.streams else reply.whole()
+    return await events.while_connected(http.receive, work)
+
+
+class ResponseReply:
+    """One request and its answer as items."""
+
+    def __init__(self, service: Service, asked: ResponseRequest, caller: Caller) -> None:
+        self._asked, self._chat = asked, translated(asked)
+        self._exchange = ChatExchange(service, self._chat, caller)
+        self._answers, self.streams = self._exchange.answers, bool(self._chat.stream)
+        self._id, self._item = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._created, self._number = int(time.time()), count()
+
+    async def whole(self) -> Response:
+        """Answer with one document."""
+        await self._answers.whole(await self._exchange.run())
+        return JSONResponse(self._document(self._output()), headers=self._answers.headers)
+
+    async def stream(self) -> Response:
+        """Answer with events."""
+        run = await self._exchange.run()
+        parts = self._events(run, await self._answers.first(run))
+        return events.StreamedReply(parts, events.EVENTS, run.close, self._answers.headers)
+
+    def _document(self, output: list[Any] | None) -> dict[str, Any]:
+        end = self._answers.ends.get(0)
+        cut = end is not None and end.reason == "length"
+        status = "in_progress" if output is None else "incomplete" if cut else "completed"
+        chat = self._chat
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": self._asked.instructions,
+            "max_output_tokens": self._asked.max_output_tokens,
+            "metadata": chat.metadata or {},
+            "model": chat.model,
+            "output": output or [],
+            "parallel_tool_calls": chat.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "temperature": chat.temperature,
+            "text": self._asked.text or {"format": {"type": "text"}},
+            "tool_choice": self._asked.tool_choice or "auto",
+            "tools": self._asked.tools or [],
+            "top_p": chat.top_p,
+            "truncation": "disabled",
+            "usage": None if output is None else self._usage(),
+            "mmfast": {} if end is None else end.trace,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        found = self._answers.usage(self._exchange.heard, self._exchange.seconds)
+        cached = found["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": found["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": found["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": found["total_tokens"],
+        }
+
+    def _output(self) -> list[dict[str, Any]]:
+        text, calls = self._exchange.tools.split(self._answers.texts.get(0, ""))
+        found = [self._message(text)] if text is not None else []
+        for call in calls:
+            item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "completed"}
+            found.append({**item, "call_id": call["id"], **call["function"]})
+        return found
+
+    def _message(self, text: str | None) -> dict[str, Any]:
+        content = [] if text is None else [self._text(text)]
+        status = "in_progress" if text is None else "completed"
+        item = {"id": self._item, "type": "message", "role": "assistant"}
+        return {**item, "status": status, "content": content}
+
+    def _text(self, text: str) -> dict[str, Any]:
+        chances = self._answers.chances.get(0, []) if text and self._chat.logprobs else []
+        found = logprobs_of(chances)["content"]
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": found}
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        document = {"type": kind, "sequence_number": next(self._number), **more}
+        return events.event(document, kind)
+
+    async def _events(
+        self, run: events.RequestRun, found: tuple[int, base.Event] | None
+    ) -> AsyncGenerator[bytes, None]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._document(None))
+        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
+        sent, opened = 0, False
+        while found is None or not isinstance(found[1], base.Finish):
+            if found is None:
+                yield events.WAITING
+            elif isinstance(found[1], base.Failure):
+                failed = self._answers.failed(found[1])
+                document = {**self._document([]), "status": "failed"}
+                document["error"] = {"code": "server_error", **body(failed)["error"]}
+                yield self._event("response.failed", response=document)
+                return
+            else:
+                text = self._answers.texts.get(0, "")
+                stop = max(self._exchange.tools.certain(text), sent)
+                if stop > sent:
+                    for part in () if opened else self._opening(place):
+                        yield part
+                    more = {"delta": text[sent:stop], "logprobs": []}
+                    yield self._event("response.output_text.delta", **place, **more)
+                    sent, opened = stop, True
+            found = await self._answers.next(run)
+        output = self._output()
+        for index, item in enumerate(output):
+            for part in self._item_events(index, item, place, sent, opened):
+                yield part
+        kind = "incomplete" if found[1].reason == "length" else "completed"
+        yield self._event(f"response.{kind}", response=self._document(output))
+
+    def _opening(self, place: Mapping[str, Any]) -> list[bytes]:
+        item = self._event("response.output_item.added", output_index=0, item=self._message(None))
+        return [item, self._event("response.content_part.added", **place, part=self._text(""))]
+
+    def _item_events(
+        self, index: int, item: dict[str, Any], place: Mapping[str, Any], sent: int, opened: bool
+    ) -> list[bytes]:
+        """Return the events that complete an item."""
+        done = self._event
+        if item["type"] == "message":
+            text = item["content"][0]["text"]
+            found = [] if opened else self._opening(place)
+            if text[sent:]:
+                more = {"delta": text[sent:], "logprobs": []}
+                found.append(done("response.output_text.delta", **place, **more))
+            found.append(done("response.output_text.done", **place, text=text, logprobs=[]))
+            part = item["content"][0]
+            found.append(done("response.content_part.done", **place, part=part))
+        else:
+            at = {"item_id": item["id"], "output_index": index}
+            given, kind = item["arguments"], "response.function_call_arguments"
+            opening = {**item, "arguments": "", "status": "in_progress"}
+            found = [done("response.output_item.added", output_index=index, item=opening)]
+            found.append(done(f"{kind}.delta", **at, delta=given))
+            found.append(done(f"{kind}.done", **at, arguments=given, name=item["name"]))
+        return [*found, done("response.output_item.done", output_index=index, item=item)]
