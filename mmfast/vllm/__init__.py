@@ -34,7 +34,7 @@ MODELS = {
 _log = logging.getLogger("vllm.mmfast")  # below vLLM's own, which prints
 
 
-def plugin() -> None:
+def register() -> None:
     """Register what `MMFAST_VLLM_REDUCE` names; the entry point that vLLM calls when it starts.
 
     Raises:
@@ -46,12 +46,12 @@ def plugin() -> None:
     from mmfast.core.errors import MmfastError
 
     try:
-        register(text)
+        install(text)
     except MmfastError as error:
         raise SystemExit(f"mmfast: {error}") from None
 
 
-def register(spec: str) -> bool:
+def install(spec: str) -> bool:
     """Replace vLLM's Qwen models by subclasses that reduce by `spec`, in all its processes.
 
     Returns:

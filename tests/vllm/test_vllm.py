@@ -23,7 +23,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.registry import methods
 from mmfast.models.reduction.tower_signals import TOWER_SIGNALS
 from mmfast.serve.config import ServerConfig
-from mmfast.vllm import KNOWN, MODELS, VARIABLE, plugin, register
+from mmfast.vllm import KNOWN, MODELS, VARIABLE, install, register
 from mmfast.vllm.launch import command, launch
 from mmfast.vllm.media import BASE, digits, number, refuse, shorten
 from mmfast.vllm.plan import choices, parse_plan, read_plan
@@ -176,7 +176,7 @@ def test_distances_survive_every_dtype(dtype: torch.dtype) -> None:
 
 def test_without_a_spec_nothing_is_touched() -> None:
     code = (
-        "import sys, mmfast.vllm; mmfast.vllm.plugin(); names = {*sys.modules};"
+        "import sys, mmfast.vllm; mmfast.vllm.register(); names = {*sys.modules};"
         "assert not {'vllm', 'torch', 'transformers', 'mmfast.vllm.plan'} & names, names"
     )
     environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
@@ -206,7 +206,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
 def test_with_a_spec_both_models_are_registered(registry: Registry) -> None:
     os.environ[VARIABLE] = "divprune:0.25"
     for _ in range(3):
-        plugin()
+        register()
     assert registry.models == MODELS
     assert str(read_plan()) == "divprune@pre:0.25"
     assert not [name for name in sys.modules if name == "mmfast.vllm.qwen"]
@@ -218,10 +218,10 @@ def test_an_unknown_version_stays_stock_and_says_so(
 ) -> None:
     sys.modules["vllm"].__dict__["__version__"] = version
     with caplog.at_level(logging.WARNING, logger="vllm.mmfast"):
-        assert not register("divprune:0.25")
+        assert not install("divprune:0.25")
         os.environ[VARIABLE] = "divprune:0.25"
-        plugin()
-        plugin()  # a further process: it inherits no spec
+        register()
+        register()  # a further process: it inherits no spec
     assert registry.models == {} and VARIABLE not in os.environ
     assert len(caplog.messages) == 2  # one each
     assert version in caplog.messages[0] and "\n" not in caplog.messages[0]
@@ -230,7 +230,7 @@ def test_an_unknown_version_stays_stock_and_says_so(
 def test_a_wrong_spec_ends_the_server_in_one_line(registry: Registry) -> None:
     os.environ[VARIABLE] = "cdpruner:0.25"
     with pytest.raises(SystemExit, match=r"^mmfast: 'cdpruner' looks at the question.*choices"):
-        plugin()
+        register()
     assert registry.models == {}
 
 
