@@ -19,8 +19,8 @@ import mmfast
 from mmfast.cli import main
 from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.frontends.audio.reader import load_audio
+from mmfast.models.speech import embedded
 from mmfast.pipelines.speech import Spoken, TextToSpeech
-from mmfast.voice import models
 
 Run = Callable[..., tuple[int, str, str]]
 KEYS = {"text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"}
@@ -29,7 +29,7 @@ KEYS = {"text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"}
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line with a humming model; exit code, standard output and error."""
-    monkeypatch.setattr(models, "_embedded", lambda path, device: HumModel())
+    monkeypatch.setattr(embedded, "load_speech", lambda path: HumModel())
 
     def call(*args: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as left:

@@ -18,9 +18,9 @@ from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.core.speech import Turn
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.audio.wav import write_wav
+from mmfast.models.speech import embedded
 from mmfast.pipelines import speech
 from mmfast.pipelines.speech import SpeechChat
-from mmfast.voice import models
 
 Run = Callable[..., tuple[int, str, str]]
 PAUSE = torch.zeros(16000)
@@ -30,7 +30,7 @@ KEYS = ["text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line with a humming model and an ear for hums."""
-    monkeypatch.setattr(models, "_embedded", lambda path, device: HumModel())
+    monkeypatch.setattr(embedded, "load_speech", lambda path: HumModel())
     monkeypatch.setattr("mmfast.voice.ear.VoiceEar", HumEar)
 
     def call(*args: str) -> tuple[int, str, str]:
