@@ -17,6 +17,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mmfast.core.errors import MmfastError, unknown
 
+# Names that clients of OpenAI send, and the number of the voice that speaks for each.
+VOICE_NAMES = {
+    "alloy": 0, "ash": 1, "ballad": 0, "cedar": 1, "coral": 2, "echo": 1, "fable": 0,
+    "marin": 3, "nova": 2, "onyx": 1, "sage": 3, "shimmer": 3, "verse": 0,
+}  # fmt: skip
 ENGINES = ("inproc", "ray", "vllm")
 _REPLICAS = ("replicas", "encode_replicas", "prefill_replicas", "decode_replicas")
 HASHED = "sha256:"  # prefix of a key that is given by its hash

@@ -18,6 +18,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.frontends.audio.wav import WavWriter
 from mmfast.ops.audio import Resampler
+from mmfast.serve.config import VOICE_NAMES
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
 from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, while_connected
 from mmfast.serve.http.exchange import ignoring, transcribed
@@ -131,10 +132,6 @@ def _int16(pcm: Tensor) -> bytes:
 WAITING = 8  # most speeches that wait for a thread; another one is refused
 RATE = 165  # words per minute at speed 1
 # names of OpenAI -> number of the voice, modulo the number of voices
-VOICE_NAMES = {
-    "alloy": 0, "ash": 1, "ballad": 0, "cedar": 1, "coral": 2, "echo": 1, "fable": 0,
-    "marin": 3, "nova": 2, "onyx": 1, "sage": 3, "shimmer": 3, "verse": 0,
-}  # fmt: skip
 MODEL_NAMES = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
 router = APIRouter(route_class=JsonRoute)
 

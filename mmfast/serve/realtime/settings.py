@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmfast.core.errors import unknown
+from mmfast.serve.config import VOICE_NAMES
 from mmfast.serve.realtime.protocol import AudioOutput, EventError, SessionShape, VoiceShape, Wish
 from mmfast.serve.realtime.tools import checked_tools
 from mmfast.voice.ear import Ear, VoiceEar
 
 # Names that stock clients ask for; each is one of the model's own voices.
-NAMES = ["alloy", "ash", "ballad", "coral", "echo", "sage", "shimmer", "verse", "marin", "cedar"]
 _PCM = {"type": "audio/pcm", "rate": 24000}
 _SERVER_VAD = {
     "type": "server_vad",
@@ -148,8 +148,8 @@ class Settings:
     def voice(self, asked: str | Mapping[str, Any] | VoiceShape, where: str) -> str:
         """Return the name of an available voice; `EventError` for any other one."""
         name = asked["id"] if isinstance(asked, Mapping) else str(asked)
-        if name not in self._voices and name not in NAMES and name != "default":
-            raise EventError(unknown("voice", name, [*self._voices, *NAMES]), param=where)
+        if name not in self._voices and name not in VOICE_NAMES and name != "default":
+            raise EventError(unknown("voice", name, [*self._voices, *VOICE_NAMES]), param=where)
         return name
 
     def speaking(self, output: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,8 +157,8 @@ class Settings:
         found, name = dict[str, Any](), output["voice"]
         if name in self._voices:
             found["voice"] = name
-        elif name in NAMES and self._voices:
-            found["voice"] = self._voices[NAMES.index(name) % len(self._voices)]
+        elif name in VOICE_NAMES and self._voices:
+            found["voice"] = self._voices[VOICE_NAMES[name] % len(self._voices)]
         if self._pace is not None and output["speed"] != 1.0:
             least, usual, most = self._pace
             found["speed"] = round(min(max(usual * output["speed"], least), most))
