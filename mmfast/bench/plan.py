@@ -29,7 +29,7 @@ from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, dtype_name, environment
 from mmfast.bench.stages import MeasuredStage
 from mmfast.core.spec import parse
-from mmfast.models.cost import FirstToken
+from mmfast.models.cost import Clock, FirstToken
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.loading import EMBEDDED
 from mmfast.planner.calibration import Tick
@@ -189,7 +189,7 @@ def _check(check: PlanCheck) -> list[Row]:
     return _rows(learner, work, "forward", run, check.specs, shared)
 
 
-def embedded_rows() -> list[Row]:
+def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
     """Measure the embedded model on a clip, from ready inputs to the first token."""
     from mmfast.core.trace import Trace
     from mmfast.pipelines import pipeline
@@ -199,16 +199,17 @@ def embedded_rows() -> list[Row]:
     case = suite(1, 0)[0]
     inputs, _ = pipe._inputs([(case.media[0], case.question)], Trace())
     work = work_of(pipe.model, inputs)
-    learner = Learner(pipe.model, remember=False)
-    run = partial(first_token, pipe, inputs)
+    learner = Learner(pipe.model, remember=False, clock=clock)
+    run = partial(first_token, pipe, inputs, clock)
     learner.learn(inputs, work, "generate", run)
     shared = {"preset": EMBEDDED, "stage": "generate", "frames": 8, "layers": None}
     return _rows(learner, work, "generate", run, EMBEDDED_SPECS, {**shared, "dtype": "float32"})
 
 
-def first_token(pipe: Any, inputs: Mapping[str, Any], spec: str | None) -> float:
+def first_token(pipe: Any, inputs: Mapping[str, Any], clock: Clock, spec: str | None) -> float:
     """Measure milliseconds to the first token of a pipeline with prepared inputs."""
-    first, start = FirstToken(), time.perf_counter()
+    first = FirstToken(clock)
+    start = clock()
     with attach(pipe.model, spec):
         pipe.run(dict(inputs), streamer=first)
     return (first.at - start) * 1e3

@@ -177,7 +177,10 @@ def test_an_upload_is_compared_stopped_and_replaced_by_a_bad_one(
 def test_asking_shows_both_answers_and_the_slider_changes_the_picture(visit: Visit) -> None:
     page = visit.page
     page.locator("#ask").click()
-    page.locator(".mm-card").nth(1).wait_for()
+    visit.wait(  # the answers of the arrival go, and timed ones come
+        "() => document.querySelectorAll('.mm-answer').length === 2"
+        " && !document.body.innerText.includes('not timed')"
+    )
     answers = page.locator(".mm-answer").all_inner_texts()
     assert answers == ["left", "left"]
     assert "72 of 288" in page.locator(".mm-fast").inner_text()
@@ -189,7 +192,11 @@ def test_asking_shows_both_answers_and_the_slider_changes_the_picture(visit: Vis
     for _ in range(10):
         page.keyboard.press("ArrowLeft")
     visit.wait("() => document.querySelector('.mm-fast')?.innerText.includes('divprune:0.15')")
-    assert picture.get_attribute("src") != before
+    visit.wait(
+        "(before) => { const shown = document.querySelectorAll('mm-frames figure img')[1];"
+        " return shown && shown.getAttribute('src') !== before; }",
+        before,
+    )
     assert "43 of 288" in page.locator(".mm-fast").inner_text()
     caption = page.locator("mm-frames figcaption").nth(1)
     assert caption.inner_text().startswith("Frame 1 of 8")
