@@ -70,7 +70,7 @@ def _questions(what: str) -> Callable[[Rows], str]:
         last = rows[-1]
         return (
             f"{last['n']} questions about {what.format(**last)}, seed {last['seed']}, "
-            f"model `{last['model']}`, {stamp(last)}."
+            f"model `{last['model']}`, {stamp(*rows)}."
         )
 
     return text
@@ -222,7 +222,7 @@ def _voice_note(rows: Rows) -> str:
     last = rows[-1]
     return (
         f"{last['n']} unseen sentences and {last['n']} unseen questions, seed {last['seed']}, "
-        f"model `{last['model']}`, in brackets 95 % intervals, {stamp(last)}."
+        f"model `{last['model']}`, in brackets 95 % intervals, {stamp(*rows)}."
     )
 
 

@@ -29,7 +29,7 @@ def _basis(rows: Rows) -> str:
     clock = f", {row['clock']}" if "clock" in row else ""
     threads = f", {row['threads']} threads" if row.get("threads", 1) > 1 else ""
     noise = f", noise {100 * row['noise']:.1f} %" if "noise" in row else ""
-    return f"{row['processor']}{clock}{threads}{noise}, {stamp(row)}."
+    return f"{row['processor']}{clock}{threads}{noise}, {stamp(*rows)}."
 
 
 def _accepted(row: Row) -> str:

@@ -48,7 +48,7 @@ def _shape(rows: Rows) -> str:
         f"**{one['preset']}, {STAGES[one['stage']]}{inside}**: {one['frames']} frames, "
         f"{one['tokens']} visual tokens, {_where(one)}{clock}, {one['dtype']}, {one['n']} rounds, "
         f"noise {100 * one['noise']:.1f} %, torch {one['versions']['torch']}, "
-        f"{stamp(one)}{ceilings or ''}."
+        f"{stamp(*rows)}{ceilings or ''}."
     )
 
 
@@ -86,7 +86,7 @@ def _even_title(rows: Rows) -> str:
     answers = f"answers at once, {one['tokens']:,} visual tokens each"
     return (
         f"**{one['preset']}, by {'visual tokens' if one['bench'] == 'tokens' else answers}**: "
-        f"{_where(one)}, {one['clock']}, {one['dtype']}, noise up to {noise:.1f} %, {stamp(one)}."
+        f"{_where(one)}, {one['clock']}, {one['dtype']}, noise up to {noise:.1f} %, {stamp(*rows)}."
     )
 
 
@@ -124,7 +124,7 @@ def _planned(rows: Rows) -> str:
     return (
         f"Median error {100 * median(off):.0f} %, largest {100 * max(off):.0f} %, over {len(off)} "
         f"predictions; {one['processor']}, {one['threads']} threads, torch "
-        f"{one['versions']['torch']}, {stamp(one)}."
+        f"{one['versions']['torch']}, {stamp(*rows)}."
     )
 
 
@@ -134,7 +134,7 @@ def _sizes(rows: Rows) -> list[int]:
 
 def _reducer_title(rows: Rows) -> str:
     sizes = " and ".join(f"{n:,} x {rows[0]['d']:,}" for n in _sizes(rows))
-    return f"A quarter of {sizes} tokens, one thread of {rows[0]['processor']}, {stamp(rows[0])}."
+    return f"A quarter of {sizes} tokens, one thread of {rows[0]['processor']}, {stamp(*rows)}."
 
 
 def _reducer_columns(rows: Rows) -> Columns:
@@ -225,7 +225,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             "faster: {speedup:.1f}x | same tokens: {same_choice}",
             keys=("case",),
             before=lambda rows: (
-                f"Choosing alone, one thread of {rows[-1]['processor']}, {stamp(rows[-1])}."
+                f"Choosing alone, one thread of {rows[-1]['processor']}, {stamp(*rows)}."
             ),
         ),
         ReportTable(

@@ -66,9 +66,13 @@ def at(column: Any, cell: Cell = score) -> Cell:
     return lambda line: fill(cell, line["at"][column]) if column in line["at"] else NOT_MEASURED
 
 
-def stamp(row: Row) -> str:
-    """Date and commit of a measurement."""
-    return f"{row['date']}, commit `{row['commit'] or 'none'}`"
+def stamp(*rows: Row) -> str:
+    """Dates and commits of measurements: all commits up to three, else the first and the last."""
+    dates = sorted({row["date"] for row in rows})
+    commits = list(dict.fromkeys(f"`{row['commit'] or 'none'}`" for row in rows))
+    shown = ", ".join(commits) if len(commits) <= 3 else f"{commits[0]} to {commits[-1]}"
+    span = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"{span}, commit{'s' if len(commits) > 1 else ''} {shown}"
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -13,6 +13,7 @@ from mmfast.bench import full
 from mmfast.bench.report import accuracy, docs
 from mmfast.bench.report.charts import accuracy_svg, speed_svg, speeds
 from mmfast.bench.report.docs import TABLES, render, write_table
+from mmfast.bench.report.table import stamp
 from mmfast.bench.results import append, bench_rows, environment, eval_rows, load
 from mmfast.core.errors import MmfastError
 from mmfast.core.registry import methods
@@ -302,3 +303,13 @@ def test_speed_chart_has_the_ideal_and_every_method() -> None:
     assert ideal == [(0.25, 4.2), (1.0, 4.2)]
     assert {"evs", "ideal by FLOPs", "1x", "4x", "25%"} <= _texts(speed_svg(series, ideal))
     assert speed_svg(*speeds([])) == "" == speed_svg(*speeds(_speed_rows(device="cuda")))
+
+
+def test_a_stamp_names_all_that_was_measured() -> None:
+    first = {"date": "2026-11-20", "commit": "aaa"}
+    last = {"date": "2026-11-22", "commit": "ddd"}
+    between = [{"date": "2026-11-21", "commit": commit} for commit in ("bbb", "ccc")]
+    assert stamp(first) == "2026-11-20, commit `aaa`"
+    assert stamp(last, first) == "2026-11-20 to 2026-11-22, commits `ddd`, `aaa`"
+    assert stamp(first, *between, last) == "2026-11-20 to 2026-11-22, commits `aaa` to `ddd`"
+    assert stamp({**first, "commit": None}) == "2026-11-20, commit `none`"

@@ -10,6 +10,10 @@ from tiny_models import Tiny
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
+# Dynamo puts names into the modules it has compiled and takes them back when the code is collected,
+# which may be in the midst of any later test.
+COMPILED = ("__compiled_fn", "__builtins_dict__", "__resume_at", "__import_", "___")
+
 
 def snapshot(this: Tiny) -> dict[str, Any]:
     """Everything an attach could leave behind."""
@@ -25,7 +29,8 @@ def snapshot(this: Tiny) -> dict[str, Any]:
     code = {sys.modules[type(module).__module__] for module in this.model.modules()}
     for module in {*code, *(sys.modules[f"transformers.{name}"] for name in names)}:
         if module.__name__.startswith("transformers"):
-            state[module.__name__] = {k: id(v) for k, v in vars(module).items()}
+            own = {k: id(v) for k, v in vars(module).items() if not k.startswith(COMPILED)}
+            state[module.__name__] = own
     for kind in {type(module) for module in this.model.modules()} | {DynamicCache}:
         state[str(kind)] = {k: id(v) for k, v in vars(kind).items() if not k.startswith("_abc")}
     return state
