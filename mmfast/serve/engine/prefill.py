@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError
@@ -28,11 +29,15 @@ from mmfast.models.reduction.call import PromptPart
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
+from mmfast.serve.engine.decode import DecodeBatch
 from mmfast.serve.engine.encoder import BLOCK
-from mmfast.serve.engine.lane import AttentionCall, Lane, passing
+from mmfast.serve.engine.lane import Attend, AttentionCall, Lane, passing
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import PromptPolicy, PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Filled
+
+CHUNKS = 256, 2048  # tokens of a chunk that nobody set, least and most
+PAUSE = 0.04  # seconds that such a chunk takes at most, if it is not the least
 
 
 class PrefillJob:
@@ -121,10 +126,18 @@ class _OverError(Exception):
 class _Pass:
     """One pass over parts of prompts."""
 
-    def __init__(self, lane: Lane, parts: Sequence[_Part], raw: Any) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        parts: Sequence[_Part],
+        raw: Any,
+        others: slice = slice(0, 0),  # rows of running answers
+        attend_others: Attend | None = None,
+    ) -> None:
         self.lane, self.parts, self._raw = lane, parts, raw
         self._thread = threading.get_ident()
         self._active: Sequence[_Part] = parts
+        self._others, self._attend_others = others, attend_others
 
     def attend(
         self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
@@ -158,6 +171,9 @@ class _Pass:
             if job.policy is not None and job.policy.retrieves:
                 raw = self._raw.keys[index][:, :, new], self._raw.queries[index][:, :, new]
                 part.raw[index] = raw
+        if self._attend_others is not None:
+            tail = (each[:, :, row:] for each in (query, key, value))
+            found.append(self._attend_others(index, attention, *tail))
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def layer(self, index: int, stock: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -173,18 +189,23 @@ class _Pass:
         self._active = [part for part in self.parts if part.runs(index)]
         if len(self._active) == len(self.parts):
             return stock(hidden, *args, **kwargs)
-        if not self._active:
+        if not self._active and self._attend_others is None:
             if all(part.job.low < index for part in self.parts):
                 raise _OverError
             return hidden
         numbers = range(hidden.shape[1])
         rows = torch.tensor(
-            [i for part in self._active for i in numbers[part.rows]], device=hidden.device
+            [i for rows in self._running for i in numbers[rows]], device=hidden.device
         )
         places = kwargs["position_embeddings"]
         kwargs["position_embeddings"] = tuple(each.index_select(-2, rows) for each in places)
         kwargs["position_ids"] = None
         return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
+
+    @property
+    def _running(self) -> list[slice]:
+        """Rows that run through the layer at hand."""
+        return [*(part.rows for part in self._active), self._others]
 
     def _mask(self, part: _Part, first: int, sliding: bool) -> Tensor | None:
         """Return what the tokens of a part see of the keys from `first` on, `[1, 1, n, keys]`."""
@@ -209,12 +230,14 @@ class _Pass:
 class Prefiller:
     """Computes the keys and values of prompts, at most `chunk` tokens in one pass.
 
+    None chooses the chunk by the time that it takes.
+
     Raises `ModelError` if the rows of the model cannot be told apart in one pass.
     """
 
-    def __init__(self, model: Any, chunk: int = 256) -> None:
+    def __init__(self, model: Any, chunk: int | None = None) -> None:
         self.lane = Lane(model)
-        self.model, self.chunk = model, chunk
+        self.model, self.chunk, self._fits = model, chunk or CHUNKS[0], chunk is None
         self.decoder = self.lane.decoder
         self.slice: float | None = None  # seconds that policies may act in one unit of work
         self._alone = CONV in self.lane.kinds  # a convolution would run from prompt to prompt
@@ -270,6 +293,20 @@ class Prefiller:
         part = ((layers if job.high is None else job.high) - job.low) / layers
         return part * tokens * max(1.0, (self._even + job.done) / (self._even + self.chunk))
 
+    def fit(self, seconds: float) -> float:
+        """Double or halve a chunk that takes so long, if none was given; return the factor.
+
+        A pass of a few milliseconds is mostly overhead; one of PAUSE nobody notices.
+        """
+        low, high = CHUNKS
+        if self._fits and seconds < PAUSE / 3 and self.chunk < high:
+            self.chunk *= 2
+            return 2.0
+        if self._fits and seconds > PAUSE and self.chunk > low:
+            self.chunk //= 2
+            return 0.5
+        return 1.0
+
     def plan(
         self, jobs: Sequence[PrefillJob], waited: bool = False
     ) -> list[tuple[PrefillJob, int]]:
@@ -311,14 +348,30 @@ class Prefiller:
     @torch.inference_mode()
     def run(self, plan: Sequence[tuple[PrefillJob, int]]) -> list[PrefillJob]:
         """Run one pass over the next tokens of some jobs; return those that it ended."""
-        if not plan:
-            return []
+        return self._run(plan, None)[0] if plan else []
+
+    @torch.inference_mode()
+    def run_with(self, plan: Sequence[tuple[PrefillJob, int]], decoder: DecodeBatch) -> Tensor:
+        """Run one pass over the next tokens of some jobs and a step of all running answers.
+
+        Returns the logits of the answers, `[B, V]`, for `DecodeBatch.end` (SARATHI, 2308.16369).
+        """
+        return self._run(plan, decoder)[1]
+
+    def _run(
+        self, plan: Sequence[tuple[PrefillJob, int]], decoder: DecodeBatch | None
+    ) -> tuple[list[PrefillJob], Tensor]:
         parts, row = [], 0
         for job, n in plan:
             parts.append(_Part(job, job.done, job.done + n, row))
             row += n
         embeds = torch.cat([p.job.hidden[p.start : p.stop] for p in parts])[None]
         positions = torch.cat([p.job.positions[:, p.start : p.stop] for p in parts], 1)
+        others, attend_others = slice(row, row), None
+        if decoder is not None:
+            new, places = decoder.begin()
+            embeds, positions = torch.cat([embeds, new[None]], 1), torch.cat([positions, places], 1)
+            others, attend_others = slice(row, row + len(new)), decoder.store.attend_flat
         states = self._states(parts)
         watched = any(p.job.policy is not None and p.job.policy.retrieves for p in parts)
         with ExitStack() as stack:
@@ -327,17 +380,26 @@ class Prefiller:
                 capture = RawCapture(self.decoder)
                 stack.callback(capture.remove)
                 raw = stack.enter_context(capture.recording())
-            running = _Pass(self.lane, parts, raw)
+            running = _Pass(self.lane, parts, raw, others, attend_others)
             if any(p.job.low or p.job.high is not None for p in parts):
                 for index, layer in enumerate(self.decoder.layers):
                     stack.enter_context(override(layer, "forward", partial(running.layer, index)))
             cache = passing([states.get(i) for i in range(len(self.lane.kinds))])
-            more = _planes([(p.job, p.start, p.stop) for p in parts])
+            more = _planes([(p.job, p.start, p.stop) for p in parts], embeds.shape[1])
             try:
                 hidden = self.lane.run(running.attend, cache, embeds, positions[:, None], **more)
             except _OverError:
                 hidden = None
-        return self._advance(parts, None if hidden is None else hidden[0], states)
+        ended = [p for p in parts if p.stop == len(p.job.hidden) and p.job.high is None]
+        logits = torch.empty(0)
+        if ended or decoder is not None:  # before the tokens count as read, for this may fail
+            assert hidden is not None
+            numbers = [*(p.rows.stop - 1 for p in ended), *range(others.start, others.stop)]
+            logits = self.lane.logits(hidden[0, numbers])
+        for part, mine in zip(ended, logits, strict=False):
+            part.job.logits = mine
+        self._advance(parts, states)
+        return [part.job for part in ended], logits[len(ended) :]
 
     @torch.inference_mode()
     def result(self, job: PrefillJob) -> Filled:
@@ -368,15 +430,7 @@ class Prefiller:
             return {i: made[i] for i, kind in enumerate(self.lane.kinds) if kind == CONV}
         return copy.deepcopy(part.job.states)
 
-    def _advance(
-        self, parts: Sequence[_Part], hidden: Tensor | None, states: dict[int, Any]
-    ) -> list[PrefillJob]:
-        ended = [p for p in parts if p.stop == len(p.job.hidden) and p.job.high is None]
-        if ended:  # before the tokens count as read, for this may fail
-            assert hidden is not None
-            found = self.lane.logits(hidden[[p.rows.stop - 1 for p in ended]])
-            for part, mine in zip(ended, found, strict=True):
-                part.job.logits = mine
+    def _advance(self, parts: Sequence[_Part], states: dict[int, Any]) -> None:
         for part in parts:
             job = part.job
             job.done, job.states = part.stop, states
@@ -388,7 +442,6 @@ class Prefiller:
                 job.carry.append(part.carry)
                 if job.waits and job.done <= self.chunk:  # else a unit of work of its own
                     self._try(job)
-        return [part.job for part in ended]
 
     def settled(self, job: PrefillJob) -> bool:
         """Let the policies of a job that has ended act on some layers; True if that is all."""
@@ -492,8 +545,8 @@ def token_bytes(prefiller: Prefiller) -> int:
     return job.nbytes // 2
 
 
-def _planes(parts: Sequence[tuple[PrefillJob, int, int]]) -> dict[str, Any]:
-    """Return the DeepStack arguments for the tokens of a pass."""
+def _planes(parts: Sequence[tuple[PrefillJob, int, int]], length: int) -> dict[str, Any]:
+    """Return the DeepStack arguments for the tokens of a pass, of which the last have none."""
     count = max(len(job.planes) for job, _, _ in parts)
     if not count:
         return {}
@@ -508,6 +561,7 @@ def _planes(parts: Sequence[tuple[PrefillJob, int, int]]) -> dict[str, Any]:
         for own, plane in zip(planes, job.planes, strict=True):
             own.append(plane[first:last])
     visual = torch.cat(marks)
+    visual = F.pad(visual, (0, length - len(visual)))
     if not bool(visual.any()):
         return {}
     joined = [torch.cat(plane) for plane in planes]

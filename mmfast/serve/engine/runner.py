@@ -239,7 +239,7 @@ class ModelRunner:
         self,
         encoder: MediaEncoder,
         slots: int,
-        chunk: int,
+        chunk: int | None,
         limit: int,
         served: Callable[[str, float], None],
         name: Any,
