@@ -169,7 +169,7 @@ SERVE = {
         "longest gap in chunks of prefill: [gap_ms]{gap_chunks:.2f} ({cpu_gap_chunks:.2f})",
     ),
     "mix": (
-        "16 chats at once, 40 tokens each, on one core: times of those without a spec, and of stock",
+        "16 chats at once, 40 tokens each: times of those without a spec, and of stock",
         "model: {model} | pictures each: {pictures} | chats: {job} | s: {seconds:.2f} | "
         "of no spec: {to_plain:.2f}x | of stock: {to_stock:.2f}x",
     ),
