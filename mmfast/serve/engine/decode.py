@@ -41,6 +41,11 @@ class Chooser:
         inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < rows)
         self._blocked = torch.tensor(inside, device=model.device, dtype=torch.int64)
 
+    def seen(self, ids: Tensor | None, sampling: SamplingOptions) -> Tensor | None:
+        """Return the distinct ids of a prompt if a penalty of this request counts them."""
+        counts = self.penalty != 1 or sampling.rules is not None
+        return ids.unique() if counts and ids is not None else None
+
     def choose(
         self, logits: Tensor, draws: Sequence[Draw], seen: Sequence[Tensor | None]
     ) -> list[int | Exception]:
@@ -112,7 +117,8 @@ class DecodeBatch:
 
     def first(self, filled: Filled, sampling: SamplingOptions) -> int:
         """Choose the first token of an answer. ModelError: its logits are not finite."""
-        found = self.chooser.choose(filled.logits[None].clone(), [Draw(sampling)], [filled.seen])
+        seen = self.chooser.seen(filled.ids, sampling)
+        found = self.chooser.choose(filled.logits[None].clone(), [Draw(sampling)], [seen])
         if isinstance(found[0], Exception):
             raise found[0]
         return found[0]
@@ -120,7 +126,7 @@ class DecodeBatch:
     @torch.inference_mode()
     def admit(self, key: Hashable, filled: Filled, token: int, sampling: SamplingOptions) -> None:
         """Add an answer after its first token; the seed of its sampling is set."""
-        seen = filled.seen if self.chooser.penalty != 1 and sampling.rules is None else None
+        seen = None if sampling.rules is not None else self.chooser.seen(filled.ids, sampling)
         if seen is not None:
             seen = torch.cat([seen, seen.new_tensor([token])]).unique()
         made = filled.row

@@ -406,17 +406,14 @@ class Prefiller:
         """Return the result of a job that has ended."""
         assert job.logits is not None
         prompt = job.prompt
-        seen = None
-        if prompt.whole is not None:
-            seen = prompt.whole.unique()
         position = prompt.positions[:, -1] + 1
         if job.policy is not None:
             while not self.settled(job):
                 pass
-            return Filled(KVBlock(), position, job.logits, 0, seen, job.policy.row())
+            return Filled(KVBlock(), position, job.logits, 0, prompt.whole, job.policy.row())
         layers = [job.layers[i] for i in sorted(job.layers)]
         keys, values = (tuple(each.read(p, 0, job.done) for each in layers) for p in (0, 1))
-        return Filled(KVBlock(keys, values), position, job.logits, job.reused, seen)
+        return Filled(KVBlock(keys, values), position, job.logits, job.reused, prompt.whole)
 
     def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
         """Return copies of the convolutions of the one prompt of a pass, which may fail."""
