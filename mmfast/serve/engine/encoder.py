@@ -168,6 +168,10 @@ def _joined(
     trace.add("read", 0, prepared.length, prepared.ms)
     fresh = (each.ms for unit, each in parts if unit.key not in reused)
     trace.add("encode", visual, visual, sum(fresh))
+    for own in known.values():
+        for item, merge in enumerate(each for part in own for each in part.merges):
+            trace.record("vit", item, merge.found)
+            trace.add("vit", merge.found.n, merge.found.m, merge.ms, merge.method)
     inputs = {**prepared.inputs, "mm_encoder_outputs": outputs}
     try:
         rest, sequences = compressed(model, inputs, prepared.reduce, trace)
@@ -407,6 +411,7 @@ class MediaEncoder:
     def steps(self, batch: Sequence[Prepared]) -> Steps:
         """Encode in small steps: yield number and result of a request, or None in between."""
         plans = {i: self._units(each) for i, each in enumerate(batch)}
+        merges = {str(each.inside): each.inside for each in batch}
         known: dict[Key, UnitFeatures | Exception] = {}
         fresh: dict[Key, MediaUnit] = {}
         for unit in (unit for mine in plans.values() for unit in mine):
@@ -418,11 +423,11 @@ class MediaEncoder:
         owed = set(fresh)  # the first request that uses a unit is charged with its encoding
         yield from self._ready(batch, plans, known, owed)
         while fresh:
-            needs = next(iter(fresh))[1][1]
-            alike = [unit for unit in fresh.values() if unit.key[1][1] == needs]
+            _, needs, merging = next(iter(fresh))[1]
+            alike = [unit for unit in fresh.values() if unit.key[1][1:] == (needs, merging)]
             most = _MOST if self.slicer.budget is None else self.most
             group = next(iter(grouped(alike, most)))
-            known |= yield from self._run(needs, group)
+            known |= yield from self._run(needs, merges[merging], group)
             for unit in group:
                 del fresh[unit.key]
             yield from self._ready(batch, plans, known, owed)
@@ -443,7 +448,7 @@ class MediaEncoder:
 
     def _units(self, prepared: Prepared) -> list[MediaUnit]:
         needs = tuple(sorted({n for s in parse(prepared.reduce) for n in s.method.needs}))
-        context = (prepared.request.tenant, needs)
+        context = (prepared.request.tenant, needs, str(prepared.inside))
         keys = {kind: [m.key for m in media] for kind, media in prepared.media.items()}
         given = list(features_given(prepared.inputs))
         if set(given) != set(keys):  # a family that encodes clips as images
@@ -456,20 +461,20 @@ class MediaEncoder:
         ]
 
     def _run(
-        self, needs: tuple[str, ...], group: list[MediaUnit]
+        self, needs: tuple[str, ...], inside: Spec | None, group: list[MediaUnit]
     ) -> Generator[None, None, dict[Key, UnitFeatures | Exception]]:
         """Encode a group; after an error one by one, so that only the broken units fail."""
         blocks = self.adapter.tower_of(self.base, group[0].kind).blocks
         try:
             found = yield from self.slicer.run(
-                lambda: encode(self.base, self.adapter, needs, group), blocks
+                lambda: encode(self.base, self.adapter, needs, group, inside), blocks
             )
         except Exception as error:
             if len(group) == 1:
                 return {group[0].key: error}
             apart: dict[Key, UnitFeatures | Exception] = {}
             for unit in group:
-                apart |= yield from self._run(needs, [unit])
+                apart |= yield from self._run(needs, inside, [unit])
             return apart
         self._learn(group)
         ms = self.slicer.total * 1e3 / len(group)

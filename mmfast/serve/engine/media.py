@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
@@ -12,11 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
+from mmfast.core.reduction import Reduction
+from mmfast.core.spec import Spec
+from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import Adapter, Layout
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import PIXELS
 from mmfast.models.reduction.inputs import feature_arguments
 from mmfast.models.reduction.record import Record, flat, record_of, recording, remember
+from mmfast.models.vision.merge import vit_stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,15 @@ class MediaUnit:
 
 
 @dataclass(frozen=True, eq=False)
+class Merge:
+    """Patches of a medium that merged inside the tower."""
+
+    found: Reduction
+    ms: float
+    method: str
+
+
+@dataclass(frozen=True, eq=False)
 class UnitFeatures:
     """The result of encoding a unit."""
 
@@ -54,6 +68,7 @@ class UnitFeatures:
     layouts: tuple[Layout, ...]
     signals: tuple[dict[str, Tensor], ...]  # signals of the tower, one dictionary per medium
     ms: float = 0.0  # milliseconds of the tower, its share of a call
+    merges: tuple[Merge, ...] = ()  # inside the tower, one per medium
 
     @property
     def nbytes(self) -> int:
@@ -120,21 +135,36 @@ def grouped(waiting: Sequence[MediaUnit], most: int) -> Iterator[list[MediaUnit]
 
 @torch.no_grad()
 def encode(
-    base: Any, adapter: Adapter, needs: Collection[str], group: Sequence[MediaUnit]
-) -> list[Any]:
-    """Run the tower once for all units of a group; return an `UnitFeatures` each."""
+    base: Any,
+    adapter: Adapter,
+    needs: Collection[str],
+    group: Sequence[MediaUnit],
+    inside: Spec | None = None,
+) -> list[UnitFeatures]:
+    """Run the tower once for all units of a group, with a reducer inside it if there is one."""
     kind, first = group[0].kind, group[0].call
     call = dict(first)
     if len(group) > 1:
         call = {name: torch.cat([unit.call[name] for unit in group]) for name in first}
     longest = max(len(unit.ids) for unit in group)
     ids = torch.stack([F.pad(u.ids, (longest - len(u.ids), 0), value=-1) for u in group])
-    with prompt_ids(ids), recording(base, adapter, needs):
+    trace = Trace()
+    stage = nullcontext() if inside is None else vit_stage(base, adapter, inside, trace)
+    with stage, prompt_ids(ids), recording(base, adapter, needs):
         output = getattr(base, f"get_{kind}_features")(**call, return_dict=True)
     record = record_of(output)
     if record is None:
         raise ModelError(f"the {kind} encoder of {adapter.family!r} gives no layout")
-    return _split_output(output, record, _shares(record, group))
+    return _split_output(output, record, _shares(record, group), _merges(trace, record))
+
+
+def _merges(trace: Trace, record: Record) -> list[Merge]:
+    """Return what merged of each medium; none where nothing did."""
+    found = trace.reductions
+    if found and len(found) != len(record.layouts):
+        raise ModelError(f"{len(record.layouts)} {record.kind}s were merged as {len(found)}")
+    pairs = zip(found, trace.rows, strict=True)
+    return [Merge(reduction, row.ms, row.method) for (_, _, reduction), row in pairs]
 
 
 def _shares(record: Record, group: Sequence[MediaUnit]) -> list[int]:
@@ -145,7 +175,9 @@ def _shares(record: Record, group: Sequence[MediaUnit]) -> list[int]:
     return [1] * len(group)
 
 
-def _split_output(output: Any, record: Record, shares: Sequence[int]) -> list[UnitFeatures]:
+def _split_output(
+    output: Any, record: Record, shares: Sequence[int], merges: Sequence[Merge]
+) -> list[UnitFeatures]:
     features = flat(output.pooler_output)
     planes = [flat(plane) for plane in getattr(output, "deepstack_features", None) or ()]
     found, item, start = [], 0, 0
@@ -159,6 +191,7 @@ def _split_output(output: Any, record: Record, shares: Sequence[int]) -> list[Un
                 tuple(plane[start:stop].clone() for plane in planes),
                 layouts,
                 tuple(record.signals[item : item + share]),
+                merges=tuple(merges[item : item + share]),
             )
         )
         item, start = item + share, stop

@@ -35,6 +35,7 @@ class ActiveRequest:
         # the part of `reduce` between vision tower and language model, and the part inside it
         self.early: str | None = None
         self.deep: tuple[Spec, ...] = ()
+        self.inside: Spec | None = None  # the part of `reduce` inside the vision tower
         self.batched = False  # the request is read in a pass with others
         self.target: float | None = None  # latency target of the planner in milliseconds
         self.plan_ms: float | None = None
@@ -51,12 +52,14 @@ class ActiveRequest:
         self.waited_ms: float | None = None  # time in the queue
         self._unsent = 0
 
-    def adopt(self, early: str | None, deep: tuple[Spec, ...], batched: bool) -> None:
+    def adopt(
+        self, early: str | None, deep: tuple[Spec, ...], inside: Spec | None, batched: bool
+    ) -> None:
         """Take the parts of `reduce`, and whether the request is read with others."""
-        self.early, self.deep, self.batched = early, deep, batched
+        self.early, self.deep, self.inside, self.batched = early, deep, inside, batched
         if self.prepared is not None:
-            cache = self.cache or None
-            self.prepared = replace(self.prepared, reduce=early, deep=deep, cache=cache)
+            parts = {"reduce": early, "deep": deep, "inside": inside}
+            self.prepared = replace(self.prepared, **parts, cache=self.cache or None)
 
     def push(self, token: int) -> bool:
         """Send the next token; return True while the answer goes on."""

@@ -334,8 +334,11 @@ class ModelRunner:
         specs = check(specs, self.model, plan) if specs else ()
         between = [spec for spec in specs if early([spec])]
         deep = tuple(spec for spec in specs if spec.site == "llm" and not spec.method.revives)
-        batched = self._decodes(answer) and len(between) + len(deep) == len(specs)
-        answer.adopt("+".join(map(str, between)) or None, deep, batched)
+        inside = [spec for spec in specs if spec.site == "vit"][:1]
+        known = len(between) + len(deep) + len(inside)
+        batched = self._decodes(answer) and known == len(specs)
+        early_part = "+".join(map(str, between)) or None
+        answer.adopt(early_part, deep, inside[0] if inside else None, batched)
         answer.piece, more = answer.prepared.length, answer.sampling.max_tokens
         answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
 

@@ -87,6 +87,7 @@ class Prepared:
     ms: float = 0.0  # milliseconds of the processor
     deep: tuple[Spec, ...] = ()  # reducers inside the language model
     cache: str | None = None  # spec string of the KV policy
+    inside: Spec | None = None  # reducer inside the vision tower
 
     @property
     def length(self) -> int:
