@@ -23,6 +23,7 @@ from mmfast.models.reduction.cache_layers import held, is_short, shorten
 from mmfast.models.reduction.call import Call, PassState
 from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals
 from mmfast.models.reduction.probe import probing
+from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.step import ForwardStep
 
 DEPTH = 0.4  # of the model; GemFilter reads layer 13 of 32
@@ -60,15 +61,14 @@ def look_ahead(
     args, kwargs = call.given
     cache = _copy(kwargs.get("past_key_values"), layer)
     start = 0 if cache is None else held(cache.layers[layer])
-    step, found = call.step, list[dict[str, Tensor]]()
+    step, seen = call.step, list[LayerAttention]()
     assert step is not None
 
     def look(
         _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, so: bool
     ) -> None:
         if state.call is call:  # else another thread's pass
-            seen = LayerAttention(q, k, mask, scale, so, start)
-            found.extend(inner_signals({"attn"}, step.sequences, seen))
+            seen.append(LayerAttention(q, k, mask, scale, so, start))
             raise _StopError
 
     quiet = {"output_hidden_states": False, "output_attentions": False, "use_cache": False}
@@ -82,6 +82,12 @@ def look_ahead(
         pass
     finally:
         call.step = step
+    return [each for attention in seen for each in signals_ahead(step.sequences, attention)]
+
+
+def signals_ahead(sequences: Sequences, seen: LayerAttention) -> list[dict[str, Tensor]]:
+    """Return `attn_ahead` `[n]` per item from the attention of the layer ahead."""
+    found = inner_signals({"attn"}, sequences, seen)
     return [{"attn_ahead": signals["attn"]} for signals in found]
 
 

@@ -23,6 +23,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.kv.policy import KVStage, Packing
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.decoder_signals import LayerAttention
+from mmfast.models.reduction.look_ahead import layer_ahead, signals_ahead
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.site import Site
 from mmfast.models.reduction.step import ForwardStep, SiteCut
@@ -60,6 +61,9 @@ class PromptPolicy:
         self.step = ForwardStep(recipe.sites, recipe.sequences, None, recipe.trace)
         self.cuts = sorted({site.layer for site in self.step.sites})
         self._lane, self._recipe, self._more = lane, recipe, most - recipe.sequences.length
+        # While this layer is to be read for a reducer before the first one, nothing else counts.
+        ahead = [site.specs[0] for site in self.step.sites if site.ahead]
+        self.ahead = layer_ahead(ahead[0], lane.decoder.layers) if ahead else None
         self._parts: list[Entries | State | Held] = []
         self._queries: list[Tensor] = []
         self._notes: dict[int, _LayerNotes] = {}
@@ -77,10 +81,12 @@ class PromptPolicy:
     @property
     def retrieves(self) -> bool:
         """Keys and queries before RoPE are needed."""
-        return self._stage is not None and self._stage.retrieves
+        return self.ahead is None and self._stage is not None and self._stage.retrieves
 
     def reads(self, index: int) -> bool:
         """Return True if a layer's attention is needed."""
+        if self.ahead is not None:
+            return index == self.ahead
         mine = self._stage is not None and index in self._stage.layers
         return mine or bool(self.step.reads(index))
 
@@ -92,6 +98,8 @@ class PromptPolicy:
         `given` are queries `[1, H, n, d]`, keys, values and mask.
         """
         masses = {}
+        if self.ahead is not None:
+            return given[0], masses
         if self._stage is not None and index in self._stage.layers:
             more = (attention.scaling, True)
             masses = self._stage.look(index, part, attention.module, *given, *more)
@@ -115,15 +123,19 @@ class PromptPolicy:
         self, layer: int, hidden: Tensor, keys: Tensor | None, scaling: float | None, mask: Any
     ) -> list[SiteCut]:
         """Reduce the whole prompt `[1, n, D]` before a layer; returns how."""
+        found: list[dict[str, Tensor]] = []
         if self._queries and keys is not None:
             query = torch.cat(self._queries, 2)
             seen = LayerAttention(query, keys, mask, scaling, True, 0)
-            self.step.observe(layer - 1, seen)
-            self._queries = []
+            if self.ahead is None:
+                self.step.observe(layer - 1, seen)
+            else:
+                found = signals_ahead(self.step.sequences, seen)
+            self._queries, self.ahead = [], None
         self.step.cuts = []
         for site in self.step.sites:
             if site.layer == layer:
-                hidden = self.step.reduce(site, hidden)
+                hidden = self.step.reduce(site, hidden, lambda *_: found)
         return self.step.cuts
 
     @property

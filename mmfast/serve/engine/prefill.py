@@ -59,6 +59,7 @@ class PrefillJob:
         self.carry: list[Tensor] = []  # what enters `high`, of the passes so far
         self.error: Exception | None = None  # a reducer failed, and the prompt cannot go on
         self.policy: PromptPolicy | None = None
+        self.peeks = False  # it is read up to `high` for the attention there, then from the start
         self.done = self.reused = 0  # tokens read so far, and those of them that were cached
         self.logits: Tensor | None = None  # `[V]` float32 at the last token; None until then
         if prefix is not None:
@@ -273,7 +274,9 @@ class Prefiller:
         if recipe is not None:
             job.policy = PromptPolicy(self.model, self.lane, recipe, most)
             job.high = next(iter(job.policy.cuts), None)
-            if job.high == 0:
+            if job.policy.ahead is not None:
+                job.high, job.peeks = job.policy.ahead + 1, True
+            elif job.high == 0:
                 self._try(job)
         return job
 
@@ -461,6 +464,8 @@ class Prefiller:
         """
         policy, start = job.policy, time.perf_counter()
         assert policy is not None
+        if job.peeks:
+            return True
         high = len(self.lane.kinds) if job.high is None else job.high
         while (index := policy.ended) < high:
             if budget is not None and time.perf_counter() - start > budget:
@@ -473,18 +478,22 @@ class Prefiller:
     @torch.inference_mode()
     def _cut(self, job: PrefillJob) -> None:
         """Reduce a prompt that has been read up to the layer before which it is cut."""
-        policy, layer = job.policy, job.high
-        assert policy is not None and layer is not None
+        policy = job.policy
+        assert policy is not None and job.high is not None
+        layer, read = job.high, job.high - 1
         # The entries of the layers read so far have the places from before the cut.
         self._settled(job, None)
         hidden = torch.cat(job.carry) if job.carry else job.hidden
+        if job.peeks:
+            layer, hidden, job.last = 0, job.hidden, job.layers[read]
+            job.layers, job.states = {}, {}
         scaling, keys, mask = None, None, None
-        if layer - 1 in self.lane.modules and policy.step.reads(layer - 1):
-            scaling = getattr(self.lane.modules[layer - 1], "scaling", None)
+        if job.peeks or (read in self.lane.modules and policy.step.reads(read)):
+            scaling = getattr(self.lane.modules[read], "scaling", None)
             assert job.last is not None
             keys = job.last.read(0, 0, job.done)[None]
             part = _Part(job, 0, job.done, 0)
-            sliding = self.lane.kinds[layer - 1] == SLIDING
+            sliding = self.lane.kinds[read] == SLIDING
             mask = _Pass(self.lane, (), None)._mask(part, 0, sliding)
         seen = hidden[None], keys, scaling, mask
         cuts = policy.cut(layer, *seen)
@@ -501,7 +510,7 @@ class Prefiller:
         if job.visual is not None:
             job.planes = tuple(plane[job.visual] for plane in canvas)
         job.hidden, job.carry, job.done, job.low = hidden, [], 0, layer
-        job.last = None
+        job.last, job.peeks = None, False
         job.high = next((each for each in policy.cuts if each > layer), None)
 
 

@@ -21,6 +21,7 @@ from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.reduction.check import check
+from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
@@ -333,7 +334,8 @@ class ModelRunner:
         plan, specs = call_plan(answer.cache), tuple(parse(answer.reduce))
         specs = check(specs, self.model, plan) if specs else ()
         between = [spec for spec in specs if early([spec])]
-        deep = tuple(spec for spec in specs if spec.site == "llm" and not spec.method.revives)
+        inner = [spec for spec in specs if spec.site == "llm" or AHEAD in spec.method.needs]
+        deep = tuple(spec for spec in inner if not spec.method.revives)
         inside = [spec for spec in specs if spec.site == "vit"][:1]
         known = len(between) + len(deep) + len(inside)
         batched = self._decodes(answer) and known == len(specs)

@@ -16,7 +16,17 @@ from mmfast.serve.engine.packed_rows import PackedBucket
 from mmfast.serve.engine.scheduler import Scheduler
 
 CLIPS = {"llava_onevision", "qwen2_5_vl", "qwen3_vl"}
-DEEP = ["fastv@llm1:0.5", "divprune:0.5+fastv@llm2:0.5", "pyramiddrop:0.3", "divprune:0.5", ""]
+DEEP = [
+    "fastv@llm1:0.5",
+    "divprune:0.5+fastv@llm2:0.5",
+    "pyramiddrop:0.3",
+    "divprune:0.5",
+    "gemfilter:0.4",
+    "divprune:0.7+gemfilter:8?layer=2",
+    "tome@vit:0.5",
+    "tome@vit:0.7+fastv@llm2:0.5",
+    "",
+]
 CACHES = [
     "snapkv:16",
     "sink:4+window:24",
