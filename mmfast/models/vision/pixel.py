@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -49,9 +50,12 @@ def pixel_stage(model: Any, adapter: Adapter, specs: Sequence[Spec]) -> Iterator
     """
     tower = adapter.tower(base_of(model))
     stage = _PixelStage(tower, Site(0, tuple(specs)))
-    tower.module.__dict__[KEPT] = stage.kept
+    own, before = tower.module.__dict__, tower.module.__dict__.get(KEPT)
+    own[KEPT] = stage.kept
     with ExitStack() as stack:
-        stack.callback(tower.module.__dict__.pop, KEPT, None)
+        # A call of the tower may stand still in another thread, with a stage of its own.
+        undo = partial(own.pop, KEPT) if before is None else partial(own.update, {KEPT: before})
+        stack.callback(undo)
         stack.enter_context(override(tower.module, "forward", stage.around))
         owners = {id(part): part for part in (tower.base, model)} if stage.resizes else {}
         for part in owners.values():

@@ -325,9 +325,9 @@ _MOST, _START = 8 << 20, 1 << 18
 
 
 def early(reduce: str | Sequence[Spec] | None) -> bool:
-    """Return True if a spec acts on inputs alone, between vision tower and language model."""
+    """Return True if a spec acts on inputs alone, before or behind the vision tower."""
     specs = parse(reduce)
-    return all(spec.site == "pre" and AHEAD not in spec.method.needs for spec in specs)
+    return all(s.site in ("pixel", "pre") and AHEAD not in s.method.needs for s in specs)
 
 
 class MediaEncoder:
@@ -354,11 +354,13 @@ class MediaEncoder:
         """Run the processor on a request; any thread may call this.
 
         `deep` are reducers inside the language model and `cache` is a KV policy, for later stages.
-        Raises `SpecError` if `reduce` is wrong or does not act at site `pre`.
+        Raises `SpecError` if `reduce` is wrong or does not act at site `pixel` or `pre`.
         """
         start = time.perf_counter()
         if not early(reduce):
-            raise SpecError(f"{reduce!r} acts inside the model; the encoder takes site 'pre' only")
+            raise SpecError(
+                f"{reduce!r} acts inside the model; the encoder takes sites pixel and pre"
+            )
         media = _media(request)
         for kind in media:
             check_media(self.model, kind)
@@ -411,7 +413,7 @@ class MediaEncoder:
     def steps(self, batch: Sequence[Prepared]) -> Steps:
         """Encode in small steps: yield number and result of a request, or None in between."""
         plans = {i: self._units(each) for i, each in enumerate(batch)}
-        merges = {str(each.inside): each.inside for each in batch}
+        towers = {each.tower: each.tower_specs for each in batch}
         known: dict[Key, UnitFeatures | Exception] = {}
         fresh: dict[Key, MediaUnit] = {}
         for unit in (unit for mine in plans.values() for unit in mine):
@@ -423,11 +425,11 @@ class MediaEncoder:
         owed = set(fresh)  # the first request that uses a unit is charged with its encoding
         yield from self._ready(batch, plans, known, owed)
         while fresh:
-            _, needs, merging = next(iter(fresh))[1]
-            alike = [unit for unit in fresh.values() if unit.key[1][1:] == (needs, merging)]
+            _, needs, tower = next(iter(fresh))[1]
+            alike = [unit for unit in fresh.values() if unit.key[1][1:] == (needs, tower)]
             most = _MOST if self.slicer.budget is None else self.most
             group = next(iter(grouped(alike, most)))
-            known |= yield from self._run(needs, merges[merging], group)
+            known |= yield from self._run(needs, towers[tower], group)
             for unit in group:
                 del fresh[unit.key]
             yield from self._ready(batch, plans, known, owed)
@@ -448,7 +450,7 @@ class MediaEncoder:
 
     def _units(self, prepared: Prepared) -> list[MediaUnit]:
         needs = tuple(sorted({n for s in parse(prepared.reduce) for n in s.method.needs}))
-        context = (prepared.request.tenant, needs, str(prepared.inside))
+        context = (prepared.request.tenant, needs, prepared.tower)
         keys = {kind: [m.key for m in media] for kind, media in prepared.media.items()}
         given = list(features_given(prepared.inputs))
         if set(given) != set(keys):  # a family that encodes clips as images
@@ -461,20 +463,20 @@ class MediaEncoder:
         ]
 
     def _run(
-        self, needs: tuple[str, ...], inside: Spec | None, group: list[MediaUnit]
+        self, needs: tuple[str, ...], specs: Sequence[Spec], group: list[MediaUnit]
     ) -> Generator[None, None, dict[Key, UnitFeatures | Exception]]:
         """Encode a group; after an error one by one, so that only the broken units fail."""
         blocks = self.adapter.tower_of(self.base, group[0].kind).blocks
         try:
             found = yield from self.slicer.run(
-                lambda: encode(self.base, self.adapter, needs, group, inside), blocks
+                lambda: encode(self.base, self.adapter, needs, group, specs), blocks
             )
         except Exception as error:
             if len(group) == 1:
                 return {group[0].key: error}
             apart: dict[Key, UnitFeatures | Exception] = {}
             for unit in group:
-                apart |= yield from self._run(needs, inside, [unit])
+                apart |= yield from self._run(needs, specs, [unit])
             return apart
         self._learn(group)
         ms = self.slicer.total * 1e3 / len(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from mmfast.models.families.tower import PIXELS
 from mmfast.models.reduction.inputs import feature_arguments
 from mmfast.models.reduction.record import Record, flat, record_of, recording, remember
 from mmfast.models.vision.merge import vit_stage
+from mmfast.models.vision.pixel import pixel_stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,7 @@ class UnitFeatures:
     signals: tuple[dict[str, Tensor], ...]  # signals of the tower, one dictionary per medium
     ms: float = 0.0  # milliseconds of the tower, its share of a call
     merges: tuple[Merge, ...] = ()  # inside the tower, one per medium
+    chains: tuple[Any, ...] = ()  # reductions before the tower, one per medium
 
     @property
     def nbytes(self) -> int:
@@ -139,18 +141,23 @@ def encode(
     adapter: Adapter,
     needs: Collection[str],
     group: Sequence[MediaUnit],
-    inside: Spec | None = None,
+    specs: Sequence[Spec] = (),
 ) -> list[UnitFeatures]:
-    """Run the tower once for all units of a group, with a reducer inside it if there is one."""
+    """Run the tower once for all units of a group, with reducers before and inside it."""
     kind, first = group[0].kind, group[0].call
     call = dict(first)
     if len(group) > 1:
         call = {name: torch.cat([unit.call[name] for unit in group]) for name in first}
     longest = max(len(unit.ids) for unit in group)
     ids = torch.stack([F.pad(u.ids, (longest - len(u.ids), 0), value=-1) for u in group])
-    trace = Trace()
-    stage = nullcontext() if inside is None else vit_stage(base, adapter, inside, trace)
-    with stage, prompt_ids(ids), recording(base, adapter, needs):
+    trace, before = Trace(), [spec for spec in specs if spec.site == "pixel"]
+    with ExitStack() as stack:
+        for spec in (spec for spec in specs if spec.site == "vit"):
+            stack.enter_context(vit_stage(base, adapter, spec, trace))
+        if before:
+            stack.enter_context(pixel_stage(base, adapter, before))
+        stack.enter_context(prompt_ids(ids))
+        stack.enter_context(recording(base, adapter, needs))
         output = getattr(base, f"get_{kind}_features")(**call, return_dict=True)
     record = record_of(output)
     if record is None:
@@ -192,6 +199,7 @@ def _split_output(
                 layouts,
                 tuple(record.signals[item : item + share]),
                 merges=tuple(merges[item : item + share]),
+                chains=tuple(record.dropped[item : item + share]),
             )
         )
         item, start = item + share, stop
@@ -210,7 +218,8 @@ def joined(kind: str, parts: Sequence[UnitFeatures]) -> Any:
     output = cls(**needed, pooler_output=features, **extra)
     layouts = [layout for part in parts for layout in part.layouts]
     signals = [signal for part in parts for signal in part.signals]
-    remember(output, Record(kind, layouts, signals, [features, *planes]))
+    chains = [chain for part in parts for chain in part.chains]
+    remember(output, Record(kind, layouts, signals, [features, *planes], dropped=chains))
     return output
 
 

@@ -101,9 +101,8 @@ class Scheduler:
 
     One thread owns the model. In every round it does one unit of work on prompts, a slice of the
     vision tower or a chunk of prefill, and then one decoding step of all running answers, so no
-    answer waits longer than a unit. Two things take longer: a prompt with a reducer inside the
-    vision tower or before it is read in one piece, and the first request with a latency target has
-    the device measured.
+    answer waits longer than a unit. One thing takes longer: the first request with a latency target
+    has the device measured.
 
     `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
     `reduce` and `cache` are for requests that name none. At most `slots` requests are answered at

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.kv import KVBlock
-from mmfast.core.spec import Spec
+from mmfast.core.spec import Spec, parse
 from mmfast.planner.target import parse_bytes
 from mmfast.serve.engine.base import Media, Request, SamplingOptions
 from mmfast.serve.engine.policies import PromptRecipe
@@ -83,11 +83,22 @@ class Prepared:
     request: Request
     inputs: dict[str, Any]  # outputs of the processor: ids `[1, L]`, pixels, grids
     media: dict[str, tuple[Media, ...]]  # images and clips by kind, in the order of their pixels
-    reduce: str | None  # spec string of reducers at site `pre`; None reduces nothing
+    reduce: str | None  # spec string of reducers at `pixel` and `pre`; None reduces nothing
     ms: float = 0.0  # milliseconds of the processor
     deep: tuple[Spec, ...] = ()  # reducers inside the language model
     cache: str | None = None  # spec string of the KV policy
     inside: Spec | None = None  # reducer inside the vision tower
+
+    @property
+    def tower_specs(self) -> list[Spec]:
+        """Reducers before and inside the vision tower."""
+        before = [spec for spec in parse(self.reduce) if spec.site == "pixel"]
+        return before if self.inside is None else [*before, self.inside]
+
+    @property
+    def tower(self) -> str:
+        """Name of these."""
+        return "+".join(map(str, self.tower_specs))
 
     @property
     def length(self) -> int:

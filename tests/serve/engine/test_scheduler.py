@@ -561,9 +561,9 @@ def test_media_of_several_requests_are_encoded_in_one_call(
     calls: list[int] = []
     encode = encoder.encode
 
-    def counted(base: Any, adapter: Any, needs: Any, group: Any) -> Any:
+    def counted(base: Any, adapter: Any, needs: Any, group: Any, *specs: Any) -> Any:
         calls.append(len(group))
-        return encode(base, adapter, needs, group)
+        return encode(base, adapter, needs, group, *specs)
 
     monkeypatch.setattr(encoder, "encode", counted)
     with scheduler("qwen2_5_vl") as engine:
