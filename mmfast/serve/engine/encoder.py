@@ -432,6 +432,8 @@ class MediaEncoder:
             known |= yield from self._run(needs, towers[tower], group)
             for unit in group:
                 del fresh[unit.key]
+            if self.slicer.budget is not None:
+                yield None  # reducing features is a unit of work of its own
             yield from self._ready(batch, plans, known, owed)
 
     def _ready(
