@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from mmfast.serve.calls import before_call, read_calls, without_calls
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import bad_request, body
@@ -47,8 +48,6 @@ class Tools:
     A call that is asked for by name or as `required` follows a grammar; one of the model's own
     accord is read from its text, as `<tool_call>{…}</tool_call>` or as JSON alone.
     """
-
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self, asked: schema.ChatRequest) -> None:
         choice = asked.tool_choice
@@ -92,11 +91,7 @@ class Tools:
             return len(text)
         if self.forced or text.lstrip()[:1] in ("", "{", "["):
             return 0
-        at = text.find(self._OPEN)
-        if at >= 0:
-            return at
-        tails = (n for n in range(len(self._OPEN) - 1, 0, -1) if text.endswith(self._OPEN[:n]))
-        return len(text) - next(tails, 0)
+        return before_call(text)
 
     def split(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """Return the text and the calls of an answer; no text where there are calls alone."""
@@ -104,29 +99,15 @@ class Tools:
             return text, []
         if self.named is not None:
             return None, [_call(self.named, text)]
-        rest, calls = text, list[dict[str, Any]]()
-        if self._OPEN in text:
-            rest, *pieces = text.split(self._OPEN)
-            calls = [c for p in pieces for c in self._read(p.split(self._CLOSE)[0])]
-        elif text.lstrip()[:1] in ("{", "["):
-            calls = self._read(text)
-            rest = "" if calls else text
+        rest, written = text[: before_call(text)], list[str]()
+        deque(without_calls([text], written), maxlen=0)  # words behind a call are left out
+        if not written and text.lstrip()[:1] in ("{", "["):
+            rest, written = "", [text]
+        names = {tool.function.name for tool in self.given}
+        calls = [_call(*call) for each in written for call in read_calls(each, names)]
         if not calls:
             return text, []
         return rest.strip() or None, calls[:1] if self._one else calls
-
-    def _read(self, text: str) -> list[dict[str, Any]]:
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return []
-        names, calls = {tool.function.name for tool in self.given}, []
-        for each in found if isinstance(found, list) else [found]:
-            if isinstance(each, dict) and each.get("name") in names:
-                arguments = each.get("arguments", each.get("parameters", {}))
-                whole = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                calls.append(_call(each["name"], whole))
-        return calls
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
