@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from mmfast.serve.calls import before_call, read_calls, without_calls
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
-from mmfast.serve.guard.errors import bad_request, body
+from mmfast.serve.guard.errors import bad_request
 from mmfast.serve.http import events, schema
 from mmfast.serve.http.exchange import AnswerSet, Reader, parts_of
 from mmfast.serve.http.service import Service
@@ -144,6 +144,7 @@ class ChatExchange:
         self.created, self.tools = int(time.time()), Tools(asked)  # seconds since 1970
         self.answers = AnswerSet(service, asked, caller, f"chatcmpl-{uuid.uuid4().hex}")
         self.heard, self.seconds = list[str](), 0.0  # transcripts, and the duration of the sounds
+        self._sent = dict[int, int]()  # letters of each answer that are in the stream
 
     async def whole(self) -> Response:
         """Answer with one document."""
@@ -154,9 +155,7 @@ class ChatExchange:
     async def stream(self) -> Response:
         """Answer with a stream; an early failure gets a status of its own."""
         run = await self.run()
-        first = await self.answers.first(run)
-        parts = self._chunks(run, first)
-        return events.StreamedReply(parts, events.EVENTS, run.close, self.answers.headers)
+        return await self.answers.stream(run, self._part, self._end(), self._start())
 
     async def run(self) -> events.RequestRun:
         """Read the messages and hand them to the engine."""
@@ -253,35 +252,23 @@ class ChatExchange:
             choice["logprobs"] = logprobs_of(chances)
         return events.event({**self._head("chat.completion.chunk"), "choices": [choice], **more})
 
-    async def _chunks(
-        self, run: events.RequestRun, found: tuple[int, base.Event] | None
-    ) -> AsyncGenerator[bytes, None]:
-        answers, wants = self.answers, self._asked.stream_options
-        sent = dict.fromkeys(range(answers.total), 0)
-        for i in sent:
+    def _start(self) -> Iterator[bytes]:
+        for i in range(self.answers.total):
             yield self._chunk(i, {"role": "assistant", "content": "", "refusal": None})
-        while True:
-            if found is None:
-                yield events.WAITING
-            elif isinstance(found[1], base.Failure):
-                # without [DONE], for the answer is not complete
-                yield events.event(body(answers.failed(found[1])))
-                return
-            elif isinstance(found[1], base.Finish):
-                for chunk in self._last(found[0], found[1], sent[found[0]]):
-                    yield chunk
-                if len(answers.ends) == answers.total:
-                    break
-            else:
-                i, text = found[0], answers.texts[found[0]]
-                stop = max(self.tools.certain(text), sent[i])
-                if stop > sent[i] or found[1].logprobs:
-                    delta = {"content": text[sent[i] : stop]}
-                    yield self._chunk(i, delta, None, found[1].logprobs)
-                sent[i] = stop
-            found = await answers.next(run)
-        if wants and wants.include_usage:
-            usage = answers.usage(self.heard, self.seconds)
+
+    def _part(self, i: int, event: base.Event) -> Iterator[bytes]:
+        sent = self._sent.get(i, 0)
+        if isinstance(event, base.Finish):
+            yield from self._last(i, event, sent)
+        elif isinstance(event, base.Delta):
+            text = self.answers.texts[i]
+            stop = self._sent[i] = max(self.tools.certain(text), sent)
+            if stop > sent or event.logprobs:
+                yield self._chunk(i, {"content": text[sent:stop]}, None, event.logprobs)
+
+    def _end(self) -> Iterator[bytes]:
+        if (wants := self._asked.stream_options) and wants.include_usage:
+            usage = self.answers.usage(self.heard, self.seconds)
             yield events.event(
                 {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
             )

@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from starlette.responses import Response
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
@@ -17,7 +19,7 @@ from mmfast.serve.engine import base
 from mmfast.serve.engine.rules import json_grammar
 from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller
-from mmfast.serve.guard.errors import ApiError, api_error, bad_request
+from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body
 from mmfast.serve.guard.media import load_media, load_sound
 from mmfast.serve.http import events, schema
 from mmfast.serve.http.service import Service
@@ -213,6 +215,7 @@ class AnswerSet:
 
     def __init__(self, service: Service, asked: schema.Choosing, caller: Caller, name: str) -> None:
         self.service, self.asked, self.caller, self.name = service, asked, caller, name
+        self.owner = f"{caller.tenant}/{asked.user or ''}"
         self._start = time.perf_counter()
         self._last: dict[int, float] = {}
         self.texts: dict[int, str] = {}
@@ -283,7 +286,7 @@ class AnswerSet:
                         replace(plain, seed=seed, grammar=rules),
                         options,
                         # Results are separate for each user; turns are shared by users of a key.
-                        f"{self.caller.tenant}/{asked.user or ''}",
+                        self.owner,
                         given.priority or 0,
                         self.caller.tenant,
                     )
@@ -298,17 +301,48 @@ class AnswerSet:
                 if found is not None and isinstance(found[1], base.Failure):
                     raise self.failed(found[1])
 
-    async def first(self, run: events.RequestRun) -> tuple[int, base.Event] | None:
-        """Wait a moment for the first event; an early failure gets a status of its own."""
+    async def stream(
+        self,
+        run: events.RequestRun,
+        part: Callable[[int, base.Event], Iterable[bytes]],
+        end: Iterable[bytes],
+        start: Iterable[bytes] = (),
+        failed: Callable[[ApiError], bytes] = lambda error: events.event(body(error)),
+    ) -> Response:
+        """Answer with a stream; an early failure gets a status of its own.
+
+        `part` writes an event of the answer of that number, `end`, which is read behind the last
+        one, the close of the stream. A later failure takes its place, as `failed` writes it.
+        """
         await run.__aenter__()
         try:
-            found = self.noted(await run.next(PATIENCE))
-            if found is not None and isinstance(found[1], base.Failure):
-                raise self.failed(found[1])
-            return found
+            first = self.noted(await run.next(PATIENCE))
+            if first is not None and isinstance(first[1], base.Failure):
+                raise self.failed(first[1])
         except BaseException:
             run.close()
             raise
+
+        async def parts() -> AsyncGenerator[bytes, None]:
+            found = first
+            for piece in start:
+                yield piece
+            while True:
+                if found is None:
+                    yield events.WAITING
+                elif isinstance(found[1], base.Failure):
+                    yield failed(self.failed(found[1]))
+                    return
+                else:
+                    for piece in part(*found):
+                        yield piece
+                    if len(self.ends) == self.total:
+                        break
+                found = self.noted(await run.next(HEARTBEAT))
+            for piece in end:
+                yield piece
+
+        return events.StreamedReply(parts(), events.EVENTS, run.close, self.headers)
 
     def failed(self, failure: base.Failure) -> ApiError:
         """Turn a failure into an error reply; one of a server that stops says so."""
@@ -316,10 +350,6 @@ class AnswerSet:
             text = "the server is stopping and has cut the answer short; ask again in a moment"
             return ApiError(503, text, code="stopping", headers={"Retry-After": "5"})
         return events.failed(failure)
-
-    async def next(self, run: events.RequestRun) -> tuple[int, base.Event] | None:
-        """Return the next event, or None where a stream should show that it lives."""
-        return self.noted(await run.next(HEARTBEAT))
 
     def noted(self, found: tuple[int, base.Event] | None) -> tuple[int, base.Event] | None:
         """Count an event in metrics, quotas and log."""
@@ -394,17 +424,11 @@ def sampling(
     """Return the options of choosing tokens; `defaults` are those of the checkpoint."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     bias = {int(token): value for token, value in (asked.logit_bias or {}).items()}
-    known: tuple[str, ...] = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "seed",
-        "min_tokens",
-    )
-    known = (*known, "presence_penalty", "frequency_penalty", "ignore_eos")
-    given = {name: getattr(asked, name) for name in known if getattr(asked, name) is not None}
+    names = (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "min_tokens",
+        "presence_penalty", "frequency_penalty", "ignore_eos",
+    )  # fmt: skip
+    given = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     found = {**defaults, **given}
     found["top_k"] = max(found.get("top_k", 0), 0)  # -1 takes all, too
     return base.SamplingOptions(
