@@ -39,15 +39,6 @@ def strict(model: Any, value: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    from mmfast.serve.engine.scheduler import Scheduler
-
-    made = Scheduler(None, slots=4, queue=12, name=MODEL)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def voice() -> Any:
     from mmfast.voice.models import load_voice
 
