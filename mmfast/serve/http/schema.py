@@ -506,11 +506,15 @@ class Models(BaseModel):
 
 
 class HealthReply(BaseModel):
-    """State of the process (`/health`) and of the engine (`/ready`)."""
+    """State of the process (`/health`) and of the engine (`/ready`).
 
-    status: Literal["ok", "loading", "busy", "failed"]
+    `replicas` are those that live on Ray, by part of the engine; without one, that is `unready`.
+    """
+
+    status: Literal["ok", "loading", "busy", "failed", "unready"]
     running: int = 0
     waiting: int = 0
+    replicas: dict[str, int] | None = None
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from serve_tools import (
 )
 
 from mmfast.core.errors import SpecError
-from mmfast.serve.engine.base import BusyError, Delta, Failure, Finish, Media
+from mmfast.serve.engine.base import BusyError, Delta, Failure, Finish, Health, Media
 
 ROW = {"stage": "encode", "tokens_in": 64, "tokens_out": 64, "ms": 3.0, "peak_bytes": 0}
 TRACE = {"visual_tokens": 64, "kept_tokens": 16, "ttft_ms": 12.0, "rows": [ROW]}
@@ -356,6 +356,18 @@ def test_a_stream_that_waits_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch
 
     reply = post(app_of(Told(say)), asked(stream=True))
     assert ": waiting\n\n" in reply.text and events_of(reply.text)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("live", [{"answer": 2}, {"encode": 1, "prefill": 1, "decode": 3}])
+def test_health_counts_replicas(live: dict[str, int]) -> None:
+    for dead in (None, *live):
+        engine, found = saying(), {**live, **({dead: 0} if dead else {})}
+        gauges = {f"workers_{role}": float(count) for role, count in found.items()} | {"x": 0.0}
+        engine.health = lambda gauges=gauges: Health(True, 1, 2, gauges)  # type: ignore[misc]
+        reply = get(app_of(engine), "/health")
+        status = "unready" if dead else "ok"
+        assert reply.json() == {"status": status, "running": 1, "waiting": 2, "replicas": found}
+        assert reply.status_code == (503 if dead else 200)
 
 
 def test_models_health_metrics() -> None:
