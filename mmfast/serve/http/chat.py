@@ -161,7 +161,7 @@ class ChatExchange:
         """Read the messages and hand them to the engine."""
         asked, answers, tools = self._asked, self.answers, self.tools
         options, processor = self._processing()
-        reader = Reader(self._service, options, answers.charge, processor)
+        reader = Reader(self._service, options, answers.charge, processor, answers.owner)
         messages = await reader.messages(asked.messages)
         self.heard, self.seconds = reader.heard, reader.seconds
         template = dict(asked.chat_template_kwargs or {})

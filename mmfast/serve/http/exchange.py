@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
+from cachetools import LRUCache
 from starlette.responses import Response
 
 from mmfast.core.errors import MmfastError
@@ -28,6 +31,7 @@ T = TypeVar("T")
 
 
 PATIENCE = 2.0  # seconds to wait with the status of a stream, so that early errors get their own
+KEPT = 256 << 20  # bytes of decoded pictures that clients name by a uuid
 HEARTBEAT = 15.0  # seconds between comments in a stream that waits
 
 
@@ -35,7 +39,8 @@ class Reader:
     """Reads the messages of one request; `seconds` is the duration of all sounds.
 
     `charge` is called with the pixels of each image and clip; `processor` holds arguments of the
-    model's processor.
+    model's processor. Pictures with a `uuid` are kept for their `owner`, who need not send them
+    again.
     """
 
     def __init__(
@@ -44,8 +49,11 @@ class Reader:
         options: schema.MmfastOptions,
         charge: Callable[[int], None],
         processor: Mapping[str, Any] | None = None,
+        owner: str = "",
     ) -> None:
-        self._service, self._config = service, service.config
+        self._service, self._config, self._owner = service, service.config, owner
+        kept = LRUCache[tuple[str, str], base.Media](KEPT, lambda each: each.shot.pixels.nbytes)
+        self._pictures = service.parts.setdefault("pictures", kept)
         self._options, self._charge = options, charge
         # encodings under other arguments of the processor are not reused
         self._variant = f":{sorted(processor.items())}" if processor else ""
@@ -114,13 +122,28 @@ class Reader:
     async def _media(self, part: Any, param: str) -> base.Media:
         options, config = self._options, self._config
         if isinstance(part, schema.ImagePart):
-            url = part.image_url.url
-            found = await load_media(url, "image", config, most=self._share, param=param)
+            if part.image_url is None:
+                found = self._kept(part.uuid, param)
+            else:
+                url = part.image_url.url
+                found = await load_media(url, "image", config, most=self._share, param=param)
+            if part.uuid is not None and found.shot.pixels.nbytes <= KEPT:
+                self._pictures[self._owner, part.uuid] = found
         else:
             url, frames, fps = part.video_url.url, options.frames, options.fps
             found = await load_media(url, "video", config, frames=frames, fps=fps, param=param)
         self._charge(found.shot.pixels.size // 3)
         return replace(found, key=f"{found.key}{self._variant}")
+
+    def _kept(self, uuid: str | None, param: str) -> base.Media:
+        """Return a picture that was sent before; `ApiError` if none is kept that fits here."""
+        if uuid is None:
+            raise bad_request(f"{param} is missing; give it", "missing_required_parameter", param)
+        found: base.Media | None = self._pictures.get((self._owner, uuid))
+        if found is None or found.shot.pixels.size // 3 > self._share:
+            text = f"no picture of uuid {uuid[:80]!r} is kept here; send it once more"
+            raise bad_request(text, "unknown_uuid", param)
+        return found
 
     async def _words(
         self, sound: str, place: tuple[int, int], param: str, kind: str | None = None
@@ -141,16 +164,12 @@ async def _gathered(work: Iterable[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
             task.cancel()
 
 
-def _transcriber(voice: Any, pcm: Any, rate: int) -> Callable[[], str]:
-    def transcribe() -> str:
-        from mmfast.pipelines.omni_chat import written
+def words_of(voice: Any, pcm: Any, rate: int, asks: bool = True) -> str:
+    """Return what sound `[n]` says; written as a question if it `asks`, or begins like one."""
+    from mmfast.pipelines.omni_chat import ASKS, written
 
-        heard = voice.transcribe(pcm, rate).strip()
-        if not heard:
-            raise MmfastError("no word was understood in the sound; speak louder, or send text")
-        return written(heard)
-
-    return transcribe
+    heard = str(voice.transcribe(pcm, rate)).strip()
+    return written(heard) if heard and (asks or re.match(ASKS, heard, re.IGNORECASE)) else heard
 
 
 async def transcribed(
@@ -159,7 +178,10 @@ async def transcribed(
     """Return the words of a recording, base64, a URL or its bytes, and its length in seconds."""
     pcm, rate = await load_sound(sound, service.config, format=kind, param=param)
     voice = await service.voice()
-    return await service.in_voice_thread(_transcriber(voice, pcm, rate)), len(pcm) / rate
+    heard = await service.in_voice_thread(partial(words_of, voice, pcm, rate))
+    if not heard:
+        raise MmfastError("no word was understood in the sound; speak louder, or send text")
+    return heard, len(pcm) / rate
 
 
 def parts_of(message: Any) -> list[Any]:

@@ -490,7 +490,7 @@ def test_a_recording_is_written_down() -> None:
     assert found["text"] == "Which way does the red circle move?"
     plain = asyncio.run(go(model="whisper-1", response_format="text"))
     assert plain.text.strip() == found["text"]
-    assert asyncio.run(go(model="whisper-1", response_format="srt")).status_code == 400
+    assert asyncio.run(go(model="whisper-1", response_format="srd")).status_code == 400
     assert asyncio.run(go(model="gpt-4")).status_code == 404
 
 
