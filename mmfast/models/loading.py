@@ -54,8 +54,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         raise ModelError(unknown("device", device, ("cpu", "cuda", "cuda:<index>"))) from None
     if kind != "cpu" and (picked.index or 0) >= count:
         have = ", ".join(["cpu", *(f"{kind}:{i}" for i in range(count))])
-        fix = "" if count else f" (for {kind}, install its driver and a torch built for it)"
-        raise ModelError(f"device {str(device)!r} is not here; choices: {have}{fix}")
+        raise ModelError(f"device {str(device)!r} is not here; choices: {have}")
     return picked
 
 

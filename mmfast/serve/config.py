@@ -361,7 +361,6 @@ def answers_to(asked: str | None, model: str, strict: bool, agent: bool = False)
     """Return whether the served model answers to a name; None asks for none.
 
     Unless `strict`, it answers to `ALIASES` as well, and an `agent` on a socket may ask for any
-    name: agents have those of other vendors' models built in, and are shown the true one. A client
-    of HTTP has its name from the user, who learns of a wrong one.
+    name: agents have those of other vendors built in; a client of HTTP is told of a wrong one.
     """
     return asked in (None, model) or (not strict and (agent or asked in ALIASES))

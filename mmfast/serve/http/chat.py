@@ -268,10 +268,8 @@ class ChatExchange:
 
     def _end(self) -> Iterator[bytes]:
         if (wants := self._asked.stream_options) and wants.include_usage:
-            usage = self.answers.usage(self.heard, self.seconds)
-            yield events.event(
-                {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
-            )
+            usage = {"usage": self.answers.usage(self.heard, self.seconds)}
+            yield events.event({**self._head("chat.completion.chunk"), "choices": [], **usage})
         self._log()
         yield events.DONE
 

@@ -508,10 +508,7 @@ class Models(BaseModel):
 
 
 class HealthReply(BaseModel):
-    """State of the process (`/health`) and of the engine (`/ready`).
-
-    `replicas` are those that live on Ray, by part of the engine; without one, that is `unready`.
-    """
+    """State of the process (`/health`) or engine (`/ready`); on Ray with the live `replicas`."""
 
     status: Literal["ok", "loading", "busy", "failed", "unready"]
     running: int = 0
