@@ -92,7 +92,7 @@ class OmniSession:
         self.close()
 
 
-_ASKS = r"(?:in |at )?(?:what|which|how|where|who|when|why|is|are|do|does|did|can|was|were)\b"
+ASKS = r"(?:in |at )?(?:what|which|how|where|who|when|why|is|are|do|does|did|can|was|were)\b"
 _CLIP = (named(VisualQA.__init__) | {*CALL}) - {"fps"}  # a clip is sampled by `frames`
 _STREAM = named(VideoStream.__init__)
 _OPEN = named(VideoStream.open)
@@ -101,7 +101,7 @@ _OPEN = named(VideoStream.open)
 def written(heard: str) -> str:
     """A question as it was heard, as one would write it: without "please tell me", with a mark."""
     text = " ".join(heard.split())
-    found = re.search(rf"(?:^|[\s,]){_ASKS}", text, re.IGNORECASE)
+    found = re.search(rf"(?:^|[\s,]){ASKS}", text, re.IGNORECASE)
     if found is not None and len(text[: found.start()].split()) <= 5:
         text = text[found.start() :].lstrip(" ,")
     # what a recogniser leaves out: "which moves faster, the red circle or …"

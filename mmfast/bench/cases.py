@@ -212,21 +212,6 @@ class Case:
         return replace(self, prompt=prompt, batch=batch)
 
 
-def pick_device(name: str | None) -> torch.device:
-    """Return a device; `None` is the first CUDA device, or the CPU where there is none."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise MmfastError(unknown("device", name, ["cpu", "cuda", "cuda:0"])) from None
-    missing = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
-    if missing or device.type not in ("cpu", "cuda"):
-        have = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        raise MmfastError(f"device {name!r} is not here; choices: {', '.join(have)}")
-    return device
-
-
 def pick_dtype(name: str, preset: Preset, device: torch.device) -> torch.dtype:
     """Return a dtype; `auto` is float32 on the CPU where that fits, else bfloat16."""
     if name == "auto":
@@ -247,6 +232,8 @@ def build(
     """Build only what `stages` need: no tower for `llm`, one decoder layer for `vit`."""
     shape = preset if isinstance(preset, Preset) else get_preset(preset)
     device = device or torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise MmfastError(f"no clock for device {str(device)!r}; choices: cpu, cuda")
     model = empty_model(shape, stages, device, dtype)
     config = model.config
     fill_(model, seed)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmfast.bench.cases import pick_device, pick_dtype
+from mmfast.bench.cases import pick_dtype
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import named_rows, names
 from mmfast.bench.report.accuracy import label
@@ -23,7 +23,7 @@ from mmfast.bench.run import Tick, run_bench
 from mmfast.bench.specs import parse_stages
 from mmfast.bench.stages import check_fits
 from mmfast.core.errors import MmfastError
-from mmfast.models.loading import device_name
+from mmfast.models.loading import device_name, pick_device
 
 MINUTES, KEEP = 6.0, "0.25,0.1"
 _EVERY = "vit,llm,decode,ttft,selection"

@@ -20,7 +20,6 @@ from mmfast.bench.cases import (
     Case,
     build,
     model_config,
-    pick_device,
     pick_dtype,
     pixel_inputs,
     video_grid,
@@ -31,7 +30,7 @@ from mmfast.bench.stages import MeasuredStage
 from mmfast.core.spec import parse
 from mmfast.models.cost import Clock, FirstToken
 from mmfast.models.families.adapter import tower_of
-from mmfast.models.loading import EMBEDDED
+from mmfast.models.loading import EMBEDDED, pick_device
 from mmfast.planner.calibration import Tick
 from mmfast.planner.cost import Cost, ModelShape, Work, shape_of, work_of
 from mmfast.planner.learner import Learner, Run

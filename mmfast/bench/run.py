@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mmfast.bench import timing
-from mmfast.bench.cases import Case, build, pick_device, pick_dtype, video_grid
+from mmfast.bench.cases import Case, build, pick_dtype, video_grid
 from mmfast.bench.gate import Checked, check
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, dtype_name, environment
@@ -37,6 +37,7 @@ from mmfast.bench.stages import (
 from mmfast.bench.timing import Clock, clock_of, frozen, threads_set
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
+from mmfast.models.loading import pick_device
 from mmfast.models.reduction.tower_signals import from_tower
 
 REDUCING, SHARE = "reducing", "share"  # beside the stages in a sample

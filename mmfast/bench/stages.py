@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from mmfast.bench.presets import Preset
 from mmfast.bench.timing import Clock, T, clock_of, peak_now, reset_peak, timed, timed_by_events
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, expand
+from mmfast.core.trace import free_bytes
 from mmfast.models.cost import decode_bytes, prefill_flops, tower_blocks, tower_flops
 from mmfast.models.reduction.decoder_signals import INNER
 from mmfast.models.reduction.tower_signals import from_tower
@@ -217,27 +217,6 @@ def needed_bytes(preset: Preset, stages: Collection[str], frames: int, dtype: to
         patches = frames * preset.grid[0] * preset.grid[1]
         inside = max(inside, patches * (2 * vision.intermediate_size + 6 * vision.hidden_size))
     return int(size * (weights + entries + inside))
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes a process may still allocate, or None where that is unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    info = Path("/proc/meminfo")
-    if not info.is_file():
-        return None
-    lines = info.read_text(encoding="ascii").splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return min(free, _group_bytes(Path("/sys/fs/cgroup"), free))
-
-
-def _group_bytes(folder: Path, otherwise: int) -> int:
-    """Return the rest of a container's limit, from control groups version 2."""
-    limit, used = folder / "memory.max", folder / "memory.current"
-    if not (limit.is_file() and used.is_file()):
-        return otherwise
-    bound = limit.read_text(encoding="ascii").strip()
-    return otherwise if bound == "max" else int(bound) - int(used.read_text(encoding="ascii"))
 
 
 def check_fits(

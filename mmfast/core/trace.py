@@ -9,8 +9,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -357,6 +358,21 @@ def peak_bytes() -> int:
         return int(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but macOS
+
+
+def free_bytes(device: torch.device, group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Free bytes of a device, on the host within the limit of a container; None if unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        free = int(text.partition("MemAvailable:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        return None
+    with suppress(OSError, ValueError):  # no control group of version 2, or one of "max" bytes
+        most, used = (int((group / f"memory.{n}").read_text("ascii")) for n in ("max", "current"))
+        free = min(free, max(most - used, 0))
+    return free
 
 
 def _synchronize() -> None:

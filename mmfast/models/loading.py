@@ -48,10 +48,13 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         picked = torch.device(device)
-    except (RuntimeError, TypeError):
+        kind = picked.type
+        count = 1 if kind == "cpu" else torch.get_device_module(kind).device_count()
+    except (RuntimeError, TypeError, AttributeError):
         raise ModelError(unknown("device", device, ("cpu", "cuda", "cuda:<index>"))) from None
-    if picked.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device {device!r} is not there; choose cpu, or install a CUDA driver")
+    if kind != "cpu" and (picked.index or 0) >= count:
+        have = ", ".join(["cpu", *(f"{kind}:{i}" for i in range(count))])
+        raise ModelError(f"device {str(device)!r} is not here; choices: {have}")
     return picked
 
 

@@ -22,6 +22,7 @@ VOICE_NAMES = {
     "alloy": 0, "ash": 1, "ballad": 0, "cedar": 1, "coral": 2, "echo": 1, "fable": 0,
     "marin": 3, "nova": 2, "onyx": 1, "sage": 3, "shimmer": 3, "verse": 0,
 }  # fmt: skip
+ALIASES = ("mmfast", "gpt-realtime")  # further names of the model that is served
 ENGINES = ("inproc", "ray", "vllm")
 _REPLICAS = ("replicas", "encode_replicas", "prefill_replicas", "decode_replicas")
 HASHED = "sha256:"  # prefix of a key that is given by its hash
@@ -355,3 +356,12 @@ def _parsed(text: str, kind: Any, where: str) -> Any:
 def _wanted(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", tuple: "texts"}
     return names.get(kind, "a text")
+
+
+def answers_to(asked: str | None, model: str, strict: bool, agent: bool = False) -> bool:
+    """Return whether the served model answers to a name; None asks for none.
+
+    Unless `strict`, it answers to `ALIASES` as well, and an `agent` on a socket may ask for any
+    name: agents have those of other vendors built in; a client of HTTP is told of a wrong one.
+    """
+    return asked in (None, model) or (not strict and (agent or asked in ALIASES))

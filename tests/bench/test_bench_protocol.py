@@ -197,16 +197,6 @@ def test_a_shape_that_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     memory.check_fits(shape, ("llm",), 8, torch.bfloat16, CPU)
 
 
-def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
-    assert memory._group_bytes(tmp_path, 7) == 7
-    (tmp_path / "memory.current").write_text("400\n")
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert memory._group_bytes(tmp_path, 7) == 600
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory._group_bytes(tmp_path, 7) == 7
-    assert (memory.free_bytes(CPU) or 1) > 0
-
-
 def test_running_out_of_memory_is_one_line_and_other_errors_pass() -> None:
     refused = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you"
     for error in (RuntimeError(refused), torch.OutOfMemoryError("CUDA out of memory. Tried\nto")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmfast.bench.cases import build, fill_, pick_device, pick_dtype, video_features
+from mmfast.bench.cases import build, fill_, pick_dtype, video_features
 from mmfast.bench.presets import PRESETS
 from mmfast.bench.run import run_bench
 from mmfast.bench.specs import Twins, expand, parse_keep, parse_stages
@@ -14,6 +14,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods
 from mmfast.core.spec import parse, run
 from mmfast.core.tokens import Tokens
+from mmfast.models.loading import pick_device
 
 
 @pytest.mark.parametrize(

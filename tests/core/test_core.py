@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import mmfast
 from mmfast import Mix, MmfastError, Reduction, SpecError, Tokens, Trace
 from mmfast.core import registry
 from mmfast.core.spec import count, parse, run
+from mmfast.core.trace import free_bytes
 
 settings.register_profile("mmfast", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("mmfast")
@@ -399,3 +401,22 @@ def test_apply_does_not_depend_on_the_order_of_sources() -> None:
     merged = Reduction.merge(torch.tensor([0, 50]), target)
     x = torch.randn(100, 7)
     assert merged.apply(x).equal(merged.apply(x.clone()))
+
+
+def test_free_bytes_keep_within_the_limit_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, limits = torch.device("cpu"), (("1000", 600), ("300", 0))
+    free = free_bytes(cpu, tmp_path)
+    if free is None:
+        pytest.skip("no /proc/meminfo here")
+    assert free > 1 << 20
+    (tmp_path / "memory.current").write_text("400\n")
+    for most, rest in limits:
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert free_bytes(cpu, tmp_path) == rest
+    for most in ("max", ""):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert (free_bytes(cpu, tmp_path) or 0) > 1 << 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 20))
+    assert free_bytes(torch.device("cuda")) == 7

@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import mmfast
 from mmfast.core.errors import ModelError
-from mmfast.models.loading import embedded_path, load
+from mmfast.models.loading import embedded_path, load, pick_device
 from mmfast.pipelines.visual_qa import Answer
 
 CLIP = Path(__file__).resolve().parents[2] / "assets" / "clips" / "red-circle.mp4"
@@ -149,3 +149,26 @@ def test_speech_tasks_take_them_too(task: str, tmp_path: Path) -> None:
         mmfast.pipeline(task, model_kwargs={"dtype": "auto"})
     with pytest.raises(ModelError, match="refused"):
         mmfast.pipeline(task, str(tmp_path), model_kwargs={"trust_remote_code": True})
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_device_that_does_not_exist_is_refused(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    assert pick_device("cpu").type == "cpu"
+    assert pick_device(None).type == ("cuda" if count else "cpu")
+    for index in range(count):
+        assert pick_device(f"cuda:{index}") == torch.device("cuda", index)
+    for wrong in (f"cuda:{count}", "cuda:99", *(["cuda"] if not count else [])):
+        with pytest.raises(ModelError, match=f"'{wrong}' is not here; choices: cpu") as caught:
+            pick_device(wrong)
+        assert [f"cuda:{i}" in str(caught.value).split("choices")[1] for i in range(count + 1)] == [
+            *[True] * count,
+            False,
+        ]
+        assert "\n" not in str(caught.value)
+    for unknown in ("gpu", "meta", "cuda:-1", ""):
+        with pytest.raises(ModelError, match="cuda:<index>"):
+            pick_device(unknown)

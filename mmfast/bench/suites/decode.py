@@ -18,13 +18,14 @@ from torch import Tensor
 
 from mmfast.attach import attach
 from mmfast.bench import timing
-from mmfast.bench.cases import Case, build, fill_, pick_device, pick_dtype, unfilled
+from mmfast.bench.cases import Case, build, fill_, pick_dtype, unfilled
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.stages import ceilings
 from mmfast.bench.timing import frozen, one_thread, quantile
 from mmfast.decoding.sampling import Sampling
+from mmfast.models.loading import pick_device
 from mmfast.models.speech.moshi import MoshiVoice
 from mmfast.models.speech.moshi_graphs import (
     GraphRecorder,

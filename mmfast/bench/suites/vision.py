@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.attach import attach
-from mmfast.bench.cases import Case, build, feature_rows, fill_, pick_device
+from mmfast.bench.cases import Case, build, feature_rows, fill_
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.timing import OperationCount, compare_jobs, one_thread, peak_during, timed
 from mmfast.core.errors import MmfastError
 from mmfast.models.cost import linear_macs, tower_flops
+from mmfast.models.loading import pick_device
 from mmfast.models.vision.acceleration import MODES, as_linear, check_encoder, fast_encoder
 from mmfast.models.vision.merge_pass import MergePass, MergePlan
 from mmfast.ops.attention import segment_attention

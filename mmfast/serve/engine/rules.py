@@ -16,6 +16,16 @@ from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import SamplingOptions, TokenChance
 
 
+def check_ids(given: SamplingOptions, size: int) -> None:
+    """Raise `MmfastError` where the options name a token outside a vocabulary of `size`."""
+    for name, ids in (
+        ("logit_bias", [token for token, _ in given.logit_bias]),
+        ("stop_token_ids", given.stop_token_ids),
+    ):
+        if wrong := [token for token in ids if not 0 <= token < size]:
+            raise MmfastError(f"{name} names token {wrong[0]}; give ids from 0 to {size - 1}")
+
+
 class TokenRules:
     """State of one answer beside its cache: the tokens so far, and the place in its grammar.
 
@@ -38,13 +48,8 @@ class TokenRules:
 
         MmfastError: a token id outside the vocabulary, or a grammar that cannot be compiled.
         """
-        given, size = self._sampling, len(tokenizer)
-        for name, ids in (
-            ("logit_bias", [token for token, _ in given.logit_bias]),
-            ("stop_token_ids", given.stop_token_ids),
-        ):
-            if wrong := [token for token in ids if not 0 <= token < size]:
-                raise MmfastError(f"{name} names token {wrong[0]}; give ids from 0 to {size - 1}")
+        given = self._sampling
+        check_ids(given, len(tokenizer))
         own = () if given.ignore_eos and given.grammar is None else ends
         self._ends = tuple(sorted({*own, *given.stop_token_ids}))
         if given.logprobs is not None or given.grammar is not None:

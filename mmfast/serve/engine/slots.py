@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +10,14 @@ from torch import Tensor
 
 from mmfast.core.kv import KVBlock
 from mmfast.core.spec import Spec, parse
+from mmfast.core.trace import free_bytes
 from mmfast.planner.target import parse_bytes
 from mmfast.serve.engine.base import Media, Request, SamplingOptions
 from mmfast.serve.engine.policies import PromptRecipe
 from mmfast.serve.engine.rows import AnswerRow
 
-_SHARE = {"cuda": 0.8, "cpu": 0.25}  # of the free memory; other programs use the CPU's, too
-_FALLBACK = 2 << 30
+_SHARE = {"cuda": 0.8}  # of the free memory; of others, which other programs use too, a quarter
+_FALLBACK = 2 << 30  # where the free memory is unknown
 
 
 def kv_limit(memory: str | int | None, device: torch.device, sharing: int = 1) -> int:
@@ -29,27 +28,8 @@ def kv_limit(memory: str | int | None, device: torch.device, sharing: int = 1) -
     given = parse_bytes(memory)
     if given is not None:
         return given
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _SHARE["cuda"] / sharing)
-    return int(_free() * _SHARE["cpu"] / sharing)
-
-
-def _free() -> int:
-    """Return the free bytes of this machine, or of the container it runs in."""
-    free = _FALLBACK
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        known = dict(line.split(":", 1) for line in lines)
-        free = int(known["MemAvailable"].split()[0]) * 1024
-        group = Path("/sys/fs/cgroup")
-        most = (group / "memory.max").read_text(encoding="ascii").strip()
-        if most != "max":
-            used = int((group / "memory.current").read_text(encoding="ascii"))
-            free = min(free, max(0, int(most) - used))
-    except (OSError, ValueError, KeyError):
-        pass  # not Linux, or no control group
-    return free
+    free = free_bytes(device)
+    return int((_FALLBACK if free is None else free) * _SHARE.get(device.type, 0.25) / sharing)
 
 
 T = TypeVar("T")

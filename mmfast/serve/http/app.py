@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import mmfast
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.serve.config import ServerConfig
-from mmfast.serve.engine.base import Executor
+from mmfast.serve.engine.base import Executor, Health
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, brief, reason
 from mmfast.serve.guard.media import read_upload
 from mmfast.serve.guard.shield import Shield
@@ -190,28 +190,33 @@ async def model(model: str, http: Request) -> ModelCard:
     )
 
 
-@router.get("/health", summary="Whether the process lives")
-async def health() -> HealthReply:
-    """Report that the process runs."""
-    return HealthReply(status="ok")
+def _state(status: str, found: Health | None) -> Response:
+    """Return the state of the engine, 503 where it is not `ok`, or a part on Ray has no replica."""
+    found, mark = found or Health(False), "workers_"
+    live = {n.removeprefix(mark): int(v) for n, v in found.gauges.items() if n.startswith(mark)}
+    status = "unready" if status == "ok" and 0 in live.values() else status
+    reply = {"status": status, "running": found.running, "waiting": found.waiting}
+    more = {"replicas": live} if live else {}
+    return JSONResponse({**reply, **more}, 200 if status == "ok" else 503)
 
 
-@router.get(
-    "/ready",
-    response_model=HealthReply,
-    responses={503: {"model": HealthReply, "description": "Not now."}},
-    summary="Whether requests are taken",
-)
+_UNREADY: dict[int | str, dict[str, Any]] = {503: {"model": HealthReply, "description": "Not now."}}
+
+
+@router.get("/health", response_model=HealthReply, responses=_UNREADY, summary="Whether it lives")
+async def health(http: Request) -> Response:
+    """Report that the process runs; 503 while no replica of a part of the engine on Ray lives."""
+    return _state("ok", http.app.state.service.health())
+
+
+@router.get("/ready", response_model=HealthReply, responses=_UNREADY, summary="Whether it answers")
 async def ready(http: Request) -> Response:
     """Report whether requests are taken; 503 while the model is loading, or cannot be loaded."""
     service = http.app.state.service
     found = service.health()
     if found is None:
-        status = "failed" if service.failure() else "loading"
-        return JSONResponse({"status": status, "running": 0, "waiting": 0}, 503)
-    status = "ok" if found.ready else "busy"
-    reply = {"status": status, "running": found.running, "waiting": found.waiting}
-    return JSONResponse(reply, 200 if found.ready else 503)
+        return _state("failed" if service.failure() else "loading", None)
+    return _state("ok" if found.ready else "busy", found)
 
 
 @router.get(

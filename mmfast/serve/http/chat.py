@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from mmfast.serve.calls import before_call, read_calls, without_calls
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
-from mmfast.serve.guard.errors import bad_request, body
+from mmfast.serve.guard.errors import bad_request
 from mmfast.serve.http import events, schema
 from mmfast.serve.http.exchange import AnswerSet, Reader, parts_of
 from mmfast.serve.http.service import Service
@@ -47,8 +48,6 @@ class Tools:
     A call that is asked for by name or as `required` follows a grammar; one of the model's own
     accord is read from its text, as `<tool_call>{…}</tool_call>` or as JSON alone.
     """
-
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self, asked: schema.ChatRequest) -> None:
         choice = asked.tool_choice
@@ -92,11 +91,7 @@ class Tools:
             return len(text)
         if self.forced or text.lstrip()[:1] in ("", "{", "["):
             return 0
-        at = text.find(self._OPEN)
-        if at >= 0:
-            return at
-        tails = (n for n in range(len(self._OPEN) - 1, 0, -1) if text.endswith(self._OPEN[:n]))
-        return len(text) - next(tails, 0)
+        return before_call(text)
 
     def split(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """Return the text and the calls of an answer; no text where there are calls alone."""
@@ -104,29 +99,15 @@ class Tools:
             return text, []
         if self.named is not None:
             return None, [_call(self.named, text)]
-        rest, calls = text, list[dict[str, Any]]()
-        if self._OPEN in text:
-            rest, *pieces = text.split(self._OPEN)
-            calls = [c for p in pieces for c in self._read(p.split(self._CLOSE)[0])]
-        elif text.lstrip()[:1] in ("{", "["):
-            calls = self._read(text)
-            rest = "" if calls else text
+        rest, written = text[: before_call(text)], list[str]()
+        deque(without_calls([text], written), maxlen=0)  # words behind a call are left out
+        if not written and text.lstrip()[:1] in ("{", "["):
+            rest, written = "", [text]
+        names = {tool.function.name for tool in self.given}
+        calls = [_call(*call) for each in written for call in read_calls(each, names)]
         if not calls:
             return text, []
         return rest.strip() or None, calls[:1] if self._one else calls
-
-    def _read(self, text: str) -> list[dict[str, Any]]:
-        try:
-            found = json.loads(text)
-        except ValueError:
-            return []
-        names, calls = {tool.function.name for tool in self.given}, []
-        for each in found if isinstance(found, list) else [found]:
-            if isinstance(each, dict) and each.get("name") in names:
-                arguments = each.get("arguments", each.get("parameters", {}))
-                whole = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                calls.append(_call(each["name"], whole))
-        return calls
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
@@ -163,6 +144,7 @@ class ChatExchange:
         self.created, self.tools = int(time.time()), Tools(asked)  # seconds since 1970
         self.answers = AnswerSet(service, asked, caller, f"chatcmpl-{uuid.uuid4().hex}")
         self.heard, self.seconds = list[str](), 0.0  # transcripts, and the duration of the sounds
+        self._sent = dict[int, int]()  # letters of each answer that are in the stream
 
     async def whole(self) -> Response:
         """Answer with one document."""
@@ -173,15 +155,13 @@ class ChatExchange:
     async def stream(self) -> Response:
         """Answer with a stream; an early failure gets a status of its own."""
         run = await self.run()
-        first = await self.answers.first(run)
-        parts = self._chunks(run, first)
-        return events.StreamedReply(parts, events.EVENTS, run.close, self.answers.headers)
+        return await self.answers.stream(run, self._part, self._end(), self._start())
 
     async def run(self) -> events.RequestRun:
         """Read the messages and hand them to the engine."""
         asked, answers, tools = self._asked, self.answers, self.tools
         options, processor = self._processing()
-        reader = Reader(self._service, options, answers.charge, processor)
+        reader = Reader(self._service, options, answers.charge, processor, answers.owner)
         messages = await reader.messages(asked.messages)
         self.heard, self.seconds = reader.heard, reader.seconds
         template = dict(asked.chat_template_kwargs or {})
@@ -272,38 +252,24 @@ class ChatExchange:
             choice["logprobs"] = logprobs_of(chances)
         return events.event({**self._head("chat.completion.chunk"), "choices": [choice], **more})
 
-    async def _chunks(
-        self, run: events.RequestRun, found: tuple[int, base.Event] | None
-    ) -> AsyncGenerator[bytes, None]:
-        answers, wants = self.answers, self._asked.stream_options
-        sent = dict.fromkeys(range(answers.total), 0)
-        for i in sent:
+    def _start(self) -> Iterator[bytes]:
+        for i in range(self.answers.total):
             yield self._chunk(i, {"role": "assistant", "content": "", "refusal": None})
-        while True:
-            if found is None:
-                yield events.WAITING
-            elif isinstance(found[1], base.Failure):
-                # without [DONE], for the answer is not complete
-                yield events.event(body(answers.failed(found[1])))
-                return
-            elif isinstance(found[1], base.Finish):
-                for chunk in self._last(found[0], found[1], sent[found[0]]):
-                    yield chunk
-                if len(answers.ends) == answers.total:
-                    break
-            else:
-                i, text = found[0], answers.texts[found[0]]
-                stop = max(self.tools.certain(text), sent[i])
-                if stop > sent[i] or found[1].logprobs:
-                    delta = {"content": text[sent[i] : stop]}
-                    yield self._chunk(i, delta, None, found[1].logprobs)
-                sent[i] = stop
-            found = await answers.next(run)
-        if wants and wants.include_usage:
-            usage = answers.usage(self.heard, self.seconds)
-            yield events.event(
-                {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
-            )
+
+    def _part(self, i: int, event: base.Event) -> Iterator[bytes]:
+        sent = self._sent.get(i, 0)
+        if isinstance(event, base.Finish):
+            yield from self._last(i, event, sent)
+        elif isinstance(event, base.Delta):
+            text = self.answers.texts[i]
+            stop = self._sent[i] = max(self.tools.certain(text), sent)
+            if stop > sent or event.logprobs:
+                yield self._chunk(i, {"content": text[sent:stop]}, None, event.logprobs)
+
+    def _end(self) -> Iterator[bytes]:
+        if (wants := self._asked.stream_options) and wants.include_usage:
+            usage = {"usage": self.answers.usage(self.heard, self.seconds)}
+            yield events.event({**self._head("chat.completion.chunk"), "choices": [], **usage})
         self._log()
         yield events.DONE
 

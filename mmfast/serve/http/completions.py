@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import caller_of
-from mmfast.serve.guard.errors import bad_request, body
+from mmfast.serve.guard.errors import bad_request
 from mmfast.serve.http import events, schema
 from mmfast.serve.http.exchange import AnswerSet
 
@@ -38,7 +38,7 @@ class Completions:
     """One request for texts and its answers."""
 
     def __init__(self, answers: AnswerSet, asked: schema.CompletionRequest) -> None:
-        self._answers, self._created = answers, int(time.time())
+        self._answers, self._created, self._begun = answers, int(time.time()), set[int]()
         self._asked, given = asked, asked.prompt
         one = isinstance(given, str) or isinstance(given[0], int)
         self._prompts: list[Any] = [given] if one else list(given)
@@ -57,8 +57,7 @@ class Completions:
         prompts = [((), base.Options(None, given.cache, None, raw=raw)) for raw in raws]
         run = await answers.run(prompts)
         if self._asked.stream:
-            parts = self._chunks(run, await answers.first(run))
-            return events.StreamedReply(parts, events.EVENTS, run.close, answers.headers)
+            return await answers.stream(run, self._chunk, self._end())
         await answers.whole(run)
         choices = [
             self._choice(i, self._echo(i) + answers.texts.get(i, ""), answers.chances.get(i), end)
@@ -91,31 +90,19 @@ class Completions:
         logprobs = None if chances is None else found
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    async def _chunks(
-        self, run: events.RequestRun, found: tuple[int, base.Event] | None
-    ) -> AsyncGenerator[bytes, None]:
-        answers, wants, begun = self._answers, self._asked.stream_options, set[int]()
-        while True:
-            if found is None:
-                yield events.WAITING
-            elif isinstance(found[1], base.Failure):
-                yield events.event(body(answers.failed(found[1])))
-                return
-            else:
-                i, event = found
-                new, end = "" if i in begun else self._echo(i), None
-                chances: Sequence[base.TokenChance] = ()
-                if isinstance(event, base.Delta):
-                    new, chances = new + event.text, event.logprobs
-                else:
-                    end = event
-                begun.add(i)
-                choice = self._choice(i, new, chances or None, end)
-                usage = {"usage": None} if wants and wants.include_usage else {}
-                yield events.event({**self._head(), "choices": [choice], **usage})
-                if len(answers.ends) == answers.total:
-                    break
-            found = await answers.next(run)
-        if wants and wants.include_usage:
-            yield events.event({**self._head(), "choices": [], "usage": answers.usage()})
+    def _chunk(self, number: int, event: base.Event) -> Iterator[bytes]:
+        """Yield the event of a piece, or of the end, of an answer; the first one echoes."""
+        text = "" if number in self._begun else self._echo(number)
+        self._begun.add(number)
+        if isinstance(event, base.Delta):
+            choice = self._choice(number, text + event.text, event.logprobs or None)
+        else:
+            choice = self._choice(number, text, None, event)
+        wants = self._asked.stream_options
+        usage = {"usage": None} if wants and wants.include_usage else {}
+        yield events.event({**self._head(), "choices": [choice], **usage})
+
+    def _end(self) -> Iterator[bytes]:
+        if (wants := self._asked.stream_options) and wants.include_usage:
+            yield events.event({**self._head(), "choices": [], "usage": self._answers.usage()})
         yield events.DONE

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
+
+from cachetools import LRUCache
+from starlette.responses import Response
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig
@@ -17,7 +22,7 @@ from mmfast.serve.engine import base
 from mmfast.serve.engine.rules import json_grammar
 from mmfast.serve.guard import logs
 from mmfast.serve.guard.caller import Caller
-from mmfast.serve.guard.errors import ApiError, api_error, bad_request
+from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body
 from mmfast.serve.guard.media import load_media, load_sound
 from mmfast.serve.http import events, schema
 from mmfast.serve.http.service import Service
@@ -26,6 +31,7 @@ T = TypeVar("T")
 
 
 PATIENCE = 2.0  # seconds to wait with the status of a stream, so that early errors get their own
+KEPT = 256 << 20  # bytes of decoded pictures that clients name by a uuid
 HEARTBEAT = 15.0  # seconds between comments in a stream that waits
 
 
@@ -33,7 +39,8 @@ class Reader:
     """Reads the messages of one request; `seconds` is the duration of all sounds.
 
     `charge` is called with the pixels of each image and clip; `processor` holds arguments of the
-    model's processor.
+    model's processor. Pictures with a `uuid` are kept for their `owner`, who need not send them
+    again.
     """
 
     def __init__(
@@ -42,8 +49,11 @@ class Reader:
         options: schema.MmfastOptions,
         charge: Callable[[int], None],
         processor: Mapping[str, Any] | None = None,
+        owner: str = "",
     ) -> None:
-        self._service, self._config = service, service.config
+        self._service, self._config, self._owner = service, service.config, owner
+        kept = LRUCache[tuple[str, str], base.Media](KEPT, lambda each: each.shot.pixels.nbytes)
+        self._pictures = service.parts.setdefault("pictures", kept)
         self._options, self._charge = options, charge
         # encodings under other arguments of the processor are not reused
         self._variant = f":{sorted(processor.items())}" if processor else ""
@@ -112,13 +122,28 @@ class Reader:
     async def _media(self, part: Any, param: str) -> base.Media:
         options, config = self._options, self._config
         if isinstance(part, schema.ImagePart):
-            url = part.image_url.url
-            found = await load_media(url, "image", config, most=self._share, param=param)
+            if part.image_url is None:
+                found = self._kept(part.uuid, param)
+            else:
+                url = part.image_url.url
+                found = await load_media(url, "image", config, most=self._share, param=param)
+            if part.uuid is not None and found.shot.pixels.nbytes <= KEPT:
+                self._pictures[self._owner, part.uuid] = found
         else:
             url, frames, fps = part.video_url.url, options.frames, options.fps
             found = await load_media(url, "video", config, frames=frames, fps=fps, param=param)
         self._charge(found.shot.pixels.size // 3)
         return replace(found, key=f"{found.key}{self._variant}")
+
+    def _kept(self, uuid: str | None, param: str) -> base.Media:
+        """Return a picture that was sent before; `ApiError` if none is kept that fits here."""
+        if uuid is None:
+            raise bad_request(f"{param} is missing; give it", "missing_required_parameter", param)
+        found: base.Media | None = self._pictures.get((self._owner, uuid))
+        if found is None or found.shot.pixels.size // 3 > self._share:
+            text = f"no picture of uuid {uuid[:80]!r} is kept here; send it once more"
+            raise bad_request(text, "unknown_uuid", param)
+        return found
 
     async def _words(
         self, sound: str, place: tuple[int, int], param: str, kind: str | None = None
@@ -139,16 +164,12 @@ async def _gathered(work: Iterable[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
             task.cancel()
 
 
-def _transcriber(voice: Any, pcm: Any, rate: int) -> Callable[[], str]:
-    def transcribe() -> str:
-        from mmfast.pipelines.omni_chat import written
+def words_of(voice: Any, pcm: Any, rate: int, asks: bool = True) -> str:
+    """Return what sound `[n]` says; written as a question if it `asks`, or begins like one."""
+    from mmfast.pipelines.omni_chat import ASKS, written
 
-        heard = voice.transcribe(pcm, rate).strip()
-        if not heard:
-            raise MmfastError("no word was understood in the sound; speak louder, or send text")
-        return written(heard)
-
-    return transcribe
+    heard = str(voice.transcribe(pcm, rate)).strip()
+    return written(heard) if heard and (asks or re.match(ASKS, heard, re.IGNORECASE)) else heard
 
 
 async def transcribed(
@@ -157,7 +178,10 @@ async def transcribed(
     """Return the words of a recording, base64, a URL or its bytes, and its length in seconds."""
     pcm, rate = await load_sound(sound, service.config, format=kind, param=param)
     voice = await service.voice()
-    return await service.in_voice_thread(_transcriber(voice, pcm, rate)), len(pcm) / rate
+    heard = await service.in_voice_thread(partial(words_of, voice, pcm, rate))
+    if not heard:
+        raise MmfastError("no word was understood in the sound; speak louder, or send text")
+    return heard, len(pcm) / rate
 
 
 def parts_of(message: Any) -> list[Any]:
@@ -213,6 +237,7 @@ class AnswerSet:
 
     def __init__(self, service: Service, asked: schema.Choosing, caller: Caller, name: str) -> None:
         self.service, self.asked, self.caller, self.name = service, asked, caller, name
+        self.owner = f"{caller.tenant}/{asked.user or ''}"
         self._start = time.perf_counter()
         self._last: dict[int, float] = {}
         self.texts: dict[int, str] = {}
@@ -283,7 +308,7 @@ class AnswerSet:
                         replace(plain, seed=seed, grammar=rules),
                         options,
                         # Results are separate for each user; turns are shared by users of a key.
-                        f"{self.caller.tenant}/{asked.user or ''}",
+                        self.owner,
                         given.priority or 0,
                         self.caller.tenant,
                     )
@@ -298,17 +323,48 @@ class AnswerSet:
                 if found is not None and isinstance(found[1], base.Failure):
                     raise self.failed(found[1])
 
-    async def first(self, run: events.RequestRun) -> tuple[int, base.Event] | None:
-        """Wait a moment for the first event; an early failure gets a status of its own."""
+    async def stream(
+        self,
+        run: events.RequestRun,
+        part: Callable[[int, base.Event], Iterable[bytes]],
+        end: Iterable[bytes],
+        start: Iterable[bytes] = (),
+        failed: Callable[[ApiError], bytes] = lambda error: events.event(body(error)),
+    ) -> Response:
+        """Answer with a stream; an early failure gets a status of its own.
+
+        `part` writes an event of the answer of that number, `end`, which is read behind the last
+        one, the close of the stream. A later failure takes its place, as `failed` writes it.
+        """
         await run.__aenter__()
         try:
-            found = self.noted(await run.next(PATIENCE))
-            if found is not None and isinstance(found[1], base.Failure):
-                raise self.failed(found[1])
-            return found
+            first = self.noted(await run.next(PATIENCE))
+            if first is not None and isinstance(first[1], base.Failure):
+                raise self.failed(first[1])
         except BaseException:
             run.close()
             raise
+
+        async def parts() -> AsyncGenerator[bytes, None]:
+            found = first
+            for piece in start:
+                yield piece
+            while True:
+                if found is None:
+                    yield events.WAITING
+                elif isinstance(found[1], base.Failure):
+                    yield failed(self.failed(found[1]))
+                    return
+                else:
+                    for piece in part(*found):
+                        yield piece
+                    if len(self.ends) == self.total:
+                        break
+                found = self.noted(await run.next(HEARTBEAT))
+            for piece in end:
+                yield piece
+
+        return events.StreamedReply(parts(), events.EVENTS, run.close, self.headers)
 
     def failed(self, failure: base.Failure) -> ApiError:
         """Turn a failure into an error reply; one of a server that stops says so."""
@@ -316,10 +372,6 @@ class AnswerSet:
             text = "the server is stopping and has cut the answer short; ask again in a moment"
             return ApiError(503, text, code="stopping", headers={"Retry-After": "5"})
         return events.failed(failure)
-
-    async def next(self, run: events.RequestRun) -> tuple[int, base.Event] | None:
-        """Return the next event, or None where a stream should show that it lives."""
-        return self.noted(await run.next(HEARTBEAT))
 
     def noted(self, found: tuple[int, base.Event] | None) -> tuple[int, base.Event] | None:
         """Count an event in metrics, quotas and log."""
@@ -394,17 +446,11 @@ def sampling(
     """Return the options of choosing tokens; `defaults` are those of the checkpoint."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     bias = {int(token): value for token, value in (asked.logit_bias or {}).items()}
-    known: tuple[str, ...] = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "seed",
-        "min_tokens",
-    )
-    known = (*known, "presence_penalty", "frequency_penalty", "ignore_eos")
-    given = {name: getattr(asked, name) for name in known if getattr(asked, name) is not None}
+    names = (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "min_tokens",
+        "presence_penalty", "frequency_penalty", "ignore_eos",
+    )  # fmt: skip
+    given = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
     found = {**defaults, **given}
     found["top_k"] = max(found.get("top_k", 0), 0)  # -1 takes all, too
     return base.SamplingOptions(

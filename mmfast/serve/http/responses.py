@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
-from mmfast.serve.guard.errors import bad_request, body
+from mmfast.serve.guard.errors import ApiError, bad_request, body
 from mmfast.serve.http import events, schema
 from mmfast.serve.http.chat import ChatExchange, logprobs_of
 from mmfast.serve.http.service import Service
@@ -37,18 +37,11 @@ class ResponseRequest(schema.Strict):
     background: bool | None = None
 
 
-_SAME: tuple[str, ...] = (
-    "model",
-    "parallel_tool_calls",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stream",
-    "user",
-)
-_SAME += ("mmfast", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
-_SAME += ("top_logprobs", "chat_template_kwargs", "mm_processor_kwargs", "repetition_penalty")
+_SAME = (
+    "model", "parallel_tool_calls", "temperature", "top_p", "top_k", "seed", "stream", "user",
+    "mmfast", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "top_logprobs", "chat_template_kwargs", "mm_processor_kwargs", "repetition_penalty",
+)  # fmt: skip
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
@@ -155,6 +148,8 @@ class ResponseReply:
         self._answers, self.streams = self._exchange.answers, bool(self._chat.stream)
         self._id, self._item = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self._created, self._number = int(time.time()), count()
+        self._sent, self._opened = 0, False  # letters of the message, and its announcement
+        self._place = {"item_id": self._item, "output_index": 0, "content_index": 0}
 
     async def whole(self) -> Response:
         """Answer with one document."""
@@ -164,8 +159,11 @@ class ResponseReply:
     async def stream(self) -> Response:
         """Answer with events."""
         run = await self._exchange.run()
-        parts = self._events(run, await self._answers.first(run))
-        return events.StreamedReply(parts, events.EVENTS, run.close, self._answers.headers)
+        start = (
+            self._event(f"response.{kind}", response=self._document(None))
+            for kind in ("created", "in_progress")
+        )
+        return await self._answers.stream(run, self._delta, self._end(), start, self._failed)
 
     def _document(self, output: list[Any] | None) -> dict[str, Any]:
         end = self._answers.ends.get(0)
@@ -230,62 +228,49 @@ class ResponseReply:
         document = {"type": kind, "sequence_number": next(self._number), **more}
         return events.event(document, kind)
 
-    async def _events(
-        self, run: events.RequestRun, found: tuple[int, base.Event] | None
-    ) -> AsyncGenerator[bytes, None]:
-        for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._document(None))
-        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        sent, opened = 0, False
-        while found is None or not isinstance(found[1], base.Finish):
-            if found is None:
-                yield events.WAITING
-            elif isinstance(found[1], base.Failure):
-                failed = self._answers.failed(found[1])
-                document = {**self._document([]), "status": "failed"}
-                document["error"] = {"code": "server_error", **body(failed)["error"]}
-                yield self._event("response.failed", response=document)
-                return
-            else:
-                text = self._answers.texts.get(0, "")
-                stop = max(self._exchange.tools.certain(text), sent)
-                if stop > sent:
-                    for part in () if opened else self._opening(place):
-                        yield part
-                    more = {"delta": text[sent:stop], "logprobs": []}
-                    yield self._event("response.output_text.delta", **place, **more)
-                    sent, opened = stop, True
-            found = await self._answers.next(run)
+    def _delta(self, _: int, event: base.Event) -> Iterator[bytes]:
+        if isinstance(event, base.Delta):
+            text = self._answers.texts[0]
+            if (stop := self._exchange.tools.certain(text)) > self._sent:
+                yield from self._said(text[:stop])
+
+    def _failed(self, error: ApiError) -> bytes:
+        document = {**self._document([]), "status": "failed"}
+        document["error"] = {"code": "server_error", **body(error)["error"]}
+        return self._event("response.failed", response=document)
+
+    def _end(self) -> Iterator[bytes]:
         output = self._output()
         for index, item in enumerate(output):
-            for part in self._item_events(index, item, place, sent, opened):
-                yield part
-        kind = "incomplete" if found[1].reason == "length" else "completed"
+            yield from self._item_events(index, item)
+        cut = self._answers.ends[0].reason == "length"
+        kind = "incomplete" if cut else "completed"
         yield self._event(f"response.{kind}", response=self._document(output))
 
-    def _opening(self, place: Mapping[str, Any]) -> list[bytes]:
-        item = self._event("response.output_item.added", output_index=0, item=self._message(None))
-        return [item, self._event("response.content_part.added", **place, part=self._text(""))]
+    def _said(self, text: str) -> Iterator[bytes]:
+        """Yield what of the message was not sent yet, behind what announces it."""
+        if not self._opened:
+            self._opened, item = True, self._message(None)
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            part = self._text("")
+            yield self._event("response.content_part.added", **self._place, part=part)
+        if more := text[self._sent :]:
+            self._sent = len(text)
+            yield self._event("response.output_text.delta", **self._place, delta=more, logprobs=[])
 
-    def _item_events(
-        self, index: int, item: dict[str, Any], place: Mapping[str, Any], sent: int, opened: bool
-    ) -> list[bytes]:
-        """Return the events that complete an item."""
-        done = self._event
+    def _item_events(self, index: int, item: dict[str, Any]) -> Iterator[bytes]:
+        """Yield the events that complete an item."""
         if item["type"] == "message":
-            text = item["content"][0]["text"]
-            found = [] if opened else self._opening(place)
-            if text[sent:]:
-                more = {"delta": text[sent:], "logprobs": []}
-                found.append(done("response.output_text.delta", **place, **more))
-            found.append(done("response.output_text.done", **place, text=text, logprobs=[]))
             part = item["content"][0]
-            found.append(done("response.content_part.done", **place, part=part))
+            yield from self._said(part["text"])
+            done = {"text": part["text"], "logprobs": []}
+            yield self._event("response.output_text.done", **self._place, **done)
+            yield self._event("response.content_part.done", **self._place, part=part)
         else:
             at = {"item_id": item["id"], "output_index": index}
             given, kind = item["arguments"], "response.function_call_arguments"
             opening = {**item, "arguments": "", "status": "in_progress"}
-            found = [done("response.output_item.added", output_index=index, item=opening)]
-            found.append(done(f"{kind}.delta", **at, delta=given))
-            found.append(done(f"{kind}.done", **at, arguments=given, name=item["name"]))
-        return [*found, done("response.output_item.done", output_index=index, item=item)]
+            yield self._event("response.output_item.added", output_index=index, item=opening)
+            yield self._event(f"{kind}.delta", **at, delta=given)
+            yield self._event(f"{kind}.done", **at, arguments=given, name=item["name"])
+        yield self._event("response.output_item.done", output_index=index, item=item)

@@ -17,6 +17,8 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS
+
 Text = Annotated[str, Field(max_length=1_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Spec = Annotated[str, Field(min_length=1, max_length=500)]
@@ -87,10 +89,10 @@ class SoundUrl(Strict):
 
 
 class ImagePart(Strict):
-    """An image; `uuid` names it in the client's own words and has no effect on reuse."""
+    """An image; one sent before with a `uuid` of the client's is named by that alone."""
 
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | None = None
     uuid: Name | None = None
 
 
@@ -506,11 +508,12 @@ class Models(BaseModel):
 
 
 class HealthReply(BaseModel):
-    """State of the process (`/health`) and of the engine (`/ready`)."""
+    """State of the process (`/health`) or engine (`/ready`); on Ray with the live `replicas`."""
 
-    status: Literal["ok", "loading", "busy", "failed"]
+    status: Literal["ok", "loading", "busy", "failed", "unready"]
     running: int = 0
     waiting: int = 0
+    replicas: dict[str, int] | None = None
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -532,16 +535,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {
         "description": "The answer; as `text/event-stream` where `stream` is true.",
-        # every event has data, a JSON document or [DONE]
-        "content": {
-            "text/event-stream": {
-                "schema": {
-                    "type": "object",
-                    "properties": {"data": {"type": "string"}},
-                    "required": ["data"],
-                }
-            }
-        },
+        "content": {EVENTS: {"schema": EVENT_SCHEMA}},
     },
 }
 

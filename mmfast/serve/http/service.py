@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mmfast.core.errors import MmfastError
-from mmfast.serve.config import ServerConfig
+from mmfast.serve.config import ServerConfig, answers_to
 from mmfast.serve.engine.base import Executor, Finish, Health
 from mmfast.serve.guard.errors import ApiError, busy
 
@@ -189,7 +189,6 @@ def _span(model: str, finish: Finish, seconds: float) -> None:
 
 
 T = TypeVar("T")
-ALIASES = ("mmfast", "gpt-realtime")  # further names of the model that is served
 EMBEDDED, SPEECH = "mmfast-tiny-video", "mmfast-tiny-speech"
 VOICES = 2  # speeches and recordings processed at once
 HEARD = 32  # most recordings that wait for transcription; another one is refused
@@ -266,7 +265,7 @@ class Service:
 
     def answers_to(self, name: str) -> bool:
         """Return True for the name of the model, and for its aliases on a server that has them."""
-        return name == self.model or (not self.config.strict_model and name in ALIASES)
+        return answers_to(name, self.model, self.config.strict_model)
 
     def start(self) -> Future[Any]:
         """Begin to load the engine, then the speech model; return the future of the engine."""

@@ -6,11 +6,14 @@ import asyncio
 import base64
 import math
 import time
+import zlib
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from fastapi import APIRouter, File, Form, UploadFile
+from starlette.datastructures import FormData
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from torch import Tensor
@@ -20,10 +23,12 @@ from mmfast.frontends.audio.wav import WavWriter
 from mmfast.ops.audio import Resampler
 from mmfast.serve.config import VOICE_NAMES
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
+from mmfast.serve.guard.media import load_sound
 from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, while_connected
-from mmfast.serve.http.exchange import ignoring, transcribed
-from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Transcription
+from mmfast.serve.http.exchange import ignoring, transcribed, words_of
+from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Strict, Transcription
 from mmfast.serve.http.service import VOICES, Service
+from mmfast.voice.ear import VoiceEar
 
 PCM_RATE = 24_000  # OpenAI's clients expect this rate of `pcm`, which has no header
 TYPES = {
@@ -131,7 +136,7 @@ def _int16(pcm: Tensor) -> bytes:
 
 WAITING = 8  # most speeches that wait for a thread; another one is refused
 RATE = 165  # words per minute at speed 1
-# names of OpenAI -> number of the voice, modulo the number of voices
+FORMATS = ("json", "text", "srt", "verbose_json", "vtt")  # of transcripts; a stream has two
 MODEL_NAMES = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts")
 router = APIRouter(route_class=JsonRoute)
 
@@ -181,7 +186,7 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
 @router.post(
     "/v1/audio/transcriptions",
     response_model=Transcription,
-    responses=ERRORS,
+    responses={**ERRORS, 200: {"content": {"text/plain": {}, EVENTS: {"schema": EVENT_SCHEMA}}}},
     summary="Write a recording down",
 )
 async def transcriptions(
@@ -189,6 +194,7 @@ async def transcriptions(
     file: Annotated[UploadFile, File()],
     model: Annotated[str, Form(min_length=1, max_length=256)],
     response_format: Annotated[str, Form()] = "json",
+    stream: Annotated[bool, Form()] = False,
 ) -> Response:
     """Write a recording down; the language is that of the speech model."""
     service: Service = http.app.state.service
@@ -196,15 +202,94 @@ async def transcriptions(
     if model not in known:
         text = unknown("model", model[:80], known)
         raise ApiError(404, text, code="model_not_found", param="model")
-    if response_format not in ("json", "text"):
-        text = unknown("response_format", response_format[:80], ("json", "text"))
-        raise bad_request(text, "invalid_value", "response_format")
+    choices = FORMATS[:2] if stream else FORMATS
+    if response_format not in choices:
+        text = unknown("response_format", response_format[:80], choices)
+        raise bad_request(f"{text}{' with stream' * stream}", "invalid_value", "response_format")
+    headers = ignoring(_idle(await http.form()), service.config)
     data = await file.read()
+    if stream or response_format not in FORMATS[:2]:
+        work = _by_segments(service, data, response_format, stream, headers)
+        return await while_connected(http.receive, work)
     words, seconds = await while_connected(http.receive, transcribed(service, data, "file"))
     if response_format == "text":
-        return PlainTextResponse(f"{words}\n")
+        return PlainTextResponse(f"{words}\n", headers=headers)
     usage = {"type": "duration", "seconds": math.ceil(seconds)}
-    return JSONResponse({"text": words, "usage": usage})
+    return JSONResponse({"text": words, "usage": usage}, headers=headers)
+
+
+def _idle(form: FormData) -> Strict:
+    """Return the fields without effect; `ApiError` for times of words, which no model tells."""
+    times = ("timestamp_granularities", "timestamp_granularities[]")
+    if wrong := {str(each) for name in times for each in form.getlist(name)} - {"segment"}:
+        text = unknown("timestamp_granularities", min(wrong)[:80], ("segment",))
+        raise bad_request(text, "invalid_value", "timestamp_granularities")
+    known = {"file", "model", "response_format", "stream", *times}
+    return Strict(**dict.fromkeys(name for name in form if name not in known))
+
+
+async def _by_segments(
+    service: Service, data: bytes, form: str, stream: bool, headers: dict[str, str]
+) -> Response:
+    """Write a recording down in a format that tells times, or as a stream."""
+    pcm, rate = await load_sound(data, service.config, param="file")
+    found = segments(service, pcm, rate)
+    first = await anext(found)  # an early error has a status of its own
+    if stream:
+        return StreamedReply(_deltas(first, found), EVENTS, lambda: None, headers)
+    rows, seconds = [first, *[each async for each in found]], len(pcm) / rate
+    if form == "verbose_json":
+        language = "english" if service.config.speech is None else "unknown"
+        document = {"task": "transcribe", "language": language, "duration": round(seconds, 3)}
+        document |= {"text": " ".join(row["text"] for row in rows), "segments": rows}
+        usage = {"type": "duration", "seconds": math.ceil(seconds)}
+        return JSONResponse({**document, "usage": usage}, headers=headers)
+    blocks = [] if form == "srt" else ["WEBVTT"]
+    for number, row in enumerate(rows, 1):
+        times = " --> ".join(_clock(row[name], form) for name in ("start", "end"))
+        blocks.append("\n".join([*([str(number)] if form == "srt" else []), times, row["text"]]))
+    return PlainTextResponse("\n\n".join(blocks) + "\n", headers=headers)
+
+
+def _clock(seconds: float, form: str) -> str:
+    whole, ms = divmod(round(seconds * 1000), 1000)
+    clock = f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}"
+    return f"{clock}{',' if form == 'srt' else '.'}{ms:03}"
+
+
+async def segments(service: Service, pcm: Tensor, rate: int) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the segments of sound `[n]`: what is said between two silences, with times in seconds.
+
+    Probabilities, which the speech model does not tell, are 0. `ApiError`: no word is understood;
+    `ModelError`: silero-vad is not installed.
+    """
+    voice, ear, number = await service.voice(), VoiceEar(), 0
+    events = await service.in_voice_thread(lambda: [*ear.hear(pcm), *ear.flush()])
+    turns = [(each.at - len(each.pcm), each.pcm) for each in events if each.pcm is not None]
+    for start, part in turns or [(0, pcm)]:
+        if text := await service.in_voice_thread(partial(words_of, voice, part, rate, False)):
+            begin, end = (round(at / rate, 3) for at in (start, start + len(part)))
+            row = {"id": number, "seek": 0, "start": begin, "end": end, "text": text, "tokens": []}
+            size = len(text.encode()) / len(zlib.compress(text.encode()))
+            row |= {"temperature": 0.0, "avg_logprob": 0.0, "no_speech_prob": 0.0}
+            yield {**row, "compression_ratio": size}
+            number += 1
+    if not number:
+        raise bad_request("no word was understood in the sound; speak louder", param="file")
+
+
+async def _deltas(first: Any, rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+    text, row = "", first
+    try:
+        while row is not None:
+            delta = f" {row['text']}" if text else row["text"]
+            text += delta
+            yield event({"type": "transcript.text.delta", "delta": delta})
+            row = await anext(rest, None)
+    except Exception as error:
+        yield event(body(error))
+        return
+    yield event({"type": "transcript.text.done", "text": text})
 
 
 def voice_of(name: str, voices: tuple[str, ...]) -> str:

@@ -28,6 +28,7 @@ from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.loading import load
 from mmfast.models.quiet import quiet
 from mmfast.serve.engine.base import Delta, Event, Failure, Request, failure
+from mmfast.serve.engine.rules import check_ids
 from mmfast.serve.engine.slots import moved
 from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
 
@@ -121,8 +122,9 @@ class EncodeReplica:
     async def __call__(self, request: Request, reduce: str | None) -> StageResult | Failure:
         """Return the embeddings of a request."""
         try:
-            prepare = self._stage.encoder.prepare
-            prepared = await asyncio.to_thread(prepare, request, reduce)
+            encoder = self._stage.encoder
+            check_ids(request.sampling, len(encoder.processor.tokenizer))
+            prepared = await asyncio.to_thread(encoder.prepare, request, reduce)
         except Exception as error:
             return _refusal(error, request)
         try:
@@ -191,7 +193,11 @@ class DecodeReplica:
             return
         yield {**given.workers, "decode": os.getpid()}
         inbox = _Inbox()
-        self._stage.add(request, moved(unwrap(given.parcel), self._device), inbox.put)
+        try:
+            self._stage.add(request, moved(unwrap(given.parcel), self._device), inbox.put)
+        except Exception as error:
+            yield (_refusal(error, request),)
+            return
         async with aclosing(inbox.batches(request.id, self._stage.cancel)) as batches:
             async for events in batches:
                 yield events

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
 from mmfast.pipelines.omni_chat import OmniChat, OmniSession
-from mmfast.serve.realtime.tools import without_calls
+from mmfast.serve.calls import without_calls
 from mmfast.voice.ear import RATE
 from mmfast.voice.models import voiced
 

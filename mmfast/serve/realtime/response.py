@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
+from mmfast.serve.calls import prompt_of, read_calls
 from mmfast.serve.realtime.brain import BrainQuestion, ChatterBrain
 from mmfast.serve.realtime.conversation import ConversationItem, ItemPart, call_item, new_id
 from mmfast.serve.realtime.formats import Outgoing
 from mmfast.serve.realtime.protocol import CallShape, EventError
 from mmfast.serve.realtime.service import SessionLimits
-from mmfast.serve.realtime.tools import prompt_of, read_call
 from mmfast.streams.stream import Clock
 from mmfast.voice.channel import Status
 from mmfast.voice.dialogue import SpokenReply
@@ -125,10 +126,13 @@ class Response(SpokenReply):
 
     def read_calls(self) -> None:
         """Read what the model wrote as calls; `ModelError` if one is no call of a function."""
+        names = [tool["name"] for tool in self.settings["tools"]]
         for text in self.calls:
-            name, given = read_call(text, self.settings["tools"])
-            shape = CallShape(type="function_call", name=name, arguments=given)
-            self.called.append(call_item(shape))
+            if not (found := read_calls(text, names)):
+                raise ModelError("the model wrote a call that is JSON of no function given to it")
+            for name, given in found:
+                shape = CallShape(type="function_call", name=name, arguments=given)
+                self.called.append(call_item(shape))
 
     def call_events(self, item: ConversationItem, index: int) -> list[dict[str, Any]]:
         """Return the events that tell a call of a function, before that it is done."""

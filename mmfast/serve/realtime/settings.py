@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmfast.core.errors import unknown
-from mmfast.serve.config import VOICE_NAMES
+from mmfast.serve.config import VOICE_NAMES, answers_to
 from mmfast.serve.realtime.protocol import AudioOutput, EventError, SessionShape, VoiceShape, Wish
-from mmfast.serve.realtime.tools import checked_tools
 from mmfast.voice.ear import Ear, VoiceEar
 
 # Names that stock clients ask for; each is one of the model's own voices.
@@ -94,7 +93,7 @@ class Settings:
     def update(self, asked: SessionShape) -> None:
         """Apply all given settings, or none of them and raise `EventError`."""
         given = asked.model_dump(exclude_unset=True)
-        if not takes_name(asked.model, self.values["model"], self._strict):
+        if not answers_to(asked.model, self.values["model"], self._strict, agent=True):
             raise EventError(
                 f"the model of a session stays {self.values['model']!r}; open another session",
                 param="session.model",
@@ -214,13 +213,15 @@ class Settings:
         return {**found, "output": output, "asked": own.get("instructions") or ""}
 
 
-def takes_name(asked: str | None, model: str, strict: bool) -> bool:
-    """Return whether a session may ask for a model by this name.
-
-    Agents ask for the names of other vendors' models, such as `gpt-realtime`; unless the server is
-    strict, the model that is served answers, and the session shows its true name.
-    """
-    return not strict or asked in (None, model)
+def checked_tools(tools: Sequence[Any] | None, calls: bool, where: str) -> list[dict[str, Any]]:
+    """Return the functions; `EventError` for other tools, and where the model calls none."""
+    if tools and not calls:
+        raise EventError("this model calls no tools; send an empty list", param=where)
+    for number, tool in enumerate(tools or ()):
+        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+            text = "a tool is of type 'function' and has a name; others are not called here"
+            raise EventError(text, param=f"{where}.{number}")
+    return [dict(tool) for tool in tools or ()]
 
 
 def ear_of(turns: Mapping[str, Any]) -> Ear:

@@ -11,11 +11,11 @@ from fastapi import WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
 from mmfast.core.errors import unknown
+from mmfast.serve.config import answers_to
 from mmfast.serve.guard.caller import Keys, caller_of, from_elsewhere, given_key, loopback
 from mmfast.serve.guard.errors import ApiError, api_error, body
 from mmfast.serve.realtime.service import RealtimeService, realtime_of
 from mmfast.serve.realtime.session import RealtimeSession
-from mmfast.serve.realtime.settings import takes_name
 
 _log = logging.getLogger("mmfast.serve")
 GONE = (WebSocketDisconnect, RuntimeError, OSError)  # of a client, while something is sent
@@ -65,7 +65,7 @@ def check(websocket: WebSocket, service: RealtimeService) -> None:
     if from_elsewhere(headers, config.origins, loopback(config.host)):
         raise ApiError(403, "pages of other hosts may not call", code="origin_not_allowed")
     asked, model = websocket.query_params.get("model"), service.model()
-    if not takes_name(asked, model, config.strict_model):
+    if not answers_to(asked, model, config.strict_model, agent=True):
         text = unknown("model", str(asked)[:80], [model])
         raise ApiError(404, text, "invalid_request_error", "model_not_found", "model")
 

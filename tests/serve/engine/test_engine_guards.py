@@ -163,12 +163,14 @@ def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch)
 def test_workers_share_the_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.serve.engine import slots
 
-    monkeypatch.setattr(slots, "_free", lambda: 32 << 30)
+    monkeypatch.setattr(slots, "free_bytes", lambda device: 32 << 30)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert kv_limit(None, cpu) == 8 << 30 and kv_limit(None, cpu, 4) == 2 << 30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 20 << 30))
+    monkeypatch.setattr(slots, "free_bytes", lambda device: 10 << 30)
     assert kv_limit(None, cuda, 2) == 4 << 30
     assert kv_limit("1GB", cuda, 4) == 10**9  # what is named is each one's
+    monkeypatch.setattr(slots, "free_bytes", lambda device: None)
+    assert kv_limit(None, cpu) == 512 << 20
 
 
 def test_replicas_on_ray_share_the_memory_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import pickle
 import signal
@@ -188,3 +189,53 @@ def test_specs_are_checked_first(
         RayEngine(**options)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert ("--replicas" in str(error.value)) == ("evz" not in words and "did you" not in words)
+
+
+# ---- roles, run here one behind the other
+
+
+@pytest.mark.slow
+def test_a_token_outside_the_vocabulary_is_refused_by_each_part_as_in_process() -> None:
+    from mmfast.serve.engine.base import Failure, Finish, Message, Request, SamplingOptions
+    from mmfast.serve.engine.request import checked
+    from mmfast.serve.engine.scheduler import Scheduler
+    from mmfast.serve.ray.deployments import (
+        DecodeReplica,
+        EncodeReplica,
+        PrefillReplica,
+        ReplicaSettings,
+    )
+
+    def asked(name: str, **options: Any) -> Request:
+        sampling = checked(SamplingOptions(6, **options))
+        return Request(name, (Message("user", ("which way does it move?",)),), sampling)
+
+    plan = ReplicaSettings(device="cpu", threads=0)
+    encode, prefill, decode = EncodeReplica(plan), PrefillReplica(plan), DecodeReplica(plan)
+    here = Scheduler(None, device="cpu")
+    wrongs: list[dict[str, Any]] = [
+        {"logit_bias": ((10**6, 1.0),)},
+        {"logit_bias": ((3, 1.0), (440, -1.0))},
+        {"stop_token_ids": (440,)},
+    ]
+
+    async def answer(first: Request, second: Request) -> Any:
+        piece = await prefill(await encode(first, None), 6)
+        return [each async for each in decode(second, piece)][-1][-1]
+
+    async def main() -> None:
+        assert isinstance(await answer(asked("fine"), asked("fine")), Finish)
+        for i, wrong in enumerate(wrongs):
+            with pytest.raises(MmfastError) as caught:
+                here.submit(asked("here", **wrong), print)
+            told = Failure(str(caught.value), 400, "invalid_request_error")
+            assert await encode(asked(f"a{i}", **wrong), None) == told
+            assert await answer(asked(f"b{i}"), asked(f"b{i}", **wrong)) == told
+            assert await answer(asked(f"c{i}", **wrong), asked(f"c{i}", **wrong)) == told
+
+    try:
+        asyncio.run(main())
+    finally:
+        here.close()
+        for part in (encode, prefill, decode):
+            part._stage.close()

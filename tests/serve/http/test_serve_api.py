@@ -8,7 +8,6 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -40,15 +39,6 @@ from mmfast.serve.engine.rules import byte_tokenizer, json_grammar, matcher
 
 ANSWER = (Delta("to the"), Delta(" left"), Finish("stop", 70, 3))
 QUESTION = "which way does the circle move?"
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    from mmfast.serve.engine.scheduler import Scheduler
-
-    made = Scheduler(None, slots=4, queue=60, name=MODEL)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -500,7 +490,7 @@ def test_a_recording_is_written_down() -> None:
     assert found["text"] == "Which way does the red circle move?"
     plain = asyncio.run(go(model="whisper-1", response_format="text"))
     assert plain.text.strip() == found["text"]
-    assert asyncio.run(go(model="whisper-1", response_format="srt")).status_code == 400
+    assert asyncio.run(go(model="whisper-1", response_format="srd")).status_code == 400
     assert asyncio.run(go(model="gpt-4")).status_code == 404
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from serve_tools import started
+from serve_tools import serving
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "serve" / "foreign_clients.py"
 PACKAGES = ("openai", "openai-agents", "langchain-openai", "litellm", "instructor")
@@ -53,17 +52,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmfast", "serve", "--port", "0", "--no-demo", "--no-voice"],
-        env={**os.environ, "MMFAST_API_KEY": "sk-test", "MMFAST_DEVICE": "cpu"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield started(process)
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    with serving(MMFAST_API_KEY="sk-test") as (_, found):
+        yield found
 
 
 @pytest.mark.parametrize("name", CLIENTS)

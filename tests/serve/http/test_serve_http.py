@@ -31,7 +31,7 @@ from serve_tools import (
 )
 
 from mmfast.core.errors import SpecError
-from mmfast.serve.engine.base import BusyError, Delta, Failure, Finish, Media
+from mmfast.serve.engine.base import BusyError, Delta, Failure, Finish, Health, Media
 
 ROW = {"stage": "encode", "tokens_in": 64, "tokens_out": 64, "ms": 3.0, "peak_bytes": 0}
 TRACE = {"visual_tokens": 64, "kept_tokens": 16, "ttft_ms": 12.0, "rows": [ROW]}
@@ -356,6 +356,51 @@ def test_a_stream_that_waits_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch
 
     reply = post(app_of(Told(say)), asked(stream=True))
     assert ": waiting\n\n" in reply.text and events_of(reply.text)[-1] == "[DONE]"
+
+
+def test_a_picture_is_named_by_its_uuid_alone() -> None:
+    engine = saying(*ANSWER)
+    config: dict[str, Any] = {"api_keys": ("sk-one", "sk-two"), "request_pixels": 10_000}
+    app = app_of(engine, **config)
+
+    def ask(*parts: Any, key: str = "sk-one", **more: Any) -> Any:
+        headers = {"Authorization": f"Bearer {key}"}
+        return post(app, asked(user(*parts, text("What?")), **more), headers=headers)
+
+    def named(uuid: Any, **more: Any) -> dict[str, Any]:
+        return {"type": "image_url", "uuid": uuid, **more}
+
+    assert ask({**image_part(png((8, 6))), "uuid": "a"}).status_code == 200
+    assert ask(named("a", image_url=None), named("a")).status_code == 200
+    first, second, third = (m for r in engine.requests for m in r.messages[0].content[:-1])
+    assert isinstance(first, Media) and first.key == second.key == third.key
+    assert (second.shot.pixels == first.shot.pixels).all()
+    refused = [ask(named("b")), ask(named("a"), key="sk-two"), ask(named("a"), user="other")]
+    for reply in refused:  # other users have pictures of their own
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (400, "unknown_uuid"), error
+        assert error["param"] == "messages[0].content[0].image_url", error
+        assert "once more" in error["message"]
+    for missing in (named(None), {"type": "image_url"}):
+        assert ask(missing).json()["error"]["code"] == "missing_required_parameter"
+    assert ask({**image_part(png((80, 60))), "uuid": "a"}).status_code == 200  # another picture
+    assert ask(named("a")).status_code == 200
+    replaced = engine.requests[-1].messages[0].content[0]
+    assert isinstance(replaced, Media) and replaced.shot.pixels.shape == (60, 80, 3)
+    assert ask(named("a"), named("a")).status_code == 200  # 4800 pixels each of 10,000
+    assert ask(*[named("a")] * 3).json()["error"]["code"] == "unknown_uuid"
+
+
+@pytest.mark.parametrize("live", [{"answer": 2}, {"encode": 1, "prefill": 1, "decode": 3}])
+def test_health_counts_replicas(live: dict[str, int]) -> None:
+    for dead in (None, *live):
+        engine, found = saying(), {**live, **({dead: 0} if dead else {})}
+        gauges = {f"workers_{role}": float(count) for role, count in found.items()} | {"x": 0.0}
+        engine.health = lambda gauges=gauges: Health(True, 1, 2, gauges)  # type: ignore[misc]
+        reply = get(app_of(engine), "/health")
+        status = "unready" if dead else "ok"
+        assert reply.json() == {"status": status, "running": 1, "waiting": 2, "replicas": found}
+        assert reply.status_code == (503 if dead else 200)
 
 
 def test_models_health_metrics() -> None:

@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
@@ -148,11 +147,9 @@ def test_both_signals_stop_a_server_and_are_not_raised_again() -> None:
 def test_it_starts_answers_and_stops() -> None:
     pytest.importorskip("fastapi")
     import httpx
-    from serve_tools import started
+    from serve_tools import serving
 
-    command = [sys.executable, "-m", "mmfast", "serve", "--port", "0", "--no-voice", "--no-demo"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        url = started(process)
+    with serving() as (process, url):
         document: dict[str, Any] = {
             "model": "mmfast-tiny-video",
             "messages": [{"role": "user", "content": "Hello?"}],

@@ -1,19 +1,25 @@
-"""`/v1/audio/speech`: formats, voices, streams, listeners that leave."""
+"""`/v1/audio/speech` and `/v1/audio/transcriptions`: formats, voices, streams, who leaves."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import datetime
 import io
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from serve_tools import Hum, app_of, client_of, events_of, running, saying
+from serve_tools import Hum, app_of, client_of, events_of, running, saying, wav
+
+from mmfast.voice.ear import EarEvent
 
 TEXT = "the red circle moves left"  # half a second of hum
 SPEECH = "/v1/audio/speech"
@@ -138,3 +144,135 @@ def test_a_server_without_voice_says_so() -> None:
 
     reply = asyncio.run(go())
     assert reply.status_code == 404 and reply.json()["error"]["code"] == "no_voice"
+
+
+# --- recordings, written down ---------------------------------------------------------------------
+
+WRITE = "/v1/audio/transcriptions"
+SAID = ("which way does it move", "to the left", "")
+TIMES = ((0.5, 1.25), (2.0, 3.5), (4.0, 4.5))
+
+
+class TimedEar:
+    """Finds turns of known times; their loudness tells which."""
+
+    def hear(self, pcm: torch.Tensor) -> list[EarEvent]:
+        return []
+
+    def flush(self) -> list[EarEvent]:
+        return [
+            EarEvent("stopped", int(end * 16_000), torch.full((int((end - start) * 16_000),), i))
+            for i, (start, end) in enumerate(TIMES)
+        ]
+
+
+class Scribe(Hum):
+    def transcribe(self, pcm: torch.Tensor, rate: int = 16_000) -> str:
+        return SAID[int(pcm[0])]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.serve.http import speech
+
+    monkeypatch.setattr(speech, "VoiceEar", TimedEar)
+
+
+def strict(name: str, value: Any) -> None:
+    """As OpenAI's own types have it."""
+    audio = pytest.importorskip("openai.types.audio")
+    from openai._models import validate_type
+
+    validate_type(type_=getattr(audio, name), value=value)
+
+
+def write_down(voice: Any, seconds: float = 5.0, **form: Any) -> Any:
+    async def go() -> Any:
+        async with client_of(app_of(saying(), voice)) as client:
+            files = {"file": ("a.wav", wav(seconds), "audio/wav")}
+            return await client.post(WRITE, files=files, data={"model": "whisper-1", **form})
+
+    return asyncio.run(go())
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_recording_in_formats_with_times() -> None:
+    found = write_down(Scribe(), response_format="verbose_json").json()
+    strict("TranscriptionVerbose", found)
+    assert (found["language"], found["duration"]) == ("english", 5.0)
+    assert [(each["start"], each["end"]) for each in found["segments"]] == list(TIMES[:2])
+    assert [each["text"] for each in found["segments"]] == [
+        "Which way does it move?",
+        "to the left",
+    ]
+    assert [each["id"] for each in found["segments"]] == [0, 1]
+    assert found["text"] == "Which way does it move? to the left"
+    assert write_down(Scribe(), response_format="srt").text == (
+        "1\n00:00:00,500 --> 00:00:01,250\nWhich way does it move?\n\n"
+        "2\n00:00:02,000 --> 00:00:03,500\nto the left\n"
+    )
+    assert write_down(Scribe(), response_format="vtt").text == (
+        "WEBVTT\n\n00:00:00.500 --> 00:00:01.250\nWhich way does it move?\n\n"
+        "00:00:02.000 --> 00:00:03.500\nto the left\n"
+    )
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_transcript_is_streamed() -> None:
+    reply = write_down(Scribe(), stream="true")
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *deltas, last = events_of(reply.text)
+    strict("TranscriptionTextDoneEvent", last)
+    assert len(deltas) == 2 and {each["type"] for each in deltas} == {"transcript.text.delta"}
+    assert "".join(each["delta"] for each in deltas) == last["text"]
+    assert last["text"] == "Which way does it move? to the left"
+
+    class Broken(Scribe):
+        def transcribe(self, pcm: torch.Tensor, rate: int = 16_000) -> str:
+            if pcm[0] == 1:
+                raise RuntimeError("/secret")
+            return super().transcribe(pcm, rate)
+
+    first, error = events_of(write_down(Broken(), stream="true").text)
+    assert first["delta"] == "Which way does it move?" and "secret" not in str(error["error"])
+
+
+def test_sound_without_turns_is_one_segment_and_silence_is_refused() -> None:
+    found = write_down(Hum("yes"), 1.5, response_format="verbose_json").json()
+    assert [(each["start"], each["end"]) for each in found["segments"]] == [(0, 1.5)]
+    for form in ({"response_format": "vtt"}, {"stream": "true"}):
+        reply = write_down(Hum(""), 1.5, **form)
+        assert reply.status_code == 400 and "no word" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [
+        ({"response_format": "srd"}, ["'srd'", "'srt'"]),
+        ({"response_format": "diarized_json"}, ["json, srt, text, verbose_json, vtt"]),
+        ({"response_format": "vtt", "stream": "true"}, ["'vtt'", "json, text", "stream"]),
+        ({"timestamp_granularities[]": "word"}, ["'word'", "segment"]),
+    ],
+)
+def test_what_a_transcript_cannot_be_is_refused(form: dict[str, str], names: list[str]) -> None:
+    reply = write_down(Hum(), **form)
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 400 and "\n" not in message
+    assert all(name in message for name in names), message
+
+
+def test_fields_of_a_recording_without_effect_are_named() -> None:
+    reply = write_down(
+        Hum(), prompt="x", temperature="0.5", **{"timestamp_granularities[]": "segment"}
+    )
+    assert reply.headers["x-mmfast-ignored"] == "prompt, temperature"
+
+
+@given(st.integers(0, 360_000_000))
+def test_clocks_of_subtitles(ms: int) -> None:
+    from mmfast.serve.http.speech import _clock
+
+    whole, rest = divmod(ms, 1000)
+    clock = str(datetime.timedelta(seconds=whole % 3600)).rjust(8, "0")[3:]
+    for form, mark in (("srt", ","), ("vtt", ".")):
+        assert _clock(ms / 1000, form) == f"{whole // 3600:02}:{clock}{mark}{rest:03}"

@@ -39,15 +39,6 @@ def strict(model: Any, value: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    from mmfast.serve.engine.scheduler import Scheduler
-
-    made = Scheduler(None, slots=4, queue=12, name=MODEL)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def voice() -> Any:
     from mmfast.voice.models import load_voice
 
@@ -257,3 +248,41 @@ def test_sound_as_events_is_base64(client: Any) -> None:
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert events[-1]["type"] == "speech.audio.done"
     assert all(base64.b64decode(each["audio"]) for each in events[:-1])
+
+
+def test_a_recording_of_two_sentences_in_every_format(client: Any, voice: Any) -> None:
+    """Two sentences with silence around them: each has its place, and is what is said there."""
+    pytest.importorskip("silero_vad")
+    import torch
+
+    from mmfast.frontends.audio.reader import load_audio
+    from mmfast.frontends.audio.wav import write_wav
+
+    said, quiet, parts, places = ("which way does it move", "hello"), torch.zeros(24_000), [], []
+    for sentence in said:
+        made = client.audio.speech.create(
+            model="tts-1", voice="alloy", input=sentence, response_format="wav"
+        )
+        pcm = load_audio(io.BytesIO(made.read()), 16_000)
+        parts += [quiet, pcm]
+        end = sum(map(len, parts)) / 16_000
+        places.append((end - len(pcm) / 16_000, end))
+    file = io.BytesIO()
+    write_wav(file, torch.cat([*parts, quiet]), 16_000)
+
+    def ask(**more: Any) -> Any:
+        given = ("a.wav", file.getvalue(), "audio/wav")
+        return client.audio.transcriptions.create(model="whisper-1", file=given, **more)
+
+    found = ask(response_format="verbose_json", timestamp_granularities=["segment"])
+    assert len(found.segments) == 2
+    for segment, (start, end) in zip(found.segments, places, strict=True):
+        assert abs(segment.start - start) < 0.5 and abs(segment.end - end) < 0.5
+    assert found.duration == pytest.approx(places[-1][1] + 1.5, abs=0.01)
+    assert found.text == " ".join(each.text for each in found.segments)
+    assert ask(response_format="vtt").count(" --> ") == 2
+    assert all(each.text in ask(response_format="srt") for each in found.segments)
+    *deltas, last = list(ask(stream=True))
+    assert "".join(each.delta for each in deltas) == last.text == found.text
+    with pytest.raises(openai.BadRequestError, match="segment"):
+        ask(response_format="verbose_json", timestamp_granularities=["word"])

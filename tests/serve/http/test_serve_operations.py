@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import signal
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -26,7 +23,7 @@ from serve_tools import (
     events_of,
     image_part,
     saying,
-    started,
+    serving,
     text,
     user,
 )
@@ -140,14 +137,8 @@ def test_the_queue_of_decoding_is_what_is_advertised() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_signal_drains_and_tells_open_streams_why() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmfast", "serve", "--port", "0", "--no-demo", "--no-voice"],
-        env={**os.environ, "MMFAST_SHUTDOWN_SECONDS": "4", "MMFAST_MAX_TOKENS": "4000"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        url = started(process)
+    limits = {"MMFAST_SHUTDOWN_SECONDS": "4", "MMFAST_MAX_TOKENS": "4000"}
+    with serving(**limits) as (process, url):
         ask = {"model": MODEL, "messages": user("Which way?"), "stream": True}
         ask |= {"max_tokens": 4000, "ignore_eos": True}
         with httpx.stream("POST", f"{url}{CHAT}", json=ask, timeout=120) as reply:
@@ -160,6 +151,3 @@ def test_a_signal_drains_and_tells_open_streams_why() -> None:
         assert found[-1]["error"]["code"] == "stopping" and "[DONE]" not in found
         assert time.monotonic() - began > 1  # there was time to end
         assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from engine_requests import eventually
-from serve_tools import started
+from serve_tools import serving
 
 from mmfast.bench.suites.serve_faults import endless_model, ray_server, server_trial, workers_of
 
@@ -23,7 +19,6 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -33,11 +28,8 @@ def chat(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [[], ["--replicas", "1", "--cache", "snapkv:64"]])
 def test_it_answers_stays_and_ends_without_rest(options: list[str]) -> None:
-    command = [sys.executable, "-m", "mmfast", "serve", "--engine", "ray", "--port", "0"]
-    command += ["--no-voice", "--no-demo", "--device", "cpu", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
-    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as process:
-        url = started(process)
+    environment = {"RAY_worker_niceness": "0"}
+    with serving("--engine", "ray", *options, **environment) as (process, url):
         rest: list[str] = []
         log = threading.Thread(target=lambda: rest.extend(process.stderr or ()), daemon=True)
         log.start()

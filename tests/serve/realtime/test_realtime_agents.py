@@ -19,7 +19,6 @@ from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.response import GO_ON, GREET
 from mmfast.serve.realtime.service import SessionLimits
 from mmfast.serve.realtime.session import NEAR
-from mmfast.serve.realtime.tools import without_calls
 from mmfast.voice.models import Cascade
 
 HEARD = "conversation.item.input_audio_transcription.completed"
@@ -178,13 +177,3 @@ def test_a_call_that_is_none_fails_the_response(wrong: str) -> None:
         await wire.close()
 
     fast(main())
-
-
-@given(st.text("a<tol_ca/>", max_size=40), st.integers(1, 5), st.booleans())
-def test_text_without_calls_is_the_text_around_them(text: str, size: int, called: bool) -> None:
-    written = text + CALL * called + text
-    calls = list[str]()
-    pieces = [written[at : at + size] for at in range(0, len(written), size)]
-    found = "".join(without_calls(pieces, calls))
-    assert found == text + text
-    assert calls == [CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")] * called

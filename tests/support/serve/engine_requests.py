@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+from scheduling import clip, talk
 
-from mmfast.models.prompt import Shot
-from mmfast.serve.engine.base import (
-    Delta,
-    Event,
-    Executor,
-    Media,
-    Message,
-    Options,
-    Request,
-    SamplingOptions,
-)
+from mmfast.serve.engine.base import Delta, Event, Executor, Request, SamplingOptions
 
 QUESTIONS = (
     "Which way does the shape move?",
@@ -28,19 +17,6 @@ QUESTIONS = (
     "How many shapes are there?",
     "What happens in this clip?",
 )
-
-
-def clip(seed: int, frames: int = 8, side: int = 48) -> Media:
-    """Noise that is always the same."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (frames, side, side, 3), np.uint8)
-    meta = {
-        "total_num_frames": frames,
-        "fps": 4.0,
-        "duration": frames / 4.0,
-        "frames_indices": list(range(frames)),
-    }
-    key = hashlib.sha256(pixels.tobytes()).hexdigest()
-    return Media(Shot("video", pixels, meta), key)
 
 
 def asked(
@@ -52,9 +28,9 @@ def asked(
     seed: int | None = 3,
 ) -> Request:
     """A question about a clip; `of` is the number of both."""
-    message = Message("user", (clip(of), QUESTIONS[of % len(QUESTIONS)]))
+    question = (clip(of, 8, (48, 48)), QUESTIONS[of % len(QUESTIONS)])
     sampling = SamplingOptions(tokens, temperature=heat, seed=seed)
-    return Request(name, (message,), sampling, Options(reduce=reduce))
+    return talk(name, [question], sampling=sampling, reduce=reduce)
 
 
 def eventually(true: Callable[[], Any], seconds: float = 120.0) -> None:

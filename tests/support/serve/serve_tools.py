@@ -6,11 +6,14 @@ import base64
 import io
 import json
 import math
+import os
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +26,7 @@ from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Event, Failure, Health, Request
 
 MODEL = "mmfast-tiny-video"
+ROOT = Path(__file__).resolve().parents[3]
 CHAT = "/v1/chat/completions"
 
 
@@ -133,6 +137,24 @@ def started(process: subprocess.Popen[str]) -> str:
     url = re.search(r"http://127.0.0.1:\d+", "".join(lines))
     assert url and lines[-1].startswith("  curl"), lines
     return url[0]
+
+
+@contextmanager
+def serving(*options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`mmfast serve` as a process of its own, and its address once it is ready."""
+    command = [sys.executable, "-m", "mmfast", "serve", "--port", "0", "--no-demo", "--no-voice"]
+    process = subprocess.Popen(
+        [*command, *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MMFAST_DEVICE": "cpu", **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, started(process)
+    finally:
+        process.terminate()
+        process.communicate(timeout=120)
 
 
 def user(*content: Any) -> list[dict[str, Any]]:

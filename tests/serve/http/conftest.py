@@ -1,0 +1,17 @@
+"""The embedded model's engine, which the tests of the API share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Any]:
+    from mmfast.serve.engine.scheduler import Scheduler
+
+    made = Scheduler(None, slots=4, queue=12, name="mmfast-tiny-video")
+    yield made
+    made.close()
