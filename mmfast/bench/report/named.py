@@ -203,7 +203,8 @@ SERVE = {
         "ms to the first token: {ttft_ms:.0f}",
     ),
     "vllm-reducers": (
-        "Every reducer in that vLLM, one request at a time, half of the tokens kept",
+        "Every reducer in that vLLM, one request at a time, half of the tokens kept; the costliest "
+        "with most of them",
         "what: {pruned} | prompt tokens: {prompt_tokens} | "
         "faster: {speedup:.2f}x ({cpu_speedup:.2f}x) | ms to the first token: {ttft_ms:.0f}",
     ),

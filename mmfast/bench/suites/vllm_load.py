@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {STOCK: {}, OURS: {}, THEIRS: {"video_pruni
 JOBS = (STOCK, "stock again", "divprune:0.25", "evs:0.25", THEIRS)  # others are specs of `OURS`
 LOADS, ROUNDS, TOKENS = {1: 2, 2: 4, 4: 8, 16: 16}, 3, 16  # requests by how many at once
 MODERATE = 0.5  # share kept in the comparison of reducers
+HARDEST = ("info_rank:0.9", "prumerge_plus:0.9", "divprune:0.9", "uniform:1.0")  # little to gain
 CLIP = (16, 224, 224, 3)  # 512 tokens
 WIDTH = 512
 _SPECIALS = ("image_pad", "video_pad", "vision_start", "vision_end")
@@ -54,7 +55,7 @@ def vllm_load(tick: Tick) -> list[Row]:
 @benchmark("serve", "vllm-reducers")
 def vllm_reducers(tick: Tick) -> list[Row]:
     """Measure every reducer at a moderate share, a clip at a time, each beside stock."""
-    jobs = ["stock again", *(f"{name}:{MODERATE}" for name in choices())]
+    jobs = ["stock again", *(f"{name}:{MODERATE}" for name in choices()), *HARDEST]
     found: dict[str, Turns] = {}
     with _engines((STOCK, OURS)) as engines:
         _warm(engines)
