@@ -224,9 +224,10 @@ def main(folder: str, name: str) -> None:
     options = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "seed": 0}
     options |= {"load_format": "dummy", "enable_prefix_caching": False, "mm_processor_cache_gb": 0}
     engine = LLM(folder, **options, **OPTIONS[name]).llm_engine
-    if OPTIONS[name]:  # the runner for CPUs forgets what the one for GPUs sets
-        runner = engine.model_executor.driver_worker.worker.model_runner
-        runner.is_multimodal_pruning_enabled = True
+    # The runner for GPUs takes both from the model, that for CPUs does not.
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    runner.is_multimodal_pruning_enabled = name == THEIRS
+    runner.requires_sequential_video_encoding = name == OURS
     for line in sys.stdin:
         print(json.dumps(_answer(engine, **json.loads(line))), file=output, flush=True)
 
