@@ -106,6 +106,9 @@ class PrunedMedia:
     config: Any
     visual: Any
     _shift: Tensor  # [3, n]: distances of the tokens of this step from their items' first
+    # One video at a time, as with vLLM's own pruning: its scheduler fills a batch by the tokens
+    # that are kept, so the tower would get more at once than the memory was measured for.
+    requires_sequential_video_encoding = True
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         refuse(vllm_config, read_plan())

@@ -330,26 +330,39 @@ def compute_retention_mask(video_embeds, video_size_thw, spatial_merge_size, q):
 """
 
 
+PEERS = {"vidcom2": PEER, "evs": "from vllm_positions import recompute_mrope_positions"}
+FAULTS = {
+    "vidcom2": "plan = parse_plan('evs:1')\nparse_plan = lambda text: plan",
+    "evs": "from mmfast.vllm import media\nmedia.number = lambda rows: rows[:, :3].T.long() * 0",
+}
+# That one asks for exactly one transfer; the test above shows that there is none.
+LEFT_OUT = "test_mask_reads_frame_budgets_once"
+
+
 @pytest.mark.slow
-def test_their_tests_of_vidcom2_pass_with_our_method(tmp_path: Path) -> None:
-    """`MMFAST_VLLM_TESTS` names vLLM's folder `tests`, as its source archive has it."""
-    theirs = Path(os.environ.get("MMFAST_VLLM_TESTS", "/none"), "multimodal", "test_vidcom2.py")
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("fault", [False, True])
+def test_their_tests_pass_with_our_functions(tmp_path: Path, name: str, fault: bool) -> None:
+    """`MMFAST_VLLM_TESTS` names vLLM's folder `tests`: that of 0.32 has VidCom2's, later ones both.
+
+    With a planted fault they fail.
+    """
+    theirs = Path(os.environ.get("MMFAST_VLLM_TESTS", "/none"), "multimodal", f"test_{name}.py")
     if not theirs.is_file():
-        pytest.skip("MMFAST_VLLM_TESTS names no folder with multimodal/test_vidcom2.py of vLLM")
+        pytest.skip(f"MMFAST_VLLM_TESTS names no folder with multimodal/test_{name}.py of vLLM")
     folder = tmp_path / "vllm" / "multimodal" / "video_prune"
     folder.mkdir(parents=True)
-    (folder / "vidcom2.py").write_text(PEER)
+    (folder / f"{name}.py").write_text(f"{PEERS[name]}\n{FAULTS[name] if fault else ''}")
     copy = tmp_path / theirs.name
     copy.write_text(theirs.read_text())
-    words = ["-q", "-c", os.devnull, "-p", "no:cacheprovider", str(copy)]
-    # That one asks for exactly one transfer; the test above shows that there is none.
-    words += ["-k", "not test_mask_reads_frame_budgets_once"]
+    words = ["-q", "-c", os.devnull, "-p", "no:cacheprovider", str(copy), "-k", f"not {LEFT_OUT}"]
+    places = (tmp_path, ROOT, ROOT / "tests" / "support" / "serve")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout and "deselected" in done.stdout
+    assert done.returncode == int(fault), done.stdout
+    assert " passed" in done.stdout and (" failed" in done.stdout) == fault

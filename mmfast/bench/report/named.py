@@ -78,6 +78,7 @@ DERIVED.update(
     minutes=lambda row: row["seconds"] / 60,
     order=lambda row: ", ".join(map(str, row["places"])),
     passes_at_once=lambda row: row["wide_ms"] / row["pass_ms"],
+    pruned=lambda row: f"`{row['job']}`" if ":" in row["job"] else row["job"],
     same=lambda row: "yes" if row["same_tokens"] else "no",
     socket_ms=_socket("_ms"),
     socket_p95=_socket("_p95_ms"),
@@ -198,6 +199,19 @@ SERVE = {
         "Clips a second of `mmfast batch`",
         "engine: {job} | clips/s: {clips_per_s:.1f} | faster: {speedup:.2f}x | "
         "s to the first: {start_s:.0f}",
+    ),
+    "vllm": (
+        "vLLM on a small random Qwen2.5-VL, a clip and 16 tokens a request; in brackets by "
+        "processor time",
+        "at once: {sessions} | what: {pruned} | prompt tokens: {prompt_tokens} | "
+        "requests/s: {requests_per_s:.2f} | faster: {speedup:.2f}x ({cpu_speedup:.2f}x) | "
+        "ms to the first token: {ttft_ms:.0f}",
+    ),
+    "vllm-reducers": (
+        "Every reducer in that vLLM, one request at a time, half of the tokens kept; the costliest "
+        "with most of them",
+        "what: {pruned} | prompt tokens: {prompt_tokens} | "
+        "faster: {speedup:.2f}x ({cpu_speedup:.2f}x) | ms to the first token: {ttft_ms:.0f}",
     ),
     "bombs": (
         "Harmful input: answer, time, memory of the server and all its processes",

@@ -1,7 +1,8 @@
-"""Clips per second of vLLM with and without pruning, and with its own, at several loads.
+"""Clips per second of vLLM with and without pruning, and with its own; the cost of each reducer.
 
 Runs in an environment with vLLM (.ci/vllm makes one). Every engine is a process of its own that
 waits while another one works; all answer the same clips in turn, which no cache has seen before.
+The one with the plugin takes every spec, as it has no store of results.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,68 +23,90 @@ from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
 from mmfast.vllm import VARIABLE
+from mmfast.vllm.plan import choices
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "stock": {},
-    "stock again": {},
-    "divprune:0.25": {"spec": "divprune:0.25"},
-    "evs:0.25": {"spec": "evs:0.25"},
-    "vLLM's EVS": {"options": {"video_pruning_rate": 0.75}},
-}
-LOADS, REQUESTS, ROUNDS, TOKENS = (1, 2, 4, 16), 16, 3, 16
+STOCK, OURS, THEIRS = "stock", "mmfast", "vLLM's EVS"
+OPTIONS: dict[str, dict[str, Any]] = {STOCK: {}, OURS: {}, THEIRS: {"video_pruning_rate": 0.75}}
+JOBS = (STOCK, "stock again", "divprune:0.25", "evs:0.25", THEIRS)  # others are specs of `OURS`
+LOADS, ROUNDS, TOKENS = {1: 2, 2: 4, 4: 8, 16: 16}, 3, 16  # requests by how many at once
+MODERATE = 0.5  # share kept in the comparison of reducers
+HARDEST = ("info_rank:0.9", "prumerge_plus:0.9", "divprune:0.9", "uniform:1.0")  # little to gain
 CLIP = (16, 224, 224, 3)  # 512 tokens
 WIDTH = 512
 _SPECIALS = ("image_pad", "video_pad", "vision_start", "vision_end")
+Turns = list[tuple[Row, Row]]  # stock and the job, one after the other
 
 
 @benchmark("serve", "vllm")
 def vllm_load(tick: Tick) -> list[Row]:
     """Measure vLLM on a random Qwen2.5-VL, stock and pruned, interleaved."""
+    found: dict[tuple[str, int], Turns] = {}
+    with _engines(OPTIONS) as engines:
+        _warm(engines)
+        runs = [(turn, load) for turn in range(ROUNDS) for load in LOADS]
+        for number, (turn, load) in enumerate(runs):
+            tick(f"{load} at once", number, len(runs))
+            rows = {job: _ask(engines, job, load, turn) for job in JOBS}
+            for job, row in rows.items():
+                found.setdefault((job, load), []).append((rows[STOCK], row))
+    return [_row(job, load, turns) for (job, load), turns in found.items()]
+
+
+@benchmark("serve", "vllm-reducers")
+def vllm_reducers(tick: Tick) -> list[Row]:
+    """Measure every reducer at a moderate share, a clip at a time, each beside stock."""
+    jobs = ["stock again", *(f"{name}:{MODERATE}" for name in choices()), *HARDEST]
+    found: dict[str, Turns] = {}
+    with _engines((STOCK, OURS)) as engines:
+        _warm(engines)
+        runs = [(turn, job) for turn in range(ROUNDS) for job in jobs]
+        for number, (turn, job) in enumerate(runs):
+            tick(job, number, len(runs))
+            pair = _ask(engines, STOCK, 1, turn), _ask(engines, job, 1, turn)
+            found.setdefault(job, []).append(pair)
+    return [_row(job, 1, turns) for job, turns in found.items()]
+
+
+def _warm(engines: dict[str, subprocess.Popen[str]]) -> None:
+    for name in engines:
+        _ask(engines, "divprune:0.5" if name == OURS else name, 1, -1)
+
+
+@contextmanager
+def _engines(names: Any) -> Iterator[dict[str, subprocess.Popen[str]]]:
     try:
-        import vllm
+        import vllm  # noqa: F401
     except ModuleNotFoundError as error:
         raise MmfastError(
             "this benchmark needs vLLM in this environment; .ci/vllm FOLDER makes one"
         ) from error
-    found: dict[tuple[str, int], list[Row]] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         save(Path(folder))
-        engines = {name: stack.enter_context(_process(folder, name)) for name in ENGINES}
-        runs = [(turn, load) for turn in range(-1, ROUNDS) for load in LOADS]
-        for number, (turn, load) in enumerate(runs):
-            tick(f"{load} at once", number, len(runs))
-            for name, engine in engines.items():
-                row = _ask(engine, {"load": load, "seed": 1000 * (turn + 1) + 100 * load})
-                if turn >= 0:  # the first turn warms up
-                    found.setdefault((name, load), []).append(row)
-    return _rows(found, vllm.__version__)
+        yield {name: stack.enter_context(_process(folder, name)) for name in names}
 
 
-def _rows(found: dict[tuple[str, int], list[Row]], version: str) -> list[Row]:
-    out = []
-    for (name, load), turns in found.items():
-        times = ("seconds", "cpu_seconds", "ttft_ms")
-        middle = {key: statistics.median(turn[key] for turn in turns) for key in times}
-        pairs = list(zip(found["stock", load], turns, strict=True))
-        out.append(
-            {
-                "job": name,
-                "sessions": load,
-                "engine": f"vllm {version}",
-                "device": "cpu",
-                "n": len(turns),
-                "prompt_tokens": turns[0]["prompt_tokens"],
-                "requests_per_s": REQUESTS / middle["seconds"],
-                "speedup": statistics.median(a["seconds"] / b["seconds"] for a, b in pairs),
-                "cpu_speedup": statistics.median(
-                    a["cpu_seconds"] / b["cpu_seconds"] for a, b in pairs
-                ),
-                **middle,
-                "machine_load": max(turn["machine_load"] for turn in turns),
-            }
-        )
-    return out
+def _row(job: str, load: int, turns: Turns) -> Row:
+    import vllm
+
+    times = ("seconds", "cpu_seconds", "ttft_ms")
+    middle = {key: statistics.median(mine[key] for _, mine in turns) for key in times}
+    gains = {
+        name: statistics.median(stock[key] / mine[key] for stock, mine in turns)
+        for name, key in (("speedup", "seconds"), ("cpu_speedup", "cpu_seconds"))
+    }
+    return {
+        "job": job,
+        "sessions": load,
+        "engine": f"vllm {vllm.__version__}",
+        "device": "cpu",
+        "n": len(turns),
+        "prompt_tokens": turns[0][1]["prompt_tokens"],
+        "requests_per_s": LOADS[load] / middle["seconds"],
+        **gains,
+        **middle,
+        "machine_load": max(mine["machine_load"] for _, mine in turns),
+    }
 
 
 def save(folder: Path) -> None:
@@ -132,14 +156,18 @@ def _process(folder: str, name: str) -> subprocess.Popen[str]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
-    if spec := ENGINES[name].get("spec"):
-        environ[VARIABLE] = spec
+    if name == OURS:
+        environ[VARIABLE] = "uniform:1.0"  # until a question names another
     words = [sys.executable, "-m", __spec__.name, folder, name]
     pipe = subprocess.PIPE
     return subprocess.Popen(words, env=environ, stdin=pipe, stdout=pipe, text=True)
 
 
-def _ask(engine: subprocess.Popen[str], wish: Row) -> Row:
+def _ask(engines: dict[str, subprocess.Popen[str]], job: str, load: int, turn: int) -> Row:
+    """Let an engine answer the clips of a turn."""
+    name = STOCK if job.startswith(STOCK) else job if job in engines else OURS
+    engine, spec = engines[name], job if name == OURS else None
+    wish = {"load": load, "seed": 1000 * (turn + 1) + 100 * load, "spec": spec}
     assert engine.stdin is not None and engine.stdout is not None
     try:
         os.write(engine.stdin.fileno(), json.dumps(wish).encode() + b"\n")
@@ -152,22 +180,25 @@ def _ask(engine: subprocess.Popen[str], wish: Row) -> Row:
     return row
 
 
-def _answer(engine: Any, load: int, seed: int) -> Row:
-    """Answer `REQUESTS` clips, `load` of them at once."""
+def _answer(engine: Any, load: int, seed: int, spec: str | None) -> Row:
+    """Answer the clips of this load, as many at once."""
     import numpy as np
     from vllm import SamplingParams
 
+    if spec:
+        os.environ[VARIABLE] = spec
+    count = LOADS[load]
     facts = {"fps": 2.0, "duration": 8.0, "total_num_frames": 16, "video_backend": "opencv"}
     facts |= {"frames_indices": [*range(CLIP[0])], "do_sample_frames": False}
     rng = np.random.default_rng(seed)
-    clips = [rng.integers(0, 256, CLIP, dtype=np.uint8) for _ in range(REQUESTS)]
+    clips = [rng.integers(0, 256, CLIP, dtype=np.uint8) for _ in range(count)]
     text = "<|vision_start|><|video_pad|><|vision_end|>What happens?"
     wish = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     begun, first, size, done = dict[str, float](), dict[str, float](), 0, 0
     start, used = time.perf_counter(), time.process_time()
-    while done < REQUESTS:
-        while len(begun) < min(REQUESTS, done + load):
-            name = f"{seed}-{len(begun)}"
+    while done < count:
+        while len(begun) < min(count, done + load):
+            name = f"{start}-{len(begun)}"  # which stands for the clip in the store of encodings
             begun[name] = time.perf_counter()
             media = {"video": [(clips[len(begun) - 1], facts)]}
             engine.add_request(name, {"prompt": text, "multi_modal_data": media}, wish)
@@ -192,10 +223,11 @@ def main(folder: str, name: str) -> None:
 
     options = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "seed": 0}
     options |= {"load_format": "dummy", "enable_prefix_caching": False, "mm_processor_cache_gb": 0}
-    engine = LLM(folder, **(options | ENGINES[name].get("options", {}))).llm_engine
-    if "options" in ENGINES[name]:  # the runner for CPUs forgets what the one for GPUs sets
-        runner = engine.model_executor.driver_worker.worker.model_runner
-        runner.is_multimodal_pruning_enabled = True
+    engine = LLM(folder, **options, **OPTIONS[name]).llm_engine
+    # The runner for GPUs takes both from the model, that for CPUs does not.
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    runner.is_multimodal_pruning_enabled = name == THEIRS
+    runner.requires_sequential_video_encoding = name == OURS
     for line in sys.stdin:
         print(json.dumps(_answer(engine, **json.loads(line))), file=output, flush=True)
 
