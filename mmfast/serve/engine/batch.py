@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mmfast.serve.engine.decode import DecodeBatch
 from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps, kept_tokens
-from mmfast.serve.engine.prefill import Prefiller, PrefillJob, Prefixes, token_bytes
+from mmfast.serve.engine.prefill import Prefiller, PrefillJob, token_bytes
+from mmfast.serve.engine.prefixes import Prefixes
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.slots import Embedded, Filled
 

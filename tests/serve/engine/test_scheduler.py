@@ -30,7 +30,7 @@ from mmfast.serve.engine.base import (
     SamplingOptions,
 )
 from mmfast.serve.engine.encoder import BLOCK
-from mmfast.serve.engine.prefill import Prefixes
+from mmfast.serve.engine.prefixes import Prefixes
 from mmfast.serve.engine.scheduler import Scheduler
 
 
