@@ -28,6 +28,7 @@ from mmfast.models.reduction.call import PromptPart
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
+from mmfast.serve.engine.adapters import some, using
 from mmfast.serve.engine.encoder import BLOCK
 from mmfast.serve.engine.lane import AttentionCall, Lane, passing
 from mmfast.serve.engine.media import ByteCache
@@ -184,7 +185,8 @@ class _Pass:
         places = kwargs["position_embeddings"]
         kwargs["position_embeddings"] = tuple(each.index_select(-2, rows) for each in places)
         kwargs["position_ids"] = None
-        return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
+        with some(rows.tolist()):
+            return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
 
     def _mask(self, part: _Part, first: int, sliding: bool) -> Tensor | None:
         """Return what the tokens of a part see of the keys from `first` on, `[1, 1, n, keys]`."""
@@ -322,6 +324,7 @@ class Prefiller:
         states = self._states(parts)
         watched = any(p.job.policy is not None and p.job.policy.retrieves for p in parts)
         with ExitStack() as stack:
+            stack.enter_context(using(_adapters(parts)))
             raw = None
             if watched:
                 capture = RawCapture(self.decoder)
@@ -351,10 +354,12 @@ class Prefiller:
         if job.policy is not None:
             while not self.settled(job):
                 pass
-            return Filled(KVBlock(), position, job.logits, 0, seen, job.policy.row())
+            row = job.policy.row()
+            return Filled(KVBlock(), position, job.logits, 0, seen, row, prompt.adapter)
         layers = [job.layers[i] for i in sorted(job.layers)]
         keys, values = (tuple(each.read(p, 0, job.done) for each in layers) for p in (0, 1))
-        return Filled(KVBlock(keys, values), position, job.logits, job.reused, seen)
+        kv = KVBlock(keys, values)
+        return Filled(kv, position, job.logits, job.reused, seen, None, prompt.adapter)
 
     def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
         """Return copies of the convolutions of the one prompt of a pass, which may fail."""
@@ -374,7 +379,8 @@ class Prefiller:
         ended = [p for p in parts if p.stop == len(p.job.hidden) and p.job.high is None]
         if ended:  # before the tokens count as read, for this may fail
             assert hidden is not None
-            found = self.lane.logits(hidden[[p.rows.stop - 1 for p in ended]])
+            with using([p.job.prompt.adapter for p in ended]):
+                found = self.lane.logits(hidden[[p.rows.stop - 1 for p in ended]])
             for part, mine in zip(ended, found, strict=True):
                 part.job.logits = mine
         for part in parts:
@@ -399,7 +405,8 @@ class Prefiller:
 
     def _try(self, job: PrefillJob) -> None:
         try:
-            self._cut(job)
+            with using((job.prompt.adapter,)):
+                self._cut(job)
         except Exception as error:  # of this prompt alone: the pass went well
             job.error = _fitting(error)
 
@@ -453,6 +460,11 @@ class Prefiller:
         job.hidden, job.carry, job.done, job.low = hidden, [], 0, layer
         job.last = None
         job.high = next((each for each in policy.cuts if each > layer), None)
+
+
+def _adapters(parts: Sequence[_Part]) -> list[str | None]:
+    """Return the adapter of each token of a pass."""
+    return [part.job.prompt.adapter for part in parts for _ in range(part.start, part.stop)]
 
 
 def _canvas(job: PrefillJob) -> list[Tensor]:

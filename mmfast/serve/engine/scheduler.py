@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, load
 from mmfast.models.reduction.record import features_given
 from mmfast.planner.target import check_alone, make_target
+from mmfast.serve.engine.adapters import load_adapters
 from mmfast.serve.engine.base import (
     CANCELLED,
     LOG,
@@ -107,7 +108,8 @@ class Scheduler:
     once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of prompts
     between two decoding steps, `context` the longest prompt and answer in tokens (None: the
     model's). `memory` bounds keys and values, such as `"2GB"`; None takes a share of the free
-    memory, which `sharing` engines divide.
+    memory, which `sharing` engines divide. `lora` are folders of adapters by name, for requests
+    that name one.
     """
 
     def __init__(
@@ -125,9 +127,11 @@ class Scheduler:
         memory: str | int | None = None,
         sharing: int = 1,
         name: str | None = None,
+        lora: Mapping[str, str] | None = None,
     ) -> None:
         parse(reduce), call_plan(cache)
         stock, processor = load(model, device, dtype)
+        self._adapters = load_adapters(stock, lora or {}, model if isinstance(model, str) else None)
         self.model = name or (EMBEDDED if model is None else str(model))
         limit = kv_limit(memory, stock.device, sharing)
         self._queue: FairQueue[ActiveRequest] = FairQueue()
@@ -216,6 +220,7 @@ class Scheduler:
         return answer
 
     def _prepared(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
+        self._adapters.check(request.adapter)
         answer, runner = self._answer(request, emit, sampling), self._runner
         runner.check(answer)
         prepared = runner.encoder.prepare(request)
@@ -280,7 +285,11 @@ class Scheduler:
         self._queue.count(payer, tokens, self._payers)
 
     def _round(self) -> None:
-        while (first := self._queue.peek()) is not None and self._runner.fits(first):
+        while True:
+            first = self._queue.peek()
+            self._runner.resume(first)
+            if first is None or not self._runner.fits(first):
+                break
             self._queue.remove(first.id)
             first.waited_ms = (time.perf_counter() - first.queued) * 1e3
             self._runner.start(first)
@@ -300,6 +309,7 @@ class Scheduler:
         self._runner.clear()
         self._runner.encoder.slicer.close()
         self._runner.sequential.slicer.close()
+        self._adapters.close()
         with self._wake:
             left = [answer for answer in self._known.values() if answer is not None]
             self._known.clear()

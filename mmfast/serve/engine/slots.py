@@ -108,6 +108,7 @@ class Embedded:
     recipe: PromptRecipe | None = None  # specs that act in the language model
     # token ids `[L]` of the prompt before it was reduced, as `generate` would get it
     whole: Tensor | None = None
+    adapter: str | None = None  # LoRA adapter that reads it
     reused: int = 0  # tokens of `whole` whose encoding was reused
     visual_tokens: int = 0
     kept_tokens: int = 0
@@ -142,6 +143,7 @@ class Filled:
     # distinct token ids of prompt, for repetition penalties; None where there is none
     seen: Tensor | None = None
     row: AnswerRow | None = None  # what is left of `kv` behind a policy; None where that is all
+    adapter: str | None = None  # LoRA adapter that read it, and answers
 
     @property
     def length(self) -> int:

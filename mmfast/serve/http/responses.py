@@ -48,7 +48,13 @@ _SAME: tuple[str, ...] = (
     "user",
 )
 _SAME += ("mmfast", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
-_SAME += ("top_logprobs", "chat_template_kwargs", "mm_processor_kwargs", "repetition_penalty")
+_SAME += (
+    "priority",
+    "top_logprobs",
+    "chat_template_kwargs",
+    "mm_processor_kwargs",
+    "repetition_penalty",
+)
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 

@@ -268,6 +268,19 @@ class Service:
         """Return True for the name of the model, and for its aliases on a server that has them."""
         return name == self.model or (not self.config.strict_model and name in ALIASES)
 
+    def adapter(self, name: str) -> str | None:
+        """Return the LoRA adapter that a request for a model means.
+
+        None is the model itself; `ApiError` 404 for an unknown name.
+        """
+        if self.answers_to(name):
+            return None
+        if name in (known := self.config.adapters()):
+            return name
+        asked = " or ".join(repr(each) for each in (self.model, *known))
+        text = f"model {name[:80]!r} is not here; ask for {asked} (GET /v1/models)"
+        raise ApiError(404, text, code="model_not_found", param="model")
+
     def start(self) -> Future[Any]:
         """Begin to load the engine, then the speech model; return the future of the engine."""
         future = self._engine.start()
@@ -376,6 +389,7 @@ def load_engine(config: ServerConfig) -> Executor:
     """Load the engine that `config.engine` names."""
     names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "queue", "memory")
     options = {name: getattr(config, name) for name in names} | {"name": name_of(config)}
+    options["lora"] = config.adapters()
     if config.engine == "inproc":
         from mmfast.serve.engine.scheduler import Scheduler
 
