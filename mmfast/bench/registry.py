@@ -18,7 +18,14 @@ from mmfast.models.loading import device_name
 SUITES = {
     "stream": ("stream",),
     "speech": ("speech_quality", "speech_speed", "speech_drafts", "speech_soak"),
-    "serve": ("serve", "serve_faults", "serve_realtime", "serve_hostile", "vllm_load"),
+    "serve": (
+        "serve",
+        "serve_load",
+        "serve_faults",
+        "serve_realtime",
+        "serve_hostile",
+        "vllm_load",
+    ),
     "kernels": ("kernels", "column_sums", "selection"),
     "decode": ("decode",),
     "encoder": ("vision",),
