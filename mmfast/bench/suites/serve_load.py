@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.suites.serve import ChatRecord, chat, engine
-from mmfast.bench.timing import frozen
+from mmfast.bench.timing import frozen, resident_bytes
 from mmfast.planner.queueing import Station, poisson, simulate, splits
 from mmfast.serve.engine.base import BusyError, Finish, Options, Request
 from mmfast.serve.engine.scheduler import Scheduler
@@ -127,8 +126,7 @@ def memory(tick: Tick, count: int = 2000, steps: int = 20) -> list[Row]:
     with closing(engine(slots=SLOTS, queue=QUEUE)) as scheduler, ThreadPoolExecutor(SLOTS) as pool:
         for step in range(steps):
             list(pool.map(lambda kind: answered(scheduler, kind, 8), range(count // steps)))
-            pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-            held.append(int(pages) * 4096 / 1e6)
+            held.append(resident_bytes() / 1e6)
             tick("requests", (step + 1) * count // steps, count)
         left = scheduler.health().gauges["kv_bytes"]
     half = held[steps // 2 :]
