@@ -21,6 +21,7 @@ SUITES = {
     "serve": (
         "serve",
         "serve_load",
+        "serve_mix",
         "serve_faults",
         "serve_realtime",
         "serve_hostile",

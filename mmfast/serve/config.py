@@ -64,7 +64,8 @@ class ServerConfig:
             `vllm`, vLLM's own server with the reducers of `reduce`.
         slots: Most requests answered at once.
         context: Longest prompt and answer in tokens; None takes the model's.
-        chunk: Tokens of a prompt between two steps of the running answers.
+        chunk: Tokens of prompts between two steps of the running answers; None: 256, or up to
+            2,048 as long as they take less than 40 ms.
         queue: Most requests that wait; another one is refused with 429.
         memory: Bytes of keys and values, such as `2GB`; None takes a share of the free memory.
         replicas: Copies of the whole engine on `ray`; None runs encode, prefill and decode apart.
@@ -141,7 +142,7 @@ class ServerConfig:
     engine: str = "inproc"
     slots: int = 16
     context: int | None = None
-    chunk: int = 256
+    chunk: int | None = None
     queue: int = 32
     memory: str | None = None
     replicas: int | None = None

@@ -168,6 +168,11 @@ SERVE = {
         "tokens/s: {tokens_per_s:.0f} | faster: {speedup:.2f}x ({cpu_speedup:.2f}x) | "
         "longest gap in chunks of prefill: [gap_ms]{gap_chunks:.2f} ({cpu_gap_chunks:.2f})",
     ),
+    "mix": (
+        "16 chats at once, 40 tokens each: times of those without a spec, and of stock",
+        "model: {model} | pictures each: {pictures} | chats: {job} | s: {seconds:.2f} | "
+        "of no spec: {to_plain:.2f}x | of stock: {to_stock:.2f}x",
+    ),
     "fairness": (
         "Longest gap in a running answer when a prompt comes; in brackets by processor time",
         "beside it: [places]{job}: the last to ask is answered as {order} of {of} or {job} | "

@@ -56,13 +56,13 @@ def engine(**options: Any) -> Scheduler:
     return Scheduler((model, processor), name="tiny-video", **options)
 
 
-def chat(tokens: int, text: str = "what is it?", image: bool = True, tenant: str = "") -> Request:
-    """Return a request about a new image, or without one."""
+def chat(tokens: int, text: str = "what is it?", pictures: int = 1, tenant: str = "") -> Request:
+    """Return a request about new pictures, or without one."""
     number = next(_NUMBERS)
     parts: list[str | Media] = [text]
-    if image:
-        pixels = np.random.default_rng(number).integers(0, 256, (96, 96, 3), dtype=np.uint8)
-        parts.insert(0, Media(Shot("image", pixels), f"image-{os.getpid()}-{number}"))
+    for i in range(pictures):
+        pixels = np.random.default_rng((number, i)).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+        parts.insert(0, Media(Shot("image", pixels), f"image-{os.getpid()}-{number}-{i}"))
     message = Message("user", tuple(parts))
     return Request(f"chat-{number}", (message,), SamplingOptions(max_tokens=tokens), tenant=tenant)
 
@@ -207,7 +207,7 @@ def fairness(tick: Tick, rounds: int = 5, words: int = 2000) -> list[Row]:
                     reset(engines[name])
                     found[name].append(_during_prompt(engines[name], words))
                 reset(chunked)
-                ChatRecord(chunked, chat(_ANSWER, image=False)).over.wait()
+                ChatRecord(chunked, chat(_ANSWER, pictures=0)).over.wait()
                 alone.append(gap_and_chunk(chunked)[0])
                 tick(f"{words} tokens", number, rounds)
             turns = _turns(chunked)
@@ -226,9 +226,9 @@ def fairness(tick: Tick, rounds: int = 5, words: int = 2000) -> list[Row]:
 
 def _during_prompt(scheduler: Scheduler, words: int) -> tuple[TimeSpent, TimeSpent]:
     """Submit a long prompt during an answer; return the longest gap in it, and a chunk."""
-    running = ChatRecord(scheduler, chat(_ANSWER, image=False))
+    running = ChatRecord(scheduler, chat(_ANSWER, pictures=0))
     running.begun.wait()
-    ChatRecord(scheduler, chat(2, " ".join(["red"] * words), image=False)).over.wait()
+    ChatRecord(scheduler, chat(2, " ".join(["red"] * words), pictures=0)).over.wait()
     running.over.wait()
     return gap_and_chunk(scheduler)
 

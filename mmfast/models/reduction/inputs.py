@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -93,8 +94,14 @@ def compressed(
 def _encoder_arguments(base: Any) -> set[str]:
     names = set()
     for kind in kinds_of(base):
-        names |= set(inspect.signature(getattr(base, f"get_{kind}_features")).parameters)
+        names |= set(feature_arguments(type(base), kind))
     return names
+
+
+@lru_cache(maxsize=64)
+def feature_arguments(model: type, kind: str) -> tuple[str, ...]:
+    """Return the names of what a base model takes to encode media of a kind."""
+    return tuple(inspect.signature(getattr(model, f"get_{kind}_features")).parameters)[1:]
 
 
 def _encode(base: Any, kind: str, inputs: Mapping[str, Any]) -> Any:
@@ -102,7 +109,7 @@ def _encode(base: Any, kind: str, inputs: Mapping[str, Any]) -> Any:
     if given is not None:
         return given
     method = getattr(base, f"get_{kind}_features")
-    names = [name for name in inspect.signature(method).parameters if name in inputs]
+    names = [name for name in feature_arguments(type(base), kind) if name in inputs]
     return method(**{name: inputs[name] for name in names}, return_dict=True)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from mmfast.serve.engine.decode import DecodeBatch, PausedAnswer
 from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps, kept_tokens
@@ -97,6 +99,7 @@ class RunningBatch:
         # requests that give way to more urgent ones, with what was done for them so far
         self.paused: dict[str, tuple[ActiveRequest, PrefillJob | PausedAnswer | None]] = {}
         self._prefill_next = False
+        self._decoded = False  # the last pass of prefill held a decoding step
         self.pace = 0.02  # seconds of a chunk of prefill, a running mean
         # seconds between recent decoding steps, by the clock and of the engine's threads
         self.gaps: deque[tuple[float, float]] = deque(maxlen=4096)
@@ -210,10 +213,12 @@ class RunningBatch:
         return False
 
     def decode(self) -> None:
-        """Decode one token of every running answer."""
-        if not self._running:
-            return
-        found = self.decoder.step()
+        """Decode one token of every running answer, unless the last pass of prefill did."""
+        decoded, self._decoded = self._decoded, False
+        if self._running and not decoded:
+            self._push(self.decoder.step())
+
+    def _push(self, found: Sequence[tuple[Hashable, int | Exception]]) -> None:
         now = time.perf_counter(), time.thread_time() + self.encoder.slicer.worked
         if self._stepped is not None:
             self.gaps.append((now[0] - self._stepped[0], now[1] - self._stepped[1]))
@@ -231,10 +236,17 @@ class RunningBatch:
 
     def _encode(self) -> None:
         # A slice ends at the first block after its budget, with that block at about a chunk;
-        # without running answers the tower need not stop.
-        made = self._tower.step(0.7 * self.pace if self._running else None)
-        if made is not None:
+        # without running answers the tower need not stop before there is a pass of prefill.
+        start, budget = time.perf_counter(), 0.7 * self.pace if self._running else None
+        while self._tower.running or self._tower.waiting:
+            made = self._tower.step(budget)
+            if made is None:
+                return
             self._encoded(*made)
+            left = sum(job.left for _, job in self._jobs.values())
+            spent = time.perf_counter() - start
+            if left >= self.prefiller.chunk or (self._running and spent > 0.35 * self.pace):
+                return
 
     def _encoded(self, answer: ActiveRequest, found: Result) -> None:
         if isinstance(found, Exception):
@@ -262,14 +274,22 @@ class RunningBatch:
             self._fail_broken()
             return
         owners = {job: answer for answer, job in order}
+        fuses, logits = self.decoder.joins and bool(self._running), None
         try:
-            self._pass(plan, owners)
-        except Exception:  # run one by one, only the broken prompts fail
+            logits = self._pass(plan, owners, fuses)
+        except Exception as failed:  # run one by one, only the broken prompts fail
+            for key in self.decoder.unrepeatable():
+                self._fail(self._running[str(key)], failed)
+            self.decode()
+            self._decoded = True
             for job, n in plan:
                 try:
                     self._pass([(job, n)], owners)
                 except Exception as error:
                     self._fail(owners[job], error)
+        if logits is not None:
+            self._push(self.decoder.end(logits))
+            self._decoded = True
         self._fail_broken()
         for answer, job in self._read():
             # Copying a long prompt to its row takes as long as a pass: a unit of its own.
@@ -295,20 +315,30 @@ class RunningBatch:
                 self._begin(answer, job)
 
     def _pass(
-        self, plan: Sequence[tuple[PrefillJob, int]], owners: dict[PrefillJob, ActiveRequest]
-    ) -> None:
-        """Run one pass of prefill; an exception leaves all jobs unchanged."""
+        self,
+        plan: Sequence[tuple[PrefillJob, int]],
+        owners: dict[PrefillJob, ActiveRequest],
+        fuses: bool = False,
+    ) -> Tensor | None:
+        """Run one pass of prefill; return the logits of a decoding step that is part of it.
+
+        An exception leaves all jobs unchanged.
+        """
         work = sum(self.prefiller.cost(job, n) for job, n in plan)
         start, worked = time.perf_counter(), time.thread_time()
-        self.prefiller.run(plan)
+        logits = self.prefiller.run_with(plan, self.decoder) if fuses else None
+        if not fuses:
+            self.prefiller.run(plan)
         ms = (time.perf_counter() - start) * 1e3
         total = sum(n for _, n in plan)
         self.passes.append((total, ms / 1e3, time.thread_time() - worked))
         if work > self.prefiller.chunk // 2:  # scaled to a whole chunk
             self.pace += 0.2 * (ms / 1e3 * self.prefiller.chunk / work - self.pace)
+            self.pace *= self.prefiller.fit(self.pace)
         for job, n in plan:
             owners[job].prefill_ms += ms * n / total
             self._served(owners[job].payer, n)
+        return logits
 
     def _begin(self, answer: ActiveRequest, job: PrefillJob) -> None:
         del self._jobs[answer.id]

@@ -13,6 +13,7 @@ from torch import Tensor
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.models.families.tower import KINDS
+from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
 from mmfast.serve.engine.bucket import Entries
@@ -41,6 +42,11 @@ class Chooser:
         rows = model.get_output_embeddings().weight.shape[0]
         inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < rows)
         self._blocked = torch.tensor(inside, device=model.device, dtype=torch.int64)
+
+    def seen(self, ids: Tensor | None, sampling: SamplingOptions) -> Tensor | None:
+        """Return the distinct ids of a prompt if a penalty of this request counts them."""
+        counts = self.penalty != 1 or sampling.rules is not None
+        return ids.unique() if counts and ids is not None else None
 
     def choose(
         self, logits: Tensor, draws: Sequence[Draw], seen: Sequence[Tensor | None]
@@ -121,13 +127,15 @@ class DecodeBatch:
         self.chooser = Chooser(model)
         self.store = AnswerRows(len(self.lane.kinds), self.lane.modules.keys())
         self._rows: list[_Answer] = []
+        self._begun = False  # a step whose pass has not come back
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def first(self, filled: Filled, sampling: SamplingOptions) -> int:
         """Choose the first token of an answer. ModelError: its logits are not finite."""
-        found = self.chooser.choose(filled.logits[None].clone(), [Draw(sampling)], [filled.seen])
+        seen = self.chooser.seen(filled.ids, sampling)
+        found = self.chooser.choose(filled.logits[None].clone(), [Draw(sampling)], [seen])
         if isinstance(found[0], Exception):
             raise found[0]
         return found[0]
@@ -135,7 +143,7 @@ class DecodeBatch:
     @torch.inference_mode()
     def admit(self, key: Hashable, filled: Filled, token: int, sampling: SamplingOptions) -> None:
         """Add an answer after its first token; the seed of its sampling is set."""
-        seen = filled.seen if self.chooser.penalty != 1 and sampling.rules is None else None
+        seen = None if sampling.rules is not None else self.chooser.seen(filled.ids, sampling)
         if seen is not None:
             seen = torch.cat([seen, seen.new_tensor([token])]).unique()
         made = filled.row
@@ -154,8 +162,14 @@ class DecodeBatch:
                 self.store.remove(number)
                 self._rows[number] = self._rows[-1]
                 self._rows.pop()
+                self._begun = self._begun and bool(self._rows)
                 return True
         return False
+
+    @property
+    def joins(self) -> bool:
+        """A step can be part of a pass of prefill: no convolution runs from row to row."""
+        return CONV not in self.lane.kinds
 
     @torch.inference_mode()
     def pause(self, key: Hashable) -> PausedAnswer | None:
@@ -176,27 +190,45 @@ class DecodeBatch:
     @torch.inference_mode()
     def step(self) -> list[tuple[Hashable, int | Exception]]:
         """Return the next token of every answer, or the error where there is none."""
-        rows = self._rows
-        if not rows:
+        if not self._rows:
             return []
-        device = self._table.weight.device
-        tokens = torch.tensor([[row.token] for row in rows], device=device)
-        places = [list(axis) for axis in zip(*(row.position for row in rows), strict=True)]
-        positions = torch.tensor(places, device=device)[..., None]  # [A, B, 1]
-        embeds = self._table(tokens)
+        embeds, positions = self.begin()
+        assert self.store.cache is not None
+        given = self.store.cache, embeds[:, None], positions[..., None]
         with using(self.adapters):
-            hidden = self.lane.run(self.store.attend, self.store.advance(), embeds, positions)
-            logits = self.lane.logits(hidden[:, -1])
-        return self._chosen(logits)
+            logits = self.lane.logits(self.lane.run(self.store.attend, *given)[:, -1])
+        return self.end(logits)
 
     @property
     def adapters(self) -> list[str | None]:
         """Adapter of each answer."""
         return [row.adapter for row in self._rows]
 
-    def _chosen(self, logits: Tensor) -> list[tuple[Hashable, int | Exception]]:
-        """Choose the next tokens from logits `[B, V]`."""
+    def begin(self) -> tuple[Tensor, Tensor]:
+        """Begin a step: what enters the first layer, `[B, D]`, and its positions `[A, B]`.
+
+        A step whose pass failed is begun again, without the answers that have left since.
+        """
+        if self._begun:
+            self.store.arrange()
+        else:
+            self.store.advance()
+        self._begun = True
+        device = self._table.weight.device
+        tokens = torch.tensor([row.token for row in self._rows], device=device)
+        places = [list(axis) for axis in zip(*(row.position for row in self._rows), strict=True)]
+        return self._table(tokens), torch.tensor(places, device=device)
+
+    def unrepeatable(self) -> list[Hashable]:
+        """Return the answers whose own caches took a token in a pass that failed."""
+        rows = zip(self._rows, self.store.rows, strict=True)
+        return [mine.key for mine, row in rows if self._begun and row.parts]
+
+    @torch.inference_mode()
+    def end(self, logits: Tensor) -> list[tuple[Hashable, int | Exception]]:
+        """End a step: choose the next tokens from logits `[B, V]`."""
         rows = self._rows
+        self._begun = False
         draws = [Draw(row.sampling, row.step) for row in rows]
         chosen = self.chooser.choose(logits, draws, [row.seen for row in rows])
         for row, token in zip(rows, chosen, strict=True):

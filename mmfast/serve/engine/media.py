@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import Adapter, Layout
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import PIXELS
+from mmfast.models.reduction.inputs import feature_arguments
 from mmfast.models.reduction.record import Record, flat, record_of, recording, remember
 
 
@@ -83,7 +83,7 @@ def whole(
     base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
 ) -> MediaUnit:
     """Return all media of one kind of one prompt as one unit; arguments as for `units`."""
-    names = inspect.signature(getattr(base, f"get_{kind}_features")).parameters
+    names = feature_arguments(type(base), kind)
     call = {name: inputs[name] for name in names if inputs.get(name) is not None}
     return MediaUnit(kind, (kind, context, *keys), call, inputs["input_ids"][0])
 

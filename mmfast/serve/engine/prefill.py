@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError
@@ -29,11 +30,15 @@ from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.adapters import some, using
+from mmfast.serve.engine.decode import DecodeBatch
 from mmfast.serve.engine.encoder import BLOCK
-from mmfast.serve.engine.lane import AttentionCall, Lane, passing
+from mmfast.serve.engine.lane import Attend, AttentionCall, Lane, passing
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import PromptPolicy, PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Filled
+
+CHUNKS = 256, 2048  # tokens of a chunk that nobody set, least and most
+PAUSE = 0.04  # seconds that such a chunk takes at most, if it is not the least
 
 
 class PrefillJob:
@@ -122,10 +127,18 @@ class _OverError(Exception):
 class _Pass:
     """One pass over parts of prompts."""
 
-    def __init__(self, lane: Lane, parts: Sequence[_Part], raw: Any) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        parts: Sequence[_Part],
+        raw: Any,
+        others: slice = slice(0, 0),  # rows of running answers
+        attend_others: Attend | None = None,
+    ) -> None:
         self.lane, self.parts, self._raw = lane, parts, raw
         self._thread = threading.get_ident()
         self._active: Sequence[_Part] = parts
+        self._others, self._attend_others = others, attend_others
 
     def attend(
         self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
@@ -159,6 +172,9 @@ class _Pass:
             if job.policy is not None and job.policy.retrieves:
                 raw = self._raw.keys[index][:, :, new], self._raw.queries[index][:, :, new]
                 part.raw[index] = raw
+        if self._attend_others is not None:
+            tail = (each[:, :, row:] for each in (query, key, value))
+            found.append(self._attend_others(index, attention, *tail))
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def layer(self, index: int, stock: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -174,19 +190,24 @@ class _Pass:
         self._active = [part for part in self.parts if part.runs(index)]
         if len(self._active) == len(self.parts):
             return stock(hidden, *args, **kwargs)
-        if not self._active:
+        if not self._active and self._attend_others is None:
             if all(part.job.low < index for part in self.parts):
                 raise _OverError
             return hidden
         numbers = range(hidden.shape[1])
         rows = torch.tensor(
-            [i for part in self._active for i in numbers[part.rows]], device=hidden.device
+            [i for rows in self._running for i in numbers[rows]], device=hidden.device
         )
         places = kwargs["position_embeddings"]
         kwargs["position_embeddings"] = tuple(each.index_select(-2, rows) for each in places)
         kwargs["position_ids"] = None
         with some(rows.tolist()):
             return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
+
+    @property
+    def _running(self) -> list[slice]:
+        """Rows that run through the layer at hand."""
+        return [*(part.rows for part in self._active), self._others]
 
     def _mask(self, part: _Part, first: int, sliding: bool) -> Tensor | None:
         """Return what the tokens of a part see of the keys from `first` on, `[1, 1, n, keys]`."""
@@ -211,12 +232,14 @@ class _Pass:
 class Prefiller:
     """Computes the keys and values of prompts, at most `chunk` tokens in one pass.
 
+    None chooses the chunk by the time that it takes.
+
     Raises `ModelError` if the rows of the model cannot be told apart in one pass.
     """
 
-    def __init__(self, model: Any, chunk: int = 256) -> None:
+    def __init__(self, model: Any, chunk: int | None = None) -> None:
         self.lane = Lane(model)
-        self.model, self.chunk = model, chunk
+        self.model, self.chunk, self._fits = model, chunk or CHUNKS[0], chunk is None
         self.decoder = self.lane.decoder
         self.slice: float | None = None  # seconds that policies may act in one unit of work
         self._alone = CONV in self.lane.kinds  # a convolution would run from prompt to prompt
@@ -272,6 +295,20 @@ class Prefiller:
         part = ((layers if job.high is None else job.high) - job.low) / layers
         return part * tokens * max(1.0, (self._even + job.done) / (self._even + self.chunk))
 
+    def fit(self, seconds: float) -> float:
+        """Double or halve a chunk that takes so long, if none was given; return the factor.
+
+        A pass of a few milliseconds is mostly overhead; one of PAUSE nobody notices.
+        """
+        low, high = CHUNKS
+        if self._fits and seconds < PAUSE / 3 and self.chunk < high:
+            self.chunk *= 2
+            return 2.0
+        if self._fits and seconds > PAUSE and self.chunk > low:
+            self.chunk //= 2
+            return 0.5
+        return 1.0
+
     def plan(
         self, jobs: Sequence[PrefillJob], waited: bool = False
     ) -> list[tuple[PrefillJob, int]]:
@@ -313,53 +350,78 @@ class Prefiller:
     @torch.inference_mode()
     def run(self, plan: Sequence[tuple[PrefillJob, int]]) -> list[PrefillJob]:
         """Run one pass over the next tokens of some jobs; return those that it ended."""
-        if not plan:
-            return []
+        return self._run(plan, None)[0] if plan else []
+
+    @torch.inference_mode()
+    def run_with(self, plan: Sequence[tuple[PrefillJob, int]], decoder: DecodeBatch) -> Tensor:
+        """Run one pass over the next tokens of some jobs and a step of all running answers.
+
+        Returns the logits of the answers, `[B, V]`, for `DecodeBatch.end` (SARATHI, 2308.16369).
+        """
+        return self._run(plan, decoder)[1]
+
+    def _run(
+        self, plan: Sequence[tuple[PrefillJob, int]], decoder: DecodeBatch | None
+    ) -> tuple[list[PrefillJob], Tensor]:
         parts, row = [], 0
         for job, n in plan:
             parts.append(_Part(job, job.done, job.done + n, row))
             row += n
         embeds = torch.cat([p.job.hidden[p.start : p.stop] for p in parts])[None]
         positions = torch.cat([p.job.positions[:, p.start : p.stop] for p in parts], 1)
+        names = [p.job.prompt.adapter for p in parts for _ in range(p.start, p.stop)]
+        others, attend_others = slice(row, row), None
+        if decoder is not None:
+            names += decoder.adapters
+            new, places = decoder.begin()
+            embeds, positions = torch.cat([embeds, new[None]], 1), torch.cat([positions, places], 1)
+            others, attend_others = slice(row, row + len(new)), decoder.store.attend_flat
         states = self._states(parts)
         watched = any(p.job.policy is not None and p.job.policy.retrieves for p in parts)
         with ExitStack() as stack:
-            stack.enter_context(using(_adapters(parts)))
+            stack.enter_context(using(names))
             raw = None
             if watched:
                 capture = RawCapture(self.decoder)
                 stack.callback(capture.remove)
                 raw = stack.enter_context(capture.recording())
-            running = _Pass(self.lane, parts, raw)
+            running = _Pass(self.lane, parts, raw, others, attend_others)
             if any(p.job.low or p.job.high is not None for p in parts):
                 for index, layer in enumerate(self.decoder.layers):
                     stack.enter_context(override(layer, "forward", partial(running.layer, index)))
             cache = passing([states.get(i) for i in range(len(self.lane.kinds))])
-            more = _planes([(p.job, p.start, p.stop) for p in parts])
+            more = _planes([(p.job, p.start, p.stop) for p in parts], embeds.shape[1])
             try:
                 hidden = self.lane.run(running.attend, cache, embeds, positions[:, None], **more)
             except _OverError:
                 hidden = None
-        return self._advance(parts, None if hidden is None else hidden[0], states)
+        ended = [p for p in parts if p.stop == len(p.job.hidden) and p.job.high is None]
+        logits = torch.empty(0)
+        if ended or decoder is not None:  # before the tokens count as read, for this may fail
+            assert hidden is not None
+            numbers = [*(p.rows.stop - 1 for p in ended), *range(others.start, others.stop)]
+            with using(names, numbers):
+                logits = self.lane.logits(hidden[0, numbers])
+        for part, mine in zip(ended, logits, strict=False):
+            part.job.logits = mine
+        self._advance(parts, states)
+        return [part.job for part in ended], logits[len(ended) :]
 
     @torch.inference_mode()
     def result(self, job: PrefillJob) -> Filled:
         """Return the result of a job that has ended."""
         assert job.logits is not None
         prompt = job.prompt
-        seen = None
-        if prompt.whole is not None:
-            seen = prompt.whole.unique()
         position = prompt.positions[:, -1] + 1
         if job.policy is not None:
             while not self.settled(job):
                 pass
             row = job.policy.row()
-            return Filled(KVBlock(), position, job.logits, 0, seen, row, prompt.adapter)
+            return Filled(KVBlock(), position, job.logits, 0, prompt.whole, row, prompt.adapter)
         layers = [job.layers[i] for i in sorted(job.layers)]
         keys, values = (tuple(each.read(p, 0, job.done) for each in layers) for p in (0, 1))
         kv = KVBlock(keys, values)
-        return Filled(kv, position, job.logits, job.reused, seen, None, prompt.adapter)
+        return Filled(kv, position, job.logits, job.reused, prompt.whole, None, prompt.adapter)
 
     def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
         """Return copies of the convolutions of the one prompt of a pass, which may fail."""
@@ -373,16 +435,7 @@ class Prefiller:
             return {i: made[i] for i, kind in enumerate(self.lane.kinds) if kind == CONV}
         return copy.deepcopy(part.job.states)
 
-    def _advance(
-        self, parts: Sequence[_Part], hidden: Tensor | None, states: dict[int, Any]
-    ) -> list[PrefillJob]:
-        ended = [p for p in parts if p.stop == len(p.job.hidden) and p.job.high is None]
-        if ended:  # before the tokens count as read, for this may fail
-            assert hidden is not None
-            with using([p.job.prompt.adapter for p in ended]):
-                found = self.lane.logits(hidden[[p.rows.stop - 1 for p in ended]])
-            for part, mine in zip(ended, found, strict=True):
-                part.job.logits = mine
+    def _advance(self, parts: Sequence[_Part], states: dict[int, Any]) -> None:
         for part in parts:
             job = part.job
             job.done, job.states = part.stop, states
@@ -394,7 +447,6 @@ class Prefiller:
                 job.carry.append(part.carry)
                 if job.waits and job.done <= self.chunk:  # else a unit of work of its own
                     self._try(job)
-        return [part.job for part in ended]
 
     def settled(self, job: PrefillJob) -> bool:
         """Let the policies of a job that has ended act on some layers; True if that is all."""
@@ -462,11 +514,6 @@ class Prefiller:
         job.high = next((each for each in policy.cuts if each > layer), None)
 
 
-def _adapters(parts: Sequence[_Part]) -> list[str | None]:
-    """Return the adapter of each token of a pass."""
-    return [part.job.prompt.adapter for part in parts for _ in range(part.start, part.stop)]
-
-
 def _canvas(job: PrefillJob) -> list[Tensor]:
     """DeepStack features in the places of all tokens, `[n, D]` each."""
     made = []
@@ -504,8 +551,8 @@ def token_bytes(prefiller: Prefiller) -> int:
     return job.nbytes // 2
 
 
-def _planes(parts: Sequence[tuple[PrefillJob, int, int]]) -> dict[str, Any]:
-    """Return the DeepStack arguments for the tokens of a pass."""
+def _planes(parts: Sequence[tuple[PrefillJob, int, int]], length: int) -> dict[str, Any]:
+    """Return the DeepStack arguments for the tokens of a pass, of which the last have none."""
     count = max(len(job.planes) for job, _, _ in parts)
     if not count:
         return {}
@@ -520,6 +567,7 @@ def _planes(parts: Sequence[tuple[PrefillJob, int, int]]) -> dict[str, Any]:
         for own, plane in zip(planes, job.planes, strict=True):
             own.append(plane[first:last])
     visual = torch.cat(marks)
+    visual = F.pad(visual, (0, length - len(visual)))
     if not bool(visual.any()):
         return {}
     joined = [torch.cat(plane) for plane in planes]

@@ -104,7 +104,7 @@ class AnswerRows:
         self.rows: list[AnswerRow] = []
         self._slots: list[list[Slots]] = []  # of each row, all that differ
         self._places: list[Places] = []
-        self._cache: Cache | None = None
+        self.cache: Cache | None = None
 
     @property
     def nbytes(self) -> int:
@@ -205,8 +205,8 @@ class AnswerRows:
         self.remove(number)
         return AnswerRow(parts)
 
-    def advance(self) -> Cache:
-        """Begin a step of all rows; return the cache that their pass is to get."""
+    def advance(self) -> None:
+        """Begin a step of all rows; `cache` is what their pass is to get."""
         for row in self.rows:
             if row.driver is not None:
                 row.driver()
@@ -214,10 +214,19 @@ class AnswerRows:
         for mine in self._slots:
             for slots in mine:
                 slots.advance()
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Find the places of the next tokens, also again after rows of a begun step have left."""
         for places in self._places:
             places.advance(len(self.rows))
-        assert self._cache is not None
-        return self._cache
+
+    def attend_flat(
+        self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attend as `attend` does, for tokens in one row `[1, H, B, d]`: `[1, B, H, d]`."""
+        tokens = (each[0].transpose(0, 1)[:, :, None] for each in (query, key, value))
+        return self.attend(index, attention, *tokens).transpose(0, 1)
 
     def attend(
         self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
@@ -283,7 +292,7 @@ class AnswerRows:
                     known[key] = Places(list(bucket.rows), bucket.own.data.device)
                 bucket.places = known[key]
         self._places = list(known.values())
-        self._cache = passing([layer.state for layer in self.layers])
+        self.cache = passing([layer.state for layer in self.layers])
 
 
 def _placed(row: AnswerRow, number: int) -> dict[int, tuple[Entries, Slots]]:

@@ -47,7 +47,8 @@ class AttachedAnswer:
         self.position: Tensor | None = None  # [1 or 3 or 4, 1, 1] of the last token
         self.token = 0
         self.count = 0
-        self.seen: Tensor | None = None
+        self.ids: Tensor | None = None  # of the prompt
+        self.seen: Tensor | None = None  # distinct ids, if a penalty counts them
         self.trace = Trace()
         self.visual = 0  # tokens before reduction
         self.ms, self.length = 0.0, 0  # milliseconds of the processor, and tokens of the prompt
@@ -213,7 +214,7 @@ class SequentialRunner:
         positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
         own.position = positions[..., -1:]
         own.cache = DynamicCache(config=model.config.get_text_config())
-        own.seen = ids[0].unique()
+        own.ids, own.seen = ids[0], self._chooser.seen(ids[0], own.answer.sampling)
         self._served(own.answer.payer, ids.shape[1])
         found: Tensor = model(
             **inputs, position_ids=positions, past_key_values=own.cache, use_cache=True
@@ -249,7 +250,7 @@ class ModelRunner:
         self,
         encoder: MediaEncoder,
         slots: int,
-        chunk: int,
+        chunk: int | None,
         limit: int,
         served: Callable[[str, float], None],
         name: Any,
@@ -437,7 +438,7 @@ class ModelRunner:
         position = axes(self.model, own.position, 1)[:, -1] + 1
         answer.read = own.read_trace(), own.length
         adapter = answer.request.adapter
-        filled = Filled(KVBlock(), position, torch.empty(0), 0, own.seen, row, adapter)
+        filled = Filled(KVBlock(), position, torch.empty(0), 0, own.ids, row, adapter)
         batch.join(answer, filled, own.token)
         return True
 

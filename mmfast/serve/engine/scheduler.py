@@ -33,6 +33,9 @@ from mmfast.serve.engine.request import ActiveRequest, checked, context_of, fitt
 from mmfast.serve.engine.runner import ModelRunner
 from mmfast.serve.engine.slots import kv_limit
 
+GATHER = 0.05  # seconds that an idle engine waits for requests that are being prepared
+LULL = 0.002  # seconds after which no more of several requests is expected
+
 
 class QueueEntry(Protocol):
     """An entry of the queue."""
@@ -122,10 +125,10 @@ class Scheduler:
     `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
     `reduce` and `cache` are for requests that name none. At most `slots` requests are answered at
     once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of prompts
-    between two decoding steps, `context` the longest prompt and answer in tokens (None: the
-    model's). `memory` bounds keys and values, such as `"2GB"`; None takes a share of the free
-    memory, which `sharing` engines divide. `lora` are folders of adapters by name, for requests
-    that name one.
+    between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context` the
+    longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values, such
+    as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
+    `lora` are folders of adapters by name, for requests that name one.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class Scheduler:
         dtype: str = "auto",
         slots: int = 16,
         context: int | None = None,
-        chunk: int = 256,
+        chunk: int | None = None,
         queue: int = 32,
         memory: str | int | None = None,
         sharing: int = 1,
@@ -259,6 +262,8 @@ class Scheduler:
                 while not (self._closed or self._new or self._any_cancelled() or self._busy()):
                     self._wake.wait()
                     self._ended = time.perf_counter()
+                if not self._runner.answers:
+                    self._gather()
                 if self._closed:
                     break
                 self._take()
@@ -270,6 +275,21 @@ class Scheduler:
                     answer.fail(error, logged=True)
             self._tidy()
         self._end_all()
+
+    def _gather(self) -> None:
+        """Wait for requests that are being prepared, so that a first pass takes them along.
+
+        The processor's Python code and the model's would slow each other down.
+        """
+        until = time.perf_counter() + GATHER
+        while not self._closed and (left := until - time.perf_counter()) > 0:
+            if None in self._known.values():
+                self._wake.wait(left)
+            elif len(self._new) < 2 or self._lull():
+                return
+
+    def _lull(self) -> bool:
+        return not self._wake.wait(LULL) and None not in self._known.values()
 
     def _busy(self) -> bool:
         return bool(self._runner.answers) or len(self._queue) > 0

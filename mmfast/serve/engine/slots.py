@@ -140,8 +140,8 @@ class Filled:
     position: Tensor  # `[A]` int64 of the first token of the answer
     logits: Tensor  # `[V]` float32 at the end of the prompt
     reused: int = 0  # tokens of the prompt whose keys and values were reused
-    # distinct token ids of prompt, for repetition penalties; None where there is none
-    seen: Tensor | None = None
+    # token ids `[L]` of the whole prompt, for repetition penalties; None where there are none
+    ids: Tensor | None = None
     row: AnswerRow | None = None  # what is left of `kv` behind a policy; None where that is all
     adapter: str | None = None  # LoRA adapter that read it, and answers
 

@@ -133,11 +133,12 @@ def test_a_text_passes_a_clip_that_is_being_encoded(
 
 def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = MediaEncoder(*model_of(FAMILY))
-    gathering, encoded = EncodeStage(encoder), threading.Event()
+    gathering, encoded, begun = EncodeStage(encoder), threading.Event(), threading.Event()
     steps = encoder.steps
 
     def slow(prepared: Any) -> Any:
         if any(each.media for each in prepared):
+            begun.set()
             while not encoded.is_set():
                 yield None
         yield from steps(prepared)
@@ -145,6 +146,7 @@ def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(encoder, "steps", slow)
     try:
         clips = [gathering.encode(encoder.prepare(ask("a", clip(1), "what?"))) for _ in range(2)]
+        assert begun.wait(30)
         text = gathering.encode(encoder.prepare(ask("b", "hello")))
         assert text.result(30).length and not clips[0].done()
         encoded.set()

@@ -212,6 +212,52 @@ def _asked(**options: str) -> list[Request]:
     ]
 
 
+def test_a_pass_that_fails_costs_running_answers_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoding step inside a pass of prefill is done again alone; a broken prompt fails alone."""
+    family, fused = "llava_onevision", list[int]()
+    caches = ["", "snapkv:16", "sink:4+window:24", "quant:8?residual=8", "retrieve:2"]
+    requests = [ask(c, image(1), "what is it?", tokens=90, cache=c) for c in caches]
+    own = ask("own", image(1), "what is it?", tokens=90, cache="zipvl")
+    made = engine(family)
+    prefiller, run = made._runner.batch.prefiller, made._runner.batch.prefiller._run  # type: ignore[union-attr]
+
+    def failing(plan: Any, decoder: Any) -> Any:
+        found = run(plan, decoder) if plan[0][0].prompt.length < 400 else None
+        if found is None:
+            if decoder is not None:
+                fused.append(len(decoder))
+                decoder.begin()
+            raise RuntimeError("no memory for so long a prompt")
+        return found
+
+    monkeypatch.setattr(prefiller, "_run", failing)
+    try:
+        *ears, lost = [Ear(made, request) for request in (*requests, own)]
+        for ear in (*ears, lost):
+            ear.next()
+        broken = Ear(made, ask("long", "x" * 500, tokens=4)).wait()
+        for request, ear in zip(requests, ears, strict=True):
+            assert isinstance(ear.wait(), Finish), request.options
+            assert ear.text == alone(family, request), request.options
+    finally:
+        made.close()
+    for end in (broken, lost.wait()):  # a cache that is its policy's own has taken the token
+        assert isinstance(end, Failure) and "RuntimeError" in end.message
+    assert fused and max(fused) > 1
+
+
+def test_a_step_whose_places_move_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.serve.engine.rows import AnswerRows
+
+    assert _agree(_asked(cache="sink:4+window:24"))
+    monkeypatch.setattr(AnswerRows, "attend_flat", _rolled(AnswerRows.attend_flat))
+    assert not _agree(_asked(cache="sink:4+window:24"))
+
+
+def _rolled(attend: Any) -> Any:
+    return lambda *given: attend(*given).roll(1, 1)
+
+
 def test_a_ring_that_loses_the_wrong_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def newest(self: Slots) -> None:
         if self.leaving is not None and self.leaving(len(self.order)):

@@ -187,7 +187,7 @@ def test_contiguous_positions_after_pruning_are_seen(monkeypatch: pytest.MonkeyP
 def test_missing_deepstack_features_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.serve.engine import prefill
 
-    monkeypatch.setattr(prefill, "_planes", lambda parts: {})
+    monkeypatch.setattr(prefill, "_planes", lambda *_: {})
     assert not _agrees("qwen3_vl")
 
 
@@ -484,7 +484,7 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer() -> None:
     with scheduler("llava_onevision", chunk=64, context=4096) as engine:
         batch, log = engine._runner.batch, list[int]()
         assert batch is not None
-        decode, run = batch.decoder.step, batch.prefiller.run
+        decode, run, run_with = batch.decoder.step, batch.prefiller.run, batch.prefiller.run_with
 
         def stepped() -> Any:
             log.append(0)
@@ -494,7 +494,12 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer() -> None:
             log.append(sum(n for _, n in plan))
             return run(plan)
 
+        def both(plan: Any, decoder: Any) -> Any:
+            log.extend((sum(n for _, n in plan), 0))
+            return run_with(plan, decoder)
+
         batch.decoder.step, batch.prefiller.run = stepped, filled  # type: ignore[method-assign]
+        batch.prefiller.run_with = both  # type: ignore[method-assign]
         running = Ear(engine, ask("a", "hello", tokens=60))
         running.next()
         del log[:]

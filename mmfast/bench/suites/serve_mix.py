@@ -1,0 +1,132 @@
+"""Benchmark of the server: requests of different specs at once, beside stock `generate`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from mmfast.bench.cases import fill_
+from mmfast.bench.presets import get_preset
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row
+from mmfast.bench.suites.serve import CHATS, ChatRecord, TimeSpent, chat, reset, spent
+from mmfast.bench.timing import frozen, paired
+from mmfast.core.errors import MmfastError
+from mmfast.models.loading import EMBEDDED, load
+from mmfast.models.prompt import chat_inputs
+from mmfast.serve.engine.base import Finish, Media, Options, Request
+from mmfast.serve.engine.scheduler import Scheduler
+
+_STOCK, _PLAIN, _AGAIN, _MIXED = "stock `generate`, one batch", "no spec", "no spec again", "mixed"
+SPECS = (
+    Options(reduce="fastv@llm1:0.5"),
+    *(Options(cache=spec) for spec in ("snapkv:16", "sink:4+window:64", "quant:8", "retrieve:2")),
+)
+_TOKENS = 40  # of each answer
+_WIDE = "llava-onevision-0.5b"
+
+
+def shaped(preset: str | None) -> tuple[Any, Any]:
+    """Return the embedded model and its processor.
+
+    A preset names another shape of the language model, with random weights.
+    """
+    model, processor = load(None, "cpu", "float32")
+    model.generation_config.eos_token_id = None  # else answers are one word
+    if preset is None:
+        return model, processor
+    config, text = copy.deepcopy(model.config), get_preset(preset).text
+    for name, value in {**text, "vocab_size": config.text_config.vocab_size}.items():
+        if name not in ("model_type", "rope_parameters"):
+            setattr(config.text_config, name, value)
+    layers = text["num_hidden_layers"]
+    config.text_config.layer_types = config.text_config.layer_types[:1] * layers
+    wide = type(model)(config).eval()
+    fill_(wide, 0)
+    wide.generation_config = model.generation_config
+    return wide, processor
+
+
+def _requests(options: Sequence[Options], tokens: int, pictures: int) -> list[Request]:
+    made = []
+    for number in range(CHATS):
+        request = chat(tokens, pictures=pictures)
+        made.append(replace(request, options=options[number % len(options)]))
+    return made
+
+
+def _answers(scheduler: Scheduler, tokens: int, pictures: int, options: Sequence[Options]) -> None:
+    requests = _requests(options, tokens, pictures)
+    records = [ChatRecord(scheduler, request) for request in requests]
+    for record in records:
+        record.over.wait()
+        if not isinstance(record.last, Finish):
+            raise MmfastError(f"a request of the benchmark failed: {record.last}")
+
+
+def _stock(model: Any, processor: Any, tokens: int, pictures: int) -> None:
+    chats = [
+        [
+            {
+                "role": message.role,
+                "content": [p.shot if isinstance(p, Media) else p for p in message.content],
+            }
+            for message in request.messages
+        ]
+        for request in _requests([Options()], tokens, pictures)
+    ]
+    inputs = chat_inputs(processor, chats, model.device)
+    with torch.inference_mode():
+        model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+
+
+def _rows(
+    preset: str | None, jobs: dict[str, Sequence[Options]], tick: Tick, rounds: int, pictures: int
+) -> list[Row]:
+    (model, processor), size = shaped(preset), (_TOKENS, pictures)
+    name = EMBEDDED if preset is None else f"{EMBEDDED}, language model of {preset}"
+    times: dict[str, list[TimeSpent]] = {_STOCK: [], **{job: [] for job in jobs}}
+    with closing(Scheduler((model, processor), name=name, queue=CHATS)) as scheduler, frozen():
+        runs: dict[str, Callable[[], None]] = {
+            _STOCK: partial(_stock, model, processor, *size),
+            **{job: partial(_answers, scheduler, *size, mine) for job, mine in jobs.items()},
+        }
+        for number in range(rounds + 1):  # the first round warms up
+            for job in list(runs)[:: 1 if number % 2 else -1]:
+                reset(scheduler)
+                taken = spent(runs[job])
+                times[job] += [taken] if number else []
+            tick(name, number, rounds)
+    shared = {"model": name, "chats": CHATS, "pictures": pictures, "tokens": _TOKENS, "n": rounds}
+    shared |= {"device": "cpu", "threads": torch.get_num_threads()}
+    return [{"job": job, **shared, **_compared(times, job)} for job in times if job != _AGAIN]
+
+
+def _compared(times: dict[str, list[TimeSpent]], job: str) -> Row:
+    mine, plain, again, stock = (
+        [each.wall for each in times[name]] for name in (job, _PLAIN, _AGAIN, _STOCK)
+    )
+    return {
+        "seconds": median(mine),
+        "cpu_seconds": median(each.cpu for each in times[job]),
+        "to_plain": paired(mine, plain),
+        "to_stock": paired(mine, stock),
+        "noise": abs(paired(again, plain) - 1),
+    }
+
+
+@benchmark("serve", "mix")
+def mix(tick: Tick, rounds: int = 9, wide_rounds: int = 2) -> list[Row]:
+    """Answer 16 chats at once: stock, without a spec, with each spec, and with all specs mixed."""
+    named = {option.reduce or str(option.cache): (option,) for option in SPECS}
+    plain = {_PLAIN: (Options(),), _AGAIN: (Options(),)}
+    jobs = {**plain, **named, _MIXED: SPECS}
+    rows = [row for shape in ("tiny", None) for row in _rows(shape, jobs, tick, rounds, 4)]
+    return [*rows, *_rows(_WIDE, {**plain, _MIXED: SPECS}, tick, wide_rounds, 1)]
