@@ -1,8 +1,4 @@
-"""Waiting times of a server under load, simulated from service times measured alone.
-
-A server is a row of stations: one for a whole engine, or encoders, prefill and decoders one behind
-the other (DistServe, 2401.09670; EPD, 2501.05460).
-"""
+"""Waiting times of a server under load, simulated from service times measured alone."""
 
 from __future__ import annotations
 
@@ -10,27 +6,9 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-
-
-@dataclass(frozen=True)
-class Station:
-    """Equal replicas behind one queue; each works on up to `slots` requests at once.
-
-    `gain[n - 1]` is the work in seconds alone that a replica does in a second on n requests at
-    once; the last value holds for more of them.
-    """
-
-    replicas: int = 1
-    slots: int = 1
-    gain: tuple[float, ...] = (1.0,)
-
-    def speed(self, n: int) -> float:
-        """Return the speed of one of n requests on a replica; 1 is that of a request alone."""
-        return self.gain[min(n, len(self.gain)) - 1] / n
 
 
 @dataclass(frozen=True)
@@ -52,64 +30,31 @@ def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
     return list(itertools.accumulate(dice.expovariate(rate) for _ in range(count)))
 
 
-@dataclass(eq=False)
-class _Visit:
-    came: float
-    work: Sequence[float]
-    left: float = 0.0
-
-
 def simulate(
-    stations: Sequence[Station],
-    times: Sequence[float],
-    work: Sequence[Sequence[float]],
-    room: float = math.inf,
+    times: Sequence[float], work: Sequence[float], gain: Sequence[float], room: float = math.inf
 ) -> LoadFigures:
-    """Simulate requests that come at `times`, with `work` in seconds alone in each station.
+    """Simulate requests that come at `times` and take `work` seconds alone.
 
-    With more than `room` requests in the server at once, the last to come are refused.
+    Up to `len(gain)` share the server, the others wait in a queue; with more than `room` in all,
+    the last to come are refused. `gain[n - 1]` is the work in seconds alone that is done in a
+    second on n requests at once.
     """
-    coming = [_Visit(*pair) for pair in zip(times, work, strict=True)][::-1]
-    waiting: list[list[_Visit]] = [[] for _ in stations]
-    working: list[list[list[_Visit]]] = [[[] for _ in range(s.replicas)] for s in stations]
-    seconds, now, inside, refused = list[float](), 0.0, 0, 0
-    while coming or inside:
-        active = [
-            (i, mine, visit, stations[i].speed(len(mine)))
-            for i, replicas in enumerate(working)
-            for mine in replicas
-            for visit in mine
-        ]
-        ends = [visit.left / speed for *_, visit, speed in active]
-        step = max(0.0, min([*ends, *(each.came - now for each in coming[-1:])]))
+    coming, waiting = list(zip(times, work, strict=True))[::-1], list[tuple[float, float]]()
+    left = list[list[float]]()  # seconds of work, and time of arrival, of what shares the server
+    seconds, now, refused = list[float](), 0.0, 0
+    while coming or left:
+        speed = gain[len(left) - 1] / len(left) if left else 1.0
+        ends = [each[0] / speed for each in left]
+        step = max(0.0, min([*ends, *(at - now for at, _ in coming[-1:])]))
         now += step
-        for i, mine, visit, speed in active:
-            visit.left -= step * speed
-            if visit.left <= 1e-9:
-                mine.remove(visit)
-                if i + 1 < len(stations):
-                    waiting[i + 1].append(visit)
-                else:
-                    inside -= 1
-                    seconds.append(now - visit.came)
-        while coming and coming[-1].came <= now:
-            visit, full = coming.pop(), inside >= room
-            refused, inside = refused + full, inside + (not full)
-            waiting[0] += [] if full else [visit]
-        for i, station in enumerate(stations):
-            while waiting[i] and len(least := min(working[i], key=len)) < station.slots:
-                least.append(visit := waiting[i].pop(0))
-                visit.left = visit.work[i]
+        for each in left:
+            each[0] -= step * speed
+        seconds += [now - came for rest, came in left if rest <= 1e-9]
+        left = [each for each in left if each[0] > 1e-9]
+        while coming and coming[-1][0] <= now:
+            full = len(left) + len(waiting) >= room
+            waiting += [] if full else coming[-1:]
+            refused, _ = refused + full, coming.pop()
+        while waiting and len(left) < len(gain):
+            left.append([*waiting.pop(0)][::-1])
     return LoadFigures(tuple(seconds), refused, len(seconds) / now if now else math.nan)
-
-
-def splits(
-    replicas: int, stations: Sequence[Station], times: Sequence[float], work: Sequence[Any]
-) -> list[tuple[tuple[int, ...], LoadFigures]]:
-    """Simulate every split of `replicas` over stations; the least 95th percentile comes first."""
-    counts = itertools.product(range(1, replicas + 1), repeat=len(stations))
-    found = []
-    for many in (each for each in counts if sum(each) == replicas):
-        row = [replace(s, replicas=n) for s, n in zip(stations, many, strict=True)]
-        found.append((many, simulate(row, times, work)))
-    return sorted(found, key=lambda both: both[1].quantile(0.95))

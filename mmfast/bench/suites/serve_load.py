@@ -17,50 +17,42 @@ import torch
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.suites.serve import ChatRecord, chat, engine
+from mmfast.bench.suites.serve_mix import SPECS
 from mmfast.bench.timing import frozen, resident_bytes
-from mmfast.planner.queueing import Station, poisson, simulate, splits
+from mmfast.planner.queueing import poisson, simulate
 from mmfast.serve.engine.base import BusyError, Finish, Options, Request
 from mmfast.serve.engine.scheduler import Scheduler
 
-# specs of the requests, reducers and cache
-MIX = ((None, None), ("fastv@llm1:0.5", None), (None, "snapkv:16"), (None, "sink:4+window:64"))
-MIX += ((None, "quant:8"), (None, "retrieve:2"))
-LOADS, SLOTS, QUEUE, TOKENS, WORKERS = (0.5, 0.8, 1.2), 8, 16, 32, 8
+MIX = (Options(), *SPECS)  # of the requests, in turn
+LOADS, SLOTS, QUEUE, TOKENS = (0.5, 0.8, 1.2), 8, 16, 32
 
 
 def asked(kind: int, tokens: int = TOKENS) -> Request:
     """Return a request about a new image under one of the specs."""
-    return replace(chat(tokens), options=Options(*MIX[kind % len(MIX)]))
+    return replace(chat(tokens), options=MIX[kind % len(MIX)])
 
 
-def answered(scheduler: Scheduler, kind: int, tokens: int = TOKENS) -> tuple[float, Finish]:
-    """Answer one request; return its seconds and its end."""
+def answered(scheduler: Scheduler, kind: int, tokens: int = TOKENS) -> float:
+    """Return the seconds of one request."""
     start = time.perf_counter()
     record = ChatRecord(scheduler, asked(kind, tokens))
     record.over.wait()
     assert isinstance(record.last, Finish), record.last
-    return record.at - start, record.last
+    return record.at - start
 
 
-def measured(scheduler: Scheduler, rounds: int) -> tuple[list[list[float]], tuple[float, ...]]:
-    """Return seconds alone by kind of request and stage, and the gain of 1 to `SLOTS` at once."""
-    for kind in range(2 * len(MIX)):  # warm-up
-        answered(scheduler, kind)
-    alone = []
-    for kind in range(len(MIX)):
-        runs = [answered(scheduler, kind) for _ in range(rounds)]
-        stages = [{row["stage"]: row["ms"] / 1e3 for row in end.trace["rows"]} for _, end in runs]
-        names = ("prefill", "decode")
-        known = [median(each[name] for each in stages) for name in names]
-        alone.append([median(seconds for seconds, _ in runs) - sum(known), *known])
-    gains, counts = [], (1, 2, 4, SLOTS)
+def measured(scheduler: Scheduler, rounds: int) -> tuple[list[float], list[float]]:
+    """Return seconds alone by kind of request, and the gain of 1 to `SLOTS` at once."""
+    kinds = list(range(len(MIX))) * rounds
+    runs = [answered(scheduler, kind) for kind in list(range(len(MIX))) * 2 + kinds]
+    alone = [median(runs[2 * len(MIX) + kind :: len(MIX)]) for kind in range(len(MIX))]
+    gains, counts = list[float](), (1, 2, 4, SLOTS)
     for many in counts:
-        kinds = [number % len(MIX) for number in range(3 * rounds * len(MIX))]
         start = time.perf_counter()
         with ThreadPoolExecutor(many) as pool:
-            list(pool.map(lambda kind: answered(scheduler, kind), kinds))
-        gains.append(sum(sum(alone[k]) for k in kinds) / (time.perf_counter() - start))
-    return alone, tuple(np.interp(range(1, SLOTS + 1), counts, gains).tolist())
+            list(pool.map(lambda kind: answered(scheduler, kind), kinds * 3))
+        gains.append(3 * sum(alone[k] for k in kinds) / (time.perf_counter() - start))
+    return alone, np.interp(range(1, SLOTS + 1), counts, gains).tolist()
 
 
 @benchmark("serve", "open")
@@ -70,18 +62,17 @@ def open_rows(tick: Tick, count: int = 400, rounds: int = 5) -> list[Row]:
     shared |= {"threads": torch.get_num_threads(), "model": "tiny-video"}
     with closing(engine(slots=SLOTS, queue=QUEUE)) as scheduler, frozen():
         alone, gain = measured(scheduler, rounds)
-        capacity, rows = max(gain) / mean(map(sum, alone)), []
+        capacity, rows = max(gain) / mean(alone), list[Row]()
         for number, load in enumerate(LOADS):
             tick(f"{load:g} of capacity", number, len(LOADS))
             kinds = random.Random(number).choices(range(len(MIX)), k=count)
             times = poisson(load * capacity, count, number)
-            work = [[sum(alone[kind])] for kind in kinds]
-            told = simulate([Station(1, SLOTS, gain)], times, work, SLOTS + QUEUE)
+            told = simulate(times, [alone[kind] for kind in kinds], gain, SLOTS + QUEUE)
             found = _driven(scheduler, times, kinds)
             found |= {f"told_p{q}_ms": 1e3 * told.quantile(q / 100) for q in (50, 95)}
             found |= {"told_busy": told.refused, "told_per_s": told.rate, "gain": max(gain)}
             rows.append({"job": f"{load:g} of capacity", "load": load, **found})
-    return [{**row, **shared} for row in [*rows, *_roles(alone, gain, count)]]
+    return [{**row, **shared} for row in rows]
 
 
 def _driven(scheduler: Scheduler, times: Sequence[float], kinds: Sequence[int]) -> Row:
@@ -101,22 +92,6 @@ def _driven(scheduler: Scheduler, times: Sequence[float], kinds: Sequence[int]) 
     row |= {"per_s": sum(ended) / (max(r.at for _, r in records) - begun)}
     row |= {"busy": len(waits), "retry_after_s": min(waits, default=0.0)}
     return row | {"lost": len(times) - len(waits) - sum(ended)}
-
-
-def _roles(alone: Sequence[Sequence[float]], gain: tuple[float, ...], count: int) -> list[Row]:
-    """Simulate workers that encode, prefill or decode, and as many whole engines."""
-    work = [alone[kind % len(alone)] for kind in range(count)]
-    times = poisson(0.8 * WORKERS / mean(map(sum, alone)), count)
-    whole = Station(WORKERS, SLOTS, gain)
-    found = {f"{WORKERS} whole engines": simulate([whole], times, [[sum(w)] for w in work])}
-    order = splits(WORKERS, [Station(), Station(), Station(1, SLOTS, gain)], times, work)
-    for many, figures in (order[0], order[-1]):
-        found["{} encode, {} prefill, {} decode".format(*many)] = figures
-    return [
-        {"job": f"{job} (simulated)", "simulated": True, "told_per_s": figures.rate}
-        | {f"told_p{q}_ms": 1e3 * figures.quantile(q / 100) for q in (50, 95)}
-        for job, figures in found.items()
-    ]
 
 
 @benchmark("serve", "memory")

@@ -7,109 +7,82 @@ of each of its tokens, so that requests of different adapters share passes and s
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.errors import MmfastError
 
-_LOG = logging.getLogger("mmfast.serve")
 _BASE = "__base__"  # peft's name of no adapter
+_MERGE = "a server takes plain LoRA of linear layers; merge the adapter and serve the result"
 # adapter of each token of the calls that are running; a single one holds for all of them
 _RUNNING: ContextVar[Sequence[str | None]] = ContextVar("mmfast_adapters", default=(None,))
 
 
 @contextlib.contextmanager
-def using(names: Sequence[str | None], rows: Sequence[int] | None = None) -> Iterator[None]:
+def using(
+    names: Sequence[str | None] | None = None, rows: Sequence[int] | None = None
+) -> Iterator[None]:
     """Run calls of the model with these adapters: one per token, or a single one for all.
 
-    None is the model alone. With `rows`, only these tokens of `names` run.
+    None is the model alone. With `rows`, only these tokens run, of `names` or of those running.
     """
-    if len(set(names)) == 1:
-        names = names[:1]
+    found = _RUNNING.get() if names is None else names
+    if len(set(found)) == 1:
+        found = found[:1]
     elif rows is not None:
-        names = [names[row] for row in rows]
-    token = _RUNNING.set(names)
+        found = [found[row] for row in rows]
+    token = _RUNNING.set(found)
     try:
         yield
     finally:
         _RUNNING.reset(token)
 
 
-@contextlib.contextmanager
-def some(rows: Sequence[int]) -> Iterator[None]:
-    """Run calls of the model on these tokens alone of those that are running."""
-    with using(_RUNNING.get(), rows):
-        yield
-
-
 class AdapterSet:
-    """The adapters of one model, by name; see `load_adapters`."""
+    """The adapters of one model; `keys` are peft's names for them.
+
+    `visual` are those that change how media are encoded.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._keys = model, dict[str, str]()
-        self.visual: set[str] = set()  # those that change how media are encoded
-        self._modules: dict[str, Any] = {}
+        self._model, self.keys, self.visual = model, dict[str, str](), set[str]()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all adapters."""
-        return tuple(self._keys)
+    def add(self, name: str, folder: Path) -> None:
+        """Put an adapter beside the model; errors as for `load_adapters`."""
+        from peft.tuners.lora import Linear
 
-    def check(self, name: str | None) -> None:
-        """Refuse the name of no adapter (MmfastError)."""
-        if name is not None and name not in self._keys:
-            raise MmfastError(unknown("adapter", name, self.names))
-
-    def add(self, name: str, given: str, base: str | None = None) -> None:
-        """Put an adapter beside the model; arguments and errors as for `load_adapters`."""
-        folder = Path(given).expanduser()
-        config, key = _config(name, folder), f"mmfast{len(self._keys)}_"
-        _inject(self._model, name, folder, key, config)
-        self._keys[name] = key
-        self._route(name, key)
-        made = config.base_model_name_or_path
-        if base and made and PurePath(made).name != PurePath(base).name:
-            _LOG.warning("adapter %r was made for %r, and this is %r", name, made, base)
+        key = f"mmfast{len(self.keys)}_"  # a name with a dot would be none for peft
+        _inject(self._model, name, folder, key)
+        self.keys[name] = key
+        known = {*self._model.get_decoder().modules(), self._model.get_output_embeddings()}
+        for path, module in _layers(self._model):
+            if key in module.lora_embedding_A or key in module.lora_variant:
+                raise MmfastError(f"adapter {name!r} changes {path} otherwise: {_MERGE}")
+            if key not in module.lora_A:
+                continue
+            if not isinstance(module, Linear):
+                raise MmfastError(f"adapter {name!r} changes {path}, no linear layer: {_MERGE}")
+            if module not in known:
+                self.visual.add(name)
+            if "forward" not in vars(module):
+                module.forward = partial(_forward, module, module.forward, self.keys)
 
     def close(self) -> None:
         """Leave the model as it was before."""
         model = self._model
-        for path, module in _layers(model):
+        for path, module in _layers(model) if self.keys or "peft_config" in vars(model) else ():
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, module.get_base_layer())
-        self._modules.clear()
-        self._keys.clear()
-        if getattr(model, "_hf_peft_config_loaded", False):
             model._hf_peft_config_loaded = False
-            model.__dict__.pop("peft_config", None)
+        vars(model).pop("peft_config", None)
+        self.keys.clear()
         _SETS.pop(model, None)
-
-    def _route(self, name: str, key: str) -> None:
-        from peft.tuners.lora import Linear
-
-        known = {id(each) for each in self._model.get_decoder().modules()}
-        known.add(id(self._model.get_output_embeddings()))
-        for path, module in _layers(self._model):
-            if key not in module.lora_A and key not in module.lora_embedding_A:
-                continue
-            if not isinstance(module, Linear) or key in module.lora_variant:
-                kind = "a variant of LoRA" if isinstance(module, Linear) else type(module).__name__
-                raise MmfastError(
-                    f"adapter {name!r} changes {path} ({kind}); a server takes plain LoRA of "
-                    "linear layers: merge the adapter and serve the model that results"
-                )
-            if id(module) not in known:
-                self.visual.add(name)
-            if path not in self._modules:
-                self._modules[path] = module
-                module.forward = partial(_forward, module, module.forward, self._keys)
 
 
 def _layers(model: Any) -> list[tuple[str, Any]]:
@@ -122,8 +95,7 @@ def _forward(
     module: Any, stock: Callable[..., Tensor], keys: Mapping[str, str], x: Tensor, *args: Any
 ) -> Tensor:
     """Run a linear layer `[..., D]` with the adapter of each token."""
-    running = _RUNNING.get()
-    names = [_BASE if name is None else keys[name] for name in running]
+    names = [_BASE if name is None else keys[name] for name in _RUNNING.get()]
     if len(names) > 1:
         found = stock(x.flatten(0, -2), *args, adapter_names=names)
         return found.unflatten(0, x.shape[:-1])
@@ -133,8 +105,8 @@ def _forward(
     return stock(x, *args, adapter_names=names * len(x))
 
 
-def _config(name: str, folder: Path) -> Any:
-    """Return the configuration of an adapter that a server can take."""
+def _inject(model: Any, name: str, folder: Path, key: str) -> None:
+    """Add the matrices of an adapter to a model as peft and transformers do."""
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise MmfastError(
@@ -145,45 +117,29 @@ def _config(name: str, folder: Path) -> Any:
         from peft import PeftConfig
     except ImportError:
         raise MmfastError('adapters need peft: pip install "mmfast[train]"') from None
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # peft raises many kinds
-        reason = " ".join(str(error).split())[:200]
-        raise MmfastError(f"adapter {name!r}: {str(folder)!r} cannot be read: {reason}") from error
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    kind = "DORA" if getattr(config, "use_dora", False) else kind
-    whole = getattr(config, "modules_to_save", None)
-    if kind != "LORA" or whole:
-        what = f"whole modules ({', '.join(whole)})" if whole else f"matrices of kind {kind}"
-        raise MmfastError(
-            f"adapter {name!r} holds {what}; a server takes plain LoRA: merge the adapter and "
-            "serve the model that results"
-        )
-    return config
-
-
-def _inject(model: Any, name: str, folder: Path, key: str, config: Any) -> None:
     from transformers.utils import logging as told
 
-    wrong, verbosity, shown = "", told.get_verbosity(), told.is_progress_bar_enabled()
+    verbosity = told.get_verbosity()
     told.set_verbosity(told.CRITICAL)  # its report lists all weights of the model
-    told.disable_progress_bar()
     try:
+        config: Any = PeftConfig.from_pretrained(str(folder))
+        kind = "DORA" if getattr(config, "use_dora", False) else config.peft_type
+        if kind != "LORA" or config.modules_to_save:
+            held = f"whole modules {config.modules_to_save}" if kind == "LORA" else str(kind)
+            raise MmfastError(f"adapter {name!r} holds {held}: {_MERGE}")
         info = model.load_adapter(str(folder), key, peft_config=config)
-        lacks = [each for each in info.missing_keys if key in each]
-        left = sorted([*info.unexpected_keys, *lacks])
-        wrong = f"{len(left)} of its matrices have no place, such as {left[0]}" if left else ""
-    except (RuntimeError, ValueError) as error:
-        text = str(error).partition("\n")[0][:160]
-        wrong = "its matrices have other sizes" if "mismatched" in text else text
+    except MmfastError:
+        raise
+    except Exception as error:  # peft and transformers raise many kinds
+        text = " ".join(str(error).split())[:160]
+        text = "its matrices have other sizes" if "mismatched" in text else text
+        raise MmfastError(f"adapter {name!r} of {str(folder)!r} does not fit: {text}") from error
     finally:
         told.set_verbosity(verbosity)
-        if shown:
-            told.enable_progress_bar()
-    if wrong:
-        base = getattr(config, "base_model_name_or_path", None)
+    if left := sorted([*info.unexpected_keys, *(n for n in info.missing_keys if key in n)]):
         raise MmfastError(
-            f"adapter {name!r} is not for this model: {wrong}; it was made for {base!r}"
+            f"adapter {name!r} of {str(folder)!r} does not fit: {len(left)} of its matrices have "
+            f"no place, such as {left[0]}; it was made for {config.base_model_name_or_path!r}"
         )
 
 
@@ -195,8 +151,8 @@ def adapters_of(model: Any) -> AdapterSet:
     return _SETS.get(model) or AdapterSet(model)
 
 
-def load_adapters(model: Any, folders: Mapping[str, str], base: str | None = None) -> AdapterSet:
-    """Load the adapters of these folders beside a model, whose name is `base`.
+def load_adapters(model: Any, folders: Mapping[str, str]) -> AdapterSet:
+    """Load the adapters of these folders, by name, beside a model.
 
     Raises `MmfastError` for a folder without an adapter, and for an adapter of another model; the
     model is then as it was.
@@ -204,7 +160,7 @@ def load_adapters(model: Any, folders: Mapping[str, str], base: str | None = Non
     found = AdapterSet(model)
     try:
         for name, folder in folders.items():
-            found.add(name, folder, base)
+            found.add(name, Path(folder).expanduser())
     except BaseException:
         found.close()
         raise

@@ -29,7 +29,7 @@ from mmfast.models.reduction.call import PromptPart
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
-from mmfast.serve.engine.adapters import some, using
+from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.decode import DecodeBatch
 from mmfast.serve.engine.encoder import BLOCK
 from mmfast.serve.engine.lane import Attend, AttentionCall, Lane, passing
@@ -201,7 +201,7 @@ class _Pass:
         places = kwargs["position_embeddings"]
         kwargs["position_embeddings"] = tuple(each.index_select(-2, rows) for each in places)
         kwargs["position_ids"] = None
-        with some(rows.tolist()):
+        with using(rows=rows.tolist()):
             return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from mmfast.caches.plan import call_plan
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, load
 from mmfast.models.reduction.record import features_given
@@ -150,7 +150,7 @@ class Scheduler:
     ) -> None:
         parse(reduce), call_plan(cache)
         stock, processor = load(model, device, dtype)
-        self._adapters = load_adapters(stock, lora or {}, model if isinstance(model, str) else None)
+        self._adapters = load_adapters(stock, lora or {})
         self.model = name or (EMBEDDED if model is None else str(model))
         limit = kv_limit(memory, stock.device, sharing)
         self._queue: FairQueue[ActiveRequest] = FairQueue()
@@ -239,7 +239,8 @@ class Scheduler:
         return answer
 
     def _prepared(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
-        self._adapters.check(request.adapter)
+        if request.adapter not in (None, *self._adapters.keys):
+            raise MmfastError(unknown("adapter", str(request.adapter), self._adapters.keys))
         answer, runner = self._answer(request, emit, sampling), self._runner
         runner.check(answer)
         prepared = runner.encoder.prepare(request)

@@ -101,7 +101,7 @@ class ReplicaSettings:
         """Set up the process, and load the model and its processor."""
         self.settle()
         model, processor = load(self.model, self.device, self.dtype)
-        load_adapters(model, self.lora, self.model)
+        load_adapters(model, self.lora)
         return model, processor
 
 

@@ -140,7 +140,7 @@ def test_the_model_is_held_once_and_left_as_it_was() -> None:
     folders = {f"a{i}": str(saved("qwen3_vl", i)) for i in range(1, 4)}
     found = load_adapters(model, folders)
     held = {each.data_ptr() for name, each in model.named_parameters() if ".lora_" not in name}
-    assert held == set(before.values()) and found.names == ("a1", "a2", "a3")
+    assert held == set(before.values()) and tuple(found.keys) == ("a1", "a2", "a3")
     found.close()
     assert {name: each.data_ptr() for name, each in model.named_parameters()} == before
     assert not any("forward" in vars(each) for each in model.modules())
@@ -158,12 +158,12 @@ def test_wrong_adapters_are_refused_in_one_line(tmp_path: Path) -> None:
     (broken / "adapter_model.safetensors").write_bytes(b"x")
     cases = {
         str(tmp_path): "has no adapter_config.json",
-        str(broken): "cannot be read",
-        str(saved(EMBEDDED, 1)): "is not for this model",
-        str(saved("llava_onevision", 1, r".*vision_tower.*_proj")): "is not for this model",
-        str(dora): "of kind DORA",
+        str(broken): "does not fit",
+        str(saved(EMBEDDED, 1)): "does not fit",
+        str(saved("llava_onevision", 1, r".*vision_tower.*_proj")): "does not fit",
+        str(dora): "holds DORA",
         str(whole): "whole modules",
-        str(words): "Embedding",
+        str(words): "changes .*embed_tokens",
     }
     for folder, text in cases.items():
         with pytest.raises(MmfastError, match=text) as error:
