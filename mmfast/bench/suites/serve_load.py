@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -47,10 +48,12 @@ def measured(scheduler: Scheduler, rounds: int) -> tuple[list[float], list[float
     runs = [answered(scheduler, kind) for kind in list(range(len(MIX))) * 2 + kinds]
     alone = [median(runs[2 * len(MIX) + kind :: len(MIX)]) for kind in range(len(MIX))]
     gains, counts = list[float](), (1, 2, 4, SLOTS)
+    # Answers of one length would end together, and their prompts come at once.
+    lengths = [random.Random(i).randint(1, 2 * TOKENS - 1) for i in range(3 * len(kinds))]
     for many in counts:
         start = time.perf_counter()
         with ThreadPoolExecutor(many) as pool:
-            list(pool.map(lambda kind: answered(scheduler, kind), kinds * 3))
+            list(pool.map(partial(answered, scheduler), kinds * 3, lengths))
         gains.append(3 * sum(alone[k] for k in kinds) / (time.perf_counter() - start))
     return alone, np.interp(range(1, SLOTS + 1), counts, gains).tolist()
 
