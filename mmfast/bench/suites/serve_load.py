@@ -61,8 +61,8 @@ def measured(scheduler: Scheduler, rounds: int) -> tuple[list[float], list[float
 @benchmark("serve", "open")
 def open_rows(tick: Tick, count: int = 400, rounds: int = 5) -> list[Row]:
     """Measure requests that come at random at shares of the capacity, and predict them."""
-    shared = {"n": count, "tokens": TOKENS, "slots": SLOTS, "queue": QUEUE, "device": "cpu"}
-    shared |= {"threads": torch.get_num_threads(), "model": "tiny-video"}
+    shared = {"n": count, "tokens": TOKENS, "slots": SLOTS, "queue": QUEUE, "model": "tiny-video"}
+    shared |= {"threads": torch.get_num_threads(), "device": "cpu"}
     with closing(engine(slots=SLOTS, queue=QUEUE)) as scheduler, frozen():
         alone, gain = measured(scheduler, rounds)
         capacity, rows = max(gain) / mean(alone), list[Row]()
@@ -101,7 +101,8 @@ def _driven(scheduler: Scheduler, times: Sequence[float], kinds: Sequence[int]) 
 def memory(tick: Tick, count: int = 2000, steps: int = 20) -> list[Row]:
     """Measure the memory of the process over many requests under all specs."""
     held = list[float]()
-    with closing(engine(slots=SLOTS, queue=QUEUE)) as scheduler, ThreadPoolExecutor(SLOTS) as pool:
+    made = engine(slots=SLOTS, queue=QUEUE, memory="256MB")  # a quarter of it keeps prefixes
+    with closing(made) as scheduler, ThreadPoolExecutor(SLOTS) as pool:
         for step in range(steps):
             list(pool.map(lambda kind: answered(scheduler, kind, 8), range(count // steps)))
             held.append(resident_bytes() / 1e6)

@@ -21,13 +21,12 @@ from mmfast.core.errors import MmfastError
 _BASE = "__base__"  # peft's name of no adapter
 _MERGE = "a server takes plain LoRA of linear layers; merge the adapter and serve the result"
 # adapter of each token of the calls that are running; a single one holds for all of them
-_RUNNING: ContextVar[Sequence[str | None]] = ContextVar("mmfast_adapters", default=(None,))
+Names = Sequence[str | None]
+_RUNNING: ContextVar[Names] = ContextVar("mmfast_adapters", default=(None,))
 
 
 @contextlib.contextmanager
-def using(
-    names: Sequence[str | None] | None = None, rows: Sequence[int] | None = None
-) -> Iterator[None]:
+def using(names: Names | None = None, rows: Sequence[int] | None = None) -> Iterator[None]:
     """Run calls of the model with these adapters: one per token, or a single one for all.
 
     None is the model alone. With `rows`, only these tokens run, of `names` or of those running.

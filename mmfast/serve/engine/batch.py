@@ -119,15 +119,6 @@ class RunningBatch:
         """Requests without a token yet."""
         return [answer for answer in self.answers if answer.id not in self._running]
 
-    def goes_before(self, other: ActiveRequest, called: bool) -> bool:
-        """Return True if a prompt here is more urgent than another one of its account.
-
-        With `called` the tower is not free, and only prompts that have been encoded count.
-        """
-        here = [answer for answer, _ in self._jobs.values()]
-        here += [] if called else self._tower.answers
-        return any(a.payer == other.payer and a.priority > other.priority for a in here)
-
     @property
     def encoding(self) -> bool:
         """True while a call of the vision tower runs."""
@@ -175,8 +166,7 @@ class RunningBatch:
 
     def resume(self, first: ActiveRequest | None) -> bool:
         """Go on with the most urgent paused request, unless `first` of its account goes before."""
-        order = sorted(self.paused.values(), key=lambda both: -both[0].priority)
-        for answer, kept in order:
+        for answer, kept in sorted(self.paused.values(), key=lambda both: -both[0].priority):
             if first and answer.payer == first.payer and answer.priority < first.priority:
                 continue
             del self.paused[answer.id]
@@ -268,8 +258,7 @@ class RunningBatch:
 
     def _prefill(self) -> None:
         self.prefiller.slice = 0.7 * self.pace if self._running else None
-        first = {answer.id for answer in urgent(answer for answer, _ in self._jobs.values())}
-        order = [self._jobs[name] for name in self._jobs if name in first]
+        order = [self._jobs[each.id] for each in urgent(a for a, _ in self._jobs.values())]
         if not (plan := self.prefiller.plan([job for _, job in order], bool(self._running))):
             self._fail_broken()
             return

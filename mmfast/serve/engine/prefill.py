@@ -416,8 +416,8 @@ class Prefiller:
         if job.policy is not None:
             while not self.settled(job):
                 pass
-            row = job.policy.row()
-            return Filled(KVBlock(), position, job.logits, 0, prompt.whole, row, prompt.adapter)
+            made = 0, prompt.whole, job.policy.row(), prompt.adapter
+            return Filled(KVBlock(), position, job.logits, *made)
         layers = [job.layers[i] for i in sorted(job.layers)]
         keys, values = (tuple(each.read(p, 0, job.done) for each in layers) for p in (0, 1))
         kv = KVBlock(keys, values)

@@ -111,14 +111,6 @@ class SequentialRunner:
         return any(own.count == 0 for own in list(self._own.values()))
 
     @property
-    def next(self) -> ActiveRequest:
-        """The prompt that is being read, or is to be read next."""
-        if self._call is not None:
-            return self._call[0].answer
-        left = (own.answer for own in self._own.values() if own.count == 0)
-        return max(left, key=lambda answer: answer.priority)
-
-    @property
     def reading(self) -> bool:
         """True while a prompt is being read, and the model is attached."""
         return self._call is not None
@@ -126,7 +118,8 @@ class SequentialRunner:
     def read(self, budget: float | None) -> None:
         """Read a slice of the next prompt, of so many seconds; it stops at a layer."""
         if self._call is None:
-            own = self._own[self.next.id]
+            left = (own for own in self._own.values() if own.count == 0)
+            own = max(left, key=lambda own: own.answer.priority)
             call = partial(self._logits, own)
             self._call = own, self.slicer.run(call, self._blocks(own.answer))
         self.slicer.budget = budget
@@ -305,8 +298,7 @@ class ModelRunner:
     def fits(self, answer: ActiveRequest) -> bool:
         """Return True if a request can start now; finished prompts make room.
 
-        Where all slots are taken, a less urgent request of its account is paused for it: that one
-        keeps its memory, which counts like that of the others.
+        Where all slots are taken, a less urgent one is paused for it, whose memory still counts.
         """
         if answer.target is not None and self.sequential.reading:
             return False  # the planner runs the model, which must not be attached
@@ -406,9 +398,7 @@ class ModelRunner:
         """Do one unit of work on prompts, then decode one token of every answer in the batch."""
         batch = self.batch
         # The hooks of a prompt would act on a call of the tower that is under way.
-        own = self.sequential
-        later = own.waits and batch is not None and batch.goes_before(own.next, own.reading)
-        free = own.waits and not later and not (batch and batch.encoding)
+        free = self.sequential.waits and not (batch and batch.encoding)
         if free and (self._prompt_turn or not (batch and batch.coming)):
             waited = batch is not None and len(batch.decoder)
             self.sequential.read(0.7 * batch.pace if batch is not None and waited else None)
@@ -416,7 +406,7 @@ class ModelRunner:
         elif batch is not None:
             start = time.perf_counter()
             # Small units share a step: each step costs as much as a few of them.
-            while batch.work(new=not own.reading and (later or not own.waits)):
+            while batch.work(new=not self.sequential.reading):
                 if time.perf_counter() - start > batch.pace / 3:
                     break
             self._prompt_turn = True

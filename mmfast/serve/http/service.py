@@ -269,14 +269,10 @@ class Service:
         return name == self.model or (not self.config.strict_model and name in ALIASES)
 
     def adapter(self, name: str) -> str | None:
-        """Return the LoRA adapter that a request for a model means.
-
-        None is the model itself; `ApiError` 404 for an unknown name.
-        """
-        if self.answers_to(name):
-            return None
-        if name in (known := self.config.adapters()):
-            return name
+        """Return the LoRA adapter of a name, None for the model itself; else raise `ApiError`."""
+        known = self.config.adapters()
+        if self.answers_to(name) or name in known:
+            return name if name in known else None
         asked = " or ".join(repr(each) for each in (self.model, *known))
         text = f"model {name[:80]!r} is not here; ask for {asked} (GET /v1/models)"
         raise ApiError(404, text, code="model_not_found", param="model")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from mmfast.attach import attach
 from mmfast.core.errors import MmfastError
 from mmfast.serve.engine import adapters as adapters_module
 from mmfast.serve.engine.adapters import load_adapters
-from mmfast.serve.engine.base import Finish, Request
+from mmfast.serve.engine.base import Delta, Finish, Request
 from mmfast.serve.engine.prefill import Prefixes
 from mmfast.serve.engine.scheduler import Scheduler
 
@@ -237,3 +239,38 @@ def test_prefixes_are_reused_within_an_adapter() -> None:
         engine.close()
     assert [bool(end.cached_tokens) for end in ends] == [False, False, True, True]
     assert isinstance(engine._runner.batch.prefixes, Prefixes)
+
+
+def test_the_parts_of_the_engine_on_ray_answer_with_adapters() -> None:
+    """Encode, prefill and decode apart, each with a copy of the model of its own."""
+    from mmfast.serve.engine.request import checked
+    from mmfast.serve.ray.deployments import (
+        DecodeReplica,
+        EncodeReplica,
+        PrefillReplica,
+        ReplicaSettings,
+    )
+
+    folders = {"a": saved(EMBEDDED, 1), "b": saved(EMBEDDED, 2)}
+    lora = {name: str(folder) for name, folder in folders.items()}
+    plan = ReplicaSettings(None, "cpu", "float32", threads=0, lora=lora, memory="100MB")
+    requests = [
+        ask(f"{name}", image(1), "What is this?", tokens=6, adapter=name)
+        for name in (None, "a", "b")
+    ]
+
+    async def go() -> list[str]:
+        parts = EncodeReplica(plan), PrefillReplica(plan), DecodeReplica(plan)
+
+        async def answer(request: Request) -> str:
+            seeded = replace(request, sampling=checked(request.sampling))
+            piece = await parts[1](await parts[0](seeded, None), 6)
+            events = [event async for event in parts[2](seeded, piece)]
+            flat = [e for batch in events if isinstance(batch, tuple) for e in batch]
+            assert isinstance(flat[-1], Finish), flat
+            return "".join(each.text for each in flat if isinstance(each, Delta))
+
+        return await asyncio.gather(*map(answer, requests))
+
+    texts = asyncio.run(go())
+    assert texts == expected(EMBEDDED, folders, requests) and len(set(texts)) > 1

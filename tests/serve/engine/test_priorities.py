@@ -174,8 +174,9 @@ def test_the_urgent_of_an_account_are_read_first_and_each_is_answered_as_alone()
     with engine(slots=8) as made:
         order = Order(made, requests)
     assert order.texts == told(requests)
-    assert set(order.ended[:2]) == {"image", "urgent vit"}
-    assert order.ended[2] == "text"
+    place = {name: order.ended.index(name) for name in order.ended}
+    assert place["image"] < place["text"] < place["clip"]
+    assert place["urgent vit"] < place["vit"] and place["image"] < place["vit"]
 
 
 def test_many_urgent_requests_end_in_order_and_all_are_answered() -> None:
