@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,17 @@ def test_the_queue_is_in_order_of_arrival() -> None:
     found = simulate([0.0, 0.1, 0.2], [1.0, 1.0, 0.1], [1.0])
     assert found.seconds == pytest.approx((1.0, 1.9, 1.9)) and found.rate == pytest.approx(3 / 2.1)
     assert not simulate([], [], [1.0]).seconds
+
+
+def test_the_simulation_tells_what_the_server_did() -> None:
+    """The last recorded load: nothing is lost, and the prediction is within a third or so."""
+    rows = [json.loads(line) for line in Path("assets/results/serve-cpu.jsonl").open()]
+    found = {row["load"]: row for row in rows if row["bench"] == "open"}
+    assert set(found) == {0.5, 0.8, 1.2}
+    for load, row in found.items():
+        assert row["lost"] == 0 and row["answered"] + row["busy"] == row["n"]
+        assert row["told_per_s"] == pytest.approx(row["per_s"], rel=0.2)
+        assert row["told_p50_ms"] == pytest.approx(row["p50_ms"], rel=0.3)
+        assert row["told_p95_ms"] == pytest.approx(row["p95_ms"], rel=0.4)
+        assert bool(row["busy"]) == bool(row["told_busy"]) == (load > 1)
+    assert found[1.2]["retry_after_s"] > 0

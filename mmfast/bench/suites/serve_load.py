@@ -107,8 +107,7 @@ def memory(tick: Tick, count: int = 2000, steps: int = 20) -> list[Row]:
             list(pool.map(lambda kind: answered(scheduler, kind, 8), range(count // steps)))
             held.append(resident_bytes() / 1e6)
             tick("requests", (step + 1) * count // steps, count)
-        left = scheduler.health().gauges["kv_bytes"]
     half = held[steps // 2 :]
     slope = float(np.polyfit(np.arange(len(half)) * count / steps / 1000, half, 1)[0])
     row = {"job": f"{count:,} requests", "mb": held[-1], "first_mb": held[0], "mb_per_1000": slope}
-    return [{**row, "kv_bytes": left, "n": count, "device": "cpu", "model": "tiny-video"}]
+    return [{**row, "n": count, "device": "cpu", "model": "tiny-video"}]
