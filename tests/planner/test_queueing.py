@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -63,7 +64,8 @@ def test_the_queue_is_in_order_of_arrival() -> None:
 
 def test_the_simulation_tells_what_the_server_did() -> None:
     """The last recorded load: nothing is lost, and the prediction is within a third or so."""
-    rows = [json.loads(line) for line in Path("assets/results/serve-cpu.jsonl").open()]
+    lines = Path("assets/results/serve-cpu.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
     found = {row["load"]: row for row in rows if row["bench"] == "open"}
     assert set(found) == {0.5, 0.8, 1.2}
     for load, row in found.items():

@@ -101,7 +101,7 @@ def _driven(scheduler: Scheduler, times: Sequence[float], kinds: Sequence[int]) 
 def memory(tick: Tick, count: int = 2000, steps: int = 20) -> list[Row]:
     """Measure the memory of the process over many requests under all specs."""
     held = list[float]()
-    made = engine(slots=SLOTS, queue=QUEUE, memory="256MB")  # a quarter of it keeps prefixes
+    made = engine(slots=SLOTS, queue=QUEUE, memory="64MB")  # a quarter of it keeps prefixes
     with closing(made) as scheduler, ThreadPoolExecutor(SLOTS) as pool:
         for step in range(steps):
             list(pool.map(lambda kind: answered(scheduler, kind, 8), range(count // steps)))

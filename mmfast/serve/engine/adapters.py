@@ -70,7 +70,7 @@ class AdapterSet:
             if module not in known:
                 self.visual.add(name)
             if "forward" not in vars(module):
-                module.forward = partial(_forward, module, module.forward, self.keys)
+                vars(module)["forward"] = partial(_forward, module, module.forward, self.keys)
 
     def close(self) -> None:
         """Leave the model as it was before."""
@@ -97,7 +97,7 @@ def _forward(
     names = [_BASE if name is None else keys[name] for name in _RUNNING.get()]
     if len(names) > 1:
         found = stock(x.flatten(0, -2), *args, adapter_names=names)
-        return found.unflatten(0, x.shape[:-1])
+        return found.view(*x.shape[:-1], -1)
     if names[0] == _BASE:
         base: Tensor = module.base_layer(x, *args)
         return base
