@@ -14,11 +14,12 @@ from mmfast.bench.results import Row, environment
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.models.loading import device_name
 
+_SERVE = ("serve", "serve_load", "serve_mix", "serve_faults", "serve_realtime", "serve_hostile")
 # Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
 SUITES = {
     "stream": ("stream",),
     "speech": ("speech_quality", "speech_speed", "speech_drafts", "speech_soak"),
-    "serve": ("serve", "serve_mix", "serve_faults", "serve_realtime", "serve_hostile", "vllm_load"),
+    "serve": (*_SERVE, "vllm_load"),
     "kernels": ("kernels", "column_sums", "selection"),
     "decode": ("decode",),
     "encoder": ("vision",),

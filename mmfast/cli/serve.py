@@ -16,7 +16,8 @@ from mmfast.serve.config import ServerConfig, helps, resolve, types_of
 
 _EXTRAS = {"fastapi", "uvicorn", "pydantic", "starlette", "websockets", "prometheus_client"}
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be served, and stop.")]
-_NAMES = {"api_keys": "--api-key", "remote_hosts": "--remote-host"}  # given several times
+# given several times
+_NAMES = {"api_keys": "--api-key", "remote_hosts": "--remote-host", "lora": "--lora"}
 
 
 def serve(

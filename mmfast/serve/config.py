@@ -50,6 +50,8 @@ class ServerConfig:
         model: Checkpoint directory or hub id; None is the embedded model.
         reduce: Spec string of reducers for requests that name none.
         cache: Spec string of cache policies for requests that name none.
+        lora: LoRA adapter as `name=FOLDER`; requests that name it as their model are answered by
+            it. Several share one copy of the model.
         device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         name: Name of the model in `/v1/models`; None takes its own name.
@@ -129,6 +131,7 @@ class ServerConfig:
     model: str | None = None
     reduce: str | None = None
     cache: str | None = None
+    lora: tuple[str, ...] = ()
     device: str | None = None
     dtype: str = "auto"
     name: str | None = None
@@ -210,6 +213,7 @@ class ServerConfig:
             if number and name not in _FROM_ZERO and not value > 0:
                 raise MmfastError(f"{name}={value!r} is not allowed; give more than 0")
         self._check_replicas()
+        self.adapters()
         if not 0 <= self.port <= 65535:
             raise MmfastError(f"port={self.port} is none; give 1 to 65535, or 0 for a free one")
         for name in _QUOTAS:
@@ -230,6 +234,18 @@ class ServerConfig:
             )
         if self.frames > self.max_frames:
             raise MmfastError(f"frames={self.frames} is more than max_frames={self.max_frames}")
+
+    def adapters(self) -> dict[str, str]:
+        """Return the folders of LoRA adapters by name."""
+        found: dict[str, str] = {}
+        for given in self.lora:
+            name, _, folder = given.partition("=")
+            if not (name.strip() and folder.strip()):
+                raise MmfastError(f"--lora {given!r} names no adapter; give name=FOLDER")
+            if name in found or name == self.name:
+                raise MmfastError(f"--lora {given!r}: the name {name!r} is taken; give another")
+            found[name] = folder
+        return found
 
     def quota(self, name: str) -> int:
         """Return a quota of one caller; 0 does not limit."""

@@ -174,6 +174,17 @@ SERVE = {
         "model: {model} | pictures each: {pictures} | chats: {job} | s: {seconds:.2f} | "
         "of no spec: {to_plain:.2f}x | of stock: {to_stock:.2f}x",
     ),
+    "open": (
+        "Requests at random, six specs mixed; in brackets predicted from requests alone",
+        "load: {job} | asked a second: {asked_per_s:.1f} | answers a second: {per_s:.1f} | "
+        "median, ms: {p50_ms:.0f} ({told_p50_ms:.0f}) | "
+        "p95, ms: {p95_ms:.0f} ({told_p95_ms:.0f}) | answered: {answered} | "
+        "told to come back: {busy} ({told_busy}) | lost: {lost}",
+    ),
+    "memory": (
+        "Memory of the process under the same specs",
+        "requests: {n:,} | MB: {mb:.0f} | MB more per 1,000 of the later half: {mb_per_1000:.2f}",
+    ),
     "fairness": (
         "Longest gap in a running answer when a prompt comes; in brackets by processor time",
         "beside it: [places]{job}: the last to ask is answered as {order} of {of} or {job} | "

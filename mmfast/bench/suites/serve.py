@@ -33,10 +33,8 @@ from mmfast.models.prompt import Shot
 from mmfast.serve.batch.job import BatchJob
 from mmfast.serve.batch.run import BatchOptions, run_batch
 from mmfast.serve.engine.base import (
-    BusyError,
     Delta,
     Event,
-    Finish,
     Media,
     Message,
     Request,
@@ -132,12 +130,12 @@ def _gap_row(gaps: Sequence[TimeSpent], chunks: Sequence[TimeSpent]) -> Row:
     return found
 
 
-CHATS, MANY = 16, 64
+CHATS = 16
 
 
 @benchmark("serve", "load")
 def load_rows(tick: Tick, rounds: int = 5, tokens: int = 32) -> list[Row]:
-    """Compare chats at once with one at a time, and measure the longest gap and an overload."""
+    """Compare chats at once with one at a time, and measure the longest gap."""
     with closing(engine(slots=CHATS)) as scheduler:
         one: list[TimeSpent] = []
         many: list[TimeSpent] = []
@@ -152,14 +150,12 @@ def load_rows(tick: Tick, rounds: int = 5, tokens: int = 32) -> list[Row]:
                     (many if together else one).append(spent(job))
                     gaps += [gap_and_chunk(scheduler)] if together else []
                 tick(f"{CHATS} chats", number + 1, rounds)
-        overload = _overload(scheduler, tokens, MANY)
     shared = {"chats": CHATS, "tokens": tokens, "n": rounds, "model": scheduler.model}
     shared |= {"threads": torch.get_num_threads(), "device": "cpu"}
     gap_row = _gap_row(*zip(*gaps, strict=True))
     return [
         {"job": "one at a time", **shared, **_speed(one, one, tokens)},
         {"job": f"{CHATS} at once", **shared, **_speed(one, many, tokens), **gap_row},
-        {"job": f"{MANY} at once", **shared, "chats": MANY, **overload},
     ]
 
 
@@ -167,17 +163,6 @@ def _answer(scheduler: Scheduler, tokens: int, count: int, together: bool) -> No
     records = (ChatRecord(scheduler, chat(tokens)) for _ in range(count))
     for record in list(records) if together else records:
         record.over.wait()
-
-
-def _overload(scheduler: Scheduler, tokens: int, count: int) -> Row:
-    records, busy, retry = [], 0, 0.0
-    for _ in range(count):
-        try:
-            records.append(ChatRecord(scheduler, chat(tokens)))
-        except BusyError as error:
-            busy, retry = busy + 1, error.retry_after
-    ended = sum(record.over.wait() and isinstance(record.last, Finish) for record in records)
-    return {"answered": ended, "busy": busy, "lost": count - ended - busy, "retry_after_s": retry}
 
 
 def _speed(base: Sequence[TimeSpent], mine: Sequence[TimeSpent], tokens: int) -> Row:

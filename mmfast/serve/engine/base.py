@@ -98,6 +98,7 @@ class Request:
     priority: int = 0  # higher goes first among the requests of one account
     # account whose fair share the work counts against; None is the tenant
     account: str | None = None
+    adapter: str | None = None  # name of a LoRA adapter; None is the model alone
 
     @property
     def payer(self) -> str:

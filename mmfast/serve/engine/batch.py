@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from mmfast.serve.engine.decode import DecodeBatch
+from mmfast.serve.engine.decode import DecodeBatch, PausedAnswer
 from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps, kept_tokens
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob, token_bytes
 from mmfast.serve.engine.prefixes import Prefixes
@@ -62,8 +62,9 @@ class TowerQueue:
         `budget` is in seconds; the call stops at the next block.
         """
         if self._call is None:
-            fresh = [a for a in self.waiting.values() if a.prepared is not None]
-            self.waiting.clear()
+            fresh = [a for a in urgent(self.waiting.values()) if a.prepared is not None]
+            for each in fresh:
+                del self.waiting[each.id]
             prepared = [a.prepared for a in fresh if a.prepared is not None]
             self._call = self.encoder.steps(prepared), [*fresh]
         steps, batch = self._call
@@ -96,6 +97,8 @@ class RunningBatch:
         self._tower = TowerQueue(encoder)
         self._jobs: dict[str, tuple[ActiveRequest, PrefillJob]] = {}
         self._running: dict[str, ActiveRequest] = {}
+        # requests that give way to more urgent ones, with what was done for them so far
+        self.paused: dict[str, tuple[ActiveRequest, PrefillJob | PausedAnswer | None]] = {}
         self._prefill_next = False
         self._decoded = False  # the last pass of prefill held a decoding step
         self.pace = 0.02  # seconds of a chunk of prefill, a running mean
@@ -109,7 +112,8 @@ class RunningBatch:
     def answers(self) -> list[ActiveRequest]:
         """All requests at work."""
         jobs = [answer for answer, _ in list(self._jobs.values())]  # any thread may ask for health
-        return [*self._tower.answers, *jobs, *list(self._running.values())]
+        paused = [answer for answer, _ in list(self.paused.values())]
+        return [*self._tower.answers, *jobs, *list(self._running.values()), *paused]
 
     @property
     def coming(self) -> list[ActiveRequest]:
@@ -124,7 +128,8 @@ class RunningBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values of requests at work."""
-        jobs = sum(job.nbytes for _, job in list(self._jobs.values()))
+        both = [*list(self._jobs.values()), *list(self.paused.values())]
+        jobs = sum(held.nbytes for _, held in both if held is not None)
         return self.decoder.store.nbytes + jobs
 
     def start(self, answer: ActiveRequest) -> None:
@@ -135,8 +140,46 @@ class RunningBatch:
         """Drop a request at any stage; its memory is free at once."""
         self._tower.cancel(name)
         self._jobs.pop(name, None)
+        self.paused.pop(name, None)
         if self._running.pop(name, None) is not None:
             self.decoder.release(name)
+
+    def pause(self, urgent: ActiveRequest) -> bool:
+        """Let the least urgent request of the same account give way, which keeps what it has.
+
+        False where none is less urgent than `urgent`, or can stop now (FlowPrefill, FastSwitch).
+        """
+        held = [*self._tower.waiting.values(), *(answer for answer, _ in self._jobs.values())]
+        mine = [*self._running.values(), *held][::-1]  # of equal ones, the last to be begun
+        for answer in sorted(mine, key=lambda each: each.priority):
+            if answer.payer != urgent.payer or answer.priority >= urgent.priority:
+                continue
+            kept: PrefillJob | PausedAnswer | None = None
+            if answer.id in self._running:
+                if (kept := self.decoder.pause(answer.id)) is None:
+                    continue
+                del self._running[answer.id]
+            elif self._tower.waiting.pop(answer.id, None) is None:
+                kept = self._jobs.pop(answer.id)[1]
+            self.paused[answer.id] = answer, kept
+            return True
+        return False
+
+    def resume(self, first: ActiveRequest | None) -> bool:
+        """Go on with the most urgent paused request, unless `first` of its account goes before."""
+        for answer, kept in sorted(self.paused.values(), key=lambda both: -both[0].priority):
+            if first and answer.payer == first.payer and answer.priority < first.priority:
+                continue
+            del self.paused[answer.id]
+            if kept is None:
+                self._tower.waiting[answer.id] = answer
+            elif isinstance(kept, PrefillJob):
+                self._jobs[answer.id] = answer, kept
+            else:
+                self.decoder.resume(kept)
+                self._running[answer.id] = answer
+            return True
+        return False
 
     # --- one unit of work ---------------------------------------------------------------------
 
@@ -216,7 +259,7 @@ class RunningBatch:
 
     def _prefill(self) -> None:
         self.prefiller.slice = 0.7 * self.pace if self._running else None
-        order = sorted(self._jobs.values(), key=lambda both: -both[0].priority)
+        order = [self._jobs[each.id] for each in urgent(a for a, _ in self._jobs.values())]
         if not (plan := self.prefiller.plan([job for _, job in order], bool(self._running))):
             self._fail_broken()
             return
@@ -318,6 +361,14 @@ class RunningBatch:
     def _fail(self, answer: ActiveRequest, error: Exception) -> None:
         self.cancel(answer.id)
         answer.fail(error)
+
+
+def urgent(answers: Iterable[ActiveRequest]) -> list[ActiveRequest]:
+    """Return the most urgent requests of each account, in their order; the others wait."""
+    most, held = dict[str, int](), list(answers)
+    for answer in held:
+        most[answer.payer] = max(most.get(answer.payer, answer.priority), answer.priority)
+    return [answer for answer in held if answer.priority == most[answer.payer]]
 
 
 def _trace(prompt: Embedded) -> dict[str, Any]:

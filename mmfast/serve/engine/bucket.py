@@ -172,6 +172,13 @@ class RowBucket:
         # An earlier row may have left infinities, and 0 * inf is NaN.
         row[:, :, length:] = 0
 
+    def copied(self, slots: Slots) -> Entries:
+        """Return copies of the entries of a row, in order of time."""
+        assert self.own.data is not None
+        places = slots.order if slots.leaving else list(range(slots.length))
+        keys, values = self.own.data[:, self.rows.index(slots)][:, :, places]
+        return Entries(KVBlock((keys,), (values,)), slots.most, slots.leaving)
+
     def drop(self, slots: Slots) -> None:
         """Remove a row; the last one takes its place."""
         number, last = self.rows.index(slots), len(self.rows) - 1

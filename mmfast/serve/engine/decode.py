@@ -14,7 +14,9 @@ from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.models.families.tower import KINDS
 from mmfast.models.wrappers import CONV
+from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
+from mmfast.serve.engine.bucket import Entries
 from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.rows import AnswerRow, AnswerRows, entries
 from mmfast.serve.engine.slots import Draw, Filled
@@ -96,6 +98,21 @@ class _Answer:
     step: int
     position: list[int]  # [A] of the token that is read next
     seen: Tensor | None
+    adapter: str | None
+
+
+@dataclass(eq=False)
+class PausedAnswer:
+    """An answer outside the batch, with its keys and values."""
+
+    row: _Answer
+    held: AnswerRow
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        parts = [part for part in self.held.parts if isinstance(part, Entries)]
+        return sum(part.keys.nbytes + part.values.nbytes for part in parts)
 
 
 class DecodeBatch:
@@ -134,7 +151,7 @@ class DecodeBatch:
             most = filled.length + sampling.max_tokens
             made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
         self.store.add(made)
-        row = _Answer(key, sampling, token, 1, filled.position.tolist(), seen)
+        row = _Answer(key, sampling, token, 1, filled.position.tolist(), seen, filled.adapter)
         self._rows.append(row)
 
     @torch.inference_mode()
@@ -155,6 +172,22 @@ class DecodeBatch:
         return CONV not in self.lane.kinds
 
     @torch.inference_mode()
+    def pause(self, key: Hashable) -> PausedAnswer | None:
+        """Remove an answer and return it with its memory, for `resume`; None where it must stay."""
+        number = next(i for i, row in enumerate(self._rows) if row.key == key)
+        if (held := self.store.take(number)) is None:
+            return None
+        row, self._rows[number] = self._rows[number], self._rows[-1]
+        self._rows.pop()
+        return PausedAnswer(row, held)
+
+    @torch.inference_mode()
+    def resume(self, paused: PausedAnswer) -> None:
+        """Go on with an answer from where it was paused."""
+        self.store.add(paused.held)
+        self._rows.append(paused.row)
+
+    @torch.inference_mode()
     def step(self) -> list[tuple[Hashable, int | Exception]]:
         """Return the next token of every answer, or the error where there is none."""
         if not self._rows:
@@ -162,7 +195,14 @@ class DecodeBatch:
         embeds, positions = self.begin()
         assert self.store.cache is not None
         given = self.store.cache, embeds[:, None], positions[..., None]
-        return self.end(self.lane.logits(self.lane.run(self.store.attend, *given)[:, -1]))
+        with using(self.adapters):
+            logits = self.lane.logits(self.lane.run(self.store.attend, *given)[:, -1])
+        return self.end(logits)
+
+    @property
+    def adapters(self) -> list[str | None]:
+        """Adapter of each answer."""
+        return [row.adapter for row in self._rows]
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """Begin a step: what enters the first layer, `[B, D]`, and its positions `[A, B]`.

@@ -25,6 +25,7 @@ from mmfast.models.reduction.inputs import compressed
 from mmfast.models.reduction.record import features_given, flat
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.site import sites_of
+from mmfast.serve.engine.adapters import adapters_of, using
 from mmfast.serve.engine.base import Media, Request
 from mmfast.serve.engine.media import (
     ByteCache,
@@ -43,7 +44,11 @@ BLOCK = 16  # tokens; prefixes are compared in steps of these
 
 
 def embedded(
-    model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any], named: Mapping[str, Tensor]
+    model: Any,
+    rest: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    named: Mapping[str, Tensor],
+    adapter: str | None = None,
 ) -> dict[str, Any]:
     """Return the fields of `Embedded` that the language model reads.
 
@@ -72,7 +77,8 @@ def embedded(
     return {
         "embeds": hidden,
         "positions": positions,
-        "blocks": chain(marks, positions),
+        "blocks": chain(marks, positions, adapter),
+        "adapter": adapter,
         "visual": joint if planes else None,
         "planes": tuple(plane[joint] for plane in planes),
     }
@@ -109,10 +115,10 @@ def hashes(rows: Tensor) -> Tensor:
     return torch.tensor([_digest(row.tobytes()) for row in data], device=rows.device).long()
 
 
-def chain(marks: Tensor, positions: Tensor) -> tuple[bytes, ...]:
-    """Return a hash of the prompt up to the end of each of its blocks."""
+def chain(marks: Tensor, positions: Tensor, adapter: str | None = None) -> tuple[bytes, ...]:
+    """Return a hash of the prompt and its adapter up to the end of each of its blocks."""
     data = torch.cat([marks[None], positions]).T.contiguous().cpu().numpy()
-    found, before = [], b""
+    found, before = [], (adapter or "").encode()
     for stop in range(BLOCK, len(data) + 1, BLOCK):
         piece = data[stop - BLOCK : stop].tobytes()
         before = hashlib.blake2b(before + piece, digest_size=16).digest()
@@ -174,7 +180,8 @@ def _joined(
             trace.add("vit", merge.found.n, merge.found.m, merge.ms, merge.method)
     inputs = {**prepared.inputs, "mm_encoder_outputs": outputs}
     try:
-        rest, sequences = compressed(model, inputs, prepared.reduce, trace)
+        with using((prepared.request.adapter,)):
+            rest, sequences = compressed(model, inputs, prepared.reduce, trace)
     except ModelError as error:
         if not prepared.reduce:
             raise
@@ -182,7 +189,7 @@ def _joined(
     named = identities([unit for unit, _ in parts], known, prepared.reduce)
     document = trace.to_dict()
     return Embedded(
-        **embedded(model, rest, outputs, named),
+        **embedded(model, rest, outputs, named, prepared.request.adapter),
         whole=prepared.inputs["input_ids"][0],
         reused=sum(y.length for each in again for y in each.layouts),
         visual_tokens=visual,
@@ -425,11 +432,11 @@ class MediaEncoder:
         owed = set(fresh)  # the first request that uses a unit is charged with its encoding
         yield from self._ready(batch, plans, known, owed)
         while fresh:
-            _, needs, tower = next(iter(fresh))[1]
-            alike = [unit for unit in fresh.values() if unit.key[1][1:] == (needs, tower)]
+            needs, tower, adapter = next(iter(fresh))[1][1:]
+            alike = [unit for unit in fresh.values() if unit.key[1][1:] == (needs, tower, adapter)]
             most = _MOST if self.slicer.budget is None else self.most
             group = next(iter(grouped(alike, most)))
-            known |= yield from self._run(needs, towers[tower], group)
+            known |= yield from self._run(needs, towers[tower], adapter, group)
             for unit in group:
                 del fresh[unit.key]
             if self.slicer.budget is not None:
@@ -452,7 +459,10 @@ class MediaEncoder:
 
     def _units(self, prepared: Prepared) -> list[MediaUnit]:
         needs = tuple(sorted({n for s in parse(prepared.reduce) for n in s.method.needs}))
-        context = (prepared.request.tenant, needs, prepared.tower)
+        # An adapter that acts behind the tower alone shares the encodings of the others.
+        adapter = prepared.request.adapter
+        adapter = adapter if adapter in adapters_of(self.model).visual else None
+        context = (prepared.request.tenant, needs, prepared.tower, adapter)
         keys = {kind: [m.key for m in media] for kind, media in prepared.media.items()}
         given = list(features_given(prepared.inputs))
         if set(given) != set(keys):  # a family that encodes clips as images
@@ -465,20 +475,27 @@ class MediaEncoder:
         ]
 
     def _run(
-        self, needs: tuple[str, ...], specs: Sequence[Spec], group: list[MediaUnit]
+        self,
+        needs: tuple[str, ...],
+        specs: Sequence[Spec],
+        adapter: str | None,
+        group: list[MediaUnit],
     ) -> Generator[None, None, dict[Key, UnitFeatures | Exception]]:
         """Encode a group; after an error one by one, so that only the broken units fail."""
         blocks = self.adapter.tower_of(self.base, group[0].kind).blocks
+
+        def call() -> list[UnitFeatures]:
+            with using((adapter,)):
+                return encode(self.base, self.adapter, needs, group, specs)
+
         try:
-            found = yield from self.slicer.run(
-                lambda: encode(self.base, self.adapter, needs, group, specs), blocks
-            )
+            found = yield from self.slicer.run(call, blocks)
         except Exception as error:
             if len(group) == 1:
                 return {group[0].key: error}
             apart: dict[Key, UnitFeatures | Exception] = {}
             for unit in group:
-                apart |= yield from self._run(needs, specs, [unit])
+                apart |= yield from self._run(needs, specs, adapter, [unit])
             return apart
         self._learn(group)
         ms = self.slicer.total * 1e3 / len(group)

@@ -84,7 +84,7 @@ def units(
 ) -> list[MediaUnit]:
     """Return the media of one kind of one prompt, split where that is safe.
 
-    `context` holds the other parts of the key: tenant and signals.
+    `context` holds the other parts of the key: tenant, signals and adapter.
     """
     together = whole(base, kind, inputs, keys, context)
     parts = _split(kind, together.call, len(keys))

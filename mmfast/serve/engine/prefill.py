@@ -29,6 +29,7 @@ from mmfast.models.reduction.call import PromptPart
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
+from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.decode import DecodeBatch
 from mmfast.serve.engine.lane import Attend, AttentionCall, Lane, passing
 from mmfast.serve.engine.policies import PromptPolicy, PromptRecipe
@@ -199,7 +200,8 @@ class _Pass:
         places = kwargs["position_embeddings"]
         kwargs["position_embeddings"] = tuple(each.index_select(-2, rows) for each in places)
         kwargs["position_ids"] = None
-        return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
+        with using(rows=rows.tolist()):
+            return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
 
     @property
     def _running(self) -> list[slice]:
@@ -368,14 +370,17 @@ class Prefiller:
             row += n
         embeds = torch.cat([p.job.hidden[p.start : p.stop] for p in parts])[None]
         positions = torch.cat([p.job.positions[:, p.start : p.stop] for p in parts], 1)
+        names = [p.job.prompt.adapter for p in parts for _ in range(p.start, p.stop)]
         others, attend_others = slice(row, row), None
         if decoder is not None:
+            names += decoder.adapters
             new, places = decoder.begin()
             embeds, positions = torch.cat([embeds, new[None]], 1), torch.cat([positions, places], 1)
             others, attend_others = slice(row, row + len(new)), decoder.store.attend_flat
         states = self._states(parts)
         watched = any(p.job.policy is not None and p.job.policy.retrieves for p in parts)
         with ExitStack() as stack:
+            stack.enter_context(using(names))
             raw = None
             if watched:
                 capture = RawCapture(self.decoder)
@@ -396,7 +401,8 @@ class Prefiller:
         if ended or decoder is not None:  # before the tokens count as read, for this may fail
             assert hidden is not None
             numbers = [*(p.rows.stop - 1 for p in ended), *range(others.start, others.stop)]
-            logits = self.lane.logits(hidden[0, numbers])
+            with using(names, numbers):
+                logits = self.lane.logits(hidden[0, numbers])
         for part, mine in zip(ended, logits, strict=False):
             part.job.logits = mine
         self._advance(parts, states)
@@ -411,10 +417,12 @@ class Prefiller:
         if job.policy is not None:
             while not self.settled(job):
                 pass
-            return Filled(KVBlock(), position, job.logits, 0, prompt.whole, job.policy.row())
+            made = 0, prompt.whole, job.policy.row(), prompt.adapter
+            return Filled(KVBlock(), position, job.logits, *made)
         layers = [job.layers[i] for i in sorted(job.layers)]
         keys, values = (tuple(each.read(p, 0, job.done) for each in layers) for p in (0, 1))
-        return Filled(KVBlock(keys, values), position, job.logits, job.reused, prompt.whole)
+        kv = KVBlock(keys, values)
+        return Filled(kv, position, job.logits, job.reused, prompt.whole, None, prompt.adapter)
 
     def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
         """Return copies of the convolutions of the one prompt of a pass, which may fail."""
@@ -450,7 +458,8 @@ class Prefiller:
 
     def _try(self, job: PrefillJob) -> None:
         try:
-            self._cut(job)
+            with using((job.prompt.adapter,)):
+                self._cut(job)
         except Exception as error:  # of this prompt alone: the pass went well
             job.error = _fitting(error)
 

@@ -184,6 +184,27 @@ class AnswerRows:
         self._rearrange()
         return None if number == last else last
 
+    def take(self, number: int) -> AnswerRow | None:
+        """Remove a row and return what it holds; None, and nothing removed, where it stays.
+
+        Rows of convolutions, packs, and layers that policies read themselves stay.
+        """
+        parts: list[Entries] = []
+        if self.rows[number].driver is not None:
+            return None
+        for layer in self.layers:
+            mine = [
+                (bucket, slots)
+                for bucket in layer.buckets.values()
+                for slots in bucket.rows
+                if slots in self._slots[number]
+            ]
+            if len(mine) != 1 or type(mine[0][0]) is not RowBucket:
+                return None
+            parts.append(mine[0][0].copied(mine[0][1]))
+        self.remove(number)
+        return AnswerRow(parts)
+
     def advance(self) -> None:
         """Begin a step of all rows; `cache` is what their pass is to get."""
         for row in self.rows:

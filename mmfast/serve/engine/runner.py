@@ -26,6 +26,7 @@ from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
+from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.bucket import taken
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
@@ -118,7 +119,8 @@ class SequentialRunner:
     def read(self, budget: float | None) -> None:
         """Read a slice of the next prompt, of so many seconds; it stops at a layer."""
         if self._call is None:
-            own = next(own for own in self._own.values() if own.count == 0)
+            left = (own for own in self._own.values() if own.count == 0)
+            own = max(left, key=lambda own: own.answer.priority)
             call = partial(self._logits, own)
             self._call = own, self.slicer.run(call, self._blocks(own.answer))
         self.slicer.budget = budget
@@ -175,7 +177,8 @@ class SequentialRunner:
         answer = own.answer
         start = time.perf_counter()
         try:
-            with attach(self._model, answer.reduce, answer.cache) as trace:
+            adapter, specs = answer.request.adapter, (answer.reduce, answer.cache)
+            with using((adapter,)), attach(self._model, *specs) as trace:
                 logits = self._prompt(own) if own.cache is None else self._token(own)
         except ModelError as error:
             if not (answer.reduce or answer.cache):
@@ -294,12 +297,26 @@ class ModelRunner:
             )
 
     def fits(self, answer: ActiveRequest) -> bool:
-        """Return True if a request can start now; finished prompts make room."""
-        if len(self.answers) >= self._slots:
-            return False
+        """Return True if a request can start now; finished prompts make room.
+
+        Where all slots are taken, a less urgent one is paused for it, whose memory still counts.
+        """
         if answer.target is not None and self.sequential.reading:
             return False  # the planner runs the model, which must not be attached
-        return self.worst([answer]) * self.per_token <= self.limit
+        if self.worst([answer]) * self.per_token > self.limit:
+            return False
+        return self._free or (self.batch is not None and self.batch.pause(answer))
+
+    @property
+    def _free(self) -> bool:
+        """True while a slot is free; paused requests have none."""
+        paused = len(self.batch.paused) if self.batch else 0
+        return len(self.answers) - paused < self._slots
+
+    def resume(self, first: ActiveRequest | None) -> None:
+        """Go on with paused requests where slots are free; `first` is the next to be begun."""
+        while self.batch is not None and self._free and self.batch.resume(first):
+            pass
 
     def gauges(self) -> dict[str, float]:
         """Return the figures for `Health`."""
@@ -394,7 +411,7 @@ class ModelRunner:
         elif batch is not None:
             start = time.perf_counter()
             # Small units share a step: each step costs as much as a few of them.
-            while batch.work(new=not self.sequential.waits):
+            while batch.work(new=not self.sequential.reading):
                 if time.perf_counter() - start > batch.pace / 3:
                     break
             self._prompt_turn = True
@@ -415,7 +432,9 @@ class ModelRunner:
         row = attached_row(self.model, batch.decoder.lane, own.cache, plan, more)
         position = axes(self.model, own.position, 1)[:, -1] + 1
         answer.read = own.read_trace(), own.length
-        batch.join(answer, Filled(KVBlock(), position, torch.empty(0), 0, own.ids, row), own.token)
+        adapter = answer.request.adapter
+        filled = Filled(KVBlock(), position, torch.empty(0), 0, own.ids, row, adapter)
+        batch.join(answer, filled, own.token)
         return True
 
     def _plan(self, answer: ActiveRequest) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from mmfast.caches.plan import call_plan
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, load
 from mmfast.models.reduction.record import features_given
 from mmfast.planner.target import check_alone, make_target
+from mmfast.serve.engine.adapters import load_adapters
 from mmfast.serve.engine.base import (
     CANCELLED,
     LOG,
@@ -59,12 +60,13 @@ class FairQueue(Generic[T]):
     """A queue in which each account gets a fair share of the work, counted in tokens.
 
     An account that comes back starts level with the account that had least among those at work,
-    so turns cannot be saved up.
+    so turns cannot be saved up. `lengths` are the mean tokens of an answer of each account.
     """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, T] = OrderedDict()
         self.served: dict[str, float] = {}
+        self.lengths: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -77,12 +79,26 @@ class FairQueue(Generic[T]):
             self.served[item.payer] = max(self.served.get(item.payer, 0.0), floor)
         self._waiting[item.id] = item
 
-    def peek(self) -> T | None:
-        """Return the next entry, which stays in the queue."""
-        if not self._waiting:
-            return None
-        order = enumerate(self._waiting.values())
-        return min(order, key=lambda p: (self.served.get(p[1].payer, 0.0), -p[1].priority, p[0]))[1]
+    def peek(
+        self, cost: Callable[[T], float] = lambda entry: 0.0, running: Iterable[T] = ()
+    ) -> T | None:
+        """Return the next entry, which stays in the queue.
+
+        An account is charged in advance with the `cost` in tokens of its requests that run, and of
+        the one that is its next.
+        """
+        due, first = dict(self.served), dict[str, T]()
+        for entry in running:
+            due[entry.payer] = due.get(entry.payer, 0.0) + cost(entry)
+        for entry in self._waiting.values():
+            if entry.payer not in first or entry.priority > first[entry.payer].priority:
+                first[entry.payer] = entry
+        return min(first.values(), key=lambda e: due.get(e.payer, 0.0) + cost(e), default=None)
+
+    def answered(self, payer: str, tokens: int) -> None:
+        """Learn the length of a complete answer of an account."""
+        mean = self.lengths.get(payer, float(tokens))
+        self.lengths[payer] = mean + 0.2 * (tokens - mean)
 
     def remove(self, name: str) -> T | None:
         """Remove an entry by name; return None if it is not here."""
@@ -94,6 +110,7 @@ class FairQueue(Generic[T]):
         if len(self.served) > 4096:  # forget accounts that have left
             keep = {*active(), *(each.payer for each in self._waiting.values()), payer}
             self.served = {name: had for name, had in self.served.items() if name in keep}
+            self.lengths = {name: had for name, had in self.lengths.items() if name in keep}
 
 
 class Scheduler:
@@ -110,6 +127,7 @@ class Scheduler:
     between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context` the
     longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values, such
     as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
+    `lora` are folders of adapters by name, for requests that name one.
     """
 
     def __init__(
@@ -127,9 +145,11 @@ class Scheduler:
         memory: str | int | None = None,
         sharing: int = 1,
         name: str | None = None,
+        lora: Mapping[str, str] | None = None,
     ) -> None:
         parse(reduce), call_plan(cache)
         stock, processor = load(model, device, dtype)
+        self._adapters = load_adapters(stock, lora or {})
         self.model = name or (EMBEDDED if model is None else str(model))
         limit = kv_limit(memory, stock.device, sharing)
         self._queue: FairQueue[ActiveRequest] = FairQueue()
@@ -218,6 +238,8 @@ class Scheduler:
         return answer
 
     def _prepared(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
+        if request.adapter not in (None, *self._adapters.keys):
+            raise MmfastError(unknown("adapter", str(request.adapter), self._adapters.keys))
         answer, runner = self._answer(request, emit, sampling), self._runner
         runner.check(answer)
         prepared = runner.encoder.prepare(request)
@@ -298,8 +320,22 @@ class Scheduler:
     def _served(self, payer: str, tokens: float) -> None:
         self._queue.count(payer, tokens, self._payers)
 
+    def _cost(self, answer: ActiveRequest) -> float:
+        """Return the tokens that a request is still expected to take: its prompt and its answer.
+
+        The prompt counts with all its visual tokens until it has been read, the answer as long as
+        those of its account were so far, and as `max_tokens` before any of them has ended.
+        """
+        most, done = answer.sampling.max_tokens, answer.writer.count if answer.writer else 0
+        mean = min(most, self._queue.lengths.get(answer.payer, most))
+        return (answer.length if answer.read is None else 0) + max(0.0, mean - done)
+
     def _round(self) -> None:
-        while (first := self._queue.peek()) is not None and self._runner.fits(first):
+        while True:
+            first = self._queue.peek(self._cost, self._runner.answers)
+            self._runner.resume(first)
+            if first is None or not self._runner.fits(first):
+                break
             self._queue.remove(first.id)
             first.waited_ms = (time.perf_counter() - first.queued) * 1e3
             self._runner.start(first)
@@ -308,8 +344,9 @@ class Scheduler:
     def _tidy(self) -> None:
         with self._wake:
             over = [name for name, a in self._known.items() if a and a.over]
-            for name in over:
-                del self._known[name]
+            for answer in [self._known.pop(name) for name in over]:
+                if answer is not None and answer.writer is not None and answer.writer.over:
+                    self._queue.answered(answer.payer, answer.writer.count)
         if over:
             now = time.perf_counter()
             self._pace += 0.2 * ((now - self._ended) / len(over) - self._pace)
@@ -319,6 +356,7 @@ class Scheduler:
         self._runner.clear()
         self._runner.encoder.slicer.close()
         self._runner.sequential.slicer.close()
+        self._adapters.close()
         with self._wake:
             left = [answer for answer in self._known.values() if answer is not None]
             self._known.clear()

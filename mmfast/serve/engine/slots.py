@@ -100,6 +100,7 @@ class Embedded:
     recipe: PromptRecipe | None = None  # specs that act in the language model
     # token ids `[L]` of the prompt before it was reduced, as `generate` would get it
     whole: Tensor | None = None
+    adapter: str | None = None  # LoRA adapter that reads it
     reused: int = 0  # tokens of `whole` whose encoding was reused
     visual_tokens: int = 0
     kept_tokens: int = 0
@@ -134,6 +135,7 @@ class Filled:
     # token ids `[L]` of the whole prompt, for repetition penalties; None where there are none
     ids: Tensor | None = None
     row: AnswerRow | None = None  # what is left of `kv` behind a policy; None where that is all
+    adapter: str | None = None  # LoRA adapter that read it, and answers
 
     @property
     def length(self) -> int:

@@ -168,7 +168,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 def _models(service: Service) -> list[ModelCard]:
     names = [service.model, *([service.speech_model] if service.config.voice else [])]
-    return [ModelCard(id=name, created=service.created) for name in names]
+    parents = dict.fromkeys(names) | dict.fromkeys(service.config.adapters(), service.model)
+    return [ModelCard(id=n, created=service.created, parent=p) for n, p in parents.items()]
 
 
 @router.get("/v1/models", responses=_REFUSALS, summary="All models")

@@ -253,9 +253,7 @@ class AnswerSet:
         if service.stopping:
             text = "the server is stopping; ask again in a moment"
             raise ApiError(503, text, code="stopping", headers={"Retry-After": "5"})
-        if not service.answers_to(asked.model):
-            text = f"model {asked.model[:80]!r} is not here; ask for {service.model!r}"
-            raise ApiError(404, f"{text} (GET /v1/models)", code="model_not_found", param="model")
+        self._adapter = service.adapter(asked.model)
         most, longest = service.config.max_tokens, asked.longest
         if longest is not None and longest > most:
             newer = getattr(asked, "max_completion_tokens", None)
@@ -296,7 +294,7 @@ class AnswerSet:
         except MmfastError as error:
             raise bad_request(str(error), param="response_format") from None
         plain = sampling(asked, service.config, service.defaults)
-        given, found = asked.mmfast or schema.MmfastOptions(), list[base.Request]()
+        found = list[base.Request]()
         for messages, options in prompts:
             for i in range(asked.n or 1):
                 seed = None if plain.seed is None else plain.seed + i
@@ -309,11 +307,19 @@ class AnswerSet:
                         options,
                         # Results are separate for each user; turns are shared by users of a key.
                         self.owner,
-                        given.priority or 0,
+                        self._priority(),
                         self.caller.tenant,
+                        self._adapter,
                     )
                 )
         return events.RequestRun(executor, found)
+
+    def _priority(self) -> int:
+        """Return the priority, higher first; vLLM's own field counts the other way."""
+        ours = self.asked.mmfast.priority if self.asked.mmfast is not None else None
+        if ours is not None and self.asked.priority is not None:
+            raise bad_request("priority and mmfast.priority are two; give one", param="priority")
+        return ours or -(self.asked.priority or 0)
 
     async def whole(self, run: events.RequestRun) -> None:
         """Wait for the end of all answers. ApiError: one of them failed."""

@@ -38,8 +38,8 @@ class ResponseRequest(schema.Strict):
 
 
 _SAME = (
-    "model", "parallel_tool_calls", "temperature", "top_p", "top_k", "seed", "stream", "user",
-    "mmfast", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "model", "priority", "parallel_tool_calls", "temperature", "top_p", "top_k", "seed", "stream",
+    "user", "mmfast", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
     "top_logprobs", "chat_template_kwargs", "mm_processor_kwargs", "repetition_penalty",
 )  # fmt: skip
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

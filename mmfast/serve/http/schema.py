@@ -263,7 +263,8 @@ class MmfastOptions(Strict, extra="forbid"):
     """Options of this server: reduction of media and caches, and sampling of clips.
 
     `reduce` and `cache` are spec strings; for `target_ttft_ms` the planner picks the reducers;
-    `priority` orders the requests of one key; `frames` or `fps` set the sampling of clips.
+    `priority` orders the requests of one key, higher first; `frames` or `fps` set the sampling of
+    clips.
     """
 
     reduce: Spec | None = None
@@ -312,6 +313,7 @@ class Choosing(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None  # lower is earlier
     mmfast: MmfastOptions | None = None
     # taken without effect, see WITHOUT_EFFECT
     store: bool | None = None
@@ -498,6 +500,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "mmfast"
+    parent: str | None = None  # of a LoRA adapter, its model
 
 
 class Models(BaseModel):

@@ -267,6 +267,15 @@ class Service:
         """Return True for the name of the model, and for its aliases on a server that has them."""
         return answers_to(name, self.model, self.config.strict_model)
 
+    def adapter(self, name: str) -> str | None:
+        """Return the LoRA adapter of a name, None for the model itself; else raise `ApiError`."""
+        known = self.config.adapters()
+        if self.answers_to(name) or name in known:
+            return name if name in known else None
+        asked = " or ".join(repr(each) for each in (self.model, *known))
+        text = f"model {name[:80]!r} is not here; ask for {asked} (GET /v1/models)"
+        raise ApiError(404, text, code="model_not_found", param="model")
+
     def start(self) -> Future[Any]:
         """Begin to load the engine, then the speech model; return the future of the engine."""
         future = self._engine.start()
@@ -375,6 +384,7 @@ def load_engine(config: ServerConfig) -> Executor:
     """Load the engine that `config.engine` names."""
     names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "queue", "memory")
     options = {name: getattr(config, name) for name in names} | {"name": name_of(config)}
+    options["lora"] = config.adapters()
     if config.engine == "inproc":
         from mmfast.serve.engine.scheduler import Scheduler
 

@@ -17,7 +17,7 @@ import pickle
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.loading import load
 from mmfast.models.quiet import quiet
+from mmfast.serve.engine.adapters import load_adapters
 from mmfast.serve.engine.base import Delta, Event, Failure, Request, failure
 from mmfast.serve.engine.rules import check_ids
 from mmfast.serve.engine.slots import moved
@@ -89,6 +90,7 @@ class ReplicaSettings:
     sharing: int = 1  # replicas with answers that share the free memory of a device
     reduce: str | None = None  # specs of a whole engine for requests that name none
     cache: str | None = None
+    lora: Mapping[str, str] = field(default_factory=dict)  # folders of adapters by name
 
     def settle(self) -> None:
         """Set up the process of a replica."""
@@ -99,7 +101,9 @@ class ReplicaSettings:
     def load(self) -> tuple[Any, Any]:
         """Set up the process, and load the model and its processor."""
         self.settle()
-        return load(self.model, self.device, self.dtype)
+        model, processor = load(self.model, self.device, self.dtype)
+        load_adapters(model, self.lora)
+        return model, processor
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +214,17 @@ class AnswerReplica:
         from mmfast.serve.engine.scheduler import Scheduler
 
         plan.settle()
-        names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "memory")
+        names = (
+            "reduce",
+            "cache",
+            "device",
+            "dtype",
+            "slots",
+            "context",
+            "chunk",
+            "memory",
+            "lora",
+        )
         options = {name: getattr(plan, name) for name in names}
         # A request that was cancelled holds its place here for a moment longer than on Ray.
         self._engine = Scheduler(plan.model, queue=plan.slots, sharing=plan.sharing, **options)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from mmfast.caches.plan import call_plan
-from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED
 from mmfast.serve.engine import base
@@ -175,6 +175,7 @@ class RayEngine:
         cpus: int | None = None,
         threads: int = 1,
         linger: float = 0.0,
+        lora: Mapping[str, str] | None = None,
     ) -> None:
         parts = dict(zip(ROLES, (encode, prefill, decode), strict=True))
         self.replicas: dict[str, int] = {WHOLE: replicas} if replicas else parts
@@ -185,7 +186,8 @@ class RayEngine:
         self._most = slots * self.replicas[self._last] + queue
         where = None if model is None else str(model)
         plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
-        plan = replace(plan, reduce=reduce, cache=cache)
+        self._lora = dict(lora or {})
+        plan = replace(plan, reduce=reduce, cache=cache, lora=self._lora)
         self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -214,6 +216,8 @@ class RayEngine:
         """See `Executor.submit`."""
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
         self._check(reduce, request.options.cache)
+        if request.adapter is not None and request.adapter not in self._lora:
+            raise MmfastError(unknown("adapter", request.adapter, [*self._lora]))
         if request.options.target_ttft_ms is not None and self._last != WHOLE:
             raise MmfastError("target_ttft_ms needs whole engines; start with --replicas")
         sampling = checked(request.sampling)
