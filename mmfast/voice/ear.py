@@ -123,8 +123,8 @@ def _words(text: str) -> frozenset[str]:
 # are an answer alone.
 _OPEN = _words(
     """
-    a an the my your his its our their every and or nor but because although while if unless until than
-    as very really quite um uh er erm hmm which what's where's i'm i'd i'll i've
+    a an the my your his its our their every and or nor but because although while if unless
+    until than as very really quite um uh er erm hmm which what's where's i'm i'd i'll i've
     """
 )
 _STRANDED = _words(
@@ -141,8 +141,8 @@ _AUXILIARY = _words(
 _ASKING = _words("what which who whom whose where when why how")
 _ALONE = _words(
     """
-    yes no yeah yep nope okay ok sure right stop wait go thanks thank hello hi hey bye goodbye please
-    sorry continue cancel repeat again help
+    yes no yeah yep nope okay ok sure right stop wait go thanks thank hello hi hey bye goodbye
+    please sorry continue cancel repeat again help
     """
 )
 

@@ -84,8 +84,8 @@ class TurnCutter:
     `idle_timeout_ms` causes one "timeout". Without `detect` all sound belongs to the turn, which
     only `commit` and its length end. With `sound` it comes in "sound" events of one window, too.
 
-    `patience` gets the samples `[n]` of a turn at each silence of `silence_duration_ms`, and returns
-    the milliseconds of silence that end the turn: for those who pause to think.
+    `patience` gets the samples `[n]` of a turn at each silence of `silence_duration_ms`, and
+    returns the milliseconds of silence that end the turn: for those who pause to think.
     """
 
     rate = RATE
