@@ -167,8 +167,10 @@ def finished(text: str, sure: float = 1.0) -> bool | None:
         or wished
     ):
         return False
-    if last in _STRANDED:
-        return None if asking else False
+    if last in _STRANDED and not asking:
+        return False
+    if last in _STRANDED and end != "?":
+        return None
     if last in _AUXILIARY:
         return None if words[0] in ("yes", "no") or asking[-1:] > [0] else False
     if sure < SURE:
