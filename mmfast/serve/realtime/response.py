@@ -274,7 +274,7 @@ def question_of(
         else:
             prompted, found = True, (*found, Turn("user", GO_ON if found else GREET))
     limit = settings["max_output_tokens"]
-    limits = replace(limits, context=limits.context or brain.context)
+    limits = replace(limits, context=limits.context or getattr(brain, "context", None))
     instructions = "\n\n".join(text for text in (instructions, told) if text)
     if found or instructions:
         answer = 1 if limit == "inf" else limit
