@@ -106,8 +106,8 @@ class VoiceEar:
 # that breaks off. The last are the most that OpenAI names for these words.
 EAGERNESS = {
     "low": (600, 2000, 8000),
-    "medium": (400, 1000, 4000),
-    "auto": (400, 1000, 4000),
+    "medium": (400, 1200, 4000),
+    "auto": (400, 1200, 4000),
     "high": (250, 600, 2000),
 }
 # Probability of the last words, below which the ear has guessed them, and above which it has not.
