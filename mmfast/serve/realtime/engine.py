@@ -185,7 +185,6 @@ class EngineBrain(ChatterBrain):
         self.context = getattr(voices.executor, "context", None)
         self._frames: list[tuple[Any, float]] = []
         self._lock, self._video = threading.Lock(), None
-        self.dropped = 0
 
     _video: Any
 
@@ -269,7 +268,7 @@ class EngineBrain(ChatterBrain):
                 return
             streams = self._voices.streams()
             if streams is None:
-                self.dropped, self._frames = self.dropped + 1, self._frames[1:]
+                self._frames = self._frames[1:]
                 return
             video = streams.open(host_bytes=HOST_BYTES)
             for each in self._frames:

@@ -39,6 +39,7 @@ def url() -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, **uvicorn_options(config)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]})
     thread.start()
+    app.state.service.start().result()  # a client waits ten seconds for its handshake
     yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
     server.should_exit = True
     thread.join()
