@@ -34,7 +34,7 @@ class SeenTurn(Turn):
 
 
 class ReplyRun:
-    """What a session and its model tell each other about one reply, from their threads.
+    """State of one reply that its session and its model share, from their threads.
 
     `over`: nobody wants more of it. `finish` is the end that an engine has reported.
     """
