@@ -181,7 +181,7 @@ def finished(text: str, sure: float = 1.0) -> bool | None:
 
 
 class SemanticEar(VoiceEar):
-    """Finds turns by what was said so far: whoever pauses in a sentence is not cut off.
+    """Finds turns by what was said so far, so that a pause in a sentence cuts nobody off.
 
     `hears` writes speech `[n]` down, with the probability of the last words; None judges by silence
     alone. `eagerness` is one of `EAGERNESS`, else SpecError; `options` are those of `VoiceEar`.

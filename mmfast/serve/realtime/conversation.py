@@ -17,6 +17,8 @@ from mmfast.serve.realtime.protocol import (
     Content,
     EventError,
     MessageShape,
+    ReferenceShape,
+    Wish,
 )
 from mmfast.voice.ear import RATE
 from mmfast.voice.history import History, HistoryTurn
@@ -241,6 +243,24 @@ class Conversation(History):
         if id not in self.items:
             raise EventError(f"there is no item {id!r}", "item_not_found", "item_id")
         return self.items[id]
+
+    def brought(self, wish: Wish, format: str, most: int) -> list[ConversationItem]:
+        """Return the items that a response is about: all, or those that it names and writes."""
+        if wish.input is None:
+            return list(self.items.values())
+        found = []
+        for number, each in enumerate(wish.input):
+            if isinstance(each, ReferenceShape):
+                found.append(self.get(each.id))
+                continue
+            item = written(each, format, most, f"response.input.{number}")
+            if any(part.kind == "input_image" for part in item.parts):
+                raise EventError(
+                    "frames go into the conversation; create an item of the picture first",
+                    param=f"response.input.{number}",
+                )
+            found.append(item)
+        return found
 
     def trim(self, new: HistoryTurn | None = None) -> None:
         """Forget the oldest items beyond each limit, but not `new`."""

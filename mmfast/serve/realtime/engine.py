@@ -59,7 +59,7 @@ def media_of(frames: Sequence[tuple[Any, float]]) -> tuple[base.Media, ...]:
 
 
 def _media(shot: Shot) -> base.Media:
-    digest = hashlib.sha256(np.ascontiguousarray(shot.pixels))
+    digest = hashlib.sha256(shot.pixels.tobytes())
     digest.update(repr((shot.kind, shot.pixels.shape, shot.metadata)).encode())
     return base.Media(shot, digest.hexdigest())
 

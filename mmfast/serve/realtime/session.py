@@ -274,30 +274,13 @@ class RealtimeSession(Dialogue):
         wish = event.response or protocol.Wish()
         settings = self.settings.of_response(wish)
         self._check_text(wish.instructions, "response.instructions")
-        items = self._brought(wish)
+        most = self.service.limits.message
+        items = self.conversation.brought(wish, self.settings.input_format, most)
         if wish.conversation != "none":
             self._check_free()
         outside = wish.conversation == "none"
         conversation = None if outside else self.conversation.id
         self._start(Response(settings, conversation, wish.metadata, self.clock.now()), items)
-
-    def _brought(self, wish: protocol.Wish) -> list[ConversationItem]:
-        if wish.input is None:
-            return list(self.conversation.items.values())
-        found = []
-        for number, each in enumerate(wish.input):
-            if isinstance(each, protocol.ReferenceShape):
-                found.append(self.conversation.get(each.id))
-                continue
-            format, most = self.settings.input_format, self.service.limits.message
-            item = written(each, format, most, f"response.input.{number}")
-            if any(part.kind == "input_image" for part in item.parts):
-                raise EventError(
-                    "frames go into the conversation; create an item of the picture first",
-                    param=f"response.input.{number}",
-                )
-            found.append(item)
-        return found
 
     def _cancel(self, event: Any) -> None:
         """Stop a response; `EventError` if there is none, or none of that name."""
