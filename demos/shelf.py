@@ -17,7 +17,8 @@ class Shelf:
 
     The model answers about media and, where its family can, watches streams: None (embedded), a
     directory, a hub id, or a `(model, processor)` pair. `read(path, frames=n)` decodes an upload to
-    pixels, apart from this process; None decodes here.
+    pixels, apart from this process; None decodes here. `pair` and `speech` are the model with its
+    processor and the speech model where they are loaded already.
     """
 
     def __init__(
@@ -26,8 +27,10 @@ class Shelf:
         device: Any = None,
         dtype: Any = "auto",
         read: Callable[..., Any] | None = None,
+        pair: tuple[Any, Any] | None = None,
+        speech: Any = None,
     ) -> None:
-        self._read = read
+        self._read, self._given, self._speech = read, pair, speech
         self.model, self.place = model, {"device": device, "dtype": dtype}
         self._lock, self._locks = threading.Lock(), dict[str, threading.RLock]()
         self.needed: list[Callable[[], Any]] = [
@@ -59,6 +62,8 @@ class Shelf:
         return mmfast.pipeline(f"{kind}-qa", pair, **options)
 
     def _pair(self) -> tuple[Any, Any]:
+        if self._given is not None:
+            return self._given
         pipe = mmfast.pipeline("image-qa", self.model, **self.place)
         return pipe.model, pipe.processor
 
@@ -73,11 +78,15 @@ class Shelf:
                 return mmfast.pipeline("video-stream", pair, **self.place)
             except mmfast.MmfastError:
                 pass  # a family that answers about clips alone
-        return mmfast.pipeline("video-stream", None, device=self.place["device"])
+        clips = self._given if self.model is None else None
+        return mmfast.pipeline("video-stream", None, device=self.place["device"], clips=clips)
 
     def speaker(self) -> Any:
-        device = self.place["device"]
-        return self.once("speaker", lambda: mmfast.pipeline("text-to-speech", device=device))
+        def make() -> Any:
+            place = {"device": self.place["device"]} if self._speech is None else {}
+            return mmfast.pipeline("text-to-speech", self._speech, **place)
+
+        return self.once("speaker", make)
 
     def talk(self, chat: Any = None, **options: Any) -> Any:
         """A pipeline that converses: the embedded speech model, or `chat` with its voice."""

@@ -239,7 +239,7 @@ class OmniChat:
         video, (listener, speaker) = self._streams.open(**options), self.parts
         chat = asker(video, self.wording, longest)
         whole = cascade(chat, None, listener, speaker, None, "auto")
-        heard_by = ear_of(ear) if isinstance(ear, str) else ear
+        heard_by = ear_of(ear, whole) if isinstance(ear, str) else ear
         return OmniSession(video, VoiceSession(whole, heard_by, options=self.options, **talking))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -19,7 +20,7 @@ from mmfast.pipelines.options import check_names, check_values, checked, named, 
 from mmfast.pipelines.registry import task
 from mmfast.voice import models
 from mmfast.voice.channel import VoiceEvent
-from mmfast.voice.ear import RATE, Ear, ManualEar, VoiceEar
+from mmfast.voice.ear import RATE, Ear, ManualEar, SemanticEar, VoiceEar, overhear
 from mmfast.voice.playback import ReplyMeter
 from mmfast.voice.session import VoiceSession
 
@@ -216,17 +217,20 @@ class SpeechChat:
         return collect(self.chatter.reply(pcm, RATE, **given), self.chatter.sample_rate, meter)
 
     @checked(TALKING)
-    def open(self, ear: Ear | Literal["voice", "manual"] = "voice", **options: Any) -> VoiceSession:
+    def open(
+        self, ear: Ear | Literal["voice", "semantic", "manual"] = "voice", **options: Any
+    ) -> VoiceSession:
         """Begin a conversation; conversations on one model do not touch each other.
 
         Args:
-            ear: `voice` finds turns by voice activity; `manual` waits for `commit`; or an `Ear`,
-                such as `VoiceEar(silence_ms=300)`.
+            ear: `voice` finds turns by voice activity; `semantic` also by what was said, and waits
+                for the end of a sentence; `manual` waits for `commit`; or an `Ear`, such as
+                `VoiceEar(silence_duration_ms=300)`.
             **options: `clock`, `ahead`, `delay`, `interrupt`, `answer`, `history`; see
                 `mmfast.voice.session.VoiceSession`.
         """
         if isinstance(ear, str):
-            ear = ear_of(ear)
+            ear = ear_of(ear, self.chatter)
         return VoiceSession(self.chatter, ear, options=self.options, **options)
 
     @checked({*TALKING, "ear"})
@@ -246,10 +250,13 @@ class SpeechChat:
             yield from session.run(*stream_of(chunks, rate))
 
 
-def ear_of(name: str) -> Ear:
-    """An ear by its name; MmfastError for an unknown one."""
-    if name not in ("voice", "manual"):
-        raise MmfastError(unknown("ear", name, ["voice", "manual"]))
+def ear_of(name: str, chatter: Any = None) -> Ear:
+    """An ear by its name, which may write down what a chatter hears; MmfastError for another."""
+    if name not in ("voice", "semantic", "manual"):
+        raise MmfastError(unknown("ear", name, ["voice", "semantic", "manual"]))
+    if name == "semantic":
+        own = chatter if hasattr(chatter, "transcribe") else getattr(chatter, "listener", None)
+        return SemanticEar(hears=partial(overhear, models.can(own, "transcribe")))
     return ManualEar() if name == "manual" else VoiceEar()
 
 

@@ -50,6 +50,8 @@ class VideoStream:
         sized_for: Some processors (Qwen3-VL) share a budget of pixels out over all frames of a
             clip; frames of a stream are as large as those of a clip of so many frames.
         batch: Frames, or temporal patches, in one call of the encoder.
+        clips: Answers about motion beside the embedded model: None (embedded), or a
+            `(model, processor)` pair.
 
     Raises:
         MmfastError: An unknown option or value, before any weight is read.
@@ -81,6 +83,7 @@ class VideoStream:
         system: str | None = None,
         sized_for: int = 64,
         batch: int = 1,
+        clips: Any = None,
     ) -> None:
         with within(self.task):
             parse(reduce)
@@ -100,7 +103,7 @@ class VideoStream:
             system=system,
             sized_for=sized_for,
             batch=batch,
-            clips=_clips(device, dtype) if source == _path(STREAM_MODEL) else None,
+            clips=_clips(clips, device, dtype) if source == _path(STREAM_MODEL) else None,
         )
 
     @checked()
@@ -168,7 +171,7 @@ def _path(name: str) -> str | None:
 
 
 def _clips(
-    device: str | torch.device | None, dtype: str | torch.dtype
+    given: Any, device: str | torch.device | None, dtype: str | torch.dtype
 ) -> Callable[[], StreamModel]:
-    """Return a function that loads the embedded model of clips once."""
-    return cache(lambda: StreamModel(*load(str(embedded_path(EMBEDDED)), device, dtype)))
+    """Return a function that loads the embedded model of clips once, unless a pair is given."""
+    return cache(lambda: StreamModel(*load(given or str(embedded_path(EMBEDDED)), device, dtype)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,7 +142,7 @@ def load(
         name = str(getattr(model, "name_or_path", None) or "")
         if processor is None and not name:
             raise ModelError(f"this {type(model).__name__} comes without its processor{_PASS}")
-        return model, _read_processor(processor or name, {}, None)
+        return model, read_processor(processor or name)
     if model is not None and not isinstance(model, (str, Path)):
         raise ModelError(
             f"model is a {type(model).__name__}; give a directory, a hub id, a model of "
@@ -150,24 +151,35 @@ def load(
     where, place, kind = str(model or embedded_path()), pick_device(device), pick_dtype(dtype)
     _check_directory(where)
     with loading(f"model {where!r}"):
-        read = _read_processor(processor or where, given, where)
+        read = read_processor(processor or where, given, where)
         return from_pretrained(_class_of(_config(model, given)), where, place, kind, given), read
 
 
 _PASS = "; pass processor= (an object, a directory or a hub id), or (model, processor)"
 
 
-def _read_processor(source: Any, given: Mapping[str, Any], model: str | None) -> Any:
+def read_processor(
+    source: Any, given: Mapping[str, Any] | None = None, model: str | None = None
+) -> Any:
     """A processor as it is or from a checkpoint, of the model's revision where it is the model."""
     if isinstance(source, (str, Path)):
         from transformers import AutoProcessor
 
-        where, options = str(source), _of_hub(given, HUB if source is model else HUB[:-2])
+        where, options = str(source), _of_hub(given or {}, HUB if source is model else HUB[:-2])
         with loading(f"{'model' if source is model else 'processor'} {where!r}", _PASS):
             source = AutoProcessor.from_pretrained(where, trust_remote_code=False, **options)
     if not hasattr(source, "tokenizer"):
         raise ModelError(f"processor is a {type(source).__name__} without a tokenizer{_PASS}")
     return source
+
+
+def twin(model: Any, processor: Any) -> tuple[Any, Any]:
+    """Return model and processor once more, with the same weights in memory.
+
+    Hooks and settings of one of them do not act on the other.
+    """
+    shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared), copy.deepcopy(processor)
 
 
 def _of_hub(given: Mapping[str, Any], names: Sequence[str] = HUB) -> dict[str, Any]:

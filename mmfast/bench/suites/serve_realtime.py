@@ -35,15 +35,18 @@ def realtime_rows(tick: Tick) -> list[Row]:
     """Measure replies and interruptions of one client, and of several at once."""
     from mmfast.bench.suites.speech_quality import unseen_questions
     from mmfast.models.speech.embedded import load_speech
+    from mmfast.serve.http.service import load_engine
     from mmfast.serve.realtime.brain import ChatterVoices
-    from mmfast.serve.realtime.service import load_voices
+    from mmfast.serve.realtime.engine import EngineVoices
     from mmfast.tiny.speech.recordings import say
     from mmfast.voice.models import Cascade
 
     speech: Any = load_speech()
     asked = [say(each.text, each.voice).pcm for each in unseen_questions(QUESTIONS, SEED)]
     story = ChatterVoices(Cascade(speech, lambda turns: STORY, speech))
-    omni = load_voices(ServerConfig(), speech)
+    config = ServerConfig()
+    engine = load_engine(config)
+    omni = EngineVoices(engine, speech, config)
     found: list[Row] = []
     for job, voices, probe in (("reply", omni, _replies), ("barge-in", story, _interruptions)):
         for sessions in SESSIONS:
@@ -51,6 +54,7 @@ def realtime_rows(tick: Tick) -> list[Row]:
                 figures = measure(voices, sessions, asked, probe)
             found.append({"job": job, "sessions": sessions, **_row(figures)})
             tick(f"{job}, {sessions} sessions", len(found), 2 * len(SESSIONS))
+    engine.close()
     return found
 
 

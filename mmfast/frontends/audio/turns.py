@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -50,6 +51,7 @@ class TurnState:
     heard: int  # samples judged so far
     begun: Tensor  # samples after them `[r]`, less than a window
     waiting_from: int | None = 0  # sample at which the wait for speech began; None outside of one
+    pause: tuple[int, int] = (-1, 0)  # first sample of the last silence judged, and its patience
 
 
 def cut(state: TurnState, first: int) -> TurnState:
@@ -81,6 +83,9 @@ class TurnCutter:
     quiet, and `padding_ms` after its last word, and is cut at `max_turn_ms`. A wait of
     `idle_timeout_ms` causes one "timeout". Without `detect` all sound belongs to the turn, which
     only `commit` and its length end. With `sound` it comes in "sound" events of one window, too.
+
+    `patience` gets the samples `[n]` of a turn at each silence of `silence_duration_ms`, and
+    returns the milliseconds of silence that end the turn: for those who pause to think.
     """
 
     rate = RATE
@@ -98,6 +103,7 @@ class TurnCutter:
         detect: bool = True,
         sound: bool = False,
         activity: VoiceActivity | None = None,
+        patience: Callable[[Tensor], int] | None = None,
     ) -> None:
         times = {
             "speech_ms": (speech_ms, 0),
@@ -114,7 +120,7 @@ class TurnCutter:
         self._prefix, self._padding = to_samples(prefix_padding_ms), to_samples(padding_ms)
         self._longest = to_samples(max_turn_ms)
         self._idle = None if idle_timeout_ms is None else to_samples(idle_timeout_ms)
-        self._sound = sound
+        self._sound, self._patience = sound, patience
         self._activity = (activity or VoiceActivity()) if detect else None
 
     def start(self) -> TurnState:
@@ -162,6 +168,10 @@ class TurnCutter:
             return self._bounded(state, self._continued(state, window))
         activity, voice = self._activity.step(state.activity, window[None])
         gate, change = self._gate.step(state.gate, float(voice[0, 0]), state.heard)
+        if change == "stop" and self._patience is not None and gate.quiet_from is not None:
+            state = self._judged(state, gate.quiet_from, self._patience)
+            if state.heard - gate.quiet_from < state.pause[1]:
+                gate, change = SpeechGateState(True, None, gate.quiet_from), ""
         state = replace(state, activity=activity, gate=gate)
         if change == "start":
             return self._begun(state)
@@ -170,6 +180,16 @@ class TurnCutter:
         if gate.speaking:
             return self._bounded(state, self._continued(state, window))
         return self._idled(self._trimmed(state))
+
+    def _judged(
+        self, state: TurnState, quiet_from: int, patience: Callable[[Tensor], int]
+    ) -> TurnState:
+        """Ask how long the silence that began at a sample may be, unless it was asked before."""
+        if state.pause[0] == quiet_from:
+            return state
+        stop = min(state.heard, quiet_from + self._padding) - state.kept_from
+        pause = quiet_from, to_samples(patience(torch.cat(state.kept)[:stop]))
+        return replace(state, pause=pause)
 
     def _begun(self, state: TurnState) -> tuple[TurnState, list[TurnEvent]]:
         first = max(state.kept_from, (state.gate.loud_from or 0) - self._prefix)

@@ -278,6 +278,7 @@ def groups(text: str | Iterable[str]) -> Iterator[str]:
 
 EMBEDDED = "tiny-speech"
 HEARD = 80  # words of one piece of sound
+LAST = 3  # tokens that tell whether a sentence has ended
 PAST = 240  # ids of what was said before that a reply sees
 
 
@@ -358,22 +359,48 @@ class SpeechModel:
         heard = [self._heard(piece, listen)[0] for piece in pieces(pcm, rate)]
         return " ".join(text for text in heard if text)
 
-    def _heard(
-        self, piece: Tensor, make: Make, before: Sequence[int] = ()
-    ) -> tuple[str, SingleDecoder, list[int]]:
-        """Words of one piece, the decoder behind them, and what it still has to read."""
-        guide = HearingGuide(self.layout, HEARD)
-        decoder = make(guide)
+    def overhear(self, pcm: Tensor, rate: int = 16000) -> tuple[str, float]:
+        """Return what `transcribe` does, and the least probability of the last words and the end.
+
+        The model has learned whole sentences: of one that breaks off it guesses the end.
+        """
+        listen = self._decoding("vanilla", "none", HEADS[0], None)
+        found, sure = list[str](), 1.0
+        for piece in pieces(pcm, rate):
+            guide = HearingGuide(self.layout, HEARD)
+            fed = self._listen(piece, listen(guide))
+            found.append(self.layout.text(guide.words))
+            with torch.inference_mode():
+                said = torch.tensor(guide.said)
+                whole = torch.cat([fed, self.backbone.embed(said)])[None]
+                rows, at = guide.rows(), len(fed) - 1
+                logits = self.backbone.model(inputs_embeds=whole).logits[0, at:-1, rows]
+                chances = logits.softmax(-1).gather(1, said[:, None] - rows.start)
+                sure = float(chances[-LAST:].min())
+        return " ".join(text for text in found if text), sure
+
+    def _listen(self, piece: Tensor, decoder: SingleDecoder, before: Sequence[int] = ()) -> Tensor:
+        """Write one piece down into the decoder's guide; return the embeddings `[n, D]` it read."""
         row = decoder.batch.rows[0]
         chosen, row.sampling = row.sampling, Sampling()  # what was heard is not drawn by lot
         first = torch.tensor([*before, self.layout.id("<listen>")])
         last = torch.tensor([self.layout.id("<heard>")])
         with torch.inference_mode():
             sound, embed = embeddings(self.tower, piece), self.backbone.embed
-            decoder.feed(torch.cat([embed(first), sound, embed(last)]))
+            fed = torch.cat([embed(first), sound, embed(last)])
+            decoder.feed(fed)
         for _ in decoder:
             pass
         row.sampling = chosen
+        return fed
+
+    def _heard(
+        self, piece: Tensor, make: Make, before: Sequence[int] = ()
+    ) -> tuple[str, SingleDecoder, list[int]]:
+        """Words of one piece, the decoder behind them, and what it still has to read."""
+        guide = HearingGuide(self.layout, HEARD)
+        decoder = make(guide)
+        self._listen(piece, decoder, before)
         return self.layout.text(guide.words), decoder, guide.owed
 
     def reply(

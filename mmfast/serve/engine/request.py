@@ -18,6 +18,10 @@ from mmfast.serve.engine.rules import TokenRules, needed
 from mmfast.serve.engine.slots import Prepared
 
 
+class ContextError(MmfastError):
+    """A prompt and its answer are longer than the context."""
+
+
 class ActiveRequest:
     """A request from submission to its last event."""
 
@@ -158,7 +162,7 @@ def checked(sampling: SamplingOptions) -> SamplingOptions:
 def fitting(prompt: int, answer: int, context: int) -> int:
     """Return the tokens of a prompt and its answer together; too many raise `MmfastError`."""
     if prompt + answer > context:
-        raise MmfastError(
+        raise ContextError(
             f"{prompt} tokens of prompt and max_tokens={answer} are more than the {context} that "
             "fit; ask for less, or give fewer or smaller media"
         )

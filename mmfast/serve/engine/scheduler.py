@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
-from mmfast.models.loading import EMBEDDED, load
+from mmfast.models.loading import EMBEDDED, load, twin
 from mmfast.models.reduction.record import features_given
 from mmfast.planner.target import check_alone, make_target
 from mmfast.serve.engine.adapters import load_adapters
@@ -149,6 +149,8 @@ class Scheduler:
     ) -> None:
         parse(reduce), call_plan(cache)
         stock, processor = load(model, device, dtype)
+        # the same weights for others in this process, whose hooks do not act on the engine
+        self.pair = twin(stock, processor)
         self._adapters = load_adapters(stock, lora or {})
         self.model = name or (EMBEDDED if model is None else str(model))
         limit = kv_limit(memory, stock.device, sharing)

@@ -277,19 +277,26 @@ class Demo:
     async def _built(self) -> FastAPI:
         async with self._lock:
             if self._inner is None:
-                inner = await asyncio.to_thread(_build, self._service)
+                service, config = self._service, self._service.config
+                speech = await service.voice() if config.voice else None
+                executor = await service.executor()
+                inner = await asyncio.to_thread(_build, config, executor, speech)
                 await self._life.enter_async_context(inner.router.lifespan_context(inner))
                 self._inner = inner
         return self._inner
 
 
-def _build(service: Service) -> FastAPI:
+def _build(config: ServerConfig, executor: Any, speech: Any) -> FastAPI:
     from mmfast.demos.app import mount
+    from mmfast.demos.shelf import Shelf
+    from mmfast.models.loading import twin
 
-    inner, config = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), service.config
+    inner = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     read = partial(read_upload, config=config)
-    # A model of its own: the demo attaches hooks, which must not act on the engine.
-    mount(inner, PATH, model=config.model, device=config.device, dtype=config.dtype, read=read)
+    # The weights of the engine, and hooks of its own, which must not act on the engine.
+    pair = getattr(executor, "pair", None)
+    own = None if pair is None else twin(*pair)
+    mount(inner, PATH, shelf=Shelf(config.model, config.device, config.dtype, read, own, speech))
     return inner
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,13 +11,50 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
-from mmfast.pipelines.omni_chat import OmniChat, OmniSession
 from mmfast.serve.calls import without_calls
-from mmfast.voice.ear import RATE
+from mmfast.serve.engine.base import Finish, Media
+from mmfast.voice.ear import RATE, overhear
 from mmfast.voice.models import voiced
 
 # Said for a model that follows no instructions: first, and where its answer has no word.
 GREETING, UNKNOWN = "Hello, how can I help you?", "I do not know."
+
+
+class HeardText(str):
+    """Text that was spoken, without the marks of writing."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class SeenTurn(Turn):
+    """A turn with its texts and media in order."""
+
+    content: tuple[str | Media, ...] = ()
+
+
+class ReplyRun:
+    """State of one reply that its session and its model share, from their threads.
+
+    `over`: nobody wants more of it. `finish` is the end that an engine has reported.
+    """
+
+    def __init__(self) -> None:
+        self.over, self.finish = False, None
+        self._stop: Callable[[], None] = lambda: None
+
+    finish: Finish | None
+
+    def on_stop(self, stop: Callable[[], None]) -> None:
+        """Call a function when the reply is stopped, at once where it is already."""
+        self._stop = stop
+        if self.over:
+            stop()
+
+    def stop(self) -> None:
+        """Want no more of the reply."""
+        self.over = True
+        self._stop()
 
 
 @dataclass(frozen=True)
@@ -28,7 +65,7 @@ class BrainQuestion:
     for a model that answers speech itself. The embedded models ignore `instructions`. `options` are
     the speaker's `voice` and `speed`; `limit` is in tokens of the answer's text. `prompted`: nobody
     asked, and the last turn is the server's request to greet or to go on. The model may call
-    `tools`; what it writes as calls goes to `calls` and is not said.
+    `tools`; what it writes as calls goes to `calls` and is not said. `run` stops the reply.
     """
 
     turns: tuple[Turn, ...]
@@ -40,6 +77,7 @@ class BrainQuestion:
     prompted: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     calls: list[str] = field(default_factory=list)
+    run: ReplyRun = field(default_factory=ReplyRun)
 
 
 class ChatterBrain:
@@ -52,6 +90,8 @@ class ChatterBrain:
 
     native: bool
     sees = calls = False  # whether it takes frames, and tools
+    context: int | None = None  # most tokens of a prompt and its answer, where that is known
+    tenant = ""  # owner of the session
 
     def __init__(self, chatter: Any) -> None:
         self._chatter = chatter
@@ -65,6 +105,10 @@ class ChatterBrain:
     def hear(self, pcm: Tensor) -> str:
         """Transcribe speech `[n]` at 16 kHz; "" where the model cannot."""
         return "" if self._listener is None else str(self._listener.transcribe(pcm, RATE)).strip()
+
+    def overhear(self, pcm: Tensor) -> tuple[str, float]:
+        """Return speech so far `[n]` written down, and the probability of its last words."""
+        return ("", 1.0) if self._listener is None else overhear(self._listener, pcm)
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         """Yield the answer as it comes; for a question in `pcm`, first the transcript."""
@@ -107,8 +151,11 @@ class ChatterBrain:
 class ChatterVoices:
     """Models that all sessions share: a `Chatter`; without a `speaker` it speaks itself.
 
-    `pace` is in words per minute: least, usual, most; None where the model has no choice.
+    `pace` is in words per minute: least, usual, most; None where the model has no choice. `wait`
+    calls what waits for another thread; a server has others work meanwhile.
     """
+
+    wait: Callable[[Callable[[], Any]], Any] = staticmethod(lambda call: call())
 
     def __init__(self, chatter: Any, speaker: Any = None) -> None:
         self._chatter = chatter
@@ -133,84 +180,3 @@ def instructed(question: BrainQuestion) -> Sequence[Turn]:
 def silent(sound: Sound) -> Sound:
     """Return its text without the sound."""
     return Sound(torch.zeros(0), sound.rate, sound.text, heard=sound.heard)
-
-
-HOST_BYTES = "256MB"  # of one session's memory of earlier frames, outside the model's window
-
-
-class OmniVoices(ChatterVoices):
-    """Shares an `omni-chat` pipeline; `options` are those of `OmniChat.open`.
-
-    With `follows`, the prompt holds instructions and earlier turns; the embedded model knows single
-    questions only.
-    """
-
-    def __init__(self, omni: OmniChat, follows: bool = True, **options: Any) -> None:
-        super().__init__(omni, omni.parts[1])
-        self._omni, self._follows = omni, follows
-        self._options = {"host_bytes": HOST_BYTES, **options}
-        self.open().close()  # loads the model, which may be one that cannot watch
-
-    def open(self) -> ChatterBrain:
-        """Return the brain of a session, with a stream of its own."""
-        opened = self._omni.open(ear="manual", **self._options)
-        return OmniBrain(opened, self._omni.wording, self._follows)
-
-
-class OmniBrain(ChatterBrain):
-    """Answers about a stream of frames.
-
-    `opened` is a session of `omni-chat`, whose listener and speaker are used; `wording` turns a
-    transcript into a written question; `follows` is explained in `OmniVoices`.
-    """
-
-    sees = True
-
-    def __init__(self, opened: OmniSession, wording: Callable[[str], str], follows: bool) -> None:
-        super().__init__(opened.voice.chatter)
-        self._opened, self._wording, self._follows = opened, wording, follows
-        # a template that writes tools is that of a model that was trained to call them
-        template = getattr(opened.video.model.processor, "chat_template", None)
-        self.calls = follows and "tools" in str(template)
-
-    def answer(self, question: BrainQuestion) -> Iterator[Sound]:
-        """Answer about the frames so far; the video goes on while the answer is written."""
-        return self._spoken(self._written(question), question)
-
-    def _written(self, question: BrainQuestion) -> Iterator[str]:
-        if question.prompted and not self._follows:
-            said = [turn for turn in question.turns[:-1] if turn.role == "user"]
-            if not said:
-                yield GREETING
-                return
-            question = replace(question, turns=(*said,))  # the last question once more
-        longest = min(question.limit or 64, 256)
-        text = self._prompt(question)
-        with self._opened.video.ask(text, max_new_tokens=longest) as reply:
-            yield from reply
-            if not (reply.text.strip() or self._follows):
-                yield UNKNOWN
-
-    def _prompt(self, question: BrainQuestion) -> str:
-        """Write the question, after instructions and turns for a model that follows them."""
-        last = self._wording(question.turns[-1].text)
-        if not self._follows:
-            return last
-        said = [f"{turn.role}: {turn.text}" for turn in question.turns[:-1]]
-        return "\n".join(part for part in (question.instructions, *said, last) if part)
-
-    def see(self, frame: Any, time: float) -> None:
-        """Watch a frame taken at this second of the session."""
-        self._opened.video.push(frame, time)
-
-    def count(self, text: str) -> int:
-        """Count tokens of the model that answers."""
-        return len(self._opened.video.model.tokenizer(text)["input_ids"])
-
-    def figures(self) -> dict[str, Any]:
-        """Return figures of the stream."""
-        return dict(self._opened.video.stats())
-
-    def close(self) -> None:
-        """End the stream."""
-        self._opened.close()

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from mmfast.serve.engine.base import Media
+from mmfast.serve.realtime.brain import HeardText
 from mmfast.serve.realtime.formats import Incoming, shown, unpack
 from mmfast.serve.realtime.protocol import (
     CallOutputShape,
@@ -15,6 +17,8 @@ from mmfast.serve.realtime.protocol import (
     Content,
     EventError,
     MessageShape,
+    ReferenceShape,
+    Wish,
 )
 from mmfast.voice.ear import RATE
 from mmfast.voice.history import History, HistoryTurn
@@ -37,7 +41,7 @@ class ItemPart:
 
     `text` is written text, the transcript of a sound, or the spoken part of a reply. `pcm` is sound
     `[n]` at 16 kHz, while it is kept; `unheard` marks sound without a transcript yet. `picture` is
-    a URL, removed once the frame is watched.
+    a URL, removed once it is decoded; `media` is the picture of an item that also has text.
     """
 
     kind: str
@@ -45,6 +49,7 @@ class ItemPart:
     pcm: Tensor | None = None
     unheard: bool = False
     picture: str = ""
+    media: Media | None = None
     detail: str | None = None
 
     def shown(self, format: str | None) -> dict[str, Any]:
@@ -82,6 +87,17 @@ class ConversationItem(HistoryTurn):
         if self.cut_off:
             return super().text.strip()
         return " ".join(part.text.strip() for part in self.parts if part.text.strip())
+
+    @property
+    def content(self) -> tuple[str | Media, ...]:
+        """Texts and pictures in order, as the model reads them."""
+        if self.cut_off or self.role != "user":
+            return (self.text,)
+        parts = [
+            part.media or (HeardText if part.kind == "input_audio" else str)(part.text.strip())
+            for part in self.parts
+        ]
+        return tuple(part for part in parts if part)
 
     @property
     def spoken(self) -> bool:
@@ -181,18 +197,23 @@ UNHEARD = 4  # times as long is sound kept that has not been understood yet
 class Conversation(History):
     """Items in order, bounded by number, letters, frames and seconds; the oldest are forgotten.
 
-    Frames may be few, since the stream's own memory keeps their content. `seconds` bounds the sound
-    kept for `conversation.item.retrieve`.
+    Frames may be few, since the model has taken them; `pictures` are those beside texts. `seconds`
+    bounds the sound kept for `conversation.item.retrieve`.
     """
 
     items: dict[str, ConversationItem]  # type: ignore[assignment]
 
     def __init__(
-        self, items: int = 256, frames: int = 16, letters: int = 400_000, seconds: float = 120.0
+        self,
+        items: int = 256,
+        frames: int = 16,
+        letters: int = 400_000,
+        seconds: float = 120.0,
+        pictures: int = 15,
     ) -> None:
         super().__init__(items, letters)
         self.id = new_id("conv")
-        self._frames, self._seconds = frames, seconds
+        self._frames, self._seconds, self._pictures = frames, seconds, pictures
 
     @property
     def last(self) -> str | None:
@@ -223,6 +244,24 @@ class Conversation(History):
             raise EventError(f"there is no item {id!r}", "item_not_found", "item_id")
         return self.items[id]
 
+    def brought(self, wish: Wish, format: str, most: int) -> list[ConversationItem]:
+        """Return the items that a response is about: all, or those that it names and writes."""
+        if wish.input is None:
+            return list(self.items.values())
+        found = []
+        for number, each in enumerate(wish.input):
+            if isinstance(each, ReferenceShape):
+                found.append(self.get(each.id))
+                continue
+            item = written(each, format, most, f"response.input.{number}")
+            if any(part.kind == "input_image" for part in item.parts):
+                raise EventError(
+                    "frames go into the conversation; create an item of the picture first",
+                    param=f"response.input.{number}",
+                )
+            found.append(item)
+        return found
+
     def trim(self, new: HistoryTurn | None = None) -> None:
         """Forget the oldest items beyond each limit, but not `new`."""
         most, letters = self.limits
@@ -235,6 +274,9 @@ class Conversation(History):
                 break
             left -= len(item.text)
             self._forget(item, new)
+        shown = [p for item in self.items.values() for p in item.parts if p.media is not None]
+        for part in shown[: max(0, len(shown) - self._pictures)]:
+            part.media = None
         kept = 0.0
         for item in reversed(self.items.values()):
             kept += item.kept_seconds

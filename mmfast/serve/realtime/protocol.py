@@ -92,7 +92,7 @@ class ServerVad(StrictShape):
 
 
 class SemanticVad(StrictShape):
-    """Turns end with silence, how much depends on the eagerness."""
+    """Turns end with a sentence, or with a silence that depends on the eagerness."""
 
     type: Literal["semantic_vad"]
     eagerness: Literal["low", "medium", "high", "auto"] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,14 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
 from mmfast.serve.calls import prompt_of, read_calls
-from mmfast.serve.realtime.brain import BrainQuestion, ChatterBrain
+from mmfast.serve.engine.base import Finish, Media
+from mmfast.serve.realtime.brain import (
+    BrainQuestion,
+    ChatterBrain,
+    HeardText,
+    ReplyRun,
+    SeenTurn,
+)
 from mmfast.serve.realtime.conversation import ConversationItem, ItemPart, call_item, new_id
 from mmfast.serve.realtime.formats import Outgoing
 from mmfast.serve.realtime.protocol import CallShape, EventError
@@ -34,7 +41,7 @@ class TokenUsage:
     """Tokens of the question and of the answer, by kind.
 
     `audio_in` counts speech that the model answers itself, `image_in` the frames that the answer is
-    about, though they were read when they came.
+    about; `cached` of the question's were read before, and `charged` is what the answer cost.
     """
 
     text_in: int = 0
@@ -42,16 +49,30 @@ class TokenUsage:
     image_in: int = 0
     text_out: int = 0
     audio_out: int = 0
+    cached: int | None = None  # None: the frames, which were read when they came
 
     @property
     def total(self) -> int:
         """All tokens together."""
-        return sum(asdict(self).values())
+        return sum(value for name, value in asdict(self).items() if name != "cached")
+
+    @property
+    def charged(self) -> int:
+        """All tokens but those of frames that were read when they came."""
+        return self.total - (self.image_in if self.cached is None else 0)
+
+    def settle(self, finish: Finish) -> None:
+        """Take the numbers of an engine for those of the question and of the text."""
+        seen = int(finish.trace.get("visual_tokens") or 0)
+        self.text_in, self.image_in = max(finish.prompt_tokens - seen, 0), seen
+        self.text_out, self.cached = finish.completion_tokens, finish.cached_tokens
 
     def usage(self) -> dict[str, Any]:
         """Return them as the client sees them."""
         out = self.text_out + self.audio_out
-        cached = {"text_tokens": 0, "audio_tokens": 0, "image_tokens": self.image_in}
+        cached = self.image_in if self.cached is None else self.cached
+        again = max(cached - self.image_in, 0)  # of the text
+        kinds = {"text_tokens": again, "audio_tokens": 0, "image_tokens": cached - again}
         return {
             "total_tokens": self.total,
             "input_tokens": self.total - out,
@@ -60,8 +81,8 @@ class TokenUsage:
                 "text_tokens": self.text_in,
                 "audio_tokens": self.audio_in,
                 "image_tokens": self.image_in,
-                "cached_tokens": self.image_in,
-                "cached_tokens_details": cached,
+                "cached_tokens": cached,
+                "cached_tokens_details": kinds,
             },
             "output_token_details": {"text_tokens": self.text_out, "audio_tokens": self.audio_out},
         }
@@ -96,7 +117,7 @@ class Response(SpokenReply):
         self.asks: list[ConversationItem] = []
         self.calls: list[str] = []  # as the model writes them
         self.called: list[ConversationItem] = []
-        self.spent = TokenUsage()
+        self.spent, self.run = TokenUsage(), ReplyRun()
         self.asked = asked
         self.first_audio: float | None = None
         self.sent, self.held = "", 0
@@ -106,6 +127,11 @@ class Response(SpokenReply):
         """Note a piece that came; only a spoken one is played."""
         if self.aloud:
             super().take(sound, clock, delay)
+
+    def end(self) -> None:
+        """Want no more pieces, not even the one that a model waits for."""
+        self.run.stop()
+        super().end()
 
     def spend(self, words: int, sound: Sound) -> bool:
         """Count the tokens of a piece; return False, without counting, beyond the limit."""
@@ -252,6 +278,7 @@ def question_of(
         else:
             prompted, found = True, (*found, Turn("user", GO_ON if found else GREET))
     limit = settings["max_output_tokens"]
+    limits = replace(limits, context=limits.context or getattr(brain, "context", None))
     instructions = "\n\n".join(text for text in (instructions, told) if text)
     if found or instructions:
         answer = 1 if limit == "inf" else limit
@@ -264,8 +291,9 @@ def question_of(
     if limits.context is not None:
         most = min(most, limits.context - spent.text_in)
     tools, calls = tuple(settings["tools"]) if told else (), response.calls
+    aloud, run = response.aloud, response.run
     return BrainQuestion(
-        found, pcm, instructions, response.aloud, options, most, prompted, tools, calls
+        found, pcm, instructions, aloud, options, most, prompted, tools, calls, run
     )
 
 
@@ -287,13 +315,17 @@ def turns(items: Iterable[ConversationItem]) -> tuple[Turn, ...]:
     found: list[Turn] = []
     spoken = False  # whether the last turn was said by the user
     for item in items:
-        text = item.text
-        if item.role == "system" or not text:
+        text, parts = item.text, item.content
+        seen = any(isinstance(part, Media) for part in parts)
+        if item.role == "system" or not (text or seen):
             continue
         if item.spoken and spoken:
-            found[-1] = Turn("user", f"{found[-1].text} {text}")
+            text = f"{found[-1].text} {text}"
+            found[-1] = SeenTurn("user", text, (HeardText(text),))
+        elif item.role == "user":
+            found.append(SeenTurn("user", text, parts))
         else:
-            found.append(Turn("assistant" if item.role == "assistant" else "user", text))
+            found.append(Turn("assistant", text))
         spoken = item.spoken
     return tuple(found)
 

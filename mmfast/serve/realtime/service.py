@@ -74,6 +74,7 @@ class RealtimeService:
             config.session_seconds,
             config.idle_seconds,
             config.realtime_message_bytes,
+            tokens=min(config.default_tokens, config.max_tokens),
             pixels=min(config.max_pixels, SessionLimits.pixels),
             text=config.max_text,
             context=config.context,
@@ -82,10 +83,13 @@ class RealtimeService:
         self.sessions: set[Any] = set()
         self.opened = 0  # sessions so far
         self._voices: asyncio.Future[ChatterVoices] | None = None
-        # their threads start with the first step
-        self._pool = ThreadPoolExecutor(self.limits.workers, "mmfast-realtime")
-        self._ears = ThreadPoolExecutor(2, "mmfast-ears")
+        # their threads start with the first step; those that wait for the engine need one each
+        most = self.limits.workers + config.realtime_sessions * self.limits.responses
+        self._pool = ThreadPoolExecutor(most, "mmfast-realtime")
+        # an ear may write down what was said so far
+        self._ears = ThreadPoolExecutor(max(2, config.realtime_sessions), "mmfast-ears")
         self._turn = asyncio.Semaphore(self.limits.workers)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def admit(self) -> object:
         """Reserve a place in the server, which `leave` frees; `ApiError` if all are taken."""
@@ -117,7 +121,9 @@ class RealtimeService:
         if self._voices is None or (self._voices.done() and self._voices.exception()):
             self._voices = asyncio.ensure_future(self.listen(self._load))
         try:
-            return await asyncio.shield(self._voices)
+            found = await asyncio.shield(self._voices)
+            found.wait = self.wait
+            return found
         except ApiError:
             raise
         except Exception as error:
@@ -131,8 +137,18 @@ class RealtimeService:
         The longest wait goes first, and a reply asks again for each of its pieces: no session waits
         for more than a step of every other.
         """
+        self._loop = asyncio.get_running_loop()
         async with self._turn:
             return await self.run(self._pool, step)
+
+    def wait(self, call: Callable[[], T]) -> T:
+        """Call what waits for another thread, within a step; other steps have their turn."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._turn.release)
+        try:
+            return call()
+        finally:
+            asyncio.run_coroutine_threadsafe(self._turn.acquire(), self._loop).result()
 
     async def listen(self, step: Callable[[], T]) -> T:
         """Run a short step in a separate thread, so that models never delay an interruption."""
@@ -163,31 +179,21 @@ def realtime_of(service: Any) -> RealtimeService:
         return service
     found = service.parts.get("realtime")
     if found is None:
-        config, loop = service.config, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
-        def speech() -> Any:  # called in a thread
-            return asyncio.run_coroutine_threadsafe(service.voice(), loop).result()
+        def load() -> ChatterVoices:  # called in a thread
+            from mmfast.serve.realtime.engine import EngineVoices
+
+            parts = (service.executor(), service.voice())
+            executor, speech = (
+                asyncio.run_coroutine_threadsafe(part, loop).result() for part in parts
+            )
+            given = {"defaults": service.defaults, "metrics": service.metrics}
+            return EngineVoices(executor, speech, service.config, **given)
 
         found = RealtimeService(
-            config,
-            lambda: load_voices(config, speech()),
-            model=lambda: str(service.model),
-            metrics=service.metrics,
+            service.config, load, model=lambda: str(service.model), metrics=service.metrics
         )
         service.parts["realtime"] = found
     assert isinstance(found, RealtimeService)
     return found
-
-
-def load_voices(config: ServerConfig, speech: Any) -> ChatterVoices:
-    """Load the models of a server, with vision if its model can watch streams."""
-    from mmfast.core.errors import ModelError
-    from mmfast.pipelines.omni_chat import OmniChat
-    from mmfast.serve.realtime.brain import OmniVoices
-
-    try:
-        omni = OmniChat(config.model, speech=speech, device=config.device, dtype=config.dtype)
-        return OmniVoices(omni, follows=config.model is not None)
-    except ModelError:
-        _log.warning("%s cannot watch; /v1/realtime answers speech alone", config.model)
-        return ChatterVoices(speech)

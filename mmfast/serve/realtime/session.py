@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from mmfast.serve.realtime.conversation import (
     new_id,
     written,
 )
+from mmfast.serve.realtime.engine import media_of
 from mmfast.serve.realtime.formats import Incoming, Outgoing, unpack
 from mmfast.serve.realtime.protocol import EventError, error_fields
 from mmfast.serve.realtime.queues import Outbox, PictureQueue, RecordingQueue
@@ -28,7 +30,7 @@ from mmfast.serve.realtime.service import RealtimeService
 from mmfast.serve.realtime.settings import Settings
 from mmfast.voice.channel import Kind
 from mmfast.voice.dialogue import Dialogue, SpokenReply
-from mmfast.voice.ear import RATE, ManualEar
+from mmfast.voice.ear import RATE, ManualEar, SemanticEar
 
 BLOCK = RATE // 4  # samples that are listened to before the loop may do something else
 SHORTEST = RATE // 10  # of a turn that a client commits
@@ -45,8 +47,9 @@ class RealtimeSession(Dialogue):
 
     Events of the client become calls of the dialogue, events of the dialogue become events of the
     protocol; models work in the service's threads. `running` holds responses by name with their
-    tasks, until the model has let go of them; `taken` counts input samples at 16 kHz; `spend`
-    counts tokens where there are quotas. A session of the kind `transcription` answers nothing.
+    tasks, until the model has let go of them; `taken` counts input samples at 16 kHz; `spend` and
+    `charge` count tokens and pixels where there are quotas. A session of the kind `transcription`
+    answers nothing.
     """
 
     def __init__(
@@ -57,7 +60,8 @@ class RealtimeSession(Dialogue):
         kind: str = "realtime",
     ) -> None:
         limits = service.limits
-        self.conversation = Conversation(letters=limits.text)
+        most = max(service.config.max_media - 1, 1)  # one more is the clip of what was seen
+        self.conversation = Conversation(letters=limits.text, pictures=most)
         super().__init__(service.clock, self.conversation)
         self.id, self.service, self.brain = new_id("sess"), service, brain
         self.outbox, self.closed = Outbox(), False
@@ -79,6 +83,7 @@ class RealtimeSession(Dialogue):
         self.frames = PictureQueue(limits.frames, self._see, self.fail)
         self.recordings = RecordingQueue(limits.recordings, self._transcribe, self._show_transcript)
         self.spend: Callable[[int], None] = lambda tokens: None
+        self.charge: Callable[[int], None] = lambda pixels: None
         self._configure()
         self._handlers: dict[str, Callable[[Any], Awaitable[None] | None]] = {
             "session.update": self._update,
@@ -167,6 +172,8 @@ class RealtimeSession(Dialogue):
                 else await service.listen(partial(service.ear, turns))
             )
         ear = self.ear
+        if isinstance(ear, SemanticEar) and ear.hears is None:
+            ear.hears = self.brain.overhear
         if isinstance(ear, ManualEar):
             if ear.held + len(pcm) > LONGEST * RATE:
                 raise EventError(
@@ -209,8 +216,12 @@ class RealtimeSession(Dialogue):
             if part.kind == "input_image":
                 place = f"item.content.{number}.image_url"
                 self._check_sight(place)
-                pictures.append(await self.service.picture(part.picture, place))
+                picture = await self._decoded(part.picture, place)
                 part.picture = ""
+                if item.watched:
+                    pictures.append(picture)
+                else:
+                    (part.media,) = media_of([(picture, 0.0)])
         self._add(item, event.previous_item_id)
         for picture in pictures:  # frames of a clip: a client that sends items loses none
             self._pictured = max(self.clock.now() - self.began, self._pictured + NEAR)
@@ -218,6 +229,11 @@ class RealtimeSession(Dialogue):
             self.frames.add(picture, self._pictured, event.event_id)
         if self.settings.transcribes and item.unheard:
             self.recordings.put(item.id, item)
+
+    async def _decoded(self, url: str, param: str) -> Any:
+        picture = await self.service.picture(url, param)
+        self.charge(math.prod(picture.shape[:2]))
+        return picture
 
     def _image(self, event: Any) -> None:
         self._check_sight("image")
@@ -258,30 +274,13 @@ class RealtimeSession(Dialogue):
         wish = event.response or protocol.Wish()
         settings = self.settings.of_response(wish)
         self._check_text(wish.instructions, "response.instructions")
-        items = self._brought(wish)
+        most = self.service.limits.message
+        items = self.conversation.brought(wish, self.settings.input_format, most)
         if wish.conversation != "none":
             self._check_free()
         outside = wish.conversation == "none"
         conversation = None if outside else self.conversation.id
         self._start(Response(settings, conversation, wish.metadata, self.clock.now()), items)
-
-    def _brought(self, wish: protocol.Wish) -> list[ConversationItem]:
-        if wish.input is None:
-            return list(self.conversation.items.values())
-        found = []
-        for number, each in enumerate(wish.input):
-            if isinstance(each, protocol.ReferenceShape):
-                found.append(self.conversation.get(each.id))
-                continue
-            format, most = self.settings.input_format, self.service.limits.message
-            item = written(each, format, most, f"response.input.{number}")
-            if any(part.kind == "input_image" for part in item.parts):
-                raise EventError(
-                    "frames go into the conversation; create an item of the picture first",
-                    param=f"response.input.{number}",
-                )
-            found.append(item)
-        return found
 
     def _cancel(self, event: Any) -> None:
         """Stop a response; `EventError` if there is none, or none of that name."""
@@ -468,8 +467,13 @@ class RealtimeSession(Dialogue):
             if not response.spend(words, sound):
                 self.end(response, "incomplete")
                 return
+        finish = response.run.finish
         if sound is None and not response.over:
             response.read_calls()
+            if finish is not None:
+                response.spent.settle(finish)
+                if finish.reason == "length":
+                    self.end(response, "incomplete")
         self.take(response, sound)
 
     def _show_progress(self, kind: Kind, response: Response, fields: dict[str, Any]) -> None:
@@ -538,7 +542,7 @@ class RealtimeSession(Dialogue):
         if status == "completed":
             self._show_calls(response)
         self.send(type="response.done", response=response.resource(dict(self.frames.counts)))
-        self.spend(response.spent.total - response.spent.image_in)
+        self.spend(response.spent.charged)
 
     def _show_calls(self, response: Response) -> None:
         for number, item in enumerate(response.called, int(response.shown)):
@@ -551,7 +555,7 @@ class RealtimeSession(Dialogue):
 
     async def _see(self, picture: Any, time: float) -> None:
         if isinstance(picture, str):
-            picture = await self.service.picture(picture, "image")
+            picture = await self._decoded(picture, "image")
         if not self.closed:
             await self.service.work(partial(self.brain.see, picture, time))
 

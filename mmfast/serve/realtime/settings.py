@@ -10,7 +10,7 @@ from typing import Any
 from mmfast.core.errors import unknown
 from mmfast.serve.config import VOICE_NAMES, answers_to
 from mmfast.serve.realtime.protocol import AudioOutput, EventError, SessionShape, VoiceShape, Wish
-from mmfast.voice.ear import Ear, VoiceEar
+from mmfast.voice.ear import Ear, SemanticEar, VoiceEar
 
 # Names that stock clients ask for; each is one of the model's own voices.
 _PCM = {"type": "audio/pcm", "rate": 24000}
@@ -29,8 +29,6 @@ _SEMANTIC_VAD = {
     "create_response": True,
     "interrupt_response": True,
 }
-# Milliseconds of silence that end a turn: no model judges here whether a sentence is complete.
-EAGERNESS = {"low": 1500, "medium": 800, "auto": 800, "high": 400}
 IDLE = ("truncation", "tracing", "include", "prompt", "reasoning", "parallel_tool_calls")
 _ANSWERS = ("instructions", "output_modalities", "max_output_tokens")
 _OBJECTS = {"realtime": "realtime.session", "transcription": "realtime.transcription_session"}
@@ -227,7 +225,7 @@ def checked_tools(tools: Sequence[Any] | None, calls: bool, where: str) -> list[
 def ear_of(turns: Mapping[str, Any]) -> Ear:
     """Return an ear that finds turns by these settings; `ModelError` without silero-vad."""
     if turns["type"] == "semantic_vad":
-        return VoiceEar(silence_duration_ms=EAGERNESS[turns["eagerness"]])
+        return SemanticEar(turns["eagerness"])
     threshold = min(max(float(turns["threshold"]), 0.01), 0.99)
     return VoiceEar(
         threshold=threshold,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from functools import partial
 from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
@@ -43,7 +44,9 @@ async def realtime(websocket: WebSocket, service: Any) -> None:
         kind = "transcription" if hears else "realtime"
         session = RealtimeSession(service, voices, brain, kind)
         with contextlib.suppress(TypeError):  # no guard in front, no quotas
-            session.spend = caller_of(websocket.scope).spend
+            caller = caller_of(websocket.scope)
+            session.spend, brain.tenant = caller.spend, caller.tenant
+            session.charge = partial(caller.quotas.spend, caller.who, "pixels")
         await converse(websocket, session)
     finally:
         service.leave(place)

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from mmfast.core.speech import Turn
 from mmfast.serve.config import ServerConfig
+from mmfast.serve.http.service import load_engine
 from mmfast.serve.realtime.brain import ChatterVoices
-from mmfast.serve.realtime.service import RealtimeService, load_voices
+from mmfast.serve.realtime.engine import EngineVoices
+from mmfast.serve.realtime.service import RealtimeService
 from mmfast.voice.models import Cascade, load_voice
 
 CHECKOUT = os.environ.get("MMFAST_LIVEKIT", "")
@@ -76,7 +78,7 @@ def serving(knowing: bool) -> Iterator[str]:
     if knowing:
         voices = ChatterVoices(Cascade(model, model.chat, HumSpeaker(24000), calls_tools=True))
     else:
-        voices = load_voices(config, load_voice(None))
+        voices = EngineVoices(load_engine(config), load_voice(None), config)
     with listening(RealtimeService(config, lambda: voices)) as url:
         yield url
 
