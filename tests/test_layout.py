@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 # May only fall, unless users can do more: 77,008 lines when the house stood, the goal was 76,000.
-FILES, LINES = 410, 81_300
+# Since then: batches of all specs, a real vLLM, the API, adapters, realtime on the engine.
+FILES, LINES = 413, 82_400
 TOPS = ("mmfast", "kernels", "pipelines", "demos")
 MEDIA = {"av", "decord", "PIL", "numpy", "soundfile"}
 EVERY = {"core", "ops", "reducers", "caches", "decoding", "heads", "frontends", "models", "attach"}

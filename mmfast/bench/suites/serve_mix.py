@@ -126,7 +126,7 @@ def _compared(times: dict[str, list[TimeSpent]], job: str) -> Row:
 def mix(tick: Tick, rounds: int = 9, wide_rounds: int = 2) -> list[Row]:
     """Answer 16 chats at once: stock, without a spec, with each spec, and with all specs mixed."""
     named = {option.reduce or str(option.cache): (option,) for option in SPECS}
-    plain = {_PLAIN: (Options(),), _AGAIN: (Options(),)}
-    jobs = {**plain, **named, _MIXED: SPECS}
+    plain: dict[str, Sequence[Options]] = {_PLAIN: (Options(),), _AGAIN: (Options(),)}
+    jobs: dict[str, Sequence[Options]] = {**plain, **named, _MIXED: SPECS}
     rows = [row for shape in ("tiny", None) for row in _rows(shape, jobs, tick, rounds, 4)]
     return [*rows, *_rows(_WIDE, {**plain, _MIXED: SPECS}, tick, wide_rounds, 1)]

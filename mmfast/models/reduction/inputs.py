@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -94,14 +93,20 @@ def compressed(
 def _encoder_arguments(base: Any) -> set[str]:
     names = set()
     for kind in kinds_of(base):
-        names |= set(feature_arguments(type(base), kind))
+        names |= set(feature_arguments(base, kind))
     return names
 
 
-@lru_cache(maxsize=64)
-def feature_arguments(model: type, kind: str) -> tuple[str, ...]:
+_ARGUMENTS: dict[tuple[type, str], tuple[str, ...]] = {}
+
+
+def feature_arguments(base: Any, kind: str) -> tuple[str, ...]:
     """Return the names of what a base model takes to encode media of a kind."""
-    return tuple(inspect.signature(getattr(model, f"get_{kind}_features")).parameters)[1:]
+    key = type(base), kind
+    if key not in _ARGUMENTS:  # read once: it takes as long as hashing a prompt
+        stock = inspect.signature(getattr(key[0], f"get_{kind}_features"))
+        _ARGUMENTS[key] = tuple(stock.parameters)[1:]
+    return _ARGUMENTS[key]
 
 
 def _encode(base: Any, kind: str, inputs: Mapping[str, Any]) -> Any:
@@ -109,7 +114,7 @@ def _encode(base: Any, kind: str, inputs: Mapping[str, Any]) -> Any:
     if given is not None:
         return given
     method = getattr(base, f"get_{kind}_features")
-    names = [name for name in feature_arguments(type(base), kind) if name in inputs]
+    names = [name for name in feature_arguments(base, kind) if name in inputs]
     return method(**{name: inputs[name] for name in names}, return_dict=True)
 
 

@@ -100,7 +100,7 @@ def whole(
     base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
 ) -> MediaUnit:
     """Return all media of one kind of one prompt as one unit; arguments as for `units`."""
-    names = feature_arguments(type(base), kind)
+    names = feature_arguments(base, kind)
     call = {name: inputs[name] for name in names if inputs.get(name) is not None}
     return MediaUnit(kind, (kind, context, *keys), call, inputs["input_ids"][0])
 

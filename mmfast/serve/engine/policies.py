@@ -97,7 +97,7 @@ class PromptPolicy:
 
         `given` are queries `[1, H, n, d]`, keys, values and mask.
         """
-        masses = {}
+        masses: dict[str, Tensor] = {}
         if self.ahead is not None:
             return given[0], masses
         if self._stage is not None and index in self._stage.layers:

@@ -62,8 +62,9 @@ class ActiveRequest:
         """Take the parts of `reduce`, and whether the request is read with others."""
         self.early, self.deep, self.inside, self.batched = early, deep, inside, batched
         if self.prepared is not None:
-            parts = {"reduce": early, "deep": deep, "inside": inside}
-            self.prepared = replace(self.prepared, **parts, cache=self.cache or None)
+            cache = self.cache or None
+            taken = replace(self.prepared, reduce=early, deep=deep, cache=cache)
+            self.prepared = replace(taken, inside=inside)
 
     def push(self, token: int) -> bool:
         """Send the next token; return True while the answer goes on."""
