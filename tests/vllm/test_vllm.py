@@ -93,7 +93,7 @@ def test_choices_read_the_encoder_alone() -> None:
         reads = {*method.needs} <= {"x", "grid", *TOWER_SIGNALS}
         allowed = "pre" in method.sites and method.scope == "item" and reads
         assert (method.name in names) == allowed, method.name
-    assert len(names) >= 27
+    assert len(names) >= 28
 
 
 REFUSED = {
