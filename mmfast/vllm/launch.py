@@ -73,7 +73,10 @@ def _check(model: str, spec: str) -> None:
     parse_plan(spec)
     file = Path(model).expanduser() / "config.json"
     if file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["unknown"]
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["unknown"]
+        except (ValueError, AttributeError):
+            raise MmfastError(f"{str(file)!r} is no JSON object; fetch the model again") from None
         if not set(found) & set(MODELS):
             raise MmfastError(
                 f"model {model!r} is {found[0]}, of which --engine vllm prunes nothing; models "

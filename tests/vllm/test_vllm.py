@@ -250,6 +250,8 @@ def test_the_command_of_the_server() -> None:
 
 def refused(tmp_path: Path) -> dict[str, ServerConfig]:
     (tmp_path / "config.json").write_text('{"architectures": ["LlavaForConditionalGeneration"]}')
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "config.json").write_text('{"architectures": [')
 
     def made(**options: Any) -> ServerConfig:
         return ServerConfig(engine="vllm", **({"model": "m"} | options))
@@ -262,6 +264,7 @@ def refused(tmp_path: Path) -> dict[str, ServerConfig]:
         "sha256": made(api_keys=("sha256:" + "0" * 64,)),
         "looks at the question": made(reduce="cdpruner:0.5"),
         "is LlavaForConditionalGeneration": made(model=str(tmp_path), reduce="evs:0.5"),
+        "is no JSON object": made(model=str(tmp_path / "cut"), reduce="evs:0.5"),
     }
 
 

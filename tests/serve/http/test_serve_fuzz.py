@@ -141,7 +141,7 @@ def _chat(body: dict[str, Any], dice: random.Random) -> None:
 def _part(part: dict[str, Any], dice: random.Random) -> None:
     if dice.random() < 0.125:
         return
-    if part["type"] == "image_url" and part["image_url"]:
+    if part["type"] == "image_url" and part.get("image_url"):
         part["image_url"]["url"] = dice.choice([data_url(png(), "image/png"), *BAD_URLS])
     elif part["type"] == "video_url":
         part["video_url"]["url"] = dice.choice([data_url(CLIP, "video/mp4"), *BAD_URLS])
