@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from serve_tools import started
+from serve_tools import serving
 
 from mmfast.ops.audio import resample
 from mmfast.tiny.speech.recordings import say
@@ -45,17 +44,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mmfast", "serve", "--port", "0", "--no-demo"],
-        env={**os.environ, "MMFAST_API_KEY": "sk-test", "MMFAST_DEVICE": "cpu"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield started(process).replace("http", "ws", 1) + "/realtime"
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    with serving("--voice", MMFAST_API_KEY="sk-test") as (_, found):
+        yield found.replace("http", "ws", 1) + "/v1/realtime"
 
 
 @pytest.mark.parametrize("kind", ["audio", "text"])
