@@ -165,13 +165,13 @@ SPEECH = {
 SERVE = {
     "load": (
         "Chats about an image, 32 tokens each; in brackets by processor time",
-        "chats: {job}: {answered} answered, {busy} told to come back, {lost} lost or {job} | "
-        "tokens/s: {tokens_per_s:.0f} | faster: {speedup:.2f}x ({cpu_speedup:.2f}x) | "
+        "chats: {job} | tokens/s: {tokens_per_s:.0f} | "
+        "faster: {speedup:.2f}x ({cpu_speedup:.2f}x) | "
         "longest gap in chunks of prefill: [gap_ms]{gap_chunks:.2f} ({cpu_gap_chunks:.2f})",
     ),
     "mix": (
         "16 chats at once, 40 tokens each: times of those without a spec, and of stock",
-        "model: {model} | pictures each: {pictures} | chats: {job} | s: {seconds:.2f} | "
+        "model: {model} | pictures each: {pictures} | chats: {pruned} | s: {seconds:.2f} | "
         "of no spec: {to_plain:.2f}x | of stock: {to_stock:.2f}x",
     ),
     "open": (
@@ -300,7 +300,7 @@ TRAIN = {
 TABLES: dict[str, tuple[ReportTable, ...]] = {
     "stream": _named("stream", ("job", "preset", "knobs", "fps"), STREAM),
     "speech_cost": _named("speech", ("job", "mode", "preset", "seed"), SPEECH),
-    "serve": _named("serve", ("job", "sessions", "engine", "role"), SERVE),
+    "serve": _named("serve", ("job", "sessions", "engine", "role", "model"), SERVE),
     "encoder": _named("encoder", ("job", "shape", "tower", "device", "dtype"), ENCODER),
     "train": _named("train", ("job", "reduce", "device"), TRAIN),
     "decode": _named("decode", ("preset", "device", "job", "reduce", "batch"), DECODE),
