@@ -30,7 +30,7 @@ class MediaUnit:
     """Media of one kind that their family encodes together; a single one where it can be split."""
 
     kind: str
-    key: tuple[Any, ...]
+    key: tuple[Any, ...]  # kind, context, and the key of each medium
     call: Mapping[str, Any]
     ids: Tensor  # token ids `[L]` of its prompt
 
@@ -42,6 +42,11 @@ class MediaUnit:
             for name, value in self.call.items()
         }
         return (self.kind, *sorted(rest.items(), key=lambda pair: pair[0]))
+
+    @property
+    def count(self) -> int:
+        """Number of media."""
+        return len(self.key) - 2
 
     @property
     def work(self) -> int:
@@ -177,9 +182,10 @@ def _merges(trace: Trace, record: Record) -> list[Merge]:
 def _shares(record: Record, group: Sequence[MediaUnit]) -> list[int]:
     if len(group) == 1:
         return [len(record.layouts)]
-    if len(record.layouts) != len(group):
-        raise ModelError(f"{len(group)} {record.kind}s became {len(record.layouts)} of features")
-    return [1] * len(group)
+    shares, found = [unit.count for unit in group], len(record.layouts)
+    if found != sum(shares):
+        raise ModelError(f"{sum(shares)} {record.kind}s became {found} of features")
+    return shares
 
 
 def _split_output(

@@ -32,6 +32,7 @@ from mmfast.serve.engine.base import (
 from mmfast.serve.engine.encoder import BLOCK
 from mmfast.serve.engine.prefixes import Prefixes
 from mmfast.serve.engine.scheduler import Scheduler
+from mmfast.serve.engine.slots import Embedded
 
 
 @contextmanager
@@ -571,6 +572,31 @@ def test_media_of_several_requests_are_encoded_in_one_call(
         assert calls == [4]
         answers(engine, [ask(str(i), image(i % 4), "and now?") for i in range(6)])
         assert calls == [4]
+
+
+def test_pictures_of_several_requests_with_several_are_encoded_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A family that tells of pictures by prompt cannot be parted, and is not encoded twice."""
+    from mmfast.serve.engine import encoder
+
+    calls: list[int] = []
+    encode = encoder.encode
+
+    def counted(base: Any, adapter: Any, needs: Any, group: Any, *specs: Any) -> Any:
+        calls.append(sum(unit.count for unit in group))
+        return encode(base, adapter, needs, group, *specs)
+
+    monkeypatch.setattr(encoder, "encode", counted)
+    made = encoder.MediaEncoder(*model_of("llava_onevision"))
+    requests = [ask(str(i), image(2 * i), image(2 * i + 1), "what?") for i in range(3)]
+    together = made.encode([made.prepare(request) for request in requests])
+    assert calls == [6]
+    made.kept.clear()
+    for request, found in zip(requests, together, strict=True):
+        (alone,) = made.encode([made.prepare(request)])
+        assert isinstance(found, Embedded) and isinstance(alone, Embedded)
+        torch.testing.assert_close(found.embeds, alone.embeds)
 
 
 def test_media_and_messages_of_helpers() -> None:
