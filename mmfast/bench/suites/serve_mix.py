@@ -21,7 +21,7 @@ from mmfast.bench.timing import frozen, paired
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import EMBEDDED, load
 from mmfast.models.prompt import chat_inputs
-from mmfast.serve.engine.base import Finish, Media, Options, Request
+from mmfast.serve.engine.base import Finish, Options, Request
 from mmfast.serve.engine.scheduler import Scheduler
 
 _STOCK, _PLAIN, _AGAIN, _MIXED = "stock `generate`, one batch", "no spec", "no spec again", "mixed"
@@ -72,16 +72,8 @@ def _answers(scheduler: Scheduler, tokens: int, pictures: int, options: Sequence
 
 
 def _stock(model: Any, processor: Any, tokens: int, pictures: int) -> None:
-    chats = [
-        [
-            {
-                "role": message.role,
-                "content": [p.shot if isinstance(p, Media) else p for p in message.content],
-            }
-            for message in request.messages
-        ]
-        for request in _requests([Options()], tokens, pictures)
-    ]
+    requests = _requests([Options()], tokens, pictures)
+    chats = [[message.chat for message in request.messages] for request in requests]
     inputs = chat_inputs(processor, chats, model.device)
     with torch.inference_mode():
         model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)

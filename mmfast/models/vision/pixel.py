@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -50,12 +49,9 @@ def pixel_stage(model: Any, adapter: Adapter, specs: Sequence[Spec]) -> Iterator
     """
     tower = adapter.tower(base_of(model))
     stage = _PixelStage(tower, Site(0, tuple(specs)))
-    own, before = tower.module.__dict__, tower.module.__dict__.get(KEPT)
-    own[KEPT] = stage.kept
+    tower.module.__dict__[KEPT] = stage.kept
     with ExitStack() as stack:
-        # A call of the tower may stand still in another thread, with a stage of its own.
-        undo = partial(own.pop, KEPT) if before is None else partial(own.update, {KEPT: before})
-        stack.callback(undo)
+        stack.callback(tower.module.__dict__.pop, KEPT, None)
         stack.enter_context(override(tower.module, "forward", stage.around))
         owners = {id(part): part for part in (tower.base, model)} if stage.resizes else {}
         for part in owners.values():

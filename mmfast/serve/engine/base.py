@@ -37,6 +37,12 @@ class Message:
     # what else the chat template reads of it: `tool_calls`, `tool_call_id`, `name`
     more: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The message as `chat_inputs` takes it."""
+        content = [part.shot if isinstance(part, Media) else part for part in self.content]
+        return {**self.more, "role": self.role, "content": content}
+
 
 @dataclass(frozen=True)
 class SamplingOptions:

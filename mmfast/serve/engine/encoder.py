@@ -393,14 +393,7 @@ class MediaEncoder:
             if int(ids.max()) >= len(tokenizer):
                 raise MmfastError(f"token {int(ids.max())} of the prompt is none of the model's")
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        chat: Sequence[Mapping[str, Any]] = [
-            {
-                **message.more,
-                "role": message.role,
-                "content": [p.shot if isinstance(p, Media) else p for p in message.content],
-            }
-            for message in request.messages
-        ]
+        chat: Sequence[Mapping[str, Any]] = [message.chat for message in request.messages]
         for name in options.processor:
             if not hasattr(getattr(processor, "image_processor", None), name):
                 raise MmfastError(f"the processor of this model has no {name!r}; leave it out")

@@ -194,13 +194,12 @@ class _Pass:
                 raise _OverError
             return hidden
         numbers = range(hidden.shape[1])
-        rows = torch.tensor(
-            [i for rows in self._running for i in numbers[rows]], device=hidden.device
-        )
+        running = [i for rows in self._running for i in numbers[rows]]
+        rows = torch.tensor(running, device=hidden.device)
         places = kwargs["position_embeddings"]
         kwargs["position_embeddings"] = tuple(each.index_select(-2, rows) for each in places)
         kwargs["position_ids"] = None
-        with using(rows=rows.tolist()):
+        with using(rows=running):
             return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
 
     @property

@@ -82,7 +82,7 @@ class ReplicaSettings:
     dtype: str = "auto"
     threads: int = 1  # threads of torch in each replica; 0 leaves the number unchanged
     slots: int = 16  # most answers at once in one decode replica
-    chunk: int = 256  # most tokens of one prefill pass
+    chunk: int | None = 256  # most tokens of one prefill pass; see `Prefiller`
     context: int | None = None  # longest prompt and answer in tokens; None takes the model's
     # bytes of keys and values in one decode replica, as for the `Scheduler`
     memory: str | int | None = None

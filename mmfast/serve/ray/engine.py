@@ -163,7 +163,7 @@ class RayEngine:
         dtype: str = "auto",
         slots: int = 16,
         context: int | None = None,
-        chunk: int = 256,
+        chunk: int | None = 256,
         queue: int = 32,
         memory: str | int | None = None,
         name: str | None = None,

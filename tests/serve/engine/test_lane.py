@@ -260,7 +260,7 @@ def test_a_pass_that_fails_costs_running_answers_no_token(monkeypatch: pytest.Mo
     assert fused and max(fused) > 1
 
 
-def test_a_step_whose_places_move_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_another_answer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.serve.engine.rows import AnswerRows
 
     assert _agree(_asked(cache="sink:4+window:24"))

@@ -25,11 +25,11 @@ from mmfast.serve.engine.base import (
     Executor,
     Failure,
     Finish,
-    Media,
     Request,
     SamplingOptions,
 )
 from mmfast.serve.engine.encoder import BLOCK
+from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.prefixes import Prefixes
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.slots import Embedded
@@ -554,19 +554,21 @@ def test_a_target_is_planned_on_a_device_that_was_never_measured(
     assert list(tmp_path.glob("rates-*.json"))
 
 
-def test_media_of_several_requests_are_encoded_in_one_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from mmfast.serve.engine import encoder
-
-    calls: list[int] = []
-    encode = encoder.encode
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of media in each call of the tower."""
+    found: list[int] = []
+    encode = embed.encode
 
     def counted(base: Any, adapter: Any, needs: Any, group: Any, *specs: Any) -> Any:
-        calls.append(len(group))
+        found.append(sum(unit.count for unit in group))
         return encode(base, adapter, needs, group, *specs)
 
-    monkeypatch.setattr(encoder, "encode", counted)
+    monkeypatch.setattr(embed, "encode", counted)
+    return found
+
+
+def test_media_of_several_requests_are_encoded_in_one_call(calls: list[int]) -> None:
     with scheduler("qwen2_5_vl") as engine:
         answers(engine, [ask(str(i), image(i), "what?") for i in range(4)])
         assert calls == [4]
@@ -574,21 +576,9 @@ def test_media_of_several_requests_are_encoded_in_one_call(
         assert calls == [4]
 
 
-def test_pictures_of_several_requests_with_several_are_encoded_in_one_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prompts_of_several_pictures_are_encoded_in_one_call(calls: list[int]) -> None:
     """A family that tells of pictures by prompt cannot be parted, and is not encoded twice."""
-    from mmfast.serve.engine import encoder
-
-    calls: list[int] = []
-    encode = encoder.encode
-
-    def counted(base: Any, adapter: Any, needs: Any, group: Any, *specs: Any) -> Any:
-        calls.append(sum(unit.count for unit in group))
-        return encode(base, adapter, needs, group, *specs)
-
-    monkeypatch.setattr(encoder, "encode", counted)
-    made = encoder.MediaEncoder(*model_of("llava_onevision"))
+    made = embed.MediaEncoder(*model_of("llava_onevision"))
     requests = [ask(str(i), image(2 * i), image(2 * i + 1), "what?") for i in range(3)]
     together = made.encode([made.prepare(request) for request in requests])
     assert calls == [6]
@@ -599,14 +589,48 @@ def test_pictures_of_several_requests_with_several_are_encoded_in_one_call(
         torch.testing.assert_close(found.embeds, alone.embeds)
 
 
+def test_an_idle_engine_takes_along_what_is_being_prepared(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmfast.serve.engine.scheduler.GATHER", 60.0)
+    with scheduler("qwen2_5_vl") as engine:
+        prepare, begun = engine._runner.encoder.prepare, threading.Event()
+        goes_on, late = threading.Event(), list[Ear]()
+
+        def slow(request: Request, *more: Any) -> Any:
+            if request.id == "late":
+                begun.set()
+                assert goes_on.wait(60)
+            return prepare(request, *more)
+
+        monkeypatch.setattr(engine._runner.encoder, "prepare", slow)
+        thread = threading.Thread(
+            target=lambda: late.append(Ear(engine, ask("late", image(2), "what?")))
+        )
+        thread.start()
+        assert begun.wait(60)
+        first = Ear(engine, ask("first", image(1), "what?"))
+        assert not calls and not first.events
+        goes_on.set()
+        thread.join()
+        assert all(isinstance(ear.wait(), Finish) for ear in (first, *late))
+    assert calls == [2]
+
+
+def test_a_chunk_that_nobody_set_fits_the_device() -> None:
+    model = model_of("llava_onevision")[0]
+    mine, given = Prefiller(model), Prefiller(model, 64)
+    assert [mine.fit(0.001) for _ in range(4)] == [2.0, 2.0, 2.0, 1.0] and mine.chunk == 2048
+    assert mine.fit(0.02) == 1.0 and [mine.fit(0.1) for _ in range(4)] == [0.5, 0.5, 0.5, 1.0]
+    assert mine.chunk == 256
+    assert given.fit(0.001) == given.fit(1.0) == 1.0 and given.chunk == 64
+
+
 def test_media_and_messages_of_helpers() -> None:
     """The stock answer is asked with the same prompt as the scheduler's."""
     request = mixed()[0]
     model, processor = model_of("llava_onevision")
-    chat = [
-        {"role": "user", "content": [p.shot if isinstance(p, Media) else p for p in m.content]}
-        for m in request.messages
-    ]
+    chat = [message.chat for message in request.messages]
     inputs = chat_inputs(processor, [chat], model.device)
     with scheduler("llava_onevision") as engine:
         prepared = engine._runner.encoder.prepare(request)

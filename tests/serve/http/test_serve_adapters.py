@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,7 @@ pytest.importorskip("peft")
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from scheduling import EMBEDDED, ask, model_of, stock
-from serve_tools import CHAT, MODEL, app_of, client_of, saying, user
+from serve_tools import MODEL, app_of, get, post, saying, user
 
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig, resolve
@@ -28,22 +26,6 @@ from mmfast.serve.http.service import load_engine
 
 ANSWER = (Delta("left"), Finish("stop", 70, 1))
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-
-
-def post(app: Any, document: dict[str, Any], path: str = CHAT) -> Any:
-    async def go() -> Any:
-        async with client_of(app) as client:
-            return await client.post(path, json=document, timeout=120)
-
-    return asyncio.run(go())
-
-
-def get(app: Any, path: str) -> Any:
-    async def go() -> Any:
-        async with client_of(app) as client:
-            return await client.get(path)
-
-    return asyncio.run(go())
 
 
 def test_an_adapter_is_a_name_of_a_model() -> None:

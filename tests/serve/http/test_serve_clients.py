@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from serve_tools import serving
+from serve_tools import python_with, serving
 
 SCRIPT = Path(__file__).resolve().parents[2] / "support" / "serve" / "foreign_clients.py"
 PACKAGES = ("openai", "openai-agents", "langchain-openai", "litellm", "instructor")
@@ -31,23 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of the clients."""
-    if named := os.environ.get("MMFAST_CLIENTS_ENV"):
-        found = Path(named) / "bin" / "python"
-        if not found.exists():
-            pytest.fail(f"MMFAST_CLIENTS_ENV={named} has no bin/python")
-        return found
-    folder = tmp_path_factory.mktemp("clients")
-    venv.create(folder, with_pip=True)
-    found = folder / "bin" / "python"
-    for wanted in (["uv"], PACKAGES):
-        tool = ["-m", "uv", "pip", "install", "--python", str(found)]
-        tool = tool if wanted is PACKAGES else ["-m", "pip", "install"]
-        done = subprocess.run(
-            [found, *tool, "-q", *wanted], capture_output=True, text=True, timeout=600, check=False
-        )
-        if done.returncode:
-            pytest.skip(f"{', '.join(wanted)} cannot be installed: {done.stderr.strip()[-200:]}")
-    return found
+    return python_with("MMFAST_CLIENTS_ENV", PACKAGES, tmp_path_factory.mktemp("clients"))
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,11 @@ from serve_tools import (
     client_of,
     data_url,
     events_of,
+    get,
     image_part,
     lost,
     png,
+    post,
     saying,
     sound_part,
     text,
@@ -41,22 +43,6 @@ ANSWER = (Delta("to the"), Delta(" left"), Finish("stop", 70, 3, 5, TRACE))
 def asked(content: Any = "Where to?", **more: Any) -> dict[str, Any]:
     given = content if isinstance(content, list) else user(content)
     return {"model": MODEL, "messages": given, **more}
-
-
-def post(app: Any, document: Any, path: str = CHAT, **options: Any) -> Any:
-    async def go() -> Any:
-        async with client_of(app) as client:
-            return await client.post(path, json=document, **options)
-
-    return asyncio.run(go())
-
-
-def get(app: Any, path: str) -> Any:
-    async def go() -> Any:
-        async with client_of(app) as client:
-            return await client.get(path)
-
-    return asyncio.run(go())
 
 
 def test_whole_answer() -> None:

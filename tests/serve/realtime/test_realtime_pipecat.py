@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from serve_tools import serving
+from serve_tools import python_with, serving
 
 from mmfast.ops.audio import resample
 from mmfast.tiny.speech.recordings import say
@@ -27,19 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of the client."""
-    if named := os.environ.get("MMFAST_PIPECAT_ENV"):
-        found = Path(named) / "bin" / "python"
-        if not found.exists():
-            pytest.fail(f"MMFAST_PIPECAT_ENV={named} has no bin/python")
-        return found
-    folder = tmp_path_factory.mktemp("pipecat")
-    venv.create(folder, with_pip=True)
-    found = folder / "bin" / "python"
-    call = [found, "-m", "pip", "install", "-q", PACKAGE]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=800, check=False)
-    if done.returncode:
-        pytest.skip(f"{PACKAGE} cannot be installed: {done.stderr.strip()[-200:]}")
-    return found
+    return python_with("MMFAST_PIPECAT_ENV", [PACKAGE], tmp_path_factory.mktemp("pipecat"))
 
 
 @pytest.fixture(scope="module")

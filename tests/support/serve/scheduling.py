@@ -142,13 +142,7 @@ def answers(executor: Executor, requests: Sequence[Request]) -> list[tuple[str, 
 def stock(pair: tuple[Any, Any], request: Request) -> str:
     """The answer of stock `generate` to one request."""
     model, processor = pair
-    chat = [
-        {
-            "role": message.role,
-            "content": [p.shot if isinstance(p, Media) else p for p in message.content],
-        }
-        for message in request.messages
-    ]
+    chat = [message.chat for message in request.messages]
     inputs = chat_inputs(processor, [chat], model.device)
     config = model.config
     named = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))

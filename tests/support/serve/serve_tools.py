@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -11,12 +12,14 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import venv
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from PIL import Image
 
@@ -137,6 +140,40 @@ def started(process: subprocess.Popen[str]) -> str:
     url = re.search(r"http://127.0.0.1:\d+", "".join(lines))
     assert url and lines[-1].startswith("  curl"), lines
     return url[0]
+
+
+def python_with(variable: str, packages: Sequence[str], folder: Path) -> Path:
+    """The interpreter of the environment that a variable names, or of one made of packages."""
+    if named := os.environ.get(variable):
+        found = Path(named) / "bin" / "python"
+        if not found.exists():
+            pytest.fail(f"{variable}={named} has no bin/python")
+        return found
+    venv.create(folder, with_pip=True)
+    found = folder / "bin" / "python"
+    for tool in (["pip", "install", "-q", "uv"], ["uv", "pip", "install", "-q", *packages]):
+        call = [found, "-m", *tool]
+        call[5:5] = ["--python", str(found)] * (tool[0] == "uv")
+        done = subprocess.run(call, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            pytest.skip(f"{', '.join(packages)} cannot be installed: {done.stderr.strip()[-200:]}")
+    return found
+
+
+def post(app: Any, document: Any, path: str = CHAT, **options: Any) -> Any:
+    async def go() -> Any:
+        async with client_of(app) as client:
+            return await client.post(path, json=document, **options)
+
+    return asyncio.run(go())
+
+
+def get(app: Any, path: str) -> Any:
+    async def go() -> Any:
+        async with client_of(app) as client:
+            return await client.get(path)
+
+    return asyncio.run(go())
 
 
 @contextmanager
