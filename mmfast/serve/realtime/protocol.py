@@ -179,38 +179,37 @@ class Content(StrictShape):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class MessageShape(StrictShape):
-    """An item of the conversation."""
+class NamedShape(StrictShape):
+    """An item of a conversation."""
 
-    type: Literal["message"]
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Content], Field(min_length=1, max_length=32)]
     id: Name | None = None
     object: Literal["realtime.item"] | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class CallShape(StrictShape):
+class MessageShape(NamedShape):
+    """An item of the conversation."""
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Content], Field(min_length=1, max_length=32)]
+
+
+class CallShape(NamedShape):
     """A call of a function, as the model made it."""
 
     type: Literal["function_call"]
     name: Name
     arguments: Words
     call_id: Name | None = None
-    id: Name | None = None
-    object: Literal["realtime.item"] | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class CallOutputShape(StrictShape):
+class CallOutputShape(NamedShape):
     """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: Name
     output: Words
-    id: Name | None = None
-    object: Literal["realtime.item"] | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
 ItemShape = Annotated[MessageShape | CallShape | CallOutputShape, Field(discriminator="type")]
