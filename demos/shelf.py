@@ -34,7 +34,7 @@ class Shelf:
         self.model, self.place = model, {"device": device, "dtype": dtype}
         self._lock, self._locks = threading.Lock(), dict[str, threading.RLock]()
         self.needed: list[Callable[[], Any]] = [
-            lambda: self.visual("image"), self.stream, self.speaker,
+            lambda: self.visual("image"), self.stream, self.talker,
         ]  # fmt: skip
         self._loaded: dict[str, Any] = {}
         self._warmed = False
@@ -81,16 +81,16 @@ class Shelf:
         clips = self._given if self.model is None else None
         return mmfast.pipeline("video-stream", None, device=self.place["device"], clips=clips)
 
-    def speaker(self) -> Any:
+    def talker(self) -> Any:
         def make() -> Any:
             place = {"device": self.place["device"]} if self._speech is None else {}
             return mmfast.pipeline("text-to-speech", self._speech, **place)
 
-        return self.once("speaker", make)
+        return self.once("talker", make)
 
     def talk(self, chat: Any = None, **options: Any) -> Any:
         """A pipeline that converses: the embedded speech model, or `chat` with its voice."""
-        return mmfast.pipeline("speech-chat", self.speaker().speaker, chat=chat, **options)
+        return mmfast.pipeline("speech-chat", self.talker().talker, chat=chat, **options)
 
     def wording(self, heard: str) -> str:
         made = self.once("omni", lambda: mmfast.pipeline("omni-chat", speech=object()))

@@ -46,7 +46,7 @@ class Talk:
         if about != CHAT and about not in dict(examples.names()).values():
             raise mmfast.MmfastError("there is nothing of that name to talk about")
         chat = None if about == CHAT else _about(shelf, about)
-        options = {"mode": "boost", "verify": "exact"}
+        options: dict[str, Any] = {}
         if wish.get("voice"):
             options["voice"] = str(wish["voice"])
         self.rate, self._tell = rate, tell
@@ -131,7 +131,9 @@ class VoiceSocket:
         except (WebSocketDisconnect, RuntimeError):
             return  # the visitor left
         finally:
-            await asyncio.to_thread(self.seats.leave, name)
+            # begun at once and shielded: a server that stops also cancels this wait
+            leave = asyncio.get_running_loop().run_in_executor(None, self.seats.leave, name)
+            await asyncio.shield(leave)
         with contextlib.suppress(RuntimeError):
             await socket.close(code)
 
@@ -205,14 +207,15 @@ async def _tell(socket: WebSocket, message: str) -> None:
 VOICES = {
     "en-us": "low", "en-us+m3": "low, another", "en-us+f2": "high", "en-us+f3": "high, another",
 }  # fmt: skip
-MODES = {
-    "exact: as one token per pass": ("boost", "exact"),
-    "typical: fewer passes": ("boost", "typical:0.3"),
-    "one token per pass": ("vanilla", "exact"),
+MODES: dict[str, dict[str, str]] = {
+    "exact: as one token per pass": {"mode": "exact"},
+    "fast: typical drafts stand": {"mode": "fast"},
+    "turbo: fewest passes": {"mode": "turbo"},
+    "one token per pass": {"schedule": "vanilla"},
 }
 CAN_SAY = (
     "What is three plus four?", "What comes after nine?", "What is the opposite of left?",
-    "and often mishears: it is small",
+    "of other things it knows nothing: it is small",
 )  # fmt: skip
 LONGEST_TEXT = 300  # letters that are read out at once
 
@@ -243,8 +246,7 @@ def voice_tab(shelf: Shelf) -> None:
 
 
 def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any], str]:
-    schedule, rule = MODES[mode]
-    spoken = shelf.speaker()(text, voice=voice, mode=schedule, verify=rule)
+    spoken = shelf.talker()(text, voice=voice, **MODES[mode])
     stats = spoken.stats
     rows = [
         ("seconds of speech", f"{spoken.seconds:.2f}"),

@@ -16,6 +16,7 @@ from mmfast.caches.plan import CachePlan, call_plan
 from mmfast.core.errors import ModelError
 from mmfast.core.spec import AUTO, Spec, parse
 from mmfast.core.trace import Trace
+from mmfast.decoding.speculation import DecodePlan, plan_decode
 
 PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
@@ -100,30 +101,29 @@ def attach(
     reduce: str | Sequence[Spec] | None = None,
     cache: str | CachePlan | None = None,
     encoder: str | None = None,
+    decode: str | DecodePlan | None = None,
 ) -> Handle:
     """Reduce the visual tokens and the KV cache of a model, from now until it is detached.
 
-    Checked and installed at once: `with attach(…) as trace:` detaches at its end, also after an
-    exception; `handle = attach(…)` has `handle.trace` and `handle.detach()`. The model may also be
-    a transformers pipeline, a Trainer, a PEFT, compiled, DDP or FSDP model: the stock model inside
-    is served. While attached it cannot be copied or pickled. A prompt on which a stage cannot act
-    (no media, or features already merged into `inputs_embeds`) is warned of once and noted.
+    Checked and installed at once: `with attach(…) as trace:` detaches at its end; `handle =
+    attach(…)` has `handle.trace` and `handle.detach()`. The model may also be a transformers
+    pipeline, a Trainer, a PEFT, compiled, DDP or FSDP model, and cannot be copied or pickled. A
+    prompt on which a stage cannot act (no media, merged features) is warned of once and noted.
 
     Everything else stays stock: `generate` with beams, chunked prefill, static or dynamic caches,
-    batches, threads, later turns with further images. Tokens keep their original positions;
-    separators are never dropped. A share refers to the tokens that enter its stage, a whole number
+    batches, threads, later turns with further images. Tokens keep their positions, and separators
+    stay. A share refers to the tokens that enter its stage, a whole number
     is per image or video, and a share of 1.0 leaves the model bit-identical. Removing tokens at
     `pre` gives what the stock model computes on the prompt without them, sliding windows,
-    convolutions and images that see forward included; at `llm<K>` this holds from layer K on.
-    Hidden states and logits of a prompt have its reduced length, rows left-padded. At `llm<K>` the
-    last query and the text are those of the call: a chunk under chunked prefill, with a draft token
-    at its end under assisted decoding; a cache made uneven there is to be continued attached.
+    convolutions and images that see forward included; at `llm<K>` this holds from layer K on, and
+    `tokens=text` or `all` drops text. Hidden states and logits of a prompt have its reduced length,
+    rows left-padded. At `llm<K>` the last query and the text of media stages are those of the call:
+    a chunk, or with a draft at its end; a cache made uneven there is to be continued attached.
 
     `cache` decides which keys and values stay, in which precision, and which are read: by KV head,
-    layer and row, in layers of full attention. Entries keep their positions; the cache goes on
-    reporting the whole length. Policies act at the end of every prompt on the tokens present,
-    `sink`, `window` and `streamingvlm` at every step, too; `quant` and `zipvl` pack entries once,
-    and `retrieve` only chooses what is read. A budget above what there is changes no bit.
+    layer and row, in layers of full attention; entries keep their positions. Policies act at the
+    end of every prompt on the tokens present, `sink`, `window` and `streamingvlm` at every step,
+    too; `quant` and `zipvl` pack once, `retrieve` chooses what is read, `quest` at every step.
 
     Args:
         model: A stock transformers model, or a vision encoder alone (a ViT of timm, CLIP, SigLIP).
@@ -132,37 +132,53 @@ def attach(
             `llm<K>` (before its layer K; `llm` for a schedule). "auto" plans at the first call.
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"` or `"retrieve:8"`; an integer counts tokens (frames for
-            `retrieve`, bits for `quant`). For a DynamicCache; all that a text model takes.
+            `retrieve`, bits for `quant`). For a DynamicCache.
         encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding.
+        decode: Draft and verify in `generate`, such as `"self:0.1"`: see `decoding.speculation`.
 
     Returns:
-        The handle. Its trace has a row per stage and call, and every Reduction; the row `kv` has
-        the entries of a layer and head before and after a prompt, and the bytes behind it.
+        The handle. Its trace has a row per stage and call, and every Reduction; `kv` has entries of
+        a layer and head before and after a prompt, and bytes; `draft` drafts and accepted ones.
 
     Raises:
-        SpecError: Wrong name, site, knob, budget or encoder, or a K the model does not have.
+        SpecError: Wrong name, site, knob, budget, encoder or decode, or a K the model lacks.
         ModelError: Unknown family, or attached already; a static or quantised cache under `cache`.
 
     Example:
-        >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace:
-        ...     model.generate(**inputs)
+        >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace: model.generate(**inputs)
     """
     from mmfast.models.wrappers import stock_model
 
     specs: Any = AUTO if reduce == AUTO else parse(reduce)
-    plan, model = call_plan(cache), stock_model(model)
-    handle = Handle(model, _written(reduce, specs, plan, encoder))
-    if specs or plan is not None or encoder is not None:
-        handle.install(model, _stages(model, specs, plan, encoder, handle.trace))
+    plan, drafts, model = call_plan(cache), plan_decode(decode), stock_model(model)
+    source = _source(model, specs, plan, drafts)
+    handle = Handle(model, _written(reduce, specs, plan, encoder, drafts))
+    if any(stage is not None for stage in (specs or None, plan, encoder, source)):
+        handle.install(model, _drafting(model, specs, plan, encoder, handle.trace, source))
     return handle
 
 
+def _source(model: Any, specs: Any, plan: CachePlan | None, drafts: DecodePlan | None) -> Any:
+    """Make what drafts before anything is attached, as it may be a twin of the model."""
+    if drafts is None:
+        return None
+    from mmfast.models.decoder.draft_stage import DraftSource, check_decode
+
+    check_decode(drafts, model, specs, plan)
+    return DraftSource(model, drafts)
+
+
 def _written(
-    reduce: Any, specs: Sequence[Spec], plan: CachePlan | None, encoder: str | None
+    reduce: Any,
+    specs: Sequence[Spec],
+    plan: CachePlan | None,
+    encoder: str | None,
+    drafts: DecodePlan | None,
 ) -> str:
     """Name what is attached, as the caller wrote it."""
     stages = reduce if isinstance(reduce, str) else "+".join(map(str, specs))
-    parts = (stages, plan and f"cache {plan}", encoder and f"encoder {encoder}")
+    more = {"cache": plan, "encoder": encoder, "decode": drafts}
+    parts = (stages, *(f"{name} {value}" for name, value in more.items() if value))
     return ", ".join(part for part in parts if part)
 
 
@@ -178,13 +194,22 @@ def _base_of(model: Any) -> Any:
     return base_of(model)
 
 
+def _drafting(
+    model: Any, specs: Any, plan: CachePlan | None, encoder: str | None, trace: Trace, source: Any
+) -> Iterator[Stage]:
+    """All stages; draft and verify stands around the others, from the first call on."""
+    if source is not None:
+        yield source.installed(trace)
+    yield from _stages(model, specs, plan, encoder, trace, source)
+
+
 def _stages(
-    model: Any, specs: Any, plan: CachePlan | None, encoder: str | None, trace: Trace
+    model: Any, specs: Any, plan: CachePlan | None, encoder: str | None, trace: Trace, source: Any
 ) -> Iterator[Stage]:
     """Check, then everything that enters the model, in order; "auto" waits for the first call."""
     if specs == AUTO:
         planned = importlib.import_module(PLANNER).planned
-        rest = (plan, encoder, trace)
+        rest = (plan, encoder, trace, source)
         yield planned(model, lambda spec: _stages(model, parse(spec), *rest), trace)
         return
     from mmfast.models.families.adapter import adapter_for
@@ -213,10 +238,14 @@ def _stages(
     early = [spec for spec in specs if spec.site == "pixel"]
     if early:
         yield pixel_stage(model, adapter, early)
+    view = None if source is None else source.views(state)
+    if view is not None:  # before a policy evicts what it may choose
+        yield view.installed()
     if plan is not None:  # before the hooks: what it evicts is gone for the call that begins
         yield KVStage(model, plan, trace, state).installed()
-    if sites or plan is not None:
-        yield Hooks(model, sites, trace, state, whole=plan is not None).installed()
+    whole = plan is not None or view is not None
+    if sites or whole:
+        yield Hooks(model, sites, trace, state, whole=whole).installed()
     if adapter.alone:  # around all others, so that it sees calls that they refuse
         yield attendance
 

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import GenerationMixin
 
 from mmfast.core.errors import MmfastError
+from mmfast.models.decoder.draft_stage import SEED
 from mmfast.pipelines.options import check_names, check_values, named
 
 CALL = ("max_new_tokens", "do_sample", "temperature", "top_p", "generation_config", "seed")
@@ -94,4 +95,5 @@ def seeded(seed: int, streamer: Any) -> Callable[..., Any]:
         rest |= {"generation_config": generation_config, "streamer": streamer}
         return model._sample(input_ids, logits_processor=steps, **rest)
 
+    decode.__dict__[SEED] = seed  # where drafts are verified, the draws are theirs
     return decode

@@ -119,11 +119,11 @@ class OmniChat:
             `(model, processor)` pair.
         speech: Listens and speaks: None (embedded), a directory, a hub id, or an object.
         listener: Understands speech; None takes `speech`.
-        speaker: Says the answer; None takes `speech`.
+        talker: Says the answer; None takes `speech`.
         wording: Makes a written question of what was heard.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: Of the video model.
-        voice: Options of the speaker, such as `{"voice": "en-us+f2", "speed": 195}`.
+        voice: Options of the talker, such as `{"voice": "en-us+f2", "speed": 195}`.
         processor: As for `VisualQA`.
         model_kwargs: Of the video model; see `VisualQA`.
         **options: Of `VideoStream` (`reduce`, `fps`, `frame_cache`, …) and `VideoQA` (`cache`,
@@ -149,7 +149,7 @@ class OmniChat:
         *,
         speech: Any = None,
         listener: Any = None,
-        speaker: Any = None,
+        talker: Any = None,
         wording: Callable[[str], str] = written,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -158,7 +158,7 @@ class OmniChat:
         model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        speaks = speech if speaker is None else speaker
+        speaks = speech if talker is None else talker
         self.wording, self.options = wording, speech_options(self.task, speaks, voice or {})
         with within(self.task):
             parse(options.get("reduce")), call_plan(options.get("cache"))
@@ -169,18 +169,18 @@ class OmniChat:
         given: dict[str, Any] = {"processor": processor, "model_kwargs": model_kwargs}
         self._model = None if model is None else load(model, **place, **given)
         self._video = {**place, **options, **(given if model is None else {})}
-        self._voice = (speech, listener, speaker, device)
+        self._voice = (speech, listener, talker, device)
         self._parts: tuple[Any, Any] | None = None
         self._clips: VideoQA | None = None
         self._streams: VideoStream | None = None
 
     @property
     def parts(self) -> tuple[Any, Any]:
-        """Listener and speaker, loaded when first needed."""
+        """Listener and talker, loaded when first needed."""
         if self._parts is None:
-            speech, listener, speaker, device = self._voice
-            whole = cascade(lambda turns: "", speech, listener, speaker, device, "auto")
-            self._parts = whole.listener, whole.speaker
+            speech, listener, talker, device = self._voice
+            whole = cascade(lambda turns: "", speech, listener, talker, device, "auto")
+            self._parts = whole.listener, whole.talker
         return self._parts
 
     def _pipe(self, cls: Any, names: Collection[str]) -> Any:
@@ -192,7 +192,7 @@ class OmniChat:
         Args:
             media: A clip, as for `video-qa`; a list of clips goes with a list of questions.
             question: A recording of the question, or a text.
-            **options: Of the speaker, for this call.
+            **options: Of the talker, for this call.
 
         Returns:
             A `Spoken`; its `heard` is the question as it was understood.
@@ -209,14 +209,14 @@ class OmniChat:
             return [self(m, q, **options) for m, q in zip(many, question, strict=True)]
         if self._clips is None:
             self._clips = self._pipe(VideoQA, _CLIP | GENERATE)
-        pipe, (listener, speaker) = self._clips, self.parts
-        given = {**self.options, **speech_options(self.task, speaker, options)}
+        pipe, (listener, talker) = self._clips, self.parts
+        given = {**self.options, **speech_options(self.task, talker, options)}
         meter = ReplyMeter()
 
         def chat(turns: Sequence[Turn]) -> Iterable[str]:
             return pipe.stream(media, self.wording(turns[-1].text))
 
-        whole = cascade(chat, None, listener, speaker, None, "auto")
+        whole = cascade(chat, None, listener, talker, None, "auto")
         if isinstance(question, str) and question.rstrip().endswith("?"):
             sounds = whole.answer_turns((Turn("user", question),), **given)
         else:
@@ -236,9 +236,9 @@ class OmniChat:
             self._streams = self._pipe(VideoStream, _STREAM)
         talking = {name: options.pop(name) for name in TALKING if name in options}
         longest = options.pop("max_new_tokens", 64)
-        video, (listener, speaker) = self._streams.open(**options), self.parts
+        video, (listener, talker) = self._streams.open(**options), self.parts
         chat = asker(video, self.wording, longest)
-        whole = cascade(chat, None, listener, speaker, None, "auto")
+        whole = cascade(chat, None, listener, talker, None, "auto")
         heard_by = ear_of(ear, whole) if isinstance(ear, str) else ear
         return OmniSession(video, VoiceSession(whole, heard_by, options=self.options, **talking))
 

@@ -15,6 +15,8 @@ from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.trace import parse_bytes
 from mmfast.models import loading
 from mmfast.models.vision.acceleration import check_encoder
+from mmfast.planner.arithmetic import check_weights
+from mmfast.streams.reuse.plan import parse_reuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,8 +42,10 @@ RANGES = (
 )
 NUMBERS = {name: (each[1], each[2], each[0]) for each in RANGES for name in each[3].split()}
 READERS: dict[str, Callable[[Any], Any]] = {
-    "memory": plan_cache,
+    "memory": lambda spec: None if spec == "auto" else plan_cache(spec),
     "encoder": check_encoder,
+    "reuse": parse_reuse,
+    "weights": check_weights,
     "device": loading.pick_device,
     "dtype": loading.pick_dtype,
     **dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), parse_bytes),

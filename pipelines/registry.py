@@ -77,7 +77,7 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
             pair, or None for the embedded model, which works offline on a CPU.
         **options: Those of the task's class. All take `device`, `dtype` and `model_kwargs`, the
             arguments of `from_pretrained` (`device_map`, `quantization_config`, …). Questions
-            about media take `processor`, `reduce`, `cache`, `encoder`, `frames`, `fps`,
+            about media take `processor`, `reduce`, `cache`, `encoder`, `decode`, `frames`, `fps`,
             `max_new_tokens`, `temperature`, `batch_size` and further arguments of `generate`, or
             instead of `reduce` a target for the planner: `target_ttft_ms`, `target_tokens`,
             `max_memory`, `quality`; see `mmfast.pipelines.visual_qa.VisualQA`,

@@ -20,12 +20,12 @@ from mmfast.pipelines.options import check_names, check_values, checked, named, 
 from mmfast.pipelines.registry import task
 from mmfast.voice import models
 from mmfast.voice.channel import VoiceEvent
-from mmfast.voice.ear import RATE, Ear, ManualEar, SemanticEar, VoiceEar, overhear
+from mmfast.voice.ear import RATE, Ear, ManualEar, ProsodyEar, SemanticEar, VoiceEar, overhear
 from mmfast.voice.playback import ReplyMeter
 from mmfast.voice.session import VoiceSession
 
 LONGEST = 20_000  # letters: half an hour of speech
-PLACE = ("chat", "listener", "speaker", "device", "dtype", "model_kwargs")
+PLACE = ("chat", "listener", "talker", "reduce", "cache", "device", "dtype", "model_kwargs")
 TALKING = named(VoiceSession.__init__) - {"chatter", "ear", "options"}  # of a conversation
 KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 
@@ -52,6 +52,12 @@ class Spoken:
     def seconds(self) -> float:
         """Length of the sound."""
         return len(self.pcm) / self.rate
+
+    @property
+    def note(self) -> str:
+        """A line on what a listener will not understand, or ""."""
+        spelled = ", ".join(dict.fromkeys(self.stats.get("spelled", ())))
+        return f"spelled, as the model does not know them: {spelled}" if spelled else ""
 
     @property
     def trace(self) -> Trace:
@@ -102,7 +108,7 @@ def speech_options(
 ) -> dict[str, Any]:
     """Options that are given to a model that may `speak` or `reply`, names and values checked.
 
-    Those of `chat` are of its speaker, whose `rate` is `speed`. MmfastError before a model is read.
+    Those of `chat` are of its talker, whose `rate` is `speed`. MmfastError before a model is read.
     """
     with within(task):
         given = models.given_options(options)
@@ -110,7 +116,7 @@ def speech_options(
         names = models.check_options(model, method, how) if given else None
     if names is not None:
         names = {"speed" if (part, name) == ("chat", "rate") else name for name in names}
-        check_names(task, given, names, PLACE[3:] if part == "speak" else PLACE)
+        check_names(task, given, names, PLACE[5:] if part == "speak" else PLACE)
     check_values(task, given)
     return given
 
@@ -142,19 +148,23 @@ class SpeechChat:
     """Converse by voice with the embedded model, a checkpoint, or any text model.
 
     Args:
-        model: None (embedded), a directory or hub id, or a `Chatter`.
+        model: Answers: None (embedded), a directory or hub id of a model of speech or of a language
+            model of text with a chat template, or a `Chatter`.
         chat: A function of the turns so far that gives the answer as text or pieces of it: any
-            text model gets a voice. None lets the model answer itself.
-        listener: Understands speech for `chat`; None takes the model.
-        speaker: Says what `chat` answers; None takes the model.
+            text model gets a voice. None lets the model answer.
+        listener: Understands speech: a directory, a hub id, `tiny-speech` or a `Listener`; None
+            takes the model, for a model of text the embedded one.
+        talker: Says the answer, likewise.
+        reduce: Stages on the audio tokens of the listener, such as `"divprune:0.5"`.
+        cache: KV policies of the listener, such as `"snapkv:512"`.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         model_kwargs: Arguments of `from_pretrained`; see `VisualQA`.
         **options: Of all that is said: `voice`, a name (None takes the model's own); `speed`, words
-            per minute; `pitch`, 0 to 99; `mode`, when drafts are made: `vanilla`, `balance`,
-            `boost` or `turbo` (default); `verify`: `exact` (default: what one token per pass says),
-            `typical:0.3`, or `none`: the most tokens per pass, and hard to understand on the
-            embedded model; and further ones of the model.
+            per minute; `pitch`, 0 to 99; `mode`: `exact` (default: what one token per pass says),
+            `fast` (typical drafts stand) or `turbo` (a looser rule); `verify`, another rule than
+            the mode's: `exact`, `typical:0.3`, or `none` (drafts that nothing verifies); and
+            further ones of the model, such as `schedule` of the embedded one.
 
     Raises:
         MmfastError: An unknown option or value, before any weight is read.
@@ -175,26 +185,42 @@ class SpeechChat:
         *,
         chat: models.Chat | None = None,
         listener: Any = None,
-        speaker: Any = None,
+        talker: Any = None,
+        reduce: str | None = None,
+        cache: str | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         model_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
-        check_values(self.task, place)
-        self._part = "reply" if chat is None else "chat"
-        owner = model if chat is None or speaker is None else speaker
+        check_values(self.task, {**place, "model": model})
+        text = chat is None and models.is_text(model)
+        self._part = "reply" if chat is None and not text and talker is None else "chat"
+        owner = talker if talker is not None else None if text else model
         self.options = speech_options(self.task, owner, options, self._part)
+        stages, kwargs = {"reduce": reduce, "cache": cache}, None if chat is None else model_kwargs
+        kwargs = kwargs if isinstance(listener, str | Path) else None
+        with within(self.task):
+            ears = models.load_listener(listener, stages, device, dtype, kwargs)
         self.chatter: Chatter
-        if chat is None:
-            self.chatter = models.can(models.load_voice(model, **place), "reply")
+        if text:
+            from mmfast.models.text_chat import load_text_chat  # imports transformers
+
+            answers = load_text_chat(model, **place)
+            self.chatter = cascade(answers, None, ears, talker, device, dtype)
+        elif chat is not None:
+            self.chatter = cascade(chat, model, ears, talker, **place)
         else:
-            self.chatter = cascade(chat, model, listener, speaker, **place)
+            self.chatter = models.can(models.load_voice(model, **place), "reply")
+            if not (ears is None and talker is None):
+                mouth = None if talker is None else models.load_voice(talker, device, dtype)
+                self.chatter = models.Interpreted(self.chatter, ears, mouth)
 
     def _given(self, options: dict[str, Any]) -> dict[str, Any]:
         """Options of a call above those of the pipeline."""
-        speaks = getattr(self.chatter, "speaker", None) if self._part == "chat" else self.chatter
+        own = getattr(self.chatter, "chatter", self.chatter)
+        speaks = getattr(self.chatter, "talker", None) if self._part == "chat" else own
         return {**self.options, **speech_options(self.task, speaks, options, self._part)}
 
     def __call__(self, media: Any, **options: Any) -> Any:
@@ -218,16 +244,16 @@ class SpeechChat:
 
     @checked(TALKING)
     def open(
-        self, ear: Ear | Literal["voice", "semantic", "manual"] = "voice", **options: Any
+        self, ear: Ear | Literal["voice", "semantic", "prosody", "manual"] = "voice", **options: Any
     ) -> VoiceSession:
         """Begin a conversation; conversations on one model do not touch each other.
 
         Args:
             ear: `voice` finds turns by voice activity; `semantic` also by what was said, and waits
-                for the end of a sentence; `manual` waits for `commit`; or an `Ear`, such as
-                `VoiceEar(silence_duration_ms=300)`.
-            **options: `clock`, `ahead`, `delay`, `interrupt`, `answer`, `history`; see
-                `mmfast.voice.session.VoiceSession`.
+                for the end of a sentence; `prosody` waits as long as pitch, energy and words tell;
+                `manual` waits for `commit`; or an `Ear`, such as `VoiceEar(speech_ms=64)`.
+            **options: `clock`, `ahead`, `delay`, `interrupt`, `answer`, `backchannels`, `echo`,
+                `history`; see `mmfast.voice.session.VoiceSession`.
         """
         if isinstance(ear, str):
             ear = ear_of(ear, self.chatter)
@@ -252,11 +278,13 @@ class SpeechChat:
 
 def ear_of(name: str, chatter: Any = None) -> Ear:
     """An ear by its name, which may write down what a chatter hears; MmfastError for another."""
-    if name not in ("voice", "semantic", "manual"):
-        raise MmfastError(unknown("ear", name, ["voice", "semantic", "manual"]))
+    if name not in (known := ("voice", "semantic", "prosody", "manual")):
+        raise MmfastError(unknown("ear", name, known))
+    own = chatter if hasattr(chatter, "transcribe") else getattr(chatter, "listener", None)
     if name == "semantic":
-        own = chatter if hasattr(chatter, "transcribe") else getattr(chatter, "listener", None)
         return SemanticEar(hears=partial(overhear, models.can(own, "transcribe")))
+    if name == "prosody":
+        return ProsodyEar(hears=partial(overhear, own) if hasattr(own, "transcribe") else None)
     return ManualEar() if name == "manual" else VoiceEar()
 
 
@@ -264,21 +292,21 @@ def cascade(
     chat: models.Chat,
     model: Any,
     listener: Any,
-    speaker: Any,
+    talker: Any,
     device: str | torch.device | None,
     dtype: str | torch.dtype,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> models.Cascade:
     """A function of text with the ears and the mouth of models; each is loaded once."""
-    paths = [each for each in (model, listener, speaker) if isinstance(each, str | Path)]
+    paths = [each for each in (model, listener, talker) if isinstance(each, str | Path)]
 
     def read(source: Any) -> Any:
         mine = model_kwargs if source in paths or not paths else None
         return models.load_voice(source, device, dtype, mine)
 
-    own: Any = read(model) if listener is None or speaker is None else None
+    own: Any = read(model) if listener is None or talker is None else None
     ears = own if listener is None else read(listener)
-    mouth = own if speaker is None else read(speaker)
+    mouth = own if talker is None else read(talker)
     return models.Cascade(ears, chat, mouth)
 
 
@@ -295,7 +323,8 @@ class TextToSpeech:
     """Say texts with the embedded model or any other that speaks.
 
     Args:
-        model: None (embedded), a directory or hub id (CSM, Qwen2.5-Omni), or a `Speaker`.
+        model: None (embedded), a directory or hub id (docs/guides/talkers.md lists the classes), or
+            a `Speaker`.
         device, dtype, model_kwargs: As for `SpeechChat`.
         **options: Of all that is said, as of `SpeechChat`; words per minute are `rate`.
 
@@ -322,18 +351,18 @@ class TextToSpeech:
         place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
         check_values(self.task, place)
         self.options = speech_options(self.task, model, options, "speak")
-        self.speaker = models.can(models.load_voice(model, **place), "speak")
+        self.talker = models.can(models.load_voice(model, **place), "speak")
 
     def _given(self, options: dict[str, Any]) -> dict[str, Any]:
         """Options of a call above those of the pipeline."""
-        return {**self.options, **speech_options(self.task, self.speaker, options, "speak")}
+        return {**self.options, **speech_options(self.task, self.talker, options, "speak")}
 
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any:
         """Say a text, or each text of a list.
 
         Args:
-            text: What to say.
-            **options: `voice`, `rate`, `pitch`, `mode`, `verify`, for this call.
+            text: What to say; a list is said in batches where the model can.
+            **options: `voice`, `rate`, `pitch`, `mode`, `verify`, `schedule`, for this call.
 
         Returns:
             A `Spoken`, or a list of them for a list.
@@ -343,12 +372,21 @@ class TextToSpeech:
         """
         if isinstance(text, list | tuple):
             texts = [check_text(each) for each in text]  # all, before the first is said
+            if len(texts) > 1 and hasattr(self.talker, "speak_all"):
+                return self._say_all(texts, options)
             return [self._say(each, options) for each in texts]
         return self._say(check_text(text), options)
 
+    def _say_all(self, texts: list[str], options: dict[str, Any]) -> list[Spoken]:
+        """Say texts in batches; the time of each is that of all."""
+        meters = [ReplyMeter() for _ in texts]
+        said = self.talker.speak_all(texts, **self._given(options))
+        rate = self.talker.sample_rate
+        return [collect(each, rate, meter) for each, meter in zip(said, meters, strict=True)]
+
     def _say(self, text: str, options: dict[str, Any]) -> Spoken:
-        sounds = self.speaker.speak(text, **self._given(options))
-        return collect(sounds, self.speaker.sample_rate)
+        sounds = self.talker.speak(text, **self._given(options))
+        return collect(sounds, self.talker.sample_rate)
 
     def stream(self, text: str | Iterable[str], **options: Any) -> Iterator[Sound]:
         """Say a text piece by piece.
@@ -361,4 +399,4 @@ class TextToSpeech:
             Sound as it is made; leaving the iterator early stops the model.
         """
         given = check_text(text) if isinstance(text, str) else checked_parts(text)
-        return iter(self.speaker.speak(given, **self._given(options)))
+        return iter(self.talker.speak(given, **self._given(options)))

@@ -19,8 +19,12 @@ from mmfast.models.loading import EMBEDDED, embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
+from mmfast.planner.arithmetic import use_weights
 from mmfast.streams import snapshots
 from mmfast.streams.archive.tiers import TierQuotas
+from mmfast.streams.reuse.media import MediaReuse
+from mmfast.streams.reuse.plan import ReusePlan, parse_reuse
+from mmfast.streams.reuse.store import ReuseStore, store_of
 from mmfast.streams.session import Session
 from mmfast.streams.stream import StreamModel
 
@@ -28,6 +32,7 @@ from mmfast.streams.stream import StreamModel
 STREAM_MODEL = "tiny-stream"
 MEMORY = "sink:64+window:4096+retrieve:64"
 HOST_BLOCKS = 1800
+FEATURE_GOAL = 0.98  # cosine that a frame cache keeps to the features of the stock tower
 
 
 @task("video-stream")
@@ -40,16 +45,21 @@ class VideoStream:
         model_kwargs: Arguments of `from_pretrained`; see `VisualQA`.
         reduce: Stages at `pre` that reduce every frame's tokens, such as `"stc_pruner:0.3"`.
         frame_cache: Share of a frame's patches that the encoder computes anew (0.25), or a
-            `FrameCache`; None computes all.
+            `FrameCache`; None computes all. A share keeps features at a cosine of 0.98, and leaves
+            towers and motions to the stock tower where it could save nothing.
         gate: Change of colour (0 to 1) under which a frame is skipped, or a `FrameGate`; None
             skips none.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        weights: Packed weights of the decoder, as of `video-qa`; None: as loaded.
         fps: Frames per second of the streams: of frames pushed without a time, and of sources.
         system: Text of a system message; None leaves it to the chat template.
         sized_for: Some processors (Qwen3-VL) share a budget of pixels out over all frames of a
             clip; frames of a stream are as large as those of a clip of so many frames.
         batch: Frames, or temporal patches, in one call of the encoder.
+        reuse: `"encoder"` keeps the encoder's output of every frame for other sessions and later
+            runs, in `store`; None keeps none.
+        store: A `mmfast.ReuseStore`, or a folder of one; None: 1 GB of main memory.
         clips: Answers about motion beside the embedded model: None (embedded), or a
             `(model, processor)` pair.
 
@@ -79,20 +89,25 @@ class VideoStream:
         gate: float | FrameGate | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
+        weights: str | None = None,
         fps: float = 1.0,
         system: str | None = None,
         sized_for: int = 64,
         batch: int = 1,
+        reuse: str | None = None,
+        store: ReuseStore | str | Path | None = None,
         clips: Any = None,
     ) -> None:
         with within(self.task):
             parse(reduce)
+            plan = _encoder_alone(reuse, store, frame_cache)
         gate = FrameGate(gate) if isinstance(gate, int | float) else gate
         source = (_path(STREAM_MODEL) or _path(EMBEDDED)) if model is None else model
         self.model, self.processor = load(source, device, dtype, processor, model_kwargs)
+        self.packing = use_weights(self.model, weights, source)
         check_media(self.model, "video")
         if isinstance(frame_cache, int | float):
-            frame_cache = FrameCache(self.model, frame_cache)
+            frame_cache = FrameCache(self.model, frame_cache, goal=FEATURE_GOAL)
         self.stream_model = StreamModel(
             self.model,
             self.processor,
@@ -103,6 +118,7 @@ class VideoStream:
             system=system,
             sized_for=sized_for,
             batch=batch,
+            reuse=plan and MediaReuse(self.model, self.processor, plan, store_of(store)),
             clips=_clips(clips, device, dtype) if source == _path(STREAM_MODEL) else None,
         )
 
@@ -122,7 +138,8 @@ class VideoStream:
 
         Args:
             memory: Cache policies: what stays, and how what left is found again. None forgets
-                nothing and grows without bound.
+                nothing and grows without bound; "auto" chooses a window by the free bytes of the
+                device, and `session.stats()["memory"]["spec"]` tells which.
             device_bytes: Of stored blocks beside the model, such as `"2GB"`; None sets no limit.
             host_bytes: Of those in main memory.
             host_blocks: Most of those in main memory, half an hour at a frame a second; None sets
@@ -140,12 +157,13 @@ class VideoStream:
 
     @checked(named(open))
     def restore(self, folder: str | Path, /, **options: Any) -> Session:
-        """Go on with a saved session, bit for bit.
+        """Go on with a saved session, bit for bit, with the sizes and the folder it had.
 
         Args:
             folder: Where `Session.save` wrote; the newest save that is whole is read, with a
                 warning for every newer one that is damaged.
-            **options: Sizes, `folder` of the disk tier and limits, as for `open`.
+            **options: Sizes and `folder` of the disk tier in place of those that were saved, and
+                limits, as for `open`. Stored blocks that find no room are counted in a warning.
 
         Raises:
             MmfastError: Nothing readable is there, or it was saved with another model.
@@ -158,9 +176,37 @@ class VideoStream:
             warnings.warn(line, stacklevel=2)
         if not isinstance(tree, dict) or "spec" not in tree:
             raise MmfastError(f"{str(folder)!r} holds no saved session; name the folder of one")
-        session = self.open(tree["spec"], **options)
-        session.stream.restore(tree)
+        session = self.open(tree["spec"], **{**tree["quotas"], **options})
+        try:
+            lost = session.stream.restore(tree)
+        except BaseException:
+            session.close()
+            raise
+        if lost:
+            warnings.warn(
+                f"{lost} stored blocks of {str(folder)!r} found no room and are forgotten; give "
+                "restore() larger sizes, or a folder that can be written",
+                stacklevel=2,
+            )
         return session
+
+
+def _encoder_alone(reuse: str | None, store: Any, frame_cache: Any) -> ReusePlan | None:
+    """Return the plan of `reuse`; MmfastError for what does not act in a stream."""
+    plan = parse_reuse(reuse)
+    if plan is None and store is not None:
+        raise MmfastError("store= keeps nothing without reuse=; give reuse='encoder' too")
+    if plan is not None and plan.prefix:
+        raise MmfastError(
+            f"reuse={reuse!r}: a session has keys and values of its own, which `memory` bounds and "
+            "finds again; give reuse='encoder'"
+        )
+    if plan is not None and frame_cache is not None:
+        raise MmfastError(
+            "reuse='encoder' does not act beside frame_cache=, whose frames depend on those before "
+            "them; give one of them"
+        )
+    return plan
 
 
 def _path(name: str) -> str | None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from mmfast.attach import attach
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Row, Trace, peak_bytes
+from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.image import kind_of, read_image
 from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, seekable
 from mmfast.frontends.video.reader import read_video
@@ -36,14 +36,20 @@ from mmfast.models.prompt import (
     scope_note,
     summed,
 )
+from mmfast.models.reduction.check import check
+from mmfast.models.text_stream import stream_text
 from mmfast.pipelines.generation import CALL, GENERATE, merged, seeded
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
+from mmfast.planner.arithmetic import use_weights
 from mmfast.planner.auto import say
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, automatic, check_alone, make_target
 from mmfast.streams.reply import placeholders
+from mmfast.streams.reuse.media import MediaReuse
+from mmfast.streams.reuse.plan import check_beside, parse_reuse
+from mmfast.streams.reuse.store import ReuseStore, store_of
 
 MEDIA = ("text", "images", "videos")
 TARGET = named(make_target)
@@ -129,52 +135,6 @@ def _many_clips(media: Any, question: Any) -> bool:
     return getattr(media[0], "ndim", 3) != 3 or len(media) == questions
 
 
-class _ReaderGone(StoppingCriteria):  # type: ignore[misc]
-    """Ends generation when the reader has gone away."""
-
-    def __init__(self, gone: threading.Event) -> None:
-        self.gone = gone
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        return input_ids.new_full((input_ids.shape[0],), self.gone.is_set(), dtype=bool)
-
-
-def stream_text(
-    pipe: Any,
-    inputs: dict[str, Any],
-    reduce: str | Sequence[Spec] | None,
-    how: Mapping[str, Any],
-) -> Iterator[str]:
-    """Generate in a thread under the spec `reduce` and yield what it writes; see `VisualQA.run`.
-
-    An error in the thread is raised here; leaving the iterator early stops the generation.
-    """
-    streamer = TextIteratorStreamer(
-        pipe.processor.tokenizer, skip_prompt=True, skip_special_tokens=True
-    )
-    gone, failure = threading.Event(), list[BaseException]()
-
-    def work() -> None:
-        try:
-            with attach(pipe.model, reduce, pipe.cache, pipe.encoder):
-                own = how.get("stopping_criteria") or ()
-                criteria = StoppingCriteriaList([*own, _ReaderGone(gone)])
-                pipe.run(inputs, how, streamer=streamer, stopping_criteria=criteria)
-        except BaseException as error:
-            failure.append(error)
-            streamer.end()
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
-    thread.start()
-    try:
-        yield from (delta for delta in streamer if delta)
-    finally:
-        gone.set()
-        thread.join()
-    if failure:
-        raise failure[0]
-
-
 class VisualQA:
     """Answer questions about images or clips with any supported checkpoint.
 
@@ -190,8 +150,19 @@ class VisualQA:
             behind the prompt), `"sink:4+window:512"` (at every step) or `"quant:4"` (fewer bits);
             the trace gets a row `kv`. See `mmfast.attach`.
         encoder: None (stock), `"fast"`, `"compile"` or `"graph"`: how the vision tower runs.
+        decode: Draft and verify, such as `"self:0.1"` or `"recycle"`: the same answer in fewer
+            passes; the trace gets a row `draft`. See `mmfast.attach`.
+        reuse: What is kept of media for later questions: `"encoder"` (outputs of the tower),
+            `"prefix"` (and keys and values of a shared beginning, bit for bit) or `"blend:0.15"`
+            (and of pictures seen elsewhere, of which every layer reads that share of the tokens
+            again). Questions of a batch are then asked one by one.
+        store: A `mmfast.ReuseStore` that pipelines share, or a folder of one; None: 1 GB of main
+            memory.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        weights: Linear layers of the decoder on packed weights, on a CPU: `"int8"`, `"int4"`,
+            `"float16"`, `"bfloat16"`, `"int8-dynamic"` (activations, too), or `"fastest"`, which
+            measures once what this device does best; the trace has a note of it.
         frames: Frames sampled uniformly from a clip.
         fps: Sample at this rate instead.
         max_new_tokens: Longest answer in tokens; None: 64.
@@ -225,8 +196,12 @@ class VisualQA:
         reduce: str | None = None,
         cache: str | None = None,
         encoder: str | None = None,
+        decode: str | None = None,
+        reuse: str | None = None,
+        store: ReuseStore | str | Path | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
+        weights: str | None = None,
         frames: int = 8,
         fps: float | None = None,
         max_new_tokens: int | None = None,
@@ -241,7 +216,11 @@ class VisualQA:
         with within(self.task):
             target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
             reduce, self.target = automatic(reduce, target)
-            specs, plan = parse(reduce), call_plan(cache)
+            specs, plan, self.decode = parse(reduce), call_plan(cache), plan_decode(decode)
+            again = parse_reuse(reuse)
+            check_beside(again, specs, plan, decode)
+            if again is None and store is not None:
+                raise MmfastError("store= keeps nothing without reuse=; give reuse='prefix' too")
             check_alone(self.target, reduce)
             self.generate = merged(self._own, {})
         self.embedded = model is None
@@ -252,6 +231,10 @@ class VisualQA:
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
         self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
+        self.packing = use_weights(self.model, weights, model)
+        self.reuse: MediaReuse | None = None
+        if again is not None:
+            self.reuse = MediaReuse(self.model, self.processor, again, store_of(store))
         self._name = model
         self._planner: PipelinePlanner | None = None
 
@@ -282,6 +265,7 @@ class VisualQA:
                 that nothing meets.
         """
         size = options.pop("batch_size", None) or self.batch_size
+        size = size if self.reuse is None else 1
         pairs, many, wanted, how = self._asked(media, question, options)
         answers: list[Answer] = []
         for at in range(0, len(pairs), size):
@@ -299,7 +283,13 @@ class VisualQA:
         reduce = self.reduce
         if wanted:
             reduce = self.planner.plan(inputs, items, wanted, start, tick=self.tick)[0].spec
-        return stream_text(self, inputs, reduce, how)
+
+        def generate(streamer: Any, criteria: Any) -> None:
+            with self._attached(inputs, reduce, how) as (_, given):
+                self.run(given, how, streamer=streamer, stopping_criteria=criteria)
+
+        own = how.get("stopping_criteria") or ()
+        return stream_text(self.processor.tokenizer, generate, own)
 
     def _asked(
         self, media: Any, question: Any, options: dict[str, Any]
@@ -426,9 +416,9 @@ class VisualQA:
         begin = time.perf_counter()
         with (
             encoder_timer(self.model) as encode,
-            attach(self.model, reduce, self.cache, self.encoder) as trace,
+            self._attached(inputs, reduce, how) as (trace, given),
         ):
-            output = self.run(inputs, how, streamer=first)
+            output = self.run(given, how, streamer=first)
         end = time.perf_counter()
         first.at = first.at or end  # under beam search no token is certain before
         kind = "video" if "pixel_values_videos" in inputs else "image"
@@ -436,11 +426,14 @@ class VisualQA:
         counts = summed(each, items)
         if each:
             add_views(self.model, kind, inputs, trace)
-        prompt = inputs["input_ids"].shape[1]
-        inside = sum(row.ms for row in trace.rows if row.stage != "vit")  # vit is part of encode
+        prompt = given["input_ids"].shape[1]
+        # "vit" is part of encode, and "draft" of generate
+        inside = sum(row.ms for row in trace.rows if row.stage not in ("vit", "draft"))
         trace.add("prefill", prompt, 1, (first.at - begin) * 1e3 - encode.ms - inside)
         trace.add("generate", 1, output.shape[1] - prompt, (end - first.at) * 1e3)
         visual = sum(n for n, _ in counts)
+        if self.packing is not None:
+            trace.notes.append(self.packing.note)
         trace.rows[:0] = [*reading.rows, Row("encode", visual, visual, encode.ms, peak_bytes())]
         texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
         ttft = (first.at - start) * 1e3
@@ -448,6 +441,23 @@ class VisualQA:
             Answer(text.strip(), trace, ttft, n, m, plan, note)
             for text, (n, m), note in zip(texts, counts, notes, strict=True)
         ]
+
+    @contextmanager
+    def _attached(
+        self, inputs: dict[str, Any], reduce: str | Sequence[Spec] | None, how: Mapping[str, Any]
+    ) -> Iterator[tuple[Trace, dict[str, Any]]]:
+        """Attach what acts inside the model; the trace, and what `generate` is to be given."""
+        if self.reuse is None:
+            with attach(self.model, reduce, self.cache, self.encoder, self.decode) as trace:
+                yield trace, inputs
+            return
+        check_beside(self.reuse.plan, reduce, self.cache)
+        specs = check(parse(reduce), self.model, self.cache, self.encoder)
+        behind = () if self.reuse.plan.prefix else [s for s in specs if s.site != "vit"]
+        with attach(self.model, behind, self.cache, self.encoder, self.decode) as trace:
+            beams = how.get("num_beams") or 1
+            yield trace, self.reuse.inputs(inputs, specs, self.encoder, beams, trace)
+        self.reuse.store.flush()
 
     def overlay(self, media: Any, trace: Trace, item: int = 0, *, sheets: bool = True) -> list[Any]:
         """Pictures of what the stages kept, merged and dropped; see `mmfast.overlay`.

@@ -32,7 +32,7 @@ from media_factory import write_video  # noqa: E402
 
 _SERVING = re.compile(r"tests/(demos|serve|voice)/")
 _PLANNING = re.compile(r"tests/(planner|pipelines|serve|cli|demos)/")
-_INFERENCE = re.compile(r"tests/(caches|models/(families|reduction|vision))/")
+_INFERENCE = re.compile(r"tests/(caches|models/(families|reduction|text|vision))/")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from mmfast.attach import attach
-from mmfast.bench.results import Row, append
+from mmfast.bench.results import Row, append, kept_rows
 from mmfast.core.errors import MediaError, MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.frontends.image import kind_of, read_image
@@ -42,7 +42,6 @@ EXAMPLE = '{"media": "clip.mp4", "question": "What colour is the cross?", "answe
 SCORING = {"answer": "match of generated text", "choices": "log-likelihood of each choice"}
 _NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:e[-+]?\d{1,3})?"
 _TOKEN = re.compile(rf"(?<!\w)({_NUMBER})(?!\w)|[^\W_]+")
-_HEAD = '{"suite": "data"'  # of a line that this module wrote
 Way = tuple[str | None, str | None]  # a spec and a KV policy
 
 
@@ -212,20 +211,6 @@ def _state(path: Path) -> list[Any]:
     return [(each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.exists()]
 
 
-def kept_answers(out: Path | None) -> dict[str, Row]:
-    """Answers of an earlier run by key; what a kill left of a last line is cut off."""
-    if out is None or not out.is_file():
-        return {}
-    *lines, last = out.read_text(encoding="utf-8").split("\n")
-    if last and _HEAD.startswith(last[: len(_HEAD)]):
-        out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    try:
-        rows = [json.loads(line) for line in lines if line.strip()]
-    except ValueError as error:
-        raise MmfastError(f"cannot go on from {str(out)!r}: a line is no JSON ({error})") from None
-    return {row["key"]: row for row in rows if isinstance(row, dict) and "key" in row}
-
-
 def run_data(
     path: Path,
     ways: Sequence[Way],
@@ -244,7 +229,7 @@ def run_data(
     and are listed in `failed`; with `strict` they raise a MediaError before a model is loaded.
     Returns the document of `mmfast eval --data --json` and a row for each answer.
     """
-    asked, known = draw(read_questions(path), n, seed), kept_answers(out)
+    asked, known = draw(read_questions(path), n, seed), kept_rows(out, "data")
     name, where = model or embedded_path().name, Path(model or embedded_path())
     base = [str(where.resolve()), _state(where), frames]
     subject: AskedModel | None = None

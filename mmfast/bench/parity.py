@@ -28,6 +28,7 @@ from mmfast.reducers.attention.prumerge import reference_share
 from mmfast.reducers.attention.vidcom2 import frame_shares, video_scores
 from mmfast.reducers.diversity.cdpruner import relevance
 from mmfast.reducers.video.holitom import static_plan
+from mmfast.reducers.video.prunevid import scenes_of
 from mmfast.reducers.video.stc_pruner import stream_stc_pruner
 
 Arrays = Mapping[str, Tensor]
@@ -177,6 +178,33 @@ def _vidcom2(arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
+def _vispruner(arrays: Arrays, params: Params) -> Outcome:
+    tokens = Tokens(arrays["features"], attn=arrays["attn"].mean(1))
+    important = params["important_ratio"]
+    (found,) = run(tokens, "vispruner", params["visual_token_num"], important=important)
+    return {"mask": index_mask(found.keep, found.n)}, []
+
+
+def _prunevid(arrays: Arrays, params: Params) -> Outcome:
+    x, share = arrays["x"], params["temporal_segment_ratio"]
+    knobs = {"tau": params["tau"], "scenes": share, "clusters": params["cluster_ratio"]}
+    rows = x.flatten(0, 1)
+    (found,) = run(Tokens(rows, grid=(len(x), 1, x.shape[1])), "prunevid", **knobs)
+    merged = found.apply(rows)
+    order = merged.double().sum(-1).argsort()
+    sizes = [last - first + 1 for first, last in scenes_of(x, share)]
+    return {"tokens": merged[order], "window_sizes": torch.tensor(sizes)}, []
+
+
+def _framefusion(arrays: Arrays, params: Params) -> Outcome:
+    x, n = arrays["x"], params["frame_tokens"]
+    # The merges of these files meet their budget, so that nothing is pruned by attention.
+    signals = {"attn_visual": torch.zeros(len(x))}
+    tokens = Tokens(x, grid=(len(x) // n, 1, n), signals=signals)
+    (found,) = run(tokens, "framefusion", params["keep"], tau=params["tau"])
+    return {"mask": index_mask(found.keep, found.n), "tokens": found.apply(x)}, []
+
+
 def _pixelprune(arrays: Arrays, params: Params) -> Outcome:
     merge = params["spatial_merge_size"]
     pixels = arrays["pixel_values"].reshape(-1, merge**2 * arrays["pixel_values"].shape[1])
@@ -314,14 +342,17 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "dycoke": (_dycoke, "x", "merging_ratio tokens_per_frame"),
     "evs": (_evs, "x", "H T W q spatial_merge_size"),
     "fastv": (_fastv, "attn", "image_len image_start r"),
+    "framefusion": (_framefusion, "x", "frame_tokens tau keep"),
     "hiprune": (_hiprune, "attn_object attn_deep", "alpha retention"),
     "hired": (_hired, _TILES, "alpha n_tokens num_partitions rate grids? image_sizes?"),
     "holitom": (_holitom, "x attn", "D K beta max_window_size retain_ratio tau"),
     "pixelprune": (_pixelprune, "pixel_values grid_thw", _PIXEL),
     "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),
     "prumerge_plus": (_prumerge_plus, "q_cls k features", "adaptive ratio?"),
+    "prunevid": (_prunevid, "x", "cluster_ratio tau temporal_segment_ratio"),
     "stc_pruner": (_stc_pruner, "x", "chunk_frames keep_per_frame model"),
     "tome": (_tome, "metric x size?", "class_token distill_token r"),
     "vidcom2": (_vidcom2, "x", "base_scale tokens_per_frame model?"),
+    "vispruner": (_vispruner, "attn features", "important_ratio visual_token_num"),
     "visionzip": (_visionzip, "cls_attn hidden metric", "contextual dominant"),
 }

@@ -17,11 +17,19 @@ from mmfast.models.loading import device_name
 _SERVE = ("serve", "serve_load", "serve_mix", "serve_faults", "serve_realtime", "serve_hostile")
 # Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
 SUITES = {
-    "stream": ("stream",),
-    "speech": ("speech_quality", "speech_speed", "speech_drafts", "speech_soak"),
+    "stream": ("stream", "reuse", "camera"),
+    "speech": (
+        "speech_quality",
+        "speech_speed",
+        "speech_drafts",
+        "speech_replies",
+        "speech_soak",
+        "speech_translation",
+        "speech_turns",
+    ),
     "serve": (*_SERVE, "vllm_load"),
     "kernels": ("kernels", "column_sums", "selection"),
-    "decode": ("decode",),
+    "decode": ("decode", "drafts", "kvpress_side", "step_selection", "weights"),
     "encoder": ("vision",),
     "train": ("training",),
 }
@@ -43,9 +51,14 @@ def benchmark(suite: str, name: str) -> Callable[[F], F]:
 
 
 def names(suite: str) -> list[str]:
-    """Return the names of a suite's benchmarks."""
+    """Return the names of a suite's benchmarks; an MmfastError where a package is missing."""
     for module in SUITES[suite]:
-        importlib.import_module(f"mmfast.bench.suites.{module}")
+        try:
+            importlib.import_module(f"mmfast.bench.suites.{module}")
+        except ModuleNotFoundError as error:
+            raise MmfastError(
+                f'--{suite} needs {error.name}, which is not installed: pip install "mmfast[test]"'
+            ) from None
     return sorted(_KNOWN[suite])
 
 

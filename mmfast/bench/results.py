@@ -78,6 +78,24 @@ def load(path: str | Path) -> list[Row]:
     return rows
 
 
+def kept_rows(path: Path | None, suite: str) -> dict[str, Row]:
+    """Rows of an earlier run by `key`; the torn last line of a run that was killed is cut off.
+
+    Rows of `suite` begin with its name, by which a torn one is told from a line of other hands.
+    """
+    if path is None or not path.is_file():
+        return {}
+    head = json.dumps({"suite": suite}).removesuffix("}")
+    *lines, last = path.read_text(encoding="utf-8").split("\n")
+    if last and head.startswith(last[: len(head)]):
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    try:
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise MmfastError(f"cannot go on from {str(path)!r}: a line is no JSON ({error})") from None
+    return {row["key"]: row for row in rows if isinstance(row, dict) and "key" in row}
+
+
 def bench_rows(document: Row) -> list[Row]:
     """Return the rows of a document of `run_bench`."""
     keys = ("preset", "device", "dtype", "threads", "frames", "warm_ups", "clock", "ceilings")

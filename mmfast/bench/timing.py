@@ -186,15 +186,19 @@ def peak_during(job: Callable[[], object]) -> float:
     return peak_now()
 
 
+_ATEN = torch.ops.aten
+_COPIES = {_ATEN.copy_, _ATEN.clone, _ATEN.cat, _ATEN.stack, _ATEN.index_select, _ATEN._to_copy}
+
+
 class OperationCount(TorchDispatchMode):
     """Operations of torch that ran, and the bytes and name of that with the largest result.
 
-    `launches` are those that start a kernel on a GPU.
+    `launches` are those that start a kernel on a GPU, `copied` the bytes that copies have written.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = self.launches = self.largest = 0
+        self.count = self.launches = self.largest = self.copied = 0
         self.name = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -204,6 +208,8 @@ class OperationCount(TorchDispatchMode):
         # Views, and queries of a dtype or of memory, launch nothing.
         launches = isinstance(out, (Tensor, tuple)) and not func.is_view
         self.launches += launches and "aten.empty" not in str(func)
+        if func.overloadpacket in _COPIES:
+            self.copied += out.nbytes
         for value in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(value, Tensor) and value.untyped_storage().nbytes() > self.largest:
                 self.largest, self.name = value.untyped_storage().nbytes(), str(func)

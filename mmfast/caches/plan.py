@@ -5,7 +5,9 @@ A spec is read as ``name[:budget][?knob=value&…]`` joined by ``+``. Roles:
 * `position`: keeps by place and kind alone; any number, a token stays if any of them keeps it.
 * `score`: keeps by keys or attention; at most one, and it chooses among the tokens that no position
   policy keeps, so that budgets add up.
-* `retrieve`: keeps all and reads a part; at most one.
+* `retrieve`: keeps all and reads a part, chosen by a question; at most one.
+* `select`: keeps all and reads a part, chosen anew at every decode step; at most one. Position
+  policies beside it say what is always read, a score policy chooses what it chooses from.
 * `store`: fewer bits; at most one.
 
 An integer counts tokens (for `retrieve` frames, for `store` bits), a share is of the tokens
@@ -22,13 +24,15 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.kv import StepSelector
 from mmfast.core.reduction import Reduction
+from mmfast.core.registry import EVERY
 from mmfast.core.spec import Spec, parse
 from mmfast.core.tokens import Tokens
 from mmfast.ops.eviction import evict, evict_beside, keep_marked
 from mmfast.ops.quantisation import Quantiser
 
-ROLES = ("position", "score", "retrieve", "store")
+ROLES = ("position", "score", "retrieve", "select", "store")
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,12 @@ class CachePlan:
     score: Spec | None = None
     retrieve: Spec | None = None
     store: Spec | None = None
+    select: Spec | None = None
 
     @property
     def parts(self) -> tuple[Spec, ...]:
         """All policies, by role."""
-        rest = (self.score, self.retrieve, self.store)
+        rest = (self.score, self.retrieve, self.select, self.store)
         return (*self.position, *(spec for spec in rest if spec is not None))
 
     def __str__(self) -> str:
@@ -59,6 +64,34 @@ class CachePlan:
     def window(self) -> int:
         """Number of last queries that `attn_window` averages over; 0 where nothing reads it."""
         return int(self._knob("window", 0)) if "attn_window" in self.needs else 0
+
+    @property
+    def rereads(self) -> int | None:
+        """Last tokens of a prompt that must pass the model though their keys and values are known.
+
+        None means all of them: the plan reads queries, or sums of all attention.
+        """
+        if self.retrieve is not None or self.future or "attn_sum" in self.needs:
+            return None
+        return self.window
+
+    @property
+    def every(self) -> int:
+        """New tokens after which the plan chooses again; 0 where it does so behind a prompt only.
+
+        `attn_window` is then the attention of the last of them, at most `window`.
+        """
+        return int(self._knob(EVERY, 0))
+
+    @property
+    def future(self) -> tuple[int, int] | None:
+        """Positions to come that `query_mean` averages over, and first queries that do not count.
+
+        None where nothing reads it.
+        """
+        if "query_mean" not in self.needs:
+            return None
+        return int(self._knob("future", 512)), int(self._knob("sink", 0))
 
     @property
     def bits(self) -> tuple[int, int] | None:
@@ -84,6 +117,11 @@ class CachePlan:
     def retriever(self) -> Any:
         """The `Retriever` of `retrieve`, None without one."""
         return None if self.retrieve is None else _call(self.retrieve)
+
+    def selector(self) -> StepSelector | None:
+        """The `StepSelector` of `select`, None without one."""
+        found: StepSelector | None = None if self.select is None else _call(self.select)
+        return found
 
     def standing(self, kind: Tensor) -> Tensor:
         """Mask `[..., N]` of the tokens that position policies keep; none stands without them."""
@@ -140,9 +178,17 @@ def plan_cache(text: str | None) -> CachePlan | None:
     for role in ROLES[1:]:
         _at_most_one(role, by_role[role])
     one = {role: found[0] if found else None for role, found in by_role.items()}
-    plan = CachePlan(tuple(by_role["position"]), one["score"], one["retrieve"], one["store"])
+    plan = CachePlan(tuple(by_role["position"]), *(one[role] for role in _FIELDS))
     plan.quantiser()  # a wrong number of bits or a wrong knob shows here
     plan.retriever()
+    _check_select(plan)
+    if plan.every and plan.score:
+        name = plan.score.method.name
+        if plan.every < 0 or plan.bits:
+            reason = "is negative; choose 0 (never) or more new tokens"
+            if plan.every > 0:
+                reason = "does not go with two precisions, of which nothing leaves; leave it out"
+            raise SpecError(f"knob every={plan.every} of {name!r} {reason}")
     if plan.bits and plan.store and plan.score:
         names = f"{plan.score.method.name!r} and {plan.store.method.name!r}"
         raise SpecError(
@@ -150,6 +196,32 @@ def plan_cache(text: str | None) -> CachePlan | None:
             f"'{plan.score.method.name}?low=0' to let the other tokens go"
         )
     return plan
+
+
+_FIELDS = ("score", "retrieve", "store", "select")  # of a plan, behind position
+
+
+def _check_select(plan: CachePlan) -> None:
+    """Refuse what does not go with a choice at every decode step."""
+    selector, chosen = plan.selector(), plan.select
+    if selector is None or chosen is None:
+        return
+    name, score = chosen.method.name, plan.score
+    other = plan.retrieve or plan.store or (score if plan.bits else None)
+    if other is not None:
+        two = other.method.name
+        does = "chooses what is read, too" if plan.retrieve else "unpacks all entries at a step"
+        raise SpecError(f"{name!r} reads a part of a plain cache, and {two!r} {does}; drop one")
+    if score is not None and plan.position:
+        raise SpecError(
+            f"{plan.position[0].method.name!r} says what {name!r} always reads, and "
+            f"{score.method.name!r} evicts beside it; drop one of the two"
+        )
+    if score is not None and selector.across:
+        raise SpecError(
+            f"{score.method.name!r} leaves other entries in each layer, and {name!r} reads at the "
+            f"places of an earlier one; write '{score}+quest:0.1'".replace("@kv", "")
+        )
 
 
 def _call(spec: Spec) -> Any:
@@ -160,6 +232,20 @@ def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
     if len(specs) > 1:
         names = " and ".join(repr(spec.method.name) for spec in specs)
         raise SpecError(f"{names} are both of role {role!r}, of which a cache has one; keep one")
+
+
+def served_plan(text: str | None) -> CachePlan | None:
+    """Read the cache spec of a served request, as `call_plan`; SpecError for role `select`.
+
+    The engine lays rows of many requests side by side and reads what each of them holds.
+    """
+    plan = call_plan(text)
+    if plan is not None and plan.select is not None and not plan.select.whole:
+        raise SpecError(
+            f"cache {text!r} chooses anew at every step what is read, which the engine of "
+            "`mmfast serve` does not; use 'snapkv:1024', or mmfast.attach and generate()"
+        )
+    return plan
 
 
 def call_plan(text: str | CachePlan | None) -> CachePlan | None:

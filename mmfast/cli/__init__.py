@@ -33,12 +33,17 @@ COMMANDS = {
     "say": ("voice", "say"),
     "serve": ("serve", "serve"),
     "talk": ("voice", "talk"),
+    "transcribe": ("voice", "transcribe"),
+    "translate": ("voice", "translate"),
+    "codec": ("codec", "codec"),
     "methods": ("info", "methods"),
     "doctor": ("info", "doctor"),
     "verify": ("info", "verify"),
     "eval": ("measure", "evaluate"),
     "bench": ("measure", "bench"),
+    "leaderboard": ("leaderboard", "leaderboard"),
     "plan": ("plan", "plan"),
+    "profile": ("profile", "profile"),
 }
 
 

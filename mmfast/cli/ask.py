@@ -17,6 +17,10 @@ _Compare = Annotated[
     str | None,
     typer.Option(metavar="[SPEC]", help="Time SPEC, or --reduce and --cache, and all tokens."),
 ]
+_Overlay = Annotated[
+    Path | None,
+    typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
+]
 
 
 def ask(
@@ -25,20 +29,21 @@ def ask(
     model: shared.Model = None,
     reduce: shared.Reduce = None,
     cache: shared.Cache = None,
+    decode: shared.Decode = None,
+    reuse: shared.Reuse = None,
+    reuse_folder: shared.ReuseFolder = None,
     frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
     fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
     device: shared.Device = None,
     dtype: shared.Dtype = "auto",
+    weights: shared.Weights = None,
     target_ttft_ms: shared.Ttft = None,
     target_tokens: shared.TokenTarget = None,
     max_memory: shared.Memory = None,
     quality: shared.Quality = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
     compare: _Compare = None,
-    save_overlay: Annotated[
-        Path | None,
-        typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
-    ] = None,
+    save_overlay: _Overlay = None,
     as_json: shared.Json = False,
 ) -> None:
     """Answer one question about a video or an image, and say what it cost."""
@@ -60,11 +65,11 @@ def ask(
     if save_overlay is not None:
         check_target(save_overlay)
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
-    given: dict[str, Any] = {"reduce": reduce, "cache": cache, "max_memory": max_memory}
+    given: dict[str, Any] = {"reduce": reduce, "cache": cache, "decode": decode}
+    given |= {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
     given |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
     pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given)
-    if as_json:
-        pipe.tick = shared.silent
+    pipe.tick = shared.silent if as_json else pipe.tick
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScopeWarning)  # the answer has a note of it
         answer = pipe(media, question)
@@ -76,6 +81,15 @@ def ask(
     stock = pipeline(task, (pipe.model, pipe.processor), **options)
     found = {"reduce": reduce, "cache": cache, "note": answer.note}
     print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
+
+
+def _kept(reuse: str | None, folder: Path | None) -> dict[str, Any]:
+    """Return what later questions find, and the folder of it, as options of a pipeline."""
+    from mmfast.planner.rates import cache_folder
+
+    if reuse is None and folder is None:
+        return {}
+    return {"reuse": reuse, "store": folder or cache_folder() / "reuse"}
 
 
 def _beside(stock: Any, pipe: Any, media: str, question: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmfast.cli import options, output
-from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, complete_preset
+from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, Weights, complete_preset
 from mmfast.core.errors import MmfastError
 
 
@@ -123,6 +123,7 @@ def evaluate(
     suite: _Suite = "video",
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
     model: Model = None,
+    weights: Weights = None,
     data: _Data = None,
     frames: _Frames = 8,
     strict: _Strict = False,
@@ -143,15 +144,14 @@ def evaluate(
     if data is not None:
         return eval_data(context.params, context.get_parameter_source("n"))
     output.keep_rows(out, [])  # from here on Ctrl-C tells of them
-    from mmfast.caches.plan import call_plan
+    from mmfast.caches.plan import call_plan, plan_cache
 
-    for spec in cache or []:
-        call_plan(spec)
+    _check_suite(suite, weights, bool(reduce or cache))
+    for spec in cache or []:  # a stream reads again what its score policy has let go
+        plan_cache(spec) if suite == "stream" else call_plan(spec)
     if suite == "stream":
         return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
     if suite == "speech":
-        if reduce or cache:
-            raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
         return eval_speech(n, seed, model, out, as_json)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
@@ -168,10 +168,22 @@ def evaluate(
             model=model,
             name=suite,
             caches=list(cache or []),
+            weights=weights,
             progress=lambda spec, done, total: tick(done, total, spec),
             sink=lambda document: output.keep_rows(out, eval_rows(document, environ)),
         )
     output.print_eval(document, as_json)
+
+
+def _check_suite(suite: str, weights: str | None, reduced: bool) -> None:
+    """Refuse an unknown form of weights, and what a suite would ignore."""
+    from mmfast.models.packing import plan_weights
+
+    plan_weights(weights)
+    if suite == "speech" and reduced:
+        raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
+    if weights is not None and suite in ("stream", "speech"):
+        raise MmfastError(f"--suite {suite} takes no --weights; leave it out")
 
 
 def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
@@ -259,9 +271,10 @@ _TAKES = {
     "full": {"device", "preset", "minutes", "out"},
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
-    "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out"},
+    "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out", "weights"},
     "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "encoder": {"out", "peer"},
+    "decode": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},
 }
@@ -410,6 +423,7 @@ def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json:
 def _show(rows: list[dict[str, Any]]) -> None:
     said = [row for row in rows if row["task"] == "speaking"]
     heard = [row for row in rows if row["task"] == "listening"]
+    replied = [row for row in rows if row["task"] == "replies"]
     if said:
         voices = list(said[0]["by_voice"])
         table = Table("said", "word errors", *voices, "tokens per pass", "as vanilla")
@@ -424,6 +438,13 @@ def _show(rows: list[dict[str, Any]]) -> None:
         for row in heard:
             figures = (row["accuracy"], row.get("relative"), row.get("wer"), row.get("exact"))
             table.add_row(row["mode"], *map(_share, figures))
+        Console().print(table)
+    if replied:
+        table = Table("replies to", "right", "weakest kind", "heard without error")
+        for row in replied:
+            kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
+            weakest = f"{kind} {_share(worst)}"
+            table.add_row(row["mode"], _share(row["accuracy"]), weakest, _share(row.get("exact")))
         Console().print(table)
 
 
@@ -449,11 +470,16 @@ def eval_stream(
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.stream.needles import LONGEST, MEMORIES, Setting, run_needles
 
-    environ = environment()
+    environ, stdout = environment(), output.JsonRows()
+
+    def keep(found: dict[str, Any]) -> None:
+        output.keep_rows(out, eval_rows(found, environ))
+        if as_json:
+            stdout.add(found)
+
     with output.progress("eval") as tick:
-        documents = []
-        for spec in specs:
-            found = run_needles(
+        documents = [
+            run_needles(
                 memories or MEMORIES,
                 n,
                 seed,
@@ -462,9 +488,12 @@ def eval_stream(
                 reduce=spec,
                 unbounded=seconds <= LONGEST,
                 progress=lambda memory, done, total: tick(done, total, memory),
+                sink=keep,
             )
-            output.keep_rows(out, eval_rows(found, environ))
-            documents.append(found)
+            for spec in specs
+        ]
+    if as_json:
+        return stdout.end()
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
     bands = list(dict.fromkeys(band for row in document["rows"] for band in row["by_age"]))
     cells = []
@@ -473,4 +502,4 @@ def eval_stream(
         shares = [f"{100 * age['accuracy']:.1f} % of {age['n']}" if age else "" for age in ages]
         names = row["memory"] or "unbounded", row["reduce"] or ""
         cells.append((*names, *shares, _share(row["relative"])))
-    output.print_table(document, as_json, ("memory", "reduce", *bands, "of unbounded"), cells)
+    output.print_rows(("memory", "reduce", *bands, "of unbounded"), cells)

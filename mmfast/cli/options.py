@@ -18,6 +18,18 @@ def complete_cache(incomplete: str) -> list[str]:
     return _complete(incomplete, "cache")
 
 
+def complete_decode(incomplete: str) -> list[str]:
+    """Kinds of draft and verify that begin as typed."""
+    kinds = ("self:0.1", "self?reduce=", "draft:", "recycle", "lookup")
+    return [kind for kind in kinds if kind.startswith(incomplete)]
+
+
+def complete_weights(incomplete: str) -> list[str]:
+    """Forms of weights that begin as typed."""
+    kinds = ("int8", "int4", "float16", "bfloat16", "int8-dynamic", "fastest")
+    return [kind for kind in kinds if kind.startswith(incomplete)]
+
+
 def _complete(incomplete: str, kind: str) -> list[str]:
     from mmfast.core.registry import methods
 
@@ -54,11 +66,28 @@ Cache = Annotated[
         autocompletion=complete_cache,
     ),
 ]
+Decode = Annotated[
+    str | None,
+    typer.Option(
+        help="Draft and verify: self:0.1, self?reduce=SPEC, draft:DIR, recycle or lookup.",
+        autocompletion=complete_decode,
+    ),
+]
 Caches = Annotated[
     list[str] | None,
     typer.Option(
         "--cache", help="KV policy; give it several times.", autocompletion=complete_cache
     ),
+]
+Reuse = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep what media cost for later questions: encoder, prefix or blend:0.15.",
+    ),
+]
+ReuseFolder = Annotated[
+    Path | None,
+    typer.Option(help="Where --reuse keeps it, 10 GB at most; the user's cache if absent."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Model = Annotated[
@@ -68,6 +97,13 @@ Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1; CUDA where there is one if absent.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="Packed weights (CPU): int8, int4, float16, bfloat16, int8-dynamic or fastest.",
+        autocompletion=complete_weights,
+    ),
+]
 Ttft = Annotated[
     float | None,
     typer.Option("--target-ttft-ms", help="Milliseconds to the first token: plan for it."),
@@ -108,7 +144,8 @@ Yes = Annotated[
 ]
 Threshold = Annotated[float, typer.Option(help="Probability from which --tell-me-when speaks.")]
 StreamMemory = Annotated[
-    str | None, typer.Option(help="Cache policies; sink:64+window:4096+retrieve:64 if absent.")
+    str | None,
+    typer.Option(help="Cache policies or auto; sink:64+window:4096+retrieve:64 if absent."),
 ]
 HostBytes = Annotated[
     str | None,

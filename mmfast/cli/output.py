@@ -59,6 +59,25 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=False, allow_nan=False))
 
 
+class JsonRows:
+    """One JSON document on standard output, each row of which is written when it is known."""
+
+    def __init__(self) -> None:
+        self._begun = False
+
+    def add(self, document: dict[str, Any]) -> None:
+        """Write the rows of a document, and before the first of all what stands beside them."""
+        rows = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in document["rows"]]
+        head = json.dumps(document | {"rows": []}, ensure_ascii=False, allow_nan=False)
+        start = "," if self._begun else head.removesuffix("]}") + "\n"
+        print(start + "\n,".join(rows), flush=True)
+        self._begun = True
+
+    def end(self) -> None:
+        """Complete the document."""
+        print("]}")
+
+
 def _out() -> Console:
     """Return a console on standard output; a pipe has no width to fold to."""
     return Console(width=None if sys.stdout.isatty() else 200)
@@ -114,6 +133,9 @@ def print_answer(answer: Any, as_json: bool) -> None:
     if answer.plan is not None:
         name, ms = answer.plan.spec or "all tokens", answer.plan.total_ms
         _err.print(f"planned: {name}, predicted after {ms:.0f} ms", style="dim")
+    for note in answer.trace.notes:
+        if note.startswith("weights: "):  # others were warned of
+            _err.print(note, style="dim", highlight=False)
     rows = [
         (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
     ]

@@ -98,9 +98,9 @@ def _check_specs(config: ServerConfig) -> None:
         if not (path / "config.json").is_file():
             raise MmfastError(f"model {config.model!r} is no directory of a checkpoint; give one")
     if config.cache is not None:
-        from mmfast.caches.plan import call_plan
+        from mmfast.caches.plan import served_plan
 
-        call_plan(config.cache)
+        served_plan(config.cache)
     if config.engine == "vllm":
         from mmfast.vllm.launch import command
 

@@ -1,4 +1,4 @@
-"""`mmfast say` and `mmfast talk`: their options, their output, and the commands."""
+"""`mmfast say`, `talk`, `transcribe` and `translate`: options, output and the commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmfast.cli.options import Device, Dtype, Json, Model
+from mmfast.cli.options import Cache, Device, Dtype, Json, Model, Reduce
 from mmfast.core.errors import MediaError, MmfastError
 
 if TYPE_CHECKING:
@@ -32,11 +32,19 @@ Rate = Annotated[int | None, typer.Option(help="Words per minute.")]
 Pitch = Annotated[int | None, typer.Option(help="Pitch, 0 to 99.")]
 Mode = Annotated[
     str | None,
-    typer.Option(help="When drafts are made: vanilla, balance, boost or turbo (default)."),
+    typer.Option(help="exact (default: as one token per pass), fast or turbo; all verified."),
 ]
 Verify = Annotated[
     str | None,
-    typer.Option(help="exact (default), typical:0.3, or none: fastest, hard to understand."),
+    typer.Option(help="Another rule than the mode's: exact, typical:0.3, or none (raw drafts)."),
+]
+
+Listener = Annotated[
+    str | None,
+    typer.Option(help="Model that writes speech down, such as Whisper: directory or hub id."),
+]
+Talker = Annotated[
+    str | None, typer.Option(help="Model that speaks, such as CSM: directory or hub id.")
 ]
 
 
@@ -139,6 +147,7 @@ def say(
     quiet()
     target = check_output(output, as_json)
     given = _standard_input() if text == "-" else text
+    from mmfast.cli.output import say_note
     from mmfast.pipelines import pipeline
     from mmfast.pipelines.speech import check_text, collect
     from mmfast.voice.playback import ReplyMeter
@@ -146,9 +155,10 @@ def say(
     check_text(given)
     pipe = pipeline("text-to-speech", model, device=device, dtype=dtype, voice=voice)
     how = {"rate": rate, "pitch": pitch, "mode": mode, "verify": verify}
-    meter, speaker_rate = ReplyMeter(), pipe.speaker.sample_rate
-    with GrowingSound(target, speaker_rate) as file:
-        spoken = collect(pipe.stream(given, **how), speaker_rate, meter, file.write)
+    meter, talker_rate = ReplyMeter(), pipe.talker.sample_rate
+    with GrowingSound(target, talker_rate) as file:
+        spoken = collect(pipe.stream(given, **how), talker_rate, meter, file.write)
+    say_note(spoken.note)
     print_spoken(spoken.to_dict(), as_json, target)
 
 
@@ -174,6 +184,8 @@ def talk(
     mode: Mode = None,
     verify: Verify = None,
     model: Model = None,
+    listener: Listener = None,
+    talker: Talker = None,
     device: Device = None,
     dtype: Dtype = "auto",
     as_json: Json = False,
@@ -190,10 +202,121 @@ def talk(
     how: dict[str, Any] = {"voice": voice, "speed": rate, "pitch": pitch}
     how |= {"mode": mode, "verify": verify}
     place: dict[str, Any] = {"device": device, "dtype": dtype}
+    how |= {"listener": listener, "talker": talker}
     from mmfast.pipelines.speech import SpeechChat
 
     pipe = video_pipe(clip, model, how, place) if clip else SpeechChat(model, **how, **place)
     print_spoken(Talking(pipe, whole).run(source, target), as_json, target)
+
+
+def transcribe(
+    recordings: Annotated[list[str], typer.Argument(help="Sound files, or - for one.")],
+    listener: Listener = None,
+    language: Annotated[
+        str | None, typer.Option(help="Language of the speech, where the model takes one.")
+    ] = None,
+    reduce: Reduce = None,
+    cache: Cache = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print words as they are heard, of one recording.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Write recordings down, a line each, with the embedded model or a stock one."""
+    from mmfast.cli.output import print_json
+    from mmfast.models.quiet import quiet
+
+    quiet()
+    if stream and (as_json or len(recordings) > 1):
+        raise MmfastError("--stream prints the words of one recording; leave --json and others out")
+    check_recordings(recordings)
+    from mmfast.pipelines import pipeline
+
+    options = {"language": language, "reduce": reduce, "cache": cache}
+    given = {name: value for name, value in options.items() if value is not None}
+    pipe = pipeline("speech-to-text", listener, device=device, dtype=dtype, **given)
+    sounds = [read_recording(path) for path in recordings]
+    if stream:
+        for text in pipe.stream(sounds[0].split(1600)):
+            print(text, end="", flush=True)
+        return print()
+    found = [each.to_dict() for each in pipe(sounds)]
+    if as_json:
+        rows = [{"file": path, **each} for path, each in zip(recordings, found, strict=True)]
+        return print_json(rows if len(rows) > 1 else rows[0])
+    for each in found:
+        print(each["text"])
+
+
+def translate(
+    recordings: Annotated[
+        list[str] | None, typer.Argument(help="Sound files, or - for one.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="A text instead of recordings.")] = None,
+    model: Model = None,
+    listener: Listener = None,
+    policy: Annotated[
+        str, typer.Option(help="agreement:N, wait:K, confidence:P, greedy or offline.")
+    ] = "confidence:0.99",
+    source: Annotated[
+        str | None, typer.Option(help="Language, where the tokenizer has codes: eng_Latn.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Language to translate into.")] = None,
+    prefix: Annotated[str, typer.Option(help="Text in front of every source, as T5 wants.")] = "",
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print words as they are written, of one source.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Translate recordings as if they were said now, or a text; a line each."""
+    from mmfast.cli.output import print_json, say_note
+    from mmfast.decoding.simultaneous import write_policy
+    from mmfast.models.quiet import quiet
+
+    quiet()
+    files = recordings or []
+    if text is not None and not text.strip():
+        raise MmfastError(f"there is nothing to translate in --text {text!r}; give words")
+    if bool(files) == (text is not None):
+        raise MmfastError("translate takes recordings or --text; give one of them")
+    if stream and (as_json or len(files) > 1):
+        raise MmfastError("--stream prints the words of one source; leave --json and others out")
+    check_recordings(files)
+    write_policy(policy)
+    from mmfast.pipelines import pipeline
+
+    options = {"source": source, "target": target, "prefix": prefix, "policy": policy}
+    place: dict[str, Any] = {"device": device, "dtype": dtype}
+    pipe = pipeline("speech-translation", model, listener=listener, **options, **place)
+    if stream:
+        pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0]))
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+        return print()
+    if text is not None:
+        unknown = pipe.translator.unknown(text)
+        found = [{"text": pipe.translate(text), "source": text, "unknown": unknown}]
+    else:
+        found = [{"file": path, **pipe(read_recording(path)).to_dict()} for path in files]
+    if as_json:
+        return print_json(found if len(found) > 1 else found[0])
+    for each in found:
+        print(each["text"])
+        words = ", ".join(each["unknown"])
+        say_note(words and f"the translator does not know: {words}")
+
+
+def check_recordings(paths: Sequence[str]) -> None:
+    """Refuse files that are not there, before torch is."""
+    from mmfast.frontends.source import DEFAULT_LIMITS, open_source
+
+    for path in paths:
+        if path != "-":
+            open_source(path, DEFAULT_LIMITS, lambda name, head: "")
 
 
 def read_recording(path: str) -> Tensor:

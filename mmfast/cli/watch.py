@@ -45,10 +45,11 @@ def watch(
     from mmfast.core.trace import parse_bytes
     from mmfast.models.quiet import quiet
     from mmfast.pipelines import pipeline
+    from mmfast.streams.memory import AUTO, check_plan
 
     quiet()
     questions = times_of(ask or [], every, ask_at or [])
-    plan_cache(memory)  # before any weight is read
+    check_plan(plan_cache(None if memory == AUTO else memory))  # before any weight is read
     parse_bytes(host_bytes)
     given: dict[str, Any] = {"reduce": reduce, "frame_cache": frame_cache, "gate": gate}
     pipe = pipeline("video-stream", model, device=device, dtype=dtype, fps=fps, **given)
@@ -125,7 +126,7 @@ class WatchRun:
             except KeyboardInterrupt:
                 interrupted = True
             except MmfastError as failure:
-                if not self.session.watches:  # nothing was seen, so there is nothing to sum up
+                if not self.session.sources.opened:  # nothing was seen: there is nothing to sum up
                     raise
                 error = failure
             for question in self.questions:
@@ -186,6 +187,8 @@ def line_of(stats: dict[str, Any]) -> str:
         f"lag {stats['lag']:.1f} s",
         f"{stats['dropped']} dropped",
     ]
+    if memory["spec"] is not None:
+        parts.append(memory["spec"])
     if stats["gated"]:
         parts.append(f"{stats['gated']} skipped")
     return " · ".join(parts)

@@ -1,9 +1,9 @@
-"""Keys and values as data: blocks as values, and the protocol of methods that retrieve them."""
+"""Keys and values as data: blocks as values, and protocols of methods that read a part of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -100,3 +100,87 @@ class Retriever(Protocol):
         `query` `[Hq, T, d]` are the queries of all T tokens of a question, before RoPE; Hq is a
         multiple of H.
         """
+
+
+@dataclass(frozen=True, eq=False)
+class StepChoice:
+    """Entries of one layer that a query reads: some of those before `tail`, and all from there on.
+
+    Attributes:
+        pages: `[B, 1 or H, P]`, numbers of runs of `page` entries; None reads everything.
+        page: Entries of a run.
+        tail: Entries from this one on are read.
+        real: `[B, 1 or H, P]`, False at fillers of heads that read fewer; None without any.
+        nbytes: Bytes that were read in order to choose.
+    """
+
+    pages: Tensor | None = None
+    page: int = 1
+    tail: int = 0
+    real: Tensor | None = None
+    nbytes: int = 0
+
+    def entries(self, n: int) -> tuple[Tensor, Tensor | None]:
+        """Return the places `[B, 1 or H, m]` among n entries, and False where one is a filler."""
+        pages, real = self.pages, self.real
+        assert pages is not None
+        inside = torch.arange(self.page, device=pages.device)
+        index = pages if self.page == 1 else (pages[..., None] * self.page + inside).flatten(-2)
+        rest = torch.arange(self.tail, n, device=pages.device).expand(*index.shape[:-1], -1)
+        if real is not None:
+            real = real if self.page == 1 else real.repeat_interleave(self.page, -1)
+            real = torch.cat([real, torch.ones_like(rest, dtype=torch.bool)], -1)
+        return torch.cat([index, rest], -1), real
+
+
+@dataclass(eq=False)
+class LayerStep:
+    """One layer at one decode step, as a method that chooses what attention reads sees it.
+
+    Attributes:
+        query: `[B, H, G, d]` behind RoPE, the G query heads that share a key head side by side.
+        keys: `[B, H, n, d]` of all entries in order of time, the newest among them; no padding.
+        scale: Factor of the logits.
+        depth: Number of the layer among the `depths` that the policy acts on.
+        stays: `[n]` bool, entries that are read anyway; None where there are none.
+        memory: State that the method keeps with the entries of this layer. Its values have
+            `trim(entries) -> bool`, which is called when entries at the end are taken back and
+            tells whether the state is still of use. All of it goes when entries change otherwise.
+        shared: State of this step, from layer to layer.
+    """
+
+    query: Tensor
+    keys: Tensor
+    scale: float
+    depth: int
+    depths: int
+    stays: Tensor | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        """Number of entries."""
+        return int(self.keys.shape[2])
+
+
+class StepSelector(Protocol):
+    """A method that chooses at every decode step which entries attention reads.
+
+    Registered as a function `(budget, **knobs) -> StepSelector` of role `select`; it holds settings
+    and no state.
+    """
+
+    @property
+    def alone(self) -> bool:
+        """Rows of a batch are given one by one."""
+
+    @property
+    def across(self) -> bool:
+        """Layers read at places that others chose, so that all have to hold the same entries."""
+
+    def check(self, depths: int) -> None:
+        """Refuse (SpecError) a model with so many layers, of which none would read a part."""
+
+    def choose(self, step: LayerStep) -> StepChoice:
+        """Choose what one layer reads at one step."""

@@ -44,9 +44,12 @@ class Method:
         scope: `item`, one image, video or sound at a time, or `prompt`, all of a prompt at once
             with the signal `image` telling them apart.
         revives: At `llm<K>` dropped tokens may come back while decoding.
+        text: Inside the LLM it also prunes text, by the knob `tokens`.
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
-            by keys or attention), `retrieve` (keeps all, reads a part), `store` (fewer bits).
+            by keys or attention), `retrieve` (keeps all, reads a part), `select` (as that, anew at
+            every decode step), `store` (fewer bits).
         moment: Time at which a KV policy acts: `prefill` (once, after a prompt) or `always`.
+        uneven: A KV policy whose budget is a mean over layers, so that one layer may keep more.
         resizes: It keeps a smaller raster, so it may keep less than its budget; at `pixel` the
             pictures are resized to it.
         temporal: It compares the frames of a video, so it needs more than one frame.
@@ -54,7 +57,7 @@ class Method:
         stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
             (Reduction, state)`, where the state is None at the start and then a mapping of
             tensors of fixed size.
-        knobs: Keyword-only parameters of `fn` with their defaults.
+        knobs: Keyword-only parameters of `fn` with their defaults, `EVERY` or `TOKENS` for some.
     """
 
     name: str
@@ -69,8 +72,10 @@ class Method:
     stages: tuple[float, ...] = ()
     scope: str = "item"
     revives: bool = False
+    text: bool = False
     role: str = ""
     moment: str = "prefill"
+    uneven: bool = False
     resizes: bool = False
     temporal: bool = False
     coupled: bool = False
@@ -88,9 +93,10 @@ class Method:
     @property
     def takes(self) -> str:
         """Meaning of its budget, in words."""
+        if self.role in ("retrieve", "select") and self.adaptive:
+            return "share of the attention"
         if self.role in ("retrieve", "store"):
-            frames = "share of the attention" if self.name == "resv" else "number of frames"
-            return frames if self.role == "retrieve" else "bits (8, 4 or 2)"
+            return "number of frames" if self.role == "retrieve" else "bits (8, 4 or 2)"
         return "share or number of tokens" + "; without one it decides itself" * self.adaptive
 
     @property
@@ -100,8 +106,17 @@ class Method:
         if self.kind == "head" or repeats:
             return "" if self.kind == "head" else self.name
         budgets = {"retrieve": "16", "store": "4", "position": "64", "score": "0.5"}
-        return f"{self.name}:{'0.3' if self.name == 'resv' else budgets.get(self.role, '0.25')}"
+        budgets["select"] = "0.1"
+        if self.role in ("retrieve", "select") and self.adaptive:
+            budgets = {"retrieve": "0.3", "select": "0.85"}
+        return f"{self.name}:{budgets.get(self.role, '0.25')}"
 
+
+# A knob of every KV policy that scores behind a prompt: the new tokens after which it scores again.
+EVERY = "every"
+# A knob of reducers that prune text as well: the tokens of a prompt that they may drop.
+TOKENS = "tokens"
+MEDIA, TEXT, ALL = TOKEN_KINDS = ("media", "text", "all")
 
 Methods = dict[tuple[str, str], Method]  # by kind and name
 _METHODS: Methods = {}
@@ -145,6 +160,11 @@ def register(
             for p in inspect.signature(fn).parameters.values()
             if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
+        scores = traits.get("role") == "score" and traits.get("moment", "prefill") == "prefill"
+        if scores and "query_mean" not in needs:  # which a prompt alone has
+            knobs.setdefault(EVERY, 0)
+        if traits.get("text"):
+            knobs[TOKENS] = MEDIA
         summary = doc.splitlines()[0]
         into[kind, name] = Method(name, kind, paper, needs, summary, fn, knobs=knobs, **traits)
         return fn

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mmfast.core.errors import MmfastError, SpecError, unknown
-from mmfast.core.registry import Method, get, listed
+from mmfast.core.registry import MEDIA, TOKEN_KINDS, TOKENS, Method, get, listed
 
 if TYPE_CHECKING:
     from mmfast.core.reduction import Reduction
@@ -96,6 +96,11 @@ class Spec:
         return isinstance(self.budget, float) and self.budget == 1.0
 
     @property
+    def tokens(self) -> str:
+        """The tokens of a prompt that it may drop: of `media`, of `text`, or `all`."""
+        return str(self.knobs.get(TOKENS, MEDIA))
+
+    @property
     def where(self) -> str:
         """The site as written: `pre`, `vit`, `llm3`, `llm` for a schedule."""
         return self.site if self.layer is None else f"{self.site}{self.layer}"
@@ -147,7 +152,13 @@ def _parse_stage(text: str, kind: str, among: Sequence[Method]) -> Spec:
             f"{method.name!r} needs a budget; write '{method.name}:0.25' for a share "
             f"or '{method.name}:64' for a number of tokens"
         )
-    return Spec(method, site, layer, budget, _parse_knobs(method, match["knobs"]))
+    spec = Spec(method, site, layer, budget, _parse_knobs(method, match["knobs"]))
+    if spec.tokens != MEDIA and site != "llm" and "attn_ahead" not in method.needs:
+        raise SpecError(
+            f"{text!r} runs before the text is read; write '{method.name}@llm2' for "
+            f"tokens={spec.tokens}"
+        )
+    return spec
 
 
 def _parse_site(method: Method, text: str | None) -> tuple[str, int | None]:
@@ -192,6 +203,10 @@ def _parse_knobs(method: Method, text: str | None) -> dict[str, Any]:
                 f"knob {name!r} of {method.name!r} has no value; write {name}={method.knobs[name]}"
             )
         knobs[name] = _convert(method, name, value)
+        if name == TOKENS and method.text and value not in TOKEN_KINDS:
+            raise SpecError(
+                unknown(f"value of knob {name!r} of {method.name!r}", value, TOKEN_KINDS)
+            )
     return knobs
 
 
@@ -243,8 +258,10 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
             one = run(spec, tokens.select(index))
             items.extend(one if isinstance(one, list) else [one])
         return items
+    hidden = TOKENS if method.text else None  # of the model side alone
+    knobs = {name: value for name, value in spec.knobs.items() if name != hidden}
     with torch.no_grad():
-        reduction: Reduction = method.fn(tokens, budget, **spec.knobs)
+        reduction: Reduction = method.fn(tokens, budget, **knobs)
     exact = budget is None or reduction.m == budget or (method.resizes and reduction.m < budget)
     if not exact and not parity:
         raise MmfastError(

@@ -71,7 +71,7 @@ class Stage(Protocol):
 
 @runtime_checkable
 class Codec(Protocol):
-    """Sound to codes and back."""
+    """Sound to codes and back; with a size of 0, to latents `[B, Q, t]` of Q numbers, float32."""
 
     sample_rate: int
     frame_rate: float

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the columns of the JSON documents; their rows come in the order of the spec."""
-        return {key: value for key, value in asdict(self).items() if key != "method"}
+        return {key: value for key, value in vars(self).items() if key != "method"}
 
     @property
     def label(self) -> str:
@@ -182,6 +182,19 @@ class Row:
 
     def __getitem__(self, key: str) -> Any:
         return getattr(self, key)
+
+
+@dataclass(frozen=True)
+class StepRead:
+    """Part of a cache that one decode step read under a policy that chooses at every step.
+
+    `held` and `read` are entries of a layer and KV head, means over both and over rows; `nbytes`
+    are those of all keys and values read, and of what was read in order to choose.
+    """
+
+    held: float
+    read: float
+    nbytes: int
 
 
 @dataclass
@@ -197,6 +210,7 @@ class Trace:
             a token have in their outputs, by kind and number among their kind.
         patches: Places and reduction of the patches of the same items.
         notes: Remarks in words, such as on a prompt that no stage could act on; each once.
+        reads: The part of the cache that each decode step read, where a policy chooses it anew.
         calls: Calls of the model that were seen, prompts and decode steps.
     """
 
@@ -206,6 +220,7 @@ class Trace:
     merged: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, repr=False)
     patches: dict[tuple[str, int], tuple[View, Reduction]] = field(default_factory=dict, repr=False)
     notes: list[str] = field(default_factory=list)
+    reads: list[StepRead] = field(default_factory=list, repr=False)
     calls: int = 0
 
     def warn(self, note: str) -> None:

@@ -43,18 +43,22 @@ class DepthModel(Protocol):
 
 
 class CodeChoice:
-    """Greedy choice (`sampling` None), or a draw after temperature, top-k and top-p.
+    """Greedy choice (`sampling` None), or a draw after temperature, top-k, top-p and min-p.
 
     Numbers are drawn in the order of the calls: the same calls after the same seed give the same
-    codes. A penalty is refused (SpecError), since codes of a frame have no history.
+    codes. Where temperatures differ by codebook, that of code i of a frame is number i + `first`:
+    of CSM, whose backbone says codebook 0 itself, `first` is 1. A penalty and processors are
+    refused (SpecError), since codes of a frame have no history.
     """
 
-    def __init__(self, sampling: Sampling | None = None) -> None:
-        self.sampling = sampling or Sampling()
+    def __init__(self, sampling: Sampling | None = None, first: int = 0) -> None:
+        self.sampling, self.first = sampling or Sampling(), first
         if self.sampling.penalty != 1:
             raise SpecError(
                 f"penalty {self.sampling.penalty!r} is not possible for codes of a frame; use 1"
             )
+        if self.sampling.processors:
+            raise SpecError("logits processors are not possible for codes of a frame; leave them")
         self._sources: dict[torch.device, torch.Generator] = {}
 
     @property
@@ -62,9 +66,18 @@ class CodeChoice:
         """The likeliest is taken."""
         return self.sampling.greedy
 
-    def probs(self, logits: Tensor, check: bool = True) -> Tensor:
-        """Turn logits `[..., V]` into probabilities; `check` for NaN waits for the device."""
-        return process(logits, self.sampling, (), check=check).softmax(-1)
+    def probs(self, logits: Tensor, check: bool = True, at: int = 0) -> Tensor:
+        """Turn logits into probabilities: `[B, V]` of code `at`, or `[B, n, V]` of n from there.
+
+        `check` for NaN waits for the device.
+        """
+        if len(self.sampling.heats) == 1:
+            return process(logits, self.sampling, (), check=check).softmax(-1)
+        lines = logits if logits.ndim > 2 else logits[:, None]
+        start = at + self.first
+        books = range(start, start + lines.shape[1])
+        found = process(lines, self.sampling, (), check=check, books=books).softmax(-1)
+        return found.view_as(logits)
 
     def draw(self, probs: Tensor) -> Tensor:
         """Probabilities `[..., V]` to codes `[...]`."""
@@ -215,9 +228,9 @@ def copy_frame(_hidden: Tensor, _first: Tensor, before: Tensor, _choice: CodeCho
     return FrameDrafts(before)
 
 
-def pick(logits: Tensor, choice: CodeChoice) -> Tensor:
-    """Logits `[..., V]` to codes `[...]`."""
-    return logits.argmax(-1) if choice.greedy else choice.draw(choice.probs(logits))
+def pick(logits: Tensor, choice: CodeChoice, at: int = 0) -> Tensor:
+    """Logits `[B, V]` of code `at` to codes `[B]`."""
+    return logits.argmax(-1) if choice.greedy else choice.draw(choice.probs(logits, at=at))
 
 
 @torch.no_grad()
@@ -232,7 +245,7 @@ def one_by_one(
     frame = depth.begin(hidden)
     token, codes = first, []
     for at in range(depth.codes):
-        token = pick(depth.run(frame, token[:, None], at)[:, 0], choice)
+        token = pick(depth.run(frame, token[:, None], at)[:, 0], choice, at)
         codes.append(token)
         if count is not None:
             count.ran(1)
@@ -294,7 +307,7 @@ class _Line:
             says = logits.argmax(-1)
             lead, instead = _greedy(drafted, says, held)
         else:
-            probs, odds = self.choice.probs(logits), self.odds[:, at : at + n]
+            probs, odds = self.choice.probs(logits, at=at), self.odds[:, at : at + n]
             says = self.choice.draw(probs)
             lead, instead = _sampled(drafted, probs, odds, held, self.choice)
         behind, here = place > lead[:, None], place == lead[:, None]

@@ -1,4 +1,4 @@
-"""A run of draft modules, for all streams of a batch at once."""
+"""Draft modes and schedules, and a run of draft modules for all streams of a batch at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError, unknown
+from mmfast.decoding.accept import AcceptRule, parse_rule
 from mmfast.decoding.row import DecodeRow
 from mmfast.decoding.sampling import not_finite
 
@@ -53,7 +54,7 @@ class _DraftRun:
         self.slice: slice = rows[0].guide.draft_rows
         self.start = self.slice.indices(decoder.backbone.vocabulary)[0]
         sampling = rows[0].sampling
-        self.plain = sampling.greedy and sampling.penalty == 1
+        self.plain = sampling.plain
         self.open = list(limits)  # drafts that are still wanted
         self.peaks: list[Tensor] = []
         self.chosen: list[Tensor] = []
@@ -78,16 +79,24 @@ class _DraftRun:
             if self.open[b]:
                 if not math.isfinite(peak):
                     raise ModelError(not_finite())
+                if row.length.doubts(peak):
+                    self.open[b] = 0
+                    continue
                 row.keep_draft(token, peak)
                 self._kept(b, row, token, peak)
         return best
 
     def _any(self, logits: Tensor) -> Tensor:
-        tokens = []
+        tokens = [self.start] * len(self.rows)
         for b, row in enumerate(self.rows):
-            tokens.append(row.draw_draft(logits[b], self.start) if self.open[b] else self.start)
-            if self.open[b]:
-                self._kept(b, row, tokens[b], row.confidences[-1])
+            if not self.open[b]:
+                continue
+            token = row.draw_draft(logits[b], self.start, doubts=not self.none)
+            if token is None:
+                self.open[b] = 0
+                continue
+            tokens[b] = token
+            self._kept(b, row, token, row.confidences[-1])
         return torch.tensor(tokens, device=logits.device)
 
     def _kept(self, b: int, row: DecodeRow, token: int, confidence: float) -> None:
@@ -116,7 +125,7 @@ def _finish(decoder: Any, rows: list[DecodeRow], limits: list[int], none: bool) 
         if not limits[b]:
             continue
         if not none:
-            row.ahead = list(row.guide.ahead(row.drafts))
+            row.ahead = list(row.guide.ahead(row.drafts)) if row.drafts else []
             row.unseen += [*row.drafts, *row.ahead]
             continue
         drafts, row.drafts, row.chances, row.confidences = row.drafts, [], [], []
@@ -137,7 +146,6 @@ SCHEDULES: dict[str, tuple[int, ...]] = {
     "vanilla": (1, 0),
     "balance": (1, 4, 3, 8, 4, 10),
     "boost": (1, 10, 4, 10),
-    "turbo": (1, 10),
 }
 
 
@@ -165,8 +173,8 @@ class Schedule:
 def parse_schedule(spec: str | Sequence[int] | Schedule) -> Schedule:
     """Read a schedule; SpecError for anything else.
 
-    It is `vanilla`, `balance`, `boost`, `turbo`; letters such as `MmmmMM`; or counts such as
-    `1,4,3,8`, as text or numbers.
+    It is `vanilla`, `balance` or `boost` (VITA-Audio, arXiv 2505.03739); letters such as `MmmmMM`;
+    or counts such as `1,4,3,8`, as text or numbers.
     """
     if isinstance(spec, Schedule):
         return spec
@@ -180,7 +188,7 @@ def parse_schedule(spec: str | Sequence[int] | Schedule) -> Schedule:
     if re.fullmatch(r"\d+(,\d+)+", spec):
         return _of_counts(tuple(int(part) for part in spec.split(",")), spec)
     raise SpecError(
-        f"{unknown('mode', spec, SCHEDULES)}; or letters such as 'MmmmM', or counts such as "
+        f"{unknown('schedule', spec, SCHEDULES)}; or letters such as 'MmmmM', or counts such as "
         "'1,4,3,8'"
     )
 
@@ -192,3 +200,48 @@ def _of_counts(counts: Sequence[int], spec: object) -> Schedule:
             f"schedule {spec!r} is no list of pairs: main passes (1 or more), drafts (0 or more)"
         )
     return Schedule(tuple(zip(mains, drafts, strict=True)))
+
+
+@dataclass(frozen=True)
+class DraftMode:
+    """Schedule of drafts, rule that verifies them, and the least confidence of one.
+
+    A run of drafts ends in front of the first whose head is less confident than `confidence`.
+    """
+
+    schedule: Schedule
+    rule: AcceptRule
+    confidence: float = 0.0
+
+
+DEFAULT_MODE = "exact"
+_FULL = parse_schedule((1, 10))  # behind every pass as many drafts as promise to be worth it
+MODES: dict[str, DraftMode] = {
+    "exact": DraftMode(_FULL, AcceptRule("exact")),
+    "fast": DraftMode(_FULL, AcceptRule("typical", 0.3)),
+    "turbo": DraftMode(_FULL, AcceptRule("typical", 0.03), 0.3),
+}
+
+
+def parse_mode(
+    mode: str | DraftMode = DEFAULT_MODE,
+    verify: str | AcceptRule | None = None,
+    schedule: str | Sequence[int] | Schedule | None = None,
+) -> DraftMode:
+    """Read a mode; `verify` and `schedule` replace its rule and its schedule.
+
+    `exact` says what one token per pass says, `fast` accepts typical drafts, `turbo` accepts more
+    and drafts only what the head is confident of. All are verified: only `verify="none"` lets
+    drafts stand as they are. SpecError for anything else.
+    """
+    if not isinstance(mode, DraftMode):
+        if not isinstance(mode, str) or mode not in MODES:
+            schedule_given = not isinstance(mode, str) or mode in SCHEDULES
+            hint = f"; a schedule is given as schedule={mode!r}" if schedule_given else ""
+            raise SpecError(f"{unknown('mode', mode, MODES)}{hint}")
+        mode = MODES[mode]
+    return DraftMode(
+        mode.schedule if schedule is None else parse_schedule(schedule),
+        mode.rule if verify is None else parse_rule(verify),
+        mode.confidence,
+    )

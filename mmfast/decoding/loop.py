@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
-from mmfast.decoding.accept import AcceptRule, PassStats, Stats, parse_rule
-from mmfast.decoding.drafting import Schedule, draft_rows, parse_schedule
-from mmfast.decoding.row import Costs, DecodeRow, Guide, new_row
+from mmfast.decoding.accept import AcceptRule, PassStats, Stats
+from mmfast.decoding.drafting import (
+    DEFAULT_MODE,
+    DraftMode,
+    Schedule,
+    draft_rows,
+    parse_mode,
+    parse_schedule,
+)
+from mmfast.decoding.row import Costs, DecodeRow, DraftLength, Guide, new_row
 from mmfast.decoding.sampling import Sampling
 
 Prompt = Sequence[int] | Tensor  # ids [n], or embeddings [n, D]
@@ -120,6 +127,11 @@ def feed(decoder: Any, row: DecodeRow, prompt: Prompt) -> None:
                 f"a prompt of shape {list(prompt.shape)} is no list of embeddings of width "
                 f"{decoder.backbone.width}; use [n, {decoder.backbone.width}]"
             )
+        if getattr(decoder.backbone, "axes", 1) > 1:
+            raise ModelError(
+                "a prompt of embeddings has no positions along the three axes of this model, as "
+                "pictures and sound would need them; feed ids of text"
+            )
         embeds = prompt.to(decoder.backbone.device, decoder.backbone.dtype)
     else:
         ids = [int(token) for token in prompt]
@@ -138,8 +150,9 @@ def feed(decoder: Any, row: DecodeRow, prompt: Prompt) -> None:
 class BatchDecoder:
     """Decodes several streams, each exactly as it would be alone, one per guide.
 
-    `head` drafts along time; None gives one token per pass. `schedule` says when drafts are made
-    (`parse_schedule`), `verify` how they are verified (`parse_rule`). Stream i is seeded with
+    `head` drafts along time; None gives one token per pass. `mode` says when drafts are made and
+    how they are verified (`parse_mode`); `verify` replaces its rule (`parse_rule`), `schedule` its
+    schedule (`parse_schedule`). Stream i is seeded with
     `sampling.seed + i`. `costs` of passes decide the length of drafts; None measures them where no
     choice depends on chance, and assumes usual ones elsewhere, so that a seed says everything.
     There is room for `reserve` tokens per stream at once.
@@ -151,18 +164,24 @@ class BatchDecoder:
         head: Any | None,
         guides: Sequence[Guide],
         *,
-        schedule: str | Sequence[int] | Schedule = "turbo",
-        verify: str | AcceptRule = "none",
+        mode: str | DraftMode = DEFAULT_MODE,
+        verify: str | AcceptRule | None = None,
+        schedule: str | Sequence[int] | Schedule | None = None,
         sampling: Sampling | None = None,
         costs: Costs | None = None,
         reserve: int = 512,
     ) -> None:
         self.backbone, self.head = backbone, head
-        self.rule = parse_rule(verify)
-        self.schedule = parse_schedule(schedule if head is not None else "vanilla")
+        chosen_mode = parse_mode(mode, verify, schedule)
+        self.rule = chosen_mode.rule
+        self.schedule = parse_schedule("vanilla") if head is None else chosen_mode.schedule
         chosen = sampling or Sampling()
         self.costs = costs or Costs(live=chosen.greedy)
-        self.rows = [new_row(g, chosen, self.rule, i, self.costs) for i, g in enumerate(guides)]
+        lengths = [DraftLength(self.costs, chosen_mode.confidence) for _ in guides]
+        self.rows = [
+            new_row(guide, chosen, self.rule, i, length, backbone.vocabulary)
+            for i, (guide, length) in enumerate(zip(guides, lengths, strict=True))
+        ]
         self._runs = self.schedule.runs()
         # Of this thread where it does the work: what else the machine runs is not measured then.
         on_cpu = torch.device(backbone.device).type == "cpu"
@@ -277,7 +296,7 @@ class SingleDecoder:
 
     Iterating yields `PassStats` per pass of the backbone:
 
-        decoder = SingleDecoder(backbone, head, guide, schedule="turbo", verify="exact")
+        decoder = SingleDecoder(backbone, head, guide, mode="fast")
         decoder.feed(prompt)
         for step in decoder:
             play(step.tokens)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.decoding.accept import AcceptRule, Stats, accept_sampled, accept_typical
-from mmfast.decoding.sampling import Sampling, draw, not_finite, process
+from mmfast.decoding.sampling import Sampling, draw, none_left, not_finite, process
 
 _BUCKETS = 10
 _PRIOR = 4.0  # tries that a guess about an untried confidence counts for
@@ -68,10 +68,11 @@ class DraftLength:
 
     One more draft costs a module and a wider main pass. It gains a token if it and all before it
     stand. How sure a draft was of itself says how likely it stands, once that was measured.
+    Drafts less confident than `least` are not made.
     """
 
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
+    def __init__(self, costs: Costs, least: float = 0.0) -> None:
+        self.costs, self.least = costs, least
         self._tries = [0.0] * _BUCKETS
         self._stood = [0.0] * _BUCKETS
         self._tokens, self._spent = 1.0, 1.0  # of late: their ratio is what has to be beaten
@@ -98,6 +99,14 @@ class DraftLength:
             return most
         self._idle += 1
         return 0
+
+    def doubts(self, confidence: float) -> bool:
+        """Test if the run ends in front of a draft of this confidence.
+
+        The confidence is that of the likeliest token, whichever is drawn: the rule of sampling
+        stays exact, since where a run ends does not depend on what it would have said.
+        """
+        return confidence < self.least
 
     def more(self, confidence: float) -> bool:
         """Test if another draft is worth it behind one of this confidence."""
@@ -207,6 +216,7 @@ class DecodeRow:
     rule: AcceptRule
     rng: random.Random
     length: DraftLength
+    vocabulary: int = 0
     before: Tensor | None = None
     unseen: list[int] = field(default_factory=list)
     sure: int = 0
@@ -278,18 +288,33 @@ class DecodeRow:
     def judge(self, logits: Tensor, start: int) -> tuple[int, int]:
         """Count accepted drafts and choose the token behind, from logits `[n + 1, rows]`."""
         n = len(self.drafts)
-        if self.sampling.greedy and self.sampling.penalty == 1 and self.rule.kind != "typical":
+        if self.sampling.plain and self.rule.kind != "typical":
             peaks, best = logits.max(-1)
             if not all(map(math.isfinite, peaks.tolist())):
                 raise ModelError(not_finite())
             return self._leading([token + start for token in best.tolist()])
         prefixes = [self.history + self.drafts[:i] for i in range(n + 1)]
-        found = process(logits, self.sampling, prefixes, start)
+        found = self._processed(logits, prefixes, start)
         if self.rule.kind == "typical":
-            return self._typical(found, start)
-        if self.sampling.greedy:
-            return self._leading([token + start for token in found.argmax(-1).tolist()])
-        return self._sampled(found.softmax(-1), start)
+            accepted, token = self._typical(found, start)
+        elif self.sampling.greedy:
+            likeliest = [token + start for token in found.argmax(-1).tolist()]
+            accepted, token = self._leading(likeliest)
+        else:
+            accepted, token = self._sampled(found.softmax(-1), start)
+        # Behind a draft that falls nothing need be left.
+        if self.sampling.processors and (found[: accepted + 1].amax(-1) == -torch.inf).any():
+            raise ModelError(none_left())
+        return accepted, token
+
+    def _processed(self, logits: Tensor, prefixes: Sequence[Sequence[int]], start: int) -> Tensor:
+        """Logits `[n, rows]` behind prefixes as they are drawn from."""
+        books: list[int | None] = []
+        if len(self.sampling.heats) > 1:
+            books = [self.guide.book(token + start) for token in logits.argmax(-1).tolist()]
+        return process(
+            logits, self.sampling, prefixes, start, books=books, vocabulary=self.vocabulary
+        )
 
     def _leading(self, best: list[int]) -> tuple[int, int]:
         accepted = 0
@@ -324,13 +349,19 @@ class DecodeRow:
         self.drafts = held
         return token
 
-    def draw_draft(self, logits: Tensor, start: int) -> int:
-        """A draft from logits `[rows]`, remembered with its chances."""
+    def draw_draft(self, logits: Tensor, start: int, doubts: bool = True) -> int | None:
+        """A draft from logits `[rows]`, remembered with its chances; None where it is in doubt."""
         prefix = self.history + self.drafts
-        q = process(logits[None], self.sampling, [prefix], start)[0].softmax(-1)
+        found = self._processed(logits[None], [prefix], start)[0]
+        if self.sampling.processors and found.amax() == -torch.inf:
+            return None
+        q = found.softmax(-1)
+        confidence = float(q.max())
+        if doubts and self.length.doubts(confidence):
+            return None
         place = int(q.argmax() if self.sampling.greedy else draw(q, self._uniforms(1, q)[0]))
         self.chances.append(q)
-        self.keep_draft(place + start, float(q.max()))
+        self.keep_draft(place + start, confidence)
         return place + start
 
     def keep_draft(self, token: int, confidence: float) -> None:
@@ -344,8 +375,13 @@ class DecodeRow:
 
 
 def new_row(
-    guide: Guide, sampling: Sampling, rule: AcceptRule, number: int, costs: Costs
+    guide: Guide,
+    sampling: Sampling,
+    rule: AcceptRule,
+    number: int,
+    length: DraftLength,
+    vocabulary: int,
 ) -> DecodeRow:
     """A stream that has said nothing; `number` counts the streams of a batch."""
     rng = random.Random(sampling.seed + number)
-    return DecodeRow(guide, sampling, rule, rng, DraftLength(costs))
+    return DecodeRow(guide, sampling, rule, rng, length, vocabulary)

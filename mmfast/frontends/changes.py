@@ -1,4 +1,4 @@
-"""Changes between frames: a gate that skips similar frames, and a rule for changed patches."""
+"""Changes between frames: a gate for similar ones, a rule for changed patches, global motion."""
 
 from __future__ import annotations
 
@@ -46,15 +46,36 @@ class FrameGate:
 
     A frame passes if any cell of a 32 x 32 raster differs from the last frame THAT PASSED by more
     than `threshold` (mean change of colour, 0 to 1): small moving things and slow drifts show.
+
+    With `similar` = eta, a frame that would pass is skipped by chance all the same, the more often
+    the more it resembles the last one that passed: with probability (s - eta) / (1 - eta), where s
+    is the cosine similarity of the rasters. That is the stochastic similarity filter of
+    StreamDiffusion (arXiv 2312.12491), alone at `threshold=0`: a scene that moves all the time
+    costs less, and no frame is frozen out for good. Draws depend on `seed` and on the number of
+    the frame alone, so a stream that is restored or cut into other pieces skips the same frames.
     """
 
-    def __init__(self, threshold: float = 0.03, longest: int | None = None) -> None:
+    def __init__(
+        self,
+        threshold: float = 0.03,
+        longest: int | None = None,
+        similar: float | None = None,
+        seed: int = 0,
+    ) -> None:
         if not 0.0 <= threshold < 1.0:
             raise MmfastError(f"gate threshold {threshold} is no change of colour; 0 to 1")
         if longest is not None and longest < 1:
             raise MmfastError(f"longest={longest} skips nothing; give 1 or more, or no gate")
-        self.threshold = threshold
-        self.longest = longest
+        if similar is not None and not 0.0 <= similar < 1.0:
+            raise MmfastError(f"gate similar={similar} is no similarity to skip from; 0 to below 1")
+        self.threshold, self.longest = threshold, longest
+        self.similar, self.seed = similar, seed
+
+    @property
+    def settings(self) -> list[float | int | None]:
+        """All that its choices depend on beside the frames."""
+        chance = [] if self.similar is None else [self.similar, self.seed]
+        return [self.threshold, self.longest, *chance]
 
     def start(self) -> GateState:
         """Return the state before the first frame."""
@@ -73,7 +94,19 @@ class FrameGate:
     def _passes(self, state: GateState, size: tuple[int, int], cells: Tensor) -> bool:
         if state.cells is None or size != state.size or state.run == self.longest:
             return True
-        return float((cells - state.cells).abs().mean(-1).max()) > self.threshold
+        if float((cells - state.cells).abs().mean(-1).max()) <= self.threshold:
+            return False
+        if self.similar is None:
+            return True
+        near = (similarity(cells, state.cells) - self.similar) / (1.0 - self.similar)
+        return float(np.random.default_rng([self.seed, state.seen]).random()) >= near
+
+
+def similarity(cells: Tensor, others: Tensor) -> float:
+    """Cosine similarity of two rasters of colours; black frames resemble black ones alone."""
+    a, b = cells.double().flatten(), others.double().flatten()
+    scale = float(a.norm() * b.norm())
+    return float(a @ b) / scale if scale else float(torch.equal(a, b))
 
 
 def cell_means(pixels: Pixels) -> Tensor:
@@ -136,19 +169,27 @@ class Refresh:
     def choose(self, change: Tensor, since: int) -> Tensor | None:
         """Choose the patches to compute anew by their `change` `[n]`; None for all of them."""
         n = change.shape[0]
-        if self.share is not None:
-            first = stable_topk(change, count(self.share, n) or 1)
-            rows = first[change[first] > 0]
-        else:
-            rows = (change > (self.threshold or 0.0)).nonzero()[:, 0]
+        rows = self.most_changed(change)
         if not bool(change.any()):
             return rows  # the frame is the reference, however old that is
         if len(rows) == n or (self.every is not None and since >= self.every):
             return None
-        stale = torch.ones_like(change).index_fill(0, rows, 0.0)
-        if self.cut is not None and bool((change * stale).sum() > self.cut * stale.sum()):
+        if self.cut is not None and left_out(change, rows) > self.cut:
             return None  # too much change would be left out
-        return rows.sort().values
+        return rows
+
+    def most_changed(self, change: Tensor) -> Tensor:
+        """Return the patches that share or threshold choose by `change` `[n]`, ascending."""
+        if self.share is None:
+            return (change > (self.threshold or 0.0)).nonzero()[:, 0]
+        first = stable_topk(change, count(self.share, change.shape[0]) or 1)
+        return first[change[first] > 0].sort().values
+
+
+def left_out(change: Tensor, rows: Tensor) -> float:
+    """Return the mean `change` `[n]` of the patches that are not among `rows` `[k]`."""
+    stale = torch.ones_like(change).index_fill(0, rows, 0.0)
+    return float((change * stale).sum() / stale.sum().clamp_min(1.0))
 
 
 def changes(patches: Tensor, reference: Tensor) -> Tensor:
@@ -161,3 +202,37 @@ def changes(patches: Tensor, reference: Tensor) -> Tensor:
     spread = sum((each - each.mean(0)).square().sum(-1).mean() for each in (x, r))
     distance = (x - r).square().sum(-1)
     return distance / torch.as_tensor(spread).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+NEARER = 0.7  # a shifted picture must differ this much less than the picture as it stood
+
+
+def global_shift(now: Tensor, before: Tensor) -> tuple[int, int]:
+    """Estimate by how many pixels (down, right) a picture `[H, W]` moved as a whole.
+
+    The peak of the phase correlation (Kuglin and Hines, 1975) of both pictures under a Hann window:
+    three Fourier transforms. A shift that does not bring the pictures clearly nearer, where they
+    overlap, is none: (0, 0).
+    """
+    if now.shape != before.shape or torch.equal(now, before):
+        return 0, 0
+    height, width = now.shape
+    window = torch.hann_window(height, periodic=False, device=now.device)[:, None]
+    window = window * torch.hann_window(width, periodic=False, device=now.device)
+    a, b = (torch.fft.rfft2((each - each.mean()) * window) for each in (now, before))
+    cross = a * b.conj()
+    peak = int(torch.fft.irfft2(cross / cross.abs().clamp_min(1e-9), s=(height, width)).argmax())
+    down, right = (
+        (at + size // 2) % size - size // 2
+        for at, size in zip(divmod(peak, width), (height, width), strict=True)
+    )
+    moved = _difference(now, before, down, right)
+    return (down, right) if moved < NEARER * _difference(now, before, 0, 0) else (0, 0)
+
+
+def _difference(now: Tensor, before: Tensor, down: int, right: int) -> float:
+    """Mean difference of `now` from `before` moved down and right, where both overlap."""
+    height, width = now.shape
+    new = now[max(down, 0) : height + min(down, 0), max(right, 0) : width + min(right, 0)]
+    old = before[max(-down, 0) : height + min(-down, 0), max(-right, 0) : width + min(-right, 0)]
+    return float((new - old).abs().mean()) if new.numel() else float("inf")

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from mmfast.models.packing import PackedLinear
+
 T = TypeVar("T")
 Clock = Callable[[], float]
 
@@ -84,9 +86,9 @@ def encoder_timer(model: Any) -> Iterator[Stopwatch]:
 def linear_macs(module: nn.Module, part: str = "") -> int:
     """Multiply-adds per token of the linear layers whose name contains `part`."""
     return sum(
-        m.weight.numel()
+        m.in_features * m.out_features
         for name, m in module.named_modules()
-        if isinstance(m, nn.Linear) and part in name
+        if isinstance(m, (nn.Linear, PackedLinear)) and part in name
     )
 
 

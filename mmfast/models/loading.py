@@ -18,6 +18,8 @@ from mmfast.core.errors import ModelError, unknown
 from mmfast.core.registry import import_all
 from mmfast.core.speech import Codec
 from mmfast.frontends.codecs.checkpoints import dac_codec, encodec_codec, mimi_codec
+from mmfast.frontends.codecs.latents import pocket_codec, vibevoice_codec
+from mmfast.frontends.codecs.semantic import higgs_codec, xcodec2_codec, xcodec_codec
 
 EMBEDDED = "tiny-video"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -152,7 +154,9 @@ def load(
     _check_directory(where)
     with loading(f"model {where!r}"):
         read = read_processor(processor or where, given, where)
-        return from_pretrained(_class_of(_config(model, given)), where, place, kind, given), read
+        return from_pretrained(
+            answering_class(_config(model, given)), where, place, kind, given
+        ), read
 
 
 _PASS = "; pass processor= (an object, a directory or a hub id), or (model, processor)"
@@ -198,6 +202,21 @@ def loading(name: str, fix: str = "") -> Iterator[None]:
         raise ModelError(f"cannot load {name}: {reason}{fix}") from error
 
 
+def part_of(folder: Path, name: str, auto: str) -> Any:
+    """Load a stock model in float32 from a folder's part `name`, "" the folder itself.
+
+    `auto` names the class of transformers that loads it. ModelError: there is no such part, or its
+    files are bad.
+    """
+    place = folder / name
+    if not place.is_dir():
+        raise ModelError(f"{str(folder)!r} has no folder {name!r}; give a whole speech model")
+    with loading(str(place)):
+        return stock_class(auto, "model").from_pretrained(
+            str(place), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+
+
 def _check_directory(where: str) -> None:
     path = Path(where)
     if not path.exists():
@@ -237,7 +256,7 @@ def _config(model: Any, given: Mapping[str, Any]) -> Any:
         return AutoConfig.from_pretrained(where, trust_remote_code=False, **_of_hub(given))
 
 
-def _class_of(config: Any) -> Any:
+def answering_class(config: Any) -> Any:
     """The class that answers: of a Qwen2.5-Omni checkpoint, which can speak, too, the thinker."""
     from transformers import (
         AutoModelForImageTextToText,
@@ -249,11 +268,23 @@ def _class_of(config: Any) -> Any:
     return AutoModelForImageTextToText
 
 
+def is_text_model(kind: str) -> bool:
+    """Return whether a `model_type` is that of a causal language model of transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return bool(kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 EMBEDDED_CODEC = "tiny-speech"
-CODECS: dict[str, Callable[..., Any]] = {
-    "mimi": mimi_codec,
-    "encodec": encodec_codec,
-    "dac": dac_codec,
+CODECS: dict[str, tuple[str, Callable[..., Any]]] = {  # model type -> stock class and codec
+    "mimi": ("MimiModel", mimi_codec),
+    "encodec": ("EncodecModel", encodec_codec),
+    "dac": ("DacModel", dac_codec),
+    "xcodec": ("XcodecModel", xcodec_codec),
+    "xcodec2": ("Xcodec2Model", xcodec2_codec),
+    "higgs_audio_v2_tokenizer": ("HiggsAudioV2TokenizerModel", higgs_codec),
+    "vibevoice_acoustic_tokenizer": ("VibeVoiceAcousticTokenizerModel", vibevoice_codec),
+    "pocket_tts_audio_tokenizer": ("PocketTTSAudioTokenizerModel", pocket_codec),
 }
 
 
@@ -268,20 +299,27 @@ def load_codec(
 
     A loaded one goes to CUDA where there is one, in float32 for exactness; a model stays where it
     is. Options are `codebooks` (how many to encode to) and `lookahead` (DAC: frames). ModelError
-    where it cannot be loaded, is of another kind, or does not take the options.
+    where it cannot be loaded, is of another kind, or does not take the options. `features` is the
+    feature extractor of X-Codec 2, for a model; None takes the class's own settings.
     """
     if isinstance(source, (str, Path)):
         if str(source) == EMBEDDED_CODEC:
             return _embedded(options)
-        source = _load(str(source), device, dtype)
+        source, features = _load(str(source), device, dtype)
+        options = {**features, **options}
     kind = str(getattr(getattr(source, "config", None), "model_type", type(source).__name__))
     if kind not in CODECS:
         raise ModelError(unknown("codec", kind, [*CODECS, EMBEDDED_CODEC]))
-    allowed = ["codebooks", "lookahead"] if kind == "dac" else ["codebooks"]
+    more = {"dac": ["lookahead"], "xcodec2": ["features"]}
+    allowed = ["codebooks", *more.get(kind, ())]
     for name in options:
         if name not in allowed:
             raise ModelError(unknown(f"option of codec {kind}", name, allowed))
-    codec: Codec = CODECS[kind](source.eval(), **options)
+    if kind == "xcodec2" and options.get("features") is None:
+        from transformers import Xcodec2FeatureExtractor
+
+        options["features"] = Xcodec2FeatureExtractor(hop_length=source.config.hop_length)
+    codec: Codec = CODECS[kind][1](source.eval(), **options)
     return codec
 
 
@@ -293,16 +331,36 @@ def _embedded(options: dict[str, Any]) -> Codec:
     return codec
 
 
-def _load(where: str, device: str | torch.device | None, dtype: str | torch.dtype) -> Any:
-    from transformers import AutoConfig, DacModel, EncodecModel, MimiModel
+def _load(
+    where: str, device: str | torch.device | None, dtype: str | torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """A codec's model, and the feature extractor without which it cannot encode."""
+    import transformers
 
-    classes = {"mimi": MimiModel, "encodec": EncodecModel, "dac": DacModel}
     place, kind = pick_device(device), pick_dtype(dtype)
     with loading(f"codec {where!r}"):
-        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
-        if config.model_type not in classes:
-            raise ModelError(unknown("codec", config.model_type, [*classes, EMBEDDED_CODEC]))
-        return from_pretrained(classes[config.model_type], where, place, kind)
+        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False)
+        if config.model_type not in CODECS:
+            raise ModelError(unknown("codec", config.model_type, [*CODECS, EMBEDDED_CODEC]))
+        stock = stock_class(CODECS[config.model_type][0], f"codec {where!r}")
+        model, features = from_pretrained(stock, where, place, kind), {}
+        if config.model_type == "xcodec2":
+            reader = transformers.AutoFeatureExtractor
+            features["features"] = reader.from_pretrained(where, trust_remote_code=False)
+        return model, features
+
+
+def stock_class(name: str, what: str) -> Any:
+    """A class of transformers by its name; ModelError where the version installed has none."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise ModelError(
+            f"{what} needs {name}, which transformers {transformers.__version__} does not have; "
+            "install a version that has it"
+        )
+    return found
 
 
 def device_name(device: torch.device) -> str:

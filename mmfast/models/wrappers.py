@@ -5,6 +5,8 @@ And the kinds of its decoder layers.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,8 +33,24 @@ def stock_model(held: Any) -> Any:
 
 
 def base_of(model: Any) -> Any:
-    """The base model of a stock model, without a wrapper of its own."""
+    """The base model of a stock model, without a wrapper of its own.
+
+    Of a model of text alone it is the text model, which some (OPT) call past their base model.
+    """
+    # Every step asks: most models have a tower, which is seen without a call.
+    if not hasattr(getattr(model, "config", None), "vision_config") and reads_text_alone(model):
+        return decoder_of(model)
     return stock_model(getattr(model, "base_model", model))
+
+
+def reads_text_alone(model: Any) -> bool:
+    """Return True for a causal language model of decoder layers."""
+    config: Any = getattr(model, "config", None)
+    nested = [name for name in ("vision_config", "audio_config") if hasattr(config, name)]
+    own = hasattr(model, "get_decoder") and hasattr(config, "get_text_config") and not nested
+    if not own or getattr(config, "is_encoder_decoder", False):
+        return False
+    return config.get_text_config() is config and len(layers_of(decoder_of(model))) > 0
 
 
 def decoder_of(model: Any) -> Any:
@@ -58,12 +76,102 @@ def _inside(held: Any) -> Any:
     return None
 
 
-# Decoder layers that can hold reduced tokens. A sliding window counts the tokens that are left,
-# a convolution runs over them; both as the stock model does on the shortened prompt.
-FULL, SLIDING, CONV = LAYER_KINDS = ("full_attention", "sliding_attention", "conv")
+# Decoder layers that can hold reduced tokens. A sliding window counts the tokens that are left, a
+# convolution and a recurrence run over them; all as the stock model does on the shortened prompt.
+# A hybrid layer has full attention beside a recurrence.
+FULL, SLIDING, CONV, LINEAR, HYBRID = LAYER_KINDS = (
+    "full_attention",
+    "sliding_attention",
+    "conv",
+    "linear_attention",
+    "hybrid",
+)
+RECURRENT = (CONV, LINEAR)  # layers without keys and values
+KEEPS_ALL = (FULL, HYBRID)  # layers whose cache grows with the prompt
 
 
 def kind_of(config: Any, layer: int) -> str:
-    """Kind of a decoder layer, `full_attention` where the config of the text model says nothing."""
+    """Kind of a decoder layer as the cache of the stock model has it.
+
+    Where the config of the text model lists no kinds, a window that it has is that of all layers.
+    """
     kinds = getattr(config, "layer_types", None)
-    return str(kinds[layer]) if kinds else FULL
+    if kinds:
+        return str(kinds[layer])
+    return FULL if getattr(config, "sliding_window", None) is None else SLIDING
+
+
+_LAYERS = ("layers", "h")
+_ATTENTION = ("self_attn", "attention", "attn", "self_attention")
+
+
+def layers_of(text: Any) -> Sequence[Any]:
+    """Return the decoder layers of a text model; none where it keeps them otherwise."""
+    lists: list[Any] = [getattr(text, name, None) for name in _LAYERS]
+    return next((list(each) for each in lists if isinstance(each, nn.ModuleList)), [])
+
+
+def attention_at(text: Any, index: int) -> Any:
+    """Return the attention module of decoder layer `index`; None where it has no attention."""
+    if kind_of(text.config, index) in RECURRENT:
+        return None
+    layer = layers_of(text)[index]
+    found = (getattr(layer, name, None) for name in _ATTENTION)
+    return next((each for each in found if isinstance(each, nn.Module)), None)
+
+
+def turns_once(text: Any, mrope: bool) -> bool:
+    """Return True if a text model has rotary positions, along one axis unless `mrope`."""
+    return hasattr(text, "rotary_emb") and not mrope
+
+
+_CACHE = "past_key_values"
+
+
+class LayerCall:
+    """Arguments of a decoder layer under the names that most models give them.
+
+    GPT-2 hands them over in order, and GPT-NeoX calls the cache by another name.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        self._cache = next((n for n in ("layer_past", _CACHE) if n in self._names), _CACHE)
+
+    @property
+    def plain(self) -> bool:
+        """The layer is called with these names by keyword."""
+        return self._cache == _CACHE and self._names[1:2] != [_CACHE]
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments but the first by name."""
+        named = {**dict(zip(self._names[1:], args[1:], strict=False)), **kwargs}
+        if self._cache in named:
+            named[_CACHE] = named.pop(self._cache)
+        return named
+
+    def around(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook before the layer, which is given these names and may return them."""
+        if self.plain:
+            return before
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            changed = before(module, args[:1], self.read(args, kwargs))
+            if changed is None:
+                return None
+            first, named = changed
+            named = dict(named)
+            named[self._cache] = named.pop(_CACHE, None)
+            return first, named
+
+        return hook
+
+    def behind(self, after: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook behind the layer, which is given these names."""
+        if self.plain:
+            return after
+
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            return after(module, args[:1], self.read(args, kwargs), output)
+
+        return hook

@@ -9,18 +9,18 @@ from mmfast.ops.ranking import snap, stable_topk
 from mmfast.ops.similarity import cosine_parts
 
 
-def dpc_knn(x: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tensor]:
+def dpc_knn(x: Tensor, count: int, neighbours: int, *, few: bool = True) -> tuple[Tensor, Tensor]:
     """Choose `count` cluster centres of `x` `[n, D]` that are dense and far from denser points.
 
     Distance is Euclidean over the square root of the width; density is `exp(-mean d^2)` over the
-    nearest `min(neighbours, count)` points, the point itself included; a point's reach is its
-    distance to the nearest strictly denser point (the largest distance of all if there is none).
-    Centres have the greatest product of the two; ties go to the lowest index. The noise the
-    reference adds to the density is left out. Returns centres ascending, and of each point the
-    number of its nearest centre; a centre belongs to itself.
+    nearest `neighbours` points, the point itself included, which are `count` at most if `few`; a
+    point's reach is its distance to the nearest strictly denser point (the largest distance of all
+    if there is none). Centres have the greatest product of the two; ties go to the lowest index.
+    The noise the reference adds to the density is left out. Returns centres ascending, and of each
+    point the number of its nearest centre; a centre belongs to itself.
     """
     distance = _distances(x) / x.shape[-1] ** 0.5
-    near = distance.topk(min(neighbours, count), largest=False).values
+    near = distance.topk(min(neighbours, count if few else len(x)), largest=False).values
     density = (-near.square().mean(-1)).exp()
     denser = density[None, :] > density[:, None]
     reach = distance.masked_fill(~denser, torch.inf).min(-1).values

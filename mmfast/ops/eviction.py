@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.reduction import Reduction, Segments, gather_rows
+from mmfast.core.registry import EVERY
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens, all_finite
 from mmfast.ops.merging import segment_merge
@@ -31,8 +32,9 @@ def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
         )
     _check_finite(spec, tokens)
     with torch.no_grad():
-        reduction: Reduction = spec.method.fn(tokens, budget, **spec.knobs)
-    if budget is not None and reduction.m != budget:
+        knobs = {name: value for name, value in spec.knobs.items() if name != EVERY}
+        reduction: Reduction = spec.method.fn(tokens, budget, **knobs)
+    if budget is not None and reduction.m != budget and not spec.method.uneven:
         raise MmfastError(
             f"{spec.method.name!r} kept {reduction.m} tokens instead of {budget}; report this"
         )
@@ -105,7 +107,10 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
             return gather_rows(value, wide)
         return value.gather(-1, wide if value.ndim == wide.ndim else index)
 
-    signals = {name: pick(value) for name, value in tokens.signals.items()}
+    signals = {  # what is about queries is not about these tokens
+        name: value if name.startswith("query_") else pick(value)
+        for name, value in tokens.signals.items()
+    }
     signals["behind"] = tokens.n - index  # how many queries see each of them
     return Tokens(pick(tokens.x), signals=signals)
 

@@ -45,6 +45,11 @@ class PackedTensor:
         codes, low, step = (x.to(device) for x in (self.codes, self.low, self.step))
         return replace(self, codes=codes, low=low, step=step)
 
+    def rows(self) -> list[PackedTensor]:
+        """Views of the parts of `[R, ..., n, d]` along the first dimension."""
+        parts = zip(self.codes, self.low, self.step, strict=True)
+        return [replace(self, codes=codes, low=low, step=step) for codes, low, step in parts]
+
     def apart(self) -> list[PackedTensor]:
         """The P parts of `[..., P, n, d]` packed at once, each with memory of its own."""
         parts = (t.unbind(d) for t, d in ((self.codes, -2), (self.low, -3), (self.step, -3)))

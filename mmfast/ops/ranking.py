@@ -136,3 +136,27 @@ def _quotas(weights: Tensor, budget: int, caps: Tensor) -> Tensor:
             break
         full = full | over
     return quota
+
+
+def best_of(score: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
+    """Mark the `count` (`[..., 1]`, or a number) highest scores `[..., N]` of those `among` (bool).
+
+    All are marked where there are fewer; ties go to the lowest index.
+    """
+    score, among = torch.broadcast_tensors(score.double(), among)
+    order = score.masked_fill(~among, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    return among & (order.indices.argsort(dim=-1) < count)
+
+
+def frame_ranks(frame: Tensor) -> Tensor:
+    """Number of the frame of each token in order of appearance, `[..., N]`; -1 where it has none.
+
+    `frame` has any number of 0 or more for each frame, whose tokens lie together but for tokens
+    of none, below 0.
+    """
+    inside = frame >= 0
+    place = torch.arange(frame.shape[-1], device=frame.device).expand(frame.shape)
+    last = place.masked_fill(~inside, -1).cummax(-1).values.roll(1, -1)
+    last[..., :1] = -1  # the token of a frame before each
+    begins = inside & ((last < 0) | (frame.gather(-1, last.clamp_min(0)) != frame))
+    return (begins.cumsum(-1) - 1).masked_fill(~inside, -1)

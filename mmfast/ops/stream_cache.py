@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -55,15 +56,40 @@ class RowBuffer:
 
     There is room for `reserve` rows at once. A `bounded` buffer never holds more than that and one
     new piece, so it need not grow ahead.
+
+    The buffers that `fork` makes of one have its tensor, each with rows of its own behind those
+    that all share. Who reads or writes first puts back what others have overwritten of it, and they
+    keep aside what it overwrites: a few rows of a question, not the window. Rows are given up
+    (`keep`) in another tensor, so that those of a fork stay where they are. They take turns, one
+    thread at a time, until a buffer is `alone`.
     """
 
-    __slots__ = ("bounded", "data", "length", "reserve")
+    __slots__ = ("__weakref__", "_aside", "_users", "bounded", "data", "length", "reserve")
 
     def __init__(
         self, reserve: int = 0, *, bounded: bool = False, data: Tensor | None = None
     ) -> None:
         self.reserve, self.bounded, self.data = reserve, bounded, data
         self.length = 0
+        self._aside: list[tuple[int, Tensor]] = []  # own rows that are overwritten, by place
+        self._users: WeakSet[RowBuffer] | None = None  # of the tensor, once it is forked
+
+    @property
+    def alone(self) -> bool:
+        """Nobody else has this tensor, nor ever will unless this buffer is forked."""
+        return self._users is None or len(self._users) < 2
+
+    def fork(self, room: int) -> RowBuffer:
+        """Another buffer with the same rows in the same tensor, and room for as many more."""
+        branch = RowBuffer(self.length + room)
+        if self.data is not None:
+            if self.length + room > self.data.shape[-2]:
+                self._grow(self.data, self.data.shape[:-2], self.length, room)
+            self.claim(0, 0)
+            self._users = self._users or WeakSet([self])
+            branch.data, branch.length, branch._users = self.data, self.length, self._users
+            self._users.add(branch)
+        return branch
 
     def write(self, *planes: Tensor, at: int | None = None) -> None:
         """Put rows `[.., H, n, d]` of every plane at a place, without counting them in.
@@ -80,6 +106,8 @@ class RowBuffer:
                 )
             self._grow(first, (len(planes), *first.shape[:-2]), start, n)
         assert self.data is not None
+        if self._users is not None or self._aside:
+            self.claim(start, start + n)
         for own, plane in zip(self.data.narrow(-2, start, n).unbind(0), planes, strict=True):
             own.copy_(plane)
 
@@ -109,14 +137,21 @@ class RowBuffer:
         self.data.permute(1, 3, 0, 2, 4)[at] = both.permute(1, 3, 0, 2, 4)
 
     def read(self, plane: int | slice, start: int = 0, stop: int | None = None) -> Tensor:
-        """A view `[.., H, stop - start, d]` of one plane, or of several; `stop` None is the end."""
+        """A view `[.., H, stop - start, d]` of one plane, or of several; `stop` None is the end.
+
+        Of a forked buffer it holds until another one of the tensor is used.
+        """
         assert self.data is not None
+        if self._aside:
+            self.claim(0, 0)
         return self.data[plane].narrow(-2, start, (self.length if stop is None else stop) - start)
 
     def keep(self, spans: Sequence[Span]) -> None:
         """Keep only these ranges, ascending, and close the gaps between them."""
         if self.data is None:
             return
+        if not self.alone:
+            return self._keep_apart(spans)
         end = 0
         for start, stop in _joined(spans):
             n = stop - start
@@ -127,22 +162,38 @@ class RowBuffer:
             end += n
         self.length = end
 
+    def _keep_apart(self, spans: Sequence[Span]) -> None:
+        assert self.data is not None
+        self.claim(0, 0)
+        data, end = torch.empty_like(self.data), 0
+        for start, stop in spans:
+            n = stop - start
+            data.narrow(-2, end, n).copy_(self.data.narrow(-2, start, n))
+            end += n
+        self.length = end
+        self._alone_with(data)  # last: who is alone with the old tensor now writes without a turn
+
+    def pick(self, index: Tensor) -> None:
+        """Keep only the rows `index` `[m]`, ascending; they may stand behind those counted in."""
+        assert self.data is not None
+        self.claim(0, 0)
+        rows = self.data.index_select(-2, index)
+        if not self.alone:
+            self._alone_with(torch.empty_like(self.data))
+        self.data.narrow(-2, 0, len(index)).copy_(rows)
+        self.length = len(index)
+
+    def revise(self, plane: int, rows: Tensor, at: int) -> None:
+        """Overwrite one plane of rows `[H, n, d]` that are there."""
+        self.claim(at, at + rows.shape[-2])
+        self.read(plane, at, at + rows.shape[-2]).copy_(rows)
+
     def select(self, index: Tensor, n: int) -> None:
         """Of the last `n` rows written, which are not counted in, leave only `index` `[m]`."""
         assert self.data is not None
         tail = self.data.narrow(-2, self.length, n)
         chosen = tail.index_select(-2, index.to(tail.device))
         self.data.narrow(-2, self.length, len(index)).copy_(chosen)
-
-    def fork(self, reserve: int) -> RowBuffer:
-        """A copy with room for `reserve` more rows."""
-        copy = RowBuffer(self.length + reserve)
-        if self.data is not None:
-            held = self.read(slice(None))
-            copy._grow(held, held.shape[:-2], 0, self.length)
-            copy.length = self.length
-            copy.read(slice(None)).copy_(held)
-        return copy
 
     def _grow(self, like: Tensor, lead: tuple[int, ...], start: int, n: int) -> None:
         """Make the tensor `[*lead, capacity, d]` hold `n` rows from `start` on."""
@@ -154,7 +205,38 @@ class RowBuffer:
             data.narrow(-2, 0, have).copy_(self.data)
         if len(lead) > 2:  # streams of a batch read rows behind their own, at a weight of 0
             data.narrow(-2, have, capacity - have).zero_()
-        self.data = data
+        self._alone_with(data)
+
+    def _alone_with(self, data: Tensor) -> None:
+        if self._users is not None:
+            self._users.discard(self)
+        self.data, self._users = data, None
+
+    def claim(self, start: int, stop: int) -> None:
+        """Have all own rows in the tensor, and rows `start:stop` to be overwritten."""
+        if self.data is None or (self.alone and not self._aside):
+            return
+        mine = [(at, at + rows.shape[-2]) for at, rows in self._aside]
+        for other in list(self._users or ()):
+            if other is not self:
+                for span in (*mine, (start, stop)):
+                    other._set_aside(*span)
+        for at, rows in self._aside:
+            self.data.narrow(-2, at, rows.shape[-2]).copy_(rows)
+        self._aside.clear()
+
+    def _set_aside(self, start: int, stop: int) -> None:
+        """Copy own rows of a range, but for those that are aside already."""
+        assert self.data is not None
+        stop = min(stop, self.length)
+        gaps = []
+        for at, rows in sorted(self._aside, key=lambda each: each[0]):
+            if start < at + rows.shape[-2] and at < stop:
+                gaps.append((start, at))
+                start = at + rows.shape[-2]
+        for first, end in (*gaps, (start, stop)):
+            if first < end:
+                self._aside.append((first, self.data.narrow(-2, first, end - first).clone()))
 
     @property
     def nbytes(self) -> int:

@@ -299,6 +299,16 @@ def familiarity(x: Tensor, frames: int, memory: ChunkMemory | None = None) -> Fa
     return Familiarity(snap(torch.cat([score(part) for part in chunks], -2)), channels, new)
 
 
+def regions(item: Tokens) -> Tensor:
+    """Number the region of each token, `[N]` int64: its tile, or its frame where there are none."""
+    tile = item.signal("tile")
+    if tile is not None:
+        number: Tensor = tile.unique(return_inverse=True)[1]
+        return number
+    frames = 1 if item.grid is None else item.grid[0]
+    return torch.arange(frames, device=item.x.device).repeat_interleave(item.n // frames)
+
+
 BEFORE, LEFT, ABOVE = (1, 0, 0), (0, 0, 1), (0, 1, 0)
 
 

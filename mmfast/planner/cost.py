@@ -16,9 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.core.registry import MEDIA, TEXT
 from mmfast.core.spec import Spec, expand
 from mmfast.models.cost import attention_width, linear_macs
 from mmfast.models.families.adapter import adapter_for, tower_of
+from mmfast.models.packing import PackedLinear
 from mmfast.models.reduction.decoder_signals import INNER
 from mmfast.models.reduction.record import features_given
 from mmfast.models.reduction.site import sites_of
@@ -68,6 +70,7 @@ def shape_of(model: Any, blocks: int = 0) -> ModelShape:
 def fingerprint(model: Any) -> str:
     """The same for every copy of a model shape: what measured rates may be shared by."""
     text = json.dumps(_plain(model.config.to_dict()), sort_keys=True, default=str)
+    text += "".join(sorted({m.kinds for m in model.modules() if isinstance(m, PackedLinear)}))
     return hashlib.sha256(f"{type(model).__name__} {text}".encode()).hexdigest()[:16]
 
 
@@ -188,10 +191,13 @@ class Cost:
         return self.weights + self.kv + self.activations
 
 
-def visual_lengths(stages: Sequence[Spec], n: int, depth: int) -> list[int]:
-    """Visual tokens of one item of `n` in each decoder layer; stages of schedules as cuts."""
+def lengths_of(stages: Sequence[Spec], n: int, depth: int, other: str = TEXT) -> list[int]:
+    """Tokens of one item, or of the text, of `n` in each decoder layer; schedules as cuts.
+
+    Stages that drop the `other` kind of tokens alone do not count.
+    """
     lengths, entered = [n] * depth, dict[int, int]()
-    for site in sites_of(stages):
+    for site in (site for site in sites_of(stages) if site.tokens != other):
         layer = min(site.layer, depth - 1)
         left = site.left(lengths[layer], entered)
         if left is not None:  # a method that decides itself might as well keep everything
@@ -204,19 +210,20 @@ def predict(
 ) -> Cost:
     """Predict one call."""
     stages = expand(stages, shape.depth)
-    per_item = [visual_lengths(stages, n, shape.depth) for n in work.items]
+    per_item = [lengths_of(stages, n, shape.depth) for n in work.items]
     visual = [sum(lengths) for lengths in zip(*per_item, strict=True)]
-    text = work.prompt * work.rows - work.visual
+    text = lengths_of(stages, work.prompt * work.rows - work.visual, shape.depth, MEDIA)
+    both = [v + t for v, t in zip(visual, text, strict=True)]
     stock, reduced = rates.overhead.get(call, (0.0, 0.0))
     small = (s.budget for s in stages if s.site == "pixel" and isinstance(s.budget, float))
     return Cost(
         encode=at(rates.encode, work.pixels * math.prod(small)) + _signals(rates, work, stages),
         select=_select(rates, work, stages, visual),
-        prefill=_prefill(shape, rates, [text + v for v in visual], work.rows) + rates.head,
+        prefill=_prefill(shape, rates, both, work.rows) + rates.head,
         overhead=reduced if stages else stock,
         weights=shape.weights,
-        kv=sum(text + v for v in visual) * shape.entry * shape.element,
-        activations=_activations(shape, work, text + max(visual)),
+        kv=sum(both) * shape.entry * shape.element,
+        activations=_activations(shape, work, max(both)),
         kept=visual[-1],
         mean=sum(visual) / len(visual),
         noise=rates.noise,

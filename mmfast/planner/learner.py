@@ -211,10 +211,13 @@ def _tokens(bench: Bench, n: int, grid: tuple[int, int, int] | None) -> Tokens:
     t, h, w = grid or (1, 1, n)
     makers: dict[str, Callable[[], Any]] = {
         **{name: lambda: scores(n) for name in ("attn_first", "attn_middle", "attn_visual")},
-        "attn_window": lambda: scores(n),
+        **{name: lambda: scores(n) for name in ("attn_window", "key_norm")},
         "attn_text": lambda: scores(n, _WORDS),
-        "text_attn": lambda: scores(_WORDS),
+        **{name: lambda: scores(_WORDS) for name in ("text_attn", "text_key_norm")},
         "keys": lambda: noise(n, 64),
+        "values": lambda: noise(n, 128),
+        "text_values": lambda: noise(_WORDS, 2, 64),
+        "rope": lambda: noise(n, 2),
         "tile": lambda: torch.arange(n, device=bench.device) * 5 // n,
         "place": lambda: torch.cartesian_prod(*(torch.arange(k) for k in (t, h, w))).reshape(n, 3),
     }

@@ -9,7 +9,7 @@ from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 
 
-@register("random", sites=("pre", "llm"))
+@register("random", sites=("pre", "llm"), text=True)
 def random(tokens: Tokens, budget: int, *, seed: int = 0) -> Reduction:
     """Keep a random subset, the same one for the same seed.
 
@@ -23,7 +23,7 @@ def random(tokens: Tokens, budget: int, *, seed: int = 0) -> Reduction:
     return Reduction.prune(keep.expand(*tokens.x.shape[:-2], budget), tokens.n)
 
 
-@register("uniform", sites=("pre", "llm"))
+@register("uniform", sites=("pre", "llm"), text=True)
 def uniform(tokens: Tokens, budget: int) -> Reduction:
     """Keep evenly spaced tokens: the middle one of each of `budget` equal runs.
 

@@ -6,6 +6,7 @@ parsed, values of the file must have the type of the option, and every error nam
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -114,10 +115,15 @@ class ServerConfig:
         remote_bytes: Most bytes of one fetched file.
         voice: Offer speech (`/v1/audio/speech`, `/v1/realtime`, `input_audio`).
         speech: Speech model: directory or hub id; None is the embedded one.
+        listener: Model that writes speech down, such as Whisper: directory or hub id; None takes
+            the speech model.
+        talker: Model that speaks: directory or hub id; None takes the speech model.
         realtime_sessions: Most open sessions; another one is refused.
         session_seconds: Longest session.
         idle_seconds: Time without an event of the client after which a session is closed.
         realtime_message_bytes: Most bytes of one event.
+        webrtc_address: Address of this machine as callers over WebRTC see it, where it is behind a
+            router that passes UDP on; else its own.
         demo: Mount the demo at `/demo` where gradio is installed.
         metrics: Offer `/metrics`.
         json_logs: Log one JSON object a line.
@@ -188,10 +194,13 @@ class ServerConfig:
     remote_bytes: int = 64 << 20
     voice: bool = True
     speech: str | None = None
+    listener: str | None = None
+    talker: str | None = None
     realtime_sessions: int = 4
     session_seconds: float = 3600.0
     idle_seconds: float = 300.0
     realtime_message_bytes: int = 1 << 20
+    webrtc_address: str | None = None
     demo: bool = True
     metrics: bool = True
     json_logs: bool = False
@@ -219,6 +228,12 @@ class ServerConfig:
         for name in _QUOTAS:
             if (getattr(self, name) or 0) < 0:
                 raise MmfastError(f"{name}={getattr(self, name)} is not allowed; 0 does not limit")
+        if self.webrtc_address is not None:
+            try:
+                ipaddress.ip_address(self.webrtc_address)
+            except ValueError:
+                text = "give an address such as 203.0.113.7, no name"
+                raise MmfastError(f"webrtc_address={self.webrtc_address!r}: {text}") from None
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise MmfastError("an API key is empty or has letters beyond ASCII; give another")
         for key in self.api_keys:

@@ -1,11 +1,12 @@
 """Live tokens of a stream: the blocks whose rows stand in the buffers of the layers, and places.
 
 The planes of a buffer are keys before RoPE, rotated keys and values; attention reads the last two.
+A packed one holds every key once, before RoPE and in few bits, and rotates it when it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,17 +15,14 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.kv import KVBlock
 from mmfast.models.decoder.rotary import Angles, Rotary
-from mmfast.ops.stream_cache import RowBuffer
+from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise_row, unpacked
+from mmfast.ops.stream_cache import RowBuffer, Span
 from mmfast.streams.archive.files import value
 from mmfast.streams.script import Piece
 
 RAW, ROTATED, VALUES = range(3)
-
-
-def same_length(buffers: Sequence[RowBuffer]) -> bool:
-    """Tell whether all layers hold equally many tokens, so that one mask serves them all."""
-    return len({buffer.length for buffer in buffers}) < 2
 
 
 Start = tuple[int, ...]  # one position per axis
@@ -94,15 +92,42 @@ class LiveBlock:
         relative = self.relative if held is None else self.relative.index_select(-1, held)
         return relative + torch.tensor(self.start if start is None else start)[:, None]
 
-    def counted(self) -> Tensor:
-        """Kinds `[size]` of the tokens that count against the budget."""
+    def counted(self, layer: int | None = None) -> Tensor:
+        """Kinds `[size]` of the tokens that count against the budget, or that a layer holds."""
+        if layer is not None:
+            held = self.tokens(layer)
+            return self.kinds if held is None else self.kinds.index_select(0, held)
         longest = max(self.held, key=len) if self.held else None
         return self.kinds if longest is None else self.kinds.index_select(0, longest)
+
+    def spots(self, layer: int) -> Tensor:
+        """Places `[m]` in its frame of what a layer holds; -1 each where it is none."""
+        held = self.tokens(layer)
+        if not bool((self.kinds == VISUAL).any()):
+            return torch.full((self.size_at(layer),), -1)
+        return torch.arange(self.n) if held is None else held
 
     @cached_property
     def pattern(self) -> bytes:
         """Its counted kinds, to tell whether blocks are like others."""
         return self.counted().to(torch.uint8).numpy().tobytes()
+
+    @cached_property
+    def compact(self) -> LiveBlock:
+        """The block on as many positions as tokens of it are held, where there is one axis.
+
+        A frame of which one token is left would otherwise take the positions of a whole one for
+        ever. It has no start then, so that it is rotated anew.
+        """
+        if self.whole or not self.held or len(self.advance) > 1:
+            return self
+        tokens = torch.cat(self.held).unique()
+        n = len(tokens)
+        if self.advance == (n,):
+            return self
+        relative = self.relative.clone()
+        relative[:, tokens] = torch.arange(n)
+        return replace(self, relative=relative, advance=(n,), highest=(n - 1,), start=())
 
     def top(self, start: Start) -> int:
         """Its highest position on any axis, standing at `start`."""
@@ -188,6 +213,168 @@ def highest(relative: Tensor, advance: Start) -> Start:
     return tuple(found)
 
 
+def _part(pack: KVBlock, plane: int) -> PackedTensor | Tensor:
+    """Keys or values of a block in few bits; in full precision where some rows have left."""
+    part: PackedTensor = (pack.values if plane == VALUES else pack.keys)[0]
+    rows = pack.kept[0]
+    return part if rows is None else unpacked(part).index_select(-2, rows.to(part.codes.device))
+
+
+def _cut(pack: KVBlock, start: int, stop: int) -> KVBlock:
+    """Only a range of the rows that are left."""
+    if (start, stop) == (0, pack.n):
+        return pack
+    rows = torch.arange(pack.n) if pack.kept[0] is None else pack.kept[0]
+    return replace(pack, kept=(rows[start:stop],), relative=pack.relative[:, start:stop])
+
+
+class PackedBuffer:
+    """Rows of one layer of a stream: a pack for each of its first blocks, the latest as they are.
+
+    It does what a `RowBuffer` does, and holds one for the latest rows. Rows that are read are
+    unpacked, those of one layer at a time; `turn` rotates keys `[H, m, d]` to positions `[A, m]`.
+    """
+
+    def __init__(
+        self,
+        quantiser: Quantiser,
+        turn: Callable[[Tensor, Tensor], Tensor],
+        latest: RowBuffer,
+        packs: Sequence[KVBlock] = (),
+    ) -> None:
+        self._quantiser, self._turn, self.latest = quantiser, turn, latest
+        self.packs = list(packs)
+
+    @property
+    def _packed(self) -> int:
+        return sum(pack.n for pack in self.packs)
+
+    @property
+    def length(self) -> int:
+        """Rows of one conversation."""
+        return self._packed + self.latest.length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self.latest.length = length - self._packed
+
+    @property
+    def data(self) -> Tensor | None:
+        """Tensor of the latest rows; None before the first."""
+        return self.latest.data
+
+    @property
+    def alone(self) -> bool:
+        """No other buffer writes to its tensors."""
+        return self.latest.alone
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packs, and of the tensor of the latest rows."""
+        packs = sum(pack.nbytes for pack in self.packs)
+        return packs + self.latest.nbytes
+
+    def fork(self, room: int) -> PackedBuffer:
+        """Another buffer with the same rows and packs; see `RowBuffer`."""
+        return PackedBuffer(self._quantiser, self._turn, self.latest.fork(room), self.packs)
+
+    def write(self, *planes: Tensor, at: int | None = None) -> None:
+        """Put rows at a place behind the packs; see `RowBuffer`."""
+        self.latest.write(*planes, at=None if at is None else at - self._packed)
+
+    def select(self, index: Tensor, n: int) -> None:
+        """Of the last `n` rows written leave only some; see `RowBuffer`."""
+        self.latest.select(index, n)
+
+    def read(self, plane: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows `[H, stop - start, d]` of one plane: a view, or unpacked ones."""
+        stop, packed = self.length if stop is None else stop, self._packed
+        if start >= packed:
+            return self.latest.read(plane, start - packed, stop - packed)
+        at, first, found = 0, start, list[KVBlock]()
+        for pack in self.packs:
+            if start < at + pack.n and at < stop:
+                first = min(first, at)
+                found.append(pack)
+            at += pack.n
+        parts: list[PackedTensor | Tensor] = [_part(pack, plane) for pack in found]
+        n = sum(pack.n for pack in found)
+        behind = self.latest.read(plane, 0, max(0, stop - packed))
+        out = behind.new_empty(behind.shape[0], n + behind.shape[1], behind.shape[2])
+        dequantise_row(parts, out[:, :n])
+        if plane == ROTATED:
+            out[:, :n] = self._turn(out[:, :n], torch.cat([pack.relative for pack in found], 1))
+        out[:, n:] = behind
+        return out.narrow(1, start - first, stop - start)
+
+    def revise(self, plane: int, rows: Tensor, at: int) -> None:
+        """Overwrite one plane of rows behind the packs."""
+        self.latest.revise(plane, rows, at - self._packed)
+
+    def place(self, layer: int, blocks: Sequence[LiveBlock], starts: Sequence[Any]) -> int:
+        """Note where the first blocks stand now; returns how many of them are packed."""
+        for i, (pack, block, start) in enumerate(zip(self.packs, blocks, starts, strict=False)):
+            if block.start != start:
+                self.packs[i] = replace(pack, relative=block.positions(layer, start))
+        return len(self.packs)
+
+    def keep(self, spans: Sequence[Span]) -> None:
+        """Keep only these ranges, ascending, each of one block."""
+        packed, at, left = self._packed, 0, list[KVBlock]()
+        for pack in self.packs:
+            for start, stop in spans:
+                first, end = max(start - at, 0), min(stop - at, pack.n)
+                if first < end:
+                    left.append(_cut(pack, first, end))
+            at += pack.n
+        self.latest.keep([(max(a - packed, 0), b - packed) for a, b in spans if b > packed])
+        self.packs = left
+
+    def pack(self, layer: int, blocks: Sequence[LiveBlock]) -> None:
+        """Pack the first of the latest blocks, while enough tokens behind them stay as they are."""
+        at = 0
+        for block in blocks[len(self.packs) :]:
+            n = block.size_at(layer)
+            if self.latest.length - at - n < self._quantiser.residual:
+                break
+            keys, values = (self.latest.read(plane, at, at + n) for plane in (RAW, VALUES))
+            packed = (self._quantiser.pack(keys, keys=True),), (self._quantiser.pack(values),)
+            self.packs.append(KVBlock(*packed, block.positions(layer), kept=(None,)))
+            at += n
+        if at:
+            self.latest.keep([(at, self.latest.length)])
+
+    def snapshot(self) -> Any:
+        """Return all but positions as plain data; the latest rows are copies."""
+        packs = [(pack.keys[0], pack.values[0], pack.kept[0]) for pack in self.packs]
+        return {"packs": packs, "latest": copy_of(self.latest)}
+
+    def restore(
+        self, layer: int, tree: Any, blocks: Sequence[LiveBlock], device: torch.device
+    ) -> Sequence[LiveBlock]:
+        """Take over the packs of a snapshot; returns the blocks of the latest rows."""
+        self.packs = []
+        for (keys, values, rows), block in zip(tree["packs"], blocks, strict=False):
+            places, both = block.positions(layer), (keys.to(device), values.to(device))
+            self.packs.append(KVBlock(both[:1], both[1:], places, kept=(rows,)))
+        return blocks[len(self.packs) :]
+
+
+LayerBuffer = RowBuffer | PackedBuffer
+
+
+def copy_of(buffer: LayerBuffer) -> Any:
+    """Return keys before RoPE and values as plain data; None before the first row."""
+    if isinstance(buffer, PackedBuffer):
+        return buffer.snapshot()
+    return None if buffer.data is None else (buffer.read(RAW).clone(), buffer.read(VALUES).clone())
+
+
+def same_length(buffers: Sequence[LayerBuffer]) -> bool:
+    """Tell whether all layers hold equally many tokens, so that one mask serves them all."""
+    return len({buffer.length for buffer in buffers}) < 2
+
+
 class Turner:
     """Rotates keys of every layer of one model."""
 
@@ -207,7 +394,7 @@ class Turner:
         return self._rotary.rotate(self._attentions[layer], keys, positions)
 
     def move(
-        self, buffers: Sequence[RowBuffer], blocks: Sequence[LiveBlock], starts: Sequence[Start]
+        self, buffers: Sequence[LayerBuffer], blocks: Sequence[LiveBlock], starts: Sequence[Start]
     ) -> list[LiveBlock]:
         """Rotate every block of all layers that does not stand at its start; return them moved."""
         even = all(block.even for block in blocks)
@@ -219,7 +406,7 @@ class Turner:
     def move_layer(
         self,
         layer: int,
-        buffer: RowBuffer,
+        buffer: LayerBuffer,
         blocks: Sequence[LiveBlock],
         starts: Sequence[Start],
         known: dict[torch.device, Angles] | None = None,
@@ -229,7 +416,9 @@ class Turner:
         `blocks` are in the order of the buffer; `known` has angles for the same move in other
         layers, by device.
         """
+        done = buffer.place(layer, blocks, starts) if isinstance(buffer, PackedBuffer) else 0
         moved = [start != b.start for b, start in zip(blocks, starts, strict=True)]
+        moved[:done] = [False] * done
         if not any(moved):
             return
         first, end = moved.index(True), len(moved) - moved[::-1].index(True)
@@ -243,4 +432,4 @@ class Turner:
             places = torch.cat([block.positions(layer, start) for block, start in pairs], 1)
             known[raw.device] = self._rotary.angles(places, raw, layer)
         turned = self._rotary.turn(self._attentions[layer], raw, known[raw.device])
-        buffer.read(ROTATED, at, stop).copy_(turned)
+        buffer.revise(ROTATED, turned, at)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.reduction import Reduction
+from mmfast.core.registry import Method, methods
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
@@ -29,14 +30,14 @@ from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.wrappers import FULL, kind_of
 from mmfast.ops.eviction import evict
-from mmfast.ops.stream_cache import RowBuffer
-from mmfast.streams.archive.archive import Archive
+from mmfast.streams.archive.archive import Archive, Found
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.buffers import (
     RAW,
     ROTATED,
     VALUES,
     VISUAL,
+    LayerBuffer,
     LiveBlock,
     Start,
     Turner,
@@ -44,16 +45,15 @@ from mmfast.streams.buffers import (
     live,
     same_length,
 )
-from mmfast.streams.memory import Memory, recall
+from mmfast.streams.memory import ROOM, Memory, held_by_score, recall
 from mmfast.streams.script import Piece
-
-_ROOM = 512  # tokens of a question, what is read for it and an answer, before a buffer grows
 
 
 class Branch:
     """Live tokens of a stream at one moment, with a question and an answer behind them.
 
-    `found` has per layer the archive's numbers of the blocks that were read for the question.
+    Their tensors are those of the stream until one of both goes on; see `RowBuffer`. `found` has
+    per layer the archive's numbers of the blocks that were read for the question.
     """
 
     def __init__(self, engine: Engine, memory: Memory) -> None:
@@ -67,7 +67,7 @@ class Branch:
         self._broken = False
         self.blocks = list(memory.blocks)
         self._cursor = replace(memory.cursor)
-        self.buffers = [buffer.fork(_ROOM) for buffer in memory.buffers]
+        self.buffers = [buffer.fork(ROOM) for buffer in memory.buffers]
         self.found: dict[int, list[int]] = {}
 
     def extend(self, piece: Piece, *, retrieve: bool = True) -> Tensor:
@@ -110,7 +110,7 @@ class Branch:
             for block, spots in own[self._kept :]:
                 placed = replace(block, number=memory.number, start=memory.cursor.start(block))
                 for layer, (buffer, at) in enumerate(zip(self.buffers, spots, strict=True)):
-                    raw, values = (buffer.read(p, at, at + block.n) for p in (RAW, VALUES))
+                    raw, values = (buffer.read(p, at, at + block.n).clone() for p in (RAW, VALUES))
                     turned = memory.turner.rotate(layer, raw, placed.positions(layer))
                     memory.buffers[layer].write(raw, turned, values)
                 memory.admit(placed)
@@ -125,6 +125,13 @@ class Branch:
         if self._broken:
             raise MmfastError("this branch failed in the middle of a step; open another one")
         block = live(piece, -1, self._cursor.start(piece))
+        # While the stream has the same tensors they take turns, step by step.
+        alone = all(buffer.alone for buffer in self.buffers)
+        with nullcontext() if alone else self._memory.lock:
+            hidden = self._write(piece, block, retrieve)
+        return self._engine.logits(hidden)
+
+    def _write(self, piece: Piece, block: LiveBlock, retrieve: bool) -> Tensor:
         reading = retrieve and not self.found and self._stored()
         before = partial(self._before, block) if reading else None
         lengths = [buffer.length for buffer in self.buffers]
@@ -138,7 +145,7 @@ class Branch:
             buffer.length += block.n
         self.blocks.append(block)
         self._cursor.place(block)
-        return self._engine.logits(hidden)
+        return hidden
 
     def _stored(self) -> bool:
         archive = self._memory.archive
@@ -154,6 +161,8 @@ class Branch:
             with self._memory.lock:
                 found = archive.choose(layer, raw.queries[layer][0])
                 found = [each for each in found if each.number <= self._newest]
+                if held_by_score(self._memory.plan):
+                    found = _missing(found, self.blocks, layer)
                 parts = archive.read(layer, found)
             self.found[layer] = [part.number for part in parts]
             if parts:
@@ -175,6 +184,22 @@ class Branch:
         self._token = replace(head, relative=relative, advance=advance, highest=top, kinds=kinds)
         self.blocks[-2:] = [self._token]
         self._spots.pop()
+
+
+def _missing(found: Sequence[Found], blocks: Sequence[LiveBlock], layer: int) -> list[Found]:
+    """Return what is found without tokens that are live in the layer."""
+    known, left = {block.number: block for block in blocks}, []
+    for each in found:
+        block = known.get(each.number)
+        if block is not None:
+            held = block.tokens(layer)
+            rest = torch.ones(block.n, dtype=torch.bool)
+            rest[slice(None) if held is None else held] = False
+            wanted = torch.arange(block.n) if each.tokens is None else each.tokens.cpu()
+            each = replace(each, tokens=wanted[rest[wanted]])
+        if each.tokens is None or len(each.tokens):
+            left.append(each)
+    return left
 
 
 @contextmanager
@@ -208,30 +233,62 @@ def fitting(
 
 
 _KNOWN = {"x", "values", "kind", "layer", "layers"}
+_HELD = _KNOWN | {"attn_sum", "attn_window", "frame", "spot"}  # where there is no window
+
+
+def score_policies() -> list[str]:
+    """Return the names of the score policies that can bound a stream without a window."""
+    known = (method for method in methods("cache") if method.role == "score")
+    return sorted(
+        method.name
+        for method in known
+        if _unfit(method) is None and not CachePlan(score=Spec(method, "kv", None, 8)).bits
+    )
+
+
+def _unfit(method: Method) -> str | None:
+    """Return what of a score policy does not fit into a stream without a window."""
+    if method.uneven:
+        return "keeps more in one layer than in another"
+    missing = ", ".join(sorted(set(method.needs) - _HELD))
+    return f"needs {missing}, which a stream does not have" if missing else None
 
 
 def check_score(plan: CachePlan | None) -> None:
-    """Refuse (SpecError) a score policy that needs attention of queries still to come."""
+    """Refuse (SpecError) a score policy that needs what a stream does not have."""
     spec = None if plan is None else plan.score
-    if spec is not None and not set(spec.method.needs) <= _KNOWN:
+    if spec is not None and held_by_score(plan) and (why := _unfit(spec.method)) is not None:
+        raise SpecError(f"{spec.method.name!r} {why}; choices: {', '.join(score_policies())}")
+    if spec is not None and not held_by_score(plan) and not set(spec.method.needs) <= _KNOWN:
         missing = ", ".join(sorted(set(spec.method.needs) - _KNOWN))
         raise SpecError(
             f"{spec.method.name!r} needs {missing}, which frames of a stream do not have before "
-            "a question comes; use 'keynorm' in a stream"
+            f"a question comes; use 'keynorm', or '{spec.method.name}:1024' without a window"
         )
+    if plan is not None and plan.every:
+        raise SpecError(
+            f"knob every={plan.every} does nothing in a stream, where a policy chooses at every "
+            "frame; leave it out"
+        )
+
+
+def attended(plan: CachePlan | None) -> bool:
+    """Tell whether a score policy of a stream reads the attention of new tokens."""
+    needs = plan.needs if plan is not None and held_by_score(plan) else ()
+    return bool({"attn_sum", "attn_window"} & set(needs))
 
 
 def score(memory: Memory, block: LiveBlock) -> LiveBlock:
     """Let the policy choose among the visual tokens of a new frame, in every layer for itself."""
-    spec = None if memory.plan is None else memory.plan.score
+    spec = None if memory.plan is None or held_by_score(memory.plan) else memory.plan.score
     visual = (block.kinds == VISUAL).nonzero()[:, 0]
     if spec is None or not len(visual):
         return block
     markers = (block.kinds != VISUAL).nonzero()[:, 0]
     held = []
     for layer, buffer in enumerate(memory.buffers):
-        tail = buffer.read(slice(None), buffer.length, buffer.length + block.n)  # [3, H, n, d]
-        rows = tail.index_select(2, visual.to(tail.device))
+        tail = (buffer.read(p, buffer.length, buffer.length + block.n) for p in (RAW, VALUES))
+        rows = [each.index_select(1, visual.to(each.device)) for each in tail]  # [H, m, d] each
         reduction = _choose(spec, rows, layer, len(memory.buffers))
         chosen = visual[reduction.keep.cpu()]
         held.append(torch.cat([markers, chosen]).sort().values)
@@ -239,9 +296,9 @@ def score(memory: Memory, block: LiveBlock) -> LiveBlock:
     return replace(block, held=tuple(held))
 
 
-def _choose(spec: Spec, rows: Tensor, layer: int, layers: int) -> Reduction:
+def _choose(spec: Spec, rows: Sequence[Tensor], layer: int, layers: int) -> Reduction:
     """All heads of a layer keep the same tokens: heads side by side are one long key."""
-    keys, values = (rearrange(rows[p], "h m d -> m (h d)") for p in (RAW, VALUES))
+    keys, values = (rearrange(each, "h m d -> m (h d)") for each in rows)
     signals = {
         "values": values,
         "kind": torch.full(keys.shape[:1], VISUAL, device=keys.device),
@@ -270,7 +327,7 @@ class Engine:
         self.decoder = model.get_decoder()
         capture = RawCapture(self.decoder)
         self._close = weakref.finalize(self, capture.remove)
-        self._capture = capture
+        self.capture = capture
         try:
             _check_layers(self.decoder, capture)
             rotary = Rotary(self.decoder)
@@ -315,11 +372,43 @@ class Engine:
         """
         with memory.lock, torch.no_grad():
             block = live(piece, memory.number, memory.cursor.start(piece))
-            self._forward(piece, block.start, memory.buffers)
+            masses = [dict[str, Tensor]() for _ in memory.buffers]
+            after = partial(self._attend, memory, block, masses) if attended(memory.plan) else None
+            self._forward(piece, block.start, memory.buffers, after=after)
+            if after is not None:
+                for layer, found in enumerate(masses):
+                    memory.heed(layer, found)
             memory.admit(score(memory, block))
 
+    def _attend(
+        self,
+        memory: Memory,
+        block: LiveBlock,
+        masses: list[dict[str, Tensor]],
+        layer: int,
+        queries: Tensor,
+    ) -> None:
+        """Note what the queries `[Hq, n, d]` of a new block, before RoPE, look at in a layer."""
+        assert memory.plan is not None
+        buffer, n = memory.buffers[layer], block.n
+        module: Any = self.attentions[layer]
+        total = "attn_sum" in memory.plan.needs
+        last = n if total else min(n, memory.plan.window)
+        turned = self.turner.rotate(layer, queries, block.positions(layer))[:, n - last :]
+        keys = buffer.read(ROTATED, 0, buffer.length + n)
+        grouped = rearrange(turned, "(h g) q d -> h (g q) d", h=len(keys))
+        scores = (grouped @ keys.transpose(1, 2)).float() * module.scaling
+        scores = rearrange(scores, "h (g q) m -> h g q m", q=last)
+        own = torch.ones(last, keys.shape[1], dtype=torch.bool, device=keys.device)
+        scores.masked_fill_(~own.tril(keys.shape[1] - last), -torch.inf)
+        shares = scores.softmax(-1).mean((0, 1))  # [q, m]
+        if total:
+            masses[layer]["attn_sum"] = shares.sum(0)
+        if "attn_window" in memory.plan.needs:
+            masses[layer]["attn_window"] = shares[-memory.plan.window :].mean(0)
+
     def branch(self, memory: Memory) -> Branch:
-        """A copy of the live tokens on which a question is answered; the stream goes on."""
+        """A view of the live tokens on which a question is answered; the stream goes on."""
         with memory.lock, torch.no_grad():
             return Branch(self, memory)
 
@@ -340,8 +429,9 @@ class Engine:
         self,
         piece: Piece,
         start: Start,
-        buffers: Sequence[RowBuffer],
+        buffers: Sequence[LayerBuffer],
         recall: Callable[[Raw], Callable[[int], None]] | None = None,
+        after: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in."""
         weight = self.decoder.get_input_embeddings().weight
@@ -349,7 +439,7 @@ class Engine:
         places = (
             piece.relative.to(weight.device) + torch.tensor(start, device=weight.device)[:, None]
         )
-        with self._capture.recording() as raw:
+        with self.capture.recording() as raw:
             before = None if recall is None else recall(raw)
 
             def write(layer: int, keys: Tensor, values: Tensor) -> Pair:
@@ -357,6 +447,8 @@ class Engine:
                     before(layer)
                 buffer, stop = buffers[layer], buffers[layer].length + keys.shape[2]
                 buffer.write(raw.keys.pop(layer)[0], keys[0], values[0])
+                if after is not None:
+                    after(layer, raw.queries.pop(layer)[0])
                 return buffer.read(ROTATED, 0, stop)[None], buffer.read(VALUES, 0, stop)[None]
 
             cache = cache_over(len(buffers), write, lambda layer: buffers[layer].length)

@@ -36,17 +36,24 @@ class FrameEncoder:
 
     Some processors share a budget of pixels out over all frames of a clip, and a stream has no end:
     its frames are as large as those of a clip of `sized_for` frames. `cache` is a `FrameCache` that
-    computes only what changed, or None.
+    computes only what changed, or None. `reuse` (`reuse.media.MediaReuse`) has the units that other
+    streams have encoded; a frame cache, whose units depend on what came before, goes without.
     """
 
     def __init__(
-        self, model: Any, processor: Any, *, sized_for: int = 64, cache: Any = None
+        self,
+        model: Any,
+        processor: Any,
+        *,
+        sized_for: int = 64,
+        cache: Any = None,
+        reuse: Any = None,
     ) -> None:
         self.base, self.adapter = model.base_model, adapter_for(model)
         self.device = model.device
         self.processor = processor.video_processor
         self.options = _shared(self.processor, model.config.model_type, sized_for)
-        self.cache = cache
+        self.cache, self.reuse = cache, reuse
         self._takes = inspect.signature(self.base.get_video_features).parameters
 
     @torch.no_grad()
@@ -60,12 +67,20 @@ class FrameEncoder:
             videos=clips, do_sample_frames=False, return_tensors="pt", **self.options
         )
         given = {k: v.to(self.device) for k, v in inputs.items() if k in self._takes}
+        if self.reuse is None or state is not None:
+            units = self._encode(inputs, given, state)
+        else:
+            units = self.reuse.frames(given, lambda: self._encode(inputs, given, None))
+        pairs = zip(units, groups, strict=True)
+        return [replace(unit, times=tuple(time for _, time in group)) for unit, group in pairs]
+
+    def _encode(self, inputs: Any, given: dict[str, Any], state: Any) -> list[EncodedUnit]:
+        """Units without times."""
         using = nullcontext() if state is None else self.cache.using(state)
         with using:
             output = self.base.get_video_features(**given, return_dict=True)
         units = []
-        layouts = self.adapter.layout(self.base, "video", inputs)
-        for item, (group, layout) in enumerate(zip(groups, layouts, strict=True)):
+        for item, layout in enumerate(self.adapter.layout(self.base, "video", inputs)):
             content = layout.content().to(self.device)
             planes = getattr(output, "deepstack_features", None) or ()
             assert layout.grid is not None
@@ -73,7 +88,7 @@ class FrameEncoder:
                 EncodedUnit(
                     _rows(output.pooler_output[item], content),
                     layout.grid[1:],
-                    tuple(time for _, time in group),
+                    (),
                     planes=tuple(_rows(plane[item], content) for plane in planes),
                 )
             )

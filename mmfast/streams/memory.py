@@ -5,41 +5,92 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.kv import KVBlock
+from mmfast.core.reduction import Reduction
+from mmfast.core.tokens import Tokens
+from mmfast.ops.eviction import evict
 from mmfast.ops.stream_cache import RowBuffer, Span
 from mmfast.streams.archive.archive import Archive
 from mmfast.streams.buffers import (
     RAW,
     VALUES,
     Cursor,
+    LayerBuffer,
     LiveBlock,
+    PackedBuffer,
     Start,
     Turner,
+    copy_of,
     highest,
     walk,
 )
 
+# Tokens of a question and an answer that stand behind the window before a branch copies it.
+ROOM = 256
 _EXACT = "sink"  # may split a block; all other policies keep or drop whole ones
 
 
+def held_by_score(plan: CachePlan | None) -> bool:
+    """Tell whether a score policy bounds a stream: it counts tokens, and there is no window."""
+    if plan is None or plan.score is None or not isinstance(plan.score.budget, int):
+        return False
+    return all(spec.method.name == _EXACT for spec in plan.position)
+
+
+AUTO = "auto"
+_LEAST, _ENOUGH, _MOST = 512, 4_096, 16_384  # tokens of a window
+_PACKED = {"": 1.0, "+quant:8": 2.6, "+quant:4": 4.5}  # times less, against three planes of 16 bits
+
+
+def auto_memory(free: int | None, token_bytes: int, positions: int) -> str:
+    """Return the spec of a memory for so many free bytes, None where that is unknown.
+
+    The window takes an eighth of them, up to half of the `positions` of the model; it is packed
+    where 4,096 tokens would not fit. What leaves it can be retrieved.
+    """
+    room = (8 << 30 if free is None else free) / 8
+    fits = {store: int(room * share / token_bytes) for store, share in _PACKED.items()}
+    enough = min(_ENOUGH, positions // 2)
+    store = next((store for store, tokens in fits.items() if tokens >= enough), "+quant:4")
+    window = max(_LEAST, min(fits[store], _MOST, positions // 2)) // 64 * 64
+    return f"sink:64+window:{window}+retrieve:{max(4, min(64, window // 64))}{store}"
+
+
 def check_plan(plan: CachePlan | None) -> None:
-    """Refuse (SpecError) what an endless stream cannot do: shares, sinks alone, merged bits."""
+    """Refuse (SpecError) what cannot bound a stream, or could not act in one."""
     if plan is None:
         return
+    if plan.select is not None:
+        raise SpecError(
+            f"{plan.select.method.name!r} chooses anew at every decode step what is read, which a "
+            "stream does not; choose by the question, for example 'window:4096+rekv:64'"
+        )
+    if held_by_score(plan) and (plan.store is not None or plan.bits):
+        raise SpecError(
+            f"'{plan}' chooses single tokens, which packs of whole frames cannot let go; leave the "
+            "bits out, or hold a window, for example 'window:4096+quant:4'"
+        )
+    if not plan.position and not held_by_score(plan):
+        raise SpecError(
+            f"'{plan}' bounds nothing: every frame stays in the cache of the stream; add a "
+            f"window, for example 'window:4096+{plan}'"
+        )
     for spec in plan.position:
         if not isinstance(spec.budget, int):
             raise SpecError(
                 f"'{plan}' keeps a share by {spec.method.name!r}, of a stream that has no end; "
                 f"write a number of tokens, for example '{spec.method.name}:4096'"
             )
-    if plan.position and all(spec.method.name == _EXACT for spec in plan.position):
+    if not held_by_score(plan) and all(spec.method.name == _EXACT for spec in plan.position):
         raise SpecError(
             f"'{plan}' keeps sinks and nothing of what is new; add a window, for example "
             f"'{plan}+window:4096'"
@@ -47,8 +98,10 @@ def check_plan(plan: CachePlan | None) -> None:
 
 
 def budget(plan: CachePlan | None) -> int:
-    """Tokens that position policies let live; 0 where there is no bound."""
-    specs = plan.position if plan is not None else ()
+    """Tokens that the policies let live; 0 where there is no bound."""
+    specs = list(plan.position) if plan is not None else []
+    if plan is not None and plan.score is not None and held_by_score(plan):
+        specs.append(plan.score)
     return sum(int(spec.budget or 0) for spec in specs)
 
 
@@ -98,7 +151,7 @@ def spans(blocks: Sequence[LiveBlock], stays: Sequence[int], layer: int) -> list
 
 
 def leaving(
-    blocks: Sequence[LiveBlock], stays: Sequence[int], buffers: Sequence[RowBuffer]
+    blocks: Sequence[LiveBlock], stays: Sequence[int], buffers: Sequence[LayerBuffer]
 ) -> list[KVBlock]:
     """Blocks that leave, with their keys before RoPE, in the order of time."""
     found = []
@@ -115,7 +168,7 @@ def leaving(
 
 
 def _block(
-    block: LiveBlock, first: int, rows: Sequence[Span], buffers: Sequence[RowBuffer]
+    block: LiveBlock, first: int, rows: Sequence[Span], buffers: Sequence[LayerBuffer]
 ) -> KVBlock:
     kept: list[Tensor | None] = []
     for layer in range(len(buffers)):
@@ -133,6 +186,32 @@ def _block(
         block.kind,
         block.time,
     )
+
+
+def left(blocks: Sequence[LiveBlock], kept: Sequence[Tensor]) -> list[LiveBlock]:
+    """Blocks with the rows that stay: `kept` has for each layer the places `[m]` in its buffer."""
+    found, starts, cuts = [], list[list[int]](), list[list[int]]()
+    for layer, index in enumerate(kept):
+        bounds = torch.tensor([0, *(block.size_at(layer) for block in blocks)]).cumsum(0)
+        starts.append(bounds.tolist())
+        cuts.append(torch.searchsorted(index, bounds).tolist())
+    for i, block in enumerate(blocks):
+        sizes = [cut[i + 1] - cut[i] for cut in cuts]
+        if all(size == block.size_at(layer) for layer, size in enumerate(sizes)):
+            found.append(block)
+        elif any(sizes):
+            held = []
+            for layer, (index, cut) in enumerate(zip(kept, cuts, strict=True)):
+                mine = index[cut[i] : cut[i + 1]] - starts[layer][i]
+                tokens = block.tokens(layer)
+                held.append(mine if tokens is None else tokens[mine])
+            found.append(replace(block, held=tuple(held), whole=False))
+    return found
+
+
+def _merged(chosen: Reduction, rows: Tensor) -> Tensor:
+    merged = chosen.apply(rearrange(rows, "h m d -> m (h d)"))
+    return rearrange(merged, "m (h d) -> h m d", h=len(rows))
 
 
 class Memory:
@@ -157,10 +236,10 @@ class Memory:
         self.lock = threading.RLock()
         self.blocks: list[LiveBlock] = []
         self.cursor = Cursor.behind([], turner.axes)
-        room = budget(plan)
-        self.buffers = [RowBuffer(room, bounded=room > 0) for _ in range(turner.layers)]
+        self.buffers = [_buffer(plan, turner, layer) for layer in range(turner.layers)]
         self.number = 0  # of the next block
         self.stored = -1  # newest number in the archive
+        self.masses: list[dict[str, Tensor]] = [{} for _ in self.buffers]  # attention, by signal
         self._known: dict[tuple[bytes, ...], list[int]] = {}
         self.counts = {"evicted_blocks": 0, "evicted_tokens": 0, "rebases": 0}
 
@@ -174,8 +253,10 @@ class Memory:
 
         MmfastError, and nothing has changed, if it does not fit or the archive refuses what leaves.
         """
-        if self.plan is None or not self.plan.position:
+        if self.plan is None:
             return self._add(block)
+        if held_by_score(self.plan):
+            return self._hold(block)
         blocks = [*self.blocks, block]
         stays = staying(self.plan, blocks, self._known)
         gone = [(old, size) for old, size in zip(blocks, stays, strict=True) if size < old.size]
@@ -195,6 +276,13 @@ class Memory:
             self.counts["evicted_tokens"] += sum(old.size - size for old, size in gone)
             self._close_up()
             self.cursor = Cursor.behind(self.blocks, self.turner.axes)
+        if self.plan.store is not None:
+            self._pack()
+
+    def _pack(self) -> None:
+        for layer, buffer in enumerate(self.buffers):
+            if isinstance(buffer, PackedBuffer):
+                buffer.pack(layer, self.blocks)
 
     def _add(self, block: LiveBlock) -> None:
         self.number = max(self.number, block.number + 1)
@@ -202,6 +290,85 @@ class Memory:
             buffer.length += block.size_at(layer)
         self.blocks.append(block)
         self.cursor.place(block)
+
+    def _hold(self, block: LiveBlock) -> None:
+        """Count in a block, and let the score policy choose anew among all tokens but sinks."""
+        assert self.plan is not None and self.plan.score is not None
+        most, blocks = budget(self.plan), [*self.blocks, block]
+        first = most - int(self.plan.score.budget or 0)  # tokens of sinks
+        old = [buffer.length for buffer in self.buffers]
+        new = [length + block.size_at(layer) for layer, length in enumerate(old)]
+        chosen = {i: self._choose(i, blocks, first, n) for i, n in enumerate(new) if n > most}
+        if self.archive is not None:
+            self._put([_block(block, 0, list(zip(old, new, strict=True)), self.buffers)])
+        self.number = max(self.number, block.number + 1)
+        kept = [torch.arange(n) for n in new]
+        for layer, n in enumerate(new):
+            if layer in chosen:
+                kept[layer] = torch.cat([kept[layer][:first], first + chosen[layer].keep.cpu()])
+                self._thin(layer, blocks, first, chosen[layer], n)
+            else:
+                self.buffers[layer].length = n
+        self.cursor.place(block)
+        if chosen:
+            self.blocks = left(blocks, kept)
+            gone = sum(each.size for each in blocks) - sum(each.size for each in self.blocks)
+            self.counts["evicted_blocks"] += len(blocks) - len(self.blocks)
+            self.counts["evicted_tokens"] += gone
+            self._close_up()
+            self.cursor = Cursor.behind(self.blocks, self.turner.axes)
+        else:
+            self.blocks = blocks
+
+    def _choose(self, layer: int, blocks: Sequence[LiveBlock], first: int, n: int) -> Reduction:
+        """Choice among the tokens `first:n` of a layer; its heads hold the same, side by side."""
+        assert self.plan is not None and self.plan.score is not None
+        rows = (self.buffers[layer].read(plane, first, n) for plane in (RAW, VALUES))
+        keys, values = (rearrange(each, "h m d -> m (h d)") for each in rows)
+        kinds = torch.cat([block.counted(layer) for block in blocks])[first:]
+        # The separators of a frame are of it here: text is never let go, and they come without end.
+        spots = [block.spots(layer) for block in blocks]
+        frames = [
+            torch.where(at < 0, at, block.number) for block, at in zip(blocks, spots, strict=True)
+        ]
+        signals = {
+            "values": values,
+            "kind": kinds.to(keys.device),
+            "frame": torch.cat(frames)[first:].to(keys.device),
+            "spot": torch.cat(spots)[first:].to(keys.device),
+            "layer": torch.tensor(layer),
+            "layers": torch.tensor(len(self.buffers)),
+            **{name: mass[first:] for name, mass in self.masses[layer].items()},
+        }
+        return evict(self.plan.score, Tokens(keys, signals=signals))
+
+    def _thin(
+        self, layer: int, blocks: Sequence[LiveBlock], first: int, chosen: Reduction, n: int
+    ) -> None:
+        buffer = self.buffers[layer]
+        assert isinstance(buffer, RowBuffer)
+        keep = chosen.keep
+        if not chosen.pure:  # merged keys are those of the tokens that they are merged into
+            places = torch.cat([block.positions(layer) for block in blocks], 1)[:, first:]
+            raw, values = (_merged(chosen, buffer.read(p, first, n)) for p in (RAW, VALUES))
+            turned = self.turner.rotate(layer, raw, places.index_select(1, keep.cpu()))
+        index = torch.cat([torch.arange(first, device=keep.device), keep + first])
+        buffer.pick(index)
+        if not chosen.pure:
+            buffer.write(raw, turned, values, at=first)
+        masses = self.masses[layer]
+        self.masses[layer] = {name: mass.index_select(0, index) for name, mass in masses.items()}
+
+    def heed(self, layer: int, masses: dict[str, Tensor]) -> None:
+        """Take the attention `[N]` that the newest tokens pay, their own included.
+
+        `attn_sum` adds up over all that came; `attn_window` is of the latest alone.
+        """
+        before = self.masses[layer].get("attn_sum")
+        if before is not None and "attn_sum" in masses:
+            before = before[: self.buffers[layer].length]  # a block may not have been admitted
+            masses["attn_sum"][: len(before)] += before
+        self.masses[layer] = masses
 
     def _put(self, blocks: Sequence[KVBlock]) -> None:
         assert self.archive is not None
@@ -219,13 +386,16 @@ class Memory:
 
     def _close_up(self) -> None:
         """Rotate anew what stands too far behind the blocks before it."""
-        tight = walk(self.blocks, self.turner.axes)
+        blocks = self.blocks
+        if held_by_score(self.plan):
+            blocks = [block.compact for block in blocks]
+        tight = walk(blocks, self.turner.axes)
         if not tight:
             return
         last = self.blocks[-1]
         gap = max(abs(a - b) for a, b in zip(last.start, tight[-1], strict=True))
         if gap > self.slack * (last.top(tight[-1]) + 1):
-            self.blocks = self.turner.move(self.buffers, self.blocks, tight)
+            self.blocks = self.turner.move(self.buffers, blocks, tight)
             self.counts["rebases"] += 1
 
     def tokens(self) -> int:
@@ -236,6 +406,7 @@ class Memory:
         """Figures: live tokens, blocks, bytes, evictions, re-bases, positions, the archive's."""
         with self.lock:
             figures: dict[str, Any] = {
+                "spec": None if self.plan is None else str(self.plan),
                 "live_tokens": self.tokens(),
                 "live_blocks": len(self.blocks),
                 "blocks": self.number,
@@ -253,10 +424,8 @@ class Memory:
             return {
                 "plan": str(self.plan) if self.plan is not None else None,
                 "blocks": list(self.blocks),
-                "layers": [
-                    None if b.data is None else (b.read(RAW).clone(), b.read(VALUES).clone())
-                    for b in self.buffers
-                ],
+                "layers": [copy_of(buffer) for buffer in self.buffers],
+                "masses": [dict(masses) for masses in self.masses],
                 "number": self.number,
                 "stored": self.stored,
                 "counts": dict(self.counts),
@@ -280,26 +449,45 @@ class Memory:
             self.blocks = list(tree["blocks"])
             for layer, saved in enumerate(tree["layers"]):
                 if saved is not None:
-                    self._fill(layer, *saved)
+                    self._fill(layer, saved)
             self.cursor = Cursor.behind(self.blocks, self.turner.axes)
+            for layer, masses in enumerate(tree.get("masses", ())):
+                device = self.turner.device(layer)
+                self.masses[layer] = {name: mass.to(device) for name, mass in masses.items()}
             self.number, self.stored = tree["number"], tree["stored"]
             self.counts = dict(tree["counts"])
             if self.archive is not None:
                 self.archive.restore(tree["archive"])
 
-    def _fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def _fill(self, layer: int, saved: Any) -> None:
         device, buffer = self.turner.device(layer), self.buffers[layer]
-        raw, buffer.length = keys.to(device), 0
-        if self.blocks:
-            where = torch.cat([block.positions(layer) for block in self.blocks], 1)
-            buffer.write(raw, self.turner.rotate(layer, raw, where), values.to(device))
+        blocks: Sequence[LiveBlock] = self.blocks
+        if isinstance(buffer, PackedBuffer):
+            blocks = buffer.restore(layer, saved, blocks, device)
+            saved, buffer = saved["latest"], buffer.latest
+        if saved is None:
+            return
+        raw, values = (each.to(device) for each in saved)
+        buffer.length = 0
+        if blocks:
+            where = torch.cat([block.positions(layer) for block in blocks], 1)
+            buffer.write(raw, self.turner.rotate(layer, raw, where), values)
         buffer.length = raw.shape[1]
+
+
+def _buffer(plan: CachePlan | None, turner: Turner, layer: int) -> LayerBuffer:
+    quantiser = None if plan is None else plan.quantiser()
+    room = budget(plan) if quantiser is None else quantiser.residual
+    rows = RowBuffer(room and room + ROOM, bounded=room > 0)
+    return (
+        rows if quantiser is None else PackedBuffer(quantiser, partial(turner.rotate, layer), rows)
+    )
 
 
 def recall(
     turner: Turner,
     layer: int,
-    buffer: RowBuffer,
+    buffer: LayerBuffer,
     blocks: Sequence[LiveBlock],
     parts: Sequence[KVBlock],
     question: LiveBlock,

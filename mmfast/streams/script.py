@@ -151,6 +151,7 @@ class Wording:
         return ids[int(before) : len(ids) - int(after)]
 
 
+@value
 @dataclass(frozen=True, eq=False)
 class EncodedUnit:
     """Encoded tokens of one frame, or of the two frames of a temporal patch, at `times` seconds.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import time as clocks
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,49 @@ from mmfast.streams.subscription import (
     Subscription,
     condition_of,
 )
+
+_ERRORS = 64  # of sources, the latest
+
+
+class Sources:
+    """The watches of a session that run, and the figures of those that have ended."""
+
+    def __init__(self) -> None:
+        self.running: list[Watch] = []
+        self.opened = 0
+        self._dropped = 0
+        self._events: Counter[str] = Counter()
+        self._errors: deque[str] = deque(maxlen=_ERRORS)
+        self._lock = threading.Lock()
+
+    def add(self, watch: Watch) -> None:
+        """Count a watch in."""
+        with self._lock:
+            self.opened += 1
+            self.running.append(watch)
+
+    def end(self, watch: Watch) -> None:
+        """Keep the figures of a watch in its place: it holds decoders and frames."""
+        with self._lock:
+            if watch in self.running:
+                self.running.remove(watch)
+                row = watch.stats()
+                self._dropped += row["dropped"]
+                self._events.update(row["events"])
+                self._errors.extend([row["error"]] if row["error"] else [])
+
+    def stats(self, odd: Counter[str]) -> dict[str, Any]:
+        """Figures of all sources; `odd` counts irregular times that the stream has put right."""
+        with self._lock:
+            feeds = [watch.stats() for watch in self.running]
+            for events in (self._events, *(feed["events"] for feed in feeds)):
+                odd.update(events)
+            return {
+                "dropped": self._dropped + sum(feed["dropped"] for feed in feeds),
+                "lag": max((feed["lag"] for feed in feeds), default=0.0),
+                "source_events": dict(odd),
+                "errors": [*self._errors, *(feed["error"] for feed in feeds if feed["error"])],
+            }
 
 
 class TurnLock:
@@ -109,7 +152,7 @@ class Session:
         self.model, self.limits = model, limits
         self.stream = Stream(model, memory, quotas)
         self.subscriptions: list[Subscription] = []
-        self.watches: list[Watch] = []
+        self.sources = Sources()
         self.turns, self.closed = TurnLock(), False
 
     def push(self, frame: Any, time: Any = None) -> int:
@@ -162,7 +205,7 @@ class Session:
         """
         self._check_open()
         watch = Watch(self, source, **{"fps": self.model.fps, **options})
-        self.watches.append(watch)
+        self.sources.add(watch)
         if background:
             watch.start()
         else:
@@ -262,12 +305,16 @@ class Session:
         condition = condition_of(text)
         question = probe.replace("{condition}", condition)
         look = Look(question, tuple(yes), no, silence, reply, max_new_tokens)
-        subscription = Subscription(condition, SpeakRule.of(rule), look, callback)
+        subscription = Subscription(condition, SpeakRule.of(rule), look, callback, self._cancelled)
         with self.turns.question():
             self._check_open()
             look.check(self.model)
             self.subscriptions.append(subscription)
         return subscription
+
+    def _cancelled(self, subscription: Subscription) -> None:
+        with suppress(ValueError):  # where it is told before it was added
+            self.subscriptions.remove(subscription)
 
     def _answer(self, question: str, max_new_tokens: int) -> str:
         return self.ask(question, max_new_tokens=max_new_tokens).read()
@@ -285,7 +332,7 @@ class Session:
             figures, line = self.stream.stats(), self.stream.timeline
             odd = Counter(repeated=line.repeated, late=line.late, jumps=line.jumps)
             odd.update(resized=self.stream.seen.resized)
-        return {**figures, **_source_figures(self.watches, odd)}
+        return {**figures, **self.sources.stats(odd)}
 
     def save(self, folder: str | Path) -> int:
         """Save all but subscriptions and sources; `VideoStream.restore` goes on bit for bit.
@@ -293,6 +340,7 @@ class Session:
         What was saved before stays readable whenever the process dies. Returns the number of this
         save; MmfastError where the folder cannot be written.
         """
+        self.model.signature()  # all weights are read, once: frames need not wait for that
         with self.turns.question():
             self._check_open()
             return snapshots.save(folder, self.stream.snapshot())
@@ -300,9 +348,9 @@ class Session:
     def close(self) -> None:
         """Stop watching and remove what the disk tier holds; answers being written may end."""
         self.closed = True
-        for watch in self.watches:
+        for watch in list(self.sources.running):
             watch.stop()
-        for subscription in self.subscriptions:
+        for subscription in list(self.subscriptions):
             subscription.cancel()
         with self.turns.question():
             self.stream.close()
@@ -385,13 +433,14 @@ class Watch:
                 self._session.push(frame, seconds)
                 if self._each is not None:
                     self._each(self._session.stream.timeline.last or 0.0)
-        except MmfastError as error:
-            if self._stopped or self._session.closed:
+        except Exception as error:
+            if isinstance(error, MmfastError) and (self._stopped or self._session.closed):
                 return  # it was woken to end
             self.error = error
             raise
         finally:
             self.feed.close()
+            self._session.sources.end(self)
 
     @property
     def running(self) -> bool:
@@ -418,16 +467,3 @@ class Watch:
         events = {name: count for name, count in self.live.events.items() if count}
         error = None if self.error is None else str(self.error)
         return {"source": self.live.name, **self.feed.stats(), "events": events, "error": error}
-
-
-def _source_figures(watches: Sequence[Watch], odd: Counter[str]) -> dict[str, Any]:
-    """Figures of all sources of a session; `odd` counts irregular times that it has put right."""
-    feeds = [watch.stats() for watch in watches]
-    for feed in feeds:
-        odd.update(feed["events"])
-    return {
-        "dropped": sum(feed["dropped"] for feed in feeds),
-        "lag": max((feed["lag"] for feed in feeds), default=0.0),
-        "source_events": dict(odd),
-        "errors": [feed["error"] for feed in feeds if feed["error"]],
-    }

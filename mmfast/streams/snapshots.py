@@ -23,7 +23,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError
 from mmfast.streams.archive import files
 
-FORMAT = 3
+FORMAT = 4
 _SHARD = 256 << 20  # bytes of tensors per file: what is in memory twice while saving
 _NAME = re.compile(r"gen-(\d{8,})")
 
@@ -164,7 +164,8 @@ def _why(error: Exception) -> str:
 
 
 def _read(path: Path) -> Any:
-    data = (path / "manifest.json").read_bytes()
+    with open(path / "manifest.json", "rb", opener=files.open_file) as manifest:
+        data = manifest.read()
     if data[:9] != b"%08x\n" % zlib.crc32(data[9:]):
         raise MmfastError("manifest.json does not match its checksum")
     body = json.loads(data[9:])
@@ -174,6 +175,9 @@ def _read(path: Path) -> Any:
             f"{str(path.parent)!r} was saved in format {saved}, which this version of mmfast "
             f"cannot read; it reads format {FORMAT}: save the session anew"
         )
+    for name in ("tree", "shards", "files"):
+        if name not in body:
+            raise MmfastError(f"manifest.json lacks {name!r}")
     tensors: list[Tensor] = []
     for name, check in body["shards"]:
         try:

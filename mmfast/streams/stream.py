@@ -6,27 +6,89 @@ written and counted, and the memory of it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MediaError, MmfastError
-from mmfast.core.trace import Trace
+from mmfast.core.trace import Trace, free_bytes
 from mmfast.frontends.changes import FrameGate
+from mmfast.frontends.live.source import FAR
 from mmfast.streams.archive.files import value
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.engine import Engine
 from mmfast.streams.families import prove, script_for
 from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer
+from mmfast.streams.memory import AUTO, auto_memory
 from mmfast.streams.recent import RecentFrames
 from mmfast.streams.reply import Reply, placeholders, stop_ids
 from mmfast.streams.script import EncodedUnit, Script, WrittenState
+
+
+class WeightChecksum:
+    """Checksum of all weights of a model; 2 GB a second, computed anew only after a change.
+
+    A change is a tensor in the place of another, or an in-place operation that autograd counts.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        self._value = ""
+        self._lock = threading.Lock()
+
+    def value(self) -> str:
+        """Return names, types, shapes and contents of all weights as 16 hexadecimal digits."""
+        with self._lock:
+            state = self._model.state_dict(keep_vars=True)
+            named = {k: x for k, x in state.items() if isinstance(x, Tensor)}
+            seen = [(weakref.ref(x), _changes(x)) for x in named.values()]
+            if not self._value or not _same(seen, self._seen):
+                whole = hashlib.sha256()
+                for name, tensor in named.items():
+                    for part in _plain_parts(tensor.detach()):
+                        row = name, str(part.dtype), list(part.shape), _crc(part)
+                        whole.update(repr(row).encode())
+                self._value, self._seen = whole.hexdigest()[:16], seen
+            return self._value
+
+
+_Seen = Sequence[tuple["weakref.ref[Tensor]", int]]
+
+
+def _same(a: _Seen, b: _Seen) -> bool:
+    """Compare by identity: all references to one living tensor are one object."""
+    return len(a) == len(b) and all(x is y and n == m for (x, n), (y, m) in zip(a, b, strict=True))
+
+
+def _changes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor, or those that a quantised one is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _plain_parts(getattr(tensor, name))]
+
+
+def _crc(tensor: Tensor) -> int:
+    if tensor.is_meta or not tensor.numel():  # offloaded: its contents are not here
+        return 0
+    flat = tensor.cpu().contiguous().view(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
 @dataclass(eq=False)
@@ -38,7 +100,8 @@ class StreamModel:
     skips frames that look like the last one let through; each may be None. `system` is the text of
     a system message, None leaves it to the chat template. See `FrameEncoder` for `sized_for`,
     `FrontEnd` for `batch`. `clips` loads a model that answers questions about motion in its place
-    (see `mmfast.streams.recent`); None where it answers them itself.
+    (see `mmfast.streams.recent`); None where it answers them itself. `reuse` has units that other
+    streams have encoded (see `FrameEncoder`).
     """
 
     model: Any
@@ -51,9 +114,11 @@ class StreamModel:
     sized_for: int = 64
     batch: int = 1
     clips: Callable[[], StreamModel] | None = None
+    reuse: Any = None
     engine: Engine = field(init=False)
     script: Script = field(init=False)
     frontend: FrontEnd = field(init=False)
+    weights: WeightChecksum = field(init=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.fps, int | float) or not 0 < self.fps < float("inf"):
@@ -66,11 +131,17 @@ class StreamModel:
         model, processor = self.model, self.processor
         self.script = script_for(model, processor, float(self.fps), self.system)
         prove(self.script)
-        encoder = FrameEncoder(model, processor, sized_for=self.sized_for, cache=self.frame_cache)
+        encoder = FrameEncoder(
+            model,
+            processor,
+            sized_for=self.sized_for,
+            cache=self.frame_cache,
+            reuse=self.reuse,
+        )
         self.frontend = FrontEnd(
             encoder, self.script.frames, gate=self.gate, reducer=reducer, batch=self.batch
         )
-        self.engine = Engine(model)
+        self.engine, self.weights = Engine(model), WeightChecksum(model)
         self.blocked, self.stops = placeholders(model), stop_ids(model)
         penalty = getattr(model.generation_config, "repetition_penalty", None)
         self.penalty = 1.0 if penalty is None else float(penalty)
@@ -80,19 +151,39 @@ class StreamModel:
         """Writes ids as text."""
         return self.processor.tokenizer
 
+    def auto_memory(self) -> str:
+        """Return the spec that `auto` stands for now: by the free bytes of the model's device."""
+        config, weight = self.model.config.get_text_config(), self.script.embed.weight
+        attention: Any = self.engine.attentions[0]
+        width = int(attention.head_dim) * config.num_key_value_heads
+        token = 3 * config.num_hidden_layers * width * weight.element_size()
+        positions = getattr(config, "max_position_embeddings", None) or 32_768
+        return auto_memory(free_bytes(weight.device), token, positions)
+
     def signature(self) -> dict[str, Any]:
-        """Properties that a saved session must share: with other weights its keys mean nothing."""
-        config = self.model.config.get_text_config()
-        weight = self.script.embed.weight
-        probe = weight[:8].detach().float().cpu().contiguous()
+        """Return what a saved session must share: with other weights its keys mean nothing."""
+        config, gate = self.model.config.get_text_config(), self.gate
         return {
             "family": self.model.config.model_type,
             "layers": config.num_hidden_layers,
             "width": config.hidden_size,
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "weights": zlib.crc32(probe.numpy().tobytes()),
+            "dtype": str(self.script.embed.weight.dtype).removeprefix("torch."),
+            "weights": self.weights.value(),
             "fps": float(self.fps),
+            "reduce": self.reduce,
+            "system": self.system,
+            "gate": None if gate is None else gate.settings,
         }
+
+
+def _number(time: object) -> float:
+    """Return a time as a float; NaN for what is none, infinity for one that no float holds."""
+    if isinstance(time, bool) or not isinstance(time, Real):
+        return math.nan
+    try:
+        return float(time)
+    except OverflowError:
+        return math.inf
 
 
 # Seconds behind the last frame up to which a frame is late; further back the source restarted.
@@ -118,13 +209,19 @@ class Timeline:
     fresh: bool = False
 
     def step(self, time: object, interval: float) -> tuple[Timeline, float | None]:
-        """Take the time of the next frame; MediaError for one that is no finite number."""
+        """Take the time of the next frame; MediaError for one that is no number of seconds."""
         if time is None:
             now = 0.0 if self.last is None else self.last + interval
             return replace(self, last=now, fresh=False), now
-        if isinstance(time, bool) or not isinstance(time, Real) or not math.isfinite(time):
+        given = _number(time)
+        if not math.isfinite(given):
             raise MediaError(f"time={time!r} of a frame is no number of seconds; give e.g. 1.5")
-        now = float(time) + self.offset
+        if abs(given) >= FAR:  # steps of a frame would be lost in its last digits
+            raise MediaError(
+                f"time={time!r} of a frame is more than {FAR:g} s; give seconds such as 1.5, or "
+                "of time.time()"
+            )
+        now = given + self.offset
         if self.last is None or now > self.last:
             return replace(self, last=now, fresh=False), now
         if not self.fresh and now == self.last:
@@ -132,7 +229,7 @@ class Timeline:
         if not self.fresh and now >= self.last - LATE:
             return replace(self, late=self.late + 1), None
         jumps, now = self.jumps + (not self.fresh), self.last + interval
-        offset = now - float(time)
+        offset = now - given
         return replace(self, last=now, offset=offset, jumps=jumps, fresh=False), now
 
     def again(self) -> Timeline:
@@ -150,7 +247,8 @@ class Stream:
     """
 
     def __init__(self, model: StreamModel, spec: str | None, quotas: TierQuotas | None) -> None:
-        self.model, self.spec = model, spec
+        spec = model.auto_memory() if spec == AUTO else spec
+        self.model, self.spec, self.quotas = model, spec, quotas or TierQuotas()
         self.memory = model.engine.memory(plan_cache(spec), tiers=quotas)
         self.timeline = Timeline()
         self.recent = None if model.clips is None else RecentFrames()
@@ -251,6 +349,7 @@ class Stream:
         return {
             "model": self.model.signature(),
             "spec": self.spec,
+            "quotas": self.quotas.options(),
             "timeline": self.timeline,
             "frontend": self.model.frontend.snapshot(self.seen),
             "written": self.written,
@@ -260,18 +359,28 @@ class Stream:
             "recent": None if self.recent is None else self.recent.snapshot(),
         }
 
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Take over a snapshot; MmfastError for one of another model."""
+    def restore(self, tree: dict[str, Any]) -> int:
+        """Take over a snapshot; MmfastError for one of another model.
+
+        Returns the number of stored blocks for which the quotas have no room.
+        """
         here, there = self.model.signature(), tree["model"]
         odd = [f"{k} {there.get(k)!r}, here {here[k]!r}" for k in here if there.get(k) != here[k]]
         if odd:
-            raise MmfastError(f"the session was saved with another model ({'; '.join(odd)})")
+            raise MmfastError(
+                f"the session was saved with another model or other options ({'; '.join(odd)}); "
+                "restore it with those it was saved with"
+            )
         self.memory.restore(tree["memory"])
         self.timeline, self.written = tree["timeline"], tree["written"]
         self.seen = self.model.frontend.restore(tree["frontend"])
         self.counts, self.spent = dict(tree["counts"]), dict(tree["spent"])
         if self.recent is not None and tree.get("recent"):
             self.recent.restore(tree["recent"])
+        archive = self.memory.archive
+        if archive is None:
+            return 0
+        return sum(map(len, tree["memory"]["archive"]["tiers"].values())) - len(archive)
 
     def close(self) -> None:
         """Release stored blocks; files of saved sessions stay."""

@@ -169,13 +169,19 @@ class Subscription(Iterator[Event]):
     """
 
     def __init__(
-        self, condition: str, rule: SpeakRule, look: Look, callback: Callable[[Event], Any] | None
+        self,
+        condition: str,
+        rule: SpeakRule,
+        look: Look,
+        callback: Callable[[Event], Any] | None,
+        cancelled: Callable[[Subscription], Any],
     ) -> None:
+        """Wait from now on; `cancelled` is called when it ends."""
         self.condition, self.rule, self._look, self._callback = condition, rule, look, callback
         self.ready, self.probability = Ready(), 0.0
         self.events = self.missed = 0
         self.error: Exception | None = None
-        self.cancelled = False
+        self.cancelled, self._on_cancel = False, cancelled
         self._queue: queue.Queue[Event | None] = queue.Queue(_MOST)
 
     def look(self, stream: Stream, answer: Callable[[str, int], str], time: float) -> list[Event]:
@@ -240,3 +246,4 @@ class Subscription(Iterator[Event]):
             if self._queue.full():
                 self._drop()
             self._queue.put(None)
+            self._on_cancel(self)

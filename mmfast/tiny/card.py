@@ -127,7 +127,7 @@ def _speech(folder: Path, log: list[Row]) -> Row:
     layout = SpeechLayout.load(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sounds = [row["of_sound"] for row in log if "of_sound" in row][-1:]
-    kinds = {"say": "to say", "hear": "to hear", "ask": "questions", "reply": "answers"}
+    kinds = {"say": "to say", "hear": "to hear"}
     hours = [f"{each[k] / 3600:.1f} hours {v}" for each in sounds for k, v in kinds.items()]
     last = {row["stage"]: row for row in log if "step" in row and "seconds" in row}
     held: Row = {}
@@ -136,8 +136,10 @@ def _speech(folder: Path, log: list[Row]) -> Row:
     losses = [
         (name, f"{value[0]:.2f}", _percent(value[1], 0))
         for name, value in sorted(held.items())
-        if " " in name  # such as "say text"
+        if " " in name  # such as "say book0"
     ]
+    heard = (_percent(held[k]) if k in held else "not measured" for k in ("whole", "wordless"))
+    _, words, talks, *_ = held.get("reply", (0.0, 0.0, 0.0))
     return {
         "words": sum(name.endswith("_") and len(name) > 2 for name in layout.rows),
         "layers": config["num_hidden_layers"],
@@ -149,6 +151,10 @@ def _speech(folder: Path, log: list[Row]) -> Row:
         "recordings": ", ".join(hours) or "not noted",
         "runs": ", ".join(f"{k} {row['step']} steps in {_minutes(row)}" for k, row in last.items()),
         "table": _table(("lesson", "loss", "correct"), losses),
+        "ear": "Unseen recordings written down without an error: {}; of those without a word in "
+        "our language: {}.".format(*heard),
+        "replies": f"Unseen conversations: {_percent(words)} of the words of replies, and of whole "
+        f"conversations {_percent(talks)}.",
         "heads": _heads(log),
     }
 
@@ -164,9 +170,25 @@ def _heads(log: list[Row]) -> str:
     return _table(("head", "correct"), lines)
 
 
+def _translate(folder: Path, log: list[Row]) -> Row:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    run, held = _rows(log, "translation")[-1], _rows(log, "held-out")[-1]["translation"]
+    return {
+        "size": (folder / "model.safetensors").stat().st_size / 1e6,
+        **{
+            name: config[name]
+            for name in ("encoder_layers", "decoder_layers", "d_model", "vocab_size")
+        },
+        "run": f"{run['step']} steps in {_minutes(run)}",
+        "words": _percent(held[1]),
+        "whole": _percent(held[2]),
+    }
+
+
 FIGURES: dict[str, Callable[[Path, list[Row]], Row]] = {
     "tiny-video": _video,
     "tiny-document": _document,
     "tiny-stream": _stream,
     "tiny-speech": _speech,
+    "tiny-translate": _translate,
 }

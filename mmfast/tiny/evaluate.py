@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.cost import FirstToken
 from mmfast.models.families.adapter import token_counts
+from mmfast.models.kv.packs import nbytes
 from mmfast.models.loading import embedded_path, load
+from mmfast.models.packing import pack_weights
 from mmfast.models.prompt import Shot, build_inputs
 from mmfast.models.reduction.inputs import encoded
+from mmfast.ops.weight_forms import FEW
 from mmfast.tiny.suites import Suite, SuiteCase, suite_of
 from mmfast.tiny.suites import suite as suite
 from mmfast.tiny.training import shares
@@ -45,20 +49,27 @@ class Subject:
     """A model under test with its processor; the suite's embedded model by default."""
 
     def __init__(
-        self, model: str | Path | None = None, device: str = "cpu", asked: Suite | None = None
+        self,
+        model: str | Path | None = None,
+        device: str = "cpu",
+        asked: Suite | None = None,
+        weights: str | None = None,
     ) -> None:
         self.asked = asked or suite_of("video")
         self.name = self.asked.model if model is None else str(model)
         source = embedded_path(self.asked.model) if model is None else model
         self.model, self.processor = load(source, device, "auto")
+        if weights is not None:
+            pack_weights(self.model, weights)
 
     def inputs(self, cases: Sequence[SuiteCase]) -> Inputs:
         """Processor output for a batch of cases, padded on the left."""
-        shots = [[self._shot(file) for file in case.media] for case in cases]
+        shots = [[self.shot(file) for file in case.media] for case in cases]
         questions = [case.question for case in cases]
         return build_inputs(self.processor, shots, questions, self.model.device)
 
-    def _shot(self, file: bytes) -> Shot:
+    def shot(self, file: bytes) -> Shot:
+        """Decode a file of the suite."""
         if self.asked.media == "image":
             return Shot("image", read_image(file), None)
         clip = read_video(file, frames=SAMPLED)
@@ -68,14 +79,38 @@ class Subject:
         """Greedy answers as plain text."""
         return self.timed_answers(inputs)[0]
 
-    @torch.inference_mode()
     def timed_answers(self, inputs: Inputs) -> tuple[list[str], float]:
         """Greedy answers, and the milliseconds to the batch's first token per question."""
+        return self._generate(inputs)[1:]
+
+    def replies(self, inputs: Inputs) -> Replies:
+        """Greedy answers with the model's confidence in them, and the cache that they left."""
+        out, texts, ms = self._generate(
+            inputs, output_logits=True, return_dict_in_generate=True, use_cache=True
+        )
+        chances = out.logits[0].float().softmax(-1).amax(-1)  # [B]
+        held = sum(map(nbytes, out.past_key_values.layers)) / len(texts)
+        return Replies(texts, ms, chances.tolist(), held)
+
+    @torch.inference_mode()
+    def _generate(self, inputs: Inputs, **how: Any) -> tuple[Any, list[str], float]:
         first, start = FirstToken(), time.perf_counter()
         prompt = inputs["input_ids"]
-        out = self.model.generate(**inputs, do_sample=False, max_new_tokens=8, streamer=first)
-        texts = self.processor.batch_decode(out[:, prompt.shape[1] :], skip_special_tokens=True)
-        return [t.strip().lower() for t in texts], (first.at - start) * 1e3 / len(prompt)
+        how |= {"do_sample": False, "max_new_tokens": 8, "streamer": first}
+        out = self.model.generate(**inputs, **how)
+        ids = getattr(out, "sequences", out)[:, prompt.shape[1] :]
+        texts = self.processor.batch_decode(ids, skip_special_tokens=True)
+        return out, [t.strip().lower() for t in texts], (first.at - start) * 1e3 / len(prompt)
+
+
+@dataclass(frozen=True)
+class Replies:
+    """Answers to a batch of questions."""
+
+    texts: list[str]
+    ms: float  # milliseconds to the batch's first token, per question
+    chances: list[float]  # probability of the first token of each answer
+    kv_bytes: float  # bytes of keys and values behind the answers, per question
 
 
 class QuestionBatch:
@@ -99,6 +134,7 @@ def run_eval(
     name: str = "video",
     caches: Sequence[str] = (),
     sink: Callable[[dict[str, Any]], object] = lambda document: None,
+    weights: str | None = None,
 ) -> dict[str, Any]:
     """Accuracy with all tokens (always the first row) and under each reduction.
 
@@ -107,20 +143,22 @@ def run_eval(
     questions done, n), `sink` with a result of each row by itself. The result is the document of
     `mmfast eval --json`: accuracy and by_kind are shares of exact answers, interval the 95 %
     interval of the accuracy (Wilson), kept the mean number of visual tokens a question, ttft_ms
-    the median time to the first token (in batches, encoder included).
+    the median time to the first token (in batches, encoder included). `weights` packs those of
+    the decoder ("int8"); every row then names them.
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
     for each in caches:
         call_plan(each)
     asked = suite_of(name)
-    subject = Subject(model, device, asked)
+    subject = Subject(model, device, asked, weights)
     if progress is not None:
         progress("making cases", 0, n)
     cases = suite(n, seed, name)
     behind = [spec for spec in wanted if not in_tower(stages[spec])]
     needs = {need for spec in behind for stage in stages[spec] for need in stage.method.needs}
-    sizes = {1 if _alone(stages[spec]) else BATCH for spec in wanted}
+    together = FEW if weights else BATCH  # packed kernels are those of few rows
+    sizes = {1 if answered_alone(stages[spec]) else together for spec in wanted}
     batches: dict[int, list[QuestionBatch]] = {size: [] for size in sizes}
     for size, prepared in batches.items():
         for at in range(0, n, size):
@@ -129,8 +167,9 @@ def run_eval(
                 progress("encoding", min(at + size, n), n)
     head, rows = {"suite": name, "n": n, "seed": seed, "model": subject.name}, []
     for spec, cache in [(spec, cache) for cache in (None, *caches) for spec in wanted]:
-        prepared = batches[1 if _alone(stages[spec]) else BATCH]
+        prepared = batches[1 if answered_alone(stages[spec]) else together]
         row = _row(subject, prepared, spec, not in_tower(stages[spec]), progress, cache)
+        row |= {"weights": weights} if weights else {}
         rows.append({**row, "cache": cache} if caches else row)
         sink({**head, "rows": rows[-1:]})
     return {**head, "rows": rows}
@@ -141,7 +180,8 @@ def in_tower(stages: Sequence[Spec]) -> bool:
     return any(stage.site in ("vit", "pixel") for stage in stages)
 
 
-def _alone(stages: Sequence[Spec]) -> bool:
+def answered_alone(stages: Sequence[Spec]) -> bool:
+    """Return whether a stage brings tokens back while decoding, which a batch cannot."""
     return any(stage.method.revives for stage in stages)
 
 

@@ -157,3 +157,19 @@ SUITES = {
         Suite("document", "tiny-document", pages.KINDS, _pages, "pages of nine tiles"),
     )
 }  # fmt: skip
+
+
+def order_cases(seed: int) -> Iterator[SuiteCase]:
+    """Questions which of two things comes first; each thing is in one of two pictures alone."""
+    pictures = _pictures(seed, ALBUM)
+    for number in count():
+        one, two = islice(pictures, 2)
+        first, second = (
+            [name for name, _, _ in a.names if name not in [other for other, _, _ in b.names]]
+            for a, b in ((one, two), (two, one))
+        )
+        if first and second:
+            pair = first[number % len(first)], second[number % len(second)]
+            fact = Fact("first", pair if number % 2 else pair[::-1], pair[0])
+            files = _files([one.frame, two.frame], "JPEG", quality=92)
+            yield SuiteCase(files, fact.ask(number // 2), fact.answer, "first")

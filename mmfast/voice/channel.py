@@ -64,6 +64,7 @@ class Inlet:
 
 Kind = Literal[
     "speech_started",  # the user speaks; `audio_ms` of the input, the padding before it included
+    "backchannel",  # a short "mhm" under a reply, which goes on; its `text` where it is known
     "speech_stopped",  # the turn is over; `audio_ms` of the input
     "committed",  # what was said is an item of the conversation
     "reply_started",  # a reply is being made; `item` will hold it
@@ -88,8 +89,8 @@ class VoiceEvent:
     Numbers ascend without gaps, in the order in which events happened; deltas that a cancel
     overtook leave one. `time_ms` counts on the conversation's clock from its beginning; `item` and
     `reply` are what the event is about and belongs to. `audio_ms` is a place in sound: of the input
-    for `speech_*`, else of the reply. Samples `pcm` `[n]` at `rate` come with `audio`; `status` and
-    `stats` (see `mmfast.voice.playback.ReplyMeter.stats`) with `done`.
+    for `speech_*` and `backchannel`, else of the reply. Samples `pcm` `[n]` at `rate` come with
+    `audio`; `status` and `stats` (see `mmfast.voice.playback.ReplyMeter.stats`) with `done`.
     """
 
     kind: Kind

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmfast.core.speech import Sound
 from mmfast.streams.stream import Clock
 from mmfast.voice.channel import Kind, Status
-from mmfast.voice.ear import RATE, Ear, EarEvent
+from mmfast.voice.ear import RATE, Ear, EarEvent, VoiceEar
 from mmfast.voice.history import Alignment, History, HistoryTurn
 from mmfast.voice.playback import Playback, ReplyMeter, Totals
 
@@ -106,6 +106,11 @@ class SpokenReply:
         }
 
 
+# A short sound under a reply is judged when it falls silent for so many seconds, before any ear
+# ends the turn; what goes on for longer than a backchannel takes the floor.
+LULL, BRIEF = 0.096, 0.7
+
+
 class Dialogue:
     """Turn-taking: speech becomes turns, replies take the floor and lose it to speech.
 
@@ -115,7 +120,9 @@ class Dialogue:
 
     `ear` finds turns, None where there is none yet; `offset` counts samples of the input before
     this ear. `open` names the item that is being said, "" during silence; `reply` is the reply that
-    is being made or played.
+    is being made or played. `murmur` returns the words of a sound that is a backchannel, else None;
+    where it is None, all speech takes the floor. `held` is the beginning of speech under a reply
+    that may be a backchannel.
     """
 
     def __init__(
@@ -132,6 +139,8 @@ class Dialogue:
         self.ear: Ear | None = None
         self.offset, self.open = 0, ""
         self.reply: SpokenReply | None = None
+        self.murmur: Callable[[Tensor], str | None] | None = None
+        self.held: EarEvent | None = None
         self.counts: Counter[str] = Counter()
         self.gaps, self.silent, self.played = 0, 0.0, 0.0
         self.totals = Totals()
@@ -161,15 +170,18 @@ class Dialogue:
 
     def hear(self, heard: EarEvent) -> None:
         """Take what the ear has found: a turn begins, or is over."""
-        place = max(0.0, 1e3 * (heard.at + self.offset) / RATE)
+        place = self._place(heard)
         if heard.kind == "timeout":
             self.emit("timeout", audio_ms=place)
+        elif heard.kind == "started" and self.held is None and self._under_reply():
+            self.held = heard
         elif heard.kind == "started":
-            self.open = self.name("item")
-            self.emit("speech_started", item=self.open, audio_ms=place)
-            if self.interrupting:
-                self.interrupt("interrupted")
+            self._begin(heard)
         elif heard.pcm is not None:
+            if self.held is not None:
+                self.decide(self.judged(heard.pcm))
+                if not self.open:
+                    return
             item = self.open or self.name("item")
             self.emit("speech_stopped", item=item, audio_ms=place)
             self.open = ""
@@ -177,8 +189,53 @@ class Dialogue:
             if self.answering:
                 self.answer_turn()
 
+    def _begin(self, heard: EarEvent) -> None:
+        self.held, self.open = None, self.name("item")
+        self.emit("speech_started", item=self.open, audio_ms=self._place(heard))
+        if self.interrupting:
+            self.interrupt("interrupted")
+
+    def _under_reply(self) -> bool:
+        if self.murmur is None or not self.interrupting or self.reply is None:
+            return False
+        return not self.reply.over or self.reply.waiting > 0
+
+    def undecided(self) -> Tensor | None:
+        """Return a sound `[n]` under a reply that has to be judged now; what is long takes over."""
+        said = self.ear.utterance() if self.held and isinstance(self.ear, VoiceEar) else None
+        if said is None:
+            return None
+        pcm, spoken, quiet = said
+        if spoken > BRIEF * RATE or not self._under_reply():
+            self.decide(None)
+        elif quiet >= LULL * RATE:
+            return pcm[: len(pcm) - quiet + RATE // 10]
+        return None
+
+    def judged(self, pcm: Tensor) -> str | None:
+        """Return the words of a sound `[n]` that is a backchannel, None where it is none."""
+        brief = len(pcm) < (BRIEF + 0.5) * RATE  # with the padding around it
+        return self.murmur(pcm) if brief and self.murmur is not None else None
+
+    def decide(self, text: str | None) -> None:
+        """Pass over a backchannel of these words, or give the floor (None) to what was held."""
+        if self.held is None:
+            return
+        if text is None:
+            self._begin(self.held)
+            return
+        if self.ear is not None:
+            self.ear.clear()
+        self.counts["backchannels"] += 1
+        self.emit("backchannel", audio_ms=self._place(self.held), text=text)
+        self.held = None
+
+    def _place(self, heard: EarEvent) -> float:
+        return max(0.0, 1e3 * (heard.at + self.offset) / RATE)
+
     def clear(self) -> None:
         """Forget what is being said."""
+        self.held = None
         if self.ear is not None:
             self.ear.clear()
         self.emit("cleared", item=self.open)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -12,6 +11,14 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError, unknown
 from mmfast.frontends.audio.turns import TurnCutter, TurnEvent
+from mmfast.models.speech.turn_end import (
+    SILENCES,
+    Overheard,
+    TurnEnd,
+    finished,
+    is_backchannel,
+    load_turn_end,
+)
 
 RATE = 16000
 LONGEST = 60.0  # seconds of a turn; then it is taken as it is
@@ -62,6 +69,11 @@ class ManualEar:
                 found += self.flush()
         return found
 
+    def keep(self, most: int) -> None:
+        """Forget the oldest sound beyond so many samples."""
+        while self.held > most:
+            self.held -= len(self._parts.pop(0))
+
     def flush(self) -> list[EarEvent]:
         """End the turn."""
         if not self.held:
@@ -101,6 +113,14 @@ class VoiceEar:
         """Forget a turn that goes on."""
         self._state, _ = self._turns.commit(self._state)
 
+    def utterance(self) -> tuple[Tensor, int, int] | None:
+        """Return a turn that goes on so far, and its samples of speech and of silence behind it."""
+        gate, heard = self._state.gate, self._state.heard
+        if not gate.speaking or gate.loud_from is None:
+            return None
+        spoken = heard if gate.quiet_from is None else gate.quiet_from
+        return torch.cat(self._state.kept), spoken - gate.loud_from, heard - spoken
+
 
 # Milliseconds of silence that end a turn: of a whole sentence, where that is unclear, and of one
 # that breaks off. The last are the most that OpenAI names for these words.
@@ -110,87 +130,19 @@ EAGERNESS = {
     "auto": (400, 1200, 4000),
     "high": (250, 600, 2000),
 }
-# Probability of the last words, below which the ear has guessed them, and above which it has not.
-GUESSED, SURE = 0.8, 0.95
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Words that end no English sentence; that end one only behind a question word, as "where are you
-# from" does; or behind one further in, or yes or no, as "tell me what it is" does; and words that
-# are an answer alone.
-_OPEN = _words(
-    """
-    a an the my your his its our their every and or nor but because although while if unless
-    until than as very really quite um uh er erm hmm which what's where's i'm i'd i'll i've
-    """
-)
-_STRANDED = _words(
-    """
-    of to at from into onto with without for by between about near behind beside above below under
-    around i we they he she want wants need needs this these like be been being
-    """
-)
-_AUXILIARY = _words(
-    """
-    is are was were am do does did has have had will would can could should shall may might must
-    """
-)
-_ASKING = _words("what which who whom whose where when why how")
-_ALONE = _words(
-    """
-    yes no yeah yep nope okay ok sure right stop wait go thanks thank hello hi hey bye goodbye
-    please sorry continue cancel repeat again help
-    """
-)
-
-
-def finished(text: str, sure: float = 1.0) -> bool | None:
-    """Tell whether a sentence as it was heard so far is whole; None where that is unclear.
-
-    `sure` is the probability of its last words: an ear that has learned whole sentences guesses the
-    end of one that breaks off. A sentence in another language than English is judged by its marks
-    and its length alone.
-    """
-    words, end = re.findall(r"[\w']+", text.lower()), text.rstrip()[-1:]
-    if not words:
-        return None
-    last, asking = words[-1], [n for n, word in enumerate(words) if word in _ASKING]
-    wished = words[-2:] in (["would", "like"], ["i'd", "like"])
-    if (
-        sure < GUESSED
-        or end in ",:;-\u2013\u2014\u2026"
-        or text.rstrip().endswith("..")
-        or last in _OPEN
-        or wished
-    ):
-        return False
-    if last in _STRANDED and not asking:
-        return False
-    if last in _STRANDED and end != "?":
-        return None
-    if last in _AUXILIARY:
-        return None if words[0] in ("yes", "no") or asking[-1:] > [0] else False
-    if sure < SURE:
-        return None
-    if end in ".?!\u3002\uff1f\uff01" or (len(words) <= 2 and words[0] in _ALONE):
-        return True
-    return True if len(words) > 2 else None
 
 
 class SemanticEar(VoiceEar):
     """Finds turns by what was said so far, so that a pause in a sentence cuts nobody off.
 
-    `hears` writes speech `[n]` down, with the probability of the last words; None judges by silence
-    alone. `eagerness` is one of `EAGERNESS`, else SpecError; `options` are those of `VoiceEar`.
+    `hears` writes speech `[n]` down, None judges by silence alone. `eagerness` is one of
+    `EAGERNESS`, else SpecError; `options` are those of `VoiceEar`.
     """
 
     def __init__(
         self,
         eagerness: str = "auto",
-        hears: Callable[[Tensor], tuple[str, float]] | None = None,
+        hears: Callable[[Tensor], Overheard] | None = None,
         **options: Any,
     ) -> None:
         if eagerness not in EAGERNESS:
@@ -200,16 +152,76 @@ class SemanticEar(VoiceEar):
         super().__init__(patience=self._patience, **options)
 
     def _patience(self, pcm: Tensor) -> int:
-        whole = None if self.hears is None else finished(*self.hears(pcm))
+        said = None if self.hears is None else self.hears(pcm)
+        whole = None if said is None else finished(said.text, said.sure)
         return self._times[{True: 0, None: 1, False: 2}[whole]]
 
 
-def overhear(listener: Any, pcm: Tensor) -> tuple[str, float]:
-    """Return speech `[n]` written down, and the probability of its last words where it is known."""
+# Score of an end that ends a turn, and the milliseconds of silence that end it in any case.
+CERTAINTY = {
+    "low": (0.993, 4000),
+    "medium": (0.98, 2000),
+    "auto": (0.98, 2000),
+    "high": (0.9, 1300),
+}
+
+
+class ProsodyEar(SemanticEar):
+    """Finds turns by how they sound, and by what was said where `hears` writes it down.
+
+    A small network reads pitch, energy and spectrum of the 1.6 s before a silence and scores for
+    each length of the silence how likely the turn is over; the ear waits for the score of its
+    `eagerness`. `ends` are the networks, None the embedded ones (ModelError where they are
+    missing); else as `SemanticEar`.
+    """
+
+    def __init__(
+        self,
+        eagerness: str = "auto",
+        hears: Callable[[Tensor], Overheard] | None = None,
+        ends: TurnEnd | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(eagerness, hears, **{"silence_duration_ms": SILENCES[0], **options})
+        self._ends = load_turn_end() if ends is None else ends
+        self._score, self._most = CERTAINTY[eagerness]
+
+    def _patience(self, pcm: Tensor) -> int:
+        said = None if self.hears is None else self.hears(pcm)
+        return self._ends.patience(pcm, said, self._score, self._most)
+
+
+MURMUR = 0.7  # score from which a short sound is taken for a backchannel
+AGREED = 0.4  # what it gains where the words are those of one
+
+
+class MurmurEar:
+    """Tells a backchannel, such as "mhm" or "okay", from a short call for the floor.
+
+    `hears` writes speech `[n]` down, None judges by its sound alone; `ends` as of `ProsodyEar`.
+    """
+
+    def __init__(
+        self,
+        hears: Callable[[Tensor], Overheard] | None = None,
+        ends: TurnEnd | None = None,
+    ) -> None:
+        self.hears, self._ends = hears, load_turn_end() if ends is None else ends
+
+    def __call__(self, pcm: Tensor) -> str | None:
+        """Return the words of a backchannel `[n]`, "" where nobody knows them; None: it is none."""
+        text = "" if self.hears is None else self.hears(pcm).text
+        known = is_backchannel(text)
+        score = self._ends.murmur(pcm) + AGREED * known
+        return (text if known else "") if score >= MURMUR else None
+
+
+def overhear(listener: Any, pcm: Tensor) -> Overheard:
+    """Return speech `[n]` written down, with what else the listener knows of it."""
     if hasattr(listener, "overhear"):
-        text, sure = listener.overhear(pcm, RATE)
-        return str(text), float(sure)
-    return str(listener.transcribe(pcm, RATE)), 1.0
+        found: Overheard = listener.overhear(pcm, RATE)
+        return found
+    return Overheard(str(listener.transcribe(pcm, RATE)))
 
 
 def _heard(events: list[TurnEvent]) -> list[EarEvent]:

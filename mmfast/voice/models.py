@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError, unknown
-from mmfast.core.speech import Listener, Sound, Speaker, Turn
+from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
 from mmfast.models import loading
-from mmfast.models.loading import SpeechFamily, speech_families
+from mmfast.models.loading import SpeechFamily, is_text_model, speech_families
 
-_PARTS = {"speak": "speak", "transcribe": "listen", "reply": "chat by voice"}
+EMBEDDED = "tiny-speech"  # names the embedded model, as None does
+_PARTS = {
+    "stream": "listen to a stream",
+    "speak": "speak",
+    "transcribe": "listen",
+    "reply": "chat by voice",
+}
 
 
 def load_voice(
@@ -33,6 +40,7 @@ def load_voice(
     given = loading.check_kwargs(model, device, dtype, model_kwargs)
     if not (model is None or isinstance(model, str | Path)):
         return model
+    model = None if model == EMBEDDED else model
     family = _family(model)
     if family is not None:
         return _of_family(str(model), family, device, dtype, given)
@@ -45,13 +53,52 @@ def load_voice(
 
 def _family(model: str | Path | None) -> SpeechFamily | None:
     """The family of a checkpoint; None for the embedded kind."""
-    kind = "llama" if model is None else _kind_of(model)
-    if model is None or (kind == "llama" and (Path(model) / "speech.json").is_file()):
+    if model is None or model == EMBEDDED:
+        return None
+    kind = _kind_of(model)
+    if kind == "llama" and (Path(model) / "speech.json").is_file():
         return None
     families = speech_families()
     if kind not in families:
-        raise ModelError(unknown("speech model type", kind, ["tiny-speech", *families]))
+        raise ModelError(unknown("speech model type", kind, [EMBEDDED, *families]))
     return families[kind]
+
+
+def load_listener(
+    listener: Any,
+    options: Mapping[str, Any],
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load a listener as `load_voice` does, with options of all its calls; None stays None.
+
+    MmfastError: it has no such option, or what stands for it cannot listen.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if listener is None and given:
+        raise MmfastError(f"{', '.join(given)} without a listener; give listener=, a stock model")
+    if listener is None:
+        return None
+    found = can(load_voice(listener, device, dtype, model_kwargs), "transcribe")
+    if given and not hasattr(found, "tuned"):
+        raise MmfastError(
+            f"{type(found).__name__} takes no {', '.join(given)}: it is no stock model of "
+            "transformers; leave it out, or take a listener such as 'Qwen/Qwen3-ASR-0.6B'"
+        )
+    return found.tuned(**given) if given else found
+
+
+def is_text(model: Any) -> bool:
+    """Return whether a directory or hub id holds a language model of text, without ears and mouth.
+
+    ModelError: it is no directory and no hub id.
+    """
+    if not isinstance(model, str | Path) or model == EMBEDDED:
+        return False
+    kind = _kind_of(model)
+    own = kind == "llama" and (Path(model) / "speech.json").is_file()
+    return not own and kind not in speech_families() and is_text_model(kind)
 
 
 def _of_family(
@@ -62,9 +109,9 @@ def _of_family(
     given: Mapping[str, Any],
 ) -> Any:
     """A stock checkpoint with its tokenizer, and the class here that gives it a voice."""
-    import transformers
-
-    stock, reader = (getattr(transformers, name) for name in (family.stock, family.reader))
+    stock, reader = (
+        loading.stock_class(name, f"model {model!r}") for name in (family.stock, family.reader)
+    )
     place, how = loading.pick_device(device), loading.pick_dtype(dtype)
     hub = {name: given[name] for name in loading.HUB if name in given}
     with loading.loading(f"model {model!r}"):
@@ -73,7 +120,11 @@ def _of_family(
     return family.voice(loaded, words)
 
 
-_GIVEN = {"speak": {"self", "text"}, "reply": {"self", "pcm", "rate", "history"}}
+_GIVEN = {
+    "speak": {"self", "text"},
+    "transcribe": {"self", "pcm", "rate"},
+    "reply": {"self", "pcm", "rate", "history"},
+}
 
 
 def check_options(model: Any, part: str, options: Mapping[str, Any]) -> set[str] | None:
@@ -131,7 +182,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in options.items() if value is not None}
     for name in ("voice", "mode", "verify"):
         if name in found and not isinstance(found[name], str):
-            raise MmfastError(f"{name}={found[name]!r} is no name; give one such as 'turbo'")
+            raise MmfastError(f"{name}={found[name]!r} is no name; give one such as 'fast'")
     for name in ("rate", "speed", "pitch"):
         if name in found and (isinstance(found[name], bool) or not isinstance(found[name], int)):
             raise MmfastError(f"{name}={found[name]!r} is no whole number; give one")
@@ -151,26 +202,26 @@ class Cascade:
 
     `chat` answers a conversation, whose last turn is the user's, with text or pieces of it as they
     come; anything that makes text will do, and with `calls_tools` it may write calls of functions,
-    which realtime sessions pass on. `speaker` None leaves the answer text. ModelError: one
+    which realtime sessions pass on. `talker` None leaves the answer text. ModelError: one
     of them cannot do its part; MmfastError: `chat` is no function.
     """
 
     def __init__(
-        self, listener: Listener, chat: Chat, speaker: Speaker | None, calls_tools: bool = False
+        self, listener: Listener, chat: Chat, talker: Speaker | None, calls_tools: bool = False
     ) -> None:
         if not callable(chat):
             raise MmfastError(f"chat={chat!r} cannot be called; give a function of the turns")
         self.listener: Listener = can(listener, "transcribe")
         self.calls_tools = calls_tools
-        self.chat, self.speaker = chat, None if speaker is None else can(speaker, "speak")
-        self.sample_rate = 16000 if speaker is None else speaker.sample_rate
+        self.chat, self.talker = chat, None if talker is None else can(talker, "speak")
+        self.sample_rate = 16000 if talker is None else talker.sample_rate
 
     def reply(
         self, pcm: Tensor, rate: int = 16000, history: Sequence[Turn] = (), **options: Any
     ) -> Iterator[Sound]:
         """Answer speech `[n]` as it comes; no answer where no word was said.
 
-        Options are those of the speaker, its `rate` as `speed`.
+        Options are those of the talker, its `rate` as `speed`.
         """
         heard = self.listener.transcribe(pcm, rate).strip()
         yield Sound(torch.zeros(0), self.sample_rate, heard=heard)
@@ -179,18 +230,82 @@ class Cascade:
 
     def answer_turns(self, turns: Sequence[Turn], **options: Any) -> Iterator[Sound]:
         """A written conversation to the answer as it comes."""
-        return voiced(self.chat(turns), self.speaker, self.sample_rate, options)
+        return voiced(self.chat(turns), self.talker, self.sample_rate, options)
+
+
+class VoiceParts:
+    """A listener and a talker as one model that listens and speaks."""
+
+    def __init__(self, listener: Any, talker: Any) -> None:
+        self.listener, self.talker = can(listener, "transcribe"), can(talker, "speak")
+        self.sample_rate = int(talker.sample_rate)
+        self.voices = tuple(getattr(talker, "voices", ()))
+        self.layout = getattr(talker, "layout", None)
+        if hasattr(listener, "overhear"):
+            self.overhear = listener.overhear
+
+    def transcribe(self, pcm: Tensor, rate: int = 16000) -> str:
+        """Return what is said in sound `[n]`."""
+        return str(self.listener.transcribe(pcm, rate))
+
+    def speak(self, text: str | Iterable[str], **options: Any) -> Iterator[Sound]:
+        """Say a text, or pieces of it as they come."""
+        return iter(self.talker.speak(text, **options))
+
+
+class Interpreted:
+    """A model that answers speech, with the ears or the mouth of others.
+
+    `listener` writes down what was said: no answer where that is no word, and the words are those
+    of the history. `talker` says the text of the answer, whose own sound is left out. ModelError:
+    one of them cannot do its part.
+    """
+
+    def __init__(self, chatter: Chatter, listener: Any = None, talker: Any = None) -> None:
+        self.chatter: Chatter = can(chatter, "reply")
+        own = chatter if hasattr(chatter, "transcribe") else None
+        self.listener: Any = own if listener is None else can(listener, "transcribe")
+        self._hears = listener is not None
+        self.talker: Any = chatter if talker is None else can(talker, "speak")
+        self._speaks = talker is not None
+        self.sample_rate = int(self.talker.sample_rate)
+
+    def reply(
+        self, pcm: Tensor, rate: int = 16000, history: Sequence[Turn] = (), **options: Any
+    ) -> Iterator[Sound]:
+        """Answer speech `[n]` as it comes; options are those of what speaks."""
+        if self._hears:
+            heard = self.listener.transcribe(pcm, rate).strip()
+            yield Sound(torch.zeros(0), self.sample_rate, heard=heard)
+            if not heard:
+                return
+        sounds = self.chatter.reply(pcm, rate, history, **({} if self._speaks else options))
+        if self._hears:
+            sounds = (replace(sound, heard=None) for sound in sounds)
+        if self._speaks:
+            yield from self._said(iter(sounds), options)
+        else:
+            yield from sounds
+
+    def _said(self, sounds: Iterator[Sound], options: Mapping[str, Any]) -> Iterator[Sound]:
+        first = next(sounds, None)
+        if first is None:
+            return
+        if first.heard is not None:
+            yield Sound(torch.zeros(0), self.sample_rate, heard=first.heard)
+        texts = (sound.text for sound in chain([first], sounds) if sound.text)
+        yield from voiced(texts, self.talker, self.sample_rate, options)
 
 
 def voiced(
-    answer: str | Iterable[str], speaker: Speaker | None, rate: int, options: Mapping[str, Any]
+    answer: str | Iterable[str], talker: Speaker | None, rate: int, options: Mapping[str, Any]
 ) -> Iterator[Sound]:
-    """Say an answer as it is written; without a speaker it stays text, at `rate`."""
+    """Say an answer as it is written; without a talker it stays text, at `rate`."""
     pieces = iter([answer] if isinstance(answer, str) else answer)
     first = next((piece for piece in pieces if piece.strip()), "")
-    if first and speaker is not None:
+    if first and talker is not None:
         text = answer if isinstance(answer, str) else chain([first], pieces)
-        yield from speaker.speak(text, **speaking(options))
+        yield from talker.speak(text, **speaking(options))
     elif first:
         for piece in chain([first], pieces):
             yield Sound(torch.zeros(0), rate, text=piece)

@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from statistics import quantiles
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from mmfast.core.speech import Sound
+from mmfast.ops.audio import RATE, Resampler
 from mmfast.streams.stream import Clock
 
 
@@ -63,6 +68,38 @@ class Playback:
         return self._ended
 
 
+_SLACK = 32  # samples at 16 kHz by which the sound that was played is late: pieces differ by one
+
+
+class PlayedSound:
+    """The sound of replies as a loudspeaker plays it, beside that of a microphone at 16 kHz."""
+
+    def __init__(self) -> None:
+        self._playback: Playback | None = None
+        self._pcm, self._done = torch.zeros(0), 0  # what is not played yet, from sample `_done` on
+        self._ready = torch.zeros(0)  # at 16 kHz
+
+    def add(self, playback: Playback, pcm: Tensor) -> None:
+        """Take the next piece of a reply, which has not been played."""
+        if playback is not self._playback:
+            self._playback, self._pcm, self._done = playback, torch.zeros(0), 0
+            self._resampler = Resampler(playback.rate, RATE)
+            self._state = self._resampler.start()
+        self._pcm = torch.cat([self._pcm, pcm.detach().float().cpu()])
+
+    def take(self, playback: Playback | None, samples: int) -> Tensor:
+        """Return the last `samples` at 16 kHz that were played, zeros where it was silent."""
+        if playback is not None and playback is self._playback:
+            new = playback.played() - self._done
+            self._state, out = self._resampler.step(self._state, self._pcm[None, :new])
+            self._pcm, self._done = self._pcm[new:], self._done + new
+            if not len(self._ready) and out.shape[-1]:
+                self._ready = torch.zeros(max(0, samples - out.shape[-1]) + _SLACK)
+            self._ready = torch.cat([self._ready, out[0]])
+        taken, self._ready = self._ready[:samples], self._ready[samples:]
+        return F.pad(taken, (0, samples - len(taken)))
+
+
 KEPT = 512  # latencies of so many replies are kept for the quantiles
 
 
@@ -82,6 +119,7 @@ class ReplyMeter:
         self.counts: Counter[str] = Counter()
         self.drafted: list[int] = []  # per codebook
         self.accepted: list[int] = []
+        self.spelled: list[str] = []  # words that the model does not know, letter by letter
 
     def pull(self, sounds: Iterator[Sound]) -> Sound | None:
         """The next piece, its making timed; None at the end."""
@@ -105,6 +143,7 @@ class ReplyMeter:
             self.first_audio_ms = ms
         _add_each(self.drafted, sound.notes.get("drafted", ()))
         _add_each(self.accepted, sound.notes.get("accepted", ()))
+        self.spelled += sound.notes.get("spelled", ())
 
     def timed(self, sounds: Iterable[Sound]) -> Iterator[Sound]:
         """The pieces as they come, each of them counted."""
@@ -125,8 +164,8 @@ class ReplyMeter:
     def stats(self) -> dict[str, Any]:
         """Figures as plain numbers; None where there is nothing to divide by.
 
-        `rtf` is seconds of work a second of sound, `acceptance` the share of drafts accepted,
-        one number a codebook.
+        `rtf` is seconds of work a second of sound, `acceptance` the share of drafts accepted, one
+        number a codebook; `spelled`, where there are any, words that the model does not know.
         """
         tokens, passes = self.counts["tokens"], self.counts["passes"]
         shares = zip(self.accepted, self.drafted, strict=False)
@@ -143,6 +182,7 @@ class ReplyMeter:
             "tokens_per_pass": _rounded(tokens / passes if passes else None),
             "tokens_per_second": _rounded(tokens / self.work if tokens and self.work else None),
             "acceptance": [_rounded(a / d if d else None) for a, d in shares],
+            **({"spelled": self.spelled} if self.spelled else {}),
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,14 +13,30 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Chatter, Sound, Turn
+from mmfast.frontends.audio.echo import EchoCanceller
 from mmfast.streams.stream import Clock, FakeClock
 from mmfast.voice.channel import Inlet, Kind, Outlet, VoiceEvent
 from mmfast.voice.dialogue import Dialogue, SpokenReply
-from mmfast.voice.ear import LONGEST, RATE, Ear
+from mmfast.voice.ear import LONGEST, RATE, Ear, MurmurEar, VoiceEar, overhear
 from mmfast.voice.history import History, HistoryTurn
 from mmfast.voice.models import speaking
+from mmfast.voice.playback import PlayedSound
 
 BLOCK = 512  # samples at 16 kHz: what speech is looked for in
+
+
+def murmur_ear(ear: Ear, chatter: Any) -> MurmurEar:
+    """Return what tells backchannels, with the words of a chatter that writes speech down.
+
+    MmfastError where the ear finds no speech.
+    """
+    if not isinstance(ear, VoiceEar):
+        raise MmfastError(
+            f"backchannels=True: {type(ear).__name__} does not find speech; give ear='voice', "
+            "'semantic' or 'prosody'"
+        )
+    own = chatter if hasattr(chatter, "transcribe") else getattr(chatter, "listener", None)
+    return MurmurEar(partial(overhear, own) if hasattr(own, "transcribe") else None)
 
 
 class VoiceSession(Dialogue):
@@ -42,6 +59,10 @@ class VoiceSession(Dialogue):
         delay: Seconds from the first sound of a reply to its playback.
         interrupt: Speech cuts a reply off; else only a turn that is over does.
         answer: Every turn is answered; else `respond` is called.
+        backchannels: A short "mhm" or "okay" under a reply does not cut it off; speech that goes on
+            for more than 0.7 s, or is another word, does. Wants an ear that finds speech.
+        echo: Take the sound of replies, as they are played, out of the sound that is pushed; for a
+            loudspeaker beside the microphone. Needs `mmfast[echo]`.
         history: Bounds the past.
         options: Of every reply, such as `voice`, `speed`, `pitch`, `mode`, `verify`.
     """
@@ -58,6 +79,8 @@ class VoiceSession(Dialogue):
         delay: float = 0.0,
         interrupt: bool = True,
         answer: bool = True,
+        backchannels: bool = False,
+        echo: bool = False,
         history: History | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
@@ -73,6 +96,10 @@ class VoiceSession(Dialogue):
             delay=delay,
         )
         self.chatter, self.ear, self.options = chatter, ear, dict(options or {})
+        if backchannels:
+            self.murmur = murmur_ear(ear, chatter)
+        self._echo = EchoCanceller() if echo else None
+        self._played = PlayedSound()
         self.lock = threading.Condition()  # one thread may take it again
         self.outlet, self.inlet = Outlet(self.clock), Inlet()
         self.ahead, self.closed = ahead, False
@@ -158,9 +185,25 @@ class VoiceSession(Dialogue):
             samples = self.inlet.take(pcm, rate)
             if self.input_clock is not None:
                 self.input_clock.advance(len(samples) / RATE)
-            for heard in self.ear.hear(samples):
-                self.hear(heard)
+            if self._echo is not None:
+                played = None if self.reply is None else self.reply.playback
+                samples = self._echo.cancel(samples, self._played.take(played, len(samples)))
+            # a backchannel is over where it is, however long the chunk is
+            for block in (samples,) if self.murmur is None else samples.split(BLOCK):
+                self._listen(block)
             self.lock.notify_all()
+
+    def _listen(self, pcm: Tensor) -> None:
+        for heard in self.ear.hear(pcm):
+            self.hear(heard)
+        if (said := self.undecided()) is not None:
+            self.decide(self.judged(said))
+
+    def take(self, reply: SpokenReply, sound: Sound | None) -> None:
+        """Take the next piece of a reply, or its end; a piece that comes too late is dropped."""
+        super().take(reply, sound)
+        if self._echo is not None and sound is not None and reply.playback is not None:
+            self._played.add(reply.playback, sound.pcm)
 
     def commit(self) -> None:
         """End the turn that is being said; MmfastError where nothing is being said."""
@@ -200,13 +243,13 @@ class VoiceSession(Dialogue):
 
     def say(self, text: str | Iterable[str], **options: Any) -> str:
         """Say a text, a greeting for one; returns the name of the reply."""
-        speaker = getattr(self.chatter, "speaker", self.chatter)
-        if not hasattr(speaker, "speak"):
-            raise MmfastError("this model answers, but does not read out; give speaker=")
+        talker = getattr(self.chatter, "talker", self.chatter)
+        if not hasattr(talker, "speak"):
+            raise MmfastError("this model answers, but does not read out; give talker=")
         with self.lock:
             self._check_open()
             how = speaking({**self.options, **options})
-            return self._start(lambda: iter(speaker.speak(text, **how)))
+            return self._start(lambda: iter(talker.speak(text, **how)))
 
     def _start(
         self, make: Callable[[], Iterator[Sound]], question: HistoryTurn | None = None
@@ -424,7 +467,7 @@ class VoiceSession(Dialogue):
             silent = self.silent + (playing.silent if playing else 0.0)
             names = ("turns", "replies", "completed", "interrupted", "cancelled", "failed")
             return {
-                **{name: self.counts[name] for name in (*names, "cut_off")},
+                **{name: self.counts[name] for name in (*names, "cut_off", "backchannels")},
                 **self.totals.stats(),
                 "input_seconds": round(self.inlet.samples / RATE, 4),
                 "played_seconds": round(self.played + now, 4),

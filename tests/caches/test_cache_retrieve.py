@@ -8,7 +8,7 @@ import cache_oracle
 import model_oracle as oracle
 import pytest
 import torch
-from cache_questions import kinds_of
+from cache_questions import frames, kinds_of, raw
 from cache_runs import MORE, close, new, rows, run
 from tiny_models import ALL_FAMILIES, FAMILIES, Tiny, generate, storing, tiny
 
@@ -77,36 +77,6 @@ def test_all_blocks_are_the_whole_cache(family: str) -> None:
     for spec in ("rekv:99", "resv:1.0?limit=0", "window:9999+retrieve:1"):
         out = run(this, inputs, spec, tokens=4)
         assert torch.equal(torch.stack(out.logits), torch.stack(stock.logits)), spec
-
-
-def raw(this: Tiny, inputs: dict[str, Any], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys `[heads, L, d]` before RoPE, from the projections."""
-    attention = this.model.get_decoder().layers[layer].self_attn
-    found: dict[str, torch.Tensor] = {}
-    handles = [
-        getattr(attention, f"{name}_proj").register_forward_hook(
-            lambda _m, _a, out, name=name: found.__setitem__(name, out)
-        )
-        for name in "qk"
-    ]
-    try:
-        this.model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    heads = {n: x[0].unflatten(-1, (-1, attention.head_dim)) for n, x in found.items()}
-    for name in "qk":
-        norm = getattr(attention, f"{name}_norm", None)
-        heads[name] = heads[name] if norm is None else norm(heads[name])
-    return heads["q"].transpose(0, 1), heads["k"].transpose(0, 1)
-
-
-def frames(this: Tiny, inputs: dict[str, Any], prompt: oracle.Prompt) -> list[torch.Tensor]:
-    if "video" not in this.facts.kinds:
-        return prompt.items  # each picture is a block
-    (item,) = prompt.items
-    grid = inputs.get("video_grid_thw")
-    return list(item.chunk(this.shape.frames if grid is None else int(grid[0, 0])))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma3", "llava"])

@@ -81,6 +81,34 @@ def test_promise(method: Method, promise: Callable[[Method], None]) -> None:
         ("keynorm", {"group": 5}),
         ("keyformer", {"noise": 0.0, "recent": 0.0}),
         ("keyformer", {"noise": 0.3, "recent": 0.6, "seed": 4}),
+        ("random", {"seed": 7}),
+        ("lagkv", {"sink": 2, "lag": 5}),
+        ("lagkv", {"sink": 0, "lag": 1}),
+        ("curdkv", {"sink": 0, "rank": 0}),
+        ("curdkv", {"sink": 9, "rank": 3, "seed": 5}),
+        ("chunkkv", {"window": 3, "chunk": 4}),
+        ("chunkkv", {"window": 1, "chunk": 1}),
+        ("chunkkv", {"window": 5, "chunk": 100}),
+        ("h2o", {"recent": 0.0}),
+        ("h2o", {"recent": 1.0}),
+        ("vatp", {"sink": 0, "recent": 0.3}),
+        ("vatp", {"sink": 3, "recent": 1.0}),
+        ("leverage", {"sink": 0, "recent": 0, "rank": 0}),
+        ("leverage", {"sink": 2, "recent": 9, "rank": 3, "seed": 4}),
+        ("criticalkv", {"window": 3, "first": 0.0, "kernel": 1}),
+        ("criticalkv", {"window": 5, "first": 0.8, "epsilon": 0.1, "pool": "mean"}),
+        ("expected_attention", {"sink": 0, "covariance": False}),
+        ("expected_attention", {"sink": 30, "epsilon": 0.02}),
+        ("mixkv", {"window": 3, "kernel": 1}),
+        ("mixkv", {"window": 5, "kernel": 3, "pool": "mean"}),
+        ("infinipot_v", {"tar": 0.0}),
+        ("infinipot_v", {"tar": 1.0, "recent": 0.0}),
+        ("infinipot_v", {"tar": 0.7, "recent": 0.6}),
+        ("streammem", {"prototypes": False}),
+        ("pyramidkv", {"beta": 1.0, "window": 3, "kernel": 3}),
+        ("simlayerkv", {"threshold": 0.2, "window": 3}),
+        ("simlayerkv", {"threshold": 0.7, "sink": 1}),
+        ("simlayerkv", {"threshold": 0.0, "sink": 50}),
         ("lookm", {"merge": "averaged"}),
         ("lookm", {"merge": "weighted", "recent": 0.0}),
         ("lookm", {"merge": "none", "recent": 1.0}),
@@ -105,6 +133,31 @@ def test_oracle_zipvl_adaptive(mass: float) -> None:
     sharp.signals["attn_sum"][:, 7] = 1e4
     assert evict(sharp, "zipvl").keep.tolist() == [[7], [7]]  # one token holds it all
     assert evict(sharp, "zipvl?mass=1.0").m == 50
+
+
+@pytest.mark.parametrize("beta", [1.0, 1.5, 20.0])
+def test_a_pyramid_keeps_as_much_as_equal_layers(beta: float) -> None:
+    """Budgets fall with depth and add up, whatever is too large for a layer."""
+    tokens = make("random", 2, 61)
+    for layers, mean in ((2, 1), (3, 20), (7, 30), (5, 44), (4, 60), (28, 9)):
+        tokens.signals["depths"], kept = torch.tensor(layers), []
+        for depth in range(layers):
+            tokens.signals["depth"] = torch.tensor(depth)
+            kept.append(evict(tokens, f"pyramidkv:{mean}?beta={beta}").m)
+            assert not disagreement(tokens, "pyramidkv", mean, beta=beta)
+        assert sum(kept) == layers * mean and kept == sorted(kept, reverse=True)
+        assert (kept[0] - kept[-1] > 1) == (beta > 1 and mean > 1)
+
+
+def test_a_lazy_layer_keeps_its_ends_alone() -> None:
+    tokens = make("random", 2, 50)
+    ends, attn = [*range(4), *range(44, 50)], tokens.signals["attn_window"]
+    attn[:] = 0.08 / 40
+    attn[:, ends] = 0.092
+    assert evict(tokens, "simlayerkv?recent=6").keep.tolist() == [ends] * 2
+    assert evict(tokens, "simlayerkv:10").keep.tolist() == [ends] * 2
+    assert evict(tokens, "simlayerkv:10?threshold=0.93").m == 50
+    assert not disagreement(tokens, "simlayerkv", None, recent=6)
 
 
 def test_fastkv_votes_as_the_reducer_of_its_name_does() -> None:
@@ -143,7 +196,7 @@ def test_a_score_chooses_among_what_does_not_stand(score: str) -> None:
         tokens.x[:, rest],
         signals={
             name: value
-            if value.ndim == 0
+            if value.ndim == 0 or name.startswith("query_")
             else value[..., rest, :]
             if name == "values"
             else value[..., rest]
@@ -182,22 +235,24 @@ def test_any_cache_any_budget(
     method: Method, kind: str, heads: int, n: int, budget: float, seed: int
 ) -> None:
     tokens = make(kind, heads, n, seed=seed)
-    found = evict(tokens, spec_of(method, budget if isinstance(budget, int) else f"{budget:.4f}"))
+    knobs, number = checks.exact(method), budget if isinstance(budget, int) else f"{budget:.4f}"
+    found = evict(tokens, spec_of(method, number, **knobs))
     share = round(float(f"{budget:.4f}") * n)
     assert found.m == (min(budget, n) if isinstance(budget, int) else max(1, share))
-    assert not disagreement(tokens, method.name, found.m)
+    assert not disagreement(tokens, method.name, found.m, **knobs)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     sinks=st.integers(1, 9),
     last=st.integers(1, 30),
-    score=st.sampled_from(["snapkv", "lookm", "keynorm", "keyformer", "fastkv", "zipvl"]),
+    score=st.sampled_from([m for m in EVICTING if m.role == "score"]),
     budget=st.integers(1, 50),
     n=st.integers(1, 60),
 )
-def test_budgets_add_up(sinks: int, last: int, score: str, budget: int, n: int) -> None:
-    found = evict(make("random", 2, n), f"sink:{sinks}+window:{last}+{score}:{budget}")
+def test_budgets_add_up(sinks: int, last: int, score: Method, budget: int, n: int) -> None:
+    spec = spec_of(score, budget, **checks.exact(score))
+    found = evict(make("random", 2, n), f"sink:{sinks}+window:{last}+{spec}")
     assert found.m == min(sinks + last + budget, n)
     places = {*range(min(sinks, n)), *range(max(n - last, 0), n)}
     assert all(places <= set(row) for row in found.keep.tolist())

@@ -12,10 +12,12 @@ from cache_factory import make
 
 from mmfast import Reduction
 from mmfast.caches import keyformer, quantised
+from mmfast.caches.frames import streammem
 from mmfast.ops import eviction, ranking, similarity
 from mmfast.ops import ranking as grouped_topk
 from mmfast.ops import ranking as share_out
 
+_WEIGHTS = streammem._weights
 _GUMBEL, _HOLDING, _WITH_LAST = keyformer._gumbel, quantised._holding, eviction.with_last
 
 # (policy, where the name is looked up, replacement)
@@ -74,6 +76,22 @@ def _one_more(received: torch.Tensor, mass: float) -> int:
     return min(_HOLDING(received, mass) + 1, received.shape[-1])
 
 
+def _worst(score: torch.Tensor, among: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return ranking.best_of(-score, among, count)
+
+
+def _nothing_alike(keys: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(keys.shape[:-1])
+
+
+def _no_part(votes: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(votes)
+
+
+def _equal_shares(score: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _WEIGHTS(torch.ones_like(score), target)
+
+
 def _mixed_windows(text: torch.Tensor, budget: int, first: int, last: int) -> torch.Tensor:
     place = torch.arange(text.shape[-1])
     return (place < first) | (place >= text.shape[-1] - (budget - first))
@@ -103,6 +121,26 @@ FAULTS: list[Fault] = [
     ("keynorm", "caches.keynorm.share_out", _equal_parts),
     ("keyformer", "caches.keyformer.stable_topk", _least),
     ("keyformer", "caches.keyformer._gumbel", _same_noise),
+    ("random", "caches.random_kv.stable_topk", _least),
+    ("tova", "caches.tova.stable_topk", _least),
+    ("keydiff", "caches.keydiff.stable_topk", _least),
+    ("curdkv", "caches.curdkv.stable_topk", _least),
+    ("criticalkv", "caches.attention.criticalkv.stable_topk", _least),
+    ("expected_attention", "caches.attention.expected_attention.stable_topk", _least),
+    ("mixkv", "caches.attention.mixkv.stable_topk", _least),
+    ("mixkv", "caches.attention.mixkv._level_with", _no_part),
+    ("infinipot_v", "caches.frames.infinipot_v.best_of", _worst),
+    ("infinipot_v", "caches.frames.infinipot_v._redundancy", _nothing_alike),
+    ("streammem", "caches.frames.streammem.best_of", _worst),
+    ("streammem", "caches.frames.streammem._weights", _equal_shares),
+    ("pyramidkv", "ops.eviction.stable_topk", _least),
+    ("simlayerkv", "caches.layers.simlayerkv.stable_topk", _least),
+    ("knorm", "caches.knorm.stable_topk", _least),
+    ("h2o", "caches.attention.heavy.stable_topk", _least),
+    ("vatp", "caches.attention.heavy.stable_topk", _least),
+    ("leverage", "caches.leverage.stable_topk", _least),
+    ("lagkv", "caches.lagkv.grouped_topk", _ungrouped),
+    ("chunkkv", "caches.chunkkv.stable_topk", _least),
     ("lookm", "caches.lookm.stable_topk", _least),
     ("lookm", "caches.lookm.fold_evicted", _plain),
     ("lookm", "caches.lookm.fold_evicted", _averaged),
@@ -117,7 +155,11 @@ FAULTS: list[Fault] = [
 def _found(name: str) -> bool:
     """Whether anything differs from the oracle on a few conversations."""
     budgets: list[int | None] = [3, 12, 30, 45]
-    knobs = {"keynorm": {"group": 7}, "snapkv": {"window": 4}}.get(name, {})
+    knobs = {
+        "keynorm": {"group": 7},
+        "snapkv": {"window": 4},
+        "simlayerkv": {"threshold": 0.2},
+    }.get(name, {})
     if name == "zipvl":
         budgets.append(None)
     cases = [make("random", 3, 61, seed=seed) for seed in range(3)]

@@ -193,7 +193,7 @@ def test_methods_in_full_without_torch() -> None:
     for line in ('mmfast.attach(model, reduce="divprune:0.25")', "--reduce divprune:0.25"):
         assert line in out
     page = json.loads(guarded("methods", "snapkv", "--json")[1])
-    assert page["knobs"] == {"window": 32, "kernel": 7, "pool": "max"}
+    assert page["knobs"] == {"window": 32, "kernel": 7, "pool": "max", "every": 0}
     assert page["sites"] == ["kv"] and page["example"]["command"].endswith("--cache snapkv:0.5")
     both = json.loads(guarded("methods", "fastkv", "--json")[1])
     assert {both["kind"], both["also"][0]["kind"]} == {"reducer", "cache"}

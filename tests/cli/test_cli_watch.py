@@ -50,6 +50,9 @@ def test_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert document["answers"][0]["answer"] in WAYS and document["saved"] == saved
     assert document["stats"]["frames"] == document["stats"]["units"] == 8
     options = ("--restore", saved, "--tell-me-when", "a thing moves", "--threshold", "0.000001")
+    code, out, err = run(capsys, CLIP, *options, "--fps", "4", "--json")
+    assert code == 2 and not out and "reduce 'dtd:0.5', here None" in " ".join(err.split())
+    options += ("--reduce", "dtd:0.5")
     code, out, _ = run(capsys, CLIP, *options, "--fps", "4", "--json")
     again = json.loads(out)
     assert code == 0 and again["stats"]["frames"] == 16 and again["answers"] == []

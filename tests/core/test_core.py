@@ -283,7 +283,7 @@ def test_parse_stages() -> None:
         ("divprune@pre3:0.5", ["'pre3'"]),
         ("divprune@:0.5", ["''"]),
         ("divprune:0.5?seed=3", ["seed", "choices: parity"]),
-        ("uniform:0.5?seed=3", ["it has none", "seed"]),
+        ("adaptinfer:0.5?seed=3", ["it has none", "seed"]),
         ("random:0.5?seed=x", ["seed='x'", "int"]),
         ("random:0.5?seed", ["no value", "seed=0"]),
         ("random:0.5?seed=", ["no value"]),

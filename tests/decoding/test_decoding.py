@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import decode_models as small
 import pytest
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
 
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.decoding import row as row_module
+from mmfast.decoding.accept import AcceptRule
+from mmfast.decoding.drafting import MODES, parse_mode
 from mmfast.decoding.loop import BatchDecoder, SingleDecoder
 from mmfast.decoding.row import Costs, Open
 from mmfast.decoding.sampling import Sampling, process
@@ -42,7 +53,7 @@ def _decode(
 def test_greedy_exact_equals_stock_generate_for_1000_prompts(name: str, window: int) -> None:
     model, backbone, head = small.trained(name, window)
     tested = stood = 0
-    for i, schedule in enumerate(("turbo", "boost", "balance", "MmmMMm")):
+    for i, schedule in enumerate(("1,10", "boost", "balance", "MmmMMm")):
         prompts = _prompts(250, 3 + 2 * i, i)
         want = small.greedy(model, prompts, 16)
         found, decoder = _decode(
@@ -173,15 +184,106 @@ def _distance(head: str, sampling: Sampling, n: int = 1500) -> float:
     return sum(abs(counts.get(line, 0) - want.get(line, 0)) for line in {*counts, *want}) / 2
 
 
+def _other_than_before(ids: Tensor, scores: Tensor) -> Tensor:
+    """A processor as of transformers: the token said last becomes unlikely."""
+    return scores.scatter_add(1, ids[:, -1:], torch.full((1, 1), -1.5, dtype=scores.dtype))
+
+
 SAMPLINGS = [
     Sampling(temperature=1.3, seed=1),
     Sampling(temperature=1.5, top_k=2, top_p=0.95, penalty=1.6, seed=2),
+    Sampling(
+        temperature=1.4,
+        min_p=0.1,
+        processors=LogitsProcessorList([_other_than_before, NoRepeatNGramLogitsProcessor(3)]),
+        seed=3,
+    ),
 ]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampling_exact_has_the_distribution_of_one_token_per_pass(sampling: Sampling) -> None:
     assert _distance("mctp", sampling) < 0.045
+
+
+class _Books(Open):
+    """Token 4 is of codebook 1, the others are of codebook 0."""
+
+    def book(self, token: int) -> int:
+        return int(token == 4)
+
+
+def _by_book(logits: Tensor, heats: tuple[float, float]) -> Tensor:
+    """Chances of one place, its temperature that of the codebook of its likeliest token."""
+    heat = heats[int(logits.argmax()) + FEW.start == 4]
+    if heat == 0:
+        return torch.eye(len(logits), dtype=logits.dtype)[int(logits.argmax())]
+    return (logits / heat).softmax(-1)
+
+
+@pytest.mark.parametrize("heats", [(0.5, 2.0), (0.0, 1.5)])
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_temperature_per_codebook(
+    heats: tuple[float, float], fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-square of the first two tokens; one temperature for both books is noticed."""
+    _, backbone, head = small.trained("mctp")
+    if fault:
+        monkeypatch.setattr(Sampling, "heat", lambda self, book: 1.0)
+    prompt, n = [4, 5, 6, 5], 900
+
+    def after(*line: int) -> Tensor:
+        hidden, _ = small.read(backbone, torch.tensor([[*prompt, *line]]))
+        return _by_book(backbone.logits(hidden[0, -1], FEW), heats)
+
+    tokens = range(FEW.start, FEW.stop)
+    first, second = after(), {token: after(token) for token in tokens}
+    want = {
+        (a, b): n * float(first[a - FEW.start] * second[a][b - FEW.start])
+        for a in tokens
+        for b in tokens
+    }
+    guides = [_Books(2, rows=FEW) for _ in range(n)]
+    sampling = Sampling(temperature=heats, seed=5)
+    decoder = BatchDecoder(backbone, head, guides, sampling=sampling, costs=CHEAP, reserve=16)
+    decoder.feed([prompt] * n)
+    list(decoder)
+    counts = Counter(tuple(guide.said) for guide in guides)
+    never = sum(counts[line] for line, expected in want.items() if not expected)
+    square = sum((counts[line] - e) ** 2 / e for line, e in want.items() if e)
+    assert (never == 0 and square < 26.12) is not fault  # 8 degrees of freedom at 0.001
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast", "turbo"])
+def test_processors_leave_out_what_they_forbid(mode: str) -> None:
+    """What stock `generate` says with them, and no forbidden token in any mode."""
+    model, backbone, head = small.trained("mctp")
+    prompts = _prompts(6, 5, 7)
+    chain = LogitsProcessorList(
+        [SuppressTokensLogitsProcessor([3, 9]), NoRepeatNGramLogitsProcessor(2)]
+    )
+    found, decoder = _decode(
+        backbone, head, prompts.tolist(), 16, mode=mode, sampling=Sampling(processors=chain)
+    )
+    assert sum(stats.drafted for stats in decoder.stats) > 20
+    for prompt, line in zip(prompts.tolist(), found, strict=True):
+        pairs = list(pairwise([*prompt, *line]))[len(prompt) - 1 :]
+        assert not {3, 9} & set(line) and len(set(pairs)) == len(pairs)
+    if mode == "exact":
+        want = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=16,
+            do_sample=False, logits_processor=chain,
+        )  # fmt: skip
+        assert found == want[:, 5:].tolist()
+
+
+def test_processors_that_leave_nothing_are_named() -> None:
+    _, backbone, head = small.trained("mctp")
+    sampling = Sampling(processors=lambda ids, scores: scores - torch.inf)
+    with pytest.raises(ModelError, match="leave no token"):
+        _decode(backbone, head, [[1, 2]], sampling=sampling)
+    with pytest.raises(SpecError, match="'top'"):
+        Sampling(processors=["top"])
 
 
 @pytest.mark.parametrize("fault", ["always", "resample"])
@@ -198,7 +300,7 @@ def test_a_planted_wrong_rule_is_noticed(fault: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         row_module, "accept_sampled", {"always": always, "resample": resample}[fault]
     )
-    assert max(_distance("mctp", sampling) for sampling in SAMPLINGS) > 0.09
+    assert max(_distance("mctp", sampling) for sampling in SAMPLINGS[:2]) > 0.09
 
 
 def test_a_seed_says_everything() -> None:
@@ -213,3 +315,82 @@ def test_a_seed_says_everything() -> None:
         list(decoder)
         lines.append(guide.said)
     assert lines[0] == lines[1] != lines[2]
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+def _unlikely(model: Any, prompts: Tensor, lines: list[list[int]]) -> list[float]:
+    """Of every token the share of the likeliest one's probability, by the stock forward pass."""
+    ids = torch.cat([prompts, torch.tensor(lines)], 1)
+    p = model(input_ids=ids, use_cache=False).logits.softmax(-1)[:, prompts.shape[1] - 1 : -1]
+    said = p.gather(-1, ids[:, prompts.shape[1] :, None]).squeeze(-1)
+    return (said / p.amax(-1)).flatten().tolist()
+
+
+def test_modes_differ_in_what_they_accept() -> None:
+    """Exact says what one token per pass says; looser rules say less likely tokens, sooner."""
+    model, backbone, head = small.trained("mctp")
+    prompts = _prompts(60, 5, 11)
+    passes, lowest = {}, {}
+    for mode in ("exact", "fast", "turbo"):
+        found, decoder = _decode(backbone, head, prompts.tolist(), 16, mode=mode)
+        assert (found == small.greedy(model, prompts, 16)) is (mode == "exact")
+        passes[mode] = sum(stats.passes for stats in decoder.stats)
+        lowest[mode] = min(_unlikely(model, prompts, found))
+        assert sum(n for stats in decoder.stats for n, _ in stats.by_place) > 0  # verified
+    assert passes["turbo"] < passes["fast"] < passes["exact"]
+    assert lowest["turbo"] < lowest["fast"] < lowest["exact"] == 1
+    assert decoder.rule == AcceptRule("typical", MODES["turbo"].rule.epsilon)
+
+
+def test_a_mode_is_never_raw_unless_told() -> None:
+    """A verifier that is left out, as `verify="none"` does, is noticed by every mode's test."""
+    model, backbone, head = small.trained("mctp")
+    prompts = _prompts(20, 5, 12)
+    for mode in MODES:
+        found, decoder = _decode(backbone, head, prompts.tolist(), 16, mode=mode, verify="none")
+        assert sum(n for stats in decoder.stats for n, _ in stats.by_place) == 0
+        assert found != small.greedy(model, prompts, 16)
+    assert all(mode.rule.kind != "none" for mode in MODES.values())
+
+
+def test_the_run_ends_where_the_head_is_not_confident() -> None:
+    _, backbone, head = small.trained("mctp")
+    prompts, kept = _prompts(20, 5, 13).tolist(), {}
+    for confidence in (0.0, 0.5, 0.9):
+        for temperature in (0.0, 1.0):
+            mode = replace(MODES["exact"], confidence=confidence)
+            guides = [Open(12) for _ in prompts]
+            decoder = BatchDecoder(
+                backbone, head, guides, mode=mode, sampling=Sampling(temperature), costs=CHEAP
+            )
+            decoder.feed(prompts)
+            sure: list[float] = []
+            for _ in decoder:
+                sure += [c for row in decoder.rows for c in row.confidences]
+            assert all(each >= confidence for each in sure)
+            kept[confidence, temperature] = len(sure)
+    assert kept[0.0, 0.0] > kept[0.5, 0.0] > kept[0.9, 0.0]
+    assert kept[0.0, 1.0] > kept[0.5, 1.0] > kept[0.9, 1.0]
+
+
+def test_a_stop_on_confidence_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODES, "exact", replace(MODES["exact"], confidence=0.5))
+    assert _distance("mctp", SAMPLINGS[0]) < 0.045
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"mode": "boost"}, "schedule='boost'"),
+        ({"mode": "turob"}, "did you mean 'turbo'"),
+        ({"mode": (1, 10)}, "schedule=(1, 10)"),
+        ({"schedule": "bost"}, "did you mean 'boost'"),
+        ({"verify": "tipical"}, "did you mean 'typical"),
+    ],
+)
+def test_unknown_modes(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(SpecError) as error:
+        parse_mode(**options)
+    assert told in str(error.value) and "\n" not in str(error.value)

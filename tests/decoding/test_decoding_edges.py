@@ -9,7 +9,9 @@ import decode_models as small
 import pytest
 import torch
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -28,7 +30,7 @@ from mmfast.decoding.sampling import Sampling, process
     ("spec", "letters"),
     [
         ("vanilla", "MMMMMMMMMM"),
-        ("turbo", "MmmmmmmmmmmMmmmmmmmmmmMmm"),
+        ("1,10", "MmmmmmmmmmmMmmmmmmmmmmMmm"),
         ("boost", "MmmmmmmmmmmMMMMmmmmmmmmmmMMMMm"),
         ("balance", "MmmmmMMMmmmmmmmmMMMMmmmmmmmmmmMMMMmmmmmmmmmmMMMM"),
         ("MmmMMm", "MmmMMmMMmMMm"),
@@ -41,7 +43,7 @@ def test_schedules(spec: Any, letters: str) -> None:
     assert "".join(islice(passes, len(letters))) == letters
 
 
-@pytest.mark.parametrize("spec", ["turbi", "mM", "1", "1,2,3", "0,4", (), "", "M m"])
+@pytest.mark.parametrize("spec", ["turbo", "mM", "1", "1,2,3", "0,4", (), "", "M m"])
 def test_unknown_schedules(spec: Any) -> None:
     with pytest.raises(SpecError) as error:
         parse_schedule(spec)
@@ -51,7 +53,7 @@ def test_unknown_schedules(spec: Any) -> None:
 @pytest.mark.parametrize("name", ["mctp", "mtp"])
 def test_the_passes_are_those_of_the_schedule(name: str) -> None:
     _, backbone, head = small.trained(name)
-    decoder = SingleDecoder(backbone, head, Open(40), schedule="1,2,3,4")
+    decoder = SingleDecoder(backbone, head, Open(40), schedule="1,2,3,4", verify="none")
     decoder.feed([1, 2, 3])
     steps = list(decoder)
     made = [step.drafted for step in steps]
@@ -87,6 +89,9 @@ def test_the_last_run_is_cut_at_the_limit_and_at_an_end() -> None:
         Sampling(temperature=1.0, top_k=5),
         Sampling(temperature=1.3, top_p=0.6),
         Sampling(temperature=0.9, top_k=9, top_p=0.8, penalty=1.7),
+        Sampling(temperature=1.2, top_k=12, top_p=0.9, min_p=0.1),
+        Sampling(temperature=1.2, min_p=0.3, penalty=1.3),
+        Sampling(temperature=1.1, processors=[SuppressTokensLogitsProcessor([5, 7])], penalty=1.3),
     ],
 )
 def test_processors_equal_those_of_transformers(sampling: Sampling) -> None:
@@ -95,11 +100,15 @@ def test_processors_equal_those_of_transformers(sampling: Sampling) -> None:
     want = logits.clone()
     if sampling.penalty != 1:
         want = RepetitionPenaltyLogitsProcessor(sampling.penalty)(prefix, want)
+    for each in sampling.processors:
+        want = each(prefix, want)
     want = TemperatureLogitsWarper(sampling.temperature)(prefix, want)
     if sampling.top_k:
         want = TopKLogitsWarper(sampling.top_k)(prefix, want)
     if sampling.top_p < 1:
         want = TopPLogitsWarper(sampling.top_p)(prefix, want)
+    if sampling.min_p:
+        want = MinPLogitsWarper(sampling.min_p)(prefix, want)
     found = process(logits, sampling, prefix.tolist())
     torch.testing.assert_close(found.softmax(-1), want.softmax(-1))
 
@@ -132,6 +141,9 @@ def test_greedy_penalty_equals_generate() -> None:
     [
         {"temperature": -1},
         {"temperature": float("nan")},
+        {"temperature": (0.5, -1)},
+        {"temperature": ()},
+        {"min_p": 1.5},
         {"top_k": -2},
         {"top_p": 0},
         {"top_p": 1.5},

@@ -16,6 +16,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ pytest.importorskip("gradio", reason="the demo needs gradio: pip install mmfast[
 from mmfast.demos import ask, compare, examples, views, watch
 from mmfast.demos.app import build
 from mmfast.demos.shelf import Seats, Shelf
-from mmfast.demos.voice import Talk
+from mmfast.demos.voice import Talk, VoiceSocket
 from mmfast.demos.watch import SMALL, VisitorStream
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -509,7 +510,7 @@ class _Told:
 @pytest.fixture(scope="module")
 def question(shelf: Shelf) -> bytes:
     """A question about the clip, spoken, with silence around it: 16-bit PCM at 16 kHz."""
-    spoken = shelf.speaker()(QUESTION.lower(), verify="exact")
+    spoken = shelf.talker()(QUESTION.lower(), verify="exact")
     pcm = (spoken.pcm.clamp(-1, 1).numpy() * 32767).astype("<i2")
     return bytes(8000) + pcm.tobytes() + bytes(2 * 16000)
 
@@ -621,6 +622,48 @@ def test_conversations_of_other_pages_are_refused(client: Any) -> None:
         socket.send_bytes(bytes(2048))
         socket.send_text("{")
         assert json.loads(socket.receive_text())["kind"] == "error"
+
+
+class _Visitor:
+    """A socket that begins a conversation and then says nothing."""
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+        self._wish: str | None = '{"rate": 48000}'
+        self.welcomed = asyncio.Event()
+
+    async def accept(self) -> None:
+        """Nothing to do."""
+
+    async def receive(self) -> dict[str, str]:
+        if self._wish is None:
+            await asyncio.Event().wait()
+        wish, self._wish = self._wish, None
+        return {"type": "websocket.receive", "text": str(wish)}
+
+    async def send_text(self, text: str) -> None:
+        self.welcomed.set()
+
+
+def test_a_server_that_stops_under_load_leaves_no_conversation(shelf: Shelf) -> None:
+    served, free = VoiceSocket(shelf), threading.Event()
+
+    async def stopped() -> None:
+        visitor, loop = _Visitor(), asyncio.get_running_loop()
+        serving = asyncio.create_task(served.serve(visitor))  # type: ignore[arg-type]
+        await visitor.welcomed.wait()
+        await asyncio.sleep(0.1)
+        crowd = ThreadPoolExecutor(1)
+        loop.set_default_executor(crowd)
+        crowd.submit(free.wait)  # no thread is free for what the end has to do
+        for _ in range(2):
+            serving.cancel()
+            await asyncio.wait([serving], timeout=0.1)
+        assert serving.done() and len(served.seats) == 1
+        free.set()
+
+    asyncio.run(stopped())
+    _until(lambda: len(served.seats) == 0, 20)
 
 
 def test_all_that_the_page_needs_is_packaged() -> None:

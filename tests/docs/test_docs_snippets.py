@@ -19,9 +19,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from scheduling import model_of
+from warm_program import warm
 
 from mmfast.cli import load
 
@@ -59,25 +61,28 @@ def name(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder in which every file that a snippet names exists."""
     home = tmp_path_factory.mktemp("reader")
     (home / "assets").symlink_to(ROOT / "assets")
     (home / "tests").symlink_to(ROOT / "tests")
     (home / "clip.mp4").symlink_to(ROOT / "assets" / "clips" / "red-circle.mp4")
     (home / "photo.jpg").symlink_to(ROOT / "assets" / "clips" / "picture.jpg")
-    program = home / "bin" / "mmfast"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mmfast "$@"\n')
-    program.chmod(0o755)
+    (home / "bin").mkdir()
     for part in model_of("qwen2_5_vl"):  # a random model, and its processor with a chat template
         part.save_pretrained(home / CHECKPOINT)
-    return home
+    with patch.dict(os.environ, inherited()), warm(home / "bin"):
+        yield home
+
+
+def inherited() -> dict[str, str]:
+    """What a process that a snippet runs in has in its environment."""
+    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
 
 
 def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", **more}
+    environment = {**os.environ, **inherited(), **more}
     programs = [str(folder / "bin"), str(Path(sys.executable).parent), environment["PATH"]]
     environment["PATH"] = os.pathsep.join(programs)
     return subprocess.run(
@@ -107,12 +112,12 @@ def server(folder: Path) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
 def test_python_runs(page: Path, folder: Path) -> None:
-    code = "\n".join(blocks(page, "python"))
+    code, python = "\n".join(blocks(page, "python")), str(folder / "bin" / "python")
     if "openai" in code:
         with server(folder) as url:
-            done = run([sys.executable, "-c", code], folder, MMFAST_URL=f"{url}/v1")
+            done = run([python, "-c", code], folder, MMFAST_URL=f"{url}/v1")
     else:
-        done = run([sys.executable, "-c", code], folder)
+        done = run([python, "-c", code], folder)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

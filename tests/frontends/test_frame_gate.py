@@ -92,3 +92,41 @@ def test_wrong_settings_are_refused() -> None:
         FrameGate(1.5)
     with pytest.raises(MmfastError, match="longest"):
         FrameGate(longest=0)
+    for similar in (1.0, -0.1, float("nan")):
+        with pytest.raises(MmfastError, match="similar"):
+            FrameGate(similar=similar)
+
+
+def test_similar_frames_are_skipped_by_chance() -> None:
+    """The share that is skipped is that of StreamDiffusion's filter, from the pixels themselves."""
+    a, b = picture(96, 128), picture(96, 128, seed=1)
+    for weight, eta in ((0.05, 0.98), (0.1, 0.98), (0.1, 0.9), (1.0, 0.98)):
+        mixed = ((1 - weight) * a + weight * b).astype(np.uint8)
+        x, y = (each.astype(np.float64).ravel() for each in (a, mixed))
+        cosine = (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum())
+        wanted = max(0.0, (cosine - eta) / (1 - eta))
+        gate, cells = FrameGate(0.0, similar=eta, seed=3), cell_means(a)
+        states = [GateState(cells, (96, 128), seen=number) for number in range(400)]
+        skipped = sum(not gate.step(state, mixed)[1] for state in states)
+        assert abs(skipped / 400 - wanted) < 4 * (wanted * (1 - wanted) / 400) ** 0.5 + 0.01
+        assert FrameGate(similar=eta, longest=5).step(GateState(cells, (96, 128), 5), mixed)[1]
+    assert wanted == 0.0 == skipped  # another picture always passes
+    assert judged([a, a, a], FrameGate(0.0, similar=0.5)) == [True, False, False]
+    black = np.zeros((32, 32, 3), np.uint8)
+    assert judged([black, black, black + 9], FrameGate(similar=0.9)) == [True, False, True]
+
+
+def test_chance_does_not_depend_on_how_a_stream_is_cut() -> None:
+    frames = [picture(seed=0) // 2 + picture(seed=s) // 8 for s in range(30)]
+    gate = FrameGate(similar=0.97, seed=1)
+    whole = judged(frames, gate)
+    assert 3 < whole.count(True) < 27
+    assert whole != judged(frames, FrameGate(similar=0.97, seed=2))
+    state, found = gate.start(), []
+    for frame in frames:
+        state = GateState.restore(state.snapshot())
+        state, passed = gate.step(state, frame)
+        found.append(passed)
+    assert found == whole
+    assert FrameGate().settings == [0.03, None]  # sessions saved without it can be restored
+    assert gate.settings == [0.03, None, 0.97, 1]

@@ -188,6 +188,39 @@ def test_drafters_of_any_kind_plug_in(sampling: Sampling) -> None:
             assert torch.equal(codes, right)
 
 
-def test_a_penalty_is_refused() -> None:
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_temperature_per_codebook(
+    kind: str, fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code by code and drafted; a pass that takes all codes for the first is noticed."""
+    heats = (0.4, 1.0, 2.5)
+    core = depth_core(kind, codes=3, size=4, hidden=8, first=5, dim=16, layers=1, ffn=16)
+    n, hidden, first = 20_000, torch.randn(1, 8), torch.tensor([2])
+    every = torch.tensor(list(itertools.product(range(4), repeat=3)))
+    tokens = torch.cat([first.expand(len(every), 1), every[:, :-1]], dim=1)
+    with torch.no_grad():
+        logits = core.whole(hidden.expand(len(every), -1), tokens)
+    probs = torch.stack([(logits[:, i] / heat).softmax(-1) for i, heat in enumerate(heats)], 1)
+    exact = probs.gather(-1, every[..., None])[..., 0].prod(1)
+    choice = CodeChoice(Sampling(temperature=heats, seed=3))
+    if fault:
+        right = CodeChoice.probs
+        forgetful = lambda self, logits, check=True, at=0: right(self, logits, check, 0)
+        monkeypatch.setattr(CodeChoice, "probs", forgetful)
+    many, fronts = hidden.expand(n, -1), first.expand(n)
+    drafts = FrameDrafts(torch.randint(4, (n, 3)))
+    said = (
+        one_by_one(core, many, fronts, choice),
+        draft_and_check(core, many, fronts, drafts, choice),
+    )
+    assert all((_distance(codes, 4, exact) < 0.025) is not fault for codes in said)
+
+
+def test_codes_of_a_frame_have_no_history() -> None:
     with pytest.raises(SpecError, match=r"penalty 1\.5"):
         CodeChoice(Sampling(temperature=1.0, penalty=1.5))
+    with pytest.raises(SpecError, match="processors"):
+        CodeChoice(Sampling(processors=lambda ids, scores: scores))
+    with pytest.raises(SpecError, match="of 2 codebooks"):
+        CodeChoice(Sampling(temperature=(0.5, 1.0))).probs(torch.zeros(1, 3, 4))

@@ -19,7 +19,7 @@ from mmfast.pipelines.speech import SpeechChat, TextToSpeech
 CLIP = Path(__file__).resolve().parents[2] / "assets" / "clips" / "red-circle.mp4"
 QUESTION = "Which way does the red circle move?"
 VISUAL = ("video-qa", "image-qa", "video-text-to-text", "image-text-to-text")
-TASKS = (*VISUAL, "video-stream", "text-to-speech", "speech-chat", "omni-chat")
+TASKS = (*VISUAL, "video-stream", "text-to-speech", "speech-to-text", "speech-chat", "omni-chat")
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_nearest_names_of_questions(task: str, wrong: str, right: str) -> None:
         ("speech-chat", {"voise": "x"}, "did you mean 'voice'"),
         ("speech-chat", {"rate": 3}, "unknown option 'rate'"),
         ("text-to-speech", {"devcie": "cpu"}, "did you mean 'device'"),
-        ("speech-chat", {"chat": str, "speaker": None, "spead": 165}, "did you mean 'speed'"),
+        ("speech-chat", {"chat": str, "talker": None, "spead": 165}, "did you mean 'speed'"),
         ("omni-chat", {"voice": {"voise": "x"}}, "did you mean 'voice'"),
         ("omni-chat", {"sized_four": 5}, "did you mean 'sized_for'"),
     ],

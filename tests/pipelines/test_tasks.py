@@ -39,10 +39,13 @@ def restored() -> Iterator[None]:
 
 def test_tasks_of_the_package() -> None:
     assert set(registry.TASKS) == {
-        "image-qa", "video-qa", "video-stream", "text-to-speech", "speech-chat", "omni-chat",
+        "image-qa", "video-qa", "video-stream", "text-to-speech", "speech-to-text",
+        "speech-chat", "speech-translation", "omni-chat",
     }  # fmt: skip
     assert registry.ALIASES == {
+        "automatic-speech-recognition": "speech-to-text",
         "image-text-to-text": "image-qa",
+        "translation": "speech-translation",
         "video-text-to-text": "video-qa",
     }
 

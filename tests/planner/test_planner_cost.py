@@ -21,10 +21,10 @@ from mmfast.planner.cost import (
     ModelShape,
     Work,
     fingerprint,
+    lengths_of,
     pixels_of,
     predict,
     shape_of,
-    visual_lengths,
     work_of,
 )
 from mmfast.planner.learner import Learner
@@ -98,7 +98,7 @@ def test_pruned_inside_the_model_by_hand() -> None:
 
 
 def test_lengths_add_up_over_items_and_rows() -> None:
-    assert visual_lengths(parse("evs:0.5+divprune:0.5"), 100, 3) == [25, 25, 25]
+    assert lengths_of(parse("evs:0.5+divprune:0.5"), 100, 3) == [25, 25, 25]
     two = Work(110, 2, (100, 60), 2000, ((4, 5, 5), (4, 5, 3)))
     cost = predict(SHAPE, RATES, two, parse("evs:0.5"))
     assert cost.kept == 80 and cost.encode == 40.0
@@ -211,3 +211,14 @@ def test_a_shape_is_planned_from_one_layer() -> None:
     plan = plan_shape(make_target(target_tokens=12), "tiny", frames=2, device="cpu")
     assert plan.visual_tokens == 32 and plan.mean_tokens <= 12 and plan.ttft_ms["encode"] > 0
     assert plan.memory["weights"] == whole.weights
+
+
+def test_stages_of_text_shorten_what_they_may_drop() -> None:
+    both = parse("fastv@llm2:0.5?tokens=all+random@llm3:0.5?tokens=text")
+    assert lengths_of(both, 100, 5) == [100, 100, 50, 50, 50]
+    assert lengths_of(both, 40, 5, "media") == [40, 40, 20, 10, 10]
+    media = parse("fastv@llm1:0.5")
+    assert lengths_of(media, 40, 3, "media") == [40] * 3 and lengths_of(media, 40, 3)[1:] == [
+        20,
+        20,
+    ]

@@ -215,6 +215,21 @@ def test_rows_are_plain_data() -> None:
             lambda image, *_, **knobs: torch.ones(image.shape[:-1], dtype=torch.bool),
         ),
         (
+            "framefusion",
+            "mmfast.reducers.video.framefusion.temporal_cosine",
+            lambda x, frames: torch.ones(len(x) - len(x) // frames),
+        ),
+        (
+            "prunevid",
+            "mmfast.reducers.video.prunevid._contiguous",
+            lambda label: list(range(len(label))),
+        ),
+        (
+            "vispruner",
+            "mmfast.reducers.attention.vispruner._distinct",
+            lambda x, rest, count: rest[:, :count],
+        ),
+        (
             "stc_pruner",
             "mmfast.reducers.video.stc_pruner.grouped_topk",
             lambda score, group, counts: torch.arange(len(score)) % 169 < counts[0],

@@ -67,6 +67,17 @@ def test_promise(method: Method, promise: Callable[[Method], None]) -> None:
         ("visionzip", {"contextual": 0.0}),
         ("holitom", {"tau": 0.9, "beta": 0.8, "neighbours": 2, "window": 3}),
         ("holitom", {"tau": 0.1}),
+        ("dart", {"pivots": 1, "words": 0}),
+        ("dart", {"pivots": 9, "words": 2}),
+        ("vispruner", {"important": 0.0}),
+        ("vispruner", {"important": 1.0}),
+        ("sparsevlm", {"recycle": 0.0}),
+        ("sparsevlm", {"recycle": 1.0, "group": 1}),
+        ("framefusion", {"tau": 0.95}),
+        ("framefusion", {"tau": -1.0}),
+        ("prunevid", {"tau": 0.95, "scenes": 0.5}),
+        ("prunevid", {"tau": -0.5}),
+        ("v_cast", {"temperature": 0.05}),
     ],
 )
 def test_oracle_with_knobs(name: str, knobs: dict[str, float]) -> None:
@@ -98,6 +109,66 @@ def test_oracle_holitom_adaptive() -> None:
         answer = oracles.holitom(item(tokens), None, ratio=ratio)
         assert found.keep.tolist() == answer.keep and found.m < 72
         assert np.allclose(matrix(found), answer.matrix, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("framefusion", {}),
+        ("framefusion", {"tau": 0.97}),
+        ("prunevid", {}),
+        ("prunevid", {"tau": 0.95, "scenes": 0.4, "clusters": 0.3}),
+        ("sparsevlm", {}),
+        ("sparsevlm", {"rate": 0.9, "group": 3}),
+    ],
+)
+def test_oracle_adaptive(name: str, knobs: dict[str, float], seed: int) -> None:
+    tokens = make("video", (9, 4, 5), seed=seed)
+    text = "&".join(f"{k}={v}" for k, v in knobs.items())
+    site = "@llm2" if get(name).sites[0] == "llm" else ""
+    found = reduce(tokens, f"{name}{site}?{text}" if text else name + site)
+    answer = oracles.ORACLES[name](item(tokens), None, **knobs)
+    assert found.keep.tolist() == answer.keep and found.m < tokens.n
+    assert np.allclose(matrix(found), answer.matrix, atol=1e-6)
+
+
+def test_dart_takes_what_repeats_no_pivot() -> None:
+    """Copies of a pivot go first."""
+    x = torch.eye(6)[[0, 0, 0, 1, 1, 2, 3, 4]]
+    norms = {"key_norm": torch.tensor([9.0, 1, 1, 1, 1, 1, 1, 1]), "text_key_norm": torch.ones(1)}
+    tokens = Tokens(x, query=torch.eye(6)[[0]], signals=norms)
+    assert reduce(tokens, "dart@llm2:4?pivots=1").keep.tolist() == [0, 3, 4, 5]
+    assert reduce(tokens, "dart@llm2:3?pivots=1&words=0").keep.tolist() == [0, 3, 4]
+    with pytest.raises(SpecError, match="pivots=0"):
+        reduce(tokens, "dart@llm2:3?pivots=0")
+
+
+def test_sparsevlm_listens_to_the_words_about_the_picture() -> None:
+    x = torch.eye(8)[[0, 0, 1, 1]]
+    given = torch.tensor([[0.9, 0.0], [0.8, 0.1], [0.0, 0.9], [0.1, 0.8]])
+    tokens = Tokens(x, query=torch.eye(8)[[0, 5]], signals={"attn_text": given})
+    assert reduce(tokens, "sparsevlm@llm2:2?recycle=0").keep.tolist() == [0, 1]
+    recycled = reduce(tokens, "sparsevlm@llm2:2")
+    assert recycled.keep.tolist() == [0, 1] and recycled.m == 2
+
+
+def test_framefusion_merges_before_it_prunes() -> None:
+    tokens = make("frozen", (6, 3, 4))
+    still = reduce(tokens, "framefusion")
+    assert still.m < 40 and float(still.sizes().sum()) == tokens.n
+    fewer = reduce(tokens, f"framefusion:{still.m - 5}")
+    assert set(fewer.keep.tolist()) < set(still.keep.tolist())
+    more = reduce(tokens, f"framefusion:{still.m + 5}")
+    assert float(more.sizes().sum()) == tokens.n, "above the merges nothing is lost"
+
+
+def test_v_cast_spends_most_where_the_video_turns() -> None:
+    out, back = torch.linspace(0, 1, 5), torch.linspace(1, 0, 5)[1:]
+    path = torch.cat([out, back])[:, None, None] * torch.eye(1, 6) + torch.eye(6)[1]
+    tokens = Tokens((path + 0.01 * torch.randn(9, 8, 6)).flatten(0, 1), grid=(9, 2, 4))
+    counts = (reduce(tokens, "v_cast:36?temperature=0.3").keep // 8).bincount(minlength=9)
+    assert int(counts[4]) == int(counts.max()) > int(counts[3]) and int(counts.min()) >= 1
 
 
 def test_holitom_windows_are_optimal() -> None:

@@ -239,6 +239,29 @@ def vidcom2() -> Iterator[Case]:
         yield {"x": x}, {"model": "llava_ov", "tokens_per_frame": n, "base_scale": scale}
 
 
+def framefusion() -> Iterator[Case]:
+    for frames, n, tau, keep in ((1, 9, 0.6, 0), (6, 5, -1.0, 0), (6, 5, 1.1, 0), (2, 7, 0.0, 8)):
+        params = {"frame_tokens": n, "tau": tau, "keep": keep or None}
+        yield {"x": video(frames, n).flatten(0, 1)}, params
+
+
+def prunevid() -> Iterator[Case]:
+    for frames, n, tau, share, ratio in (
+        (1, 20, 0.8, 0.25, 0.5),
+        (5, 6, 0.8, 1.0, 0.5),
+        (9, 15, -1.0, 0.4, 0.1),
+        (9, 20, 1.1, 0.4, 1.0),
+    ):
+        params = {"tau": tau, "temporal_segment_ratio": share, "cluster_ratio": ratio}
+        yield {"x": video(frames, n)}, params
+
+
+def vispruner() -> Iterator[Case]:
+    for n, count, important in ((17, 5, 0.5), (9, 1, 0.0), (40, 13, 1.0), (33, 32, 0.2)):
+        inputs = {"features": rows(2, n, 8, seed=n), "attn": probabilities(2, 3, n, seed=n)}
+        yield inputs, {"visual_token_num": count, "important_ratio": important}
+
+
 def pixelprune() -> Iterator[Case]:
     for sides, merge, metric, threshold, anchored in (
         ([(1, 1)], 1, "max", 0.1, True),

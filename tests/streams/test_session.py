@@ -216,6 +216,7 @@ def test_bad_calls_leave_the_session_usable() -> None:
         for frame, time in (
             (b"no picture", 1.0),
             (this.clip(1)[0], float("nan")),
+            (this.clip(1)[0], 10**309),
             (this.clip(1)[0], "soon"),
             (this.clip(2), [1.0]),
             (this.clip(2), 3.0),

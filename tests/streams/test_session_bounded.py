@@ -7,11 +7,14 @@ import itertools
 import statistics
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
-from stream_tools import pipe_of, watcher
+import torch
+from stream_tools import answer_logits, pipe_of, watcher
 
 from mmfast.bench.suites.stream import bounded_row, bytes_of, noise_frames
+from mmfast.streams.memory import auto_memory
 
 MEMORY = "sink:16+window:160+retrieve:2"
 FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
@@ -36,14 +39,14 @@ def test_nothing_grows(family: str) -> None:
                 gc.collect()
                 held.append(bytes_of(session))
                 traced.append(tracemalloc.get_traced_memory()[0])
-            if i == 259:
+            if i == 299:
                 break
         stats = session.stats()["memory"]
     tracemalloc.stop()
-    assert len(held) == 8 and max(held[4:]) <= 1.01 * max(held[:4])
+    assert len(held) == 10 and max(held[4:]) <= 1.01 * max(held[:4])
     # Counted from zero at frame 100, so it fills up with what replaces older things, and then
     # stays: sixty frames of this size alone would be more.
-    assert traced[-1] - traced[4] < 40_000, traced
+    assert traced[-1] - traced[-4] < 40_000, traced
     assert stats["evicted_blocks"] > 50 and stats["archive"]["dropped"] > 0
 
 
@@ -71,3 +74,55 @@ def test_a_frame_costs_the_same_after_thousands() -> None:
         for session in (old, new):
             assert session.stats()["memory"]["archive"]["dropped"] > 0
     assert abs(statistics.median(spent[0]) / statistics.median(spent[1]) - 1) < 0.10
+
+
+@pytest.mark.parametrize(
+    ("free", "spec"),
+    [
+        (None, "sink:64+window:12480+retrieve:64"),
+        (80 << 30, "sink:64+window:16384+retrieve:64"),
+        (4 << 30, "sink:64+window:6208+retrieve:64"),
+        (2 << 30, "sink:64+window:8064+retrieve:64+quant:8"),
+        (500 << 20, "sink:64+window:3392+retrieve:53+quant:4"),
+        (1 << 20, "sink:64+window:512+retrieve:8+quant:4"),
+    ],
+)
+def test_auto_chooses_by_the_free_bytes(free: int | None, spec: str) -> None:
+    """A token of Qwen2.5-VL 7B in bfloat16 has 86,016 bytes in three planes."""
+    assert auto_memory(free, 28 * 3 * 4 * 128 * 2, 128_000) == spec
+    assert auto_memory(free, 10**4, 1_000).startswith("sink:64+window:")
+
+
+def test_a_session_tells_what_auto_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmfast.streams.stream.free_bytes", lambda device: 1 << 20)
+    with pipe_of("llava_onevision").open("auto") as session:
+        for i, frame in enumerate(itertools.islice(noise_frames(24), 12)):
+            session.push(frame, float(i))
+        spec = session.stats()["memory"]["spec"]
+        assert spec == session.stream.spec == "sink:64+window:768+retrieve:12+quant:4"
+
+
+@pytest.mark.parametrize(
+    "store", ["window:160+retrieve:2+quant:4?residual=8", "snapkv:160+retrieve:2"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_and_scored_sessions_are_asked_saved_and_go_on(
+    family: str, store: str, tmp_path: Path
+) -> None:
+    pipe, side = pipe_of(family), watcher(family).size[0]
+    frames = list(itertools.islice(noise_frames(side), 30))
+    with pipe.open(f"sink:16+{store}") as session:
+        for i, frame in enumerate(frames[:20]):
+            session.push(frame, float(i))
+            if i == 12:
+                reply = session.ask("What is it?", remember=True, max_new_tokens=6)
+                next(reply, "")
+        reply.read()
+        session.save(tmp_path)
+        with pipe.restore(tmp_path) as twin:
+            for i, frame in enumerate(frames[20:], 20):
+                session.push(frame, float(i))
+                twin.push(frame, float(i))
+            assert torch.equal(*(answer_logits(each, "What is it?") for each in (session, twin)))
+            figures = session.stats()["memory"]
+            assert figures["live_tokens"] <= 176 and sum(figures["archive"]["blocks"].values())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,8 @@ def test_late_frames_are_dropped_and_counted() -> None:
             if not stopped:
                 stopped.append(now)
                 go.set()
-                while session.watches and session.watches[0].feed.arrived < len(clip):
+                running = session.sources.running
+                while running and running[0].feed.arrived < len(clip):
                     threading.Event().wait(0.01)
                 clock.advance(3.0)
 
@@ -177,3 +180,35 @@ def test_what_cannot_be_restored(tmp_path: Path) -> None:
         shared_pipe("qwen3_vl").restore(tmp_path)
     with pytest.raises(MmfastError, match="leave memory= out"):
         pipe.restore(tmp_path, memory="window:10")
+
+
+def test_watches_that_ended_are_freed_and_their_figures_stay() -> None:
+    this, pipe = watcher(FAMILY), shared_pipe(FAMILY)
+    with pipe.open(MEMORY) as session:
+        held = []
+        for n in range(4):
+            source = iter(
+                [(f, n * 10.0 + t) for f, t in zip(this.clip(2), (0.0, 0.0), strict=True)]
+            )
+            watch = session.watch(source, background=bool(n % 2))
+            assert watch.join(60)
+            held += [weakref.ref(watch), weakref.ref(watch.feed), weakref.ref(watch.live)]
+        with pytest.raises(MediaError, match="cable pulled"):
+            session.watch(source_that_dies(this.clip(2)))
+        del watch
+        gc.collect()
+        assert not [each() for each in held if each() is not None]
+        stats = session.stats()
+        assert stats["source_events"]["repeated"] == 4 and len(stats["errors"]) == 1
+
+
+def test_cancelled_subscriptions_are_freed() -> None:
+    with shared_pipe(FAMILY).open(MEMORY) as session:
+        kept = session.subscribe("a", yes=["y"], no=["n"])
+        gone = session.subscribe("b", yes=["y"], no=["n"])
+        held = weakref.ref(gone)
+        gone.cancel()
+        gone.cancel()
+        del gone
+        gc.collect()
+        assert held() is None and session.subscriptions == [kept]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -257,9 +258,9 @@ def test_another_format_is_refused_with_one_line(tmp_path: Path) -> None:
     """Sessions of the first format, whose manifest names none."""
     save(tmp_path, {"n": 1})
     manifest = tmp_path / "gen-00000001" / "manifest.json"
-    text = manifest.read_bytes()[9:].replace(b'"format":3,', b"")
+    text = manifest.read_bytes()[9:].replace(b'"format":4,', b"")
     manifest.write_bytes(b"%08x\n" % snapshots.zlib.crc32(text) + text)
-    with pytest.raises(MmfastError, match=r"saved in format 1, .* reads format 3") as caught:
+    with pytest.raises(MmfastError, match=r"saved in format 1, .* reads format 4") as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -280,3 +281,18 @@ def test_tensors_are_plain_safetensors(tmp_path: Path) -> None:
     save(tmp_path, {"x": x})
     with safe_open(tmp_path / "gen-00000001" / "tensors-00000.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("000000"), x)
+
+
+@pytest.mark.parametrize("name", ["tree", "shards", "files"])
+def test_a_manifest_that_lacks_a_part_is_damage(tmp_path: Path, name: str) -> None:
+    for n in range(2):
+        save(tmp_path, n)
+    manifest = tmp_path / "gen-00000002" / "manifest.json"
+    body = json.loads(manifest.read_bytes()[9:])
+    text = json.dumps({key: each for key, each in body.items() if key != name}).encode()
+    manifest.write_bytes(b"%08x\n" % snapshots.zlib.crc32(text) + text)
+    reports: list[str] = []
+    assert load(tmp_path, reports) == 0
+    assert reports == [
+        f"generation 2 is damaged (manifest.json lacks {name!r}); generation 1 is loaded"
+    ]

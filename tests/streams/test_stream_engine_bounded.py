@@ -1,4 +1,4 @@
-"""Bounded streams against a slow oracle, and against a prompt made of the live tokens."""
+"""Bounded streams against a slow oracle, a prompt of the live tokens, and policies by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_checks import FAMILIES, frame, model_of, stock, stream, text
+from stream_checks import FAMILIES, frame, model_of, positions, same, state, stock, stream, text
 from stream_oracle import SlowStream
 from tiny_models import build
 from torch import Tensor
@@ -14,13 +14,18 @@ from torch import Tensor
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register, unregister
+from mmfast.core.registry import methods, register, unregister
 from mmfast.core.tokens import Tokens
-from mmfast.streams.engine import Engine
+from mmfast.ops.eviction import evict
+from mmfast.streams.buffers import RAW, ROTATED, VALUES
+from mmfast.streams.engine import Engine, score_policies
 from mmfast.streams.memory import Memory
 from mmfast.streams.script import Piece
 
 CLOSE = {"atol": 5e-5, "rtol": 5e-5}
+SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
+UNEVEN, BLIND = {"pyramidkv", "simlayerkv"}, {"criticalkv", "expected_attention"}
+POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipvl"})
 
 
 def long_stream(family: str, model: Any) -> list[Piece]:
@@ -139,6 +144,10 @@ def test_what_cannot_be_bounded_is_refused() -> None:
         engine.memory(plan_cache("window:0.5"))
     with pytest.raises(SpecError, match="add a window"):
         engine.memory(plan_cache("sink:4"))
+    assert score_policies() == POLICIES
+    for name in sorted(UNEVEN | BLIND):
+        with pytest.raises(SpecError, match=f"'{name}' .*; choices: chunkkv, "):
+            engine.memory(plan_cache(f"sink:4+{name}:16"))
     with pytest.raises(SpecError, match="'snapkv' needs"):
         engine.memory(plan_cache("window:64+snapkv:0.5"))
     memory = engine.memory(plan_cache("sink:4+window:10"))
@@ -171,3 +180,164 @@ def test_a_policy_that_merges_is_refused_and_the_stream_stays() -> None:
         assert memory.tokens() == held == 6
     finally:
         unregister("folding", "cache")
+
+
+def consistent(memory: Memory) -> bool:
+    """Rotated keys are those before RoPE at the places of the blocks, in every layer."""
+    for layer, buffer in enumerate(memory.buffers):
+        where = torch.cat([block.positions(layer) for block in memory.blocks], 1)
+        turned = memory.turner.rotate(layer, buffer.read(RAW), where)
+        if where.shape[1] != buffer.length or not torch.equal(turned, buffer.read(ROTATED)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_memory_by_score_is_bounded_at_every_step(family: str, policy: str) -> None:
+    engine = Engine(model_of(family))
+    memory = engine.memory(plan_cache(f"sink:6+{policy}:48"))
+    top = []
+    for i, piece in enumerate(stream(family, engine.model, 40)):
+        engine.append(memory, piece)
+        assert all(buffer.length <= 54 for buffer in memory.buffers)
+        assert memory.blocks[0].number == 0 and memory.blocks[0].size_at(0) >= 5
+        top.append(memory.next_start[0])
+        if i % 8 == 3:
+            assert bool(
+                engine.branch(memory).extend(text(family, engine.model, 5, i)).isfinite().all()
+            )
+    assert consistent(memory) and memory.stats()["evicted_tokens"] > 300
+    if family == "llava_onevision":  # as many positions as tokens, give or take the slack
+        layers = len(memory.buffers)
+        assert max(top) <= 54 * layers * 1.25 + 12
+    engine.close()
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "curdkv", "lagkv", "keynorm", "infinipot_v"])
+def test_what_stays_is_what_the_policy_keeps(policy: str) -> None:
+    """Layer 0 alone: its keys do not depend on what has left."""
+    family = "qwen2_5_vl"
+    engine = Engine(model_of(family))
+    memory, everything = engine.memory(plan_cache(f"sink:6+{policy}:48")), engine.memory()
+    spec = plan_cache(f"{policy}:48").score
+    kept = frames = spots = torch.arange(0)
+    for number, piece in enumerate(stream(family, engine.model, 20)):
+        n, shown = len(piece.embeds), piece.kind == "frame"
+        frames = torch.cat([frames, torch.full((n,), number if shown else -1)])
+        spots = torch.cat([spots, torch.arange(n) if shown else torch.full((n,), -1)])
+        start = everything.tokens()
+        engine.append(memory, piece)
+        engine.append(everything, piece)
+        kept = torch.cat([kept, torch.arange(start, everything.tokens())])
+        keys, values = (everything.buffers[0].read(p)[:, kept] for p in (RAW, VALUES))
+        kinds = torch.cat([block.kinds for block in everything.blocks])[kept]
+        if len(kept) > 54:
+            rows = [x[:, 6:].transpose(0, 1).flatten(1) for x in (keys, values)]
+            signals = {"values": rows[1], "kind": kinds[6:]}
+            signals |= {"frame": frames[kept][6:], "spot": spots[kept][6:]}
+            chosen = evict(spec, Tokens(rows[0], signals=signals)).keep
+            kept = torch.cat([kept[:6], kept[6:][chosen]])
+        assert torch.equal(memory.buffers[0].read(RAW), everything.buffers[0].read(RAW)[:, kept])
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_that_of_the_stock_model(family: str) -> None:
+    """Nothing has left yet: sums and means of the weights that eager attention reports."""
+    model = build(family).model
+    engine, pieces = Engine(model), stream(family, model, 6)
+    memory = engine.memory(plan_cache("sink:6+lookm:4096"))
+    latest = engine.memory(plan_cache("sink:6+snapkv:4096?window=5"))
+    for piece in pieces:
+        engine.append(memory, piece)
+        engine.append(latest, piece)
+    extra: dict[str, Any] = {}
+    if any(piece.planes for piece in pieces):
+        none = [torch.zeros(len(p.embeds), dtype=torch.bool) for p in pieces]
+        seen = [n if p.visual is None else p.visual for p, n in zip(pieces, none, strict=True)]
+        extra["visual_pos_masks"] = torch.cat(seen)[None]
+        extra["deepstack_visual_embeds"] = [
+            torch.cat([p.planes[i] for p in pieces if p.planes]) for i in range(2)
+        ]
+    embeds, places = torch.cat([p.embeds for p in pieces])[None], positions(pieces)
+    stock = build(family).model
+    stock.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = stock.get_decoder()(
+            inputs_embeds=embeds,
+            position_ids=places[:, None] if len(places) > 1 else places,
+            attention_mask=torch.ones(1, embeds.shape[1], dtype=torch.int64),
+            output_attentions=True,
+            use_cache=False,
+            **extra,
+        ).attentions
+    for layer, rows in enumerate(weights):
+        mean = rows[0].mean(0)  # [q, m]
+        torch.testing.assert_close(
+            memory.masses[layer]["attn_sum"], mean.sum(0), atol=1e-4, rtol=1e-4
+        )
+        torch.testing.assert_close(
+            latest.masses[layer]["attn_window"], mean[-5:].mean(0), atol=1e-5, rtol=1e-4
+        )
+    engine.close()
+
+
+@pytest.mark.parametrize("policy", ["snapkv:48", "lookm:48", "keynorm:48+rekv:2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_memory_by_score_goes_on_bit_for_bit(family: str, policy: str) -> None:
+    engine, spec = Engine(model_of(family)), plan_cache(f"sink:6+{policy}")
+    pieces, question = stream(family, engine.model, 20), text(family, engine.model, 5, 1)
+    one, two = engine.memory(spec), engine.memory(spec)
+    for piece in pieces[:12]:
+        engine.append(one, piece)
+    two.restore(one.snapshot())
+    for piece in pieces[12:]:
+        branches = [engine.branch(one), engine.branch(two)]
+        assert torch.equal(*(branch.extend(question) for branch in branches))
+        engine.append(one, piece)
+        engine.append(two, piece)
+        assert torch.equal(*(branch.token(3) for branch in branches))
+    assert same(state(one), state(two))
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recall_beside_a_score_reads_no_live_token_twice(family: str) -> None:
+    engine = Engine(model_of(family))
+    memory = engine.memory(plan_cache("sink:6+keydiff:48+rekv:3"))
+    for piece in stream(family, engine.model, 20):
+        engine.append(memory, piece)
+    branch = engine.branch(memory)
+    lengths = [buffer.length for buffer in branch.buffers]
+    branch.extend(text(family, engine.model, 5, 1))
+    assert branch.found and any(branch.found.values())
+    for layer, buffer in enumerate(branch.buffers):
+        keys = buffer.read(RAW, 0, buffer.length - 5).transpose(0, 1).flatten(1)
+        assert len(keys) > lengths[layer] and len(keys.unique(dim=0)) == len(keys)
+    engine.close()
+
+
+@pytest.mark.parametrize("spec", ["snapkv:48+quant:4", "zipvl:48", "sink:6+zipvl:48", "snapkv:0.5"])
+def test_a_score_that_cannot_hold_a_stream_is_refused(spec: str) -> None:
+    engine = Engine(model_of("qwen3_vl"))
+    with pytest.raises(SpecError):
+        engine.memory(plan_cache(spec))
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_frames_under_a_score(policy: str) -> None:
+    """`bench --stream score` goes on to 20,000."""
+    family = "llava_onevision"
+    engine = Engine(model_of(family))
+    memory = engine.memory(plan_cache(f"sink:6+{policy}:96"))
+    engine.append(memory, text(family, engine.model, 6, 0))
+    held = []
+    for i in range(120):
+        engine.append(memory, frame(family, engine.model, i))
+        assert memory.tokens() <= 102
+        held.append(memory.stats()["bytes"])
+    assert len(set(held[10:])) == 1 and consistent(memory)
+    engine.close()

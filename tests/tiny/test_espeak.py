@@ -9,8 +9,8 @@ import torch
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.tiny.speech import recordings
+from mmfast.tiny.speech.bank import heard_lines, said_lines
 from mmfast.tiny.speech.recordings import QUIET, RATE, Corpus, EspeakVoice, build_corpus, say
-from mmfast.tiny.speech.text import heard_lines, lines
 
 TEXT = "the red circle, at the top of the screen, moves left. then it stops."
 
@@ -101,7 +101,7 @@ def test_an_error_leaves_no_voice_behind():
 
 def test_a_corpus_keeps_sound_and_times(tmp_path, monkeypatch):
     monkeypatch.setattr("mmfast.tiny.speech.recordings.SHARD", 3)
-    said = [*lines(3, 0), *heard_lines(2, 0)]
+    said = [*said_lines(3, 0)[0], *heard_lines(2, 0)]
     seen = []
     corpus = build_corpus(tmp_path / "said", said, 1, lambda done, _: seen.append(done))
     again = Corpus(tmp_path / "said")

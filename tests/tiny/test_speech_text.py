@@ -8,10 +8,10 @@ import pytest
 from mmfast.core.errors import SpecError
 from mmfast.pipelines.omni_chat import written
 from mmfast.tiny.speech import text as domain
-from mmfast.tiny.speech.text import PHRASES, RULES, dialogue
+from mmfast.tiny.speech.text import PHRASES, RULES
 from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact
 
-KNOWN = {*domain.WORDS, *domain.MARKS}
+KNOWN = {*domain.words_of(RULES), *domain.MARKS}
 
 
 def _many(make, count=400, seed=0, **options):
@@ -40,15 +40,8 @@ def test_training_and_evaluation_never_meet(make):
     assert not bare & {re.sub(r"[,.?]", "", text) for text in other}
 
 
-def test_every_word_is_trained_on():
-    texts = _many(domain.sentence, 3000) + _many(domain.question, 400)
-    texts += [turn.text for turns in _many(dialogue, 1000) for turn in turns]
-    assert {part for text in texts for part in domain.groups(text)} == KNOWN
-
-
 def test_the_same_seed_says_the_same():
     assert _many(domain.sentence, 20, 3) == _many(domain.sentence, 20, 3)
-    assert _many(dialogue, 20, 3) == _many(dialogue, 20, 3)
 
 
 def test_numbers_in_words():
@@ -90,51 +83,6 @@ def test_typed_questions_have_a_capital_a_comma_and_a_question_mark():
 def test_phrases_are_for_training_alone():
     assert all(domain.split_of(phrase) == "train" for phrase in PHRASES)
     assert not set(_many(domain.sentence, 500, split="eval")) & set(PHRASES)
-
-
-def test_conversations_take_turns_and_end_with_a_whole_reply():
-    for split in ("train", "eval"):
-        for turns in _many(dialogue, 200, split=split):
-            assert [t.role for t in turns] == ["user", "assistant"] * (len(turns) // 2)
-            assert set(domain.groups(" ".join(t.text for t in turns))) <= KNOWN
-            assert turns[-1].text[-1] in ".?"
-            assert turns[0].text[-1] in ".?"
-
-
-def test_replies_depend_on_what_was_said():
-    numbers = {domain.number_words(n): n for n in range(1000)}
-    seen = set()
-    for turns in _many(dialogue, 1500):
-        for i in range(0, len(turns), 2):
-            asked, reply = turns[i].text, turns[i + 1].text
-            whole = i + 2 == len(turns)
-            if (sum_ := re.match(r"what is (.+) plus (.+)\?", asked)) and whole:
-                total = numbers[sum_[1]] + numbers[sum_[2]]
-                assert reply == f"{sum_[1]} plus {sum_[2]} is {domain.number_words(total)}."
-                seen.add("sum")
-            if asked == "what did you say?" and i and whole:
-                said = turns[i - 1].text
-                assert reply == f"i said, {said if said[-1] in '.?' else said.rstrip(',') + '.'}"
-                seen.add("again")
-            if asked == "what is my favourite colour?" and whole:
-                told = [re.match(r"my favourite colour is (\w+)\.", t.text) for t in turns[:i:2]]
-                told = [found[1] for found in told if found]
-                wanted = f"your favourite colour is {told[-1]}." if told else "you did not tell me."
-                assert reply == wanted
-                seen.add("colour" if told else "untold")
-            if asked.startswith("repeat after me, ") and whole:
-                assert asked == f"repeat after me, {reply}"
-                seen.add("repeat")
-    assert seen == {"sum", "again", "colour", "untold", "repeat"}
-
-
-def test_some_replies_are_cut_off_and_remembered_as_heard():
-    cut = 0
-    for turns in _many(dialogue, 800):
-        for before, ask, reply in zip(turns[1::2], turns[2::2], turns[3::2], strict=False):
-            if before.text[-1] not in ".?," and ask.text == "what did you say?":
-                cut += reply.text == f"i said, {before.text.rstrip(',')}."
-    assert cut > 3
 
 
 def test_voices():

@@ -44,7 +44,7 @@ def pcm(model: Any, text: str, **options: Any) -> torch.Tensor:
 
 def test_everything_together_is_small(folder: Path) -> None:
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    assert size < 24e6
+    assert size < 30e6  # three models: 16 MB speak, 8 of which draft, 5 hear, 3 word replies
     for name in ("README.md", "codec/config.json", "heads/mctp.safetensors", "heads/mtp.json"):
         assert (folder / name).is_file(), name
 
@@ -80,7 +80,7 @@ def test_an_unseen_sentence_can_be_understood(model: Any) -> None:
 
     recogniser, found = Recogniser(), WordErrors()
     for line in unseen_lines(4, 1):
-        heard = recogniser.transcribe(pcm(model, line.text, mode="vanilla", **line.options))
+        heard = recogniser.transcribe(pcm(model, line.text, schedule="vanilla", **line.options))
         found = found + count_errors(line.text, heard)
     assert found.rate < 0.3
 
@@ -101,8 +101,8 @@ def test_it_understands_recordings(model: Any) -> None:
 def test_exact_is_one_token_per_pass(model: Any, head: str) -> None:
     passes = tokens = 0
     for text in TEXTS[:3]:
-        plain = codes(model, text, mode="vanilla")
-        sounds = list(model.speak(text, mode="turbo", verify="exact", head=head))
+        plain = codes(model, text, schedule="vanilla")
+        sounds = list(model.speak(text, mode="exact", head=head))
         fast = torch.cat([s.codes for s in sounds if s.codes is not None], 1)
         assert torch.equal(plain, fast), text
         passes += sum(s.passes for s in sounds)
@@ -135,15 +135,52 @@ def test_long_texts_and_long_words_end(model: Any) -> None:
     assert "".join(s.text for s in sounds).endswith("yes")
 
 
-def test_a_reply_says_what_was_heard(model: Any) -> None:
-    question = pcm(model, "what is two plus three?", mode="vanilla")
-    history = [Turn("user", "Hello."), Turn("assistant", "hello, how can i help you?")]
-    sounds = list(model.reply(question, history=history))
-    assert sounds[0].heard is not None
-    assert sum(len(s.pcm) for s in sounds) > 3200
-    assert "".join(s.text for s in sounds)
-    again = list(model.reply(question, history=history))
-    assert "".join(s.text for s in again) == "".join(s.text for s in sounds)
+def spoken(text: str, voice: int = 0) -> torch.Tensor:
+    from mmfast.tiny.speech.recordings import EspeakVoice, say
+    from mmfast.tiny.speech.text import VOICE_NAMES
+
+    return say(text, EspeakVoice(VOICE_NAMES[voice], 165, 50)).pcm
+
+
+def test_a_reply_says_what_was_heard_and_is_right(model: Any) -> None:
+    sounds = list(model.reply(spoken("what is two plus three?")))
+    assert sounds[0].heard == "what is two plus three"
+    assert "".join(s.text for s in sounds) == "two plus three is five."
+    assert sum(len(s.pcm) for s in sounds) > 16000
+
+
+def test_what_was_told_is_remembered(model: Any) -> None:
+    past = [Turn("user", "My name is Emma."), Turn("assistant", "hello emma.")]
+    past += [Turn("user", "what day comes after monday"), Turn("assistant", "tuesday.")]
+    told = list(model.reply(spoken("what is my name?", 2), history=past))
+    assert "".join(s.text for s in told) == "your name is emma."
+    untold = list(model.reply(spoken("what is my name?", 2)))
+    assert "".join(s.text for s in untold) == "you did not tell me."
+
+
+@pytest.mark.slow
+def test_most_replies_to_unseen_questions_are_right(model: Any) -> None:
+    from mmfast.bench.suites.speech_replies import reply_rows
+
+    single, following, other = reply_rows(model, 40, 5, lambda *_: None)
+    assert single["accuracy"] >= 0.8, single
+    assert following["accuracy"] >= 0.75, following
+    assert other["invented"] <= 1, other
+
+
+def test_sound_that_asks_nothing_gets_no_answer(model: Any) -> None:
+    from mmfast.tiny.speech.recordings import EspeakVoice, say
+
+    draw = torch.Generator().manual_seed(0)
+    german = say("wo ist denn heute das kleine haus?", EspeakVoice("de", 160)).pcm
+    for pcm in (torch.zeros(16000), 0.05 * torch.randn(24000, generator=draw), german):
+        sounds = list(model.reply(pcm))
+        assert [s.heard for s in sounds] == [""] and not len(sounds[0].pcm)
+
+
+def test_words_that_are_not_known_are_reported(model: Any) -> None:
+    sounds = list(model.speak("the red zebra moves left."))
+    assert [word for s in sounds for word in s.notes.get("spelled", ())] == ["zebra"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,6 +205,24 @@ def test_rows_from_the_command_line_make_a_table(
     assert f"| `{MEMORIES[1]}` |" in text and "16 minutes at 1 frame/s" in text
     assert "not measured" in text  # nothing is older than the window yet
     assert write_table("recall", []) == ["Not measured."]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_its_finished_rows(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    asked = ["eval", "--suite", "stream", "--n", "3", "--cache", MEMORIES[1]]
+    asked += ["--cache", "sink:64+window:512", "--cache", "sink:64+window:256"]
+    command = [sys.executable, "-c", "from mmfast.cli import main; main()", *asked]
+    command += ["--json", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        lines = [child.stdout.readline() for _ in range(3)]  # the head, and two rows
+        child.kill()
+        rest = child.stdout.read()
+    rows = json.loads("".join(lines) + rest + "]}")["rows"]
+    assert len(rows) >= 2 and [row["memory"] for row in rows[:2]] == [None, MEMORIES[1]]
+    assert [row["score"] for row in load_rows(out)][:2] == [row["accuracy"] for row in rows[:2]]
+    assert len(rows) < 4  # it was killed before the end
 
 
 def test_nothing_asked_is_refused() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import SpecError
+from mmfast.models.speech.turn_end import Overheard
 from mmfast.voice.ear import (
     EAGERNESS,
     RATE,
@@ -88,9 +89,9 @@ def heard(ear: Any, pcm: Tensor, size: int = 512) -> list[tuple[str, float, int]
 def ear_of(answers: list[tuple[str, float]], eagerness: str, asked: list[int]) -> SemanticEar:
     """An ear that hears these texts, one a pause."""
 
-    def hears(pcm: Tensor) -> tuple[str, float]:
+    def hears(pcm: Tensor) -> Overheard:
         asked.append(len(pcm))
-        return answers[min(len(asked), len(answers)) - 1]
+        return Overheard(*answers[min(len(asked), len(answers)) - 1])
 
     return SemanticEar(eagerness, hears, activity=Loud())
 
@@ -189,7 +190,7 @@ def test_an_ear_that_guesses_an_end_is_less_sure_of_it() -> None:
     model = load_speech()
     for text in ("what colour is the circle", "which way does the red circle move"):
         pcm = say(text).pcm
-        found, sure = model.overhear(pcm)
-        assert found == model.transcribe(pcm) == text and sure > 0.95
-    assert model.overhear(say("which way does").pcm)[1] < 0.8
-    assert model.overhear(torch.zeros(0)) == ("", 1.0)
+        found = model.overhear(pcm)
+        assert found.text == model.transcribe(pcm) == text and found.sure > 0.95
+    assert model.overhear(say("which way does").pcm).sure < 0.8
+    assert model.overhear(torch.zeros(0)) == Overheard("")

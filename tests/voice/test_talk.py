@@ -167,10 +167,10 @@ def test_listener_and_speaker_may_be_others() -> None:
         def transcribe(self, pcm: torch.Tensor, rate: int = 16000) -> str:
             return "always this"
 
-    pipe = SpeechChat(chat=lambda turns: turns[-1].text, listener=Ears(), speaker=HumModel())
+    pipe = SpeechChat(chat=lambda turns: turns[-1].text, listener=Ears(), talker=HumModel())
     assert read(pipe(hum("x")).pcm) == "always this"
     with pytest.raises(ModelError, match="cannot listen"):
-        SpeechChat(chat=lambda turns: "", listener=object(), speaker=HumModel())
+        SpeechChat(chat=lambda turns: "", listener=object(), talker=HumModel())
     with pytest.raises(ModelError, match="cannot chat by voice"):
         SpeechChat(Ears())
     with pytest.raises(MmfastError, match="called"):

@@ -63,7 +63,7 @@ def test_csm_voices_any_text_model(csm_folder: str) -> None:
         return "one two three four five six."
 
     pipe = mmfast.pipeline(
-        "speech-chat", chat=chat, listener=HumModel(), speaker=csm_folder, seconds=2.0
+        "speech-chat", chat=chat, listener=HumModel(), talker=csm_folder, seconds=2.0
     )
     session = pipe.open(ear=HumEar(), ahead=30.0)
     events = list(drive(session, torch.cat([hum("go"), PAUSE])))

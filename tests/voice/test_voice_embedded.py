@@ -50,7 +50,7 @@ def test_it_says_the_text_that_it_was_given(model: SpeechModel) -> None:
     spoken = pipe(SENTENCE)
     assert spoken.text == SENTENCE.lower()
     assert 1.0 < spoken.seconds < 6.0 and float(spoken.pcm.abs().max()) > 0.05
-    assert spoken.stats["tokens_per_pass"] > 1.5  # turbo
+    assert spoken.stats["tokens_per_pass"] > 1.5
     same_sound(pipe(SENTENCE).pcm, spoken.pcm)
     pieces = list(pipe.stream(iter(SENTENCE.replace(" ", " |").split("|"))))
     assert "".join(piece.text for piece in pieces) == spoken.text
@@ -70,11 +70,11 @@ def test_a_spoken_question_is_heard_and_answered(model: SpeechModel, question: T
 
 
 def test_exact_mode_says_which_drafts_stood(model: SpeechModel) -> None:
-    pipe = mmfast.pipeline("text-to-speech", model, verify="exact", mode="turbo")
+    pipe = mmfast.pipeline("text-to-speech", model, mode="exact")
     stats = pipe("A blue square.").stats
     assert len(stats["acceptance"]) == model.layout.books
     assert all(0 <= share <= 1 for share in stats["acceptance"])
-    same_sound(pipe("A blue square.").pcm, pipe("A blue square.", mode="vanilla").pcm)
+    same_sound(pipe("A blue square.").pcm, pipe("A blue square.", schedule="vanilla").pcm)
 
 
 def test_who_interrupts_leaves_what_was_heard(model: SpeechModel, question: Tensor) -> None:
@@ -128,7 +128,7 @@ def test_say_and_talk(tmp_path: Path, question: Tensor, capsys: pytest.CaptureFi
         return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
     out = tmp_path / "out.wav"
-    found = run("say", "a red dot", "-o", str(out), "--mode", "boost", "--rate", "165")
+    found = run("say", "a red dot", "-o", str(out), "--mode", "turbo", "--rate", "165")
     assert found["seconds"] == pytest.approx(len(load_audio(out)) / 16000, abs=1e-3)
     assert found["tokens_per_pass"] > 1 and found["rtf"] > 0 and found["first_audio_ms"] > 0
     write_wav(tmp_path / "in.wav", torch.cat([PAUSE, question, PAUSE]), 16000)

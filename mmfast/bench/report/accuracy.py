@@ -261,6 +261,15 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             after=_questions("unseen clips"),
         ),
     ),
+    "weights_accuracy": (
+        ReportTable(
+            "eval-weights",
+            "questions: {n} of {suite} | weights: `{weights}` | reducer: `{reduce}` or none | "
+            "right answers: {right_answers}",
+            keys=("suite", "n", "weights", "reduce"),
+            after=lambda rows: f"Model `{rows[-1]['model']}`, {stamp(*rows)}.",
+        ),
+    ),
     "recall": (
         ReportTable(
             "eval-stream",
@@ -278,6 +287,11 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             "questions about clips: {mode} | right, %: {right} | of typed, %: {of_typed:.1f} | "
             "word errors, %: {word_errors:.1f}",
             lines=_task("listening"),
+        ),
+        ReportTable(
+            "eval-speech",
+            "replies to speech: {mode} | right, %: {right}",
+            lines=_task("replies"),
             after=_voice_note,
         ),
     ),

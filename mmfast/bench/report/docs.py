@@ -15,19 +15,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmfast.bench.report import accuracy, catalogue, named, speed
+from mmfast.bench.report import accuracy, catalogue, named, ranking, speed
 from mmfast.bench.report.accuracy import SHARES, Points, by_policy, by_share, points
 from mmfast.bench.report.catalogue import ROOT, acts, paper, sites, vectors
 from mmfast.bench.report.charts import accuracy_svg, speed_svg, speeds
 from mmfast.bench.report.table import EMPTY, NOT_MEASURED, ReportTable, markdown, score, stamp
 from mmfast.bench.results import Row, load, share
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.core.registry import Method, methods
+from mmfast.core.registry import EVERY, Method, methods
 
 TABLES: dict[str, tuple[ReportTable, ...]] = {
     **catalogue.TABLES,
     **accuracy.TABLES,
     **named.TABLES,
+    **ranking.TABLES,
     **speed.TABLES,
 }
 _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
@@ -143,8 +144,15 @@ def _properties(method: Method) -> list[tuple[str, str]]:
     return rows
 
 
+_EVERY = (
+    "New tokens of an answer after which the policy chooses again among all it holds, down to its "
+    "budget; 0 chooses behind the prompt alone."
+)
+
+
 def _knobs(method: Method, parameters: Any) -> list[str]:
-    told = {each.name: " ".join(each.description.split()) for each in parameters}
+    told = {EVERY: _EVERY}
+    told |= {each.name: " ".join(each.description.split()) for each in parameters}
     cells = [(f"`{k}`", f"`{_shown(v)}`", told.get(k, "")) for k, v in method.knobs.items()]
     return ["\n".join(markdown(("knob", "default", "meaning"), cells)) if cells else "None."]
 
@@ -239,6 +247,13 @@ def _policy_rows(method: Method, folder: Path) -> list[str]:
         f"{stamp(row)}."
         for row in steps
         if _about(method.name, row["cache"]) and not row["reduce"]
+    ]
+    lines += [
+        f"- `{row['job']}`: a decoding step of {row['preset']} behind {row['tokens']:,} tokens in "
+        f"{row['dtype']} on the CPU is {row['speedup']:.2f}x faster (ideal by bytes "
+        f"{row['ideal']:.2f}x), {stamp(row)}."
+        for row in read_rows(folder, "decode")
+        if row["bench"].startswith("selection") and _about(method.name, row["job"])
     ]
     return [*told, "\n".join(lines) or "Cost of a decoding step: not measured."]
 

@@ -98,6 +98,13 @@ STREAM = {
         "mean: {cosine:.4f} | worst frame: {cosine_worst_frame:.4f} | "
         "worst token: {cosine_worst_token:.4f}",
     ),
+    "frame-cache-motion": (
+        "Frame cache under a goal of 0.98 while the camera moves: cosine to stock features, and "
+        "that of keeping those of the first frame",
+        "tower: {model}, {note} | motion: {motion} | cosine: {cosine:.4f} | "
+        "worst frame: {cosine_worst_frame:.4f} | first frame kept: {cosine_first_frame:.3f} | "
+        "patches computed: {computed:.0%} | time of stock: {ratio:.2f} (noise {noise:.1%})",
+    ),
     "prefill": (
         "Prefill of frames as they come",
         "shape: {preset} | what: {note} | : [method]`{job}` or {job} | ms: {median_ms:.0f} | "
@@ -107,6 +114,36 @@ STREAM = {
         "Reading 60 s of 720p, GOP 250, at 1 frame/s, identical frames",
         "reader: {job} | ms: {median_ms:.0f} | faster: {speedup:.2f}x | "
         "processor ms: {cpu_median_ms:.0f} | less work: {cpu_speedup:.2f}x",
+    ),
+    "reuse": (
+        "Prefill with a picture that was seen at another place; the rest is text",
+        "shape: {preset}, {dtype} | recomputed: `{job}` | tokens read: {computed} of {tokens} | "
+        "ms: {median_ms:.0f} | of a full prefill: {of_full:.1%} | "
+        "last hidden state off by: {hidden_gap:.1%} | keys and values off by: {kv_gap:.1%}",
+    ),
+    "reuse-questions": (
+        "Questions about pictures seen before in another order, behind a picture of another case",
+        "questions need: {questions} | recomputed: `{reuse}` or all | tokens read: {computed:.0%} "
+        "| right: {accuracy:.1%} | of full: {of_full:.1%} | same answer: {same_answer:.1%} | "
+        "first logits off by: {logit_gap:.1%} | questions: {n}",
+    ),
+    "reuse-clip": (
+        "A clip asked five questions",
+        "reuse: `{reuse}` or none | calls of the tower: {tower_calls} | "
+        "tokens read, first question: {tokens_first} | tokens, later: {tokens_later:.0f} | "
+        "processor ms, first: {first_ms:.0f} | ms, later: {later_ms:.0f} | "
+        "same answers: {identical}",
+    ),
+    "ask": (
+        "What a question copies of a full window, its own rows not counted, those of frames are",
+        "shape: {preset}, {dtype} | what: {note} | job: {job} | MB: {copied_mb:.1f} | "
+        "ms: {median_ms:.1f}",
+    ),
+    "score": (
+        "Random frames of the tiny shape under each score policy; what is held at every step",
+        "memory: `{memory}` | frames: {n:,} | tokens, most: {most} | positions: {positions:,} | "
+        "bytes since frame: {early:,} ({held_growth:+.2%}) | ms a frame, then: {early_ms:.1f} | "
+        "ms a frame, last: {late_ms:.1f} ({slowdown:+.1%})",
     ),
     "bounded": (
         "An endless stream; growth since frame 2,000, time per frame against frames 1,000 to 2,000",
@@ -160,6 +197,21 @@ SPEECH = {
         "Conversation with random interruptions: text heard against sound played",
         "minutes: {minutes:.0f} | turns: {turns:,} | interrupted: {interrupted:,} | "
         "checks: {checks:,} | faults: {faults} | MB (growth): {rss_mb:.0f} ({growth_mb:+.1f})",
+    ),
+    "replies": (
+        "Replies to unseen spoken questions, to follow-ups, and to sound that asks nothing",
+        "asked: {job} | right: {score:.1%} | by kind: {kinds} | of: {questions}",
+    ),
+    "turns": (
+        "Turns of generated dialogues that an ear cuts inside, and the delay of their ends",
+        "ear: {job} | cut inside: {false_cuts:.1%} | delay, ms: {delay_ms_p50:.0f} | "
+        "95th percentile, ms: {delay_ms_p95:.0f} | turns: {n}",
+    ),
+    "translation": (
+        "Translation of unseen sentences into the generated language, before they end",
+        "policy: `{policy}` | source: {source} | right words: {score:.1%} | "
+        "whole sentences: {whole:.1%} | average lagging: {lag:.2f} | "
+        "of the source: {lag_share:.0%}",
     ),
 }
 SERVE = {
@@ -263,7 +315,30 @@ ENCODER = {
         "peak MB: {peak_mb:.0f}",
     ),
 }
+_WEIGHTS = (
+    "shape: {preset}, {device} | weights: `{job}` | step, ms: {median_ms:.0f} | faster: {gain} | "
+    "prompt, ms: {prefill_ms:.0f} | faster: {prefill_speedup:.2f}x | "
+    "layers and head, MB: {weights_mb:.0f} | error of logits: {logit_error:.2%}"
+)
+_SELECTION = (
+    "read at each step: `{job}` | of the entries: {read_share:.0%} | MB of keys and values read: "
+    "{read_mb:.0f} of {cache_mb:.0f} | weights, MB: {weights_mb:,.0f} | stock, ms: {stock_ms:.0f} "
+    "| step, ms: {step_ms:.0f} | faster: {speedup:.2f}x | ideal by bytes read: {ideal:.2f}x | "
+    "and copied: {ideal_copied:.2f}x | without the rest of the step: {attention_speedup:.1f}x"
+)
 DECODE = {
+    "selection": (
+        "A decode step at 16,384 tokens, float32, of which policies read a part",
+        _SELECTION,
+    ),
+    "selection-bfloat16": (
+        "A decode step at 16,384 tokens, bfloat16, of which policies read a part",
+        _SELECTION,
+    ),
+    "selection-32k": (
+        "A decode step at 32,768 tokens, float32, of which policies read a part",
+        _SELECTION,
+    ),
     "hooks": (
         "Work that attach() adds to a decode step, beside a stock cache of the same lengths",
         "shape: {preset}, {device} | attached: `{job}` | work of its own: {work_text} | "
@@ -276,6 +351,33 @@ DECODE = {
         "compiled, ms: {compiled_ms:.2f} | gain: {speedup:.2f}x | "
         "graphs / breaks / compiled again / attached anew: {graphs} / {breaks} / {recompiles} / "
         "{recompiles_attached_anew} | same tokens: {same} | first step, s: {compile_s:.0f}",
+    ),
+    "draft": (
+        "Draft and verify: acceptance of one draft on the embedded model, measured without labels, "
+        "and the gain on a shape with 8,000 visual tokens",
+        "shape: {preset} | draft: `{job}` | accepted: {acceptance:.0%} | "
+        "step, ms: {step_ms:.0f} | draft, ms: {draft_ms:.0f} | drafts a pass: {drafts} | "
+        "verifying pass, ms: {verify_ms:.0f} | faster: {speedup:.2f}x | "
+        "ideal by bytes: {ideal:.2f}x | same tokens: {same}",
+    ),
+    "kvpress": (
+        "Policies beside kvpress 0.5.5 on the same random weights: time that hooks add to a prompt",
+        "shape: {note} | policy: `{job}` | press: {press} | ours, ms: {median_ms:.1f} | "
+        "theirs, ms: {theirs_ms:.1f} | theirs / ours: {speedup:.2f}x | same entries: {alike:.1%}",
+    ),
+    "weights": (
+        "Weight-only rounding: a step and a prompt of the 0.5B shape on packed weights",
+        _WEIGHTS,
+    ),
+    "weights-more": (
+        "float16 weights, and activations rounded, too: the same",
+        _WEIGHTS,
+    ),
+    "weight-kernels": (
+        "One product of the 0.5B shape by kernel, those of torch that lose among them; names in "
+        "code are what `weights=` runs",
+        "outputs x inputs: {preset} | rows: {rows} | kernel: {job} | ms: {median_ms:.2f} | "
+        "faster than float32: {gain} | error: {error:.2%}",
     ),
     "moshi-frame": (
         "A frame of Moshi (80 ms of sound in and out), beside the floor by bytes",
@@ -297,11 +399,12 @@ TRAIN = {
         "tokens: {kept:.0f} | before: {before:.1%} | after: {after:.1%} | questions: {n}",
     ),
 }
+_STREAM_KEYS = ("job", "preset", "model", "motion", "knobs", "fps", "memory", "questions", "reuse")
 TABLES: dict[str, tuple[ReportTable, ...]] = {
-    "stream": _named("stream", ("job", "preset", "knobs", "fps"), STREAM),
+    "stream": _named("stream", _STREAM_KEYS, STREAM),
     "speech_cost": _named("speech", ("job", "mode", "preset", "seed"), SPEECH),
     "serve": _named("serve", ("job", "sessions", "engine", "role", "model"), SERVE),
     "encoder": _named("encoder", ("job", "shape", "tower", "device", "dtype"), ENCODER),
     "train": _named("train", ("job", "reduce", "device"), TRAIN),
-    "decode": _named("decode", ("preset", "device", "job", "reduce", "batch"), DECODE),
+    "decode": _named("decode", ("preset", "device", "job", "reduce", "batch", "rows"), DECODE),
 }

@@ -337,6 +337,11 @@ def all_signals(grid: tuple[int, int, int], d: int) -> Tokens:
         "image": token * _IMAGES // clip.n,
         "place": place.reshape(clip.n, 3),
         "pixels": clip.x,
+        "key_norm": torch.rand(clip.n, generator=generator),
+        "text_key_norm": torch.rand(_WORDS, generator=generator),
+        "values": torch.randn(clip.n, 128, generator=generator),
+        "text_values": torch.randn(_WORDS, 2, 64, generator=generator),
+        "rope": torch.randn(clip.n, 2, generator=generator),
     }
     query = torch.randn(_WORDS, d, generator=generator)
     return Tokens(clip.x, attn=clip.attn, query=query, grid=grid, signals=signals)

@@ -54,12 +54,18 @@ def engine(**options: Any) -> Scheduler:
     return Scheduler((model, processor), name="tiny-video", **options)
 
 
-def chat(tokens: int, text: str = "what is it?", pictures: int = 1, tenant: str = "") -> Request:
-    """Return a request about new pictures, or without one."""
+def chat(
+    tokens: int,
+    text: str = "what is it?",
+    pictures: int = 1,
+    tenant: str = "",
+    size: tuple[int, int] = (96, 96),
+) -> Request:
+    """Return a request about new pictures of `size`, height and width, or without one."""
     number = next(_NUMBERS)
     parts: list[str | Media] = [text]
     for i in range(pictures):
-        pixels = np.random.default_rng((number, i)).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+        pixels = np.random.default_rng((number, i)).integers(0, 256, (*size, 3), dtype=np.uint8)
         parts.insert(0, Media(Shot("image", pixels), f"image-{os.getpid()}-{number}-{i}"))
     message = Message("user", tuple(parts))
     return Request(f"chat-{number}", (message,), SamplingOptions(max_tokens=tokens), tenant=tenant)

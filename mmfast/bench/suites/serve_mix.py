@@ -31,6 +31,35 @@ SPECS = (
 )
 _TOKENS = 40  # of each answer
 _WIDE = "llava-onevision-0.5b"
+# The tiny LLaVA-OneVision of the tests: where it spends its time is in Python.
+_TINY = "llava-onevision, 32 channels"
+_TILE, _PICTURE = 24, (40, 56)  # pixels
+_TEXT = (32, 64, 4, 4, 2)
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+_VISION |= {"num_attention_heads": 2, "image_size": _TILE, "patch_size": 4}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def tiny() -> tuple[Any, Any]:
+    """Return a tiny random LLaVA-OneVision, which cuts pictures into tiles, and its processor."""
+    model, processor = load(None, "cpu", "float32")
+    config, processor = copy.deepcopy(model.config), copy.deepcopy(processor)
+    text = dict(zip((*_SIZES, "num_key_value_heads"), _TEXT, strict=True))
+    for part, values in ((config.text_config, text), (config.vision_config, _VISION)):
+        for name, value in values.items():
+            setattr(part, name, value)
+    config.text_config.layer_types = config.text_config.layer_types[: text["num_hidden_layers"]]
+    grids = [[_TILE * rows, _TILE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+    config.image_grid_pinpoints = grids
+    images = type(processor.image_processor)
+    side = {"height": _TILE, "width": _TILE}
+    processor.image_processor = images(size=side, image_grid_pinpoints=grids)
+    processor.num_image_tokens = (_TILE // _VISION["patch_size"]) ** 2
+    made = type(model)(config).eval()
+    fill_(made, 0)
+    made.generation_config = model.generation_config
+    made.generation_config.eos_token_id = None
+    return made, processor
 
 
 def shaped(preset: str | None) -> tuple[Any, Any]:
@@ -54,16 +83,19 @@ def shaped(preset: str | None) -> tuple[Any, Any]:
     return wide, processor
 
 
-def _requests(options: Sequence[Options], tokens: int, pictures: int) -> list[Request]:
-    made = []
+Size = tuple[int, int, tuple[int, int]]  # tokens of an answer, pictures, and their pixels
+
+
+def _requests(options: Sequence[Options], size: Size) -> list[Request]:
+    made, (tokens, pictures, pixels) = [], size
     for number in range(CHATS):
-        request = chat(tokens, pictures=pictures)
+        request = chat(tokens, pictures=pictures, size=pixels)
         made.append(replace(request, options=options[number % len(options)]))
     return made
 
 
-def _answers(scheduler: Scheduler, tokens: int, pictures: int, options: Sequence[Options]) -> None:
-    requests = _requests(options, tokens, pictures)
+def _answers(scheduler: Scheduler, size: Size, options: Sequence[Options]) -> None:
+    requests = _requests(options, size)
     records = [ChatRecord(scheduler, request) for request in requests]
     for record in records:
         record.over.wait()
@@ -71,8 +103,8 @@ def _answers(scheduler: Scheduler, tokens: int, pictures: int, options: Sequence
             raise MmfastError(f"a request of the benchmark failed: {record.last}")
 
 
-def _stock(model: Any, processor: Any, tokens: int, pictures: int) -> None:
-    requests = _requests([Options()], tokens, pictures)
+def _stock(model: Any, processor: Any, size: Size) -> None:
+    requests, tokens = _requests([Options()], size), size[0]
     chats = [[message.chat for message in request.messages] for request in requests]
     inputs = chat_inputs(processor, chats, model.device)
     with torch.inference_mode():
@@ -82,13 +114,15 @@ def _stock(model: Any, processor: Any, tokens: int, pictures: int) -> None:
 def _rows(
     preset: str | None, jobs: dict[str, Sequence[Options]], tick: Tick, rounds: int, pictures: int
 ) -> list[Row]:
-    (model, processor), size = shaped(preset), (_TOKENS, pictures)
-    name = EMBEDDED if preset is None else f"{EMBEDDED}, language model of {preset}"
+    size = _TOKENS, pictures, _PICTURE if preset == _TINY else (96, 96)
+    model, processor = tiny() if preset == _TINY else shaped(preset)
+    names = {None: EMBEDDED, _TINY: _TINY}
+    name = names.get(preset, f"{EMBEDDED}, language model of {preset}")
     times: dict[str, list[TimeSpent]] = {_STOCK: [], **{job: [] for job in jobs}}
     with closing(Scheduler((model, processor), name=name, queue=CHATS)) as scheduler, frozen():
         runs: dict[str, Callable[[], None]] = {
-            _STOCK: partial(_stock, model, processor, *size),
-            **{job: partial(_answers, scheduler, *size, mine) for job, mine in jobs.items()},
+            _STOCK: partial(_stock, model, processor, size),
+            **{job: partial(_answers, scheduler, size, mine) for job, mine in jobs.items()},
         }
         for number in range(rounds + 1):  # the first round warms up
             for job in list(runs)[:: 1 if number % 2 else -1]:
@@ -121,4 +155,5 @@ def mix(tick: Tick, rounds: int = 9, wide_rounds: int = 2) -> list[Row]:
     plain: dict[str, Sequence[Options]] = {_PLAIN: (Options(),), _AGAIN: (Options(),)}
     jobs: dict[str, Sequence[Options]] = {**plain, **named, _MIXED: SPECS}
     rows = [row for shape in ("tiny", None) for row in _rows(shape, jobs, tick, rounds, 4)]
+    rows = [*_rows(_TINY, jobs, tick, rounds, 1), *rows]
     return [*rows, *_rows(_WIDE, {**plain, _MIXED: SPECS}, tick, wide_rounds, 1)]

@@ -24,9 +24,11 @@ from torchaudio.functional import edit_distance
 
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row
+from mmfast.bench.suites.speech_replies import reply_rows
 from mmfast.bench.timing import PROCESSOR_CLOCK, one_thread, timed
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.speech import Sound
+from mmfast.decoding.drafting import parse_mode
 from mmfast.frontends.codecs.embedded.codec import load_embedded
 from mmfast.ops.audio import log_mel
 from mmfast.pipelines.omni_chat import written
@@ -121,9 +123,20 @@ class Recogniser:
 
 _SPEAKING, _LISTENING = 77, 78  # separate these draws from others of the same seed
 
-# Schedule of draft modules, and verification of their drafts.
-MODES = {name: (name, "none") for name in ("vanilla", "balance", "boost", "turbo")}
-MODES |= {"exact": ("turbo", "exact"), "typical": ("turbo", "typical:0.3")}
+# Options of a `Speaker`: one token per pass, the modes, and drafts that nothing verifies.
+MODES: dict[str, dict[str, str]] = {"vanilla": {"schedule": "vanilla"}}
+MODES |= {name: {"mode": name} for name in ("exact", "fast", "turbo")}
+MODES |= {f"raw {name}": {"schedule": name, "verify": "none"} for name in ("balance", "boost")}
+MODES |= {"raw": {"verify": "none"}}
+
+
+def way_of(name: str) -> Row:
+    """Return the schedule and the rule of a name of MODES as fields of a row."""
+    mode = parse_mode(**MODES[name])
+    rule = mode.rule.kind
+    schedule = ",".join(str(count) for pair in mode.schedule.pairs for count in pair)
+    verify = f"{rule}:{mode.rule.epsilon:g}" if rule == "typical" else rule
+    return {"schedule": schedule, "verify": verify, "confidence": mode.confidence}
 
 
 class SpokenLine(NamedTuple):
@@ -231,8 +244,7 @@ def through_codec(codec: Any, pcm: Tensor) -> Tensor:
 def _speak(
     model: Any, line: SpokenLine, name: str, tally: SpeechTally, recogniser: Recognise
 ) -> None:
-    mode, verify = MODES[name]
-    pieces: list[Sound] = list(model.speak(line.text, mode=mode, verify=verify, **line.options))
+    pieces: list[Sound] = list(model.speak(line.text, **MODES[name], **line.options))
     codes = [piece.codes for piece in pieces if piece.codes is not None]
     pcm = torch.cat([piece.pcm for piece in pieces])
     tally.codes.append(torch.cat(codes, 1) if codes else None)
@@ -243,9 +255,8 @@ def _speak(
 
 
 def _mode_row(name: str, tally: SpeechTally, n: int) -> Row:
-    mode, verify = MODES[name]
     counts = {"tokens": tally.tokens, "passes": tally.passes, "draft_passes": tally.drafts}
-    way = {"mode": name, "schedule": mode, "verify": verify}
+    way = {"mode": name, **way_of(name)}
     return {**way, **tally.row(n), **counts, "tokens_per_pass": tally.tokens / max(1, tally.passes)}
 
 
@@ -317,7 +328,7 @@ def _listening_row(mode: str, cases: Sequence[SuiteCase], answer: Answer, progre
     return {**found, "interval": between, "by_kind": kinds, "questions": len(cases)}
 
 
-TASKS = ("speaking", "listening")
+TASKS = ("speaking", "listening", "replies")
 
 
 def run_speech_eval(
@@ -332,11 +343,12 @@ def run_speech_eval(
 ) -> dict[str, Any]:
     """Measure word errors of a model's speech, and right answers to spoken questions.
 
-    `n` unseen sentences and `n` unseen questions are drawn. `model` is None (the embedded model),
-    its folder, or an object that speaks and listens; `modes` are of MODES, all by default.
+    `n` unseen sentences, questions about clips, and questions with content are drawn. `model` is
+    None (the embedded model), its folder, or an object that speaks, listens and replies; `modes`
+    are of MODES, all by default.
     `recognise` turns sound into text (pocketsphinx with the grammar of the domain), `answer`
     answers questions about clips (the embedded video model). Returns `suite`, `n`, `seed`, `model`
-    and `rows`; see `speaking_rows` and `listening_rows`.
+    and `rows`; see `speaking_rows`, `listening_rows` and `speech_replies.reply_rows`.
     """
     for what, asked, known in (("mode", modes, tuple(MODES)), ("task", tasks, TASKS)):
         for name in set(asked) - set(known):
@@ -356,6 +368,8 @@ def run_speech_eval(
             subject = Subject()
             answer = lambda cases: subject.answers(subject.inputs(cases))
         rows += listening_rows(speech, unseen_questions(n, seed), answer, tick)
+    if "replies" in tasks:
+        rows += reply_rows(speech, n, seed, tick)
     return {"suite": "speech", "n": n, "seed": seed, "model": name, "rows": rows}
 
 

@@ -20,6 +20,7 @@ from mmfast.bench.suites.speech_quality import (
     SpokenLine,
     unseen_lines,
     unseen_questions,
+    way_of,
 )
 from mmfast.core.speech import Sound
 from mmfast.decoding.accept import Stats
@@ -32,12 +33,11 @@ ROUNDS, MODES_SEED = 24, 3
 
 
 class DecodeMode(NamedTuple):
-    """A draft head, its schedule, and the verification of drafts."""
+    """A draft head, and what MODES calls the way its drafts are made and verified."""
 
     name: str
     head: str | None
     mode: str
-    verify: str
 
 
 @dataclass
@@ -74,11 +74,11 @@ def modes(tick: Tick) -> list[Row]:
 
 def decode_modes(heads: Sequence[str]) -> list[DecodeMode]:
     """Return one token per pass, all modes of the first head, and two modes of the others."""
-    found = [DecodeMode("vanilla", None, "vanilla", "none")]
+    found = [DecodeMode("vanilla", None, "vanilla")]
     for head in heads:
-        for name, (mode, verify) in MODES.items():
-            if name != "vanilla" and (head == heads[0] or name in ("turbo", "exact")):
-                found.append(DecodeMode(f"{name} ({head})", head, mode, verify))
+        names = [name for name in MODES if name != "vanilla"]
+        shown = names if head == heads[0] else ["exact", "turbo"]
+        found += [DecodeMode(f"{name} ({head})", head, name) for name in shown]
     return found
 
 
@@ -118,7 +118,8 @@ def decode_line(model: Any, line: SpokenLine, mode: DecodeMode) -> tuple[Stats, 
     guide = SpeechGuide(layout, iter([layout.group(part) for part in groups(line.text)]))
     style = layout.style(line.voice.name, line.voice.rate, line.voice.pitch)
     head = None if mode.head is None else model.heads[mode.head]
-    decoder = SingleDecoder(model.backbone, head, guide, schedule=mode.mode, verify=mode.verify)
+    options: dict[str, Any] = dict(MODES[mode.mode])
+    decoder = SingleDecoder(model.backbone, head, guide, **options)
     decoder.feed([layout.id("<speak>"), *style, *guide.opening()])
     said = [token for step in decoder for token in step.tokens]
     return decoder.stats, said
@@ -134,7 +135,7 @@ def _mode_row(
     ideal = per_pass / (1 + share * drafts) / (vanilla.tokens / max(1, vanilla.passes))
     speedup, ms = times.speedup(mode.name), median(times.times[mode.name])
     same = [vanilla.said.get(i) == said for i, said in mine.said.items()]
-    way = {"job": mode.name, "head": mode.head, "schedule": mode.mode, "verify": mode.verify}
+    way = {"job": mode.name, "head": mode.head, **way_of(mode.mode)}
     speed = {"score": speedup, "tokens_per_second": 1e3 / ms, "ms_per_token": ms}
     gain = {"speedup": speedup, "ideal": ideal, "of_ideal": speedup / ideal}
     shares = {"tokens_per_pass": per_pass, "drafts_per_pass": drafts, "module_share": share}
@@ -153,7 +154,7 @@ def module_share(model: Any, head: str) -> float:
 
 def trunk_weights(backbone: Any, entries: int) -> int:
     """Count the weights a pass reads: layers, norm, and `entries` rows of the output head."""
-    parts = (*backbone.decoder.layers, backbone.final_norm)
+    parts = (*backbone.layers, backbone.final_norm)
     own = sum(int(p.numel()) for part in parts for p in part.parameters())
     return own + entries * int(backbone.width)
 
@@ -190,7 +191,7 @@ def sound_rows(
     found, done, total = [], 0, len(SOUND_MODES) * (len(lines) + len(asked))
     with timing.frozen():
         for mode in SOUND_MODES:
-            how = dict(zip(("mode", "verify"), MODES[mode], strict=True))
+            how: dict[str, Any] = dict(MODES[mode])
             jobs: dict[str, list[Callable[[], Iterable[Sound]]]] = {
                 "say": [partial(model.speak, each.text, **how, **each.options) for each in lines],
                 "reply": [partial(model.reply, pcm, RATE, **how) for pcm in asked],

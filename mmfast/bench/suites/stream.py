@@ -33,12 +33,15 @@ from mmfast.bench.timing import (
     PairedTimes,
     Sample,
     compare_jobs,
+    counted,
     frozen,
     interleave,
     one_thread,
     resident_bytes,
+    spread,
     timed,
 )
+from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError
 from mmfast.core.tokens import Tokens
 from mmfast.frontends.clip import Frame
@@ -46,7 +49,11 @@ from mmfast.frontends.video.reader import iter_video, read_video
 from mmfast.frontends.video.threads import cores
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.ops.stream_cache import RowBuffer
+from mmfast.streams.engine import Engine, score_policies
 from mmfast.streams.frontend import FrameEncoder, StreamReducer
+from mmfast.streams.memory import ROOM
+from mmfast.streams.script import Piece
 
 FRAMES, EARLY, PART = 20_000, 2_000, 1_000
 MEMORY = "sink:64+window:512+retrieve:4"
@@ -138,6 +145,128 @@ def bytes_of(session: Any) -> int:
     archive = memory["archive"]
     stored: int = sum(archive["bytes"].values())
     return int(memory["bytes"]) + stored + int(archive["index_bytes"])
+
+
+SHAPE = "qwen2.5-vl-7b"
+WINDOW, ASKED, SAID, BUSY = 4_096, 30, 8, 3  # tokens; frames that come while it is answered
+FRAME = 196
+
+
+@benchmark("stream", "ask")
+def ask(tick: Tick) -> list[Row]:
+    """Count and time what a question copies of a full window of a 7B model's keys and values."""
+    tick(SHAPE, 0, 1)
+    return ask_rows(layers=28, window=WINDOW, rounds=9)
+
+
+def ask_rows(layers: int, window: int, rounds: int) -> list[Row]:
+    """Compare a question with one on a copy, frames, and both at once, at other sizes.
+
+    New rows of frames are written, those of the question only get their places.
+    """
+    text = get_preset(SHAPE).text
+    heads, width = text["num_key_value_heads"], 128
+    rows = torch.randn(heads, FRAME, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    live = [RowBuffer(window + ROOM, bounded=True) for _ in range(layers)]
+
+    def frame() -> None:
+        for buffer in live:
+            buffer.write(rows, rows, rows)
+            buffer.length += FRAME
+            if buffer.length > window:
+                buffer.keep([(0, 64), (64 + buffer.length - window, buffer.length)])
+
+    def answer(fork: Callable[[RowBuffer, int], RowBuffer], frames: int) -> None:
+        branch = [fork(buffer, ROOM) for buffer in live]
+        for i, n in enumerate((ASKED, *[1] * SAID)):
+            for buffer in branch:
+                buffer.claim(buffer.length, buffer.length + n)
+                buffer.length += n
+            if i < frames:
+                frame()
+
+    def frames_alone() -> None:
+        for _ in range(BUSY):
+            frame()
+
+    jobs: dict[str, Callable[[], None]] = {
+        "question and answer on a copy": partial(answer, copied, 0),
+        "question and answer": partial(answer, RowBuffer.fork, 0),
+        f"{BUSY} frames": frames_alone,
+        f"question and answer, {BUSY} frames meanwhile": partial(answer, RowBuffer.fork, BUSY),
+    }
+    for _ in range(window // FRAME + 1):
+        frame()
+    note = f"{layers} layers of {heads} key heads, {window:,} tokens"
+    shared = {"preset": SHAPE, "note": note, "dtype": "bfloat16", **ON_ONE_THREAD}
+    return [{**shared, "job": name, **_copies(job, rounds)} for name, job in jobs.items()]
+
+
+def copied(buffer: RowBuffer, room: int) -> RowBuffer:
+    """Return another buffer with the same rows in a tensor of its own, and room for more."""
+    copy = RowBuffer(buffer.length + room)
+    if buffer.data is not None:
+        copy.write(*buffer.read(slice(None)), at=0)
+        copy.length = buffer.length
+    return copy
+
+
+def _copies(job: Callable[[], None], rounds: int) -> Row:
+    mb, times = counted(job).copied / 1e6, list[float]()
+    with one_thread():
+        for _ in range(rounds):
+            start = time.process_time()
+            job()
+            times.append((time.process_time() - start) * 1e3)
+    return {"copied_mb": mb, **spread(times), "n": rounds}
+
+
+HELD, OPENING = 256, 16  # tokens that a score policy holds, and of the opening text
+
+
+@benchmark("stream", "score")
+def score(tick: Tick) -> list[Row]:
+    """Watch 20,000 random frames under every score policy: the bound must hold at every step."""
+    return over(score_policies(), lambda name: [score_row(name, FRAMES)], tick)
+
+
+def score_row(policy: str, frames: int, early: int = EARLY) -> Row:
+    """Append frames to a memory of the tiny shape; MmfastError where it ever holds too much."""
+    shape = get_preset("tiny")
+    case, memory_spec = build(shape, ("llm",), frames=2), f"sink:{OPENING}+{policy}:{HELD}"
+    gen, spent, held, most = torch.Generator().manual_seed(0), list[float](), list[int](), 0
+    _, rows, columns = case.grid
+    n, engine = rows * columns, Engine(case.model)
+    memory = engine.memory(plan_cache(memory_spec))
+    with one_thread():
+        for i in range(frames + 1):
+            count, kind = (n, "frame") if i else (OPENING, "text")
+            x = torch.randn(count, case.visual.shape[-1], generator=gen)
+            places, advance = torch.arange(count)[None], torch.tensor([count])
+            start = time.process_time()
+            engine.append(memory, Piece(x, places, advance, kind, kind == "text", float(i)))
+            spent.append((time.process_time() - start) * 1e3)
+            most = max(most, memory.tokens())
+            held.append(int(memory.stats()["bytes"]))
+    engine.close()
+    if most > OPENING + HELD:
+        raise MmfastError(f"{memory_spec!r} held {most} tokens; run pytest tests/streams")
+    part = min(PART, early)
+    before, after = (statistics.median(x) for x in (spent[early - part : early], spent[-part:]))
+    figures = {"most": most, "held_growth": max(held) / max(held[:early]) - 1, "early_ms": before}
+    figures |= {
+        "late_ms": after,
+        "slowdown": after / before - 1,
+        "positions": max(memory.next_start),
+    }
+    return {
+        "preset": "tiny",
+        "memory": memory_spec,
+        "n": frames,
+        "early": early,
+        **figures,
+        **ON_ONE_THREAD,
+    }
 
 
 PRESET, SPEC = "llava-onevision-0.5b", "stc_pruner:0.3"

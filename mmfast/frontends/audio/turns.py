@@ -171,7 +171,7 @@ class TurnCutter:
         if change == "stop" and self._patience is not None and gate.quiet_from is not None:
             state = self._judged(state, gate.quiet_from, self._patience)
             if state.heard - gate.quiet_from < state.pause[1]:
-                gate, change = SpeechGateState(True, None, gate.quiet_from), ""
+                gate, change = replace(state.gate, quiet_from=gate.quiet_from), ""
         state = replace(state, activity=activity, gate=gate)
         if change == "start":
             return self._begun(state)

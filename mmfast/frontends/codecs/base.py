@@ -49,6 +49,19 @@ def check_codes(codes: Any, books: int, size: int, batch: int | None = None) -> 
     return whole_numbers
 
 
+def check_latents(latents: Any, width: int, batch: int | None = None) -> Tensor:
+    """Return latents `[B, width, t]` of finite floating-point numbers, t may be 0; or raise."""
+    if not isinstance(latents, Tensor) or not latents.is_floating_point():
+        kind = latents.dtype if isinstance(latents, Tensor) else type(latents).__name__
+        raise MediaError(f"latents are {kind}; give a float32 tensor [B, {width}, t]")
+    if latents.dim() != 3 or latents.shape[0] < 1 or latents.shape[1] != width:
+        raise MediaError(f"latents have shape {list(latents.shape)}; give [B, {width}, t]")
+    _check_batch("latents", latents, batch)
+    if not torch.isfinite(latents).all():
+        raise MediaError("latents hold NaN or infinite numbers; give finite ones")
+    return latents
+
+
 def _check_batch(what: str, x: Tensor, batch: int | None) -> None:
     if batch is not None and x.shape[0] != batch:
         raise MediaError(
@@ -61,6 +74,7 @@ class StreamCodec:
 
     A frame has `hop` samples and a code of each of `books` codebooks of `size` entries. `encoder`
     is a stage from sound `[B, n]` to codes `[B, Q, t]`, `decoder` one back; either may be None.
+    A size of 0 means that there are no codes: frames are latents of `books` numbers, float32.
     """
 
     def __init__(
@@ -78,19 +92,23 @@ class StreamCodec:
         self._encoder, self._decoder = encoder, decoder
 
     def __repr__(self) -> str:
-        return (
-            f"<codec {self.name}: {self.sample_rate} Hz, {self.frame_rate:g} frames/s, "
-            f"{self.codebooks} x {self.size}>"
-        )
+        kind = f"{self.codebooks} x {self.size}" if self.size else f"{self.codebooks} latents"
+        return f"<codec {self.name}: {self.sample_rate} Hz, {self.frame_rate:g} frames/s, {kind}>"
+
+    def check(self, codes: Any, batch: int | None = None) -> Tensor:
+        """Return codes, or latents, that the codec can decode; MediaError for others."""
+        if not self.size:
+            return check_latents(codes, self.codebooks, batch)
+        return check_codes(codes, self.codebooks, self.size, batch)
 
     @property
     def encoder(self) -> Any:
-        """Stage from sound `[B, n]` to codes `[B, Q, t]`; `lookahead` in frames."""
+        """Stage from sound `[B, n]` to codes `[B, Q, t]`; `lookahead` in frames, inf if all."""
         return self._half(self._encoder, "encoder")
 
     @property
     def decoder(self) -> Any:
-        """Stage from codes `[B, Q, t]` to sound `[B, n]`; `lookahead` in samples."""
+        """Stage from codes `[B, Q, t]` to sound `[B, n]`; `lookahead` in samples, inf if all."""
         return self._half(self._decoder, "decoder")
 
     def encode(self, pcm: Tensor) -> Tensor:
@@ -101,7 +119,7 @@ class StreamCodec:
     def decode(self, codes: Tensor) -> Tensor:
         """Decode codes `[B, Q, T]` or `[Q, T]`, of Q or fewer books, to sound `[B, T * hop]`."""
         one = isinstance(codes, Tensor) and codes.dim() == 2
-        codes = check_codes(codes[None] if one else codes, self.codebooks, self.size)
+        codes = self.check(codes[None] if one else codes)
         return run(self.decoder, codes)[:, : codes.shape[2] * self.hop]
 
     def _half(self, stage: Any, which: str) -> Any:
@@ -111,12 +129,13 @@ class StreamCodec:
 
 
 class StackCodec(StreamCodec):
-    """A codec from stacks of layers: the common part of Mimi, EnCodec and DAC.
+    """A codec from stacks of layers, such as Mimi, EnCodec and DAC.
 
     `encode` leads from sound `[B, 1, n]` to latents `[B, width, t]`, `quantise` on to codes `[B, Q,
     t]`, `lookup` and `decode` back; without one of the stacks the codec does the other half. `like`
     is a weight of the model. `whole` fills the last frame of sound with silence, as the model's own
-    processor does.
+    processor does. With a `size` of 0, `quantise` and `lookup` take and give latents.
+    `encoder` is a stage in place of `encode`.
     """
 
     def __init__(
@@ -134,22 +153,23 @@ class StackCodec(StreamCodec):
         like: Tensor,
         width: int,
         whole: bool = False,
+        encoder: Any = None,
     ) -> None:
-        encoder = decoder = None
+        decoder = None
         if encode is not None:
             first = Pointwise(lambda x: x[:, None].to(like.dtype), (1,), like.dtype)
-            last = Pointwise(lambda x: quantise(x).long(), (books,), torch.long)
+            kind = torch.long if size else torch.float32
+            last = Pointwise(lambda x: quantise(x).to(kind), (books,), kind)
             encoder = FrameStage(
                 LayerChain([first, encode, last]),
-                check_pcm, hop, 1, -1, (books,), whole, like.device,
+                check_pcm, hop, 1, -1 if size else 0.0, (books,), whole, like.device,
             )  # fmt: skip
         if decode is not None:
             first = Pointwise(lookup, (width,), like.dtype)
             last = Pointwise(lambda x: x[:, 0].float(), (), torch.float32)
             decoder = FrameStage(
-                LayerChain([first, decode, last]),
-                lambda codes, batch: check_codes(codes, books, size, batch),
-                1, hop, 0.0, device=like.device,
+                LayerChain([first, decode, last]), self.check, 1, hop, 0.0,
+                device=like.device,
             )  # fmt: skip
         super().__init__(name, sample_rate, hop, books, size, encoder, decoder)
 

@@ -50,7 +50,8 @@ class Transformer(CodecLayer):
         """Return an empty window, which has its full size from the start."""
         attention = self.layers[0].self_attn
         weight = attention.k_proj.weight
-        shape = (batch, attention.num_key_value_heads, self.past, attention.head_dim)
+        heads = weight.shape[0] // attention.head_dim
+        shape = (batch, heads, self.past, attention.head_dim)
         zeros = tuple(weight.new_zeros(shape) for _ in self.layers)
         return replace(empty(batch, weight.device), keys=zeros, values=zeros)
 
@@ -122,16 +123,17 @@ def mimi_codec(model: Any, codebooks: int | None = None) -> StackCodec:
         round(config.sampling_rate / config.frame_rate),
         books,
         config.codebook_size,
-        encode=_encoder(model.encoder),
+        encode=mimi_encoder(model.encoder),
         quantise=quantise,
         lookup=model.quantizer.decode,
-        decode=_decoder(model.decoder),
+        decode=mimi_decoder(model.decoder),
         like=next(model.parameters()),
         width=config.hidden_size,
     )
 
 
-def _encoder(half: Any) -> CodecLayer | None:
+def mimi_encoder(half: Any) -> CodecLayer | None:
+    """Return the encoder of a model like Mimi as one layer."""
     if half is None:
         return None
     down = [] if half.downsample is None else [stream(half.downsample)]
@@ -140,7 +142,8 @@ def _encoder(half: Any) -> CodecLayer | None:
     )
 
 
-def _decoder(half: Any) -> CodecLayer | None:
+def mimi_decoder(half: Any) -> CodecLayer | None:
+    """Return the decoder of a model like Mimi as one layer."""
     if half is None:
         return None
     up = [] if half.upsample is None else [stream(half.upsample)]

@@ -48,8 +48,15 @@ def stream(module: Any) -> CodecLayer:
         return Conv(module, *_own_padding(module))
     if isinstance(module, nn.ConvTranspose1d):
         return ConvTranspose(module, *_own_padding(module))
+    if isinstance(getattr(module, "convtr", None), nn.ConvTranspose1d):
+        return ConvTranspose(module.convtr, 0, int(module.padding_total))
     if isinstance(getattr(module, "conv", None), (nn.Conv1d, nn.ConvTranspose1d)):
-        return _seanet(module)
+        return _seanet(module) if hasattr(module, "causal") else _causal(module)
+    if hasattr(module, "dwconv") or hasattr(module, "mixer"):
+        return _conv_next(module)
+    if hasattr(module, "act1") and hasattr(module, "conv2"):
+        unit = walk([module.act1, module.conv1, module.act2, module.conv2])
+        return Residual(unit, Pointwise(nn.Identity()))
     if hasattr(module, "block") and hasattr(module, "shortcut"):
         return Residual(walk(module.block), stream(module.shortcut))
     if isinstance(getattr(module, "lstm", None), nn.LSTM):
@@ -68,13 +75,46 @@ def stream(module: Any) -> CodecLayer:
 
 
 def _own_padding(module: Any) -> tuple[int, int]:
-    extra = any(getattr(module, "output_padding", (0,)))
-    if module.padding_mode != "zeros" or isinstance(module.padding, str) or extra:
+    extra = getattr(module, "output_padding", (0,))[0]  # cut off less at the end
+    if module.padding_mode != "zeros" or isinstance(module.padding, str):
         raise ModelError(
-            f"cannot stream padding {module.padding!r} of {module.padding_mode!r}"
-            f"{' with output_padding' if extra else ''}; give zeros, the same at both ends"
+            f"cannot stream padding {module.padding!r} of {module.padding_mode!r}; "
+            "give zeros, the same at both ends"
         )
-    return module.padding[0], module.padding[0]
+    if extra > module.padding[0]:
+        raise ModelError(
+            f"cannot stream output_padding {extra} beyond padding {module.padding[0]}; give less"
+        )
+    return module.padding[0], module.padding[0] - extra
+
+
+def _causal(module: Any) -> CodecLayer:
+    """Pad with zeros on the left; a transposed one says what it cuts off at both ends."""
+    conv = module.conv
+    if isinstance(conv, nn.ConvTranspose1d):
+        return ConvTranspose(conv, int(module.left_pad), int(module.right_pad))
+    return Conv(conv, (conv.kernel_size[0] - 1) * conv.dilation[0] + 1 - conv.stride[0], 0)
+
+
+def _conv_next(module: Any) -> CodecLayer:
+    """ConvNeXt blocks: a convolution of each channel, and a network of each moment."""
+    same = Pointwise(nn.Identity())
+
+    def across(*parts: Callable[[Tensor], Tensor]) -> CodecLayer:
+        def run(x: Tensor) -> Tensor:
+            x = x.transpose(1, 2)
+            for part in parts:
+                x = part(x)
+            return x.transpose(1, 2)
+
+        return Pointwise(run)
+
+    if hasattr(module, "mixer"):
+        mixed = [across(module.norm), stream(module.mixer), across(lambda x: x * module.gamma)]
+        thought = across(module.ffn_norm, module.ffn, lambda x: x * module.ffn_gamma)
+        return LayerChain([Residual(LayerChain(mixed), same), Residual(thought, same)])
+    parts = (module.norm, module.pwconv1, module.act, module.pwconv2, lambda x: x * module.gamma)
+    return Residual(LayerChain([stream(module.dwconv), across(*parts)]), same)
 
 
 def _seanet(module: Any) -> CodecLayer:
@@ -283,6 +323,72 @@ class FrameStage:
 
     def _fill(self, x: Tensor, n: int) -> Tensor:
         return x if x.shape[-1] == n else functional.pad(x, (0, n - x.shape[-1]), value=self.blank)
+
+
+class WholeState(NamedTuple):
+    """Pieces `[..., n]` of every row that have come so far."""
+
+    rows: tuple[tuple[Tensor, ...], ...]
+
+
+class WholeStage:
+    """A stage over a function that needs the whole stream: it gives nothing before the end.
+
+    `function` takes rows of one length `[b, ..., n]`, `check` checks a chunk; `blank` and `shape`
+    are those of `FrameStage`.
+    """
+
+    lookahead = math.inf
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        check: Callable[[Any, int | None], Tensor],
+        blank: float,
+        shape: tuple[int, ...] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self.function, self.check, self.blank = function, check, blank
+        self.shape, self.device = shape, device
+
+    def start(self, batch: int = 1) -> WholeState:
+        """Return the state of `batch` streams before their first chunk."""
+        if batch < 1:
+            raise MediaError(f"batch is {batch}; give 1 or more streams")
+        return WholeState(((),) * batch)
+
+    def step(self, state: WholeState, chunk: Tensor) -> tuple[WholeState, Tensor]:
+        """Keep a chunk; what it makes certain is nothing."""
+        chunk = self.check(chunk, len(state.rows)).to(self.device)
+        rows = tuple((*old, new) for old, new in zip(state.rows, chunk, strict=True))
+        return WholeState(rows), self._none(len(rows))
+
+    @torch.no_grad()
+    def finish(self, state: WholeState) -> Tensor:
+        """Run every stream; shorter outputs are filled with blanks at the end."""
+        whole = [torch.cat(row, -1) if row else None for row in state.rows]
+        lengths = {0 if row is None else row.shape[-1] for row in whole}
+        if len(lengths) == 1 and lengths != {0}:
+            return self.function(torch.stack([row for row in whole if row is not None]))
+        outs = [
+            self._none(1)[0] if row is None or not row.shape[-1] else self.function(row[None])[0]
+            for row in whole
+        ]
+        longest = max(out.shape[-1] for out in outs)
+        pads = [(0, longest - out.shape[-1]) for out in outs]
+        filled = [
+            functional.pad(out, by, value=self.blank) for out, by in zip(outs, pads, strict=True)
+        ]
+        return torch.stack(filled)
+
+    def reset(self, state: WholeState, rows: Tensor) -> WholeState:
+        """Return the state with streams `rows` (`[B]` bool) started anew."""
+        kept = zip(rows.tolist(), state.rows, strict=True)
+        return WholeState(tuple(() if gone else row for gone, row in kept))
+
+    def _none(self, batch: int) -> Tensor:
+        kind = torch.long if isinstance(self.blank, int) else torch.float32
+        return torch.full((batch, *self.shape, 0), self.blank, dtype=kind, device=self.device)
 
 
 def run(stage: Any, x: Tensor) -> Tensor:

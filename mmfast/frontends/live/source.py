@@ -41,7 +41,7 @@ _LATE = 1.0  # seconds; largest delay of frames that come out of order
 _LATE_RUN = 2  # ... and not more of them in a row: then the clock was set back
 _SAME = 1e-9  # seconds
 _LEAST = 1e-3  # seconds between two frames without times of their own
-_FAR = 1e10  # seconds; later times (three centuries) are refused
+FAR = 1e10  # seconds; later times (three centuries) are refused
 
 
 class SteadyTimes:
@@ -115,7 +115,7 @@ def steady(
     in_a_row, reason = 0, "it is empty"
     for raw, stamp in items:
         try:
-            if stamp is not None and not abs(stamp) < _FAR:  # NaN too
+            if stamp is not None and not abs(stamp) < FAR:  # NaN too
                 raise MediaError(f"its time is {stamp}")
             frame = convert(raw)
         except MediaError as error:

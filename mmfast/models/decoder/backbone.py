@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.core.registry import get
 from mmfast.heads.base import causal_mask
@@ -34,10 +35,12 @@ from mmfast.models.decoder.blocks import (
 )
 from mmfast.models.decoder.rotary import Rotary
 from mmfast.models.reduction.cache_layers import Pair, cache_over
-from mmfast.models.wrappers import FULL, kind_of
+from mmfast.models.wrappers import FULL, SLIDING, kind_of
 from mmfast.ops.stream_cache import Angles, Placer, RowBuffer, advance, empty, within
 
+_LAYERS = ("layers", "h")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+_INNER = ("intermediate_size", "n_inner", "moe_intermediate_size", "ffn_dim")  # widths in configs
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; else 5e-2
 
 
@@ -59,11 +62,13 @@ class BackboneState:
 
 
 class Backbone:
-    """A `…ForCausalLM` of full-attention layers with rotary positions, called piece by piece.
+    """A causal language model of transformers, called piece by piece.
 
-    The model stays as it is; call `refresh` when its weights change. `lean` runs Llama-like layers
-    in fewer operations (None: where it gains), `check` compares a few tokens with the stock forward
-    pass first. ModelError where the model is of a kind that cannot be called so.
+    Its layers attend to all that was read or to a sliding window; positions are rotary (of three
+    axes, too, which count text alike), learned (GPT-2) or none. The model stays as it is; call
+    `refresh` when its weights change. `lean` runs Llama-like layers in fewer operations (None:
+    where it gains), `check` compares a few tokens with the stock forward pass first. ModelError
+    where the model is of a kind that cannot be called so.
     """
 
     def __init__(self, model: Any, *, lean: bool | None = None, check: bool = True) -> None:
@@ -71,31 +76,29 @@ class Backbone:
         self.decoder = _decoder(model)
         self._check_kind()
         self.config = self.decoder.config
+        self.layers = _first(self.decoder, _LAYERS)
         self._table = model.get_input_embeddings()
         self._output = model.get_output_embeddings()
-        self.final_norm: Any = next(
-            getattr(self.decoder, name) for name in _NORMS if hasattr(self.decoder, name)
-        )
+        self.final_norm: Any = _first(self.decoder, _NORMS)
+        self._learned = getattr(self.decoder, "wpe", None)
+        self._scale = float(getattr(self.decoder, "embedding_multiplier", 1.0))
         weight = self._table.weight
         self.entries, self.width = weight.shape
         self.vocabulary = self._output.weight.shape[0]
         self.device, self.dtype = weight.device, weight.dtype
-        self._rotary = Rotary(self.decoder)
-        if self._rotary.axes > 1:
-            raise ModelError(
-                f"{type(self.decoder).__name__} has positions of {self._rotary.axes} axes; "
-                "speech models need a text model of one"
-            )
-        self.lean = lean_fits(self.decoder.layers[0]) if lean is None else lean
-        eager = self.config._attn_implementation == "eager" and not self.lean
-        self.placer = Placer(self._angles, self.device, self.dtype, explicit=eager)
+        self._rotary = Rotary(self.decoder) if hasattr(self.decoder, "rotary_emb") else None
+        self.axes = self._rotary.axes if self._rotary is not None else 1
+        self.lean = lean_fits(self.layers[0]) if lean is None else lean
+        self._kinds = [(kind_of(self.config, i), w) for i, w in enumerate(self._windows())]
+        self._placers = self._make_placers()
+        self.placer = self._placers[self._kinds[-1]].with_window(0)  # modules are as the last layer
         self.refresh()
         if check:
             self._check_equal()
 
     def refresh(self) -> None:
         """Read the weights anew."""
-        self.blocks: list[Block] = [self.block(layer) for layer in self.decoder.layers]
+        self.blocks: list[Block] = [self.block(layer) for layer in self.layers]
         self._normed = self.normer(self.final_norm)
         self._parts: dict[tuple[int, int], Tensor] = {}  # of the output head, laid out for products
 
@@ -111,10 +114,11 @@ class Backbone:
         Of the n, the first `counts[b]` are tokens of stream b, the rest padding. Returns the hidden
         states `[B, n, D]` before the final norm.
         """
-        place = self.placer.place(state.lengths, embeds.shape[1])
-        x = embeds
-        for block, slot in zip(self.blocks, state.slots, strict=True):
-            x = block(x, slot, place)
+        n = embeds.shape[1]
+        places = {k: placer.place(state.lengths, n) for k, placer in self._placers.items()}
+        x = self._enter(embeds, state.lengths, counts)
+        for block, slot, kind in zip(self.blocks, state.slots, self._kinds, strict=True):
+            x = block(x, slot, places[kind])
         state.lengths = [n + count for n, count in zip(state.lengths, counts, strict=True)]
         return x
 
@@ -132,6 +136,9 @@ class Backbone:
 
     def logits(self, hidden: Tensor, rows: slice) -> Tensor:
         """Logits `[.., rows]` of normed hidden states `[.., D]`: only those rows are computed."""
+        return self._scaled(self._products(hidden, rows))
+
+    def _products(self, hidden: Tensor, rows: slice) -> Tensor:
         start, stop, _ = rows.indices(self.vocabulary)
         weight, bias = self._output.weight, self._output.bias
         if stop - start == self.vocabulary:
@@ -145,9 +152,9 @@ class Backbone:
     def new_layer(self, ffn: int | None = None) -> nn.Module:
         config = copy.deepcopy(self.config)
         if ffn is not None:
-            config.intermediate_size = ffn
-        layer = type(self.decoder.layers[0])(config, 0)
-        return self._fresh(layer)
+            setattr(config, next(name for name in _INNER if hasattr(config, name)), ffn)
+        last = len(self.layers) - 1
+        return self._fresh(type(self.layers[last])(config, last))
 
     def new_norm(self) -> nn.Module:
         norm: nn.Module = copy.deepcopy(self.final_norm).requires_grad_(True)
@@ -171,17 +178,65 @@ class Backbone:
         place = self.placer.even(0, n)
         if mask is None and self.config._attn_implementation == "eager" and n > 1:
             mask = causal_mask(n, x)
-        found = layer(x, attention_mask=mask, position_ids=None, position_embeddings=place.angles)
-        hidden: Tensor = found[0] if isinstance(found, tuple) else found
-        return hidden
+        return Stock(layer).run(x, mask, place)
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _angles(self, n: int) -> Angles:
+    def _windows(self) -> list[int]:
+        """Places that each layer looks back to, 0 for all."""
+        window = getattr(self.config, "sliding_window", None) or 0
+        if getattr(self.config, "layer_types", None) is None:  # then all layers are alike
+            return [window] * len(self.layers)
+        kinds = [kind_of(self.config, i) for i in range(len(self.layers))]
+        return [window if kind == SLIDING else 0 for kind in kinds]
+
+    def _make_placers(self) -> dict[tuple[str, int], Placer]:
+        """One for each kind of layer: kinds may have windows and frequencies of their own."""
+        explicit = self.config._attn_implementation == "eager" and not self.lean
+        return {
+            kind: Placer(
+                partial(self._angles, layer=self._kinds.index(kind)),
+                self.device, self.dtype, kind[1], explicit,
+            )
+            for kind in dict.fromkeys(self._kinds)
+        }  # fmt: skip
+
+    def _angles(self, n: int, layer: int = 0) -> Angles:
+        if self._rotary is None:  # blocks without rotary positions read none
+            none = torch.zeros(n, 2, device=self.device, dtype=self.dtype)
+            return none, none
         with torch.inference_mode(False), torch.no_grad():
-            places = torch.arange(n, device=self.device)[None]
-            cos, sin = self._rotary.angles(places, self._table.weight)
+            places = torch.arange(n, device=self.device).expand(self.axes, n)
+            cos, sin = self._rotary.angles(places, self._table.weight, layer)
         return cos[0], sin[0]
+
+    def _enter(self, embeds: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Embeddings as the first layer takes them: scaled, and with learned positions."""
+        x = embeds if self._scale == 1 else embeds * self._scale
+        if self._learned is None:
+            return x
+        longest = max(a + n for a, n in zip(starts, counts, strict=True))
+        most: int = self._learned.num_embeddings
+        if longest > most:
+            raise ModelError(
+                f"{longest} tokens are more than the {most} positions that "
+                f"{type(self.model).__name__} has learned; give shorter prompts or a lower limit"
+            )
+        own = torch.arange(embeds.shape[1], device=self.device)
+        at = torch.tensor(list(starts), device=self.device)[:, None] + own  # [B, n]
+        placed: Tensor = x + self._learned(at.clamp(max=most - 1))  # padding may lie behind them
+        return placed
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Products of the output head as the model makes logits of them."""
+        config = self.config
+        if scaling := getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / scaling
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
 
     def _fresh(self, layer: nn.Module) -> nn.Module:
         layer.apply(self.model._init_weights)
@@ -189,17 +244,17 @@ class Backbone:
 
     def _check_kind(self) -> None:
         decoder, name = self.decoder, type(self.model).__name__
-        known = decoder is not None and hasattr(decoder, "layers") and hasattr(decoder, "config")
-        if not known or not any(hasattr(decoder, norm) for norm in _NORMS):
+        layers = _first(decoder, _LAYERS) if hasattr(decoder, "config") else None
+        kinds = [kind_of(decoder.config, i) for i in range(len(layers or ()))]
+        if odd := sorted(set(kinds) - {FULL, SLIDING}):
+            raise ModelError(
+                f"{name} has layers of kind {', '.join(odd)}; "
+                "drafts can be taken back from attention layers only, full or sliding"
+            )
+        if not kinds or _first(decoder, _NORMS) is None:
             raise ModelError(
                 f"{name} is no causal language model of decoder layers and a final norm; "
                 "use one such as LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM"
-            )
-        kinds = {kind_of(decoder.config, i) for i in range(len(decoder.layers))}
-        if kinds != {FULL}:
-            raise ModelError(
-                f"{name} has layers of kind {', '.join(sorted(kinds - {FULL}))}; "
-                "drafts can be taken back from full-attention layers only"
             )
         attention = str(decoder.config._attn_implementation)
         if attention not in ("sdpa", "eager"):
@@ -214,9 +269,17 @@ class Backbone:
         ids = torch.arange(6, device=self.device)[None] % self.vocabulary
         want = self.model(input_ids=ids, use_cache=False).logits.float()
         state, found = self.state(1, 8), []
-        for piece in (ids[:, :4], ids[:, 4:]):
-            hidden = self.norm(self.run(state, self.embed(piece), [piece.shape[1]]))
-            found.append(self.logits(hidden, slice(None)).float())
+        try:
+            for piece in (ids[:, :4], ids[:, 4:]):
+                hidden = self.norm(self.run(state, self.embed(piece), [piece.shape[1]]))
+                found.append(self.logits(hidden, slice(None)).float())
+        except MmfastError:
+            raise
+        except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+            raise ModelError(
+                f"the decoder layers of {type(self.model).__name__} cannot be called one by one "
+                f"({' '.join(str(error).split())[:120]}); use a Llama-like model"
+            ) from error
         gap = (torch.cat(found, 1) - want).abs().max()
         if not gap <= _CLOSE.get(self.dtype, 5e-2) * want.abs().max().clamp(min=1e-3):
             raise ModelError(
@@ -227,6 +290,11 @@ class Backbone:
 
 def _decoder(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else None
+
+
+def _first(decoder: Any, names: Sequence[str]) -> Any:
+    """The first of these parts that a decoder has, else None."""
+    return next((getattr(decoder, name) for name in names if hasattr(decoder, name)), None)
 
 
 def backbone_of(model: Any) -> Backbone:
@@ -251,7 +319,7 @@ def make_head(name: str, model: Any, *, start: str = "last", **options: Any) -> 
         raise ModelError(f"head {name!r}: {error}; see the options of its class") from error
     if start == "last":
         for layer in getattr(head, "layers", ()):
-            copy_weights(trunk.decoder.layers[-1], layer)
+            copy_weights(trunk.layers[-1], layer)
     return head
 
 

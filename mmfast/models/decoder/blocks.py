@@ -170,20 +170,26 @@ class Stock:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        names = inspect.signature(layer.forward).parameters
-        self.cache_name = "layer_past" if "layer_past" in names else "past_key_values"
+        self.names = inspect.signature(layer.forward).parameters
+        self.cache_name = "layer_past" if "layer_past" in self.names else "past_key_values"
 
     def __call__(self, x: Tensor, slot: RowBuffer, place: TokenPlaces) -> Tensor:
         """The layer on new tokens, behind those of the slot."""
         mask = place.mask
-        found = self.layer(
-            x,
-            attention_mask=mask[None, None] if mask is not None and mask.ndim == 2 else mask,
-            position_ids=None,
-            use_cache=True,
-            position_embeddings=place.angles,
-            **{self.cache_name: StoreLayer(partial(slot.put_two, place=place))},
-        )
+        cache = {self.cache_name: StoreLayer(partial(slot.put_two, place=place)), "use_cache": True}
+        mask = mask[None, None] if mask is not None and mask.ndim == 2 else mask
+        return self.run(x, mask, place, **cache)
+
+    def run(self, x: Tensor, mask: Tensor | None, place: TokenPlaces, **cache: Any) -> Tensor:
+        """The layer on tokens at these places, under this mask; differentiable."""
+        if "position_embeddings" in self.names:
+            cache["position_embeddings"] = place.angles
+        elif "position_ids" in self.names:  # it turns queries and keys by itself (GPT-J)
+            even = torch.arange(place.start, place.start + place.n, device=x.device)[None]
+            cache["position_ids"] = even if place.at is None else place.at[1]
+        if "use_cache" not in self.names:
+            cache.pop("use_cache", None)
+        found = self.layer(x, attention_mask=mask, **cache)
         hidden: Tensor = found[0] if isinstance(found, tuple) else found
         return hidden
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mmfast.core.errors import ModelError
-from mmfast.models.wrappers import kind_of
+from mmfast.models.wrappers import attention_at, kind_of, layers_of
 
 _KEYS = ("k_norm", "k_layernorm", "key_layernorm", "k_proj")
 _QUERIES = ("q_norm", "q_layernorm", "query_layernorm", "q_proj")
@@ -86,9 +86,8 @@ class RawCapture:
 
 def attentions(decoder: Any) -> dict[int, nn.Module]:
     """Decoder layer to its attention module; ModelError where the decoder has none."""
-    layers = getattr(decoder, "layers", None)
-    found = {} if layers is None else dict(enumerate(layers))
-    found = {i: layer.self_attn for i, layer in found.items() if hasattr(layer, "self_attn")}
+    found = {i: attention_at(decoder, i) for i in range(len(layers_of(decoder)))}
+    found = {i: module for i, module in found.items() if module is not None}
     if not found:
         raise ModelError(
             f"{type(decoder).__name__} has no layers with self_attn, so its keys cannot be read; "
@@ -203,7 +202,9 @@ class Rotary:
         apply: Callable[..., tuple[Tensor, Tensor]]
         apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         batched = keys if keys.ndim == 4 else keys[None]
-        turned = apply(batched[:, :0], batched, *angles)[1]
+        width = getattr(attention, "rotary_ndims", batched.shape[-1])  # Phi turns a part of a head
+        part, rest = batched[..., :width], batched[..., width:]
+        turned = torch.cat([apply(part[:, :0], part, *angles)[1], rest], -1)
         return turned if keys.ndim == 4 else turned[0]
 
     def rotate(self, attention: Any, keys: Tensor, positions: Tensor) -> Tensor:

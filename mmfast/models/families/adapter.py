@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.registry import import_all
 from mmfast.core.trace import Trace
 from mmfast.models.families.tower import Tower, batch_tower, find_tower
+from mmfast.models.wrappers import reads_text_alone
 
 # Arguments of the call of `get_image_features`, or of another kind, by name.
 Call = Mapping[str, Any]
@@ -75,8 +76,17 @@ class Layout:
             return self.places
         return raster_places(self.grid)
 
+    @cached_property
+    def tile(self) -> Tensor | None:
+        """The tile of each content token, `[N]`; None for what is not cut into tiles."""
+        return None if self.tiles is None else torch.tensor(self.tiles)
+
     def content(self) -> Tensor:
         """Offsets of the tokens that a method may reduce, `[N]` ascending."""
+        return self._content
+
+    @cached_property
+    def _content(self) -> Tensor:
         keep = torch.ones(self.length, dtype=torch.bool)
         keep[list(self.separators)] = False
         return keep.nonzero()[:, 0]
@@ -166,7 +176,12 @@ def adapter_for(model: Any) -> Adapter:
         alone = encoder_adapter(model)
         if alone is not None:
             return alone
-        if _reads_text_alone(model):
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ModelError(
+                f"{type(model).__name__} is an encoder and a decoder, which holds two caches: of "
+                "what it wrote and of what the encoder read; attach to a causal language model"
+            )
+        if reads_text_alone(model):
             return Adapter(str(family), _no_media, _no_media, media=())
         part = getattr(getattr(getattr(model, "thinker", None), "config", None), "model_type", None)
         if part in _ADAPTERS:
@@ -182,18 +197,6 @@ def adapter_for(model: Any) -> Adapter:
             "folder is found by itself"
         )
     return _ADAPTERS[family]
-
-
-def _reads_text_alone(model: Any) -> bool:
-    """A language model of decoder layers, whose keys and values a policy may bound."""
-    config: Any = getattr(model, "config", None)
-    nested = [name for name in ("vision_config", "audio_config") if hasattr(config, name)]
-    own = hasattr(model, "get_decoder") and hasattr(config, "get_text_config") and not nested
-    return bool(own and config.get_text_config() is config and _has_attention(model.get_decoder()))
-
-
-def _has_attention(text: Any) -> bool:
-    return any(hasattr(layer, "self_attn") for layer in getattr(text, "layers", ()))
 
 
 def _no_media(base: Any, *_: Any) -> Any:

@@ -12,6 +12,7 @@ import math
 from functools import partial
 from typing import Any
 
+import torch
 from einops import rearrange
 from torch import Tensor
 from transformers.models.llava_next.modeling_llava_next import (
@@ -30,16 +31,22 @@ def layout(base: Any, kind: str, call: Call) -> list[Layout]:
     if kind == "video":
         videos, frames = call["pixel_values_videos"].shape[:2]
         return [_video(frames, side)] * videos
-    return mosaic_layouts(partial(_pack, base, call=call), _shapes(base, call), side)
+    sizes = torch.as_tensor(call["image_sizes"])
+    cuts = list(zip(map(tuple, sizes.tolist()), tile_counts(base, call), strict=True))
+    places = {cut: number for number, cut in enumerate(cuts)}  # images alike are laid out once
+    pack = partial(_pack, base, call={**call, "image_sizes": sizes[list(places.values())]})
+    found = mosaic_layouts(pack, [_shape(base, *cut) for cut in places], side)
+    known = dict(zip(places, found, strict=True))
+    return [known[cut] for cut in cuts]
 
 
-def _shapes(base: Any, call: Call) -> list[tuple[int, int] | None]:
-    """Rows and columns of the tiles of each image; None where it has the overview alone."""
+def _shape(base: Any, size: tuple[int, int], count: int) -> tuple[int, int] | None:
+    """Rows and columns of the tiles of an image; None where it has the overview alone."""
     grids, tile = base.config.image_grid_pinpoints, base.config.vision_config.image_size
-    return [
-        get_anyres_image_grid_shape(size, grids, tile) if count > 1 else None
-        for size, count in zip(call["image_sizes"], tile_counts(base, call), strict=True)
-    ]
+    if count == 1:
+        return None
+    rows, columns = get_anyres_image_grid_shape(size, grids, tile)
+    return rows, columns
 
 
 def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:

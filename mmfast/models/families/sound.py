@@ -1,8 +1,9 @@
-"""Voxtral, GLM-ASR and Audio Flamingo 3: sound in padded windows before a language model.
+"""Voxtral, GLM-ASR, Audio Flamingo 3 and Qwen3-ASR: sound before a language model.
 
-A window is a row of `input_features`; its frames behind the convolutions are joined, several in
-one token, and the tokens of padding are dropped (GLM-ASR, Audio Flamingo 3) or not (Voxtral). A
-long sound is several windows in a row, each an item of its own.
+A window, padded, is a row of `input_features`; its frames behind the convolutions are joined,
+several in one token, and the tokens of padding are dropped (GLM-ASR, Audio Flamingo 3) or not
+(Voxtral). A long sound is several windows in a row, each an item of its own. Qwen3-ASR has no
+windows: all frames of all sounds are one sequence.
 Papers: arXiv 2507.13264 (Voxtral), 2507.08128 (Audio Flamingo 3).
 """
 
@@ -40,6 +41,20 @@ def audioflamingo3(base: Any, call: Call) -> tuple[list[int], int]:
     return base.audio_tower._get_feat_extract_output_lengths(frames)[1].tolist(), 2
 
 
+def qwen3_asr(base: Any, call: Call) -> list[int]:
+    """Return the tokens of each sound: an encoder without padding, chunk by chunk."""
+    tower, mask = base.audio_tower, call["input_features_mask"]
+    chunks = mask.view(len(mask), -1, 2 * tower.n_window).sum(-1)
+    found: list[int] = tower._post_cnn_length(chunks).sum(-1).tolist()
+    return found
+
+
+def packed_tower(base: Any) -> Tower:
+    """The audio encoder: all sounds in one sequence, each attending to itself."""
+    encoder = base.audio_tower
+    return Tower(base, encoder, encoder.layers, packed=True, class_token=False)
+
+
 def audio_tower(base: Any) -> Tower:
     """The audio encoder: a batch of windows."""
     encoder = base.audio_tower
@@ -65,3 +80,23 @@ def _adapter(family: str, lengths: Lengths) -> Adapter:
 
 for _lengths in (voxtral, glmasr, audioflamingo3):
     add_adapter(_adapter(_lengths.__name__, _lengths))
+
+
+def _packed_layout(base: Any, kind: str, call: Call) -> list[Layout]:
+    return [Layout(n, (n, 1, 1)) for n in qwen3_asr(base, call)]
+
+
+def _packed_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    return list(values.split(qwen3_asr(base, call)))
+
+
+add_adapter(
+    Adapter(
+        "qwen3_asr",
+        _packed_layout,
+        _packed_fold,
+        tower=packed_tower,
+        audio_tower=packed_tower,
+        media=("audio",),
+    )
+)

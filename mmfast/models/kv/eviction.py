@@ -7,7 +7,7 @@ turn of a draft are hidden from it by a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +22,21 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
-from mmfast.models.kv.notes import BASIS, KIND, PADDING, PINNED, TOTAL, WINDOW, entries, fill
+from mmfast.models.kv.notes import (
+    BASIS,
+    FRAME,
+    KIND,
+    PADDING,
+    PINNED,
+    SPOT,
+    TOTAL,
+    WINDOW,
+    entries,
+    fill,
+)
+from mmfast.models.kv.output import added_lengths
 from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
+from mmfast.models.kv.queries import Expectation
 from mmfast.models.reduction.cache_layers import is_short, regroup
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import replacing
@@ -70,31 +83,51 @@ def basis(layer: Any, row: int) -> int:
     return int(layer.notes[BASIS][row, 0, -1]) if BASIS in layer.notes else 0
 
 
-def chooser(plan: CachePlan, layer: Any, index: int, layers: int, prompt: bool = True) -> Choose:
-    """Choice of a plan among the entries of a layer, behind a prompt or a later step."""
+def chooser(
+    plan: CachePlan,
+    layer: Any,
+    index: int,
+    prompt: bool = True,
+    layers: Mapping[int, Any] | None = None,
+    expectation: Expectation | None = None,
+) -> Choose:
+    """Choice of a plan among the entries of a layer, behind a prompt or a later step.
+
+    `layers` are the attention modules of the decoder layers that the plan acts on.
+    """
     whole = layer.whole() if isinstance(layer, PackedLayer) else (layer.keys, layer.values)
 
     def choose(row: int, where: Tensor) -> Reduction:
         keys, values = (_pick(x[row], where, 1) for x in whole)
         notes = {k: _pick(note[row], where, -1) for k, note in layer.notes.items()}
-        heads, kinds = len(keys), notes[KIND].long()
+        heads, shared = len(keys), {k: notes[k].long() for k in (KIND, FRAME, SPOT) if k in notes}
         mine = plan if prompt else settled(plan, basis(layer, row))
-        signals = {
-            "values": values,
-            "kind": kinds[0],
-            "layer": torch.tensor(index, device=keys.device),
-            "layers": torch.tensor(layers, device=keys.device),
-        }
-        if WINDOW in notes:
-            mass = notes[WINDOW]  # the rows of a softmax add up to one each
-            signals["attn_window"] = mass / mass.sum(-1, keepdim=True).round().clamp_min(1)
-        if TOTAL in notes:
-            signals["attn_sum"] = notes[TOTAL]
-        if bool((kinds == kinds[:1]).all()):
+        signals = _signals(values, shared[KIND][0], notes)
+        signals["layer"] = torch.tensor(index, device=keys.device)
+        if layers:
+            signals["depth"] = torch.tensor([*layers].index(index), device=keys.device)
+            signals["depths"] = torch.tensor(len(layers), device=keys.device)
+            if "values_out" in plan.needs:
+                signals["values_out"] = added_lengths(layers[index], values)
+            if expectation is not None:
+                signals |= expectation.expected(layer, row, index, layers[index])
+        if all(len(each) == 1 or bool((each == each[:1]).all()) for each in shared.values()):
+            signals |= {name: each[0] for name, each in shared.items()}
             return mine.reduce(Tokens(keys, signals=signals))
-        return _by_head(mine, keys, signals, kinds, heads)
+        return _by_head(mine, keys, signals, shared, heads)
 
     return choose
+
+
+def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Signals for a policy: values `[.., H, n, d]`, kinds `[n]`, attention of `notes`."""
+    signals = {"values": values, "kind": kinds}
+    if WINDOW in notes:
+        mass = notes[WINDOW]  # the rows of a softmax add up to one each
+        signals["attn_window"] = mass / mass.sum(-1, keepdim=True).round().clamp_min(1)
+    if TOTAL in notes:
+        signals["attn_sum"] = notes[TOTAL]
+    return signals
 
 
 def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
@@ -102,13 +135,17 @@ def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
 
 
 def _by_head(
-    plan: CachePlan, keys: Tensor, signals: dict[str, Tensor], kinds: Tensor, heads: int
+    plan: CachePlan,
+    keys: Tensor,
+    signals: dict[str, Tensor],
+    shared: dict[str, Tensor],
+    heads: int,
 ) -> Reduction:
     """Choose head by head, where heads hold different tokens since an earlier prompt."""
     found = []
     for head in range(heads):
         mine = {k: v if v.ndim == 0 else v[head : head + 1] for k, v in signals.items()}
-        mine["kind"] = kinds[head]
+        mine |= {name: each.expand(heads, -1)[head] for name, each in shared.items()}
         found.append(plan.reduce(Tokens(keys[head : head + 1], signals=mine)).select(0))
     length = max(r.m for r in found)
     return Reduction.stack([_grown(r, length) for r in found], (heads,))
@@ -269,32 +306,71 @@ def _alike(one: Any, other: Any) -> bool:
 class Eviction:
     """Eviction under one plan, from the caches of one attached model.
 
-    A plan that stores in two precisions, or retrieves, evicts nothing. Entries leave if `acts`, at
-    every step if `always`; `rescores` computes the score anew for that.
+    A plan that stores in two precisions, or retrieves, evicts nothing; nor do position policies
+    beside a choice at every step. Entries leave if `acts`, at every step if `always`; `rescores`
+    computes the score anew for that. `layers` are the attention modules of the decoder layers it
+    acts on.
     """
 
-    def __init__(self, plan: CachePlan, layers: int, state: PassState) -> None:
-        self._plan, self._layers, self._state = plan, layers, state
+    def __init__(self, plan: CachePlan, state: PassState, layers: Mapping[int, Any]) -> None:
+        self._plan, self._state, self._layers = plan, state, layers
+        self.expectation: Expectation | None = None
         self._known = Known()
         self._leaving: dict[int, Leaving] = {}
         self._gone: dict[tuple[int, int], Sequence[int]] = {}
         specs = (*plan.position, *((plan.score,) if plan.score else ()))
-        kept = any(spec.whole for spec in specs) or plan.bits or plan.retrieve
+        read = plan.retrieve or (plan.select if plan.score is None else None)
+        kept = any(spec.whole for spec in specs) or plan.bits or read
         always = [spec.method.moment == "always" for spec in specs]
         shares = any(isinstance(spec.budget, float) for spec in specs)
         self.acts = bool(specs) and not kept
         self.always = self.acts and any(always)
         self.rescores = plan.score is not None and plan.score.method.moment == "always"
+        self._every = plan.every if self.acts else 0
+        if self._every:  # the whole plan acts then, as it does behind a prompt
+            self.always = self.rescores = True
         self._by_number = all(always) and not shares
 
     def prompt_ends(self, cache: Any, index: int, drafts: int) -> tuple[int, int]:
         """Evict behind a prompt, but for drafts at its end; see `evict` for what it returns."""
         layer = cache.layers[index]
-        found = evict(cache, index, chooser(self._plan, layer, index, self._layers), drafts)
+        found = evict(cache, index, self._choose(layer, index, True), drafts)
         if self.always and not self.rescores and self._plan.score is not None:
             pin(self._plan, layer)
         layer.notes.pop(WINDOW, None)
+        layer.chosen = layer.gone + entries(layer) - drafts
+        if self.expectation is not None:
+            layer.pending = None
         return found
+
+    def votes(self, layer: Any) -> bool:
+        """The query of the token that came last counts in `attn_window` of the next choice."""
+        return self._new(layer) > self._every - self._plan.window
+
+    @staticmethod
+    def _new(layer: Any) -> int:
+        return int(layer.gone) + entries(layer) - int(layer.chosen)
+
+    @property
+    def alike(self) -> bool:
+        """All layers of a prompt can be chosen from at once, and later numbers alone count."""
+        specs = (*self._plan.position, *((self._plan.score,) if self._plan.score else ()))
+        apart = {"layer", "depth", "values_out", "query_mean", FRAME} & set(self._plan.needs)
+        fixed = not apart and not any(s.budget is None or s.method.uneven for s in specs)
+        return fixed and not (self.always and self.leaving(0) is None)
+
+    def left(
+        self, keys: Tensor, values: Tensor, kinds: Tensor, masses: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is left of layers `[L, H, n, d]` of a prompt whose tokens have `kinds` `[n]`.
+
+        `masses` `[L, H, n]` are the attention received, by note; see `alike`.
+        """
+        signals = _signals(values, kinds.long(), masses)
+        chosen = self._plan.reduce(Tokens(keys, signals=signals))
+        if chosen.m == chosen.n and chosen.pure:
+            return keys, values
+        return chosen.apply(keys), chosen.apply(values)
 
     def step(self, cache: Any, index: int, over: bool, memo: list[Slid]) -> None:
         """Evict before a call, when nothing that the last one brought can be taken back any more.
@@ -302,26 +378,31 @@ class Eviction:
         A prompt that is not over is thinned between its chunks where all policies act at every
         step, on numbers of tokens.
         """
-        layer = cache.layers[index]
+        layer, plan = cache.layers[index], self._plan
         if not self.always or not (self._by_number or (over and BASIS in layer.notes)):
             return
         if self._plan.score is None and slide(cache, index, self._plan, memo, self._known):
             return
-        if self.rescores:
-            choose = chooser(self._plan, layer, index, self._layers, prompt=False)
-        else:
-            choose = stayer(self._plan, layer)
-        evict(cache, index, choose)
+        if self._new(layer) < self._every:
+            return
+        again = self.rescores
+        evict(cache, index, self._choose(layer, index, False) if again else stayer(plan, layer))
+        if self._every:
+            layer.notes = {k: note for k, note in layer.notes.items() if k != WINDOW}
+            layer.chosen = layer.gone + entries(layer)
 
-    def leaving(self, layer: Any) -> Leaving | None:
-        """Return what leaves a layer of one row at each step; None if that is no matter of numbers.
+    def _choose(self, layer: Any, index: int, prompt: bool) -> Choose:
+        return chooser(self._plan, layer, index, prompt, self._layers, self.expectation)
 
-        Layers whose shares refer to equally many tokens get one function.
+    def leaving(self, basis: int) -> Leaving | None:
+        """Return what leaves a row at each step; None if that is no matter of numbers.
+
+        Shares refer to `basis` tokens; rows of equally many get one function.
         """
         specs = self._plan.position
         if self._plan.score is not None or any(spec.method.needs for spec in specs):
             return None
-        return self._leaving.setdefault(n := basis(layer, 0), partial(self._numbers, n))
+        return self._leaving.setdefault(basis, partial(self._numbers, basis))
 
     def _numbers(self, whole: int, n: int) -> Sequence[int]:
         if (whole, n) not in self._gone:

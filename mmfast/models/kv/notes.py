@@ -34,6 +34,8 @@ BASIS = "basis"
 # `[B, 1, n]`: the cluster that finds an entry again, -1 at what is always read; the frame it came
 # with, until the prompt ends; and whether it is read.
 CLUSTER, FRAME, READ = "cluster", "frame", "read"
+# `[B, 1 or H, n]`: the place of an entry in its frame, -1 where it has none.
+SPOT = "spot"
 _FILL = {
     KIND: TEXT,
     PINNED: False,
@@ -41,6 +43,7 @@ _FILL = {
     TOTAL: 0.0,
     CLUSTER: -1,
     FRAME: -1,
+    SPOT: -1,
     READ: True,
 }
 
@@ -111,6 +114,17 @@ def arrive(layer: Any, kinds: Tensor) -> None:
     old = notes[KIND]
     new = kinds[:, None].to(old).expand(*old.shape[:-1], count)
     layer.notes = {**notes, KIND: torch.cat([old[..., : old.shape[-1] - count], new], -1)}
+
+
+def mark(layer: Any, name: str, numbers: Tensor) -> None:
+    """Note `numbers` `[B or 1, n]` of the n entries that a call has just stored."""
+    notes, n = fill(layer), numbers.shape[-1]
+    shape = notes[KIND].shape
+    old = notes.get(name)
+    if old is None:
+        old = torch.full((shape[0], 1, shape[2]), _FILL[name], device=numbers.device)
+    new = numbers[:, None].to(old.device).expand(*old.shape[:-1], n)
+    layer.notes = {**notes, name: torch.cat([old[..., : old.shape[-1] - n].to(new), new], -1)}
 
 
 def remember_basis(layer: Any) -> None:
@@ -184,8 +198,9 @@ class Attention:
                 places = places[ok[row, :new].to(query.device)]
             if self._total:
                 total.append(head_mass(query, key, row, places, mask, scaling, causal, lse))
-            if self._window and part is not None:
-                recent = places[max(0, len(places) - max(0, self._window - part.rest)) :]
+            rest = 0 if part is None else part.rest
+            if rest < self._window:
+                recent = places[max(0, len(places) - max(0, self._window - rest)) :]
                 window.append(head_mass(query, key, row, recent, mask, scaling, causal))
         self._local.__dict__[str(index)] = {
             name: torch.stack(rows) for name, rows in ((TOTAL, total), (WINDOW, window)) if rows

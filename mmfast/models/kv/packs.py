@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from mmfast.caches.store import Left, leave
 from mmfast.core.errors import ModelError
@@ -315,13 +315,17 @@ def keep_packed(layer: PackedLayer, kept: Sequence[Tensor]) -> None:
     layer.extra = max(mine.shape[1] for mine in kept) - recent
 
 
+# Layers of a stock cache that may lose entries; the second has a recurrence beside attention.
+_SHRINKABLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+
+
 def shrinkable(cache: Any, index: int) -> Any:
     """Layer `index` of a cache, made able to lose entries; ModelError for a kind that cannot."""
     layer = cache.layers[index]
-    if isinstance(layer, PackedLayer) or type(layer) is DynamicLayer:
+    if isinstance(layer, PackedLayer) or type(layer) in _SHRINKABLE:
         return shorten(cache, index)
     kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
-    if is_short(layer) and kind is DynamicLayer and not isinstance(layer, StoreLayer):
+    if is_short(layer) and kind in _SHRINKABLE and not isinstance(layer, StoreLayer):
         return layer
     raise ModelError(
         f"cache layer {index} is a {kind.__name__}, which cannot lose entries; leave out "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Row, Trace
+from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
-from mmfast.models.kv.eviction import Eviction, Leaving, Slid, chooser
+from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
 from mmfast.models.kv.packs import (
     PackedLayer,
     RowPacker,
@@ -28,12 +29,36 @@ from mmfast.models.kv.packs import (
     shrinkable,
     split_packs,
 )
-from mmfast.models.kv.retrieval import Reading, as_chosen, chosen, read_of
-from mmfast.models.patching import override, stand_behind
+from mmfast.models.kv.queries import Expectation, RawPrompt, expected_angles
+from mmfast.models.kv.retrieval import (
+    WHOLE,
+    Reading,
+    as_chosen,
+    chosen,
+    frames_of,
+    read_of,
+    spots_of,
+)
+from mmfast.models.kv.selection import Selection
+from mmfast.models.patching import stand_behind
 from mmfast.models.reduction.cache_layers import is_short
-from mmfast.models.reduction.call import Arming, PassState, PromptPart, length_of
+from mmfast.models.reduction.call import (
+    Arming,
+    PassState,
+    PromptPart,
+    PromptTracker,
+    length_of,
+)
 from mmfast.models.reduction.sequence import Sequences
-from mmfast.models.wrappers import FULL, base_of, decoder_of, kind_of
+from mmfast.models.wrappers import (
+    KEEPS_ALL,
+    LayerCall,
+    attention_at,
+    base_of,
+    decoder_of,
+    kind_of,
+    layers_of,
+)
 from mmfast.ops.quantisation import Quantiser, quantise
 
 
@@ -58,15 +83,20 @@ class KVStage:
         text = decoder_of(model)
         self._layers: dict[int, Any] = {
             index: layer
-            for index, layer in enumerate(text.layers)
-            if kind_of(text.config, index) == FULL and hasattr(layer, "self_attn")
+            for index, layer in enumerate(layers_of(text))
+            if kind_of(text.config, index) in KEEPS_ALL and attention_at(text, index) is not None
         }
-        self._eviction = Eviction(plan, len(text.layers), state)
-        self._packing = Packing(plan, len(text.layers), self._eviction.always)
+        self._modules = {index: attention_at(text, index) for index in self._layers}
+        self._eviction = Eviction(plan, state, self._modules)
+        self._packing = Packing(plan, self._eviction.always)
         self._attention = notes.Attention(plan, self._eviction.rescores, state)
         self._reading = None
-        if plan.retrieve is not None:
-            self._reading = Reading(plan, text, self._layers, state)
+        self._raw = RawPrompt(text) if plan.retrieve is not None or plan.future else None
+        if plan.retrieve is not None and self._raw is not None:
+            self._reading = Reading(plan, text, self._layers, state, self._raw)
+        self._expectation = Expectation(text, *plan.future) if plan.future else None
+        self._eviction.expectation = self._expectation
+        self._selection = Selection.of(plan, self._layers, state, trace)
         self._prompts, self._account = PromptTracker(), _Account()
         self._arming = Arming(self._on_layers)
 
@@ -82,19 +112,21 @@ class KVStage:
             stack.enter_context(self._arming.installed())
             if self._reading is not None:
                 stack.enter_context(self._reading.watching())
+            if self._selection is not None:
+                stack.enter_context(self._selection.watching(self._modules))
             yield
 
     @contextmanager
     def _on_layers(self) -> Iterator[None]:
-        modules = {index: layer.self_attn for index, layer in self._layers.items()}
+        modules = self._modules
         with ExitStack() as stack:
             for index, layer in self._layers.items():
                 after = partial(torch.compiler.disable(self._after), index)
-                stack.callback(stand_behind(layer, after))
+                stack.callback(stand_behind(layer, LayerCall(layer).behind(after)))
             if (self._eviction.acts or self._plan.bits) and self._attention.reads:
                 stack.enter_context(self._attention.watching(modules))
-            if self._reading is not None:
-                stack.enter_context(self._reading.capturing())
+            if self._raw is not None:
+                stack.enter_context(self._raw.capturing())
             stack.enter_context(self._eviction.masking(modules))
             yield
 
@@ -111,10 +143,12 @@ class KVStage:
                 "(use_cache=False, or gradient checkpointing); leave cache= out here"
             )
         self._arming.begin(state.part is not None or self._eviction.rescores or length > 1)
-        if self._reading is not None:
-            self._reading.enter()
+        if self._raw is not None:
+            self._raw.enter(state.active and state.part is not None)
         if cache is not None and (self._eviction.always or self._packing.packs):
             self._settle(cache, state.part is None or state.part.first)
+        if self._selection is not None:
+            self._selection.enter(cache, state.part is None)
 
     def _keeps_nothing(self, base: nn.Module, kwargs: dict[str, Any]) -> bool:
         if base.training and any(
@@ -129,8 +163,10 @@ class KVStage:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._state.active, self._state.cache = False, None
         self._arming.end()
-        if self._reading is not None:
-            self._reading.leave()
+        if self._raw is not None:
+            self._raw.leave()
+        if self._selection is not None:
+            self._selection.leave()
 
     def _settle(self, cache: Any, over: bool) -> None:
         """Before a call: evict and pack what the last one brought; `over`: its prompt has ended."""
@@ -151,15 +187,36 @@ class KVStage:
         if cache is None:
             return
         if part is None:
-            layer = cache.layers[index]
-            if masses and is_short(layer) and layer.notes is not None:
-                notes.add_masses(layer, masses)
+            self._count_step(cache.layers[index], masses)
             return
         assert call is not None and call.step is not None
-        raw = None if self._reading is None else self._reading.captured(index)
-        self.arrive(cache, index, call.step.sequences, masses, raw, call.step.past)
+        raw = None if self._raw is None else self._raw.captured(index)
+        turned = kwargs.get("position_embeddings")
+        self.arrive(cache, index, call.step.sequences, masses, raw, call.step.past, turned)
         if part.last:
             self.prompt_ends(cache, index, part.drafts)
+
+    def _count_step(self, layer: Any, masses: dict[str, Tensor]) -> None:
+        """Note the attention of the query of a decode step, where a later choice reads it."""
+        if not masses or not is_short(layer) or layer.notes is None:
+            return
+        if notes.WINDOW in masses and not self._eviction.votes(layer):
+            del masses[notes.WINDOW]
+        notes.add_masses(layer, masses)
+
+    def watch(self, index: int, layer: Any, module: nn.Module, *attention: Any) -> None:
+        """Note the attention of a decode step of one row; see `look` for what is given."""
+        self._state.active, self._state.part = True, None
+        try:
+            self._attention.look(index, module, *attention)
+        finally:
+            self._state.active = False
+        self._count_step(layer, self._attention.take(index))
+
+    @property
+    def watches(self) -> bool:
+        """The policy reads the attention of decode steps."""
+        return self._eviction.rescores and self._attention.reads
 
     def look(
         self, index: int, part: PromptPart, module: nn.Module, *attention: Any
@@ -181,7 +238,13 @@ class KVStage:
     @property
     def retrieves(self) -> bool:
         """`arrive` needs keys and queries before RoPE."""
-        return self._reading is not None
+        return self._raw is not None
+
+    def turned(self, positions: Tensor, index: int) -> Angles | None:
+        """Cosines and sines of positions `[A, n]` in a layer, for `arrive`; None if not needed."""
+        if self._expectation is None:
+            return None
+        return self._expectation.angles(positions, positions.float(), index)
 
     @property
     def layers(self) -> Collection[int]:
@@ -196,16 +259,30 @@ class KVStage:
         masses: Mapping[str, Tensor],
         raw: tuple[Tensor, Tensor] | None,
         past: Tensor | None = None,
+        turned: Angles | None = None,
     ) -> None:
         """Note what a part of a prompt has stored in a layer.
 
-        `raw` are its keys and queries before RoPE; `past` is False at padding among earlier tokens.
+        `raw` are its keys and queries before RoPE; `past` is False at padding among earlier tokens;
+        `turned` are cosines and sines of its tokens, or of the last one.
         """
         layer, count = shrinkable(cache, index), sequences.length
         if layer.notes is None:
             notes.begin(layer, notes.entries(layer) - count, past, len(layer.keys))
         notes.arrive(layer, notes.kinds_of(sequences))
         notes.add_masses(layer, masses)
+        for name, numbers in (
+            (notes.FRAME, partial(frames_of, block=WHOLE)),
+            (notes.SPOT, spots_of),
+        ):
+            if name in self._plan.needs:
+                notes.mark(layer, name, numbers(sequences))
+        if self._expectation is not None:
+            assert raw is not None
+            part, kinds = self._state.part, notes.kinds_of(sequences)
+            end = count - (part.drafts if part else 0)  # what may be taken back is not read
+            turned = expected_angles(turned, count, end, self._layers[index])
+            self._expectation.arrive(layer, raw[1][:, :, :end], kinds[:, :end], turned)
         if self._reading is not None:
             assert raw is not None
             self._reading.arrive(layer, sequences, *raw)
@@ -220,7 +297,7 @@ class KVStage:
             return plain, None
         leaving = None
         if self._eviction.always:
-            leaving = self._eviction.leaving(layer)
+            leaving = self._eviction.leaving(basis(layer, 0))
             if leaving is None:
                 return None
         if self._packing.acts(layer, more):
@@ -245,7 +322,7 @@ class KVStage:
 
     def prompt_ends(self, cache: Any, index: int, drafts: int = 0) -> None:
         """Act on a layer behind a prompt but for drafts at its end; the last layer adds the row."""
-        layer, account = cache.layers[index], self._account
+        layer = cache.layers[index]
         notes.remember_basis(layer)
         start = time.perf_counter()
         before = after = notes.entries(layer) * len(layer.keys)
@@ -255,9 +332,61 @@ class KVStage:
             self._reading.prompt_ends(layer, drafts)
             after = int(read_of(layer).sum())
         layer = self._packing.prompt(cache, index, drafts)
-        account.ms += (time.perf_counter() - start) * 1e3
+        self._count(index, before, after, time.perf_counter() - start, nbytes(layer))
+
+    @property
+    def alike(self) -> bool:
+        """The policy acts alike on all layers of a prompt; see `end_together`."""
+        partly = self._eviction.always or self._reading is not None  # not all of a pack is read
+        mixed = self._plan.bits is not None or (partly and self._packing.quantiser is not None)
+        return not mixed and self._eviction.alike
+
+    def end_together(
+        self,
+        last: int,
+        both: tuple[Tensor, Tensor],
+        sequences: Sequences,
+        masses: Mapping[str, Tensor],
+        raw: Sequence[tuple[Tensor, Tensor]],
+    ) -> tuple[list[KVBlock], list[list[KVBlock]], Leaving | None]:
+        """Act on layers of a prompt of one row at once, of which `last` is the last.
+
+        `both` are keys and values `[L, H, n, d]`, `masses` `[L, H, n]` the attention received, and
+        `raw` as for `arrive`, by layer. Returns by layer what is read in full precision, and packs;
+        and what leaves at each step.
+        """
+        start, (keys, values) = time.perf_counter(), both
+        layers, _, n, _ = keys.shape
+        kinds = notes.kinds_of(sequences)[0].to(keys.device)
+        if self._eviction.acts:
+            keys, values = self._eviction.left(keys, values, kinds, masses)
+        older = self._packing.older(keys.shape[2])
+        packs = self._packing.by_layer(keys[:, :, :older], values[:, :, :older])
+        pairs = zip(keys[:, :, older:], values[:, :, older:], strict=True)
+        rest, left = [KVBlock((k,), (v,)) for k, v in pairs], keys.shape[2] * layers
+        held = sum(block.nbytes for mine in (rest, *packs) for block in mine)
+        if self._reading is not None:
+            places = self._reading.together(sequences, kinds, raw)
+            rest = [
+                KVBlock((k.index_select(1, where),), (v.index_select(1, where),))
+                for k, v, where in zip(keys, values, places, strict=True)
+            ]
+            left = sum(map(len, places))
+        self._count(last, n * layers, left, time.perf_counter() - start, held)
+        return rest, packs, self._eviction.leaving(n) if self._eviction.always else None
+
+    def packs(self, rest: KVBlock, packs: Sequence[KVBlock], more: int) -> Packing | None:
+        """Return the store of a layer that has packs, or will within `more` decode steps."""
+        full = self._packing.full
+        soon = bool(full) and rest.keys[0].shape[1] + more >= full
+        return self._packing if packs or soon else None
+
+    def _count(self, index: int, before: int, after: int, seconds: float, held: int) -> None:
+        """Add up what was done to layers up to `index`; behind the last one, trace it."""
+        account = self._account
+        account.ms += seconds * 1e3
         account.before, account.after = account.before + before, account.after + after
-        account.bytes += nbytes(layer)
+        account.bytes += held
         if index == max(self._layers):
             count = len(self._layers)
             before, after = round(account.before / count), round(account.after / count)
@@ -272,8 +401,8 @@ class Packing:
     `evicting`, as entries go at every step.
     """
 
-    def __init__(self, plan: CachePlan, layers: int, evicting: bool) -> None:
-        self._plan, self._layers = plan, layers
+    def __init__(self, plan: CachePlan, evicting: bool) -> None:
+        self._plan = plan
         self.quantiser: Quantiser | None = plan.quantiser()
         q = self.quantiser
         self._block = 0 if q is None else max(q.group, q.residual)
@@ -326,6 +455,16 @@ class Packing:
         assert quantiser is not None
         return packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), self._size)
 
+    def older(self, n: int) -> int:
+        """Return how many of n entries behind a prompt are packed."""
+        return 0 if self.quantiser is None else max(0, n - self.quantiser.residual)
+
+    def by_layer(self, keys: Tensor, values: Tensor) -> list[list[KVBlock]]:
+        """Return packs of each of the layers `[L, H, n, d]`; none of no entries."""
+        blocks = self.packed(keys, values) if keys.shape[2] else []
+        pairs = [(block.keys[0].rows(), block.values[0].rows()) for block in blocks]
+        return [[KVBlock((k[i],), (v[i],)) for k, v in pairs] for i in range(len(keys))]
+
     def _plain(self, row: int, keys: Tensor, values: Tensor) -> tuple[list[KVBlock], None]:
         return self.packed(keys, values), None
 
@@ -336,7 +475,7 @@ class Packing:
 
     def _important(self, layer: PackedLayer, index: int) -> list[Reduction]:
         """Per row what the plan keeps, which here means: in more bits."""
-        choose = chooser(self._plan, layer, index, self._layers)
+        choose = chooser(self._plan, layer, index)
         real = notes.fill(layer)[notes.KIND][:, 0] != notes.PADDING
         return [choose(b, mine.nonzero()[:, 0]) for b, mine in enumerate(real)]
 
@@ -352,56 +491,3 @@ class Packing:
 
 def _in_bits(bits: int, x: Tensor, keys: bool) -> Any:
     return x if bits == 16 else quantise(x, bits, 32, along_tokens=keys)
-
-
-class _PromptState(threading.local):
-    inside = False
-    begin: int = 0
-    end: int | None = None
-
-
-class PromptTracker:
-    """Distinguishes prompts from decode steps of one model, per thread."""
-
-    def __init__(self) -> None:
-        self._local = _PromptState()
-
-    @contextmanager
-    def told_by_generate(self, model: Any) -> Iterator[None]:
-        """Take the length of a prompt from the `generate` of a model."""
-        with ExitStack() as stack:
-            if hasattr(model, "_prepare_model_inputs"):  # a base model does not generate
-                stack.enter_context(override(model, "generate", self._generate))
-                stack.enter_context(override(model, "_prepare_model_inputs", self._inputs))
-            yield
-
-    def part(self, past: int, length: int) -> PromptPart | None:
-        """The part of a prompt that a call of `length` tokens brings; None for a decode step."""
-        local = self._local
-        if not local.inside:  # the caller runs the model: several tokens are a prompt
-            return PromptPart() if length > 1 else None
-        if local.end is None or past >= local.end:
-            return None
-        behind = past + length - local.end
-        return PromptPart(max(0, behind), max(0, -behind), past <= local.begin)
-
-    def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        local = self._local
-        before = local.inside, local.begin, local.end
-        local.inside, local.end = True, None
-        try:
-            return stock(*args, **kwargs)
-        finally:
-            local.inside, local.begin, local.end = before
-
-    def _inputs(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        ids, name, options = stock(*args, **kwargs)
-        mask: Tensor | None = options.get("attention_mask")
-        # A mask spans the cache too; without one, ids are those of the whole conversation.
-        end = int((ids if mask is None else mask).shape[1])
-        cache = options.get("past_key_values")
-        past = 0 if cache is None else int(cache.get_seq_length())
-        # An answer that goes on feeds its last token again: that is no prompt.
-        self._local.begin = past
-        self._local.end = None if past and end - past <= 1 else end
-        return ids, name, options

@@ -7,7 +7,6 @@ and a later prompt of text alone chooses anew before it reads.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,13 +20,14 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import Clusters, Retriever
 from mmfast.core.reduction import gather_rows
-from mmfast.models.decoder.rotary import Raw, RawCapture
 from mmfast.models.kv.eviction import hidden
-from mmfast.models.kv.notes import CLUSTER, FRAME, KIND, PADDING, READ, VISUAL, fill
+from mmfast.models.kv.notes import CLUSTER, FRAME, KIND, PADDING, READ, VISUAL, fill, mark
+from mmfast.models.kv.queries import RawPrompt
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import replacing
 from mmfast.models.reduction.sequence import MediaItem, Sequences
+from mmfast.models.wrappers import attention_at
 
 
 def parted(
@@ -78,17 +78,31 @@ def _hidden(module: nn.Module, query: Tensor, mask: Any, read: Tensor) -> Any:
 
 # Tokens of a block where no frames are known, such as those of an image cut into tiles.
 BLOCK = 64
+WHOLE = 10**6  # as one frame
 _KINDS = {"image": 1, "video": 2, "audio": 3}
 _NONE = -1
 
 
-def frames_of(sequences: Sequences) -> Tensor:
-    """A code `[B, n]` for each frame of a call, -1 where a token is no content."""
+def frames_of(sequences: Sequences, block: int = BLOCK) -> Tensor:
+    """A code `[B, n]` for each frame of a call, -1 where a token is no content.
+
+    What has no frames is cut into blocks of so many tokens.
+    """
     rows = len(sequences.fixed) or 1
     codes = torch.full((rows, sequences.length), _NONE)
     for item in sequences.items:
-        codes[item.row, item.where.cpu()] = _code(item) + _frame(item)
+        index, size = _spread(item, block)
+        codes[item.row, item.where.cpu()] = _code(item) + index // size
     return codes
+
+
+def spots_of(sequences: Sequences) -> Tensor:
+    """The place `[B, n]` of each token of a call in its frame, -1 where it is no content."""
+    spots = torch.full((len(sequences.fixed) or 1, sequences.length), _NONE)
+    for item in sequences.items:
+        index, size = _spread(item, WHOLE)
+        spots[item.row, item.where.cpu()] = index % size
+    return spots
 
 
 def _code(item: MediaItem) -> int:
@@ -96,7 +110,8 @@ def _code(item: MediaItem) -> int:
     return _KINDS.get(kind, 0) * 10**12 + (item.index + 1) * 10**6
 
 
-def _frame(item: MediaItem) -> Tensor:
+def _spread(item: MediaItem, block: int) -> tuple[Tensor, int]:
+    """Places of the tokens of an item in the whole of it, and how many a frame has."""
     grid = None if item.record is None else item.record.layouts[item.index].grid
     start = 0 if item.part is None else item.part[0]
     index = torch.arange(start, start + item.n)
@@ -105,7 +120,7 @@ def _frame(item: MediaItem) -> Tensor:
         index = torch.arange(whole)
         for reduction in item.chain:
             index = index.index_select(0, reduction.keep.cpu())
-    return index // (BLOCK if grid is None else grid[1] * grid[2])
+    return index, block if grid is None else grid[1] * grid[2]
 
 
 def index_blocks(layer: Any, retriever: Retriever, raw: Tensor) -> None:
@@ -170,75 +185,38 @@ class Pending:
     seeing: bool = False
 
 
-class _ReadState(threading.local):
-    raw: Raw | None = None
-    recording: Any = None
-
-
 class Reading:
     """The retrieval policy of one attached model; position policies say what is always read."""
 
     def __init__(
-        self, plan: CachePlan, text: Any, layers: Collection[int], state: PassState
+        self,
+        plan: CachePlan,
+        text: Any,
+        layers: Collection[int],
+        state: PassState,
+        prompt: RawPrompt,
     ) -> None:
         self._retriever: Retriever = plan.retriever()
         self._plan, self._text, self._layers, self._state = plan, text, layers, state
-        self._capture: RawCapture | None = None
-        self._local = _ReadState()
+        self._prompt = prompt
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Intercept the attention of the layers."""
-        with replacing({i: self._text.layers[i].self_attn for i in self._layers}, self._read):
+        with replacing({i: attention_at(self._text, i) for i in self._layers}, self._read):
             yield
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Look at keys and queries before RoPE, which prompts need."""
-        capture = self._capture = RawCapture(self._text)
-        try:
-            yield
-        finally:
-            capture.remove()
-
-    def enter(self) -> None:
-        """A call begins."""
-        self.leave()
-        local = self._local
-        if self._prompting and self._capture is not None:
-            local.recording = self._capture.recording()
-            local.raw = local.recording.__enter__()
-
-    def leave(self) -> None:
-        """A call has ended, perhaps with an exception."""
-        local = self._local
-        if local.recording is not None:
-            local.recording.__exit__(None, None, None)
-        local.raw, local.recording = None, None
 
     @property
     def _prompting(self) -> bool:
         return self._state.active and self._state.part is not None
-
-    def captured(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and queries of a layer before RoPE, of the call that this thread is in."""
-        raw = self._local.raw
-        assert raw is not None
-        return raw.keys.pop(index), raw.queries.pop(index)
 
     def arrive(self, layer: Any, sequences: Sequences, keys: Tensor, queries: Tensor) -> None:
         """Behind a layer that has stored a part of a prompt; its notes are up to date.
 
         Keys and queries of the part are those before RoPE.
         """
-        notes, codes = fill(layer), frames_of(sequences).to(keys.device)
-        n = keys.shape[2]
-        codes = codes.expand(len(keys), n)[:, None]
-        old = notes.get(FRAME)
-        if old is None:
-            shape = (len(keys), 1, notes[KIND].shape[-1])
-            old = torch.full(shape, -1, dtype=codes.dtype, device=keys.device)
-        layer.notes = {**notes, FRAME: torch.cat([old[..., : old.shape[-1] - n], codes], -1)}
+        codes = frames_of(sequences).to(keys.device)
+        mark(layer, FRAME, codes)
         layer.pending = pending = layer.pending or Pending()
         pending.raw.append(keys)
         here = bool((codes >= 0).any())
@@ -256,6 +234,27 @@ class Reading:
         asked, stop = pending.queries, kinds.shape[1] - drafts
         places = [_question(mine[kinds.shape[1] - asked.shape[2] : stop]) for mine in kinds]
         self._choose(layer, [asked[b].index_select(1, mine) for b, mine in enumerate(places)])
+
+    def together(
+        self, sequences: Sequences, kinds: Tensor, raw: Sequence[tuple[Tensor, Tensor]]
+    ) -> list[Tensor]:
+        """Return the places `[m]` that each layer of a prompt of one row reads from its end on.
+
+        `raw` are keys and queries `[1, H, n, d]` before RoPE by layer, `kinds` `[n]` its tokens'.
+        """
+        codes = frames_of(sequences)[0].to(kinds.device)
+        where = ((codes != _NONE) & (kinds == VISUAL)).nonzero()[:, 0]
+        question, stays, found = _question(kinds), kinds != VISUAL, list[Tensor]()
+        if self._plan.position:
+            stays = stays | self._plan.standing(kinds.long())
+        for keys, queries in raw:
+            index, owner = _more(None, self._retriever, keys[0], where, codes)
+            read = torch.ones_like(stays)
+            if index is not None:
+                chosen = self._retriever.choose(queries[0].index_select(1, question), index)
+                read[where] = chosen.to(read.device)[owner] | stays[where]
+            found.append(read.nonzero()[:, 0])
+        return found
 
     def _choose(self, layer: Any, queries: list[Tensor]) -> None:
         """Choose what is read from here on, by the queries `[Hq, T, d]` of each row."""
@@ -277,7 +276,7 @@ class Reading:
     def _read(
         self, index: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any
     ) -> tuple[Tensor, Tensor, Any]:
-        raw, prompting = self._local.raw, self._prompting
+        raw, prompting = self._prompt.raw, self._prompting
         layers = () if self._state.cache is None else self._state.cache.layers
         layer = layers[index] if index < len(layers) else None
         if layer is not None and is_short(layer) and layer.per_row:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmfast.core.registry import ALL, MEDIA, TOKENS
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, tower_of
@@ -31,7 +32,10 @@ class Attendance:
 
     def __init__(self, model: Any, specs: Sequence[Spec], trace: Trace) -> None:
         self._base, self._trace = base_of(model), trace
-        self._stages = "+".join(str(spec) for spec in specs if not spec.whole)
+        of_media = [spec for spec in specs if spec.tokens == MEDIA and not spec.whole]
+        self._stages = "+".join(map(str, of_media))
+        able = any(spec.method.text and spec.site == "llm" for spec in of_media)
+        self._advice = f"; write {TOKENS}={ALL} to drop text, too" if able else ""
         self._names = list(inspect.signature(self._base.forward).parameters)
         self._encoded = False
         self._encoder = tower_of(model) if adapter_for(model).alone else None
@@ -97,4 +101,7 @@ class Attendance:
                     f"{self._stages!r} reduced nothing: the prompt has {kind} placeholders, but no "
                     f"{kind} came with it; pass what the processor returned"
                 )
-        return f"{self._stages!r} reduced nothing: the prompt has no image, video or sound"
+        return (
+            f"{self._stages!r} reduced nothing: the prompt has no image, video or sound"
+            f"{self._advice}"
+        )

@@ -42,11 +42,12 @@ class Shorter:
         extra: Entries of a row that lie elsewhere than in `keys`: in packs, or in a store.
         valid: `[B, n]` False at padding among the first n tokens; None where there is none.
         uneven: The mask that the model makes, for its first layer, does not fit this layer.
-        store: Tokens that may come back (`reduction.revival`).
+        store: Of each row the tokens that may come back (`reduction.revival`).
         notes: Facts about the entries, batch first and entries last (`kv.notes`).
         gone: Those of `dropped` that a KV policy evicted.
         per_row: Further state of a KV policy, by name, one of each row.
         pending: State of a KV policy that it keeps until a prompt ends.
+        chosen: Entries, those that have gone among them, when a KV policy last chose.
     """
 
     store: Any = None
@@ -54,6 +55,7 @@ class Shorter:
     gone = 0
     per_row: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     pending: Any = None
+    chosen = 0
     dropped = 0
     extra = 0
     valid: Tensor | None = None
@@ -74,7 +76,7 @@ class Shorter:
         super().reset()  # type: ignore[misc]
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
         self.store, self.notes, self.gone = None, None, 0
-        self.per_row, self.pending = {}, None
+        self.per_row, self.pending, self.chosen = {}, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -95,6 +97,8 @@ class Shorter:
 
     def _batch(self, change: Any) -> None:
         self._rows(change)
+        if self.store is not None:
+            self.store = [self.store[b] for b in change(torch.arange(len(self.store))).tolist()]
         self.per_row = {
             name: tuple(each[b] for b in change(torch.arange(len(each))).tolist())
             for name, each in self.per_row.items()

@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-from mmfast.models.patching import stand_before
+from mmfast.models.patching import override, stand_before
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.step import ForwardStep
+from mmfast.models.wrappers import LayerCall, layers_of
 
 
 class Call:
@@ -54,6 +55,59 @@ class PromptPart:
     def last(self) -> bool:
         """The prompt ends here."""
         return self.rest == 0
+
+
+class _PromptState(threading.local):
+    inside = False
+    begin: int = 0
+    end: int | None = None
+
+
+class PromptTracker:
+    """Distinguishes prompts from decode steps of one model, per thread."""
+
+    def __init__(self) -> None:
+        self._local = _PromptState()
+
+    @contextmanager
+    def told_by_generate(self, model: Any) -> Iterator[None]:
+        """Take the length of a prompt from the `generate` of a model."""
+        with ExitStack() as stack:
+            if hasattr(model, "_prepare_model_inputs"):  # a base model does not generate
+                stack.enter_context(override(model, "generate", self._generate))
+                stack.enter_context(override(model, "_prepare_model_inputs", self._inputs))
+            yield
+
+    def part(self, past: int, length: int) -> PromptPart | None:
+        """The part of a prompt that a call of `length` tokens brings; None for a decode step."""
+        local = self._local
+        if not local.inside:  # the caller runs the model: several tokens are a prompt
+            return PromptPart() if length > 1 else None
+        if local.end is None or past >= local.end:
+            return None
+        behind = past + length - local.end
+        return PromptPart(max(0, behind), max(0, -behind), past <= local.begin)
+
+    def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        local = self._local
+        before = local.inside, local.begin, local.end
+        local.inside, local.end = True, None
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            local.inside, local.begin, local.end = before
+
+    def _inputs(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ids, name, options = stock(*args, **kwargs)
+        mask: Tensor | None = options.get("attention_mask")
+        # A mask spans the cache too; without one, ids are those of the whole conversation.
+        end = int((ids if mask is None else mask).shape[1])
+        cache = options.get("past_key_values")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        # An answer that goes on feeds its last token again: that is no prompt.
+        self._local.begin = past
+        self._local.end = None if past and end - past <= 1 else end
+        return ids, name, options
 
 
 class PassState(threading.local):
@@ -193,10 +247,12 @@ def on_layers(
     The first two are called `key`, so that compiled code knows them again.
     """
     with ExitStack() as stack:
-        for index in range(first, len(text.layers)):
-            stack.callback(stand_before(text.layers[index], partial(before, index), key))
+        layers = layers_of(text)
+        for index in range(first, len(layers)):
+            hook = LayerCall(layers[index]).around(partial(before, index))
+            stack.callback(stand_before(layers[index], hook, key))
         if keep is not None:
             stack.callback(stand_before(text, keep, key))
         if after is not None:
-            stack.callback(text.layers[-1].register_forward_hook(after).remove)
+            stack.callback(layers[-1].register_forward_hook(after).remove)
         yield

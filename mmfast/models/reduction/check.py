@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from mmfast.caches.plan import CachePlan
-from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.errors import ModelError, SpecError, unknown
+from mmfast.core.registry import ALL, MEDIA, TEXT, TOKENS, methods
 from mmfast.core.spec import Spec, expand
 from mmfast.models.families.adapter import Adapter, adapter_for, tower_of
 from mmfast.models.families.tower import (
@@ -20,7 +22,21 @@ from mmfast.models.families.tower import (
 )
 from mmfast.models.reduction.decoder_signals import AHEAD, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
-from mmfast.models.wrappers import CONV, LAYER_KINDS, base_of, decoder_of
+from mmfast.models.reduction.site import POSITIONS
+from mmfast.models.wrappers import (
+    CONV,
+    FULL,
+    HYBRID,
+    KEEPS_ALL,
+    LAYER_KINDS,
+    RECURRENT,
+    attention_at,
+    base_of,
+    decoder_of,
+    kind_of,
+    layers_of,
+    turns_once,
+)
 
 
 def check(
@@ -37,13 +53,12 @@ def check(
         _check_alone(specs, tower_of(model), cache, encoder)
         return tuple(specs)
     text = decoder_of(model)
-    if not adapter.media and (specs or encoder):
-        raise SpecError(
-            f"{specs[0].method.name if specs else encoder!r} acts on tokens of media, and "
-            f"{type(model).__name__} reads text alone; cache='snapkv:1024' bounds its memory"
-        )
+    if not adapter.media:
+        _check_text(specs, model, encoder)
+    if cache is not None:
+        _check_cache(cache, model)
     specs = [placed(spec, model) for spec in specs]
-    attends = [hasattr(layer, "self_attn") for layer in text.layers]
+    attends = [attention_at(text, index) is not None for index in range(len(layers_of(text)))]
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
         _check_site(spec, model, len(attends))
@@ -53,8 +68,68 @@ def check(
     _check_tower(specs, adapter, model, encoder)
     for spec in specs:
         if AHEAD in spec.method.needs:
-            layer_ahead(spec, text.layers)
+            layer_ahead(spec, text)
+            _check_positions(spec, turns_once(text, adapter.mrope))
     return specs
+
+
+def _check_positions(spec: Spec, turns: bool) -> None:
+    """Refuse an unknown way to count positions, and a new count where none is possible."""
+    asked, known = spec.knobs.get(POSITIONS, "auto"), ("auto", "new", "original")
+    if asked not in known:
+        raise SpecError(unknown(f"value of knob {POSITIONS!r} of '{spec}'", asked, known))
+    if asked == "new" and not turns:
+        raise SpecError(
+            f"'{spec}': positions of this model are learned, or frames, rows and columns, which "
+            f"cannot be counted anew; write {POSITIONS}=original"
+        )
+
+
+def _check_text(specs: Sequence[Spec], model: Any, encoder: str | None) -> None:
+    """Refuse what has nothing to act on in a model that reads text alone."""
+    name, text = type(model).__name__, decoder_of(model)
+    if encoder:
+        raise SpecError(f"encoder={encoder!r}: {name} reads text alone; leave it out")
+    for spec in specs:
+        if spec.tokens == MEDIA and spec.method.text:
+            able = spec.site == "llm" or AHEAD in spec.method.needs
+            inside = spec if able else replace(spec, site="llm", layer=spec.method.layer)
+            raise SpecError(
+                f"'{spec}' acts on tokens of media, and {name} reads text alone; write "
+                f"'{replace(inside, knobs={**spec.knobs, TOKENS: TEXT})}'"
+            )
+        if spec.tokens == MEDIA:
+            known = ", ".join(method.name for method in methods("reducer") if method.text)
+            raise SpecError(
+                f"'{spec}' acts on tokens of media, and {name} reads text alone; reducers of text: "
+                f"{known}; cache='snapkv:1024' bounds its memory"
+            )
+    if specs and not hasattr(text, "layers"):  # GPT-2 and those built like it
+        raise ModelError(
+            f"'{specs[0]}': {name} gives its output the length of the prompt, so its layers cannot "
+            "hold fewer tokens; cache='snapkv:1024' bounds its memory"
+        )
+
+
+def _check_cache(cache: CachePlan, model: Any) -> None:
+    """Require a layer whose keys and values a policy can act on."""
+    text = decoder_of(model)
+    kinds = [kind_of(text.config, index) for index in range(len(layers_of(text)))]
+    if not set(kinds) & set(KEEPS_ALL):
+        raise ModelError(
+            f"cache '{cache}' has nothing to act on in {type(model).__name__}, whose layers are "
+            f"all of type {', '.join(sorted(set(kinds)))}, bounded by themselves; leave it out"
+        )
+    if HYBRID in kinds and (cache.store is not None or cache.bits):
+        raise ModelError(
+            f"cache '{cache}' packs whole layers, and those of {type(model).__name__} remember a "
+            "recurrence beside keys and values; evict instead, as 'snapkv:1024' does"
+        )
+    if all(attention_at(text, index) is None for index in range(len(kinds))):
+        raise ModelError(
+            f"{type(model).__name__} names its attention in a way that is not known, so cache "
+            f"'{cache}' cannot act; use a model whose layers have self_attn, attention or attn"
+        )
 
 
 def _check_alone(
@@ -135,12 +210,13 @@ def _check_layers(specs: Sequence[Spec], model: Any) -> None:
                 "hold reduced tokens; reduce after the last such layer, at llm<K>"
             )
     for spec in specs:
-        convolution = spec.layer and CONV in kinds[spec.layer - 1 : spec.layer]
-        if convolution and not spec.whole and INNER & set(spec.method.needs):
-            after = [f"llm{i + 1}" for i, kind in enumerate(kinds[:-1]) if kind != CONV]
+        before = kinds[spec.layer - 1] if spec.layer and kinds else FULL
+        if before in RECURRENT and not spec.whole and INNER & set(spec.method.needs):
+            after = [f"llm{i + 1}" for i, kind in enumerate(kinds[:-1]) if kind not in RECURRENT]
+            what = "a convolution" if before == CONV else "a recurrence"
             raise ModelError(
                 f"{str(spec)!r} reads the attention of decoder layer {(spec.layer or 0) - 1} of "
-                f"{type(model).__name__}, which is a convolution; choose {' or '.join(after)}"
+                f"{type(model).__name__}, which is {what}; choose {' or '.join(after)}"
             )
 
 
@@ -156,8 +232,15 @@ def _check_order(specs: Sequence[Spec]) -> None:
         if AHEAD in spec.method.needs:
             ahead = spec
     inside = [spec for spec in specs if spec.site == "llm"]
+    for spec, other in combinations(inside, 2):
+        if spec.layer == other.layer and spec.tokens != other.tokens:
+            raise SpecError(
+                f"'{spec}' and '{other}' cut at one layer and drop different tokens; put them at "
+                f"different layers, or write tokens={ALL} once"
+            )
     for spec in inside:
         others = [o for o in inside if o is not spec and (o.layer or 0) >= (spec.layer or 0)]
+        others = [o for o in others if not o.method.revives or o.layer == spec.layer]
         if spec.method.revives and others:
             raise SpecError(
                 f"{str(others[0])!r} cuts at or behind {str(spec)!r}, whose tokens may come back; "

@@ -12,6 +12,7 @@ from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.spec import Spec, wanted
 from mmfast.core.tokens import Tokens, follow
 from mmfast.core.trace import Row, Trace
+from mmfast.models.reduction.decoder_signals import ROPE, angles
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 from mmfast.models.reduction.site import Chain, Site, run_part, run_site, run_stage
 
@@ -136,11 +137,14 @@ class SiteRunner:
         self._inner = inner
         self._trace = trace
         self.noted: list[Chain] = []  # of the site that ran last
+        self._first = 0  # number of the first item of that site
+        self.embeddings: Sequence[Tensor] = ()  # cosines and sines of the tokens at the next site
 
     @torch.no_grad()
     def run(self, site: Site, hidden: Tensor) -> list[Kept]:
         """The tokens that a site keeps of every item; `hidden` `[B, n, D]`, without gradients."""
-        items = self._sequences.items
+        items = items_of(site, self._sequences)
+        self._first = items[0].number if items else 0
         self.noted.clear()
         if not site.joint:
             return [self._one(site, item, hidden) for item in items]
@@ -230,8 +234,10 @@ class SiteRunner:
         row, text = hidden[item.row], self._sequences.text[item.row]
         signals = {} if site.deep else {n: v.to(x.device) for n, v in item.signals.items()}
         if site.deep and site.layer - 1 in self._inner:
-            known = self._inner[site.layer - 1][item.number]
+            known = self._inner[site.layer - 1][item.number - self._first]
             signals = {name: value.to(x.device) for name, value in known.items()}
+            if ROPE in site.needs and self.embeddings:
+                signals[ROPE] = angles(self.embeddings, item).to(x.device)
         grid = item.grid
         if item.part is not None and item.record is not None and not site.deep:
             layout = item.record.layouts[item.index]
@@ -240,11 +246,15 @@ class SiteRunner:
         attn = signals.pop("attn", None)
         return Tokens(x, attn=attn, query=query, grid=grid, signals=signals)
 
-    def _note(self, site: Site, item: MediaItem, chain: Chain) -> None:
+    def see(self, item: MediaItem) -> None:
+        """Let the trace draw an item that nothing has reduced yet."""
         if not item.chain and item.source is None and item.record is not None:
             layout, source = item.record.layouts[item.index], (item.record.kind, item.index)
             tile = None if layout.tiles is None else torch.tensor(layout.tiles)
             self._trace.see(item.number, layout.place(), tile, source)
+
+    def _note(self, site: Site, item: MediaItem, chain: Chain) -> None:
+        self.see(item)
         for reduction in chain.reductions:
             self._trace.record(site.name, item.number, reduction)
         self.noted.append(chain)
@@ -276,7 +286,17 @@ def acting(sites: Sequence[Site], sequences: Sequences, trace: Trace) -> list[Si
     items = sequences.items
     lengths: list[int | None] = [item.part[2] if item.part else item.n for item in items]
     found: list[Site] = []
-    for site in sites if lengths else ():
+    for site in sites:
+        if site.of_text:
+            prompts = items_of(site, sequences)
+            if any(_shortens(site, item.n) for item in prompts):
+                found.append(site)
+            else:
+                total = sum(item.n for item in prompts)
+                trace.add(site.name, total, total, 0.0)
+            continue
+        if not items:
+            continue
         after = _left(site, items, lengths)
         if any(m is None or m != n for n, m in zip(lengths, after, strict=True)):
             found.append(site)
@@ -285,6 +305,19 @@ def acting(sites: Sequence[Site], sequences: Sequences, trace: Trace) -> list[Si
             trace.add(site.name, total, total, 0.0)
         lengths = after
     return found
+
+
+def items_of(site: Site, sequences: Sequences) -> list[MediaItem]:
+    """Return the items that the stages of a site reduce: images and videos, or whole prompts."""
+    if site.of_text:
+        return sequences.of_prompt(site.tokens, site.last)
+    return sequences.items
+
+
+def _shortens(site: Site, n: int) -> bool:
+    """A site drops something of a prompt of `n` tokens, or of what earlier sites leave of it."""
+    whole = all(spec.whole for spec in site.specs)
+    return n > 0 and not whole and site.left(n, {}) != n
 
 
 def _left(

@@ -1,11 +1,11 @@
-"""Signals of a decoder layer: attention to the visual tokens, for the site before the next one.
+"""Signals of a decoder layer: attention and keys of its tokens, for the site before the next one.
 
 Only the attention rows that a signal asks for are recomputed, a chunk at a time, in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,14 @@ from mmfast.models.reduction.probe import head_mass, last_query_scores, rows_of
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
 # Signals of a decoder layer about the visual tokens that it saw.
-INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn"})
+_OF_KEYS = {"key_norm", "text_key_norm", "values", "text_values"}
+# Rotary angles at the cut itself: mean cosine and mean sine of each token, see `angles`.
+ROPE = "rope"
+INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn", ROPE, *_OF_KEYS})
 # Signal of a look ahead, a pass over the first layers before layer 0.
 AHEAD = "attn_ahead"
 _OF_TEXT = {"attn_text", "text_attn"}
+WINDOWED = frozenset({"attn_window"})  # signals of the last queries
 
 # Queries at the end of the prompt that FastKV looks through.
 WINDOW = 8
@@ -30,7 +34,8 @@ class LayerAttention:
     """The attention of one decoder layer, as its attention function got it.
 
     Queries `[B, H, L, d]` are rotated, keys `[B, Hkv, S, d]` include the cached ones; the cache
-    layer `held` so many tokens before. `causal` applies where there is no mask.
+    layer `held` so many tokens before. `causal` applies where there is no mask. Values are those of
+    the keys, `[B, Hkv, S, d]`, where the caller has them.
     """
 
     query: Tensor
@@ -39,6 +44,7 @@ class LayerAttention:
     scaling: float | None
     causal: bool
     held: int
+    value: Tensor | None = None
 
     @property
     def start(self) -> int:
@@ -50,6 +56,17 @@ class LayerAttention:
         q, k = self.query, self.key
         return rows_of(q, k, row, places.to(q.device), self.mask, self.scaling, self.causal)
 
+    def key_norm(self, row: int, keys: Tensor) -> Tensor:
+        """`[len(keys)]` float32: sum of the absolute values of new keys, over all heads."""
+        columns = (keys + self.start).to(self.key.device)
+        return self.key[row].index_select(1, columns).float().abs().sum((0, 2))
+
+    def values(self, row: int, keys: Tensor) -> Tensor:
+        """`[len(keys), Hkv, d]`: values of new tokens."""
+        assert self.value is not None
+        columns = (keys + self.start).to(self.value.device)
+        return self.value[row].index_select(1, columns).transpose(0, 1)
+
     def mean(self, row: int, queries: Tensor, keys: Tensor) -> Tensor:
         """`[len(keys)]`: attention of new tokens to new tokens, mean over the queries."""
         columns = (keys + self.start).to(self.key.device)
@@ -59,34 +76,74 @@ class LayerAttention:
 
 
 def inner_signals(
-    needs: Collection[str], sequences: Sequences, seen: LayerAttention
+    needs: Collection[str],
+    sequences: Sequences,
+    seen: LayerAttention,
+    items: Sequence[MediaItem] | None = None,
 ) -> list[dict[str, Tensor]]:
     """The signals `needs` for every item, from the attention of one decoder layer.
+
+    The items are those of the sequences where none are given.
 
     Returns:
         Per item, of n tokens in a row of T text tokens: `attn` `[n]` from the last query of the
         row, `attn_window` `[n]` mean over its last 8, `attn_visual` `[n]` mean over the item's
         own tokens, `attn_text` `[n, T]` from each text token (0 where it stands before the item),
-        `text_attn` `[T]` what each text token receives from those that may see it. All are means
-        over heads, softmax over the full row. Text signals are left out where there is no text.
+        `text_attn` `[T]` what each text token receives from those that may see it. These are means
+        over heads, softmax over the full row. `key_norm` `[n]` and `text_key_norm` `[T]` are the
+        L1 norms of keys, `values` `[n, Hkv * d]` and `text_values` `[T, Hkv, d]` the values that
+        belong to them. Text signals are left out where there is no text.
     """
-    found: list[dict[str, Tensor]] = [{} for _ in sequences.items]
+    items = sequences.items if items is None else items
+    found: list[dict[str, Tensor]] = [{} for _ in items]
     last = _last_rows(sequences, seen) if "attn" in needs else None
     texts: dict[int, dict[int, dict[str, Tensor]]] = {}
-    for number, (item, signals) in enumerate(zip(sequences.items, found, strict=True)):
+    for number, (item, signals) in enumerate(zip(items, found, strict=True)):
         if last is not None:
             columns = (item.where + seen.start).to(last.device)
             signals["attn"] = last[item.row].index_select(0, columns)
         if "attn_window" in needs:
-            window = _real(sequences, item.row)[-WINDOW:]
+            window = sequences.real(item.row)[-WINDOW:]
             signals["attn_window"] = seen.mean(item.row, window, item.where)
         if "attn_visual" in needs:
             signals["attn_visual"] = seen.mean(item.row, item.where, item.where)
-        if _OF_TEXT & set(needs) and len(sequences.text[item.row]):
+        text = sequences.text[item.row]
+        signals |= _of_keys(needs, item, text, seen)
+        if _OF_TEXT & set(needs) and len(text):
             if item.row not in texts:
                 texts[item.row] = _of_text(needs, sequences, item.row, seen)
             signals |= texts[item.row][number]
     return found
+
+
+def _of_keys(
+    needs: Collection[str], item: MediaItem, text: Tensor, seen: LayerAttention
+) -> dict[str, Tensor]:
+    """Return what keys and values say by themselves, of one item and the text of its row."""
+    found: dict[str, Tensor] = {}
+    if "key_norm" in needs:
+        found["key_norm"] = seen.key_norm(item.row, item.where)
+    if "text_key_norm" in needs and len(text):
+        found["text_key_norm"] = seen.key_norm(item.row, text)
+    if "values" in needs and seen.value is not None:
+        found["values"] = seen.values(item.row, item.where).flatten(1)
+    if "text_values" in needs and seen.value is not None and len(text):
+        found["text_values"] = seen.values(item.row, text)
+    return found
+
+
+def angles(embeddings: Sequence[Tensor], item: MediaItem) -> Tensor:
+    """Mean cosine and sine `[n, 2]` of an item's rotary angles, over channels and axes.
+
+    `embeddings` are cosines and sines `[..., B or 1, L, d]`, with an axis of positions in front
+    where a model rotates by frames, rows and columns.
+    """
+    means = []
+    for each in embeddings:
+        row = each.select(-3, min(item.row, each.shape[-3] - 1))  # [..., L, d]
+        mean = row.index_select(-2, item.where.to(row.device)).float().mean(-1)
+        means.append(mean.reshape(-1, item.n).mean(0))
+    return torch.stack(means, 1)
 
 
 def _of_text(
@@ -116,16 +173,11 @@ def _of_text(
 
 
 def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
-    if sequences.ok is None or bool(sequences.ok[:, -1].all()):
+    ends = sequences.ok is None or bool(sequences.ok[:, -1].all())
+    if ends and not sequences.drafts:
         return last_query_scores(seen.query, seen.key, seen.mask, seen.scaling)
     rows = []
-    for row in range(len(sequences.ok)):  # padded on the right
-        ((weights, _),) = seen.rows(row, _real(sequences, row)[-1:])
+    for row in range(len(seen.query)):  # padded on the right, or with drafts behind the prompt
+        ((weights, _),) = seen.rows(row, sequences.real(row)[-1:])
         rows.append(weights[0])
     return torch.stack(rows)
-
-
-def _real(sequences: Sequences, row: int) -> Tensor:
-    if sequences.ok is not None:
-        return sequences.ok[row].nonzero()[:, 0]
-    return torch.arange(sequences.length)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids, told_by_generate
@@ -21,6 +22,7 @@ from mmfast.models.reduction.call import (
     Arming,
     Call,
     PassState,
+    PromptTracker,
     apply,
     is_shortened,
     is_static,
@@ -30,12 +32,12 @@ from mmfast.models.reduction.call import (
 )
 from mmfast.models.reduction.decoder_signals import INNER, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, look_ahead
-from mmfast.models.reduction.masks import Offsets, fit_decode, forget_masks, padding_of
+from mmfast.models.reduction.masks import Offsets, Recount, fit_decode, forget_masks, padding_of
 from mmfast.models.reduction.probe import probing
 from mmfast.models.reduction.record import Recorder, features_given, recording
 from mmfast.models.reduction.revival import Reviver
-from mmfast.models.reduction.sequence import Sequences, locate
-from mmfast.models.reduction.site import Site
+from mmfast.models.reduction.sequence import Sequences, locate, of_text
+from mmfast.models.reduction.site import POSITIONS, Site, refuse_parts
 from mmfast.models.reduction.step import ForwardStep
 from mmfast.models.reduction.training import (
     Remainder,
@@ -43,7 +45,7 @@ from mmfast.models.reduction.training import (
     inputs_again,
     note_change,
 )
-from mmfast.models.wrappers import base_of, decoder_of
+from mmfast.models.wrappers import attention_at, base_of, decoder_of, turns_once
 
 
 class Hooks:
@@ -57,8 +59,14 @@ class Hooks:
         self._sites, self._trace, self._state = sites, trace, state
         self._recorder: Recorder
         self._offsets = Offsets(model, self._base) if self._adapter.mrope else None
+        # Text is cut in prompts alone, so their length has to be known; a KV policy tracks it, too.
+        self._prompts = PromptTracker() if any(site.of_text for site in sites) else None
+        self._tracks = self._prompts is not None and not whole
         reviving = [site.layer for site in sites if site.revives]
-        self._reviver = Reviver(reviving[0], self._text, trace) if reviving else None
+        self._turns = turns_once(self._text, self._adapter.mrope)
+        renumbers = any(site.renumbers(self._turns) for site in sites)
+        self._recount = Recount() if renumbers else None
+        self._reviver = Reviver(reviving, self._text, trace) if reviving else None
         self._looks = any(site.ahead for site in sites)
         reads = [site.layer - 1 for site in sites if site.deep and site.needs & INNER]
         self._first = 0 if whole else max(0, min([site.layer for site in sites] + reads))
@@ -78,6 +86,8 @@ class Hooks:
         needs = {need for spec in before if not spec.whole for need in spec.method.needs}
         with ExitStack() as stack:
             stack.enter_context(told_by_generate(self._model))
+            if self._prompts is not None and self._tracks:
+                stack.enter_context(self._prompts.told_by_generate(self._model))
             self._recorder = stack.enter_context(recording(self._base, self._adapter, needs))
             stack.callback(stand_before(self._base, self._enter, self._key))
             stack.callback(stand_behind(self._base, self._leave, self._key, always=True))
@@ -91,16 +101,26 @@ class Hooks:
             yield
 
     def _on_layers(self) -> AbstractContextManager[None]:
-        keep = self._keep if self._looks else None
+        keep = self._keep if self._looks and self._text is not self._base else None
         after = None if self._reviver is None else self._reviver.after
         return on_layers(self._text, self._first, self._layer, self._key, keep, after)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = self._named(args, kwargs)
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             self._open(kwargs)
         elif length_of(kwargs) > 1 or self._arming.idle:
             self._uncompiled(self._open, kwargs)
+        if self._recount is None or compiling:
+            return None
+        if is_static(kwargs.get("past_key_values")):
+            raise ModelError(
+                "a static cache may be compiled, which cannot count positions anew; write "
+                f"{POSITIONS}=original, or leave out cache_implementation"
+            )
+        shifted = self._recount.shifted(kwargs, length_of(kwargs))
+        return None if shifted is None else ((), {**kwargs, "position_ids": shifted})
 
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -141,6 +161,9 @@ class Hooks:
         cache = kwargs.get("past_key_values")
         if self._offsets is not None:
             self._offsets.store(cache)
+        if self._prompts is not None and self._tracks:
+            past = 0 if cache is None else int(cache.get_seq_length())
+            self._state.part = self._prompts.part(past, length_of(kwargs))
         prompting = self._state.part is not None
         several = length_of(kwargs) > 1 and is_shortened(cache)
         wanted = prompting or several or features_given(kwargs)
@@ -154,6 +177,8 @@ class Hooks:
         call = self._state.call
         if call is not None:
             call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))
+            if self._text is self._base:  # whose own hooks may be put in only now
+                call.given = ((), kwargs)
 
     def _close(self, output: Any) -> None:
         self._arming.end()
@@ -166,6 +191,9 @@ class Hooks:
         if call is not None:
             self._state.call = None
             call.stack.close()
+            if self._recount is not None and call.step is not None:
+                cache = getattr(output, "past_key_values", None)
+                self._recount.store(cache, call.step.shrunk)
             if call.step is not None and (index := call.step.sequences.index) is not None:
                 self._state.left = Remainder(call.step.full, index, call.step.sequences.ok)
 
@@ -188,7 +216,7 @@ class Hooks:
         if module.training:
             note_change(index, given, step.cuts, kwargs)
         if step.reads(index):
-            self._probe(call, step, index, module, kwargs.get("past_key_values"))
+            self._probe(call, step, index, kwargs.get("past_key_values"))
         return (hidden, *args[1:]), kwargs
 
     def _begin(self, call: Call) -> ForwardStep:
@@ -198,15 +226,25 @@ class Hooks:
         call.kwargs = None
         length, cache = length_of(kwargs), kwargs.get("past_key_values")
         past, ok = padding_of(kwargs.get("attention_mask"), length, call.past, cache)
-        sequences = Sequences(length, [], [], [], ok)
+        sequences, sites = Sequences(length, [], [], [], ok), self._sites
         if features_given(kwargs):
             strict = bool(self._sites)
-            sequences = locate(self._base, self._adapter, kwargs, self._recorder, ok, strict)
+            sequences = locate(self._base, self._adapter, kwargs, self._recorder.last, ok, strict)
+        elif self._prompts is not None:
+            sequences = of_text(kwargs, ok)
+        part = self._state.part
+        if self._prompts is not None:
+            sequences.drafts = 0 if part is None else part.drafts
+            sites = [site for site in sites if part is not None or not site.of_text]
         blocks = self._adapter.blocks(kwargs)
         if blocks is not None:  # read by position, as the stock model does
             blocks = blocks[:, call.past : call.past + length]
             blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
-        return ForwardStep(self._sites, sequences, past, self._trace, blocks)
+        step = ForwardStep(sites, sequences, past, self._trace, blocks)
+        step.turns = self._turns
+        if part is not None and (part.rest or not part.first):
+            refuse_parts(step.sites)
+        return step
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note how the text model is called, in case its first layers have to run twice."""
@@ -220,8 +258,10 @@ class Hooks:
             call.given = (args, kwargs)
 
     def _ahead(self, call: Call, site: Site, hidden: Tensor) -> list[dict[str, Tensor]]:
-        layer = layer_ahead(site.specs[0], self._text.layers)
-        return look_ahead(self._state, call, layer, self._text, hidden)
+        layer = layer_ahead(site.specs[0], self._text)
+        # A model of text alone is the text model, whose call must not begin a second time.
+        run = self._text.forward if self._text is self._base else self._text
+        return look_ahead(self._state, call, site, (layer, self._text, run), hidden)
 
     def _decode(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -235,7 +275,7 @@ class Hooks:
                 return (more, *args[1:]), kwargs
         return (args, kwargs) if fitted else None
 
-    def _probe(self, call: Call, step: ForwardStep, index: int, module: Any, cache: Any) -> None:
+    def _probe(self, call: Call, step: ForwardStep, index: int, cache: Any) -> None:
         """Watch the attention of this layer once, for the site before the next one."""
         filled = cache is not None and len(cache.layers) > index
         start = held(cache.layers[index]) if filled else 0
@@ -244,10 +284,10 @@ class Hooks:
             _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, so: bool
         ) -> None:
             if self._state.call is call:  # else another thread's pass
-                step.observe(index, LayerAttention(q, k, mask, scale, so, start))
+                step.observe(index, LayerAttention(q, k, mask, scale, so, start, v))
 
         watch: Any = partial(self._uncompiled, look)
-        call.stack.enter_context(probing({module.self_attn: watch}))
+        call.stack.enter_context(probing({attention_at(self._text, index): watch}))
 
     def _deepstack(self, stock: Any, hidden: Tensor, places: Tensor, planes: Tensor) -> Any:
         if torch.compiler.is_compiling():  # prompts alone bring planes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def compressed(
     """As `compress`, with the places of text and media in the shortened prompt."""
     from mmfast.models.vision.pixel import pixel_stage  # imports this package
 
-    specs = check(parse(reduce), model)
+    specs = check(asked, model) if (asked := parse(reduce)) else ()
     sites, early = sites_of(specs), [spec for spec in specs if spec.site == "pixel"]
     for spec in specs:
         if spec.site not in ("pixel", "pre") or AHEAD in spec.method.needs:
@@ -66,27 +66,27 @@ def compressed(
     if inputs.get("input_ids") is None:
         raise ModelError("inputs hold no 'input_ids'; pass what the processor returned")
     adapter, base = adapter_for(model), base_of(model)
-    needs = {need for site in sites for need in site.needs}
+    needs, given = {need for site in sites for need in site.needs}, features_given(inputs)
     with (
         pixel_stage(model, adapter, early) if early else nullcontext(),
         prompt_ids(inputs["input_ids"]),
-        recording(base, adapter, needs) as recorder,
+        recording(base, adapter, needs) if None in given.values() else nullcontext() as recorder,
     ):
-        outputs = {kind: _encode(base, kind, inputs) for kind in features_given(inputs)}
+        outputs = {kind: _encode(base, kind, inputs) for kind in given}
         spent = _encoder_arguments(base)
         rest = {k: v for k, v in inputs.items() if k not in spent}
-        rest["position_ids"] = _positions(model, inputs)
+        rest["position_ids"] = positions_of(model, inputs)
         rest["mm_encoder_outputs"] = outputs
         mask = inputs.get("attention_mask")
         ok = None if mask is None or bool(mask.all()) else mask.bool()
-        sequences = locate(base, adapter, rest, recorder, ok)
-    step = ForwardStep(sites, sequences, None, trace or Trace())
-    hidden = _embedded(base, rest["input_ids"], outputs)
-    if step.sites:
+        sequences = locate(base, adapter, rest, recorder.last if recorder else {}, ok)
+    step, sounds = ForwardStep(sites, sequences, None, trace or Trace()), "audio" in outputs
+    if step.sites or sounds:
+        hidden = _embedded(base, rest["input_ids"], outputs)
         rest, hidden = _shortened(model, rest, outputs, step, hidden)
-    if "audio" in outputs:  # stock models take no encoded sound, so everything goes in embedded
-        del rest["mm_encoder_outputs"]
-        rest["inputs_embeds"] = hidden
+        if sounds:  # stock models take no encoded sound, so everything goes in embedded
+            del rest["mm_encoder_outputs"]
+            rest["inputs_embeds"] = hidden
     return rest, sequences
 
 
@@ -118,7 +118,8 @@ def _encode(base: Any, kind: str, inputs: Mapping[str, Any]) -> Any:
     return method(**{name: inputs[name] for name in names}, return_dict=True)
 
 
-def _positions(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+def positions_of(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """Return the positions of a prompt, those given or those of `generate`."""
     given: Tensor | None = inputs.get("position_ids")
     if given is not None:
         return given
@@ -226,3 +227,54 @@ def encoded(model: Any, inputs: Mapping[str, Any], needs: Collection[str] = ()) 
     names = {name for name in _encoder_arguments(base) if name.startswith("pixel_values")}
     rest = {name: value for name, value in inputs.items() if name not in names}
     return {**rest, "mm_encoder_outputs": outputs}
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRows:
+    """One prompt as the language model reads it.
+
+    `hidden` `[n, D]` are its embeddings, `positions` `[A, n]`; `places` `[n]` bool by kind tell
+    where media stand, `visual` `[n]` where any does, and `planes` are DeepStack features of those,
+    `[visual tokens, D]` each.
+    """
+
+    hidden: Tensor
+    positions: Tensor
+    places: dict[str, Tensor]
+    visual: Tensor
+    planes: tuple[Tensor, ...]
+
+
+def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -> PromptRows:
+    """Return the rows of one prompt from inputs, or from what `compressed` returns of them.
+
+    `whole` are the encoder's outputs before reduction, by kind.
+    """
+    base, ids = base_of(model), rest["input_ids"][0]
+    outputs = rest.get("mm_encoder_outputs") or {}
+    embeds: Tensor | None = rest.get("inputs_embeds")
+    joint = torch.zeros_like(ids, dtype=torch.bool)
+    hidden = base.get_input_embeddings()(ids) if embeds is None else embeds[0]
+    planes: list[Tensor] = []
+    places = {}
+    for kind, output in (outputs or whole).items():
+        place = places[kind] = ids == getattr(base.config, f"{kind}_token_id")
+        if embeds is None:
+            hidden = hidden.masked_scatter(place[:, None], flat(output.pooler_output).to(hidden))
+        for i, plane in enumerate(getattr(output, "deepstack_features", None) or ()):
+            if len(planes) <= i:
+                planes.append(torch.zeros_like(hidden))
+            planes[i][place] = flat(plane).to(hidden)
+        joint |= place
+    positions = axes(model, positions_of(model, rest), len(ids))
+    return PromptRows(hidden, positions, places, joint, tuple(plane[joint] for plane in planes))
+
+
+def axes(model: Any, positions: Tensor, length: int) -> Tensor:
+    """Return positions `[A, m]` of one prompt, from `[1, m]`, `[3, 1, m]` or `[4, 1, m]`."""
+    wide = hasattr(getattr(model.get_decoder(), "rotary_emb", None), "mrope_section")
+    if positions.ndim == 3:
+        positions = positions[-3:, 0]
+    if positions.shape[0] == 1 and wide:
+        positions = positions.expand(3, -1)
+    return positions[:, -length:].contiguous()

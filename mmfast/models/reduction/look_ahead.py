@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from mmfast.core.errors import SpecError
 from mmfast.core.spec import Spec
 from mmfast.models.reduction.cache_layers import held, is_short, shorten
 from mmfast.models.reduction.call import Call, PassState
+from mmfast.models.reduction.choice import items_of
 from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals
 from mmfast.models.reduction.probe import probing
-from mmfast.models.reduction.sequence import Sequences
+from mmfast.models.reduction.sequence import MediaItem, Sequences
+from mmfast.models.reduction.site import Site
 from mmfast.models.reduction.step import ForwardStep
+from mmfast.models.wrappers import attention_at, layers_of
 
 DEPTH = 0.4  # of the model; GemFilter reads layer 13 of 32
 
@@ -51,14 +54,15 @@ class _Peek(ForwardStep):
 
 
 def look_ahead(
-    state: PassState, call: Call, layer: int, text: Any, hidden: Tensor
+    state: PassState, call: Call, site: Site, where: tuple[int, Any, Any], hidden: Tensor
 ) -> list[dict[str, Tensor]]:
-    """Run the first layers of a text model once more, for the attention of `layer`.
+    """Run the first layers of a text model once more, for the attention of one of them.
 
-    `hidden` is the input of layer 0 as it stands, `[B, n, D]`. Returns per item `attn_ahead` `[n]`,
-    from the last query of its row, mean over heads.
+    `where` are that layer, the text model, and what runs it; `hidden` is the input of layer 0 as it
+    stands, `[B, n, D]`. Returns per item `attn_ahead` `[n]`, from the last query of its row, mean
+    over heads.
     """
-    args, kwargs = call.given
+    (args, kwargs), (layer, text, run) = call.given, where
     cache = _copy(kwargs.get("past_key_values"), layer)
     start = 0 if cache is None else held(cache.layers[layer])
     step, seen = call.step, list[LayerAttention]()
@@ -75,31 +79,35 @@ def look_ahead(
     call.step = _Peek(step, hidden)
     try:
         quietly = warnings.catch_warnings(action="ignore")  # of checkpoints without gradients
-        with torch.no_grad(), quietly, probing({text.layers[layer].self_attn: look}):
+        with torch.no_grad(), quietly, probing({attention_at(text, layer): look}):
             # A context of its own, so that nothing of this pass is recorded as an output.
-            contextvars.Context().run(text, *args, **{**kwargs, **quiet, "past_key_values": cache})
+            contextvars.Context().run(run, *args, **{**kwargs, **quiet, "past_key_values": cache})
     except _StopError:
         pass
     finally:
         call.step = step
-    return [each for attention in seen for each in signals_ahead(step.sequences, attention)]
+    items = items_of(site, step.sequences)
+    return [each for attention in seen for each in signals_ahead(step.sequences, attention, items)]
 
 
-def signals_ahead(sequences: Sequences, seen: LayerAttention) -> list[dict[str, Tensor]]:
+def signals_ahead(
+    sequences: Sequences, seen: LayerAttention, items: Seq[MediaItem] | None = None
+) -> list[dict[str, Tensor]]:
     """Return `attn_ahead` `[n]` per item from the attention of the layer ahead."""
-    found = inner_signals({"attn"}, sequences, seen)
+    found = inner_signals({"attn"}, sequences, seen, items)
     return [{"attn_ahead": signals["attn"]} for signals in found]
 
 
-def layer_ahead(spec: Spec, layers: Sequence[Any]) -> int:
+def layer_ahead(spec: Spec, text: Any) -> int:
     """The decoder layer whose attention a stage reads: its knob `layer`, or 0.4 of the depth.
 
     SpecError where the model has no such layer, or that layer has no attention.
     """
-    able = [i for i, layer in enumerate(layers) if hasattr(layer, "self_attn")]
+    count = len(layers_of(text))
+    able = [i for i in range(count) if attention_at(text, i) is not None]
     asked: int | None = spec.knobs.get("layer")
     if asked is None:
-        return min(able, key=lambda i: (abs(i - round(DEPTH * len(layers))), i))
+        return min(able, key=lambda i: (abs(i - round(DEPTH * count)), i))
     if asked not in able:
         raise SpecError(
             f"knob layer={asked} of {spec.method.name!r} is no attention layer of this model; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -173,6 +173,35 @@ class Offsets:
             positions = stock(**kwargs)
             self._local.fresh = self._base.rope_deltas
         return positions
+
+
+class Recount:
+    """Remembers by how much the positions of every cache shrank, where what is left counts anew."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+
+    def store(self, cache: Any, shrunk: Tensor | None) -> None:
+        """Add `[B, 1]` positions that a call saved."""
+        if cache is not None and shrunk is not None:
+            self._known[cache] = shrunk + self._of(cache, len(shrunk), shrunk.device)
+
+    def shifted(self, kwargs: Mapping[str, Any], length: int) -> Tensor | None:
+        """Positions `[B, n]` of the next tokens of a cache; None where it holds nothing anew."""
+        cache, given = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        if cache is None or cache not in self._known or not int(cache.get_seq_length()):
+            return None
+        source = kwargs.get("input_ids")
+        source = kwargs["inputs_embeds"] if source is None else source
+        if given is None:
+            given = torch.arange(length, device=source.device)[None] + int(cache.get_seq_length())
+        return given - self._of(cache, len(source), source.device)
+
+    def _of(self, cache: Any, batch: int, device: torch.device) -> Tensor:
+        known = self._known.get(cache)
+        if known is None or not int(cache.get_seq_length()):
+            return torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        return known.repeat_interleave(batch // len(known), dim=0).to(device)
 
 
 def _continued(offset: Tensor, cache: Any, embeds: Tensor, mask: Any) -> Tensor:

@@ -73,8 +73,8 @@ def _from_layout(kind: str, layout: Layout) -> dict[str, Tensor]:
     found, place = {}, layout.place()
     if place is not None:
         found["place"] = place
-    if layout.tiles is not None:
-        found["tile"] = torch.tensor(layout.tiles)
+    if layout.tile is not None:
+        found["tile"] = layout.tile
     elif kind == "image" and layout.grid is not None:
         found["tile"] = torch.zeros(math.prod(layout.grid), dtype=torch.int64)
     return found

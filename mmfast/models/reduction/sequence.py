@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
+from mmfast.core.registry import ALL
 from mmfast.models.families.adapter import Adapter, Layout
-from mmfast.models.reduction.record import Record, Recorder, features_given, flat, record_of
+from mmfast.models.reduction.record import Record, features_given, flat, record_of
 
 
 @dataclass
@@ -60,7 +61,8 @@ class Sequences:
 
     Per row `fixed` `[F]` are the places of text and separators and `text` `[T]` those of text,
     ascending. `ok` `[B, length]` is False at padding; `index` `[B, length]` is the original place
-    of each token, None while nothing was removed.
+    of each token, None while nothing was removed. The last `drafts` tokens stand behind the prompt.
+    `prompts` are the rows as items of their own, see `of_prompt`.
     """
 
     length: int
@@ -69,6 +71,36 @@ class Sequences:
     items: list[MediaItem]
     ok: Tensor | None = None
     index: Tensor | None = None
+    drafts: int = 0
+    prompts: dict[tuple[str, int], list[MediaItem]] = field(default_factory=dict)
+
+    def of_prompt(self, tokens: str, last: int) -> list[MediaItem]:
+        """One item per row, of the tokens of its prompt that may be dropped together.
+
+        They are its `text`, or `all` of it, media too; the `last` tokens of a prompt stay, and so
+        do separators.
+        """
+        if (tokens, last) not in self.prompts:
+            first = len(self.items)
+            self.prompts[tokens, last] = [
+                MediaItem(b, first + b, where, where[:0], None)
+                for b, where in enumerate(self._droppable(tokens, last))
+            ]
+        return self.prompts[tokens, last]
+
+    def _droppable(self, tokens: str, last: int) -> Iterator[Tensor]:
+        for b, text in enumerate(self.text):
+            media = [item.where for item in self.items if item.row == b and tokens == ALL]
+            places = torch.cat([text, *media]).sort().values
+            end = self.real(b)[-last:]
+            yield places[places < (end[0] if len(end) else 0)]
+
+    def real(self, row: int) -> Tensor:
+        """Places of a row's tokens, `[n]` ascending, without padding and drafts."""
+        if self.ok is None:
+            return torch.arange(self.length - self.drafts)
+        places = self.ok[row].nonzero()[:, 0]
+        return places[: len(places) - self.drafts]
 
     def compact(self, keep: Seq[Tensor]) -> Tensor:
         """Keep `keep[i]` `[m]` of item i; rows of unequal length get left padding.
@@ -80,6 +112,28 @@ class Sequences:
         for b, fixed in enumerate(self.fixed):
             mine = [k for item, k in zip(self.items, kept, strict=True) if item.row == b]
             rows.append(torch.cat([fixed, *mine]).sort().values)
+        return self._compact(rows, kept)
+
+    def drop(self, gone: Seq[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Drop the places `gone[b]` of row b; returns what `compact` does, and `keep` of each item.
+
+        Text and media go alike.
+        """
+        rows = []
+        for b, fixed in enumerate(self.fixed):
+            mine = [item.where for item in self.items if item.row == b]
+            places = torch.cat([fixed, *mine]).sort().values
+            rows.append(places[~torch.isin(places, gone[b])])
+        keep = [(~torch.isin(item.where, gone[item.row])).nonzero()[:, 0] for item in self.items]
+        for group in (self.fixed, self.text):
+            group[:] = [
+                mine[~torch.isin(mine, left)] for mine, left in zip(group, gone, strict=True)
+            ]
+        kept = [item.where[k] for item, k in zip(self.items, keep, strict=True)]
+        return self._compact(rows, kept), keep
+
+    def _compact(self, rows: list[Tensor], kept: list[Tensor]) -> Tensor:
+        """Keep the places `rows[b]` of row b, of which `kept[i]` belong to item i."""
         # A chunk of which nothing is left becomes one padding token: layers refuse empty input.
         self.length = max(1, *(len(row) for row in rows))
         gaps = [self.length - len(row) for row in rows]
@@ -87,6 +141,10 @@ class Sequences:
             item.grid = item.grid if len(places) == item.n else item.raster
             item.raster = None
             item.where = torch.searchsorted(rows[item.row], places) + gaps[item.row]
+        for prompt in (each for prompts in self.prompts.values() for each in prompts):
+            row = rows[prompt.row]
+            left = prompt.where[torch.isin(prompt.where, row)]
+            prompt.where = torch.searchsorted(row, left) + gaps[prompt.row]
         for group in (self.fixed, self.text):
             group[:] = [
                 torch.searchsorted(row, places) + gap
@@ -99,7 +157,7 @@ class Sequences:
 
     def to(self, device: torch.device) -> None:
         """Follow a model whose layers lie on several devices."""
-        for item in self.items:
+        for item in (*self.items, *(each for mine in self.prompts.values() for each in mine)):
             item.where, item.planes = item.where.to(device), item.planes.to(device)
         for group in (self.fixed, self.text):
             group[:] = [places.to(device) for places in group]
@@ -191,18 +249,21 @@ def locate(
     base: Any,
     adapter: Adapter,
     kwargs: Mapping[str, Any],
-    recorder: Recorder,
+    last: Mapping[str, Record],
     ok: Tensor | None,
     strict: bool = True,
 ) -> Sequences:
     """Items, text and separators of the new tokens of one call.
 
+    `last` are records of what was encoded inside this call, or before its earlier chunks, by kind.
     A placeholder id counts only where features of its kind came with the call, so one that was
     generated by chance is text. If `strict`, an unknown layout is a ModelError; else such features
     (shortened by the caller, for example) are taken for runs of tokens without separators.
     """
-    ids = _token_ids(base, kwargs).cpu()
     given = features_given(kwargs)
+    if not given:
+        return of_text(kwargs, ok)
+    ids = _token_ids(base, kwargs).cpu()
     token = {kind: ids == getattr(base.config, f"{kind}_token_id") for kind in given}
     visual = torch.zeros_like(ids, dtype=torch.bool)
     for mask in token.values():
@@ -212,7 +273,8 @@ def locate(
     separators = torch.zeros_like(visual)
     for kind, output in given.items():
         try:
-            record, pieces = _known(base, adapter, kind, output, kwargs, token[kind], recorder)
+            before = last.get(kind)
+            record, pieces = _known(base, adapter, kind, output, kwargs, token[kind], before)
         except ModelError:
             if strict:
                 raise
@@ -223,6 +285,14 @@ def locate(
             separators[item.row, marks] = True
     items.sort(key=lambda item: (item.row, int(item.where[0]) if item.n else 0))
     return _sequences(items, visual, separators, ok, kwargs)
+
+
+def of_text(kwargs: Mapping[str, Any], ok: Tensor | None) -> Sequences:
+    """The new tokens of a call without media, all of them text."""
+    ids = kwargs.get("input_ids")
+    shape = (kwargs["inputs_embeds"] if ids is None else ids).shape[:2]
+    nothing = torch.zeros(shape, dtype=torch.bool)
+    return _sequences([], nothing, nothing, ok, kwargs)
 
 
 def _sequences(
@@ -311,10 +381,9 @@ def _known(
     output: Any,
     kwargs: Mapping[str, Any],
     mask: Tensor,
-    recorder: Recorder,
+    last: Record | None,
 ) -> tuple[Record, list[Piece]]:
     counts = mask.sum(1).tolist()
-    last = recorder.last.get(kind)
     record = last if output is None else record_of(output)  # None: encoded inside this very call
     if record is None and last is not None:
         chunk = chunk_pieces(last, counts, flat(output.pooler_output))

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
+from mmfast.core.registry import MEDIA
 from mmfast.core.spec import Spec, count, run, wanted
 from mmfast.core.tokens import Tokens, follow, follow_signals
-from mmfast.models.reduction.decoder_signals import AHEAD
+from mmfast.models.reduction.decoder_signals import AHEAD, WINDOW, WINDOWED
 
+# A knob of stages that look ahead: `auto`, `new` or `original`.
+POSITIONS = "positions"
 # A chunk of a chunked prefill holds tokens part[0]:part[1] of the part[2] tokens of an item.
 Part = tuple[int, int, int]
 
@@ -51,6 +54,26 @@ class Site:
         return self.specs[0].site == "pixel"
 
     @property
+    def tokens(self) -> str:
+        """The tokens of a prompt that its stages may drop: of media, of text, or all."""
+        return self.specs[0].tokens
+
+    @property
+    def of_text(self) -> bool:
+        """It drops text, alone or together with media."""
+        return self.tokens != MEDIA
+
+    def renumbers(self, turns: bool) -> bool:
+        """Return True if it counts what is left anew; `turns`: positions turn along one axis."""
+        asked = self.specs[0].knobs.get(POSITIONS, "auto" if self.ahead else "original")
+        return bool(asked == "new" or (asked == "auto" and self.of_text and turns))
+
+    @property
+    def last(self) -> int:
+        """Tokens at the end of a prompt that stay: those whose attention the stages read."""
+        return WINDOW if self.needs & WINDOWED else 1
+
+    @property
     def revives(self) -> bool:
         """Dropped tokens may come back while decoding."""
         return self.deep and any(spec.method.revives for spec in self.specs)
@@ -71,7 +94,7 @@ class Site:
         SpecError for a whole-number budget above the tokens that enter its stage.
         """
         for spec in self.specs:
-            left = wanted(spec, n, entered)
+            left = wanted(fitted(spec, n), n, entered)
             if left is None:
                 return None
             n = left
@@ -90,6 +113,22 @@ def sites_of(specs: Sequence[Spec]) -> list[Site]:
             layers.setdefault((spec.layer or 0, name), []).append(spec)
     order = sorted(layers, key=lambda key: (key[0], _ORDER.index(key[1])))
     return [Site(layer, tuple(layers[layer, name])) for layer, name in order]
+
+
+def refuse_parts(sites: Sequence[Site]) -> None:
+    """ModelError for a site that drops text, in a prompt that comes in parts."""
+    for site in sites:
+        if site.of_text:
+            raise ModelError(
+                f"'{site.specs[0]}' asks the end of a prompt which of its text may go, and chunked "
+                "prefill shows a part; leave out prefill_chunk_size"
+            )
+
+
+def fitted(spec: Spec, n: int) -> Spec:
+    """A stage for a prompt of `n` tokens: one of fewer than its budget is kept whole."""
+    short = spec.tokens != MEDIA and isinstance(spec.budget, int) and spec.budget > n
+    return replace(spec, budget=n) if short else spec
 
 
 @dataclass(frozen=True)
@@ -132,6 +171,7 @@ class Chain:
 
 def run_stage(spec: Spec, tokens: Tokens, entered: MutableMapping[int, int]) -> Reduction:
     """Run one stage on the tokens that enter it; errors are those of `run_site`."""
+    spec = fitted(spec, tokens.n)
     if spec.cut is not None:
         spec = replace(spec, budget=wanted(spec, tokens.n, entered), cut=None)
     check_signals(spec, tokens)
@@ -193,6 +233,14 @@ _ADVICE = {
     "under prefill_chunk_size, has text",
     "text_attn": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
     "under prefill_chunk_size, has text",
+    "key_norm": "it exists at 'llm<K>' only, with K at least 1",
+    "text_key_norm": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of "
+    "it under prefill_chunk_size, has text",
+    "values": "it exists at 'llm<K>' only, with K at least 1, and under attach()",
+    "text_values": "it exists at 'llm<K>' with K at least 1, under attach(), where the prompt has "
+    "text",
+    "rope": "it exists at 'llm<K>' with K at least 1, under attach(), in models with rotary "
+    "positions",
     "keys": "it exists at 'pre' only: encode the media inside attach()",
     "attn_middle": "it exists at 'pre' only: encode the media inside attach()",
     "attn_first": "it exists at 'pre' only: encode the media inside attach()",

@@ -7,26 +7,29 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Trace
 from mmfast.models.reduction.cache_layers import (
     LayerGroup,
     extend,
+    held,
     is_short,
     join,
     layer_of_model_mask,
     padding_mask,
     shorten,
 )
-from mmfast.models.reduction.choice import Kept, SiteRunner, acting
-from mmfast.models.reduction.decoder_signals import INNER, LayerAttention, inner_signals
+from mmfast.models.reduction.choice import Kept, SiteRunner, acting, items_of
+from mmfast.models.reduction.decoder_signals import INNER, ROPE, LayerAttention, inner_signals
 from mmfast.models.reduction.masks import stock_mask
-from mmfast.models.reduction.revival import Leaving, keep_store
+from mmfast.models.reduction.revival import NOBODY, Leaving, keep_store
 from mmfast.models.reduction.sequence import Sequences, take
 from mmfast.models.reduction.site import Site
-from mmfast.models.wrappers import CONV, kind_of
+from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class ForwardStep:
     """
 
     rebuild = False  # make every mask anew
+    turns = True  # positions are rotary, along one axis
 
     def __init__(
         self,
@@ -77,11 +81,17 @@ class ForwardStep:
         self._choice = SiteRunner(sequences, self.inner, trace)
         self._groups: dict[tuple[int, int, str], LayerGroup] = {}
         self._embeddings: dict[str, tuple[Tensor, ...]] = {}
+        self._counted: Tensor | None = None  # `[B, n]` places whose positions the tokens have
+        self._whole = sequences.ok
+        self.shrunk: Tensor | None = None  # positions that are saved, by row, `[B, 1]`
         self._masks: dict[tuple[int, str], Any] = {}
         self._plane = 0  # DeepStack planes added so far
         self._reviving = {site.layer for site in sites if site.revives}
         self._revives = False  # something may come back to the layers from here on
-        self._order: Tensor | None = None  # of the last site that removed something
+        # Of the tokens `[B, n]`, and of every item, before the first cut that revives; see `_mark`.
+        self._times: Tensor | None = None
+        self._origins: dict[int, Tensor] = {}
+        self._earlier = 0
         self.cuts: list[SiteCut] = []  # before the current layer
 
     def reads(self, layer: int) -> set[str]:
@@ -91,7 +101,9 @@ class ForwardStep:
 
     def observe(self, layer: int, seen: LayerAttention) -> None:
         """Take the signals for the sites before the next layer from this one's attention."""
-        self.inner[layer] = inner_signals(self.reads(layer), self.sequences, seen)
+        site = next(site for site in self.sites if site.deep and site.layer == layer + 1)
+        items = items_of(site, self.sequences)
+        self.inner[layer] = inner_signals(self.reads(layer), self.sequences, seen, items)
 
     def before_layer(
         self,
@@ -108,31 +120,60 @@ class ForwardStep:
         """
         cache, kind = kwargs.get("past_key_values"), kind_of(config, layer)
         length, left, self.cuts = self.sequences.length, None, []
+        if layer in self._reviving and cache is not None:
+            self._mark(layer, cache, len(hidden))
         for site in self.sites:
             if site.layer == layer:
                 if site.revives and cache is not None:
-                    places = self._places(kwargs, kind)
-                    left = Leaving(
-                        self.sequences.items, hidden, places, self.past, self.sequences.ok
-                    )
+                    left = self._leaving(site, hidden, self._places(kwargs, kind))
+                if ROPE in site.needs and "position_embeddings" in kwargs:
+                    self._choice.embeddings = self._places(kwargs, kind)
                 hidden = self.reduce(site, hidden, ahead)
+                if site.renumbers(self.turns):
+                    self._count_anew()
         if self.sequences.index is not None:
-            kwargs["position_embeddings"] = self._places(kwargs, kind)
+            if "position_embeddings" in kwargs:
+                kwargs["position_embeddings"] = self._places(kwargs, kind)
         elif not self.rebuild and not _short_at(cache, layer):
             return hidden
         kwargs["position_ids"] = None  # flash attention takes a gap for the end of a sequence
         kwargs["attention_mask"] = self._mask(layer, hidden, cache, config)
+        if kind == HYBRID:
+            kwargs["mamba_attention_mask"] = self._recurrent(layer, cache)
         if layer in self._reviving and cache is not None:
-            keep_store(cache, layer, left, self._order, length)
-            self._revives = left is not None
+            assert self._times is not None
+            keep_store(cache, layer, left, self._times, self._earlier, length)
+            self._revives = self._revives or left is not None
         return hidden
+
+    def _mark(self, layer: int, cache: Any, rows: int) -> None:
+        """Give the tokens their times: places among the keys before the first cut that revives."""
+        if self._times is not None:
+            return
+        sequences, ok = self.sequences, self.sequences.ok
+        self._earlier = held(cache.layers[layer - 1]) - sequences.length
+        times = torch.arange(sequences.length) + self._earlier
+        device = sequences.fixed[0].device if sequences.fixed else None
+        times = times.to(device if ok is None else ok.device).expand(rows, -1)
+        if self.past is not None:
+            ok = None  # refused where a store is kept
+        self._times = times if ok is None else times.masked_fill(~ok, NOBODY)
+
+    def _leaving(self, site: Site, hidden: Tensor, places: tuple[Tensor, ...]) -> Leaving:
+        items, times = items_of(site, self.sequences), self._times
+        assert times is not None
+        for item in items:
+            self._origins.setdefault(item.number, times[item.row, item.where])
+        origins = [self._origins[item.number] for item in items]
+        return Leaving(items, hidden, places, times, origins)
 
     def _places(self, kwargs: dict[str, Any], kind: str) -> tuple[Tensor, ...]:
         given: tuple[Tensor, ...] = kwargs["position_embeddings"]
-        if self.sequences.index is None:
+        if self.sequences.index is None or given is None:
             return given
         if kind not in self._embeddings:
-            self._embeddings[kind] = tuple(take(each, self.sequences.index) for each in given)
+            places = self.sequences.index if self._counted is None else self._counted
+            self._embeddings[kind] = tuple(take(each, places) for each in given)
         return self._embeddings[kind]
 
     def _mask(self, layer: int, hidden: Tensor, cache: Any, config: Any) -> Any:
@@ -142,6 +183,8 @@ class ForwardStep:
             if cache is not None:
                 join(cache, layer, ok)
             return ok
+        if kind == LINEAR:
+            return self._recurrent(layer, cache)
         segment = sum(start <= layer for start in self._segments)
         if cache is None:
             if (segment, kind) not in self._masks:
@@ -160,6 +203,19 @@ class ForwardStep:
         held.uneven = held.valid is not None or held.dropped != getattr(model, "dropped", 0)
         return group.mask
 
+    def _recurrent(self, layer: int, cache: Any) -> Tensor | None:
+        """The mask of a recurrence; ModelError for padding between two parts of a sequence."""
+        ok = self.sequences.ok
+        held = cache.layers[layer] if cache is not None and layer < len(cache.layers) else None
+        known = getattr(held, "has_previous_state", {})
+        if ok is not None and any(known[index] for index in range(len(known))):
+            raise ModelError(
+                f"decoder layer {layer} remembers a state, which padding before new tokens would "
+                "change, and the rows of this batch are left with different numbers of tokens; "
+                "continue them one by one"
+            )
+        return ok
+
     def _blocks(self) -> Tensor | None:
         index = self.sequences.index
         if self.blocks is None or index is None:
@@ -174,7 +230,7 @@ class ForwardStep:
     ) -> Tensor:
         """Run a site on every item; `hidden` `[B, n, D]` to `[B, m, D]`, left-padded."""
         self.sequences.to(hidden.device)
-        items = self.sequences.items
+        items = items_of(site, self.sequences)
         with self.trace.stage(site.name, sum(item.n for item in items)) as row:
             if site.ahead and ahead is not None:
                 self.inner[site.layer - 1] = ahead(site, hidden)
@@ -183,16 +239,61 @@ class ForwardStep:
             if any(
                 len(k) != item.n or f is not None for item, (k, f) in zip(items, kept, strict=True)
             ):
-                hidden = self._shorten(hidden, kept)
+                hidden = (self._drop if site.of_text else self._shorten)(hidden, kept, site)
         self.trace.split(row, self._choice.parts(site, row))
         return hidden
 
-    def _shorten(self, hidden: Tensor, kept: Seq[Kept]) -> Tensor:
+    def _count_anew(self) -> None:
+        """Give what is left the positions of the first tokens of its row."""
+        index, ok, before = self.sequences.index, self.sequences.ok, self._whole
+        if index is None:
+            return
+        first = index.new_zeros(len(index), 1)
+        whole = torch.full_like(first, self.full)
+        if before is not None:
+            before = before.to(index.device)
+            first, whole = before.int().argmax(1, keepdim=True), before.sum(1, keepdim=True)
+        left = torch.full_like(first, index.shape[1]) if ok is None else ok.sum(1, keepdim=True)
+        gap = index.shape[1] - left
+        rank = torch.arange(index.shape[1], device=index.device)[None] - gap
+        self._counted = (first + rank).clamp_min(0)
+        self._embeddings, self.shrunk = {}, whole - left
+
+    def _drop(self, hidden: Tensor, kept: Seq[Kept], site: Site) -> Tensor:
+        """Rows without what a site dropped of their prompts, text and media alike."""
+        prompts, gone = items_of(site, self.sequences), []
+        for item, (keep, _) in zip(prompts, kept, strict=True):
+            left = torch.ones(item.n, dtype=torch.bool, device=item.where.device)
+            left[keep] = False
+            gone.append(item.where[left])
+        before = [item.n for item in self.sequences.items]
+        order, keeps = self.sequences.drop(gone)
+        self._follow(order)
+        for item, n, keep in zip(self.sequences.items, before, keeps, strict=True):
+            if len(keep) < n:
+                self._choice.see(item)
+                item.chain.append(Reduction.prune(keep, n))
+                self.trace.record(site.name, item.number, item.chain[-1])
+        self.cuts.append(SiteCut(order, []))
+        return self.cuts[-1](hidden)
+
+    def _follow(self, order: Tensor) -> None:
+        """Take note that the tokens at `order` `[B, m]` stay."""
+        self._embeddings = {}
+        if self._counted is not None:
+            self._counted = self._counted.to(order.device).gather(1, order)
+        if self._times is not None:
+            ok = self.sequences.ok
+            self._times = self._times.to(order.device).gather(1, order)
+            if ok is not None:
+                self._times = self._times.masked_fill(~ok.to(order.device), NOBODY)
+
+    def _shorten(self, hidden: Tensor, kept: Seq[Kept], site: Site) -> Tensor:
         """Rows without the tokens that went, and with the features that changed."""
         items = self.sequences.items
         before = [item.where for item in items]
-        self._order = order = self.sequences.compact([keep for keep, _ in kept])
-        self._embeddings = {}
+        order = self.sequences.compact([keep for keep, _ in kept])
+        self._follow(order)
         merges = [
             (item.row, places, item.where, merge)
             for item, places, (_, merge) in zip(items, before, kept, strict=True)

@@ -8,7 +8,6 @@ architecture is that of Moshi's depth transformer (arXiv 2410.00037) behind a Ll
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ from mmfast.decoding.sampling import Sampling
 from mmfast.models.decoder.backbone import StreamDecoder
 from mmfast.models.loading import load_codec, speech_family
 from mmfast.models.speech.depth_weights import csm_depth
+from mmfast.models.speech.talkers.base import sentences
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class CsmSteps:
                 "load a checkpoint with CsmForConditionalGeneration"
             )
         self.model, self.books = model, int(config.num_codebooks)
-        self.choice = choice or CodeChoice()
+        self.choice = choice or CodeChoice(first=1)
         self.frames = FrameDecoder(csm_depth(model.depth_decoder), drafter, plan)
         self.decoder = StreamDecoder(model.backbone_model, window)
         self.end = int(config.codebook_eos_token_id)
@@ -118,7 +118,7 @@ class CsmSteps:
             embeds = self.model.backbone_model.embed_tokens(state.codes[:, None])
             kv, out = self.decoder.step(kv, embeds)
             hidden = out[:, -1]
-        first = pick(self.model.lm_head(hidden), self.choice)
+        first = pick(self.model.lm_head(hidden), self.choice, -1)
         rest = self.frames.frame(hidden, first, state.before[:, 1:], self.choice)
         codes = torch.cat([first[:, None], rest], dim=1)
         ended = state.ended | (codes == self.end).all(1)
@@ -126,7 +126,6 @@ class CsmSteps:
 
 
 AUDIO = Sampling(temperature=0.9, top_k=50)  # Sesame's own setting
-_END = re.compile(r"(?<=[.!?…;:])\s+")
 
 
 @speech_family("csm", "CsmForConditionalGeneration", "tokenizer")
@@ -146,7 +145,7 @@ class CsmVoice:
         audio: Sampling = AUDIO,
         **options: Any,
     ) -> None:
-        self.steps = CsmSteps(model, choice=CodeChoice(audio), **options)
+        self.steps = CsmSteps(model, choice=CodeChoice(audio, first=1), **options)
         self.codec = codec or load_codec(model.codec_model, codebooks=self.steps.books)
         if self.codec.codebooks != self.steps.books:
             raise ModelError(
@@ -194,7 +193,7 @@ class CsmVoice:
     ) -> Iterator[Sound]:
         frames = round(seconds * self.codec.frame_rate)
         mouth = self.codec.decoder.start(1)
-        for sentence in _sentences(text):
+        for sentence in sentences(text):
             turns.append(self.said(sentence.strip(), None, voice))
             turns = self._fit(turns, frames)
             state = self.steps.start([turns])
@@ -240,15 +239,3 @@ class CsmVoice:
             tokens=codes.shape[1],
             notes=notes,
         )
-
-
-def _sentences(text: str | Iterable[str]) -> Iterator[str]:
-    """Sentences as soon as they are complete; joined they are the text."""
-    rest = ""
-    for piece in [text] if isinstance(text, str) else text:
-        rest += piece
-        while found := _END.search(rest):
-            yield rest[: found.end()]
-            rest = rest[found.end() :]
-    if rest.strip():
-        yield rest

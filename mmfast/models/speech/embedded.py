@@ -1,12 +1,12 @@
 """The embedded speech model: it speaks, it listens, it answers speech with speech.
 
-A stock language model over text and audio rows, draft modules, a tower that hears, a codec that
-sounds. Long texts are said sentence by sentence, long sound is heard piece by piece.
+Stock models: one over text and audio rows that speaks, with draft modules and a codec, one that
+writes down what is heard, and one that words replies. Long texts are said sentence by sentence,
+long sound is heard piece by piece.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -14,22 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from mmfast.core.errors import MediaError, MmfastError, ModelError, SpecError, unknown
+from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
 from mmfast.core.speech import Codec, Sound, Turn
-from mmfast.decoding.accept import PassStats, Stats, parse_rule
-from mmfast.decoding.drafting import parse_schedule
+from mmfast.decoding.accept import PassStats, Stats
+from mmfast.decoding.drafting import DEFAULT_MODE, DraftMode, parse_mode
 from mmfast.decoding.loop import SingleDecoder
 from mmfast.decoding.row import Guide
 from mmfast.decoding.sampling import Sampling
 from mmfast.frontends.codecs.embedded.codec import load_embedded
 from mmfast.frontends.text_normalisation import SpokenStream, spoken
 from mmfast.models.decoder.backbone import Backbone, load_head
-from mmfast.models.loading import embedded_path
-from mmfast.models.speech.layout import MARKS, HearingGuide, SpeechGuide, SpeechLayout
-from mmfast.models.speech.tower import FRAMES, SpeechTower, load_tower
-from mmfast.ops.audio import HOP, log_mel, resample
+from mmfast.models.loading import embedded_path, part_of
+from mmfast.models.speech.ear import SpeechEar, load_ear
+from mmfast.models.speech.layout import MARKS, SpeechGuide, SpeechLayout
+from mmfast.models.speech.prefix_search import PrefixSearch, text_prior
+from mmfast.models.speech.reply import ReplyModel, load_replies
+from mmfast.models.speech.sound import cut, samples
+from mmfast.models.speech.turn_end import Overheard
 
 
 class UtteranceFrames:
@@ -85,14 +87,12 @@ class SpeakerVoice:
         self._passes = self._drafts = self._tokens = 0
         self._first = True  # no word has been said
         self._words: list[tuple[int, str]] = []  # sample at which it begins, text; not yet said
+        self._spelled: list[str] = []  # words that are no rows, not yet reported
         self._collected = UtteranceFrames(layout)
         self.begin((), Stats())
 
-    def begin(self, said: Sequence[str] | SpeechGuide, stats: Stats) -> None:
-        """The next sentence; `said` grows as its words are handed over, `stats` with its drafts.
-
-        A guide stands for a sentence in the model's own words.
-        """
+    def begin(self, said: Sequence[str], stats: Stats) -> None:
+        """The next sentence; `said` grows as its words are handed over, `stats` with its drafts."""
         self._said, self._stats = said, stats
         self._judged = [[0, 0] for _ in range(self.layout.books)]  # drafts reported, per book
         self._frames += self._collected.count
@@ -120,21 +120,18 @@ class SpeakerVoice:
         if len(pcm) or self._words:
             yield self._sound(pcm, None)
 
-    def _groups(self) -> list[str]:
-        if not isinstance(self._said, SpeechGuide):
-            return list(self._said)
-        return re.sub(r"([,.?])", r" \1", self.layout.text(self._said.text)).split()
-
     def _note(self) -> None:
         """Words whose sound begins: the start of each group that has a frame."""
         starts = self._collected.starts
         begun = len(starts) - (starts[-1] == self._collected.count)
-        known = self._groups()
+        known = list(self._said)
         while self._noted < min(begun, len(known)):
             text = known[self._noted]
             lead = "" if self._first or text in MARKS else " "
             at = (self._frames + starts[self._noted]) * self.codec.hop
             self._words.append((at, lead + text))
+            if len(self.layout.group(text)) > 1:
+                self._spelled.append(text)
             self._first = False
             self._noted += 1
 
@@ -143,6 +140,8 @@ class SpeakerVoice:
         now = [word for word in self._words if word[0] < end]
         self._words = self._words[len(now) :]
         starts = [max(0, at - self._samples) for at, text in now if text not in MARKS]
+        spelled, self._spelled = self._spelled, []
+        placed: dict[str, Any] = {"starts": starts, "spelled": spelled}
         sound = Sound(
             pcm.to(torch.float32),
             self.codec.sample_rate,
@@ -151,7 +150,7 @@ class SpeakerVoice:
             passes=self._passes,
             drafts=self._drafts,
             tokens=self._tokens,
-            notes={**({"starts": starts} if starts else {}), **self._verified()},
+            notes={**{name: each for name, each in placed.items() if each}, **self._verified()},
         )
         self._samples += len(pcm)
         self._passes = self._drafts = self._tokens = 0
@@ -180,16 +179,12 @@ def check_options(path: str | Path | None, options: Mapping[str, Any]) -> None:
     layout = SpeechLayout.load(embedded_path(EMBEDDED) if path is None else Path(path))
     rate = options.get("rate", options.get("speed"))
     layout.style(options.get("voice", layout.voices[0]), rate, options.get("pitch"))
-    parse_schedule(options.get("mode", "turbo"))
-    parse_rule(options.get("verify", "exact"))
+    parse_mode(options.get("mode", DEFAULT_MODE), options.get("verify"), options.get("schedule"))
     _check_head(options.get("head", HEADS[0]))
 
 
 RATE = 16000
-LONGEST, SHORTEST = 9 * RATE, 4 * RATE  # of a piece that is cut from longer sound
-LOUDNESS = 1e-3  # sound that never is louder is silence: -60 dB
-WINDOW = RATE // 10
-AROUND = (3200, 1600)  # samples of silence that a piece gets in front and behind
+LONGEST, SHORTEST = 9.0, 4.0  # seconds of a piece that is cut from longer sound
 
 
 def pieces(pcm: Tensor, rate: int = RATE) -> list[Tensor]:
@@ -197,37 +192,8 @@ def pieces(pcm: Tensor, rate: int = RATE) -> list[Tensor]:
 
     There are none where all is silence. MediaError: another shape or type, or no numbers.
     """
-    if pcm.dim() != 1 or not pcm.is_floating_point():
-        raise MediaError(f"pcm is {tuple(pcm.shape)} {pcm.dtype}; give float samples [n]")
-    if not bool(pcm.isfinite().all()):
-        raise MediaError("pcm has samples that are NaN or infinite; clean them first")
-    sound = resample(pcm.float().clamp(-1, 1), rate, RATE)
-    if len(sound):
-        sound = sound - sound.mean()
-    found = []
-    while len(sound) > LONGEST:
-        cut = SHORTEST + quietest(sound[SHORTEST:LONGEST])
-        found.append(sound[:cut])
-        sound = sound[cut:]
-    found.append(sound)
-    return [part for part in found if len(part) and float(part.abs().max()) > LOUDNESS]
-
-
-def quietest(sound: Tensor) -> int:
-    """Sample in the middle of the quietest tenth of a second."""
-    loud = F.avg_pool1d(sound.square()[None], WINDOW, WINDOW // 4)[0]
-    return int(loud.argmin()) * (WINDOW // 4) + WINDOW // 2
-
-
-def embeddings(tower: SpeechTower, sound: Tensor) -> Tensor:
-    """Sound at 16 kHz `[n]`, silence around it, to embeddings `[t, D]`, one for 640 samples.
-
-    What was learned from never began at once: without silence in front first words get lost.
-    """
-    around = F.pad(sound, AROUND)
-    whole = F.pad(around, (0, -len(around) % (HOP * FRAMES)))
-    found: Tensor = tower(log_mel(whole[None]))[0]
-    return found.to(torch.float32)
+    sound = samples(pcm, rate, RATE)
+    return cut(sound - sound.mean() if len(sound) else sound, RATE, LONGEST, SHORTEST)
 
 
 ENDS = (".", "?")
@@ -277,8 +243,7 @@ def groups(text: str | Iterable[str]) -> Iterator[str]:
 
 
 EMBEDDED = "tiny-speech"
-HEARD = 80  # words of one piece of sound
-LAST = 3  # tokens that tell whether a sentence has ended
+LAST = 2  # words that tell whether a sentence has ended
 PAST = 240  # ids of what was said before that a reply sees
 
 
@@ -289,12 +254,15 @@ class SpeechModel:
         self,
         backbone: Backbone,
         heads: dict[str, Any],
-        tower: SpeechTower,
+        ear: SpeechEar,
         layout: SpeechLayout,
         codec: Any,
+        replies: ReplyModel,
     ) -> None:
-        self.backbone, self.heads, self.tower = backbone, heads, tower
-        self.layout, self.codec = layout, codec
+        self.backbone, self.heads, self.ear = backbone, heads, ear
+        self.layout, self.codec, self.replies = layout, codec, replies
+        prior = text_prior(replies.backbone, [layout.id("<user>")])
+        self._search = PrefixSearch(prior, ear.blank, layout.id("<done>"))
         self.sample_rate: int = codec.sample_rate
         self.voices = layout.voices  # names for `voice=`
 
@@ -305,8 +273,9 @@ class SpeechModel:
         voice: str | None = None,
         rate: int | None = None,
         pitch: int | None = None,
-        mode: str | Sequence[int] = "turbo",
-        verify: str = "exact",
+        mode: str = DEFAULT_MODE,
+        verify: str | None = None,
+        schedule: str | Sequence[int] | None = None,
         head: str = "mctp",
         sampling: Sampling | None = None,
     ) -> Iterator[Sound]:
@@ -317,8 +286,10 @@ class SpeechModel:
             voice: One of `voices`; the first one if not given.
             rate: Words per minute; the nearest that was learned is taken.
             pitch: 0 to 99; likewise.
-            mode: `vanilla`, `balance`, `boost`, `turbo`, or another schedule.
-            verify: `none`, `exact` or `typical:ε`; `none` is faster and less intelligible.
+            mode: `exact` (what one token per pass says), `fast` (typical drafts are accepted) or
+                `turbo` (a looser rule, on drafts the head is confident of).
+            verify: Another rule: `exact`, `typical:ε`, or `none`, whose drafts nothing verifies.
+            schedule: Other drafts behind passes: `vanilla`, `balance`, `boost`, or counts.
             head: Draft modules, `mctp` or `mtp`.
             sampling: How tokens are chosen; the likeliest unless told.
 
@@ -326,28 +297,33 @@ class SpeechModel:
             A piece per pass of the backbone that makes sound or text certain.
 
         Raises:
-            SpecError: An unknown voice, mode, rule or head, a rate or pitch out of reach.
+            SpecError: An unknown voice, mode, rule, schedule or head, a rate or pitch out of reach.
             MmfastError: Nothing to say.
         """
         style = self.layout.style(voice or self.voices[0], rate, pitch)
-        make = self._decoding(mode, verify, head, sampling)
+        make = self._decoding(parse_mode(mode, verify, schedule), head, sampling)
         return self._say(text, style, make)
 
     def _say(self, text: str | Iterable[str], style: list[int], make: Make) -> Iterator[Sound]:
-        voice, said = SpeakerVoice(self.layout, self.codec), False
+        said = False
+        for sound in self._sounds(text, style, make):
+            said = True
+            yield sound
+        if not said:
+            raise MmfastError("the text has no word that can be said; give words")
+
+    def _sounds(self, text: str | Iterable[str], style: list[int], make: Make) -> Iterator[Sound]:
+        voice = SpeakerVoice(self.layout, self.codec)
         for sentence in sentences(text):
             guide = SpeechGuide(self.layout, map(self.layout.group, sentence))
             prompt = [self.layout.id("<speak>"), *style, *guide.opening()]
             if guide.done:
                 continue
-            said = True
             decoder = make(guide)
             decoder.feed(prompt)
             voice.begin(sentence.said, decoder.stats)
             for step in decoder:
                 yield from voice.step(step)
-        if not said:
-            raise MmfastError("the text has no word that can be said; give words")
         yield from voice.finish()
 
     def transcribe(self, pcm: Tensor, rate: int = 16000) -> str:
@@ -355,53 +331,26 @@ class SpeechModel:
 
         `pcm` is `[n]` float. MediaError: another shape or type, or no numbers.
         """
-        listen = self._decoding("vanilla", "none", HEADS[0], None)
-        heard = [self._heard(piece, listen)[0] for piece in pieces(pcm, rate)]
-        return " ".join(text for text in heard if text)
+        return self._written(pieces(pcm, rate))
 
-    def overhear(self, pcm: Tensor, rate: int = 16000) -> tuple[str, float]:
-        """Return what `transcribe` does, and the least probability of the last words and the end.
+    def _written(self, parts: Sequence[Tensor], search: PrefixSearch | None = None) -> str:
+        found = (self.layout.text(self.ear.hear(part, search)[0]) for part in parts)
+        return " ".join(filter(None, found))
 
-        The model has learned whole sentences: of one that breaks off it guesses the end.
-        """
-        listen = self._decoding("vanilla", "none", HEADS[0], None)
+    def overhear(self, pcm: Tensor, rate: int = 16000) -> Overheard:
+        """Return what `transcribe` does, and how likely more is to come."""
         found, sure = list[str](), 1.0
         for piece in pieces(pcm, rate):
-            guide = HearingGuide(self.layout, HEARD)
-            fed = self._listen(piece, listen(guide))
-            found.append(self.layout.text(guide.words))
-            with torch.inference_mode():
-                said = torch.tensor(guide.said)
-                whole = torch.cat([fed, self.backbone.embed(said)])[None]
-                rows, at = guide.rows(), len(fed) - 1
-                logits = self.backbone.model(inputs_embeds=whole).logits[0, at:-1, rows]
-                chances = logits.softmax(-1).gather(1, said[:, None] - rows.start)
-                sure = float(chances[-LAST:].min())
-        return " ".join(text for text in found if text), sure
+            ids, chances = self.ear.hear(piece)
+            found.append(self.layout.text(ids))
+            sure = min(chances[-LAST:], default=1.0)
+        text = " ".join(text for text in found if text)
+        return Overheard(text, sure, self.ending(text) if text else None)
 
-    def _listen(self, piece: Tensor, decoder: SingleDecoder, before: Sequence[int] = ()) -> Tensor:
-        """Write one piece down into the decoder's guide; return the embeddings `[n, D]` it read."""
-        row = decoder.batch.rows[0]
-        chosen, row.sampling = row.sampling, Sampling()  # what was heard is not drawn by lot
-        first = torch.tensor([*before, self.layout.id("<listen>")])
-        last = torch.tensor([self.layout.id("<heard>")])
-        with torch.inference_mode():
-            sound, embed = embeddings(self.tower, piece), self.backbone.embed
-            fed = torch.cat([embed(first), sound, embed(last)])
-            decoder.feed(fed)
-        for _ in decoder:
-            pass
-        row.sampling = chosen
-        return fed
-
-    def _heard(
-        self, piece: Tensor, make: Make, before: Sequence[int] = ()
-    ) -> tuple[str, SingleDecoder, list[int]]:
-        """Words of one piece, the decoder behind them, and what it still has to read."""
-        guide = HearingGuide(self.layout, HEARD)
-        decoder = make(guide)
-        self._listen(piece, decoder, before)
-        return self.layout.text(guide.words), decoder, guide.owed
+    def ending(self, text: str) -> float:
+        """Return the probability that people say no more behind these words."""
+        *words, done = self.layout.history([("user", text)])[1:]
+        return float(self._search.prior([tuple(words)])[0, done].exp())
 
     def reply(
         self,
@@ -412,39 +361,37 @@ class SpeechModel:
         voice: str | None = None,
         speed: int | None = None,
         pitch: int | None = None,
-        mode: str | Sequence[int] = "turbo",
-        verify: str = "exact",
+        mode: str = DEFAULT_MODE,
+        verify: str | None = None,
+        schedule: str | Sequence[int] | None = None,
         head: str = "mctp",
         sampling: Sampling | None = None,
     ) -> Iterator[Sound]:
         """Answer speech `[n]`; yields the answer as it comes, and first what was heard.
 
         `history` is what was said before, oldest first. `speed` is the `rate` of `speak`, the other
-        options are as there, and so are the errors; MediaError is as of `transcribe`.
+        options are as there, and so are the errors; MediaError is as of `transcribe`. Where no word
+        is understood, there is no answer: silence, noise and other languages get none.
         """
         style = self.layout.style(voice or self.voices[0], speed, pitch)
-        make = self._decoding(mode, verify, head, sampling)
-        return self._reply(pieces(pcm, rate), list(history), style, make)
+        make = self._decoding(parse_mode(mode, verify, schedule), head, sampling)
+        return self._reply(pieces(pcm, rate), history, style, make, sampling)
 
     def _reply(
-        self, parts: list[Tensor], history: list[Turn], style: list[int], make: Make
+        self,
+        parts: Sequence[Tensor],
+        history: Sequence[Turn],
+        style: list[int],
+        make: Make,
+        sampling: Sampling | None,
     ) -> Iterator[Sound]:
-        layout, parts = self.layout, parts or [torch.zeros(1600)]
-        listen = self._decoding("vanilla", "none", HEADS[0], None)
-        earlier = [self._heard(part, listen)[0] for part in parts[:-1]]
-        heard, decoder, owed = self._heard(parts[-1], make, self._past(history))
-        guide = SpeechGuide(layout)
-        decoder.guide(guide)
-        decoder.feed([*owed, layout.id("<answer>"), *style])
-        voice = SpeakerVoice(layout, self.codec)
-        voice.begin(guide, decoder.stats)
-        told = " ".join(text for text in (*earlier, heard) if text)
-        yield Sound(torch.zeros(0), self.sample_rate, heard=told)
-        for step in decoder:
-            yield from voice.step(step)
-        yield from voice.finish()
+        heard = self._written(parts, self._search)  # as what people say in conversations
+        yield Sound(torch.zeros(0), self.sample_rate, heard=heard)
+        if heard:
+            past = self._past([*history, Turn("user", heard)])
+            yield from self._sounds(self.replies.words(past, sampling), style, make)
 
-    def _past(self, history: list[Turn]) -> list[int]:
+    def _past(self, history: Sequence[Turn]) -> list[int]:
         found: list[int] = []
         for turn in reversed(history):
             text = " ".join(spoken(turn.text))
@@ -454,36 +401,28 @@ class SpeechModel:
             found = ids + found
         return found
 
-    def _decoding(
-        self, mode: str | Sequence[int], verify: str, head: str, sampling: Sampling | None
-    ) -> Make:
+    def _decoding(self, mode: DraftMode, head: str, sampling: Sampling | None) -> Make:
         """Return a function that makes a decoder for a guide; wrong choices are refused at once."""
-        schedule, rule = parse_schedule(mode), parse_rule(verify)
         _check_head(head)
-        module = self.heads.get(head) if schedule.most else None
-        if schedule.most and module is None:
-            raise ModelError(f"the model has no head {head!r}; use mode='vanilla'")
-        how: Any = {"schedule": schedule, "verify": rule, "sampling": sampling}
-        return lambda guide: SingleDecoder(self.backbone, module, guide, **how)
+        drafts = mode.schedule.most > 0
+        module = self.heads.get(head) if drafts else None
+        if drafts and module is None:
+            raise ModelError(f"the model has no head {head!r}; use schedule='vanilla'")
+        return lambda guide: SingleDecoder(
+            self.backbone, module, guide, mode=mode, sampling=sampling
+        )
 
 
 def load_speech(path: str | Path | None = None) -> SpeechModel:
     """The embedded speech model, or one of its kind from a folder; ModelError for bad files."""
-    from transformers import AutoModelForCausalLM
-
     folder = Path(path) if path is not None else embedded_path(EMBEDDED)
     layout = SpeechLayout.load(folder)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"cannot load speech model {str(folder)!r}: {reason}") from error
-    backbone = Backbone(model.eval())
+    backbone = Backbone(part_of(folder, "", "AutoModelForCausalLM").eval())
     heads = {
         name: load_head(file, backbone)
         for name in HEADS
         if (file := folder / "heads" / f"{name}.safetensors").is_file()
     }
-    return SpeechModel(backbone, heads, load_tower(folder), layout, load_embedded(folder / "codec"))
+    codec = load_embedded(folder / "codec")
+    replies = load_replies(folder, layout)
+    return SpeechModel(backbone, heads, load_ear(folder, layout), layout, codec, replies)

@@ -5,8 +5,8 @@ and the codes of all codebooks. A group is a word or a punctuation mark: the tok
 has `_` behind it, and a word that is no row is spelled.
 
 While the model speaks, text and sound take turns: the guide hands the text over two groups ahead of
-the sound, one group for every `<next>`; it decides of what kind a token is, not the model. Text may
-come as it is written.
+the sound, one group for every `<next>`, and names again the group whose sound is due; it decides of
+what kind a token is, not the model. Text may come as it is written.
 """
 
 from __future__ import annotations
@@ -186,50 +186,41 @@ def _nearest(name: str, value: int | None, known: tuple[int, ...], unit: str) ->
 
 
 LONGEST_GROUP = 70  # frames of one group; a word of the domain has 25 at most
-MOST = 48  # groups of a reply that the model words itself
 
 
 class SpeechGuide:
     """Leads one utterance; a `mmfast.decoding.row.Guide`.
 
-    `groups` gives the ids of each word and mark as they come; None where the model chooses the
-    text, `most` groups of it. A group is ended by force after `longest` frames. `text` has the ids
-    of the text so far, the model's own too.
+    `groups` gives the ids of each word and mark as they come. A group is ended by force after
+    `longest` frames.
     """
 
     def __init__(
-        self,
-        layout: SpeechLayout,
-        groups: Iterator[list[int]] | None = None,
-        *,
-        longest: int = LONGEST_GROUP,
-        most: int = MOST,
+        self, layout: SpeechLayout, groups: Iterator[list[int]], *, longest: int = LONGEST_GROUP
     ) -> None:
         self.layout, self.done = layout, False
         self.draft_rows = slice(layout.texts, layout.total)
-        self._texts = slice(layout.id("<done>"), layout.texts)
         self._finish = layout.id("<done>")
-        self._source, self._longest, self._most = groups, longest * layout.books, most
+        self._source, self._longest = groups, longest * layout.books
         self._peeked: list[list[int]] = []  # taken from the source, not yet handed over
         self._ended = False  # `<done>` is there
         self._owed: list[int] = []  # to be forced now
-        self._choices = 0 if groups is not None else LOOK_AHEAD + 1  # groups the model owes
-        self.text: list[int] = []
-        self._groups = 0  # that are there
+        self._handed: list[list[int]] = []  # groups that are there
         self._spoken = 0  # whose sound has ended
         self._length = 0  # tokens of the sound of this one
         self._break = False  # it has been ended by force
 
     def opening(self) -> list[int]:
-        """Ids of the first groups of a given text, which end the prompt; empty: nothing to say."""
+        """Ids of the first groups, which end the prompt; empty: nothing to say."""
         first: list[int] = []
         for _ in range(LOOK_AHEAD + 1):
             first += self._hand()
         if not self._ended and self._peek(0) is None:
             first += self._hand()
-        if not self._groups:
+        if not self._handed:
             self.done = True
-        return first
+            return []
+        return first + self._handed[0]
 
     def forced(self) -> Sequence[int]:
         """Text that is owed, and the end of a sound that would not end."""
@@ -242,26 +233,29 @@ class SpeechGuide:
 
     def ahead(self, drafts: Sequence[int]) -> Sequence[int]:
         """Return what would be owed behind these drafts."""
-        if self._source is None or self._length + len(drafts) >= self._longest:
+        if self._length + len(drafts) >= self._longest:
             return ()
-        found, depth, ended = list(self._owed), 0, self._ended
+        found, known, ended = list(self._owed), list(self._handed), self._ended
         turns = sum(token in (self.layout.next, self.layout.end) for token in drafts)
-        for _ in range(turns):
-            if ended:
+        for turn in range(turns):
+            if not ended:
+                group = self._peek(turn)
+                found += [self._finish] if group is None else group
+                known += [] if group is None else [group]
+                ended = group is None
+            if self._spoken + turn + 1 >= len(known):
                 break
-            group = self._peek(depth)
-            found += [self._finish] if group is None else group
-            ended, depth = group is None, depth + 1
+            found += known[self._spoken + turn + 1]
         return found
 
     def rows(self) -> slice:
-        """Text rows where the model owes a group, else audio rows."""
-        return self._texts if self._choices else self.draft_rows
+        """Audio rows."""
+        return self.draft_rows
 
     def stops(self, token: int) -> bool:
         """At the end of a sound, where text is to follow."""
-        owes = not self._ended or bool(self._owed)  # `<done>` is text that is to follow, too
-        return token in (self.layout.next, self.layout.end) and owes
+        last = self._ended and self._spoken + 1 >= len(self._handed)
+        return token in (self.layout.next, self.layout.end) and not last
 
     def book(self, token: int) -> int | None:
         """The codebook of a code."""
@@ -271,41 +265,24 @@ class SpeechGuide:
     def push(self, tokens: Sequence[int]) -> None:
         """Tokens that stand."""
         for token in tokens:
-            if token < self.layout.texts:
-                self._choose(token)
-            elif token >= self.layout.base:
+            if token >= self.layout.base:
                 self._length += 1
                 self._break = self._length >= self._longest
-            elif not self.done:
+            elif token >= self.layout.texts and not self.done:
                 self._owed += self._turn()
 
     def _turn(self) -> list[int]:
         """A group's sound has ended; what is owed now."""
         self._length, self._break = 0, False
         self._spoken += 1
-        if self._ended and self._spoken >= self._groups:
+        found = self._hand()
+        if self._spoken >= len(self._handed):
             self.done = True
             return []
-        if self._source is not None:
-            return self._hand()
-        self._choices += not self._ended
-        return []
-
-    def _choose(self, token: int) -> None:
-        if token == self._finish:
-            self._ended, self._choices = True, 0
-            self.done = self._spoken >= self._groups
-            return
-        self.text.append(token)
-        if self.layout.ends_group(token):
-            self._groups += 1
-            self._choices -= 1
-            if self._groups >= self._most and self._choices == 0:
-                self._ended = True
-                self._owed += [self._finish]
+        return found + self._handed[self._spoken]
 
     def _peek(self, depth: int) -> list[int] | None:
-        while len(self._peeked) <= depth and self._source is not None:
+        while len(self._peeked) <= depth:
             group = next(self._source, None)
             if group is None:
                 break
@@ -322,30 +299,18 @@ class SpeechGuide:
             self._ended = True
             return [self._finish]
         del self._peeked[0]
-        self._groups += 1
-        self.text += group
+        self._handed.append(group)
         return group
 
 
-class HearingGuide(Open):
-    """Leads what is heard: text to its `<done>`; no drafts, they are sound."""
+class TextGuide(Open):
+    """Leads text to its `<done>`, `limit` tokens at most."""
 
     def __init__(self, layout: SpeechLayout, limit: int) -> None:
-        self._done = layout.id("<done>")
-        super().__init__(limit, (self._done,))
-        self._texts = slice(self._done, layout.texts)
-        self.draft_rows = slice(layout.texts, layout.total)
+        done = layout.id("<done>")
+        super().__init__(limit, (done,))
+        self._texts = slice(done, layout.texts)
 
     def rows(self) -> slice:
         """Text rows."""
         return self._texts
-
-    @property
-    def words(self) -> list[int]:
-        """Ids of what was heard."""
-        return [token for token in self.said if token != self._done]
-
-    @property
-    def owed(self) -> list[int]:
-        """The `<done>` that is missing where the limit came first."""
-        return [] if self._done in self.said else [self._done]

@@ -225,7 +225,7 @@ class MoshiStatic:
         self.finite.logical_and_(logits.amax(-1).isfinite().all())
         if choice.greedy:
             return logits.argmax(-1)
-        return draw(choice.probs(logits, check=False), self.dice[at])
+        return draw(choice.probs(logits, check=False, at=max(at - 1, 0)), self.dice[at])
 
 
 def _push(ring: Tensor, new: Tensor, rows: Tensor) -> None:

@@ -9,243 +9,88 @@ are projected, attend to all keys of their frame (those of the other patches com
 reference) and go through the MLP. The first published cache of this kind (STC, arXiv 2512.00891)
 projects fresh keys of all tokens and chooses anew in every layer: on the embedded clips features
 are no nearer for it, and it costs a third more.
+
+Under a `goal` the cache looks for motion of the whole picture (`frame_motion`), measures on frames
+computed whole what reuse would have cost in quality, and stands aside where it saves nothing.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import mean, median
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from mmfast.core.errors import ModelError
-from mmfast.core.kv import KVBlock
-from mmfast.frontends.changes import Refresh, changes
+from mmfast.core.errors import MmfastError, ModelError
+from mmfast.frontends.changes import Refresh
 from mmfast.models.families.adapter import Call, adapter_for, tower_of
-from mmfast.models.families.tower import Tower, attention_of, has_halves
+from mmfast.models.families.tower import PIXELS, Tower, attention_of, has_halves
 from mmfast.models.patching import override
 from mmfast.models.reduction.probe import AttentionCalls, intercepting
 from mmfast.models.reduction.tower_signals import KEPT, MERGED
+from mmfast.models.vision.frame_motion import (
+    by_frame,
+    flat_picture,
+    lumas,
+)
+from mmfast.models.vision.frame_pass import Attend, FramePass
 from mmfast.models.vision.frame_state import (
     FrameCacheState,
     FramePlan,
-    Group,
-    ReferenceFrame,
-    groups,
     plan_pass,
 )
 from mmfast.models.vision.timm_attention import check_timm, on_rows
 
-# (query, key, value) `[K, H, d]` of chosen rows and the scale -> what they attend to, `[K, H, d]`
-Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
-# A block on rows `[K, D]`, whose attention is the function given.
-RowsRun = Callable[[Tensor, Attend], Tensor]
+# Products of a frame in the blocks below which the cache costs more than it can save: on one core
+# of a CPU its own work takes some 3 ms, and this many about 30 ms.
+LEAST_WORK = 1e9
 
 
-@dataclass
-class _PassFrame:
-    """One frame: its base, and the patches to compute (`[k]` ascending; None: all)."""
+class Payoff:
+    """The clock's word on whether a cache is faster than the stock tower.
 
-    base: int | None  # a frame of this pass; None where that is the state's reference
-    rows: Tensor | None
-    patches: Tensor  # [n, D] as in ReferenceFrame
-
-
-class FramePass:
-    """The frames of one pass, and what its blocks leave behind.
-
-    Under `stock` every frame is computed whole: the stock blocks run and are only watched.
+    The first calls of a cache are stock calls. From then on the mean time of the latest cached
+    calls is compared with the median of stock calls, each per patch; where it is not below, the
+    cache rests, twice as long each time in a row.
     """
 
-    def __init__(self, plan: FramePlan, states: Sequence[FrameCacheState], fixed: bool) -> None:
-        self.plan = plan
-        self.stock = True
-        self._states = states
-        self._fixed = fixed
-        self._frames: list[_PassFrame] = []
-        self._last: dict[int, int] = {}  # by stream, the frame that becomes the reference
-        self._since: dict[int, int] = {}  # by stream, frames since one was computed whole
-        # By block, of keys and of values, and by frame: [n, H, d].
-        self._attended: list[list[dict[int, Tensor]]] = []
-        self._outputs: dict[int, dict[int, Tensor]] = {}
-        self._groups: dict[int, tuple[Any, list[Group]]] = {}
+    FIRST, WINDOW, REST = 3, 6, 64  # calls
 
-    def begin(self, flat: Tensor, rule: Refresh | None) -> None:
-        """Choose patches by the input `[S, D]` of the first block; all of them without a rule."""
-        picked, start = [], 0
-        for index, x in enumerate(flat.split(self.plan.sizes)):
-            frame = self._choose(index, x, rule)
-            self._frames.append(frame)
-            stream = self.plan.streams[index]
-            self._since[stream] = 0 if frame.rows is None else self._since[stream] + 1
-            if frame.rows is None or not self._fixed:
-                self._last[stream] = index
-            rows = torch.arange(len(x), device=x.device) if frame.rows is None else frame.rows
-            picked.append(rows + start)
-            start += len(x)
-        self.stock = all(frame.rows is None for frame in self._frames)
-        self._counts = [len(rows) for rows in picked]
-        self.rows = torch.cat(picked)  # [K]
-        self._hidden = flat if self.stock else flat[self.rows]  # [K, D]
+    def __init__(self) -> None:
+        """Begin without any time known."""
+        self._stock: deque[float] = deque(maxlen=5)
+        self._cached: deque[float] = deque(maxlen=self.WINDOW)
+        self._left, self._next = 0, self.REST
 
-    def _choose(self, index: int, x: Tensor, rule: Refresh | None) -> _PassFrame:
-        stream, layout = self.plan.streams[index], self.plan.layouts[index]
-        before = self._last.get(stream)
-        if before is None:
-            known = self._reference(stream, layout)
+    @property
+    def rests(self) -> bool:
+        """Calls go to the stock tower."""
+        return len(self._stock) < self.FIRST or self._left > 0
+
+    def note(self, seconds: float, patches: int, cached: bool) -> None:
+        """Note the time of a call that encoded so many patches."""
+        if not patches:
+            return
+        if not cached:
+            self._stock.append(seconds / patches)
+            self._left = max(0, self._left - 1)
+            return
+        self._cached.append(seconds / patches)
+        if len(self._cached) < self.WINDOW:
+            return
+        if mean(self._cached) < median(self._stock):
+            self._next = self.REST
         else:
-            same = self.plan.layouts[before] == layout
-            known = self._frames[before].patches if same else None
-        if known is None or rule is None:
-            return _PassFrame(None, None, x)
-        known, classes = known.to(x), self._class_rows(layout, x)
-        content = torch.ones_like(x[:, 0], dtype=torch.bool).index_fill(0, classes, False)
-        rows = rule.choose(changes(x[content], known[content]), self._since[stream] + 1)
-        if rows is None:
-            return _PassFrame(None, None, x)
-        if len(rows):  # class tokens sum a frame up: with any patch, or not at all
-            rows = torch.cat([classes, content.nonzero()[rows, 0]]).sort().values
-        return _PassFrame(before, rows, known.index_copy(0, rows, x[rows]))
-
-    def _class_rows(self, layout: tuple[int, ...], x: Tensor) -> Tensor:
-        n, prefix = layout[0], torch.arange(self.plan.prefix, device=x.device)
-        tiles = layout[1] if self.plan.prefix else 1
-        return (torch.arange(tiles, device=x.device)[:, None] * (n // tiles) + prefix).flatten()
-
-    def _reference(self, stream: int, layout: tuple[int, ...]) -> Tensor | None:
-        """Patches `[n, D]` of the state's reference, where it is of use."""
-        known = self._states[stream].reference
-        if known is None or known.layout != layout or not self.plan.taps <= {*known.outputs}:
-            return None
-        self._since[stream] = known.since
-        return known.patches
-
-    def watch(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Note keys and values `[B, H, n, d]` of a block that runs as stock, call by call."""
-        pair = []
-        for calls in (keys, values):
-            flat = torch.cat([rearrange(call, "b h n d -> (b n) h d") for call in calls])
-            pair.append(self._lasting(flat.split(self.plan.sizes)))
-        self._attended.append(pair)
-
-    def note(self, index: int, flat: Tensor) -> None:
-        """Note the output `[S, D]` of a block that ran as stock."""
-        if index in self.plan.taps:
-            self._outputs[index] = self._lasting(flat.split(self.plan.sizes))
-
-    def _lasting(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Those of the frames that become references, none of them a view of all frames."""
-        views = len(parts) > 1
-        return {
-            i: parts[i].clone() if views and self._frames[i].rows is None else parts[i]
-            for i in self._last.values()
-        }
-
-    def step(self, index: int, run: RowsRun, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        """Run one block on the chosen rows of its stock input, `[B, N, D]` or `[S, D]`.
-
-        Returns the input itself, or a new tensor with the block's output where that is read.
-        """
-        if len(self.rows):
-            attend = partial(self._attend, index, kwargs.get("cu_seqlens"), hidden)
-            self._hidden = run(self._hidden, attend)
-        else:
-            self._known(index, self._hidden, self._hidden)
-        if index not in self.plan.taps:
-            return hidden
-        full = self._mixed(self._hidden, lambda known: known.outputs[index])
-        self._outputs[index] = self._lasting(full)
-        return torch.cat(full).reshape(hidden.shape)
-
-    def _attend(
-        self,
-        index: int,
-        bounds: Tensor | None,
-        hidden: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-    ) -> Tensor:
-        """Attend from chosen rows `[K, H, d]` to all keys of their segments, old and new ones."""
-        keys, values = self._known(index, key, value)
-        attended = torch.empty_like(query)
-        for rows, frame, span in self._grouped(bounds, hidden):
-            q, k, v = query[rows], keys[frame][span], values[frame][span]  # [k or n, H, d]
-            q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-            found = F.scaled_dot_product_attention(q, k, v, scale=scale)  # [1, H, k, d]
-            attended[rows] = found[0].transpose(0, 1)
-        return attended
-
-    def _known(self, index: int, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of each frame, with those of the chosen rows `[K, H, d]` put in."""
-        keys = self._mixed(key, lambda known: known.kv.keys[index])
-        values = self._mixed(value, lambda known: known.kv.values[index])
-        self._attended.append([self._lasting(keys), self._lasting(values)])
-        return keys, values
-
-    def _mixed(self, new: Tensor, old: Callable[[ReferenceFrame], Tensor]) -> list[Tensor]:
-        """Chosen rows `[K, ...]` put into what each frame builds on, `[n, ...]` per frame."""
-        done: list[Tensor] = []
-        for number, part in enumerate(new.split(self._counts)):
-            frame = self._frames[number]
-            if frame.rows is None:
-                done.append(part)
-                continue
-            if frame.base is None:
-                known = self._states[self.plan.streams[number]].reference
-                assert known is not None  # or all of its patches were chosen
-                base = old(known).to(part)
-            else:
-                base = done[frame.base]
-            done.append(base.index_copy(0, frame.rows, part) if len(part) else base)
-        return done
-
-    def _grouped(self, bounds: Tensor | None, hidden: Tensor) -> list[Group]:
-        """Chosen rows that attend to the same keys: those of their frame, tile or window.
-
-        Segments lie between `bounds` `[W + 1]`; None stands for a batch `[B, N, D]` of equal ones.
-        """
-        name = id(bounds)
-        if name not in self._groups:
-            batch, length = hidden.shape[:2]
-            ends = torch.arange(batch + 1) * length if bounds is None else bounds.cpu().long()
-            self._groups[name] = (
-                bounds,
-                groups(self.rows, self.plan.sizes, ends),
-            )  # held, so that its id stays its own
-        return self._groups[name][1]
-
-    def commit(self) -> None:
-        """Put the new references into the states, now that the pass has succeeded."""
-        for stream, state in enumerate(self._states):
-            mine = [i for i, each in enumerate(self.plan.streams) if each == stream]
-            if not mine:
-                continue
-            if stream in self._last:
-                i = self._last[stream]
-                pairs = zip(*self._attended, strict=True)
-                keys, values = (tuple(block[i] for block in blocks) for blocks in pairs)
-                state.reference = ReferenceFrame(
-                    self.plan.layouts[i],
-                    self._frames[i].patches.clone(),
-                    KVBlock(keys, values),
-                    {block: rows[i] for block, rows in self._outputs.items()},
-                    self._since[stream],
-                )
-            elif state.reference is not None:
-                state.reference = replace(state.reference, since=self._since[stream])
-            state.frames += len(mine)
-            state.whole += sum(self._frames[i].rows is None for i in mine)
-            state.patches += sum(self.plan.sizes[i] for i in mine)
-            state.computed += sum(self._counts[i] for i in mine)
+            self._cached.clear()
+            self._left, self._next = self._next, 2 * self._next
 
 
 class FrameCache:
@@ -266,6 +111,8 @@ class FrameCache:
         cut: float | None = 0.05,
         every: int | None = 32,
         fixed: bool = False,
+        goal: float | None = None,
+        timed: bool = False,
     ) -> None:
         """Prepare a cache; the model is not touched.
 
@@ -280,13 +127,33 @@ class FrameCache:
             every: A frame is computed whole at least this often; None for never.
             fixed: Compare with the last frame computed whole, not each patch with its last own
                 state.
+            goal: Cosine of the features to the exact ones, 0.98 for example. In place of
+                `cut`, whole frames are computed as often as it takes: on each one the error that
+                reuse would have had is measured, and says how long and how changed the next ones
+                may be. Patches that moved with the whole picture are taken from their old place
+                (see `mmfast.models.vision.frame_motion`); calls that reuse cannot make cheaper go
+                to the stock tower.
+            timed: Under a goal, let the clock tell whether the cache is faster than the stock tower
+                (see `Payoff`), in place of a rule of thumb. Then which frames are computed whole
+                may differ from run to run.
+
+        Raises:
+            MmfastError: A value is out of range, or both `refresh` and `threshold` are given.
+            ModelError: The tower has no blocks that a frame cache knows.
         """
         share = 0.25 if refresh is None and threshold is None else refresh
         self.rule = Refresh(share, threshold, cut, every)
         self._adapter = adapter_for(model)
         self._tower = tower_of(model)
         _check_blocks(self._tower, self._adapter.family)
-        self._fixed = fixed
+        if goal is not None and not 0.0 < goal < 1.0:
+            raise MmfastError(f"goal={goal} is no cosine to keep; choose 0 to 1, such as 0.98")
+        if timed and goal is None:
+            raise MmfastError("timed=True acts under a goal alone; give one, such as goal=0.98")
+        self._fixed, self.goal = fixed, goal
+        self.payoff = Payoff() if timed else None
+        linear = [m for m in self._tower.blocks.modules() if isinstance(m, nn.Linear)]
+        self._weights = sum(layer.weight.numel() for layer in linear)
         self._local = threading.local()
 
     def start(self) -> FrameCacheState:
@@ -321,6 +188,11 @@ class FrameCache:
             for name, kind in tower.entries().items():
                 around = mine(partial(self._encode, name, kind))
                 stack.enter_context(override(tower.base, name, around))
+            if self._idle(streams):
+                around = mine(self._count)
+                stack.enter_context(override(tower.blocks[0], "forward", around))
+                yield
+                return
             for index, block in enumerate(tower.blocks):
                 stack.enter_context(override(block, "forward", mine(partial(self._block, index))))
             modules = [attention_of(block) for block in tower.blocks]
@@ -328,6 +200,34 @@ class FrameCache:
             if not tower.timm:
                 stack.enter_context(intercepting(dict.fromkeys(modules, around), innermost=True))
             yield
+
+    def _idle(self, streams: Sequence[FrameCacheState]) -> bool:
+        """Return True if these streams are left to the stock tower for now."""
+        if self.goal is None:
+            return False
+        rests = self.payoff is not None and self.payoff.rests
+        return rests or all(state.small or state.limits.pause for state in streams)
+
+    def _count(self, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Around the first block of a stock pass: count its frames and forget the reference."""
+        work = self._work()
+        if work is not None:
+            self._note_stock(work, self._plan(work, hidden))
+        return call(hidden, *args, **kwargs)
+
+    def _note_stock(self, work: _Work, plan: FramePlan) -> None:
+        for stream, state in enumerate(work.streams):
+            pairs = zip(plan.streams, plan.sizes, strict=True)
+            sizes = [size for owner, size in pairs if owner == stream]
+            work.counts.append((state, sizes, self._is_small(plan)))
+
+    def _is_small(self, plan: FramePlan) -> bool:
+        """Return True if a frame is too little work for a cache to save any, by rule of thumb."""
+        return self.payoff is None and self._weights * max(plan.sizes) < LEAST_WORK
+
+    def _plan(self, work: _Work, hidden: Tensor) -> FramePlan:
+        states = len(work.streams)
+        return plan_pass(self._tower, self._adapter, work.kind, work.arguments, hidden, states)
 
     def _for(self, streams: Sequence[FrameCacheState], around: Callable[..., Any]) -> Any:
         """`around` for the one `with` that gave these streams; other threads run stock code."""
@@ -343,18 +243,84 @@ class FrameCache:
         self, name: str, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         streams = getattr(self._local, "streams", None)
-        if streams is None or self._work() is not None:  # Qwen3-VL's video method calls the other
+        outputs = getattr(self._local, "outputs", None)
+        if streams is None or outputs is not None or self._work() is not None:
             return call(*args, **kwargs)
         _check_sites(self._tower)
         arguments = self._tower.bind(name, args, kwargs)
-        self._local.work = work = _Work(streams, kind, arguments)
+        work = _Work(streams, kind, arguments, self.rule)
+        start = self._seconds()
+        output = self._run(work, partial(call, *args, **kwargs))
+        for state, sizes, small in work.counts:
+            state.count(sum(sizes), sum(sizes), len(sizes), len(sizes))
+            pause = max(0, state.limits.pause - 1)
+            state.limits = replace(state.limits, pause=pause)
+            state.reference, state.small = None, small
+        if work.running is not None:
+            if work.running.would:
+                self._measure(work.running, output, partial(call, *args, **kwargs))
+            work.running.commit()
+            for stream in sorted(work.running.moved):
+                self._see_flat(name, call, work, stream, args, kwargs)
+        if self.payoff is not None:
+            plan = work.running.plan if work.running else None
+            patches = sum(plan.sizes) if plan else sum(sum(sizes) for _, sizes, _ in work.counts)
+            self.payoff.note(self._seconds() - start, patches, cached=plan is not None)
+        return output
+
+    def _seconds(self) -> float:
+        """The time on the wall once the device has done its work; 0 where nothing is timed."""
+        if self.payoff is None:
+            return 0.0
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _run(self, work: _Work, call: Callable[[], Any]) -> Any:
+        self._local.work = work
         try:
-            output = call(*args, **kwargs)
+            return call()
         finally:
             self._local.work = None
-        if work.running is not None:
-            work.running.commit()
-        return output
+
+    def _measure(self, running: FramePass, output: Any, call: Callable[[], Any]) -> None:
+        """Measure errors on the features that the language model reads, else on the last block.
+
+        The call is made once more with blocks that only hand on what reuse would have made.
+        """
+        exact, would = running.last()
+        if not self._tower.alone:
+            self._local.outputs = running.would
+            try:
+                frames = len(running.plan.sizes)
+                pair = [by_frame(o.pooler_output, frames) for o in (output, call())]
+            finally:
+                self._local.outputs = None
+            if pair[0] is not None and pair[1] is not None:
+                exact, would = pair[0], pair[1]
+        running.learn(exact, would)
+
+    def _see_flat(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        work: _Work,
+        stream: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Encode a flat picture in the colour of a stream's last frame, into its state."""
+        pixels = work.arguments[PIXELS[work.kind]]
+        share = len(pixels) // len(work.streams)
+        flat = flat_picture(pixels[: (stream + 1) * share])
+        args = [flat if value is pixels else value for value in args]
+        kwargs = {key: flat if value is pixels else value for key, value in kwargs.items()}
+        scratch = FrameCacheState()
+        alone = _Work([scratch], work.kind, self._tower.bind(name, args, kwargs), None)
+        self._run(alone, partial(call, *args, **kwargs))
+        if alone.running is not None:
+            alone.running.commit()
+            work.streams[stream].flat = scratch.reference
 
     def _work(self) -> _Work | None:
         found: _Work | None = getattr(self._local, "work", None)
@@ -363,14 +329,17 @@ class FrameCache:
     def _block(
         self, index: int, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        work = self._work()
+        work, outputs = self._work(), getattr(self._local, "outputs", None)
+        if outputs is not None:
+            return outputs[index].reshape(hidden.shape) if index in outputs else hidden
         if work is None:
             return call(hidden, *args, **kwargs)
         if index == 0:
             masks = (*args, kwargs.get("attention_mask"), kwargs.get("attn_mask"))
             self._begin(work, hidden, any(mask is not None for mask in masks))
         running = work.running
-        assert running is not None
+        if running is None:
+            return call(hidden, *args, **kwargs)
         if not running.stock:
             on = partial(self._on_rows, work, self._tower.blocks[index], hidden, args, kwargs)
             return running.step(index, on, hidden, kwargs)
@@ -382,10 +351,15 @@ class FrameCache:
         return output
 
     def _begin(self, work: _Work, hidden: Tensor, masked: bool) -> None:
-        states = len(work.streams)
-        plan = plan_pass(self._tower, self._adapter, work.kind, work.arguments, hidden, states)
-        work.running = FramePass(plan, work.streams, self._fixed)
-        work.running.begin(hidden.flatten(0, -2), None if masked else self.rule)
+        plan = self._plan(work, hidden)
+        if self.goal is not None and self._is_small(plan):
+            self._note_stock(work, plan)
+            return
+        seen: list[Tensor] = []
+        if self.goal is not None and all(layout[1:] == (1,) for layout in plan.layouts):
+            seen = lumas(self._tower, work.kind, work.arguments, len(plan.layouts))
+        work.running = FramePass(plan, work.streams, self._fixed, self.goal, seen)
+        work.running.begin(hidden.flatten(0, -2), None if masked else work.rule)
 
     def _on_rows(
         self,
@@ -434,9 +408,12 @@ class _Work:
     streams: Sequence[FrameCacheState]
     kind: str
     arguments: Call
+    rule: Refresh | None  # None: all patches of all frames
     running: FramePass | None = None
     calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     attend: Attend | None = None  # while a block runs on some rows alone
+    # Of a stock pass: state, patches of its frames, and whether the pass was little work.
+    counts: list[tuple[FrameCacheState, list[int], bool]] = field(default_factory=list)
 
 
 _THREAD = threading.local()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -24,7 +24,8 @@ class ReferenceFrame:
     Frames with the same `layout` (patches, rows, columns) are compared. `patches` `[n, D]` is the
     input of the first block; `kv` has the keys and values `[n, H, d]` of every block as attended;
     `outputs` by block `[n, D]` are those that are read: the last one, feature layers, DeepStack
-    taps. `since` counts frames since one was computed whole.
+    taps. `since` counts frames since one was computed whole. Of that one `key` is the brightness
+    `[H, W]`, and `placed` how many patches (down, right) the picture has moved since then.
     """
 
     layout: tuple[int, ...]
@@ -32,11 +33,76 @@ class ReferenceFrame:
     kv: KVBlock
     outputs: Mapping[int, Tensor]
     since: int = 0
+    key: Tensor | None = None
+    placed: tuple[int, int] = (0, 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.kv.nbytes + sum(t.nbytes for t in (self.patches, *self.outputs.values()))
+        tensors = [self.patches, *self.outputs.values()]
+        tensors += [] if self.key is None else [self.key]
+        return self.kv.nbytes + sum(t.nbytes for t in tensors)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The frame as plain containers and tensors."""
+        tree = {**vars(self), "layout": list(self.layout), "placed": list(self.placed)}
+        tree["outputs"] = [[block, rows] for block, rows in self.outputs.items()]
+        return {**tree, "kv": [self.kv.keys, self.kv.values]}
+
+    @classmethod
+    def restore(cls, tree: Mapping[str, Any]) -> ReferenceFrame:
+        """The frame of a snapshot."""
+        down, right = tree.get("placed", (0, 0))
+        return cls(
+            tuple(tree["layout"]),
+            tree["patches"],
+            KVBlock(*tree["kv"]),
+            {int(block): rows for block, rows in tree["outputs"]},
+            tree["since"],
+            tree.get("key"),
+            (down, right),
+        )
+
+
+MARGIN = 0.4  # share of the error that the goal allows, kept to on average
+STEP = 0.01  # a mean change of patches below this one is not told from none
+LONGEST_PAUSE = 8  # calls
+
+
+@dataclass(frozen=True)
+class ReuseLimits:
+    """How far reuse may go, from the errors that it would have had on frames computed whole.
+
+    At most `frames` in a row are computed in part, none whose patches left out have changed by more
+    than `change` on average. Both limits follow from the last error measured, and grow at most
+    twofold. After `failures` calls in a row that could reuse nothing, the next `pause`
+    calls go to the stock tower, so that trying costs little.
+    """
+
+    frames: int = 0
+    change: float = 0.0
+    failures: int = 0
+    pause: int = 0
+
+    def allow(self, age: int, change: float) -> bool:
+        """Return True if a frame of that age and change may be computed in part."""
+        return age <= self.frames and change <= self.change
+
+    def measured(self, error: float, age: int, change: float, goal: float) -> ReuseLimits:
+        """The limits after an `error` (1 - cosine) at that age and change; `goal` is a cosine."""
+        ratio = MARGIN * (1.0 - goal) / max(error, 1e-6)
+        step = max(change, STEP)
+        longer = min(ratio, ratio**0.5)  # errors add up faster than frames
+        frames = int(min(age * longer, max(2 * age, self.frames)))
+        most = min(step * ratio, max(2 * step, self.change))
+        return replace(self, frames=frames, change=most)
+
+    def after(self, saved: bool) -> ReuseLimits:
+        """The limits after a call that reused some patches, or after one that could not."""
+        if saved:
+            return replace(self, failures=0)
+        failures = self.failures + 1
+        return replace(self, failures=failures, pause=min(2 ** (failures - 1) - 1, LONGEST_PAUSE))
 
 
 @dataclass(eq=False)
@@ -45,7 +111,8 @@ class FrameCacheState:
 
     `FrameCache.using` puts the next reference in once a pass has succeeded; tensors are replaced,
     never written, so a snapshot costs nothing. `frames` counts temporal patches where the tower
-    takes two frames at once.
+    takes two frames at once. `flat` is the pass over a picture of one colour (see `frame_motion`),
+    and `limits` says how far reuse may go; a cache without a goal leaves both as they are.
     """
 
     reference: ReferenceFrame | None = field(default=None, repr=False)
@@ -53,11 +120,21 @@ class FrameCacheState:
     whole: int = 0
     patches: int = 0
     computed: int = 0
+    flat: ReferenceFrame | None = field(default=None, repr=False)
+    limits: ReuseLimits = ReuseLimits()
+    small: bool = False  # the last call was less work than a cache is worth
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the same after any number of frames."""
-        return 0 if self.reference is None else self.reference.nbytes
+        """Bytes held, the same after any number of frames once a flat picture is known."""
+        return sum(each.nbytes for each in (self.reference, self.flat) if each is not None)
+
+    def count(self, patches: int, computed: int, frames: int, whole: int) -> None:
+        """Add to the counts."""
+        self.frames += frames
+        self.whole += whole
+        self.patches += patches
+        self.computed += computed
 
     def stats(self) -> dict[str, int]:
         """The counts, and the bytes held."""
@@ -66,28 +143,20 @@ class FrameCacheState:
 
     def snapshot(self) -> dict[str, Any]:
         """The state as plain containers and tensors."""
-        counts = {name: getattr(self, name) for name in ("frames", "whole", "patches", "computed")}
-        if self.reference is None:
-            return {**counts, "reference": None}
-        tree = {**vars(self.reference), "layout": list(self.reference.layout)}
-        tree["outputs"] = [[block, rows] for block, rows in self.reference.outputs.items()]
-        tree["kv"] = [self.reference.kv.keys, self.reference.kv.values]
-        return {**counts, "reference": tree}
+        tree = {name: getattr(self, name) for name in ("frames", "whole", "patches", "computed")}
+        for name in ("reference", "flat"):
+            kept = getattr(self, name)
+            tree[name] = None if kept is None else kept.snapshot()
+        return {**tree, "limits": dict(vars(self.limits)), "small": self.small}
 
     @classmethod
     def restore(cls, tree: Mapping[str, Any]) -> FrameCacheState:
         """The state of a snapshot."""
-        state = cls(**{**tree, "reference": None})
-        kept = tree["reference"]
-        if kept is not None:
-            state.reference = ReferenceFrame(
-                tuple(kept["layout"]),
-                kept["patches"],
-                KVBlock(*kept["kv"]),
-                {int(block): rows for block, rows in kept["outputs"]},
-                kept["since"],
-            )
-        return state
+        frames = {
+            name: None if tree.get(name) is None else ReferenceFrame.restore(tree[name])
+            for name in ("reference", "flat")
+        }
+        return cls(**{**tree, **frames, "limits": ReuseLimits(**tree.get("limits", {}))})
 
 
 Layouts = list[tuple[int, ...]]

@@ -8,7 +8,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import stable_topk
 
 
-@register("fastv", paper="2403.06764", needs=("attn",), sites=("llm", "pre"), layer=2)
+@register("fastv", paper="2403.06764", needs=("attn",), sites=("llm", "pre"), layer=2, text=True)
 def fastv(tokens: Tokens, budget: int) -> Reduction:
     """Keep the tokens that received most attention.
 

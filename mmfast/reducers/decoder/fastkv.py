@@ -9,7 +9,9 @@ from mmfast.ops.eviction import pooled_votes
 from mmfast.ops.ranking import stable_topk
 
 
-@register("fastkv", paper="2502.01068", needs=("attn_window",), sites=("llm",), stages=(0.5,))
+@register(
+    "fastkv", paper="2502.01068", needs=("attn_window",), sites=("llm",), stages=(0.5,), text=True
+)
 def fastkv(tokens: Tokens, budget: int, *, kernel: int = 7) -> Reduction:
     """Keep at half depth the tokens that the last queries attend to, smoothed over neighbours.
 

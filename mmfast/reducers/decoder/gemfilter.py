@@ -8,19 +8,24 @@ from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import stable_topk
 
 
-@register("gemfilter", paper="2409.17422", needs=("attn_ahead",))
-def gemfilter(tokens: Tokens, budget: int, *, layer: int | None = None) -> Reduction:
+@register("gemfilter", paper="2409.17422", needs=("attn_ahead",), text=True)
+def gemfilter(
+    tokens: Tokens, budget: int, *, layer: int | None = None, positions: str = "auto"
+) -> Reduction:
     """Keep the tokens that the last query attends to in a middle layer, and restart with them.
 
     Shi et al. (2024): the first layers run once over the full prompt without storing keys and
     values, then the model restarts from layer 0, so every layer and the whole cache are short.
-    The first pass costs up to `layer` layers of the full prompt (its time is in the trace row);
-    kept tokens stay at their original positions, where the paper counts them anew.
+    The first pass costs up to `layer` layers of the full prompt (its time is in the trace row).
+    Where text is dropped, what is left is counted anew, as in the paper; where media alone are,
+    tokens stay at their original positions.
 
     Args:
         tokens: `attn_ahead` `[..., N]`, attention from the last query in that layer, mean over
             heads.
         budget: Tokens to keep; ties go to the lowest index.
         layer: Decoder layer whose attention counts; None is that at 0.4 of the depth.
+        positions: `new` counts what is left anew, `original` never does, `auto` where text is
+            dropped in a model whose positions have one axis.
     """
     return Reduction.prune(stable_topk(tokens.need("attn_ahead"), budget), tokens.n)

@@ -15,15 +15,16 @@ from mmfast.ops.ranking import stable_topk
     sites=("llm",),
     stages=(0.25,),
     revives=True,
+    text=True,
 )
 def lazyllm(tokens: Tokens, budget: int) -> Reduction:
     """Keep the tokens that the last query attends to; later tokens may bring others back.
 
-    Fu et al. (2024). In the prompt this is one cut. At every decode step the attention of the
-    layer before the cut, which has the keys of all tokens, ranks them again; those within the
-    budget that were dropped run through the deeper layers once, at their original positions, and
-    stay. The paper prunes at several layers and may ignore stored tokens again; here there is
-    one cut, and what has come back stays visible. One row, a DynamicCache, sdpa or eager.
+    Fu et al. (2024). At every decode step the attention of the layer before a cut, which has the
+    keys of all tokens that came so far, ranks them again; those within the budget that were dropped
+    run through the layers behind once, at their original positions, and stay. The paper may ignore
+    stored tokens again; here what has come back stays visible. Several cuts are several stages,
+    `lazyllm@llm8:0.7+lazyllm@llm16:0.4`. A DynamicCache, sdpa or eager; later turns row by row.
 
     Args:
         tokens: `attn` `[..., N]`, attention from the last query, mean over heads.

@@ -9,7 +9,12 @@ from mmfast.ops.ranking import stable_topk
 
 
 @register(
-    "pyramiddrop", paper="2410.17247", needs=("attn",), sites=("llm",), stages=(0.25, 0.5, 0.75)
+    "pyramiddrop",
+    paper="2410.17247",
+    needs=("attn",),
+    sites=("llm",),
+    stages=(0.25, 0.5, 0.75),
+    text=True,
 )
 def pyramiddrop(tokens: Tokens, budget: int) -> Reduction:
     """Keep at each of several depths the tokens that the last query attends to most.

@@ -18,6 +18,7 @@ from mmfast.ops.ranking import stable_topk
     needs=("attn_window",),
     sites=("llm",),
     stages=(0.25, 0.375, 0.5, 0.625, 0.75),
+    text=True,
 )
 def slimfer(tokens: Tokens, budget: int, *, block: int = 16) -> Reduction:
     """Keep the contiguous blocks of tokens that the last few queries attend to most.

@@ -10,7 +10,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.ops.max_min import max_min, max_min_reference
 
 
-@register("divprune", paper="2503.02175", sites=("pre", "llm"))
+@register("divprune", paper="2503.02175", sites=("pre", "llm"), text=True)
 def divprune(tokens: Tokens, budget: int, *, parity: bool = False) -> Reduction:
     """Keep the subset whose closest two tokens are as far apart as greedy search gets them.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import grouped_topk, marked, one_by_one, rescale, share_out
 from mmfast.ops.similarity import relevance
+from mmfast.ops.video import regions
 
 
 @register("ptp", paper="2509.15704", needs=("x", "attn", "query"))
@@ -33,7 +33,7 @@ def ptp(tokens: Tokens, budget: int, *, balance: float = 0.5) -> Reduction:
 
 def _prune(item: Tokens, budget: int, balance: float) -> Reduction:
     attn = item.need("attn").double()
-    region = _regions(item)
+    region = regions(item)
     size = region.bincount()
     top = grouped_topk(attn, region, (size + 3) // 4)
     share = torch.zeros(len(size), dtype=torch.float64, device=attn.device)
@@ -42,12 +42,3 @@ def _prune(item: Tokens, budget: int, balance: float) -> Reduction:
     relevant = rescale(relevance(item.x, item.need("query")))
     score = balance * rescale(attn) + (1 - balance) * relevant
     return Reduction.prune(marked(grouped_topk(score, region, counts)), item.n)
-
-
-def _regions(item: Tokens) -> Tensor:
-    tile = item.signal("tile")
-    if tile is not None:
-        number: Tensor = tile.unique(return_inverse=True)[1]
-        return number
-    frames = 1 if item.grid is None else item.grid[0]
-    return torch.arange(frames, device=item.x.device).repeat_interleave(item.n // frames)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -214,9 +214,10 @@ class RunningBatch:
         if self._stepped is not None:
             self.gaps.append((now[0] - self._stepped[0], now[1] - self._stepped[1]))
         self._stepped = now
+        for payer, tokens in Counter(self._running[str(key)].payer for key, _ in found).items():
+            self._served(payer, tokens)
         for key, token in found:
             answer = self._running[str(key)]
-            self._served(answer.payer, 1)
             try:
                 if isinstance(token, Exception):
                     raise token
@@ -248,7 +249,8 @@ class RunningBatch:
         prefix = None
         if found.recipe is None and self.prefiller.keeps_prefixes:
             answer.reserve = most
-            prefix = self.prefixes.find(answer.request.tenant, found.blocks, found.length)
+        if (rest := self.prefiller.rereads(found)) is not None:
+            prefix = self.prefixes.find(answer.request.tenant, found.blocks, found.length, rest)
         try:
             job = self.prefiller.job(found, most, prefix)
         except Exception as error:
@@ -335,8 +337,8 @@ class RunningBatch:
         prompt = job.prompt
         try:
             filled = self.prefiller.result(job)
-            if filled.row is None:
-                self.prefixes.put(answer.request.tenant, prompt.blocks, filled.kv)
+            if (kv := job.prefix()) is not None:
+                self.prefixes.put(answer.request.tenant, prompt.blocks, kv)
             answer.read = _trace(prompt), prompt.whole_length
             token = self.decoder.first(filled, answer.sampling)
             if answer.push(token):

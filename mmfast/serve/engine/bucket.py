@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmfast.core.kv import KVBlock
 from mmfast.ops.stream_cache import RowBuffer
-from mmfast.serve.engine.lane import AttentionCall
+from mmfast.serve.engine.lane import AttentionCall, added
 
 STEP, SMALL = 64, 256  # tokens: tensors grow in steps; rows up to SMALL share one
 # From the number of entries, in order of time, to those that leave before the next token.
@@ -119,27 +119,27 @@ class Slots:
 class Places:
     """Places of the next tokens of some rows, for all layers in which these share a tensor."""
 
-    def __init__(self, rows: Sequence[Slots], device: torch.device) -> None:
-        self.rows, self._device = rows, device
-        self.numbers = torch.arange(len(rows), device=device)[:, None]
+    def __init__(self, rows: Sequence[Slots], answers: int, like: Tensor) -> None:
+        self.rows, self._device, self._dtype = rows, like.device, like.dtype
+        self.numbers = torch.arange(len(rows), device=like.device)[:, None]
         self.at, self.mask, self.stop = self.numbers, None, 0  # type: Tensor, Tensor | None, int
+        owners = [row.owner for row in rows]
         self.owners: Tensor | None = None  # None: the rows are all answers, in order
+        if owners != list(range(answers)):
+            self.owners = torch.tensor(owners, device=like.device)
 
-    def advance(self, count: int) -> None:
-        """Find the places of one step of `count` answers."""
+    def advance(self) -> None:
+        """Find the places of one step."""
         lengths = [row.length for row in self.rows]
         self.at = torch.tensor([[row.slot] for row in self.rows], device=self._device)
         self.stop, self.mask = max(lengths), None
         holes = [(b, place) for b, row in enumerate(self.rows) for place in row.free]
         if holes or min(lengths) < self.stop:
             ends = torch.tensor(lengths, device=self._device)[:, None]
-            self.mask = torch.arange(self.stop, device=self._device) < ends
+            seen = torch.arange(self.stop, device=self._device) < ends
             for b, place in holes:
-                self.mask[b, place] = False
-            self.mask = self.mask[:, None, None]  # [B, 1, 1, stop]
-        owners = [row.owner for row in self.rows]
-        same = owners == list(range(count))
-        self.owners = None if same else torch.tensor(owners, device=self._device)
+                seen[b, place] = False
+            self.mask = added(seen[:, None, None], self._dtype)  # [B, 1, 1, stop]
 
 
 class RowBucket:
@@ -198,5 +198,5 @@ class RowBucket:
         places, count = self.places, len(self.rows)
         assert places is not None
         self.own.scatter(both, (places.numbers, places.at))
-        keys, values = (self.own.read(p, 0, places.stop)[:count] for p in (0, 1))
+        keys, values = self.own.read(slice(None), 0, places.stop)[:, :count]
         return attention(query, keys, values, places.mask)

@@ -21,14 +21,11 @@ from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, check_media
 from mmfast.models.prompt import chat_inputs, marked
 from mmfast.models.reduction.decoder_signals import AHEAD
-from mmfast.models.reduction.inputs import compressed
-from mmfast.models.reduction.record import features_given, flat
+from mmfast.models.reduction.inputs import compressed, prompt_rows
+from mmfast.models.reduction.record import features_given
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.site import sites_of
-from mmfast.serve.engine.adapters import adapters_of, using
-from mmfast.serve.engine.base import Media, Request
-from mmfast.serve.engine.media import (
-    ByteCache,
+from mmfast.models.vision.units import (
     MediaUnit,
     UnitFeatures,
     encode,
@@ -37,6 +34,9 @@ from mmfast.serve.engine.media import (
     units,
     whole,
 )
+from mmfast.serve.engine.adapters import adapters_of, using
+from mmfast.serve.engine.base import Media, Request
+from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Prepared
 
@@ -52,46 +52,21 @@ def embedded(
 ) -> dict[str, Any]:
     """Return the fields of `Embedded` that the language model reads.
 
-    `rest` is what `compressed` returns and `whole` the encoder outputs before reduction, by kind. A
-    kind without identities `[n]` in `named` is hashed.
+    `rest` are inputs, or what `compressed` returns of them, and `whole` the encoder outputs before
+    reduction, by kind. A kind without identities `[n]` in `named` is hashed.
     """
-    base, ids = model.base_model, rest["input_ids"][0]
-    outputs = rest.get("mm_encoder_outputs") or {}
-    embeds: Tensor | None = rest.get("inputs_embeds")
-    joint = torch.zeros_like(ids, dtype=torch.bool)
-    marks = ids.clone()
-    hidden = base.get_input_embeddings()(ids) if embeds is None else embeds[0]
-    planes: list[Tensor] = []
-    for kind, output in (outputs or whole).items():
-        place = ids == getattr(base.config, f"{kind}_token_id")
-        features = flat(output.pooler_output).to(hidden)
-        if embeds is None:
-            hidden = hidden.masked_scatter(place[:, None], features)
-        marks[place] = named[kind] if kind in named else hashes(hidden[place])
-        for i, plane in enumerate(getattr(output, "deepstack_features", None) or ()):
-            if len(planes) <= i:
-                planes.append(torch.zeros_like(hidden))
-            planes[i][place] = flat(plane).to(hidden)
-        joint |= place
-    positions = axes(model, rest["position_ids"], len(ids))
+    rows = prompt_rows(model, rest, whole)
+    marks = rest["input_ids"][0].clone()
+    for kind, place in rows.places.items():
+        marks[place] = named[kind] if kind in named else hashes(rows.hidden[place])
     return {
-        "embeds": hidden,
-        "positions": positions,
-        "blocks": chain(marks, positions, adapter),
+        "embeds": rows.hidden,
+        "positions": rows.positions,
+        "blocks": chain(marks, rows.positions, adapter),
         "adapter": adapter,
-        "visual": joint if planes else None,
-        "planes": tuple(plane[joint] for plane in planes),
+        "visual": rows.visual if rows.planes else None,
+        "planes": rows.planes,
     }
-
-
-def axes(model: Any, positions: Tensor, length: int) -> Tensor:
-    """Return positions `[A, m]` of one prompt, from `[1, m]`, `[3, 1, m]` or `[4, 1, m]`."""
-    wide = hasattr(getattr(model.get_decoder(), "rotary_emb", None), "mrope_section")
-    if positions.ndim == 3:
-        positions = positions[-3:, 0]
-    if positions.shape[0] == 1 and wide:
-        positions = positions.expand(3, -1)
-    return positions[:, -length:].contiguous()
 
 
 def identities(
@@ -179,9 +154,12 @@ def _joined(
             trace.record("vit", item, merge.found)
             trace.add("vit", merge.found.n, merge.found.m, merge.ms, merge.method)
     inputs = {**prepared.inputs, "mm_encoder_outputs": outputs}
+    rest: Mapping[str, Any] = inputs
+    sequences: Sequences | None = None
     try:
-        with using((prepared.request.adapter,)):
-            rest, sequences = compressed(model, inputs, prepared.reduce, trace)
+        if prepared.reduce or prepared.deep or prepared.cache:  # else no place need be known
+            with using((prepared.request.adapter,)):
+                rest, sequences = compressed(model, inputs, prepared.reduce, trace)
     except ModelError as error:
         if not prepared.reduce:
             raise
@@ -201,17 +179,18 @@ def _joined(
     )
 
 
-def _images(model: Any, inputs: Mapping[str, Any], sequences: Sequences) -> Tensor | None:
+def _images(model: Any, inputs: Mapping[str, Any], sequences: Sequences | None) -> Tensor | None:
     """Return the image `[m]` inside which a token sees forward, -1 outside; None in most models."""
     blocks = adapter_for(model).blocks(inputs)
     if blocks is None:
         return None
-    return blocks[0] if sequences.index is None else blocks[0][sequences.index[0]]
+    index = None if sequences is None else sequences.index
+    return blocks[0] if index is None else blocks[0][index[0]]
 
 
-def _recipe(prepared: Prepared, sequences: Sequences, trace: Trace) -> PromptRecipe | None:
+def _recipe(prepared: Prepared, sequences: Sequences | None, trace: Trace) -> PromptRecipe | None:
     plan = call_plan(prepared.cache)
-    if plan is None and not prepared.deep:
+    if sequences is None or (plan is None and not prepared.deep):
         return None
     return PromptRecipe(tuple(sites_of(prepared.deep)), plan, sequences, trace)
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from mmfast.core.errors import ModelError
 from mmfast.models.reduction.cache_layers import StoreLayer
 from mmfast.models.reduction.probe import intercepting
-from mmfast.models.wrappers import CONV, LAYER_KINDS, SLIDING, kind_of
+from mmfast.models.wrappers import CONV, FULL, SLIDING, kind_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +44,17 @@ class AttentionCall:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attend with queries `[B, H, n, d]`, keys and values `[B, Hkv, S, d]`: `[B, n, H, d]`.
 
-        The mask `[B, 1, n, S]` is False at what is not seen; None is causal, counted from the end.
+        The mask `[B, 1, n, S]` is added to the scores, or False at what is not seen; None is
+        causal, counted from the end.
         """
         call = self.stock
-        if mask is not None and self.name == "eager":
-            low = torch.finfo(query.dtype).min
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, low)
+        if mask is not None and self.name != "eager" and query.device.type == "cpu":
+            # Its kernel shares keys among heads; transformers would copy them, as for a GPU.
+            more: dict[str, Any] = {"scale": self.scaling, "enable_gqa": True}
+            seen: Tensor = F.scaled_dot_product_attention(query, key, value, mask, **more)
+            return seen.transpose(1, 2)
+        if mask is not None and mask.dtype == torch.bool and self.name == "eager":
+            mask = added(mask, query.dtype)
         # Of the others none takes any mask, and only flash attention counts from the end.
         plain = mask is None and query.shape[2] > 1 and "flash" in self.name
         if not plain and self.name not in ("sdpa", "eager"):
@@ -56,6 +62,11 @@ class AttentionCall:
         given = (self.module, query, key, value, mask, *self.args)
         found: Tensor = call(*given, **self.options)[0]
         return found
+
+
+def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores, for a mask that is False at what is not seen."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 # (decoder layer, attention, q [B, H, n, d], new k and v [B, Hkv, n, d]) -> [B, n, H, d]
@@ -72,7 +83,7 @@ class Lane:
         self.decoder, self.output = model.get_decoder(), model.get_output_embeddings()
         config, name = self.decoder.config, type(model).__name__
         self.kinds = tuple(kind_of(config, i) for i in range(len(self.decoder.layers)))
-        if other := set(self.kinds) - set(LAYER_KINDS):
+        if other := set(self.kinds) - {FULL, SLIDING, CONV}:
             raise ModelError(f"{name} has layers of kind {', '.join(sorted(other))}")
         self.window = int(config.sliding_window) if SLIDING in self.kinds else 0
         self.name = str(config._attn_implementation)

@@ -13,7 +13,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.models.kv.policy import Packing
 from mmfast.ops.quantisation import PackedTensor, dequantise_rows, rows_of_bytes
 from mmfast.serve.engine.bucket import Entries, RowBucket, Slots, size_class
-from mmfast.serve.engine.lane import AttentionCall
+from mmfast.serve.engine.lane import AttentionCall, added
 
 
 @dataclass(eq=False)
@@ -156,19 +156,20 @@ class PackedBucket(RowBucket):
         recent = self.own.read(slice(None), 0, places.stop)[:, :count]  # [2, b, H, r, d]
         if self._mask is None:
             longest = max(len(each) for each in self._seen)
-            self._mask = torch.stack([F.pad(s, (0, longest - len(s))) for s in self._seen])
+            seen = torch.stack([F.pad(s, (0, longest - len(s))) for s in self._seen])
+            self._mask = added(seen[:, None, None], query.dtype)  # [B, 1, 1, packed]
             for side in self._sides:
                 side.grow(count)
-        packed = self._mask.shape[1]
+        packed = self._mask.shape[-1]
         whole = recent.new_empty(*recent.shape[:3], packed + places.stop, recent.shape[4])
         for side, out in zip(self._sides, whole, strict=True):
             side.unpack(out[:, :, :packed])
         whole[:, :, :, packed:] = recent
         if places.mask is None:
-            seen = F.pad(self._mask, (0, places.stop), value=True)
+            mask = F.pad(self._mask, (0, places.stop))
         else:
-            seen = torch.cat([self._mask, places.mask[:, 0, 0]], 1)
-        return attention(query, whole[0], whole[1], seen[:, None, None])
+            mask = torch.cat([self._mask, places.mask], -1)
+        return attention(query, whole[0], whole[1], mask)
 
     def _add(self, number: int, packs: Sequence[KVBlock]) -> None:
         if not packs:

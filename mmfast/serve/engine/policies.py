@@ -30,7 +30,7 @@ from mmfast.models.reduction.step import ForwardStep, SiteCut
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.quantisation import Quantiser
 from mmfast.ops.stream_cache import RowBuffer
-from mmfast.serve.engine.bucket import Entries, windowed
+from mmfast.serve.engine.bucket import Entries, Leaving, windowed
 from mmfast.serve.engine.lane import AttentionCall, Lane
 from mmfast.serve.engine.packed_rows import PackedEntries
 from mmfast.serve.engine.rows import AnswerRow, Held, State, layer_bytes
@@ -45,6 +45,16 @@ class PromptRecipe:
     sequences: Sequences
     trace: Trace
 
+    @property
+    def rereads(self) -> int | None:
+        """Last tokens to read where the keys and values of all are known; None means all.
+
+        Behind a cut inside the model, what is left depends on what has been read.
+        """
+        if self.sites:
+            return None
+        return 0 if self.plan is None else self.plan.rereads
+
 
 @dataclass(eq=False)
 class _LayerNotes:
@@ -53,17 +63,35 @@ class _LayerNotes:
     masses: list[dict[str, Tensor]] = field(default_factory=list)
     raw: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # keys and queries before RoPE
 
+    def masses_of_all(self) -> dict[str, Tensor]:
+        """Return the attention `[1, H, n]` that all tokens received, by note."""
+        names = self.masses[-1] if self.masses else ()
+        return {
+            name: _summed([each[name] for each in self.masses if name in each]) for name in names
+        }
+
+    def raw_of_all(self) -> tuple[Tensor, Tensor]:
+        """Return keys and queries of all tokens before RoPE."""
+        keys, queries = zip(*self.raw, strict=True)
+        return torch.cat(keys, 2), torch.cat(queries, 2)
+
 
 class PromptPolicy:
-    """The policies of one prompt while it is read; `most` entries go into its row at last."""
+    """The policies of one prompt while it is read; `most` entries go into its row at last.
 
-    def __init__(self, model: Any, lane: Lane, recipe: PromptRecipe, most: int) -> None:
+    `last` `[A, 1]` is the position of its last token.
+    """
+
+    def __init__(
+        self, model: Any, lane: Lane, recipe: PromptRecipe, most: int, last: Tensor
+    ) -> None:
         self.step = ForwardStep(recipe.sites, recipe.sequences, None, recipe.trace)
         self.cuts = sorted({site.layer for site in self.step.sites})
+        self._last = last
         self._lane, self._recipe, self._more = lane, recipe, most - recipe.sequences.length
         # While this layer is to be read for a reducer before the first one, nothing else counts.
         ahead = [site.specs[0] for site in self.step.sites if site.ahead]
-        self.ahead = layer_ahead(ahead[0], lane.decoder.layers) if ahead else None
+        self.ahead = layer_ahead(ahead[0], lane.decoder) if ahead else None
         self._parts: list[Entries | State | Held] = []
         self._queries: list[Tensor] = []
         self._notes: dict[int, _LayerNotes] = {}
@@ -143,33 +171,63 @@ class PromptPolicy:
         """Layers that have ended."""
         return len(self._parts)
 
-    def end(self, own: RowBuffer | None, state: Any) -> None:
-        """Take the keys and values of the next layer, in which all of the prompt has been read."""
-        n, index = self.step.sequences.length, len(self._parts)
-        kind = self._lane.kinds[index]
-        if own is None:
-            self._parts.append(State(state))
-            return
-        keys, values = own.read(0, 0, n), own.read(1, 0, n)
-        found: Entries | Held
-        if kind == SLIDING:
-            found = windowed(keys, values, self._lane.window, n + self._more)
-        elif self._stage is None or index not in self._stage.layers:
-            found = Entries(KVBlock((keys,), (values,)), n + self._more)
-        else:
-            found = self._chosen(self._stage, index, keys, values)
-        self._parts.append(found)
+    def end(self, layers: Sequence[tuple[RowBuffer | None, Any]]) -> None:
+        """Take the keys and values of the next layers, in which all of the prompt has been read.
+
+        Layers without any have the state of a convolution.
+        """
+        n, index, stage = self.step.sequences.length, len(self._parts), self._stage
+        mine: list[tuple[int, Tensor, Tensor]] = []  # layers on which the policy acts
+        found: dict[int, Entries | State | Held] = {}
+        for i, (own, state) in enumerate(layers, index):
+            if own is None:
+                found[i] = State(state)
+                continue
+            keys, values = own.read(0, 0, n), own.read(1, 0, n)
+            if self._lane.kinds[i] == SLIDING:
+                found[i] = windowed(keys, values, self._lane.window, n + self._more)
+            elif stage is None or i not in stage.layers:
+                found[i] = Entries(KVBlock((keys,), (values,)), n + self._more)
+            else:
+                mine.append((i, keys, values))
+        if stage is not None and mine:
+            alike = stage.alike and len({keys.shape for _, keys, _ in mine}) == 1
+            found |= self._together(stage, mine) if alike else self._apart(stage, mine)
+        self._parts += [found[i] for i in sorted(found)]
+
+    def _together(
+        self, stage: KVStage, layers: Sequence[tuple[int, Tensor, Tensor]]
+    ) -> dict[int, Entries | Held]:
+        """Let the policy act on layers at once."""
+        indices, keys, values = zip(*layers, strict=True)
+        known = [self._notes.pop(index, _LayerNotes()) for index in indices]
+        masses = [each.masses_of_all() for each in known]
+        joined = {name: torch.cat([each[name] for each in masses]) for name in masses[0]}
+        raw = [each.raw_of_all() for each in known if each.raw]
+        both = torch.stack(keys), torch.stack(values)
+        given = self.step.sequences, joined, raw
+        left, packs, leaving = stage.end_together(indices[-1], both, *given)
+        found = dict[int, Entries | Held]()
+        for index, block, packed in zip(indices, left, packs, strict=True):
+            packing = stage.packs(block, packed, self._more)
+            if packing is None:
+                found[index] = _entries(block, self._more, leaving)
+            else:
+                found[index] = _packed(block, packed, packing, self._more)
+        return found
+
+    def _apart(
+        self, stage: KVStage, layers: Sequence[tuple[int, Tensor, Tensor]]
+    ) -> dict[int, Entries | Held]:
+        """Let the policy act on layer after layer."""
+        return {index: self._chosen(stage, index, *both) for index, *both in layers}
 
     def _chosen(self, stage: KVStage, index: int, keys: Tensor, values: Tensor) -> Entries | Held:
         cache, known = self._cache, self._notes.pop(index, _LayerNotes())
         cache.update(keys[None], values[None], index)
-        masses: dict[str, Tensor] = {}
-        for name in known.masses[-1] if known.masses else ():
-            masses[name] = _summed([each[name] for each in known.masses])
-        raw = None
-        if known.raw:
-            raw = tuple(torch.cat(each, 2) for each in zip(*known.raw, strict=True))
-        stage.arrive(cache, index, self.step.sequences, masses, raw)  # type: ignore[arg-type]
+        raw, masses = known.raw_of_all() if known.raw else None, known.masses_of_all()
+        turned = stage.turned(self._last, index)
+        stage.arrive(cache, index, self.step.sequences, masses, raw, turned=turned)
         stage.prompt_ends(cache, index)
         return part_of(stage, cache, index, self._more)
 
@@ -194,30 +252,36 @@ def part_of(stage: KVStage, cache: Any, index: int, more: int) -> Entries | Held
     layer = cache.layers[index]
     rest = stage.at_rest(layer, more)
     if rest is None and (packing := stage.packing(layer)) is not None:
-        return _packed(cache, index, packing, more)
+        cache.layers[index] = None
+        block = KVBlock((layer.keys[0],), (layer.values[0],))
+        return _packed(block, layer.rows[0].packs, packing, more)
     if rest is None:
         token = 2 * layer.keys[:, :, :1].nbytes or 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
-        return Held(layer, layer_bytes(layer) + token * more, partial(stage.read, layer))
-    block, leaving = rest
-    keys = block.keys[0]
-    most = int(keys.shape[1]) + more
+        watch = partial(stage.watch, index, layer) if stage.watches else None
+        return Held(layer, layer_bytes(layer) + token * more, partial(stage.read, layer), watch)
+    cache.layers[index] = None
+    return _entries(rest[0], more, rest[1])
+
+
+def _entries(block: KVBlock, more: int, leaving: Leaving | None) -> Entries:
+    """Return entries to which so many tokens come, and from which others leave."""
+    most = int(block.keys[0].shape[1]) + more
     if leaving is not None and (gone := len(leaving(most))):
         most += 1 - gone  # the new token comes before it is decided what goes
-    cache.layers[index] = None
     return Entries(block, most, leaving)
 
 
-def _packed(cache: Any, index: int, packing: Packing, more: int) -> PackedEntries:
-    """Return a layer whose older entries are in packs, and are to be, as `part_of`."""
-    layer, quantiser = cache.layers[index], packing.quantiser
+def _packed(block: KVBlock, packs: Sequence[KVBlock], packing: Packing, more: int) -> PackedEntries:
+    """Return recent entries behind those in packs; as many more come, which are packed in turn."""
+    quantiser = packing.quantiser
     assert quantiser is not None
-    keys, values, packs = layer.keys[0], layer.values[0], layer.rows[0].packs
-    heads, recent, width = keys.shape
-    whole, share = recent + layer.rows[0].packed + more, packed_share(quantiser, keys.itemsize)
-    token = 2 * heads * width * keys.itemsize
-    cache.layers[index] = None
+    heads, recent, width = block.keys[0].shape
+    itemsize = block.keys[0].element_size()
+    share = packed_share(quantiser, itemsize)
+    whole = recent + sum(int(pack.keys[0].shape[-2]) for pack in packs) + more
+    token = 2 * heads * width * itemsize
     return PackedEntries(
-        KVBlock((keys,), (values,)),
+        block,
         packing.full + 1,
         packs=packs,
         store=packing,
@@ -271,6 +335,8 @@ def bound(plan: CachePlan | None, prompt: int, more: int, itemsize: int) -> int:
     if plan is None or plan.retrieve is not None or plan.bits:
         return most
     specs = [*plan.position, *([plan.score] if plan.score else [])]
+    if any(spec.method.uneven and spec.method.adaptive for spec in specs):
+        return most
     if specs and all(spec.budget is not None for spec in specs):
         kept = min(prompt, sum(_kept(spec, prompt) for spec in specs))
         always = plan.score is None

@@ -61,6 +61,8 @@ class PrefillJob:
         self.peeks = False  # it is read up to `high` for the attention there, then from the start
         self.done = self.reused = 0  # tokens read so far, and those of them that were cached
         self.logits: Tensor | None = None  # `[V]` float32 at the last token; None until then
+        self.shared = False  # later prompts may begin with its keys and values
+        self.ended: list[RowBuffer] = []  # layers on which a policy has acted, if it is shared
         if prefix is not None:
             held, self.reused = prefix
             self.done = self.reused
@@ -84,7 +86,15 @@ class PrefillJob:
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         ended = 0 if self.policy is None else self.policy.nbytes
-        return ended + sum(each.nbytes for each in list(self.layers.values()))
+        return ended + sum(each.nbytes for each in [*self.layers.values(), *self.ended])
+
+    def prefix(self) -> KVBlock | None:
+        """Return all keys and values of a job that has ended, as no policy has changed them."""
+        if not self.shared:
+            return None
+        layers = [*self.ended, *(self.layers[i] for i in sorted(self.layers))]
+        keys, values = (tuple(each.read(p, 0, self.done) for each in layers) for p in (0, 1))
+        return KVBlock(keys, values)
 
     def fitting(self, n: int) -> int:
         """Return how many tokens to read for `n`: an image that attends forward is not parted."""
@@ -257,6 +267,12 @@ class Prefiller:
         """The keys and values of a prefix are all that a prompt needs of it."""
         return not self._alone
 
+    def rereads(self, prompt: Embedded) -> int | None:
+        """Return how many last tokens of a prompt to read behind a known prefix; None for all."""
+        if not self.keeps_prefixes:
+            return None
+        return 1 if prompt.recipe is None else prompt.recipe.rereads
+
     def job(
         self, prompt: Embedded, most: int, prefix: tuple[KVBlock, int] | None = None
     ) -> PrefillJob:
@@ -268,10 +284,11 @@ class Prefiller:
             prefix = (prefix[0], n) if n else None
         job = PrefillJob(prompt, prefix)
         recipe = prompt.recipe
+        job.shared = self.rereads(prompt) is not None
         if recipe is None and self._alone:
             recipe = PromptRecipe((), None, Sequences(prompt.length, [], [], []), Trace())
         if recipe is not None:
-            job.policy = PromptPolicy(self.model, self.lane, recipe, most)
+            job.policy = PromptPolicy(self.model, self.lane, recipe, most, prompt.positions[:, -1:])
             job.high = next(iter(job.policy.cuts), None)
             if job.policy.ahead is not None:
                 job.high, job.peeks = job.policy.ahead + 1, True
@@ -301,7 +318,7 @@ class Prefiller:
         A pass of a few milliseconds is mostly overhead; one of PAUSE nobody notices.
         """
         low, high = CHUNKS
-        if self._fits and seconds < PAUSE / 3 and self.chunk < high:
+        if self._fits and seconds < PAUSE / 2 and self.chunk < high:
             self.chunk *= 2
             return 2.0
         if self._fits and seconds > PAUSE and self.chunk > low:
@@ -418,9 +435,8 @@ class Prefiller:
                 pass
             made = 0, prompt.whole, job.policy.row(), prompt.adapter
             return Filled(KVBlock(), position, job.logits, *made)
-        layers = [job.layers[i] for i in sorted(job.layers)]
-        keys, values = (tuple(each.read(p, 0, job.done) for each in layers) for p in (0, 1))
-        kv = KVBlock(keys, values)
+        kv = job.prefix()
+        assert kv is not None
         return Filled(kv, position, job.logits, job.reused, prompt.whole, None, prompt.adapter)
 
     def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
@@ -473,12 +489,17 @@ class Prefiller:
         if job.peeks:
             return True
         high = len(self.lane.kinds) if job.high is None else job.high
+        # As many layers at a time as hold the entries of a chunk: a small part of its time.
+        most = max(1, self.chunk * len(self.lane.kinds) // len(job.hidden))
         while (index := policy.ended) < high:
             if budget is not None and time.perf_counter() - start > budget:
                 return False
-            if index + 1 == job.high:
-                job.last = job.layers.get(index)
-            policy.end(job.layers.pop(index, None), job.states.get(index))
+            mine = range(index, high if budget is None else min(high, index + most))
+            if mine[-1] + 1 == job.high:
+                job.last = job.layers.get(mine[-1])
+            ending = [(job.layers.pop(i, None), job.states.get(i)) for i in mine]
+            job.ended += [own for own, _ in ending if own is not None and job.shared]
+            policy.end(ending)
         return True
 
     @torch.inference_mode()

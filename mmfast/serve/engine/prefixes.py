@@ -29,9 +29,14 @@ class Prefixes:
         self.held: ByteCache[_Entry] = ByteCache(limit, lambda entry: entry.kv.nbytes, self._forget)
         self._where: dict[_Name, list[_Name]] = {}  # entries with this prefix, the newest last
 
-    def find(self, tenant: str, blocks: Sequence[bytes], length: int) -> tuple[KVBlock, int] | None:
-        """Return the longest known prefix: keys and values, and its number of tokens."""
-        for count in range(reusable(length) // BLOCK, 0, -1):
+    def find(
+        self, tenant: str, blocks: Sequence[bytes], length: int, rest: int = 1
+    ) -> tuple[KVBlock, int] | None:
+        """Return the longest known prefix: keys and values, and its number of tokens.
+
+        The last `rest` tokens of the prompt must be read.
+        """
+        for count in range(reusable(length, rest) // BLOCK, 0, -1):
             for place in reversed(self._where.get((tenant, blocks[count - 1]), ())):
                 if (entry := self.held.get(place)) is not None:
                     return entry.kv, count * BLOCK
@@ -61,6 +66,6 @@ class Prefixes:
                 del self._where[name]
 
 
-def reusable(length: int) -> int:
-    """Return the tokens of a prompt that a prefix may cover; its last token must be read."""
-    return (length - 1) // BLOCK * BLOCK
+def reusable(length: int, rest: int = 1) -> int:
+    """Return the tokens of a prompt that a prefix may cover; its last `rest` must be read."""
+    return max(0, length - max(1, rest)) // BLOCK * BLOCK

@@ -40,12 +40,14 @@ class State:
 class Held:
     """A layer whose policy reads and writes it itself: a layer of a cache of one row.
 
-    It takes at most `bytes`. Of all its entries a step attends to those that `read` returns.
+    It takes at most `bytes`. Of all its entries a step attends to those that `read` returns; the
+    policy may `watch` how, given the module, query, keys, values, mask, scaling, and True.
     """
 
     layer: Any
     bytes: int
     read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    watch: Callable[..., None] | None = None
 
 
 @dataclass(eq=False)
@@ -105,6 +107,7 @@ class AnswerRows:
         self._slots: list[list[Slots]] = []  # of each row, all that differ
         self._places: list[Places] = []
         self.cache: Cache | None = None
+        self._changed = False  # rows have come or gone since the last step
 
     @property
     def nbytes(self) -> int:
@@ -160,7 +163,7 @@ class AnswerRows:
                 layer.held[row] = given
             else:
                 layer.state = _joined(layer.state, given)
-        self._rearrange()
+        self._changed = True
         # What was copied is not held twice.
         row.parts = [part for part in row.parts if isinstance(part, Held)]
         return number
@@ -181,7 +184,7 @@ class AnswerRows:
         self.rows.pop()
         self._slots.pop()
         self._fit({})
-        self._rearrange()
+        self._changed = True
         return None if number == last else last
 
     def take(self, number: int) -> AnswerRow | None:
@@ -218,8 +221,10 @@ class AnswerRows:
 
     def arrange(self) -> None:
         """Find the places of the next tokens, also again after rows of a begun step have left."""
+        if self._changed:
+            self._rearrange()
         for places in self._places:
-            places.advance(len(self.rows))
+            places.advance()
 
     def attend_flat(
         self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
@@ -250,6 +255,9 @@ class AnswerRows:
                 held = layer.held[row]
                 pair = held.read(*held.layer.update(key[one], value[one]))
                 found = attention(query[one], *pair, None)
+                if held.watch is not None:
+                    more = None, attention.scaling, True
+                    held.watch(attention.module, query[one], *pair, *more)
                 out = found.new_empty(len(query), *found.shape[1:]) if out is None else out
                 out[one] = found
         assert out is not None
@@ -289,9 +297,10 @@ class AnswerRows:
                 assert bucket.own.data is not None
                 key = tuple(map(id, bucket.rows))
                 if key not in known:
-                    known[key] = Places(list(bucket.rows), bucket.own.data.device)
+                    made = list(bucket.rows), len(self.rows), bucket.own.data
+                    known[key] = Places(*made)
                 bucket.places = known[key]
-        self._places = list(known.values())
+        self._places, self._changed = list(known.values()), False
         self.cache = passing([layer.state for layer in self.layers])
 
 

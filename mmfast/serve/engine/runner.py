@@ -14,14 +14,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmfast.attach import attach
-from mmfast.caches.plan import call_plan
+from mmfast.caches.plan import call_plan, served_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.kv import KVBlock
+from mmfast.core.registry import MEDIA
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.reduction.check import check
-from mmfast.models.reduction.decoder_signals import AHEAD
+from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
+from mmfast.models.reduction.inputs import axes
 from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
@@ -30,7 +32,7 @@ from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.bucket import taken
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
-from mmfast.serve.engine.encoder import MediaEncoder, Slicer, axes, early, kept_tokens
+from mmfast.serve.engine.encoder import MediaEncoder, Slicer, early, kept_tokens
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import Prefiller
@@ -339,7 +341,7 @@ class ModelRunner:
 
     def check(self, answer: ActiveRequest) -> None:
         """Check the specs and the latency target of a request."""
-        plan, specs = call_plan(answer.cache), parse(answer.reduce)
+        plan, specs = served_plan(answer.cache), parse(answer.reduce)
         if specs:
             check(specs, self.model, plan)
         if answer.target is not None:
@@ -352,7 +354,11 @@ class ModelRunner:
         specs = check(specs, self.model, plan) if specs else ()
         between = [spec for spec in specs if early([spec])]
         inner = [spec for spec in specs if spec.site == "llm" or AHEAD in spec.method.needs]
-        deep = tuple(spec for spec in inner if not spec.method.revives)
+        deep = tuple(
+            s
+            for s in inner
+            if not s.method.revives and ROPE not in s.method.needs and s.tokens == MEDIA
+        )
         inside = [spec for spec in specs if spec.site == "vit"][:1]
         known = len(between) + len(deep) + len(inside)
         batched = self._decodes(answer) and known == len(specs)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from mmfast.caches.plan import call_plan
+from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, load, twin
@@ -147,7 +147,7 @@ class Scheduler:
         name: str | None = None,
         lora: Mapping[str, str] | None = None,
     ) -> None:
-        parse(reduce), call_plan(cache)
+        parse(reduce), served_plan(cache)
         stock, processor = load(model, device, dtype)
         # the same weights for others in this process, whose hooks do not act on the engine
         self.pair = twin(stock, processor)

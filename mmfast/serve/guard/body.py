@@ -90,7 +90,8 @@ def _refuse(name: str) -> None:
 
 Message = dict[str, Any]
 _BODIES = ("POST", "PUT", "PATCH")
-FORMS = ("/v1/audio/transcriptions",)
+_FORM, _SDP = b"multipart/form-data", b"application/sdp"
+KINDS = {"/v1/audio/transcriptions": (_FORM,), "/v1/realtime/calls": (_FORM, _SDP)}
 UNDECLARED = 16 << 20  # most bytes of a body without a declared length
 
 
@@ -220,20 +221,17 @@ def has_body(headers: Headers) -> bool:
 def check_type(method: str, path: str, headers: Headers) -> bool:
     """Return True if the body is JSON, as it must be below `/v1/` (415 for another type).
 
-    Recordings to write down are forms.
+    Recordings to write down are forms; a call is offered as a form or as SDP.
     """
     given = values(headers, b"content-type")
     kind = given[0].split(b";")[0].strip().lower() if given else b""
     json = kind == b"application/json" or (kind.endswith(b"+json") and b"/" in kind)
     if method in _BODIES and has_body(headers) and path.startswith("/v1/"):
-        form = path in FORMS and kind == b"multipart/form-data"
-        if not (json or form) or len(given) > 1:
+        if not (json or kind in KINDS.get(path, ())) or len(given) > 1:
             shown = kind.decode("latin-1")[:60] or "missing"
-            raise ApiError(
-                415,
-                f"Content-Type is {shown!r}: send JSON, as application/json",
-                code="unsupported_media_type",
-            )
+            wanted = b" or ".join(KINDS.get(path, ())).decode() or "JSON, as application/json"
+            text = f"Content-Type is {shown!r}: send {wanted}"
+            raise ApiError(415, text, code="unsupported_media_type")
         if values(headers, b"content-encoding") not in ([], [b"identity"]):
             raise ApiError(415, "a compressed body is refused: send it plain", code="encoded_body")
     return json

@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import hmac
 import ipaddress
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -228,11 +229,52 @@ class Caller:
     tenant: str = ""  # owner of reused results: a name of the key, "" where no key is needed
     limited: bool = False  # the request counts as running
     tokens: int = 0  # tokens of prompt and answer so far
+    secrets: ClientSecrets | None = None  # of the server
+    session: dict[str, Any] | None = None  # settings that came with a client secret
 
     def spend(self, tokens: int) -> None:
         """Charge tokens of prompt and answer; the next request of the caller may have to wait."""
         self.tokens += tokens
         self.quotas.spend(self.who, "tokens", tokens)
+
+
+SECRET = "ek_"  # a client secret begins so
+
+
+@dataclass(frozen=True)
+class ClientSecret:
+    """The owner of a key that is valid for a short time, and the settings of its sessions."""
+
+    who: str
+    tenant: str
+    session: dict[str, Any]
+    expires: float  # seconds since 1970
+
+
+class ClientSecrets:
+    """Short-lived keys of browsers for realtime sessions, kept as hashes; at most `most`."""
+
+    def __init__(self, most: int = 10_000, clock: Callable[[], float] = time.time) -> None:
+        self._most, self._clock = most, clock
+        self._found: dict[bytes, ClientSecret] = {}
+
+    def make(self, caller: Caller, seconds: float, session: dict[str, Any]) -> tuple[str, int]:
+        """Return a new secret and its end in seconds since 1970; `ApiError` if too many are valid.
+
+        Who holds it counts as the caller that asked for it.
+        """
+        now, value = self._clock(), SECRET + secrets.token_urlsafe(32)
+        self._found = {key: each for key, each in self._found.items() if each.expires > now}
+        if len(self._found) >= self._most:
+            raise busy(f"{self._most:,} client secrets are valid already", 10.0, "client_secrets")
+        found = ClientSecret(caller.who, caller.tenant, session, now + seconds)
+        self._found[hashlib.sha256(value.encode()).digest()] = found
+        return value, int(found.expires)
+
+    def find(self, key: bytes) -> ClientSecret | None:
+        """Return what a secret stands for; None where it is unknown, or its time is over."""
+        found = self._found.get(hashlib.sha256(key).digest())
+        return found if found is not None and found.expires > self._clock() else None
 
 
 def caller_of(scope: Any) -> Caller:

@@ -22,9 +22,11 @@ from mmfast.serve.guard import logs
 from mmfast.serve.guard.body import Bodies, BodyReceiver, check_head, check_type, has_body
 from mmfast.serve.guard.caller import (
     KINDS,
+    SECRET,
     Caller,
     CallerLimits,
     CallerQuotas,
+    ClientSecrets,
     Keys,
     client_of,
     from_elsewhere,
@@ -218,6 +220,8 @@ class SocketExchange(_Exchange):
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ALWAYS = ("/health", "/ready")  # open without a key
+SECRETS = "/v1/realtime/client_secrets"
+_SESSIONS = re.compile(r"/v1/realtime(/calls(/.*)?)?$")  # where client secrets are keys
 
 
 class Shield:
@@ -233,6 +237,7 @@ class Shield:
         self._app, self._config = app, config
         self._keys, self._rejected = Keys(config.api_keys), rejected
         self._local, self._bodies = loopback(config.host), Bodies(config.bodies_bytes)
+        self.secrets = ClientSecrets()
         self.quotas = CallerQuotas(
             CallerLimits(
                 **{kind: config.quota(f"{kind}_per_minute") for kind in KINDS},
@@ -244,9 +249,9 @@ class Shield:
             self._entry = CORSMiddleware(
                 self._guard,
                 allow_origins=list(config.origins),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "retry-after", "location"],
             )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -261,7 +266,7 @@ class Shield:
         given = values(scope["headers"], b"x-request-id")
         valid = len(given) == 1 and _ID.fullmatch(given[0]) is not None
         name = given[0].decode() if valid else f"req_{uuid.uuid4().hex}"
-        caller = Caller(name, self.quotas)
+        caller = Caller(name, self.quotas, secrets=self.secrets)
         scope.setdefault("state", {})["mmfast"] = caller
         kind = SocketExchange if scope["type"] == "websocket" else HttpExchange
         exchange = kind(scope, receive, send, caller, self._config)
@@ -289,10 +294,22 @@ class Shield:
         if from_elsewhere(headers, self._config.origins, self._local):
             raise ApiError(403, "pages of other sites may not call this server", code="origin")
         shown = path == "/metrics" and self._local and not self._config.metrics_need_key
-        if self._keys and not shown:
+        if not self._found_secret(scope, caller) and self._keys and not shown:
             self._check_key(scope, caller)
         self.quotas.enter(caller.who)
         caller.limited = True
+
+    def _found_secret(self, scope: Any, caller: Caller) -> bool:
+        """Return True if the caller's key is a valid client secret, and take its settings."""
+        key = given_key(scope["headers"], scope["type"] == "websocket") or b""
+        if not key.startswith(SECRET.encode()) or self._keys.owner(key) is not None:
+            return False
+        found = self.secrets.find(key) if _SESSIONS.match(scope["path"]) else None
+        if found is None:
+            text = "the client secret is unknown, expired, or not for this route; make another one"
+            raise ApiError(401, f"{text} (POST {SECRETS})", code="invalid_client_secret")
+        caller.who, caller.tenant, caller.session = found.who, found.tenant, found.session
+        return True
 
     def _check_key(self, scope: Any, caller: Caller) -> None:
         owner = self._keys.owner(given_key(scope["headers"], scope["type"] == "websocket"))

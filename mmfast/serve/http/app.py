@@ -11,7 +11,7 @@ from html import escape
 from importlib.util import find_spec
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, WebSocket
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,7 +25,7 @@ from mmfast.serve.engine.base import Executor, Health
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, brief, reason
 from mmfast.serve.guard.media import read_upload
 from mmfast.serve.guard.shield import Shield
-from mmfast.serve.http import chat, completions, responses, schema, speech
+from mmfast.serve.http import chat, completions, realtime, responses, schema, speech
 from mmfast.serve.http.events import ClientGoneError
 from mmfast.serve.http.schema import ERRORS, HealthReply, ModelCard, Models
 from mmfast.serve.http.service import CONTENT_TYPE, Metrics, Service
@@ -167,7 +167,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def _models(service: Service) -> list[ModelCard]:
-    names = [service.model, *([service.speech_model] if service.config.voice else [])]
+    speech = (service.talker_model, service.listener_model) if service.config.voice else ()
+    names = list(dict.fromkeys((service.model, *speech)))
     parents = dict.fromkeys(names) | dict.fromkeys(service.config.adapters(), service.model)
     return [ModelCard(id=n, created=service.created, parent=p) for n, p in parents.items()]
 
@@ -322,6 +323,8 @@ def create_app(
         try:
             yield
         finally:
+            if (part := service.parts.get("realtime")) is not None:
+                await part.hang_up(0.6 * config.shutdown_seconds)
             service.close()
 
     app = FastAPI(
@@ -333,26 +336,15 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    for each in (chat.router, completions.router, responses.router, router, speech.router):
+    routers = [chat.router, completions.router, responses.router, router, speech.router]
+    for each in [*routers, realtime.router] if config.voice else routers:
         app.include_router(each)
-    _realtime(app, service)
     _errors(app, service)
     if config.demo and find_spec("gradio") is not None:
         app.add_middleware(Demo, service=service)
     app.add_middleware(RequestCounter, metrics=service.metrics)
     app.add_middleware(Shield, config=config, rejected=service.metrics.rejected)
     return app
-
-
-def _realtime(app: FastAPI, service: Service) -> None:
-    if not service.config.voice:
-        return
-
-    @app.websocket("/v1/realtime")
-    async def realtime(websocket: WebSocket) -> None:
-        from mmfast.serve.realtime.socket import realtime as talk
-
-        await talk(websocket, service)
 
 
 def _errors(app: FastAPI, service: Service) -> None:

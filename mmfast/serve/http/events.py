@@ -72,7 +72,9 @@ class RequestRun:
     async def next(self, seconds: float | None = None) -> tuple[int, Event] | None:
         """Return the next event and the number of its request; None if none came in time."""
         try:
-            number, event = await asyncio.wait_for(self._inbox.get(), seconds)
+            # wait_for of Python 3.11 forgets a cancel that comes together with an event
+            async with asyncio.timeout(seconds):
+                number, event = await self._inbox.get()
         except TimeoutError:
             return None
         if not isinstance(event, Delta):

@@ -167,8 +167,9 @@ async def _gathered(work: Iterable[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
 def words_of(voice: Any, pcm: Any, rate: int, asks: bool = True) -> str:
     """Return what sound `[n]` says; written as a question if it `asks`, or begins like one."""
     from mmfast.pipelines.omni_chat import ASKS, written
+    from mmfast.voice.models import can
 
-    heard = str(voice.transcribe(pcm, rate)).strip()
+    heard = str(can(voice, "transcribe").transcribe(pcm, rate)).strip()
     return written(heard) if heard and (asks or re.match(ASKS, heard, re.IGNORECASE)) else heard
 
 

@@ -78,7 +78,6 @@ def serve(config: ServerConfig, listening: socket.socket, loaded: Callable[[], A
 
     app = create_app(config)
     server = Server(app, config)
-    engine: Future[Any] = app.state.service.start()
 
     def done(future: Future[Any]) -> None:
         if future.exception() is None:
@@ -86,9 +85,13 @@ def serve(config: ServerConfig, listening: socket.socket, loaded: Callable[[], A
         else:
             server.should_exit = True
 
-    engine.add_done_callback(done)
-    threading.Thread(target=decoders(config).warm, daemon=True).start()
-    server.run(sockets=[listening])
+    # Ray, started by the engine's thread, leaves the handlers of signals as it found them: found
+    # before the server's own, they would come back over those and a signal would kill the process.
+    with server.capture_signals():
+        engine: Future[Any] = app.state.service.start()
+        engine.add_done_callback(done)
+        threading.Thread(target=decoders(config).warm, daemon=True).start()
+        server.run(sockets=[listening])
     error = app.state.service.failure()
     if isinstance(error, MmfastError):
         raise error

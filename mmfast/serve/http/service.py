@@ -292,7 +292,7 @@ class Service:
         return found
 
     async def voice(self) -> Any:
-        """Return the speech model (`speak`, `voices`, `sample_rate`, `transcribe`).
+        """Return the speech model (`speak`, `sample_rate`, perhaps `voices` and `transcribe`).
 
         `ApiError`: the server offers no speech, or the model cannot be loaded.
         """
@@ -330,10 +330,16 @@ class Service:
         return self.config.name or (engine.model if engine is not None else name_of(self.config))
 
     @property
-    def speech_model(self) -> str:
-        """Name of the speech model."""
-        speech = self.config.speech
-        return SPEECH if speech is None else PurePath(speech).name
+    def talker_model(self) -> str:
+        """Name of the model that speaks."""
+        talker = self.config.talker or self.config.speech
+        return SPEECH if talker is None else PurePath(talker).name
+
+    @property
+    def listener_model(self) -> str:
+        """Name of the model that writes speech down."""
+        listener = self.config.listener or self.config.speech
+        return SPEECH if listener is None else PurePath(listener).name
 
     def failure(self) -> BaseException | None:
         """Return the error of loading the engine, or None."""
@@ -409,6 +415,10 @@ def name_of(config: ServerConfig) -> str:
 
 
 def _voice(config: ServerConfig) -> Any:
-    from mmfast.voice.models import can, load_voice
+    from mmfast.voice.models import VoiceParts, can, load_voice
 
-    return can(can(load_voice(config.speech, config.device, "auto"), "speak"), "transcribe")
+    if config.listener is None and config.talker is None:
+        return can(load_voice(config.speech, config.device, "auto"), "speak")
+    names = [config.listener or config.speech, config.talker or config.speech]
+    listener, talker = (load_voice(name, config.device, "auto") for name in names)
+    return VoiceParts(listener, talker)

@@ -162,10 +162,10 @@ async def speech(asked: SpeechRequest, http: HttpRequest) -> Response:
 
 
 async def _say(asked: SpeechRequest, service: Service) -> Response:
-    if asked.model not in (service.speech_model, *MODEL_NAMES):
+    if asked.model not in (service.talker_model, *MODEL_NAMES):
         raise ApiError(
             404,
-            f"model {asked.model[:80]!r} speaks not here; ask for {service.speech_model!r}",
+            f"model {asked.model[:80]!r} speaks not here; ask for {service.talker_model!r}",
             code="model_not_found",
             param="model",
         )
@@ -198,7 +198,7 @@ async def transcriptions(
 ) -> Response:
     """Write a recording down; the language is that of the speech model."""
     service: Service = http.app.state.service
-    known = (service.speech_model, "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe")
+    known = (service.listener_model, "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe")
     if model not in known:
         text = unknown("model", model[:80], known)
         raise ApiError(404, text, code="model_not_found", param="model")
@@ -239,7 +239,8 @@ async def _by_segments(
         return StreamedReply(_deltas(first, found), EVENTS, lambda: None, headers)
     rows, seconds = [first, *[each async for each in found]], len(pcm) / rate
     if form == "verbose_json":
-        language = "english" if service.config.speech is None else "unknown"
+        embedded = (service.config.listener or service.config.speech) is None
+        language = "english" if embedded else "unknown"
         document = {"task": "transcribe", "language": language, "duration": round(seconds, 3)}
         document |= {"text": " ".join(row["text"] for row in rows), "segments": rows}
         usage = {"type": "duration", "seconds": math.ceil(seconds)}
@@ -312,7 +313,8 @@ class SpeechRun:
         self._service, self._start, self._gone = service, time.perf_counter(), False
         self._queue: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self._loop, self._waiting = asyncio.get_running_loop(), waiting
-        options: dict[str, Any] = {"voice": voice_of(asked.voice, tuple(speaker.voices))}
+        voices = tuple(getattr(speaker, "voices", ()))  # a name is never taken for a file here
+        options: dict[str, Any] = {"voice": voice_of(asked.voice, voices)} if voices else {}
         if asked.speed not in (None, 1.0):
             options["rate"] = round(RATE * asked.speed)
         from mmfast.pipelines.speech import check_text

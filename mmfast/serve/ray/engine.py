@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mmfast.caches.plan import call_plan
+from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED
@@ -274,7 +274,7 @@ class RayEngine:
 
     def _check(self, reduce: str | None, cache: str | None) -> None:
         """Refuse wrong specs, and those that need the whole model, with `SpecError`."""
-        parse(reduce), call_plan(cache)
+        parse(reduce), served_plan(cache)
         if self._last == WHOLE:
             return
         fix = "start the server with --replicas, whose copies run all of it, or take inproc"

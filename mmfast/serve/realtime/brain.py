@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
+from mmfast.models.speech.turn_end import Overheard
 from mmfast.serve.calls import without_calls
 from mmfast.serve.engine.base import Finish, Media
 from mmfast.voice.ear import RATE, overhear
@@ -63,7 +64,7 @@ class BrainQuestion:
 
     The last of `turns`, oldest first, is the user's, unless that is `pcm`: speech `[n]` at 16 kHz
     for a model that answers speech itself. The embedded models ignore `instructions`. `options` are
-    the speaker's `voice` and `speed`; `limit` is in tokens of the answer's text. `prompted`: nobody
+    the talker's `voice` and `speed`; `limit` is in tokens of the answer's text. `prompted`: nobody
     asked, and the last turn is the server's request to greet or to go on. The model may call
     `tools`; what it writes as calls goes to `calls` and is not said. `run` stops the reply.
     """
@@ -82,7 +83,7 @@ class BrainQuestion:
 
 class ChatterBrain:
     """The models of one session: one that answers speech with speech; or a listener, a text model
-    and a speaker.
+    and a talker.
 
     Methods are called in worker threads, several at once. `native` models answer speech themselves,
     and nothing else. A chatter with `answer_turns` also answers written turns.
@@ -100,15 +101,15 @@ class ChatterBrain:
         self.calls = bool(getattr(chatter, "calls_tools", False))
         own = hasattr(chatter, "transcribe")
         self._listener = chatter if own else getattr(chatter, "listener", None)
-        self._speaker = chatter if self.native else chatter.speaker
+        self._talker = chatter if self.native else chatter.talker
 
     def hear(self, pcm: Tensor) -> str:
         """Transcribe speech `[n]` at 16 kHz; "" where the model cannot."""
         return "" if self._listener is None else str(self._listener.transcribe(pcm, RATE)).strip()
 
-    def overhear(self, pcm: Tensor) -> tuple[str, float]:
+    def overhear(self, pcm: Tensor) -> Overheard:
         """Return speech so far `[n]` written down, and the probability of its last words."""
-        return ("", 1.0) if self._listener is None else overhear(self._listener, pcm)
+        return Overheard("") if self._listener is None else overhear(self._listener, pcm)
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         """Yield the answer as it comes; for a question in `pcm`, first the transcript."""
@@ -120,7 +121,7 @@ class ChatterBrain:
         if question.tools:
             pieces = [text] if isinstance(text, str) else text
             text = without_calls(pieces, question.calls)
-        return voiced(text, self._speaker if question.aloud else None, RATE, question.options)
+        return voiced(text, self._talker if question.aloud else None, RATE, question.options)
 
     def _reply(self, question: BrainQuestion) -> Iterator[Sound]:
         if question.pcm is None and question.prompted and hasattr(self._chatter, "speak"):
@@ -149,7 +150,7 @@ class ChatterBrain:
 
 
 class ChatterVoices:
-    """Models that all sessions share: a `Chatter`; without a `speaker` it speaks itself.
+    """Models that all sessions share: a `Chatter`; without a `talker` it speaks itself.
 
     `pace` is in words per minute: least, usual, most; None where the model has no choice. `wait`
     calls what waits for another thread; a server has others work meanwhile.
@@ -157,11 +158,11 @@ class ChatterVoices:
 
     wait: Callable[[Callable[[], Any]], Any] = staticmethod(lambda call: call())
 
-    def __init__(self, chatter: Any, speaker: Any = None) -> None:
+    def __init__(self, chatter: Any, talker: Any = None) -> None:
         self._chatter = chatter
-        speaker = speaker or getattr(chatter, "speaker", None) or chatter
-        self.voices: tuple[str, ...] = tuple(getattr(speaker, "voices", ()))
-        speeds = sorted(getattr(getattr(speaker, "layout", None), "speeds", ()))
+        talker = talker or getattr(chatter, "talker", None) or chatter
+        self.voices: tuple[str, ...] = tuple(getattr(talker, "voices", ()))
+        speeds = sorted(getattr(getattr(talker, "layout", None), "speeds", ()))
         middle = len(speeds) // 2
         self.pace = (speeds[0], speeds[middle], speeds[-1]) if speeds else None
 

@@ -79,6 +79,15 @@ class Pcma(StrictShape):
 Format = Annotated[Pcm | Pcmu | Pcma, Field(discriminator="type")]
 
 
+class TurnExtras(StrictShape):
+    """Options beyond OpenAI's turn detection: short backchannels interrupt no reply; prosody says
+    when a turn is over.
+    """
+
+    backchannels: bool = False
+    prosody: bool = False
+
+
 class ServerVad(StrictShape):
     """Turns end with silence."""
 
@@ -89,6 +98,7 @@ class ServerVad(StrictShape):
     idle_timeout_ms: Annotated[int, Field(ge=100, le=3_600_000)] | None = None
     create_response: bool | None = None
     interrupt_response: bool | None = None
+    mmfast: TurnExtras | None = None
 
 
 class SemanticVad(StrictShape):
@@ -98,6 +108,7 @@ class SemanticVad(StrictShape):
     eagerness: Literal["low", "medium", "high", "auto"] | None = None
     create_response: bool | None = None
     interrupt_response: bool | None = None
+    mmfast: TurnExtras | None = None
 
 
 TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]

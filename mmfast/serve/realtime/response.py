@@ -195,6 +195,10 @@ class Response(SpokenReply):
         kinds.append({"type": "response.content_part.done", "part": self.part(text)})
         return [{**kind, **place} for kind in kinds]
 
+    def delta(self, kind: str, delta: str) -> dict[str, Any]:
+        """Return the event of the next piece of its content."""
+        return {"type": f"response.{kind}.delta", **self.place(), "delta": delta}
+
     def place(self) -> dict[str, Any]:
         """Return the names of its content."""
         names = {"response_id": self.id, "item_id": self.item.id}

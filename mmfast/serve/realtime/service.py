@@ -55,7 +55,7 @@ class RealtimeService:
 
     `load` loads the models in a thread when the first session opens. A `model` of None accepts any
     name, and `limits` come from `config` if absent. `ear` makes the detector of turns from
-    settings; `clock` tells the end of played sound.
+    settings; `clock` tells the end of played sound. While `stopping`, calls are refused.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class RealtimeService:
         limits: SessionLimits | None = None,
         ear: Callable[[dict[str, Any]], Ear] = ear_of,
         clock: Any = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self._load, self.model, self.metrics = config, load, model, metrics
         self.limits = limits or SessionLimits(
@@ -81,6 +82,8 @@ class RealtimeService:
         )
         self.ear, self.clock = ear, clock or Clock()
         self.sessions: set[Any] = set()
+        self.calls: dict[str, Any] = {}  # over WebRTC, by name
+        self.stopping = stopping
         self.opened = 0  # sessions so far
         self._voices: asyncio.Future[ChatterVoices] | None = None
         # their threads start with the first step; those that wait for the engine need one each
@@ -164,6 +167,10 @@ class RealtimeService:
         config = replace(self.config, max_pixels=self.limits.pixels)
         return (await load_media(given, "image", config, param=param)).shot.pixels
 
+    async def hang_up(self, seconds: float) -> None:
+        """End all calls; replies that are being said have some seconds to end."""
+        await asyncio.gather(*(call.drain(seconds) for call in list(self.calls.values())))
+
     def close(self) -> None:
         """Stop the threads."""
         for pool in (self._pool, self._ears):
@@ -192,7 +199,11 @@ def realtime_of(service: Any) -> RealtimeService:
             return EngineVoices(executor, speech, service.config, **given)
 
         found = RealtimeService(
-            service.config, load, model=lambda: str(service.model), metrics=service.metrics
+            service.config,
+            load,
+            model=lambda: str(service.model),
+            metrics=service.metrics,
+            stopping=lambda: bool(service.stopping),
         )
         service.parts["realtime"] = found
     assert isinstance(found, RealtimeService)

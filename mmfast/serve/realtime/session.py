@@ -22,34 +22,34 @@ from mmfast.serve.realtime.conversation import (
     written,
 )
 from mmfast.serve.realtime.engine import media_of
-from mmfast.serve.realtime.formats import Incoming, Outgoing, unpack
+from mmfast.serve.realtime.formats import Incoming, unpack
+from mmfast.serve.realtime.player import DeltaPlayer, MakePlayer
 from mmfast.serve.realtime.protocol import EventError, error_fields
 from mmfast.serve.realtime.queues import Outbox, PictureQueue, RecordingQueue
 from mmfast.serve.realtime.response import Response, question_of
 from mmfast.serve.realtime.service import RealtimeService
 from mmfast.serve.realtime.settings import Settings
-from mmfast.voice.channel import Kind
+from mmfast.voice.channel import Kind, Status
 from mmfast.voice.dialogue import Dialogue, SpokenReply
-from mmfast.voice.ear import RATE, ManualEar, SemanticEar
+from mmfast.voice.ear import RATE, ManualEar, MurmurEar, SemanticEar
 
 BLOCK = RATE // 4  # samples that are listened to before the loop may do something else
 SHORTEST = RATE // 10  # of a turn that a client commits
 LONGEST = 120  # seconds that the buffer holds where the client commits its turns
 NEAR = 0.25  # least seconds between two pictures of items, which come without times
-PIECE = 0.4  # seconds of one delta: a cancel takes back whole deltas
 
 _log = logging.getLogger("mmfast.serve")
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
 class RealtimeSession(Dialogue):
-    """A dialogue with one client over a socket; all of it happens in the event loop.
+    """A dialogue with one client; all of it happens in the event loop.
 
     Events of the client become calls of the dialogue, events of the dialogue become events of the
-    protocol; models work in the service's threads. `running` holds responses by name with their
+    protocol; models work in the service's threads. `asked` are its first settings (`EventError`),
+    and `player` makes the way out for its sound. `running` holds responses by name with their
     tasks, until the model has let go of them; `taken` counts input samples at 16 kHz; `spend` and
-    `charge` count tokens and pixels where there are quotas. A session of the kind `transcription`
-    answers nothing.
+    `charge` count tokens and pixels. A session of the kind `transcription` answers nothing.
     """
 
     def __init__(
@@ -58,13 +58,15 @@ class RealtimeSession(Dialogue):
         voices: ChatterVoices,
         brain: ChatterBrain,
         kind: str = "realtime",
+        asked: Sequence[protocol.SessionShape] = (),
+        player: MakePlayer = DeltaPlayer,
     ) -> None:
-        limits = service.limits
-        most = max(service.config.max_media - 1, 1)  # one more is the clip of what was seen
+        limits, most = service.limits, max(service.config.max_media - 1, 1)  # a clip comes on top
         self.conversation = Conversation(letters=limits.text, pictures=most)
         super().__init__(service.clock, self.conversation)
-        self.id, self.service, self.brain = new_id("sess"), service, brain
-        self.outbox, self.closed = Outbox(), False
+        self.id, self.service, self.brain, self.closed = new_id("sess"), service, brain, False
+        self.outbox = Outbox()
+        self.player = player(self.outbox)
         self.settings = Settings(
             self.id,
             service.model(),
@@ -75,6 +77,8 @@ class RealtimeSession(Dialogue):
             kind,
             getattr(brain, "calls", False),
         )
+        for shape in asked:
+            self._apply(shape)
         self.began = self.last_event = self.clock.now()
         self.taken, self.quiet_since, self._pictured = 0, 0.0, -NEAR
         self._incoming = Incoming(self.settings.input_format)
@@ -83,7 +87,7 @@ class RealtimeSession(Dialogue):
         self.frames = PictureQueue(limits.frames, self._see, self.fail)
         self.recordings = RecordingQueue(limits.recordings, self._transcribe, self._show_transcript)
         self.spend: Callable[[int], None] = lambda tokens: None
-        self.charge: Callable[[int], None] = lambda pixels: None
+        self.charge = self.spend
         self._configure()
         self._handlers: dict[str, Callable[[Any], Awaitable[None] | None]] = {
             "session.update": self._update,
@@ -144,9 +148,12 @@ class RealtimeSession(Dialogue):
             text = f"{letters:,} letters of text; {most:,} are allowed: say less"
             raise EventError(text, "string_above_max_length", param)
 
+    def _apply(self, asked: protocol.SessionShape) -> None:
+        self._check_text(asked.instructions, "session.instructions")
+        self.settings.update(asked)
+
     def _update(self, event: Any) -> None:
-        self._check_text(event.session.instructions, "session.instructions")
-        self.settings.update(event.session)
+        self._apply(event.session)
         self._configure()
         self.send(type="session.updated", session=self.settings.shown)
 
@@ -159,11 +166,15 @@ class RealtimeSession(Dialogue):
         turns = self.settings.turn_detection or {}
         self.interrupting = bool(turns.get("interrupt_response"))
         self.answering = bool(turns.get("create_response")) and self.settings.answers
+        self.murmur = MurmurEar(self.brain.overhear) if self.settings.backchannels else None
 
     async def _append(self, event: Any) -> None:
-        """Listen to more sound; `ModelError` if nothing can find turns here."""
+        sound = unpack(event.audio, "audio", self.service.limits.message)
+        await self.listen(self._incoming.take(sound))
+
+    async def listen(self, pcm: Tensor) -> None:
+        """Listen to more sound `[n]` at 16 kHz; `ModelError` if nothing can find turns here."""
         service, turns = self.service, self.settings.turn_detection
-        pcm = self._incoming.take(unpack(event.audio, "audio", service.limits.message))
         if self.ear is None:
             self.offset = self.taken
             self.ear = (
@@ -176,10 +187,8 @@ class RealtimeSession(Dialogue):
             ear.hears = self.brain.overhear
         if isinstance(ear, ManualEar):
             if ear.held + len(pcm) > LONGEST * RATE:
-                raise EventError(
-                    f"the buffer holds {LONGEST} s and is full; commit or clear it",
-                    "input_audio_buffer_full",
-                )
+                text = f"the buffer holds {LONGEST} s and is full; commit or clear it"
+                raise EventError(text, "input_audio_buffer_full")
             self.taken += len(pcm)
             ear.hear(pcm)  # the client says when a turn begins and ends
             return
@@ -187,6 +196,8 @@ class RealtimeSession(Dialogue):
             self.taken += len(block)
             for heard in await service.listen(partial(ear.hear, block)):
                 self.hear(heard)
+            if (said := self.undecided()) is not None:
+                self.decide(await service.listen(partial(self.judged, said)))
 
     def _commit(self, _: Any) -> None:
         """End the current turn; `EventError` if it has less than 100 ms of sound."""
@@ -302,17 +313,18 @@ class RealtimeSession(Dialogue):
         if isinstance(reply, Response):
             self._show_progress(kind, reply, fields)
             return
-        item = {"item_id": fields["item"]}
-        ms = fields.get("audio_ms", 0.0)
-        if kind == "speech_started":
-            self.send(type=f"input_audio_buffer.{kind}", **item, audio_start_ms=round(ms))
-        elif kind == "speech_stopped":
-            self.send(type=f"input_audio_buffer.{kind}", **item, audio_end_ms=round(ms))
+        ms, item = fields.get("audio_ms", 0.0), {"item_id": fields.get("item")}
+        if kind in ("speech_started", "speech_stopped"):
+            place = {f"audio_{'start' if kind == 'speech_started' else 'end'}_ms": round(ms)}
+            self.send(type=f"input_audio_buffer.{kind}", **item, **place)
+        elif kind == "backchannel":
+            said = {"audio_start_ms": round(ms), "transcript": fields["text"]}
+            self.send(type=f"mmfast.input_audio_buffer.{kind}", **said)  # OpenAI has none
         elif kind == "cleared":
             self.send(type="input_audio_buffer.cleared")
         elif kind == "truncated":
-            place = {"content_index": 0, "audio_end_ms": int(ms)}
-            self.send(type="conversation.item.truncated", **item, **place)
+            kept = {"content_index": 0, "audio_end_ms": int(ms)}
+            self.send(type="conversation.item.truncated", **item, **kept)
         elif kind == "deleted":
             self.send(type="conversation.item.deleted", **item)
 
@@ -379,12 +391,19 @@ class RealtimeSession(Dialogue):
         if 1e3 * (self.clock.now() - since) < limit:
             return
         item, end = new_id("item"), round(1e3 * self.taken / RATE)
-        place = {"audio_start_ms": max(0, end - limit), "audio_end_ms": end, "item_id": item}
-        self.send(type="input_audio_buffer.timeout_triggered", **place)
+        place = {"audio_start_ms": max(0, end - limit), "audio_end_ms": end}
+        self.send(type="input_audio_buffer.timeout_triggered", item_id=item, **place)
         self._committed(ConversationItem(item, "user", parts=[ItemPart("input_audio")]))
         self.answer_turn()
 
     # --- responses ---
+
+    def interrupt(self, status: Status) -> bool:
+        """Take the floor from the reply that has it, and from those that still sound before it."""
+        for response in self.player.sounding():
+            if response is not self.reply:
+                self.stop(response, status)
+        return super().interrupt(status)
 
     @property
     def busy(self) -> bool:
@@ -484,8 +503,8 @@ class RealtimeSession(Dialogue):
             self._show_text(response, fields["text"])
         elif kind == "audio" and response.aloud:
             self._show_audio(response, fields["pcm"], fields["rate"])
-        elif kind == "interrupted" and not response.over:
-            self.outbox.purge(response.id)
+        elif kind == "interrupted" and self.player.cut(response) and response.conversation:
+            self.emit("truncated", item=response.item.id, audio_ms=fields["audio_ms"])
         elif kind == "done":
             self._show_end(response, fields["status"])
 
@@ -507,30 +526,18 @@ class RealtimeSession(Dialogue):
                 response.sent += text
 
         kind = "output_audio_transcript" if response.aloud else "output_text"
-        self._delta(response, kind, text, sent)
+        self.outbox.put(response.delta(kind, text), response.id, sent)
 
     def _show_audio(self, response: Response, pcm: Tensor, rate: int) -> None:
         self._show_item(response)
-        if response.out is None:
-            response.out = Outgoing(response.settings["output"]["format"]["type"], rate)
+        if response.first_audio is None:
             response.first_audio = self.clock.now() - response.asked
             self.service.count("first_audio", response.first_audio, "realtime")
-        for piece in pcm.split(round(PIECE * rate)):
-            self._packed(response, response.out.step(piece), len(piece))
-
-    def _packed(self, response: Response, packed: str, samples: int) -> None:
-        playback, count = response.playback, response.held + samples
-        response.held = 0 if packed else count
-        if packed and playback is not None:
-            self._delta(response, "output_audio", packed, lambda: playback.add(count))
-
-    def _delta(self, response: Response, kind: str, delta: str, sent: Callable[[], None]) -> None:
-        event = {"type": f"response.{kind}.delta", **response.place(), "delta": delta}
-        self.outbox.put(event, response.id, sent)
+        self.player.play(response, pcm, rate)
 
     def _show_end(self, response: Response, status: Any) -> None:
-        if not response.conclude(status) and response.out is not None:
-            self._packed(response, response.out.finish(), 0)
+        if not response.conclude(status):
+            self.player.finish(response)
         if response.shown:
             for event in response.closing():
                 self.send(**event)
@@ -585,11 +592,9 @@ class RealtimeSession(Dialogue):
         self.outbox.close()
         for backlog in (self.recordings, self.frames):
             backlog.clear()
-        tasks = []
-        for response, task in list(self.running.values()):
-            tasks.append(task)
-            if not response.over:
-                self.stop(response, "cancelled")
-        await asyncio.gather(*tasks)
-        await asyncio.gather(self.frames.finished(), self.recordings.finished())
+        running = list(self.running.values())
+        for response in (response for response, _ in running if not response.over):
+            self.stop(response, "cancelled")
+        ends = [task for _, task in running]
+        await asyncio.gather(*ends, self.frames.finished(), self.recordings.finished())
         await self.service.listen(self.brain.close)

@@ -10,7 +10,7 @@ from typing import Any
 from mmfast.core.errors import unknown
 from mmfast.serve.config import VOICE_NAMES, answers_to
 from mmfast.serve.realtime.protocol import AudioOutput, EventError, SessionShape, VoiceShape, Wish
-from mmfast.voice.ear import Ear, SemanticEar, VoiceEar
+from mmfast.voice.ear import Ear, ProsodyEar, SemanticEar, VoiceEar
 
 # Names that stock clients ask for; each is one of the model's own voices.
 _PCM = {"type": "audio/pcm", "rate": 24000}
@@ -185,7 +185,14 @@ class Settings:
         """The settings that an ear depends on."""
         names = ("type", "threshold", "prefix_padding_ms", "silence_duration_ms", "eagerness")
         turns = self.turn_detection
-        return None if turns is None else {name: turns.get(name) for name in names}
+        if turns is None:
+            return None
+        return {**{name: turns.get(name) for name in names}, "prosody": _extra(turns, "prosody")}
+
+    @property
+    def backchannels(self) -> bool:
+        """True if a short "mhm" under a reply is passed over."""
+        return _extra(self.turn_detection or {}, "backchannels")
 
     @property
     def transcribes(self) -> bool:
@@ -225,7 +232,8 @@ def checked_tools(tools: Sequence[Any] | None, calls: bool, where: str) -> list[
 def ear_of(turns: Mapping[str, Any]) -> Ear:
     """Return an ear that finds turns by these settings; `ModelError` without silero-vad."""
     if turns["type"] == "semantic_vad":
-        return SemanticEar(turns["eagerness"])
+        make = ProsodyEar if _extra(turns, "prosody") else SemanticEar
+        return make(turns["eagerness"])
     threshold = min(max(float(turns["threshold"]), 0.01), 0.99)
     return VoiceEar(
         threshold=threshold,
@@ -233,6 +241,10 @@ def ear_of(turns: Mapping[str, Any]) -> Ear:
         silence_duration_ms=turns["silence_duration_ms"],
         prefix_padding_ms=turns["prefix_padding_ms"],
     )
+
+
+def _extra(turns: Mapping[str, Any], name: str) -> bool:
+    return bool((turns.get("mmfast") or {}).get(name))
 
 
 def _input(current: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -257,6 +269,9 @@ def _turns(
     if given is None:
         return None
     kind = given["type"]
+    if kind == "server_vad" and _extra(given, "prosody"):
+        text = "prosody=true belongs to 'semantic_vad'; 'server_vad' ends turns by silence"
+        raise EventError(text, param="session.audio.input.turn_detection.mmfast.prosody")
     before = current if current is not None and current["type"] == kind else _DEFAULTS[kind]
     set_ = {k: v for k, v in given.items() if v is not None or k == "idle_timeout_ms"}
     return {**before, **set_}

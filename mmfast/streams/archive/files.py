@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import struct
 import sys
 import zlib
@@ -172,6 +173,25 @@ def write(path: Path, buffers: Sequence[bytes | memoryview]) -> None:
         raise
 
 
+def check_of(buffers: Sequence[bytes | memoryview]) -> str:
+    """Return the checksum of the header, `TreeFile.check`, of the buffers of `encode`.
+
+    The header holds the checksums of all tensors, so no other contents have the same.
+    """
+    found = _CHECK.search(buffers[1])
+    assert found is not None
+    return found[1].decode()
+
+
+def open_file(path: str, flags: int) -> int:
+    """Open a file to read (an `opener`); TornFileError for a pipe, which would wait for ever."""
+    held = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(held).st_mode):
+        os.close(held)
+        raise TornFileError("is no plain file")
+    return held
+
+
 class TreeFile:
     """A file of `encode`, of which any part can be read.
 
@@ -181,7 +201,7 @@ class TreeFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_file) as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(_LENGTH.size)
             if len(prefix) < _LENGTH.size:
@@ -208,7 +228,7 @@ class TreeFile:
     def read(self, part: int | None = None) -> Any:
         """Return the tree, or one item of a list; TornFileError for a wrong checksum."""
         skeleton = self.skeleton if part is None else self.skeleton["list"][part]
-        with self.path.open("rb", buffering=0) as file:
+        with open(self.path, "rb", buffering=0, opener=open_file) as file:
             return unflatten(skeleton, lambda number: self._tensor(file, number))
 
     def _tensor(self, file: Any, number: int) -> Tensor:

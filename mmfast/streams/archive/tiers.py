@@ -59,6 +59,16 @@ class TierQuotas:
         where = None if folder is None else Path(folder)
         return cls(parse_bytes(device), parse_bytes(host), on_disk, where, blocks)
 
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `VideoStream.open` that give these quotas, as plain values."""
+        return {
+            "device_bytes": self.device,
+            "host_bytes": self.host,
+            "host_blocks": self.blocks,
+            "disk_bytes": self.disk,
+            "folder": None if self.folder is None else str(self.folder.absolute()),
+        }
+
     def limit(self, tier: str) -> float:
         """Bytes that a tier may hold."""
         size: int | None = getattr(self, tier)
@@ -144,13 +154,15 @@ class BlockFolder:
         """Path of block `number`."""
         return self.path / f"{number:09d}.block"
 
-    def read(self, number: int, layer: int) -> KVBlock:
-        """Return a block with one layer alone; TornFileError for a bad file."""
+    def read(self, number: int, check: str, layer: int) -> KVBlock:
+        """Return a block with one layer alone; TornFileError for a file of another `check`."""
         if number not in self._open:
             file = files.TreeFile(self.file(number))
             held = file.read(0)
             if held != number:
                 raise files.TornFileError(f"holds block {held}")
+            if file.check != check:  # whole, and of the same shape
+                raise files.TornFileError("is of another session")
             self._open[number] = file, file.read(1)
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)
@@ -236,6 +248,7 @@ class DiskTier:
     def __init__(self, quotas: TierQuotas, reports: Reports, lose: Callable[[int], None]) -> None:
         self.sizes: OrderedDict[int, int] = OrderedDict()
         self.nbytes = 0
+        self._checks: dict[int, str] = {}  # tell the files of this session from all others
         self._limit = quotas.limit("disk")
         self._reports = reports
         self._lose = lose
@@ -258,23 +271,22 @@ class DiskTier:
         if not self.on:
             return False
         buffers = files.encode(parts_of(block.to(CPU)))
-        return self._add(
-            block.number, sum(map(len, buffers)), lambda path: files.write(path, buffers)
-        )
+        number, nbytes, check = block.number, sum(map(len, buffers)), files.check_of(buffers)
+        return self._add(number, nbytes, check, lambda path: files.write(path, buffers))
 
-    def adopt(self, number: int, nbytes: int, file: files.File) -> bool:
+    def adopt(self, number: int, nbytes: int, check: str, file: files.File) -> bool:
         """Take over a file of a saved session, which stays as it is; False if it is lost."""
         if not self.on or not file.path.exists():
             return False
-        return self._add(number, nbytes, lambda path: files.link_or_copy(file.path, path))
+        return self._add(number, nbytes, check, lambda path: files.link_or_copy(file.path, path))
 
-    def _add(self, number: int, nbytes: int, make: Callable[[Path], None]) -> bool:
+    def _add(self, number: int, nbytes: int, check: str, make: Callable[[Path], None]) -> bool:
         if nbytes > self._limit:
             return False
         self._shrink(self._limit - nbytes)
         if not self._write(number, nbytes, make):
             return False
-        self.sizes[number] = nbytes
+        self.sizes[number], self._checks[number] = nbytes, check
         self.nbytes += nbytes
         return True
 
@@ -343,7 +355,7 @@ class DiskTier:
         """A block with one layer alone; None where it is damaged or gone: then it is dropped."""
         try:
             assert self._folder is not None
-            return self._folder.read(number, layer)
+            return self._folder.read(number, self._checks[number], layer)
         except files.TornFileError as error:
             self._reports.add("corrupt", f"block {number} {error}; it is dropped")
         except OSError as error:
@@ -355,6 +367,7 @@ class DiskTier:
     def remove(self, number: int) -> None:
         """Delete a block."""
         self.nbytes -= self.sizes.pop(number)
+        del self._checks[number]
         if self._folder is not None:
             self._folder.remove(number)
 
@@ -362,9 +375,13 @@ class DiskTier:
         """The files, for a saved session to link or copy."""
         if self._folder is None:
             return []
-        folder = self._folder
         return [
-            {"number": number, "nbytes": nbytes, "file": files.File(folder.file(number))}
+            {
+                "number": number,
+                "nbytes": nbytes,
+                "check": self._checks[number],
+                "file": files.File(self._folder.file(number)),
+            }
             for number, nbytes in self.sizes.items()
         ]
 
@@ -374,6 +391,7 @@ class DiskTier:
             self._folder.close()
             self._folder = None
         self.sizes.clear()
+        self._checks.clear()
         self.nbytes = 0
 
 
@@ -503,7 +521,7 @@ class Tiers:
     def restore(self, tree: dict[str, Any], device: torch.device) -> None:
         """Take over a snapshot, the oldest first; what exceeds the quotas moves down."""
         for row in tree["disk"]:
-            if not self.disk.adopt(row["number"], row["nbytes"], row["file"]):
+            if not self.disk.adopt(**row):
                 self.disk.drop(row["number"])
         for tier, where in (("host", CPU), ("device", device)):
             for row in tree[tier]:

@@ -1,15 +1,16 @@
-"""Lessons of the speech model: what it says, what it hears, and short conversations.
+"""Lessons of the speech model: what it says, and what it hears.
 
-Heard recordings come from more voices and through bad lines. A place of a sequence predicts the
-next id over text rows or over audio rows alone. The text that follows a `<next>` comes at once, or
-late: passes that draft several tokens run past it (arXiv 2505.03739), and training does the same.
+Heard recordings come from more voices and through bad lines, some in other languages, some without
+a word. A place of a sequence that is said predicts the next id over audio rows alone. The text that
+follows a `<next>` comes at once, or late: passes that draft several tokens run past it where
+nothing verifies them (arXiv 2505.03739), and training does the same now and then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -19,23 +20,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmfast.core.speech import Turn
 from mmfast.frontends.codecs.embedded.codec import EmbeddedCodec, load_embedded
+from mmfast.models.speech.ear import SLOTS
 from mmfast.models.speech.layout import LOOK_AHEAD, MARKS, SpeechLayout
-from mmfast.models.speech.tower import FRAMES
 from mmfast.ops.audio import HOP, log_mel
+from mmfast.tiny.speech.dialogue import dialogue, jumbled, spoken_questions
 from mmfast.tiny.speech.recordings import Corpus, EspeakVoice, Line, WordTime, build_corpus, worsen
 from mmfast.tiny.speech.text import (
     PITCHES,
+    SPEEDS,
     VOICE_NAMES,
     Split,
-    dialogue,
-    heard_lines,
+    heard_voice,
     question,
     sentence,
+    split_of,
 )
+from mmfast.tiny.speech.unheard import clatter, foreign, is_foreign
 
-SPEEDS = (140, 165, 195)  # words per minute that the model speaks at
 MIDDLE = (0.25, 0.5, 0.25)  # the middle speed and pitch are the most wanted
 Style = tuple[int, int, int]  # voice, speed, pitch
 
@@ -45,7 +47,6 @@ class Sizes(NamedTuple):
 
     say: int
     hear: int
-    chat: int
 
 
 def style(rng: np.random.Generator) -> Style:
@@ -59,31 +60,51 @@ def voice(name: int, speed: int, pitch: int) -> EspeakVoice:
     return EspeakVoice(VOICE_NAMES[name], SPEEDS[speed], PITCHES[pitch])
 
 
+def said_text(rng: np.random.Generator, split: Split = "train") -> str:
+    """A text to say: words in any order, sentences, questions, replies of conversations."""
+    while True:
+        draw = rng.random()
+        if draw < 0.45:
+            text = jumbled(rng)
+        elif draw < 0.8:
+            text = (sentence if draw < 0.7 else question)(rng, split)
+        else:
+            text = dialogue(rng, split)[-1].text
+        if split_of(text) == split:
+            return text
+
+
 def said_lines(count: int, seed: int, split: Split = "train") -> tuple[list[Line], list[Style]]:
-    """Texts to say, one in five of them a question, and their styles."""
+    """Texts to say and their styles."""
     rng = np.random.default_rng([seed, 11])
-    texts = [(question if rng.random() < 0.2 else sentence)(rng, split) for _ in range(count)]
+    texts = [said_text(rng, split) for _ in range(count)]
     styles = [style(rng) for _ in texts]
     return [(text, voice(*way)) for text, way in zip(texts, styles, strict=True)], styles
 
 
-def chats(count: int, seed: int) -> tuple[list[list[Turn]], list[Line], list[Line], list[Style]]:
-    """Conversations, their last questions and replies as lines, and the styles of the replies."""
-    rng = np.random.default_rng([seed, 12])
-    turns = [dialogue(rng) for _ in range(count)]
-    styles = [style(rng) for _ in turns]
-    voices = [line[1] for line in heard_lines(count, seed + 7)]
-    asked = [(each[-2].text, who) for each, who in zip(turns, voices, strict=True)]
-    replies = [(each[-1].text, voice(*way)) for each, way in zip(turns, styles, strict=True)]
-    return turns, asked, replies, styles
+def heard_lines(count: int, seed: int, split: Split = "train") -> list[Line]:
+    """Lines to hear, in the wider range of voices; one in fourteen is in another language."""
+    rng, found = np.random.default_rng([seed, 13]), list[Line]()
+    asked = spoken_questions(rng, split)
+    for _ in range(count):
+        draw = rng.random()
+        if draw < 0.07:
+            found.append(foreign(rng))
+            continue
+        if draw < 0.3:
+            text = jumbled(rng)
+        elif draw < 0.7:
+            text = next(asked)
+        else:
+            text = (question if draw < 0.82 else sentence)(rng, split)
+        found.append((text, heard_voice(rng)))
+    return found
 
 
 def recorded(folder: Path, sizes: Sizes, seed: int) -> dict[str, Corpus]:
     """Make the recordings of all kinds; those in the folder are not made again."""
-    _, asked, replies, _ = chats(sizes.chat, seed)
     said, _ = said_lines(sizes.say, seed)
-    heard = heard_lines(sizes.hear, seed)
-    wanted = {"say": said, "hear": heard, "ask": asked, "reply": replies}
+    wanted = {"say": said, "hear": heard_lines(sizes.hear, seed)}
     found: dict[str, Corpus] = {}
     for kind, lines in wanted.items():
         place = folder / kind
@@ -94,7 +115,6 @@ def recorded(folder: Path, sizes: Sizes, seed: int) -> dict[str, Corpus]:
     return found
 
 
-COUNTED = 31  # words that the read-out of the encoder counts to
 Ids = NDArray[np.int64]
 
 
@@ -172,37 +192,52 @@ def _listen(task: tuple[NDArray[np.int16], int, int]) -> tuple[NDArray[np.float1
     torch.set_num_threads(1)
     sound, before = worsen((pcm / 32767).astype(np.float32), np.random.default_rng([seed, number]))
     mel = log_mel(torch.from_numpy(sound), torch.float32)
-    whole = len(mel) // FRAMES * FRAMES
+    whole = len(mel) // SLOTS * SLOTS
     return mel[:whole].numpy().astype(np.float16), before
 
 
 def heard(
-    layout: SpeechLayout, words: tuple[WordTime, ...], mel: NDArray[np.float16], before: int
+    layout: SpeechLayout, words: Sequence[WordTime], mel: NDArray[np.float16], before: int
 ) -> HeardSpeech:
     """A recording to understand; `before` samples of silence precede the words' times."""
     spoken = [word for word in words if word.text not in MARKS]
     ends = np.array([word.stop + before for word in spoken])
-    known = (np.arange(len(mel) // FRAMES) + 1) * FRAMES * HOP
+    known = (np.arange(len(mel) // SLOTS) + 1) * SLOTS * HOP
     count = np.searchsorted(ends, known, side="right")
     ids = [layout.group(word.text) for word in spoken]
     names = np.array([0, *(each[-1] for each in ids)])
-    return HeardSpeech(
-        mel, [i for each in ids for i in each], names[count], count.clip(max=COUNTED)
-    )
+    return HeardSpeech(mel, [i for each in ids for i in each], names[count], count)
+
+
+SILENT = 0.05  # recordings without a word, of those to understand
 
 
 def hear_bank(path: Path, layout: SpeechLayout, corpus: Corpus, seed: int) -> list[HeardSpeech]:
-    """Recordings to understand, each through a bad line of its own, cached in the file `path`."""
+    """Recordings to understand, each through a bad line of its own, cached in the file `path`.
+
+    Of other languages, and of noise that is mixed in, nothing is to be understood.
+    """
     if not path.exists():
-        tasks = ((corpus.samples(i), seed, i) for i in range(len(corpus)))
+        rng = np.random.default_rng([seed, 14])
+        noises = [(clatter(rng) * 32767).astype(np.int16) for _ in range(int(SILENT * len(corpus)))]
+        sounds = (corpus.samples(i) for i in range(len(corpus)))
+        tasks = ((pcm, seed, i) for i, pcm in enumerate(chain(sounds, noises)))
         with get_context("spawn").Pool(2) as pool:
             found = list(pool.imap(_listen, tasks, chunksize=32))
         torch.save([(torch.from_numpy(mel), before) for mel, before in found], path)
-    kept = zip(corpus.recordings, torch.load(path), strict=True)
-    return [heard(layout, row.words, mel.numpy(), before) for row, (mel, before) in kept]
+    words = [() if is_foreign(row.voice) else row.words for row in corpus.recordings]
+    mels = torch.load(path)
+    words += [()] * (len(mels) - len(words))
+    lessons = [
+        heard(layout, each, mel.numpy(), before)
+        for each, (mel, before) in zip(words, mels, strict=True)
+    ]
+    order = np.random.default_rng([seed, 15]).permutation(len(lessons))
+    return [lessons[i] for i in order]
 
 
-NONE, TEXT, AUDIO = 0, 1, 2  # rows that a place predicts
+NONE, AUDIO = 0, 1  # rows that a place predicts
+ALONE = 0.8  # share of texts whose words come at once
 PATTERNS = ((11,), (11, 1, 1, 1), (5, 1, 1, 9, 1, 1, 1), (6,), (4,))  # tokens of each pass
 
 
@@ -212,8 +247,6 @@ class LineBuilder:
 
     ids: list[int]
     kinds: list[int]  # for each id, the rows that predict it
-    sound: HeardSpeech | None = None
-    slots: int = 0  # place of the first embedding of sound
 
     def add(self, ids: Sequence[int], kind: int = NONE) -> None:
         """Append ids."""
@@ -226,47 +259,44 @@ class PaddedBatch:
     """Sequences of about one length, padded on the right."""
 
     ids: Tensor  # [B, L]
-    kind: Tensor  # [B, L] rows that predict the NEXT id: none, text or audio
-    mel: Tensor | None  # [B, 4 A, 80]
-    at: Tensor | None  # [B, A] places of the embeddings, -1 = padding
-    last: Tensor | None  # [B, A]
-    count: Tensor | None  # [B, A]
+    kind: Tensor  # [B, L] rows that predict the NEXT id: none or audio
 
 
 def passes(rng: np.random.Generator) -> Iterator[int]:
     """Tokens of each pass of the backbone, at random."""
     draw = rng.random()
-    if draw < 0.4:
+    if draw < ALONE:
         return repeat(1)
-    if draw < 0.75:
+    if draw < (1 + ALONE) / 2:
         pattern = PATTERNS[int(rng.integers(len(PATTERNS)))]
         return (n for _ in repeat(0) for n in pattern)
     return (int(rng.integers(1, 13)) for _ in repeat(0))
 
 
 def interleave(
-    line: LineBuilder, layout: SpeechLayout, said: SpokenText, runs: Iterator[int], kind: int = NONE
+    line: LineBuilder, layout: SpeechLayout, said: SpokenText, runs: Iterator[int]
 ) -> None:
-    """Append text and sound by turns; `kind` says whether the text is predicted or given."""
-    done = [layout.id("<done>")]
-    first, queue = said.groups[: LOOK_AHEAD + 1], said.groups[LOOK_AHEAD + 1 :]
-    for group in first:
-        line.add(group, kind)
-    queue = [*queue, done] if queue else []
-    if not queue:
-        line.add(done, kind)
+    """Append text and sound by turns: text runs ahead, and each group is named again when due."""
+    done, final = [layout.id("<done>")], len(said.sounds) - 1
+    queue = [*said.groups[LOOK_AHEAD + 1 :], done]
+    for group in said.groups[: LOOK_AHEAD + 1]:
+        line.add(group)
+    if len(queue) == 1:
+        line.add(queue.pop())
+    line.add(said.groups[0])
     due: list[list[int]] = []
-    left, final = next(runs), len(said.sounds) - 1
+    left = next(runs)
     for i, sound in enumerate(said.sounds):
         tokens = [*sound.tolist(), layout.end if i == final else layout.next]
         for at, token in enumerate(tokens):
             line.add([token], AUDIO)
-            if at == len(tokens) - 1 and queue:
-                due.append(queue.pop(0))
+            if at == len(tokens) - 1 and i < final:
+                due += [queue.pop(0)] if queue else []
+                due.append(said.groups[i + 1])
             left -= 1
             if left == 0:
                 for group in due:
-                    line.add(group, kind)
+                    line.add(group)
                 due, left = [], next(runs)
 
 
@@ -297,35 +327,6 @@ def _spell(layout: SpeechLayout, group: list[int]) -> list[int]:
     return [layout.index[c] for c in name[:-2]] + [layout.index[name[-2:]]]
 
 
-def listening(
-    layout: SpeechLayout, sound: HeardSpeech, line: LineBuilder | None = None
-) -> LineBuilder:
-    """The sequence of speech that is understood."""
-    line = line or LineBuilder([], [])
-    line.add([layout.id("<listen>")])
-    line.sound, line.slots = sound, len(line.ids)
-    line.add([0] * len(sound.last))
-    line.add([layout.id("<heard>")])
-    line.add([*sound.words, layout.id("<done>")], TEXT)
-    return line
-
-
-def chatting(
-    layout: SpeechLayout,
-    turns: Sequence[Turn],
-    sound: HeardSpeech,
-    said: SpokenText,
-    rng: np.random.Generator,
-) -> LineBuilder:
-    """The sequence of a conversation: the past as text, a question heard, its reply said."""
-    line = LineBuilder([], [])
-    line.add(layout.history([(turn.role, turn.text) for turn in turns[:-2]]))
-    line = listening(layout, sound, line)
-    line.add([layout.id("<answer>"), *styled(layout, said)])
-    interleave(line, layout, said, passes(rng), TEXT)
-    return line
-
-
 def stack(lines: Sequence[LineBuilder]) -> PaddedBatch:
     """Pad sequences to a batch."""
     length = max(len(line.ids) for line in lines)
@@ -334,19 +335,7 @@ def stack(lines: Sequence[LineBuilder]) -> PaddedBatch:
     for row, line in enumerate(lines):
         ids[row, : len(line.ids)] = torch.tensor(line.ids)
         kind[row, : len(line.kinds) - 1] = torch.tensor(line.kinds[1:])
-    sounds = [line.sound for line in lines]
-    if any(sound is None for sound in sounds):
-        return PaddedBatch(ids, kind, None, None, None, None)
-    slots = max(len(sound.last) for sound in sounds if sound)
-    mel = np.full((len(lines), 4 * slots, 80), -11.5, np.float32)
-    at, last, count = (np.full((len(lines), slots), -1) for _ in range(3))
-    for row, (line, sound) in enumerate(zip(lines, sounds, strict=True)):
-        assert sound is not None
-        many = len(sound.last)
-        mel[row, : 4 * many] = sound.mel
-        at[row, :many] = line.slots + np.arange(many)
-        last[row, :many], count[row, :many] = sound.last, sound.count
-    return PaddedBatch(ids, kind, *(torch.from_numpy(x) for x in (mel, at, last, count)))
+    return PaddedBatch(ids, kind)
 
 
 def buckets(

@@ -35,7 +35,7 @@ from mmfast.tiny.training import Figures, Optimiser, Task
 CHAINED, CHAINED_INNER = 10, 320  # chained modules, and width of their feed-forward parts
 CHAINED_FADE = 0.88  # weight of a module's loss relative to the one before it
 CHAINED_BATCH, CHAINED_TOKENS = 1536, 1200
-LATE = 0.5  # share of texts that are read once more, their words coming late
+LATE = 0.25  # share of texts that are read once more, their words coming late
 PARALLEL, PARALLEL_INNER = 5, 160  # the same of the independent modules
 PARALLEL_FADE = 0.92
 PARALLEL_TOKENS = 900

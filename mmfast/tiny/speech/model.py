@@ -1,7 +1,8 @@
-"""The speech model in training: a stock backbone, the speech encoder, and losses of all tasks."""
+"""The speech model in training: a stock backbone, and the losses of what it says."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,9 @@ from torch.nn.functional import cross_entropy, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmfast.models.speech.layout import SpeechLayout
-from mmfast.models.speech.tower import SpeechTower
-from mmfast.tiny.speech.bank import AUDIO, COUNTED, TEXT, PaddedBatch
+from mmfast.tiny.speech.bank import AUDIO, PaddedBatch
 
 HEAD = 32  # width of an attention head
-MIDDLE = 6  # after this layer the encoder's states predict which word has just ended
 AHEAD = 5  # further tokens that states predict, too
 EVERY = 3  # one place in so many does
 EARLY = 4  # frames of a word that count as its beginning
@@ -23,7 +22,6 @@ BOOKS = (1.0, 0.5, 0.5, 0.5)
 TURNS = 1.5  # `<next>` and `<end>`
 STARTS = 2.0  # of book 0 where a word begins, relative to elsewhere
 LATER = 0.08  # of each further token
-READOUTS = 0.125  # of words that have ended; most places repeat the one before
 Part = tuple[float, int, int]  # loss, places, places predicted correctly
 
 
@@ -68,16 +66,12 @@ def run_backbone(lm: Any, x: Tensor, middle: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class TrainingModel(nn.Module):
-    """Backbone, speech encoder, and read-outs that are discarded after training."""
+    """A backbone, and read-outs that are discarded after training."""
 
-    def __init__(
-        self, lm: LlamaForCausalLM, tower: SpeechTower, layout: SpeechLayout, middle: int = MIDDLE
-    ) -> None:
+    def __init__(self, lm: LlamaForCausalLM, layout: SpeechLayout) -> None:
         super().__init__()
         width = lm.config.hidden_size
-        self.lm, self.tower, self.layout, self.middle = lm, tower, layout, middle
-        self.last = nn.Linear(width, layout.texts)
-        self.count = nn.Linear(width, COUNTED + 1)
+        self.lm, self.layout = lm, layout
         # States that know what follows make the draft modules' guesses right.
         self.ahead = nn.Linear(width, AHEAD * width, bias=False)
         nn.init.zeros_(self.ahead.weight)
@@ -94,55 +88,25 @@ class TrainingModel(nn.Module):
         weight: Tensor = self.lm.lm_head.weight
         return weight
 
-    def embedded(self, batch: PaddedBatch) -> Tensor:
-        """Embeddings of ids and of sound `[B, L, D]`."""
-        x = self.embed[batch.ids]
-        if batch.mel is None or batch.at is None:
-            return x
-        heard, there = self.tower(batch.mel), batch.at >= 0
-        return x.index_put(places_of(batch.at), heard[there])
-
-
-def places_of(at: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the places `[B, A]` that are not padding."""
-    there = at >= 0
-    return torch.arange(len(at))[:, None].expand_as(at)[there], at[there]
-
 
 def losses(model: TrainingModel, batch: PaddedBatch) -> tuple[Tensor, dict[str, Part]]:
     """Loss of one batch, a sum over places, and for each part its loss and places."""
     layout, parts = model.layout, dict[str, Part]()
-    states, middle = run_backbone(model.lm, model.embedded(batch), model.middle)
-    labels, kind, total = batch.ids[:, 1:], batch.kind[:, :-1], states.new_zeros(())
-    chosen = kind == TEXT
-    if chosen.any():
-        logits = linear(states[:, :-1][chosen], model.head[: layout.texts])
-        loss = cross_entropy(logits, labels[chosen], reduction="sum")
-        total = total + loss
-        parts["text"] = _part(loss, logits, labels[chosen])
-    chosen = kind == AUDIO
-    if chosen.any():
-        logits = linear(states[:, :-1][chosen], model.head[layout.texts :])
-        target = labels[chosen] - layout.texts
-        each = cross_entropy(logits, target, reduction="none")
-        book = torch.where(target < 2, -1, (target - 2) // layout.entries)
-        scale = torch.tensor([TURNS, *BOOKS[: layout.books]])[book + 1]
-        # The first frames of a word decide which word it is.
-        early = (book == 0) & (ages(layout, batch.ids)[:, 1:][chosen] <= EARLY * layout.books)
-        total = total + (each * torch.where(early, STARTS * scale, scale)).sum()
-        total = total + LATER * further_loss(model, states, batch)
-        for q in range(-1, layout.books):
-            mine = book == q
-            name = f"book{q}" if q >= 0 else "turn"
-            parts[name] = _part(each[mine].sum(), logits[mine], target[mine])
-    if batch.at is not None and batch.last is not None and batch.count is not None:
-        heard, there = middle[places_of(batch.at)], batch.at >= 0
-        truths = {"last": batch.last[there], "count": batch.count[there]}
-        for name, truth in truths.items():
-            logits = getattr(model, name)(heard)
-            loss = cross_entropy(logits, truth, reduction="sum")
-            total = total + READOUTS * loss
-            parts[name] = _part(loss, logits, truth)
+    states, _ = run_backbone(model.lm, model.embed[batch.ids])
+    chosen = batch.kind[:, :-1] == AUDIO
+    logits = linear(states[:, :-1][chosen], model.head[layout.texts :])
+    target = batch.ids[:, 1:][chosen] - layout.texts
+    each = cross_entropy(logits, target, reduction="none")
+    book = torch.where(target < 2, -1, (target - 2) // layout.entries)
+    scale = torch.tensor([TURNS, *BOOKS[: layout.books]])[book + 1]
+    # The first frames of a word decide which word it is.
+    early = (book == 0) & (ages(layout, batch.ids)[:, 1:][chosen] <= EARLY * layout.books)
+    total = (each * torch.where(early, STARTS * scale, scale)).sum()
+    total = total + LATER * further_loss(model, states, batch)
+    for q in range(-1, layout.books):
+        mine = book == q
+        name = f"book{q}" if q >= 0 else "turn"
+        parts[name] = _part(each[mine].sum(), logits[mine], target[mine])
     return total, parts
 
 
@@ -184,21 +148,33 @@ def further_loss(model: TrainingModel, states: Tensor, batch: PaddedBatch) -> Te
 
 
 @torch.no_grad()
-def add_codes(model: TrainingModel, layout: SpeechLayout, vectors: Tensor) -> TrainingModel:
-    """Add rows for all codes, placed by their shares `[Q, V, n]` of the sound's features."""
-    larger = TrainingModel(make_backbone(layout), model.tower, layout, model.middle)
-    width, old = larger.embed.shape[1], len(model.embed)
+def place_codes(model: TrainingModel, vectors: Tensor) -> None:
+    """Place the rows of codes by their shares `[Q, V, n]` of the sound's features."""
+    width, base = model.embed.shape[1], model.layout.base
     shared = torch.randn(vectors.shape[-1], width, generator=torch.Generator().manual_seed(3))
     flat = vectors.float() - vectors.float().mean(1, keepdim=True)
     flat = flat / flat.std(dim=(1, 2), keepdim=True)  # every book at the same loudness
     sound = (flat @ shared / vectors.shape[-1] ** 0.5).flatten(0, 1)
     books = torch.randn(len(vectors), 1, width).expand(-1, vectors.shape[1], -1).flatten(0, 1)
-    new = {"embed": 0.4 * sound + 0.3 * books, "head": 0.02 * sound}
-    state = model.state_dict()
-    for name, value in larger.state_dict().items():
+    model.embed[base:] = 0.4 * sound + 0.3 * books
+    model.head[base:] = 0.02 * sound
+
+
+@torch.no_grad()
+def continued(
+    folder: Path, layout: SpeechLayout, old: SpeechLayout, codes: bool = True
+) -> LlamaForCausalLM:
+    """A backbone that goes on from weights over the rows `old`; rows it did not know are new."""
+    stock = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    state, kept = stock.state_dict(), [i for i, row in enumerate(layout.rows) if row in old.index]
+    places = [old.index[layout.rows[i]] for i in kept]
+    was = stock.config
+    shape = was.hidden_size, was.num_hidden_layers, was.intermediate_size
+    lm = make_backbone(layout, *shape, codes=codes)
+    for name, value in lm.state_dict().items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            rows = new["head" if "head" in name else "embed"]
-            value.copy_(torch.cat([state[name][:old], rows]))
+            value[kept] = state[name][places]
+            value[layout.texts :] = state[name][old.texts :]
         else:
             value.copy_(state[name])
-    return larger
+    return lm

@@ -1,4 +1,4 @@
-"""The domain of the embedded speech model: its grammar, sentences, questions and conversations.
+"""The domain of the embedded speech model: its grammar, sentences and questions about clips.
 
 A text is for training or for evaluation by its own checksum, so neither is ever seen by the other
 whatever the seeds; texts of one or two words and fixed phrases are for training alone.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
 from mmfast.core.errors import SpecError
-from mmfast.core.speech import Turn
-from mmfast.tiny.speech.recordings import EspeakVoice, Line
+from mmfast.tiny.speech.recordings import EspeakVoice
 from mmfast.tiny.stream.world import NOW_WORDINGS, PAST_WORDINGS
 from mmfast.tiny.video.questions import WORDINGS, parse_grammar
 
@@ -91,27 +91,8 @@ phrase =
     | i am fine, thank you. | thank you. | you are welcome. | goodbye. | see you later. | yes.
     | no. | okay. | stop. | please wait. | sorry, i did not hear you. | i do not know.
     | i can not see a video. | that is right. | that is wrong.
-line =
-    what is <number> plus <number>? | what is <number> minus <number>?
-    | what is <few> times <few>? | <number> plus <number> is <number>.
-    | <number> minus <number> is <number>. | <few> times <few> is <number>.
-    | what comes after <number>? | what comes before <number>? | <number> comes after <number>.
-    | <number> comes before <number>. | count from <number> to <number>.
-    | <number>, <number>, <number>, <number>, <number>. | <number>, <number>, <number>, <number>.
-    | what is the opposite of <quality>? | the opposite of <quality> is <quality>.
-    | what did you say? | say it again, please. | what did i say? | i like <colour>.
-    | <colour> is a nice colour. | what is my favourite colour?
-    | your favourite colour is <colour>. | my favourite shape is the <shape>.
-    | the <shape> is a nice shape. | what is my favourite shape?
-    | your favourite shape is the <shape>. | my name is <name>. | hello <name>. | what is my name?
-    | your name is <name>. | remember the number <number>. | okay, i will remember <number>.
-    | which number did i say? | the number was <number>. | you did not tell me.
-    | you did not say a number. | i did not say anything. | how are you? | okay, i will stop.
 """
 SENTENCES = ("motion", "position", "counting", "timing", "talk")
-OPPOSITES = {"left": "right", "up": "down", "top": "bottom", "big": "small", "fast": "slow"} | {
-    "first": "last", "day": "night", "yes": "no", "black": "white",
-}  # fmt: skip
 CARRIERS = ("", "please tell me, ", "tell me, ", "so, ", "okay, ", "one more question, ")
 # Rules that fill the wordings of a question, by its kind.
 SLOTS: dict[str, tuple[str, ...]] = {
@@ -132,7 +113,6 @@ def _wordings(*tables: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
 
 
 RULES = parse_grammar(GRAMMAR) | {
-    "quality": tuple(dict.fromkeys((*OPPOSITES, *OPPOSITES.values()))),
     "clip question": _wordings(WORDINGS, NOW_WORDINGS, PAST_WORDINGS),
     "carrier": CARRIERS,
 }
@@ -147,7 +127,7 @@ REFERENCE = re.compile(r"<([a-z ]+)>")
 
 # Two men and two women that the recogniser understands best of the variants of en-us.
 VOICE_NAMES = ("en-us", "en-us+m3", "en-us+f2", "en-us+f3")
-SPEEDS = (135, 155, 175)  # words per minute
+SPEEDS = (140, 165, 195)  # words per minute
 PITCHES = (35, 50, 65)
 # More voices are listened to than the model speaks with.
 HEARD_NAMES = (
@@ -174,6 +154,7 @@ def groups(text: str) -> list[str]:
     return GROUP.findall(text)
 
 
+@lru_cache(1000)
 def number_words(number: int) -> str:
     """0 to 999 in words, such as "two hundred and five"."""
     from num2words import num2words
@@ -226,29 +207,11 @@ def spoken_variants(typed_question: str) -> list[str]:
     return [carrier + spoken_wording(typed_question) for carrier in CARRIERS]
 
 
-def _words() -> tuple[str, ...]:
-    texts = (alternative for rule in RULES.values() for alternative in rule)
+def words_of(rules: Mapping[str, Sequence[str]]) -> set[str]:
+    """All words that the alternatives of some rules hold."""
+    texts = (alternative for rule in rules.values() for alternative in rule)
     found = {part for text in texts for part in groups(REFERENCE.sub(" ", text))}
-    return tuple(sorted(found - set(MARKS)))
-
-
-WORDS = _words()
-
-
-def lines(count: int, seed: int, split: Split = "train", questions: float = 0.0) -> list[Line]:
-    """Texts of the domain in the model's own voices, a share of them questions about clips."""
-    rng = np.random.default_rng([seed, 1])
-    found = []
-    for _ in range(count):
-        text = question(rng, split) if rng.random() < questions else sentence(rng, split)
-        found.append((text, VOICES[int(rng.integers(len(VOICES)))]))
-    return found
-
-
-def heard_lines(count: int, seed: int, split: Split = "train") -> list[Line]:
-    """The same, half of them questions, in the wider range of voices that the model listens to."""
-    rng = np.random.default_rng([seed, 2])
-    return [(text, heard_voice(rng)) for text, _ in lines(count, seed + 1, split, 0.5)]
+    return found - set(MARKS)
 
 
 Tree = dict[str, "Tree"]
@@ -310,150 +273,3 @@ def _written(tree: Tree) -> str:
             rest = f" [{rest}]" if END in behind else f" ({rest})"
         options.append(name + rest)
     return " | ".join(options)
-
-
-Memory = dict[str, str]
-Exchange = tuple[str, str]
-
-
-class _State(NamedTuple):
-    rng: np.random.Generator
-    split: Split
-    turns: list[Turn]
-    memory: Memory
-
-    def pick(self, choices: tuple[str, ...]) -> str:
-        return choices[int(self.rng.integers(len(choices)))]
-
-    def number(self, low: int, high: int) -> int:
-        return int(self.rng.integers(low, high + 1))
-
-
-def _sum(state: _State) -> Exchange:
-    a, b = state.number(0, 10), state.number(0, 10)
-    way = state.number(0, 5)
-    if way == 0:
-        a, b = state.number(2, 6), state.number(2, 6)
-        sign, result = "times", a * b
-    elif way <= 2:
-        a += b
-        sign, result = "minus", a - b
-    else:
-        sign, result = "plus", a + b
-    asked = f"{number_words(a)} {sign} {number_words(b)}"
-    return f"what is {asked}?", f"{asked} is {number_words(result)}."
-
-
-def _neighbour(state: _State) -> Exchange:
-    number, step = state.number(1, 99), state.pick(("after", "before"))
-    there = number_words(number + (1 if step == "after" else -1))
-    here = number_words(number)
-    return f"what comes {step} {here}?", f"{there} comes {step} {here}."
-
-
-def _count(state: _State) -> Exchange:
-    start, many = state.number(0, 40), state.number(4, 5)
-    row = [number_words(start + i) for i in range(many)]
-    return f"count from {row[0]} to {row[-1]}.", ", ".join(row) + "."
-
-
-def _opposite(state: _State) -> Exchange:
-    pair = list(OPPOSITES.items())[state.number(0, len(OPPOSITES) - 1)]
-    one, other = pair if state.rng.random() < 0.5 else pair[::-1]
-    return f"what is the opposite of {one}?", f"the opposite of {one} is {other}."
-
-
-def _repeat(state: _State) -> Exchange:
-    text = sentence(state.rng, state.split)
-    return state.pick(("repeat after me, ", "say, ")) + text, text
-
-
-def _again(state: _State) -> Exchange:
-    ask = state.pick(("what did you say?", "say it again, please."))
-    said = next((turn.text for turn in reversed(state.turns) if turn.role == "assistant"), "")
-    if not said:
-        return ask, "i did not say anything."
-    if said[-1] not in ".?":  # it was cut off
-        said = said.rstrip(",") + "."
-    return ask, (f"i said, {said}" if ask.startswith("what") else said)
-
-
-def _mine(state: _State) -> Exchange:
-    said = next((turn.text for turn in reversed(state.turns) if turn.role == "user"), "")
-    return "what did i say?", f"you said, {said}" if said else "you did not tell me."
-
-
-TOLD = parse_grammar("""
-colour =
-    my favourite colour is {}. | {} is a nice colour. | what is my favourite colour?
-    | your favourite colour is {}. | you did not tell me.
-shape =
-    my favourite shape is the {}. | the {} is a nice shape. | what is my favourite shape?
-    | your favourite shape is the {}. | you did not tell me.
-name =
-    my name is {}. | hello {}. | what is my name? | your name is {}. | you did not tell me.
-number =
-    remember the number {}. | okay, i will remember {}. | which number did i say?
-    | the number was {}. | you did not say a number.
-""")
-
-
-def _tell(state: _State) -> Exchange:
-    what = state.pick(tuple(TOLD))
-    number = what == "number"
-    value = number_words(state.number(0, 99)) if number else state.pick(RULES[what])
-    state.memory[what] = value
-    return TOLD[what][0].format(value), TOLD[what][1].format(value)
-
-
-def _recall(state: _State) -> Exchange:
-    known = tuple(state.memory) if state.memory and state.rng.random() < 0.85 else ()
-    what = state.pick(known or tuple(TOLD))
-    _, _, asked, reply, unknown = TOLD[what]
-    value = state.memory.get(what)
-    return asked, reply.format(value) if value else unknown
-
-
-def _clip(state: _State) -> Exchange:
-    return question(state.rng, state.split), "i can not see a video."
-
-
-def _polite(state: _State) -> Exchange:
-    pairs = (
-        ("hello.", "hello, how can i help you?"),
-        ("good morning.", "good morning."),
-        ("good evening.", "good evening."),
-        ("how are you?", "i am fine, thank you."),
-        ("thank you.", "you are welcome."),
-        ("stop.", "okay, i will stop."),
-        ("goodbye.", "see you later."),
-    )
-    return pairs[state.number(0, len(pairs) - 1)]
-
-
-SKILLS: dict[Callable[[_State], Exchange], float] = {
-    _sum: 0.17, _neighbour: 0.08, _count: 0.06, _opposite: 0.06, _repeat: 0.16, _again: 0.1,
-    _mine: 0.06, _tell: 0.12, _recall: 0.1, _clip: 0.03, _polite: 0.06,
-}  # fmt: skip
-
-
-def _cut(text: str, rng: np.random.Generator) -> str:
-    words = text.split()
-    return " ".join(words[: int(rng.integers(1, len(words)))]) if len(words) > 1 else text
-
-
-def dialogue(rng: np.random.Generator, split: Split = "train") -> list[Turn]:
-    """A conversation of 1 (evaluation: 2) to 4 exchanges, none in both splits; its end is whole."""
-    skills, weights = list(SKILLS), np.array(list(SKILLS.values()))
-    while True:
-        many = int(rng.integers(2 if split == "eval" else 1, 5))
-        state = _State(rng, split, [], {})
-        for i in range(many):
-            skill = skills[int(rng.choice(len(skills), p=weights / weights.sum()))]
-            asked, reply = skill(state)
-            if i < many - 1 and rng.random() < 0.12:
-                reply = _cut(reply, rng)
-            state.turns.extend((Turn("user", asked), Turn("assistant", reply)))
-        whole = " ".join(turn.text for turn in state.turns)
-        if (many == 1 and split == "train") or split_of(whole) == split:
-            return state.turns

@@ -1,13 +1,14 @@
 """Train the embedded speech model: `python -m mmfast.tiny.speech.train --out DIR --work DIR`.
 
-Each stage leaves files, so an interrupted run continues. Two CPU cores need less than four hours.
+An interrupted run has its codec, recordings and steps of the language; its ear, replies and draft
+modules begin anew. Each stage takes the minutes that its option gives.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,42 +16,46 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmfast.core.speech import Turn
 from mmfast.frontends.codecs.embedded.codec import load_embedded, save_embedded
 from mmfast.frontends.codecs.embedded.features import FRAME
 from mmfast.models.speech.embedded import load_speech
 from mmfast.models.speech.layout import SpeechLayout, specials, vocabulary
-from mmfast.models.speech.tower import FILE as TOWER
-from mmfast.models.speech.tower import SpeechTower
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.speech import bank
 from mmfast.tiny.speech.codec import fit_codec, fit_vocoder
 from mmfast.tiny.speech.codec import recordings as codec_recordings
+from mmfast.tiny.speech.dialogue import WORDS
 from mmfast.tiny.speech.drafts import ChainedTask, ParallelTask, make_places, own_words
-from mmfast.tiny.speech.model import Part, TrainingModel, add_codes, losses, make_backbone
+from mmfast.tiny.speech.ear import train_ear
+from mmfast.tiny.speech.model import (
+    Part,
+    TrainingModel,
+    continued,
+    losses,
+    make_backbone,
+    place_codes,
+)
 from mmfast.tiny.speech.recordings import Corpus
-from mmfast.tiny.speech.text import PITCHES, VOICE_NAMES, WORDS
+from mmfast.tiny.speech.reply import train_replies
+from mmfast.tiny.speech.text import PITCHES, SPEEDS, VOICE_NAMES
 
-HELD = 96  # recordings of each task that are never trained on
+HELD = 96  # recordings that are never trained on
+EAR_RATE = 3e-3
 SHORT = 110  # tokens of the sentences at the start
-SHORT_SHARE = 0.04  # share of the language stage with short sentences alone
-# The encoder alone first: it needs no codes, and learning to speak does not undo what it learns.
-EAR = ("hear", "hear")
-LANGUAGE = ("say", "say", "chat", "say", "hear")
-SHARES = {"say": 1.0, "hear": 1.0, "chat": 0.7}  # weights of the tasks' losses
+SHORT_SHARE = 0.04  # share of the stage with short sentences alone
+BATCHES = 4  # of a step
 WATCH = 3.0  # minutes between evaluations on held-out lessons
 
 
 def layout(books: int, entries: int) -> SpeechLayout:
     """Rows of the model for a codec of that size."""
-    marks = specials(len(VOICE_NAMES), len(bank.SPEEDS), len(PITCHES))
+    marks = specials(len(VOICE_NAMES), len(SPEEDS), len(PITCHES))
     rows = vocabulary(WORDS, marks)
-    return SpeechLayout(rows, books, entries, VOICE_NAMES, bank.SPEEDS, PITCHES)
+    return SpeechLayout(rows, books, entries, VOICE_NAMES, SPEEDS, PITCHES)
 
 
 @dataclass
@@ -59,98 +64,72 @@ class Curriculum:
 
     layout: SpeechLayout
     said: list[bank.SpokenText]
-    heard: list[bank.HeardSpeech]
-    chats: list[tuple[list[Turn], bank.HeardSpeech, bank.SpokenText]]
     seed: int = 0
-    tokens: dict[str, int] = field(default_factory=lambda: {"say": 900, "hear": 800, "chat": 850})
+    tokens: int = 900
     held: int = HELD
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng([self.seed, 31])
-        self._queues: dict[str, Iterator[Any]] = {}
+        self._queue = self._endless()
 
-    def line(self, task: str, index: int, rng: np.random.Generator) -> bank.LineBuilder:
-        """One lesson."""
-        if task == "say":
-            return bank.speaking(self.layout, self.said[index], rng)
-        if task == "hear":
-            return bank.listening(self.layout, self.heard[index])
-        return bank.chatting(self.layout, *self.chats[index], rng)
-
-    def lengths(self, task: str) -> list[int]:
-        """Approximate tokens of each lesson of a task, those held out included."""
-        if task != "chat":
-            return [each.length for each in (self.said if task == "say" else self.heard)]
-        return [
-            heard.length + said.length + sum(len(turn.text) // 4 for turn in turns[:-2])
-            for turns, heard, said in self.chats
-        ]
-
-    def _endless(self, task: str) -> Iterator[Any]:
-        lengths = self.lengths(task)[: -self.held]
+    def _endless(self) -> Iterator[Any]:
+        lengths = [each.length for each in self.said[: -self.held]]
         while True:
-            yield from bank.buckets(lengths, self.tokens[task], self.rng)
+            yield from bank.buckets(lengths, self.tokens, self.rng)
 
-    def batch(self, task: str, longest: int = 0) -> bank.PaddedBatch:
-        """The next batch of a task; with `longest`, one without longer sequences."""
-        queue = self._queues.setdefault(task, self._endless(task))
+    def batch(self, longest: int = 0) -> bank.PaddedBatch:
+        """The next batch; with `longest`, one without longer sequences."""
         while True:
-            lines = [self.line(task, int(i), self.rng) for i in next(queue)]
+            chosen = (self.said[int(i)] for i in next(self._queue))
+            lines = [bank.speaking(self.layout, each, self.rng) for each in chosen]
             if not longest or max(len(line.ids) for line in lines) <= longest:
                 return bank.stack(lines)
 
-    def exam(self, task: str) -> list[bank.PaddedBatch]:
+    def exam(self) -> list[bank.PaddedBatch]:
         """Lessons that are never trained on."""
-        rng, count = np.random.default_rng(5), len(self.lengths(task))
-        lines = [self.line(task, i, rng) for i in range(count - self.held, count)]
+        rng = np.random.default_rng(5)
+        lines = [bank.speaking(self.layout, each, rng) for each in self.said[-self.held :]]
         lines.sort(key=lambda line: len(line.ids))
         return [bank.stack(lines[i : i + 16]) for i in range(0, self.held, 16)]
 
 
 class SpeechTask(training.Task):
-    """Speaking, listening and conversation, one batch of each of the named tasks a step."""
+    """Speaking, several batches a step."""
 
     parallel = True
 
-    def __init__(
-        self, model: TrainingModel, lessons: Curriculum, tasks: Sequence[str], rate: float
-    ) -> None:
-        self.model, self.lessons, self.tasks = model, lessons, tasks
+    def __init__(self, model: TrainingModel, lessons: Curriculum, rate: float) -> None:
+        self.model, self.lessons = model, lessons
         self.optimiser = training.Optimiser.of(model, (), rate)
 
-    def batches(self, step: int, done: float) -> list[tuple[str, bank.PaddedBatch]]:
-        """A batch of each task; at the start of the language stage only short sentences."""
-        longest = SHORT if self.tasks == LANGUAGE and done < SHORT_SHARE else 0
-        return [(t, self.lessons.batch(t, longest if t == "say" else 0)) for t in self.tasks]
+    def batches(self, step: int, done: float) -> list[bank.PaddedBatch]:
+        """The next batches; at the start only short sentences."""
+        longest = SHORT if done < SHORT_SHARE else 0
+        return [self.lessons.batch(longest) for _ in range(BATCHES)]
 
-    def loss(self, batch: tuple[str, bank.PaddedBatch]) -> tuple[Tensor, training.Figures]:
+    def loss(self, batch: bank.PaddedBatch) -> tuple[Tensor, training.Figures]:
         """Loss per predicted token, and for each part its mean loss and share correct."""
-        task, lesson = batch
-        total, parts = losses(self.model, lesson)
-        count = sum(parts[name][1] for name in parts if name not in ("last", "count"))
-        return total / max(count, 1) * SHARES[task], _means(task, [parts])
+        total, parts = losses(self.model, batch)
+        count = sum(places for _, places, _ in parts.values())
+        return total / max(count, 1), _means([parts])
 
     @torch.no_grad()
     def look(self) -> training.Figures:
         """Mean losses and shares correct on held-out lessons."""
-        found: training.Figures = {}
-        for task in dict.fromkeys(self.tasks):
-            batches = self.lessons.exam(task)
-            found |= _means(task, [losses(self.model, batch)[1] for batch in batches])
-        return found
+        return _means([losses(self.model, batch)[1] for batch in self.lessons.exam()])
 
     def resume(self, step: int) -> None:
         """Draw other lessons than the interrupted run did."""
         self.lessons.rng = np.random.default_rng([self.lessons.seed, 31, step])
 
 
-def _means(task: str, rows: Sequence[dict[str, Part]]) -> training.Figures:
+def _means(rows: Sequence[dict[str, Part]]) -> training.Figures:
     found = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         parts = [row[name] for row in rows if name in row]
         loss, count, right = (sum(column) for column in zip(*parts, strict=True))
         if count:
-            found[f"{task} {name}"] = [round(loss / count, 3), round(right / count, 3)]
+            found[f"say {name}"] = [round(loss / count, 3), round(right / count, 3)]
     return found
 
 
@@ -177,15 +156,13 @@ def tokenizer(layout: SpeechLayout) -> PreTrainedTokenizerFast:
 
 
 def save_checkpoint(folder: Path, model: TrainingModel) -> None:
-    """Write backbone (float16), tokenizer, encoder and layout, each file replaced as a whole."""
+    """Write backbone (float16), tokenizer and layout, each file replaced as a whole."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as place:
         part = Path(place)
         half = {name: value.half() for name, value in model.lm.state_dict().items()}
         model.lm.save_pretrained(part, state_dict=half)
         tokenizer(model.layout).save_pretrained(part)
-        tower = {name: value.detach().half() for name, value in model.tower.state_dict().items()}
-        save_file(tower, part / TOWER)
         model.layout.save(part)
         for file in part.iterdir():
             file.chmod(0o644)
@@ -193,38 +170,37 @@ def save_checkpoint(folder: Path, model: TrainingModel) -> None:
 
 
 class Recipe:
-    """The stages in their order; those whose files exist are not repeated."""
+    """The stages in their order."""
 
     def __init__(self, options: argparse.Namespace, log: training.Log) -> None:
         self.options, self.log = options, log
-        self.sizes = bank.Sizes(options.say, options.hear, options.chat)
+        self.sizes = bank.Sizes(options.say, options.hear)
 
     def run(self) -> None:
         """Run all stages."""
         options, seed = self.options, self.options.seed
-        folder, text = self.codec(), layout(1, 1)
+        codec = load_embedded(self.codec())
         with self.log.stage("recordings") as figures:
             corpora = bank.recorded(options.work / "corpus", self.sizes, seed)
             figures["of_sound"] = {kind: round(each.seconds) for kind, each in corpora.items()}
-        heard = [
-            bank.hear_bank(options.work / f"{kind}.pt", text, corpora[kind], seed)
-            for kind in ("hear", "ask")
-        ]
-        codec = load_embedded(folder)
         wanted = layout(codec.codebooks, codec.size)
+        heard = bank.hear_bank(options.work / "hear.pt", wanted, corpora["hear"], seed)
+        train_ear(options.out, wanted, heard, options.ear, seed, EAR_RATE, self.log)
+        train_replies(
+            options.out, wanted, options.replies, seed, options.rate, self.log, options.start
+        )
         torch.manual_seed(seed)
-        ear = TrainingModel(make_backbone(text, codes=False), SpeechTower(), text)
-        lessons = Curriculum(ear.layout, [], heard[0] + heard[1], [], seed)
-        course = training.Course("ear", options.ear, hold=1.0, watch=WATCH)
-        task = SpeechTask(ear, lessons, EAR, options.rate)
-        training.train(task, course, self.log, checkpoint=options.work / "ear.pt")
-        model = add_codes(ear, wanted, codec.encoder.books)
+        if options.start is None:
+            model = TrainingModel(make_backbone(wanted), wanted)
+            place_codes(model, codec.encoder.books)
+        else:
+            lm = continued(options.start, wanted, SpeechLayout.load(options.start))
+            model = TrainingModel(lm, wanted)
         course = training.Course(
             "language", options.minutes, warm=0.02, hold=options.hold, watch=WATCH
         )
-        task = SpeechTask(
-            model, self.lessons(wanted, corpora, heard, folder), LANGUAGE, options.rate
-        )
+        lessons = Curriculum(wanted, self.said(wanted, corpora["say"]), seed)
+        task = SpeechTask(model, lessons, options.rate)
         save = partial(save_checkpoint, options.out, model)
         training.train(task, course, self.log, save, options.work / "language.pt")
         self.modules(wanted)
@@ -241,24 +217,11 @@ class Recipe:
             save_embedded(folder, books, bias, net)
         return folder
 
-    def lessons(
-        self,
-        wanted: SpeechLayout,
-        corpora: dict[str, Corpus],
-        heard: Sequence[list[bank.HeardSpeech]],
-        codec: Path,
-    ) -> Curriculum:
-        """Lessons of all tasks, with the codes of a codec."""
-        seed, work = self.options.seed, self.options.work
-        turns, _, _, replying = bank.chats(self.sizes.chat, seed)
-        _, saying = bank.said_lines(self.sizes.say, seed)
-        banks = []
-        for kind, styles in (("say", saying), ("reply", replying)):
-            codes = bank.encoded(work / f"{kind}_codes.pt", corpora[kind], codec)
-            banks.append(bank.say_bank(wanted, corpora[kind], styles, codes, FRAME))
-        said, replies = banks
-        spoken = list(zip(turns, heard[1], replies, strict=True))
-        return Curriculum(wanted, said, heard[0], spoken, seed)
+    def said(self, wanted: SpeechLayout, corpus: Corpus) -> list[bank.SpokenText]:
+        """Lessons to say, with the codes of the codec."""
+        _, styles = bank.said_lines(self.sizes.say, self.options.seed)
+        codes = bank.encoded(self.options.work / "say_codes.pt", corpus, self.options.out / "codec")
+        return bank.say_bank(wanted, corpus, styles, codes, FRAME)
 
     def modules(self, wanted: SpeechLayout) -> None:
         """Train the draft modules on what the model says."""
@@ -285,11 +248,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--work", type=Path, default=Path("tiny-speech-work"), help="intermediate files")
     add("--seed", type=int, default=0)
     add("--fit", type=int, default=1600, help="recordings that the codec is fitted to")
-    add("--say", type=int, default=12000, help="recordings of what is said")
+    add("--say", type=int, default=16000, help="recordings of what is said")
     add("--hear", type=int, default=12000, help="of what is heard")
-    add("--chat", type=int, default=6000, help="conversations")
-    add("--ear", type=float, default=12, help="minutes for the speech encoder alone")
-    add("--minutes", type=float, default=120, help="for all together")
+    add("--start", type=Path, help="checkpoint to go on from, of whatever words")
+    add("--ear", type=float, default=40, help="minutes for the ear")
+    add("--replies", type=float, default=30, help="for the replies")
+    add("--minutes", type=float, default=120, help="for speaking")
     add("--vocoder", type=int, default=4500, help="steps of the vocoder")
     add("--own", type=int, default=4000, help="texts that draft modules learn from")
     add("--drafts", type=float, default=40, help="minutes for chained modules")

@@ -7,7 +7,6 @@ None, an unbounded cache, is the reference of the bounded ones.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.models.loading import embedded_path, load
 from mmfast.streams.archive.tiers import TierQuotas
+from mmfast.streams.memory import check_plan
 from mmfast.streams.session import Session
 from mmfast.streams.stream import StreamModel
 from mmfast.tiny.evaluate import interval
@@ -154,12 +154,14 @@ def run_needles(
     reduce: str | None = None,
     unbounded: bool = True,
     progress: Progress | None = None,
+    sink: Callable[[dict[str, Any]], object] = lambda document: None,
 ) -> dict[str, Any]:
     """Accuracy of memories (cache specs) by age of the fact, on streams of about 80 questions.
 
     The embedded stream model is the default; `unbounded` runs a session with an unbounded cache
-    first. Progress is called with (memory, questions asked, n). The document is like that of
-    `run_eval`; in each row `by_age` has n, accuracy, interval of each band, `past` those of all
+    first. Progress is called with (memory, questions asked, n), `sink` with a document of each row
+    by itself as soon as it is known. The document is like that of `run_eval`; in each row
+    `by_age` has n, accuracy, interval of each band, `past` those of all
     facts older than the window, and `relative` that accuracy divided by the unbounded cache's.
     """
     if n < 1:
@@ -171,40 +173,40 @@ def run_needles(
         raise MmfastError("no memory to ask; give a spec such as 'sink:64+window:1152'")
     parse(reduce)
     for spec in specs:
-        plan_cache(spec)
+        check_plan(plan_cache(spec))
     source = embedded_path(MODEL) if model is None else model
     watcher = StreamModel(*load(str(source), "cpu", "auto"), fps=setting.fps, reduce=reduce)
-    marks, spent, streams = _ask(watcher, specs, n, seed, setting, progress)
-    rows = [row_of(spec, reduce, marks[spec], spent[spec]) for spec in specs]
-    for row in rows:
+    name = MODEL if model is None else str(model)
+    head, rows = {"suite": "stream", "n": n, "seed": seed, "model": name}, list[dict[str, Any]]()
+    for spec in specs:
+        marks, spent, streams = _ask(watcher, spec, n, seed, setting, progress)
+        row = row_of(spec, reduce, marks, spent)
+        rows.append(row)
         row["relative"] = relative(row, rows[0]) if unbounded else None
         row |= {"seconds": setting.seconds, "fps": setting.fps, "window": WINDOW}
         row["streams"] = streams
-    name = MODEL if model is None else str(model)
-    return {"suite": "stream", "n": n, "seed": seed, "model": name, "rows": rows}
+        sink({**head, "rows": [row]})
+    return {**head, "rows": rows}
 
 
 def _ask(
     model: StreamModel,
-    specs: Sequence[str | None],
+    spec: str | None,
     n: int,
     seed: int,
     setting: Setting,
     progress: Progress | None,
-) -> tuple[dict[str | None, list[Mark]], dict[str | None, list[float]], int]:
-    """Marks and times of every memory, and the number of streams watched."""
-    marks: dict[str | None, list[Mark]] = {spec: [] for spec in specs}
-    spent: dict[str | None, list[float]] = defaultdict(list)
-    streams = 0
-    while (asked := len(marks[specs[0]])) < n:
+) -> tuple[list[Mark], list[float], int]:
+    """Marks and times of a memory, and the number of streams watched."""
+    marks, spent, streams = list[Mark](), list[float](), 0
+    while len(marks) < n:
         world = setting.world(1000 * seed + streams)
-        for spec in specs:
-            for needle, answer, ms in watch(model, spec, world, setting, n - asked):
-                question = needle.question
-                marks[spec].append((needle.band, question.kind, answer == question.answer))
-                spent[spec].append(ms)
-                if progress is not None:
-                    progress(spec or "unbounded", len(marks[spec]), n)
+        for needle, answer, ms in watch(model, spec, world, setting, n - len(marks)):
+            question = needle.question
+            marks.append((needle.band, question.kind, answer == question.answer))
+            spent.append(ms)
+            if progress is not None:
+                progress(spec or "unbounded", len(marks), n)
         streams += 1
     return marks, spent, streams
 

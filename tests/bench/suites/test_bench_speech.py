@@ -98,14 +98,16 @@ def test_modes_are_compared_on_the_same_sentences(model):
     lines = unseen_lines(2, 0)
     rows = {row["job"]: row for row in speech_speed.mode_rows(model, lines, 3, nothing)}
     assert next(iter(rows)) == "vanilla"
-    assert {"turbo (mctp)", "exact (mctp)", "boost (mctp)", "exact (mtp)"} <= set(rows)
+    ways = {f"{name} (mctp)" for name in ("turbo", "fast", "raw", "raw boost")}
+    assert ways | {"exact (mctp)", "exact (mtp)"} <= set(rows)
     assert rows["vanilla"]["tokens_per_pass"] == pytest.approx(1, abs=0.01)
     assert rows["vanilla"]["speedup"] == rows["vanilla"]["ideal"] == 1
-    assert rows["turbo (mctp)"]["tokens_per_pass"] > 3
+    assert rows["raw (mctp)"]["tokens_per_pass"] > 3
     for name in ("exact (mctp)", "exact (mtp)"):
         assert rows[name]["identical"] == 1
         assert set(rows[name]["acceptance"]) <= {"0", "1"}
-    assert rows["turbo (mctp)"]["identical"] < 1
+    assert rows["raw (mctp)"]["identical"] < 1
+    assert rows["turbo (mctp)"]["verify"].startswith("typical:")
     for row in rows.values():
         assert row["tokens_per_second"] == pytest.approx(1e3 / row["ms_per_token"])
         assert row["of_ideal"] == pytest.approx(row["speedup"] / row["ideal"])
@@ -139,16 +141,16 @@ def test_the_shape_of_7_billion_has_them():
 def test_shape_rows():
     small = speech_drafts.LanguageShape("small", 32, 6, 48, 4, 2, 400, 200, 10, 2)
     rows = {row["job"]: row for row in speech_drafts.shape_rows(small, 2, nothing, torch.float32)}
-    assert list(rows) == ["vanilla", "boost", "turbo"]
-    share = rows["turbo"]["module_share"]
-    assert rows["turbo"]["ideal"] == pytest.approx(11 / (1 + 10 * share))
+    assert list(rows) == ["vanilla", "boost", "1,10"]
+    share = rows["1,10"]["module_share"]
+    assert rows["1,10"]["ideal"] == pytest.approx(11 / (1 + 10 * share))
     assert rows["boost"]["ideal"] == pytest.approx(14 / (4 + 10 * share))
     assert rows["vanilla"]["module_ms"] == 0
-    wide = rows["turbo"]["wide_ms"] / rows["turbo"]["pass_ms"]
-    assert rows["turbo"]["ideal_here"] == pytest.approx(11 / (wide + 10 * share))
+    wide = rows["1,10"]["wide_ms"] / rows["1,10"]["pass_ms"]
+    assert rows["1,10"]["ideal_here"] == pytest.approx(11 / (wide + 10 * share))
     assert rows["boost"]["ideal_here"] == pytest.approx(14 / (3 + wide + 10 * share))
     assert rows["vanilla"]["of_ideal_here"] == 1
-    assert rows["turbo"]["module_cost"] > 0
+    assert rows["1,10"]["module_cost"] > 0
     assert all(row["ms_per_token"] > 0 and row["main_ms"] > 0 for row in rows.values())
 
 

@@ -71,6 +71,19 @@ def test_no_time_is_told_of_a_cache_that_is_wrong(monkeypatch: pytest.MonkeyPatc
         stream.frame_cache_rows("tiny", 1)
 
 
+def test_a_row_of_a_question_copies_nothing_of_the_window() -> None:
+    whole, ask, frames, both = stream.ask_rows(layers=2, window=400, rounds=1)
+    row = 2 * 3 * 4 * 128 * 2 / 1e6  # a token in two layers of four heads, in MB
+    assert whole["copied_mb"] >= 300 * row and ask["copied_mb"] == 0
+    assert both["copied_mb"] <= frames["copied_mb"] + 200 * row
+
+
+def test_a_row_of_a_score_policy_tells_its_bound() -> None:
+    row = stream.score_row("keydiff", frames=24, early=20)
+    assert row["most"] == stream.OPENING + stream.HELD and row["n"] == 24
+    assert row["held_growth"] == 0 and row["positions"] <= 4 * row["most"] * 1.25 + 16
+
+
 def test_rows_of_prefill_keep_the_share() -> None:
     whole, reduced = stream.prefill_rows(layers=1, frames=2, rounds=1)
     assert whole["kept"] == 2 * 196
@@ -122,4 +135,4 @@ def test_costs_as_markdown_take_the_latest_row_and_say_what_is_missing() -> None
     assert "| tower | all of it | `frame cache` | 40 | 60.0 % |" in text
     assert "10.0 %" not in text
     assert "P, clock, noise 2.0 %, d, commit `c`." in text
-    assert text.count("not measured") == 4
+    assert text.count("not measured") == 9

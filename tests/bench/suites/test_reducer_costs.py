@@ -42,11 +42,15 @@ LOOPS = {
     "key_clip": "a greedy search in every clip",
     "fastvid": "clusters in every frame of a shot, then by shot",
     "holitom": "clusters in every window of frames",
+    "prunevid": "clusters in every scene and in every frame",
+    "vispruner": "rounds that each remove a 72nd of a frame or tile",
 }
 
 # Bytes of the largest temporary, in units of the features of 6,272 tokens of width 256.
 LARGE = {
     "info_rank": (4.0, "singular directions of all features in float64"),
+    "vispruner": (4.0, "likeness of all tokens of a tile of 1,254 in float64"),
+    "sparsevlm": (2.7, "distances of all recycled tokens, which the paper clusters, in float64"),
 }
 _LARGEST = 2.6  # a copy in float64, and some
 

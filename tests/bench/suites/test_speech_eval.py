@@ -18,7 +18,9 @@ from mmfast.bench.suites.speech_quality import (
     unseen_lines,
     unseen_questions,
 )
+from mmfast.bench.suites.speech_replies import content_questions, follow_ups, reply_rows
 from mmfast.core.errors import MmfastError
+from mmfast.core.speech import Sound
 from mmfast.pipelines.omni_chat import written
 from mmfast.tiny.speech.recordings import say
 from mmfast.tiny.speech.text import split_of
@@ -64,16 +66,19 @@ def test_word_errors_are_those_of_each_mode():
     rows = run_speech_eval(3, 0, model, tasks=("speaking",), recognise=_hear(lines))["rows"]
     found = {row["mode"]: row for row in rows}
     assert list(found) == ["recordings", "codec", *MODES]
-    assert [found[name]["wer"] for name in found if name != "turbo"] == [0.0] * 7
-    assert found["turbo"]["wer"] > 0.8
-    assert found["turbo"]["identical"] == 0
+    assert [found[name]["wer"] for name in found if name != "raw"] == [0.0] * 8
+    assert found["raw"]["wer"] > 0.8
+    assert found["raw"]["identical"] == 0
     assert found["exact"]["identical"] == found["vanilla"]["identical"] == 1
-    assert found["turbo"]["tokens_per_pass"] == 11
+    assert found["raw"]["tokens_per_pass"] == 11
     assert found["vanilla"]["tokens_per_pass"] == 1
-    assert {(mode, verify) for _, mode, verify in model.calls} == set(MODES.values())
+    assert [how for text, how in model.calls if text == lines[0].text] == list(MODES.values())
+    assert {name for name in MODES if found[name]["verify"] == "none"} == {
+        "raw", "raw balance", "raw boost",
+    }  # fmt: skip
     assert found["codec"]["seconds"] == pytest.approx(found["recordings"]["seconds"])
     words = found["recordings"]["words"]
-    assert sum(found[m]["errors"] for m in found) == found["turbo"]["errors"] <= 2 * words
+    assert sum(found[m]["errors"] for m in found) == found["raw"]["errors"] <= 2 * words
     for row in rows:
         low, high = row["interval"]
         assert low <= min(1.0, row["wer"]) <= high
@@ -133,6 +138,7 @@ def test_rows_are_kept_and_make_a_table(tmp_path, asked, spoken):
     lines = unseen_lines(N, 0)
     document = run_speech_eval(
         N, 0, Parrot(known=spoken), ("vanilla", "exact"), recognise=_hear(lines),
+        tasks=("speaking", "listening"),
         answer=lambda cases: [case.answer for case in cases],
     )  # fmt: skip
     json.dumps(document, allow_nan=False)
@@ -144,6 +150,39 @@ def test_rows_are_kept_and_make_a_table(tmp_path, asked, spoken):
     for part in ("espeak-ng itself", "the codec alone", "`exact`", "100 % as vanilla", "typed"):
         assert part in text
     assert write_table("speech", []) == ["Not measured."]
+
+
+class Scholar:
+    """Knows every recording and its right reply; `late` says the reply of the one before."""
+
+    def __init__(self, turns, late=False):
+        self.known = {fingerprint(say(each.text, each.voice).pcm): each for each in turns}
+        self.late, self.before = late, "nothing."
+
+    def reply(self, pcm, rate=16000, history=()):
+        each = self.known.get(fingerprint(pcm))
+        said = "" if each is None else self.before if self.late else each.reply
+        self.before = said
+        yield Sound(torch.zeros(0), rate, heard="" if each is None else each.text)
+        yield Sound(torch.zeros(0), rate, text=said.upper())
+
+
+def test_replies_are_right_by_their_words():
+    every = content_questions(6, 3) + [turn for turns in follow_ups(3, 3) for turn in turns]
+    single, following, other = reply_rows(Scholar(every), 6, 3, lambda *_: None)
+    assert single["accuracy"] == following["accuracy"] == other["accuracy"] == single["exact"] == 1
+    assert other["invented"] == 0
+    single, following, _ = reply_rows(Scholar(every, late=True), 6, 3, lambda *_: None)
+    assert single["accuracy"] == following["accuracy"] == 0
+    *_, other = reply_rows(Parrot(), 6, 3, lambda *_: None)
+    assert other["invented"] == other["questions"] == 3
+
+
+def test_content_is_unseen_and_runs_out_of_no_kind():
+    asked = content_questions(120, 1)
+    assert len({each.text for each in asked}) == 120
+    assert {split_of(each.text) for each in asked} == {"eval"}
+    assert len({each.voice.name for each in asked}) == 4
 
 
 def test_unknown_names_are_one_line():

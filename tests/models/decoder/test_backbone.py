@@ -8,12 +8,16 @@ import decode_models as small
 import pytest
 import torch
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from mmfast.core.errors import ModelError
@@ -110,13 +114,13 @@ def _small(config: Any, **more: Any) -> Any:
     ("make", "reason"),
     [
         (
-            lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=24)),
-            "GPT2",
-        ),
-        (lambda: Gemma2ForCausalLM(_small(Gemma2Config, head_dim=8)), "sliding_attention"),
-        (
-            lambda: GraniteForCausalLM(_small(GraniteConfig, embedding_multiplier=7.0)),
+            lambda: OPTForCausalLM(_small(OPTConfig, ffn_dim=48, word_embed_proj_dim=32)),
             "does more around",
+        ),
+        (lambda: BloomForCausalLM(_small(BloomConfig, n_layer=2, n_head=4)), "one by one"),
+        (
+            lambda: Lfm2ForCausalLM(_small(Lfm2Config, layer_types=["conv", "full_attention"])),
+            "kind conv",
         ),
         (lambda: torch.nn.Linear(3, 3), "no causal language model"),
         (
@@ -131,4 +135,30 @@ def _small(config: Any, **more: Any) -> Any:
 def test_models_that_cannot_be_called_so(make: Any, reason: str) -> None:
     with pytest.raises(ModelError, match=reason) as error:
         Backbone(make().eval())
+    assert "\n" not in str(error.value)
+
+
+def test_scaled_embeddings_and_logits_that_are_forgotten_are_noticed() -> None:
+    config = _small(GraniteConfig, embedding_multiplier=7.0, logits_scaling=2.0)
+    backbone = Backbone(GraniteForCausalLM(config).eval())
+    backbone._check_equal()
+    backbone._scale = 1.0
+    with pytest.raises(ModelError, match="does more around"):
+        backbone._check_equal()
+
+
+def test_learned_positions_end() -> None:
+    """Padding of a batch may lie behind the last position, tokens may not."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=24, n_positions=12)
+    model = GPT2LMHeadModel(config).eval()
+    backbone = Backbone(model)
+    state = backbone.state(2)
+    with torch.no_grad():
+        backbone.run(state, backbone.embed(IDS[:, :10]), [10, 5])
+        raw = backbone.run(state, backbone.embed(IDS[:, 10:15]), [2, 5])
+        want = model(input_ids=torch.cat([IDS[1:, :5], IDS[1:, 10:15]], 1)).logits[0, -5:]
+        found = backbone.logits(backbone.norm(raw), slice(None))[1]
+        torch.testing.assert_close(found, want, atol=2e-5, rtol=1e-5)
+        with pytest.raises(ModelError, match="12 positions") as error:
+            backbone.run(state, backbone.embed(IDS[:, :1]), [1, 1])
     assert "\n" not in str(error.value)

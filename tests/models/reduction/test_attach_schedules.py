@@ -14,6 +14,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 
 SPECS = ("pyramiddrop:0.2", "adaptinfer:6", "fastkv:0.3?kernel=3", "slimfer:0.25?block=4")
+SPECS += ("dart@llm2:0.3", "prunevid_inner:7", "ivc_prune:0.4")
 MIXED = "random:0.6+pyramiddrop:0.2+fastv@llm2:0.9"
 
 
@@ -80,7 +81,10 @@ def test_every_cut_reads_the_true_attention(family: str, name: str) -> None:
     assert not cuts
 
 
-@pytest.mark.parametrize("spec", ["visiondrop@llm:0.2", "visiondrop@llm2:0.3", "saint@llm1:0.4"])
+MERGING = ["visiondrop@llm:0.2", "visiondrop@llm2:0.3", "saint@llm1:0.4", "sparsevlm:0.3"]
+
+
+@pytest.mark.parametrize("spec", [*MERGING, "framefusion@llm1:0.4?tau=0.0"])
 def test_merging_inside_the_llm(spec: str) -> None:
     for family in ("llava_onevision", "qwen3_vl"):
         this = tiny(family)
@@ -91,7 +95,7 @@ def test_merging_inside_the_llm(spec: str) -> None:
         keep = oracle.kept_places(prompt, trace.reductions)
         expected = oracle.masked(this, prompt, trace.reductions)[keep]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-        share = float(spec.split(":")[1])
+        share = float(spec.split(":")[1].split("?")[0])
         assert trace.reductions[-1][2].m == round(share * len(prompt.items[0]))
 
 

@@ -20,6 +20,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
+KEYS = ("key_norm", "text_key_norm", "values", "text_values")
 NAMES = ("attn", "attn_window", "attn_visual", "attn_text", "text_attn")
 
 
@@ -243,3 +244,46 @@ def test_nothing_is_computed_that_nobody_reads(seen: list[Tokens]) -> None:
     assert not seen
     with torch.no_grad():
         assert torch.equal(stock, this.model(**inputs).logits)
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl"])
+def test_keys_values_and_angles_are_those_of_the_model(family: str, seen: list[Tokens]) -> None:
+    """Of every item and of the text of its row, also of a row that padding moves."""
+
+    @register("reads-keys", needs=(*KEYS, "rope"), sites=("llm",))
+    def reads_keys(tokens: Tokens, budget: int) -> Reduction:
+        """Remember the tokens."""
+        seen.append(tokens)
+        return Reduction.prune(torch.arange(budget), tokens.n)
+
+    this = tiny(family)
+    inputs = batch(this)
+    rotated: list[tuple[Tensor, ...]] = []
+    rotary = this.model.get_decoder().rotary_emb
+    hook = rotary.register_forward_hook(lambda *given: rotated.append(given[-1]))
+    try:
+        with torch.no_grad():
+            layer = this.model(**inputs).past_key_values.layers[1]
+            with attach(this.model, "reads-keys@llm2:0.5"):
+                this.model(**inputs)
+    finally:
+        hook.remove()
+        unregister("reads-keys")
+    norms, ids, config = layer.keys.abs().sum((1, 3)), inputs["input_ids"], this.model.config
+    visual = (ids == config.image_token_id) | (ids == config.video_token_id)
+    real = inputs["attention_mask"].bool()
+    left = iter(seen)
+    for row in range(2):
+        text = real[row] & ~visual[row]
+        for item in oracle.embed(this, single(this, row)).items:
+            tokens, places = next(left), item + int((~real[row]).sum())
+            torch.testing.assert_close(tokens.need("key_norm"), norms[row][places])
+            values = layer.values[row].transpose(0, 1)
+            torch.testing.assert_close(tokens.need("values"), values[places].flatten(1))
+            torch.testing.assert_close(tokens.need("text_key_norm"), norms[row][text])
+            torch.testing.assert_close(tokens.need("text_values"), values[text])
+            for side, each in enumerate(rotated[0]):
+                axes = each if each.ndim == 4 else each[None]  # [A, B or 1, L, d]
+                mean = axes[:, min(row, axes.shape[1] - 1)].mean((0, 2))[places]
+                torch.testing.assert_close(tokens.need("rope")[:, side], mean)
+    assert next(left, None) is None

@@ -215,7 +215,6 @@ def test_keep_all_is_stock_and_nothing_stays_behind() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_beams": 2}, "batch of one"),
         ({"prefill_chunk_size": 16}, "prefill_chunk_size"),
         ({"cache_implementation": "static", "disable_compile": True}, "DynamicCache"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,24 @@ import torch
 from scheduling import Ear, answers, ask, clip, image, model_of, stock
 
 from mmfast.attach import attach
+from mmfast.core.registry import methods
+from mmfast.models.kv.policy import KVStage
+from mmfast.ops.quantisation import unpacked
 from mmfast.serve.engine.base import Failure, Finish, Request
 from mmfast.serve.engine.bucket import Slots
-from mmfast.serve.engine.packed_rows import PackedBucket
+from mmfast.serve.engine.encoder import MediaEncoder
+from mmfast.serve.engine.packed_rows import PackedBucket, PackedEntries
+from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.scheduler import Scheduler
+from mmfast.serve.engine.slots import Embedded
 
 CLIPS = {"llava_onevision", "qwen2_5_vl", "qwen3_vl"}
 DEEP = [
     "fastv@llm1:0.5",
     "divprune:0.5+fastv@llm2:0.5",
     "pyramiddrop:0.3",
+    "sparsevlm:0.3",
+    "dart:0.4",
     "divprune:0.5",
     "gemfilter:0.4",
     "divprune:0.7+gemfilter:8?layer=2",
@@ -40,6 +49,19 @@ CACHES = [
     "sink:4+window:24+quant:8?residual=16",
     "retrieve:1+quant:4?residual=8",
     "",
+]
+
+
+APART = [
+    "h2o:20",
+    "pyramidkv:0.4?window=3",
+    "simlayerkv:0.4?threshold=0.3",
+    "infinipot_v:0.5",
+    "streammem:0.5",
+    "criticalkv:0.4",
+    "expected_attention:0.4?future=20",
+    "keydiff:0.4?every=3",
+    "tova:14?every=2",
 ]
 
 
@@ -127,6 +149,103 @@ def test_a_spec_beside_others_changes_none_of_them(family: str) -> None:
         assert stages[:2] == ["read", "encode"] and stages[-2:] == ["prefill", "decode"]
 
 
+def rows_of(spec: str, seed: int) -> tuple[list[Any], Any]:
+    """Layers of an answer behind its prompt under a cache policy, and the row of its trace."""
+    model, processor = model_of("llava_onevision")
+    encoder, prefiller = MediaEncoder(model, processor), Prefiller(model, 64)
+    prepared = encoder.prepare(ask("a", image(seed), "what is it?"))
+    (prompt,) = encoder.encode([replace(prepared, cache=spec)])
+    assert isinstance(prompt, Embedded)
+    job = prefiller.job(prompt, prompt.length + 8)
+    while job.logits is None:
+        prefiller.step([job])
+    row, recipe = prefiller.result(job).row, prompt.recipe
+    encoder.slicer.close()
+    assert row is not None and recipe is not None
+    (told,) = [each for each in recipe.trace.rows if each.stage == "kv"]
+    return list(row.parts), told
+
+
+ALIKE = [
+    "snapkv:16",
+    "sink:4+window:24",
+    "window:0.3",
+    "quant:8?residual=8",
+    "quant:4?group=16",
+    "retrieve:2",
+    "window:8+retrieve:2",
+    "lookm:0.3",
+    "keynorm:0.5",
+    "tova:0.25",
+    "curdkv:0.25",
+    "keydiff:0.25",
+    "lagkv:0.5?sink=2&lag=4",
+    "chunkkv:0.4?window=3&chunk=4",
+    "knorm:0.25",
+    "vatp:0.4",
+    "leverage:0.3",
+    "mixkv:0.4",
+    "snapkv:64+quant:8?residual=8",
+]
+
+
+@pytest.mark.parametrize("spec", ALIKE)
+def test_a_policy_acts_on_all_layers_at_once_as_on_one_after_the_other(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, together = list[int](), KVStage.end_together
+
+    def counted(stage: KVStage, *given: Any) -> Any:
+        calls.append(len(given[1][0]))
+        return together(stage, *given)
+
+    monkeypatch.setattr(KVStage, "end_together", counted)
+    found, told = rows_of(spec, 3)
+    assert calls == [len(found)]
+    monkeypatch.setattr(KVStage, "alike", False)
+    expected, known = rows_of(spec, 3)
+    assert calls == [len(found)]
+    assert (told.tokens_in, told.tokens_out, told.peak_bytes) == (
+        known.tokens_in,
+        known.tokens_out,
+        known.peak_bytes,
+    )
+    for mine, other in zip(found, expected, strict=True):
+        assert type(mine) is type(other) and mine.place == other.place and mine.most == other.most
+        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
+        leaves = [None if part.leaving is None else part.leaving(90) for part in (mine, other)]
+        assert leaves[0] == leaves[1]
+        if isinstance(mine, PackedEntries):
+            assert (mine.whole, mine.bytes, mine.form) == (other.whole, other.bytes, other.form)
+            for pack, like in zip(mine.packs, other.packs, strict=True):
+                assert torch.equal(unpacked(pack.keys[0]), unpacked(like.keys[0]))
+                assert torch.equal(unpacked(pack.values[0]), unpacked(like.values[0]))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["zipvl", "sink:4+snapkv:16", "keyformer:16", "random:0.4", "streamingvlm:30", *APART],
+)
+def test_a_policy_that_knows_layers_apart_gets_one_after_the_other(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(KVStage, "end_together")
+    assert rows_of(spec, 3)[0]
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
+def test_signals_of_chunks_are_those_of_a_prompt_in_one_piece(family: str) -> None:
+    """Frames, queries before RoPE, depth and output projections reach a policy in the engine."""
+    media = clip(3, 4) if family in CLIPS else image(3)
+    requests = [ask(str(i), media, "so what is it then?", cache=s) for i, s in enumerate(APART)]
+    expected = [alone(family, request) for request in requests]
+    made = engine(family)
+    try:
+        assert [text for text, _ in answers(made, requests)] == expected
+    finally:
+        made.close()
+
+
 def test_the_trace_tells_what_the_specs_did() -> None:
     made = engine("llava_onevision")
     options = {"reduce": "fastv@llm1:0.5", "cache": "snapkv:12"}
@@ -174,6 +293,35 @@ def test_a_spec_that_does_not_fit_the_prompt_fails_alone() -> None:
         made.close()
     assert isinstance(failed, Failure) and failed.status == 400
     assert isinstance(end, Finish) and text == alone("llava_onevision", right)
+
+
+def test_cuts_are_those_of_attach_and_one_that_needs_angles_is_read_there() -> None:
+    made = engine("llava_onevision")
+    specs = ["dart@llm2:0.4", "sparsevlm:0.3", "prunevid_inner:0.3", "framefusion@llm1:0.4"]
+    specs.append("ivc_prune:0.5")
+    requests = [ask(str(i), image(i), "what?", reduce=s, tokens=9) for i, s in enumerate(specs)]
+    try:
+        found = answers(made, requests)
+    finally:
+        made.close()
+    for request, (text, end) in zip(requests, found, strict=True):
+        assert isinstance(end, Finish) and text == alone("llava_onevision", request)
+
+
+@pytest.mark.slow
+def test_every_policy_at_once_answers_as_alone() -> None:
+    """All policies of KV memory at their usual budgets, in one engine."""
+    family, made = "llava_onevision", engine("llava_onevision", queue=64)
+    specs = [method.example for method in methods("cache")]
+    requests = [ask(str(i), clip(i, 4), "what?", cache=s, tokens=9) for i, s in enumerate(specs)]
+    try:
+        found = answers(made, requests)
+    finally:
+        made.close()
+    assert len(found) == len(specs) >= 30
+    for request, (text, end) in zip(requests, found, strict=True):
+        assert isinstance(end, Finish), (request.options, end)
+        assert text == alone(family, request), request.options
 
 
 @pytest.mark.parametrize("kind", ["eager", "flash"])

@@ -17,6 +17,7 @@ from scheduling import EMBEDDED, Ear, answers, ask, clip, image, model_of, stock
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.models.prompt import chat_inputs
+from mmfast.models.reduction import inputs
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine import encoder as embed
 from mmfast.serve.engine import encoder as finish
@@ -174,12 +175,12 @@ def test_contiguous_positions_after_pruning_are_seen(monkeypatch: pytest.MonkeyP
         right = axes(model, positions, length)
         return torch.arange(length).expand_as(right).contiguous()
 
-    axes = embed.axes
+    axes = inputs.axes
     request = ask("a", image(1), clip(1), "what?", tokens=12, reduce="divprune:0.25")
     expected = attached(model_of("qwen2_5_vl"), request)
     for planted in (False, True):
         if planted:
-            monkeypatch.setattr(embed, "axes", contiguous)
+            monkeypatch.setattr(inputs, "axes", contiguous)
         with scheduler("qwen2_5_vl") as engine:
             ((text, _),) = answers(engine, [request])
         assert (text == expected) is not planted

@@ -34,6 +34,7 @@ from serve_tools import (
 
 from mmfast.core.errors import SpecError
 from mmfast.serve.engine.base import BusyError, Delta, Failure, Finish, Health, Media
+from mmfast.serve.http.events import RequestRun
 
 ROW = {"stage": "encode", "tokens_in": 64, "tokens_out": 64, "ms": 3.0, "peak_bytes": 0}
 TRACE = {"visual_tokens": 64, "kept_tokens": 16, "ttft_ms": 12.0, "rows": [ROW]}
@@ -299,6 +300,23 @@ def test_a_client_that_leaves_cancels_at_once(stream: bool) -> None:
     app = app_of(engine)
     asyncio.run(_leave(app, asked(stream=stream)))
     assert engine.cancelled.wait(10)
+
+
+def test_who_leaves_as_a_word_comes_has_left() -> None:
+    async def main(steps: int) -> bool:
+        """Whether a reader that is cancelled so many steps behind an event goes on regardless."""
+        run = RequestRun(waiting(), [])
+        reading = asyncio.create_task(run.next(5.0))
+        await asyncio.sleep(0.01)
+        run._inbox.put_nowait((0, Delta("to")))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if reading.cancel():
+            await asyncio.gather(reading, return_exceptions=True)
+            return not reading.cancelled()
+        return False
+
+    assert not any(asyncio.run(main(steps)) for steps in range(6))
 
 
 async def _leave(app: Any, document: Any) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+from concurrent.futures import Future
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,35 @@ def test_both_signals_stop_a_server_and_are_not_raised_again() -> None:
             signal.raise_signal(number)
         assert server.should_exit
     assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_signals_are_the_servers_own_before_its_engine_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray puts back the handlers that it finds at its start, so they must be there by then."""
+    pytest.importorskip("uvicorn")
+    applications = pytest.importorskip("starlette.applications")
+    from mmfast.serve.http import app, run
+
+    found: list[Any] = []
+
+    class BrokenService:
+        def start(self) -> Future[Any]:
+            found.extend(signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM))
+            future: Future[Any] = Future()
+            future.set_exception(MmfastError("it cannot be loaded"))
+            return future
+
+        def failure(self) -> MmfastError:
+            return MmfastError("it cannot be loaded")
+
+    empty = applications.Starlette()
+    empty.state.service = BrokenService()
+    monkeypatch.setattr(app, "create_app", lambda _: empty)
+    config = ServerConfig(port=0)
+    with pytest.raises(MmfastError, match="it cannot be loaded"):
+        run.serve(config, run.bind(config.host, config.port), lambda: None)
+    assert [each.__name__ for each in found] == ["handle_exit"] * 2
 
 
 @pytest.mark.slow

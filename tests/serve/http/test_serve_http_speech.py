@@ -7,6 +7,7 @@ import base64
 import datetime
 import io
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -276,3 +277,72 @@ def test_clocks_of_subtitles(ms: int) -> None:
     clock = str(datetime.timedelta(seconds=whole % 3600)).rjust(8, "0")[3:]
     for form, mark in (("srt", ","), ("vtt", ".")):
         assert _clock(ms / 1000, form) == f"{whole // 3600:02}:{clock}{mark}{rest:03}"
+
+
+# --- listeners and talkers by name ---
+
+
+def test_a_listener_and_a_talker_are_asked_for_by_their_names() -> None:
+    class Reader(Hum):
+        def transcribe(self, pcm: torch.Tensor, rate: int = 16_000) -> str:
+            return "to the left"
+
+    async def go(**options: Any) -> tuple[list[str], list[int]]:
+        app = app_of(saying(), Reader(), **options)
+        async with client_of(app) as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+            codes = []
+            for name in ("whisper-small", "csm-1b", "mmfast-tiny-speech"):
+                files = {"file": ("a.wav", wav(0.5), "audio/wav")}
+                reply = await client.post(WRITE, files=files, data={"model": name})
+                codes.append(reply.status_code)
+            spoken = {"model": "csm-1b", "input": TEXT, "voice": "alloy"}
+            codes.append((await client.post(SPEECH, json=spoken)).status_code)
+        return [each["id"] for each in listed], codes
+
+    named = {"listener": "openai/whisper-small", "talker": "sesame/csm-1b"}
+    names, codes = asyncio.run(go(**named))
+    assert names[1:] == ["csm-1b", "whisper-small"] and codes == [200, 404, 404, 200]
+    names, codes = asyncio.run(go())
+    assert names[1:] == ["mmfast-tiny-speech"] and codes == [404, 404, 200, 404]
+
+
+def test_the_server_joins_a_listener_with_the_voice_of_another(tmp_path: Path) -> None:
+    from listener_models import BUILDERS, noise
+
+    from mmfast.serve.config import ServerConfig
+    from mmfast.serve.http.service import _voice
+    from mmfast.voice.models import load_voice
+
+    folder = BUILDERS["parakeet_ctc"](tmp_path)
+    voice = _voice(ServerConfig(listener=folder, device="cpu"))
+    (sound,) = noise(16000)
+    assert voice.transcribe(sound) == load_voice(folder, "cpu").transcribe(sound) != ""
+    assert voice.voices and next(voice.speak("one two three")).rate == voice.sample_rate
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_talker_of_transformers_speaks_and_does_not_listen(tmp_path: Path) -> None:
+    from talker_models import vits
+
+    from mmfast.voice.models import load_voice
+
+    for speakers in (3, 1):
+        (tmp_path / str(speakers)).mkdir()
+        talker = load_voice(vits(tmp_path / str(speakers), num_speakers=speakers), "cpu", "float32")
+        (sound,) = talker.speak(TEXT, **({"voice": "2"} if speakers == 3 else {}))
+        reply = say(talker, voice="2" if speakers == 3 else "nobody", response_format="wav")
+        pcm, _ = samples(reply.content, "wav")
+        wanted = (sound.pcm.clamp(-1, 1) * 32768).round() / 32768
+        assert np.allclose(pcm, wanted.numpy(), atol=2 / 32768)
+    assert say(talker, response_format="wav", speed=0.5).status_code == 200
+    assert say(load_voice(str(tmp_path / "3"), "cpu"), voice="/etc/passwd").status_code == 400
+
+    async def listen() -> Any:
+        async with client_of(app_of(saying(), talker)) as client:
+            files, form = {"file": ("a.wav", wav())}, {"model": "whisper-1"}
+            return await client.post("/v1/audio/transcriptions", files=files, data=form)
+
+    reply = asyncio.run(listen())
+    assert reply.status_code in (400, 404, 501)
+    assert "cannot listen" in reply.json()["error"]["message"]

@@ -23,13 +23,16 @@ from realtime_tools import (
 )
 from tone_models import HumModel, hum, read
 
+from mmfast.frontends.audio.activity import VoiceActivity
 from mmfast.frontends.audio.reader import decode_pcm
+from mmfast.models.speech.turn_end import TurnEnd
 from mmfast.ops.audio import resample
 from mmfast.serve.realtime.brain import ChatterVoices
 from mmfast.serve.realtime.formats import encode
 from mmfast.serve.realtime.service import SessionLimits
 from mmfast.serve.realtime.session import RealtimeSession
 from mmfast.serve.realtime.settings import ear_of
+from mmfast.voice.ear import ProsodyEar, SemanticEar, VoiceEar
 
 LONG = "one two three four five six seven eight nine ten " * 20
 VAD = {"type": "server_vad"}
@@ -315,6 +318,58 @@ def test_settings_become_ears() -> None:
     eager = ear_of({"type": "semantic_vad", "eagerness": "high"})
     asked = {"threshold": 0.2, "prefix_padding_ms": 100, "silence_duration_ms": 200}
     assert eager.hear(torch.zeros(512)) == [] == ear_of({**VAD, **asked}).hear(torch.zeros(512))
+
+
+def test_an_ear_for_prosody_is_an_extra_of_the_semantic_one() -> None:
+    eager = {"type": "semantic_vad", "eagerness": "high"}
+    assert type(ear_of(eager)) is SemanticEar
+    assert type(ear_of({**eager, "mmfast": {"prosody": True}})) is ProsodyEar
+
+    async def main() -> None:
+        wire = Wire(HumService(), Rules().server)
+        wire.send("session.update", session=turns(mmfast={"prosody": True}))
+        wire.send("session.update", session=turns(mmfast={"backchanels": True}))
+        wire.send("session.update", session=turns())
+        updated = await wire.event("session.updated")
+        assert "mmfast" not in updated["session"]["audio"]["input"]["turn_detection"]
+        texts = [error["error"]["message"] for error in wire.of("error")]
+        assert "semantic_vad" in texts[0] and "backchanels" in texts[1] and len(texts) == 2
+        await wire.close()
+
+    fast(main())
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_backchannel_leaves_a_response_alone(
+    wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its words; another short word cancels the response, as all speech does without it."""
+    monkeypatch.setattr(TurnEnd, "murmur", lambda self, pcm: 0.6)
+
+    async def main() -> None:
+        service = HumService(HumVoices(lambda *_: LONG))
+        service.ear = lambda turns: VoiceEar(
+            activity=VoiceActivity("energy"), silence_duration_ms=300
+        )
+        wire = Wire(service)  # OpenAI has no such event
+        wire.send("session.update", session=turns(mmfast={"backchannels": wanted}))
+        wire.send("input_audio_buffer.append", audio=said("tell me"))
+        await wire.event("response.output_audio.delta", 3)
+        wire.send("input_audio_buffer.append", audio=said("uh huh"))
+        if wanted:
+            passed = await wire.event("mmfast.input_audio_buffer.backchannel")
+            assert passed["transcript"] == "uh huh"
+            assert len(wire.of("input_audio_buffer.speech_started")) == 1
+            assert len(wire.of("input_audio_buffer.committed")) == 1
+            assert not wire.of("response.done")
+            wire.send("input_audio_buffer.append", audio=said("stop now"))
+        done = await wire.event("response.done")
+        assert done["response"]["status"] == "cancelled"
+        await wire.event("input_audio_buffer.committed", 2)
+        assert len(wire.of("input_audio_buffer.speech_started")) == 2
+        await wire.close()
+
+    fast(main())
 
 
 def test_a_wrong_update_changes_nothing() -> None:

@@ -36,14 +36,28 @@ def make(kind: str, heads: int, n: int, width: int = 8, seed: int = 0) -> Tokens
         window, total = torch.ones(2, heads, n) / n
     if kind == "zero":
         x, window, total = torch.zeros_like(x), torch.zeros(heads, n), torch.zeros(heads, n)
+    kinds = kinds_of(kind, n, g)
+    seen = (kinds == 1).cumsum(0) - 1  # the first frame has 3 tokens, the others 5
     signals = {
+        "frame": torch.where(kinds == 1, 7 + (seen + 2) // 5, -1),
+        "spot": torch.where(kinds == 1, (seen + 2) % 5, -1),
         "values": torch.randn(heads, n, width, generator=g),
-        "kind": kinds_of(kind, n, g),
+        "values_out": torch.ones(heads, n) if kind in ("equal", "zero") else window.flip(-1),
+        "query_mean": torch.randn(heads, 4, width, generator=g),
+        "query_cov": _covariances(heads, 4, width, g),
+        "kind": kinds,
         "attn_window": window,
         "attn_sum": total,
         "layer": torch.tensor(seed % 5),
+        "depth": torch.tensor(0),  # one layer alone: its budget is the mean
+        "depths": torch.tensor(1),
     }
     return Tokens(x, signals=signals)
+
+
+def _covariances(heads: int, groups: int, width: int, generator: torch.Generator) -> Tensor:
+    rows = torch.randn(heads, groups, 3, width, generator=generator)
+    return rows.transpose(-1, -2) @ rows / 6
 
 
 def layer_of(tokens: Tokens) -> Layer:
@@ -58,17 +72,24 @@ def layer_of(tokens: Tokens) -> Layer:
         window=wide("attn_window"),
         total=wide("attn_sum"),
         number=int(tokens.signals["layer"]),
+        depth=(int(tokens.signals["depth"]), int(tokens.signals["depths"])),
+        values=wide("values"),
+        out=wide("values_out"),
+        mean=wide("query_mean"),
+        cov=wide("query_cov"),
+        frame=tokens.signals["frame"].tolist(),
+        spot=tokens.signals["spot"].tolist(),
     )
 
 
 def stacked(items: list[Tokens]) -> Tokens:
-    """Conversations of equal shape as a batch; they agree on the layer."""
+    """Conversations of equal shape as a batch; they agree on numbers of layers."""
     signals = {
         name: torch.stack([item.signals[name] for item in items])
         for name in items[0].signals
-        if name != "layer"
+        if items[0].signals[name].ndim
     }
     return Tokens(
         torch.stack([item.x for item in items]),
-        signals=signals | {"layer": items[0].signals["layer"]},
+        signals=signals | {k: v for k, v in items[0].signals.items() if v.ndim == 0},
     )

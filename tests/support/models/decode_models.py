@@ -107,6 +107,17 @@ def read(backbone: Backbone, ids: Tensor, kind: str = "normed") -> tuple[Tensor,
         return (raw if kind == "raw" else backbone.norm(raw)), embeds
 
 
+def window_mask(head: Any, like: Tensor) -> Tensor | None:
+    """What `whole` takes where a head looks back to some places alone."""
+    if not head.window:
+        return None
+    n = like.shape[1]
+    far = torch.arange(n)[:, None] - torch.arange(n)
+    seen = (far >= 0) & (far < head.window)
+    mask = torch.zeros(1, 1, n, n, dtype=like.dtype)
+    return mask.masked_fill(~seen, torch.finfo(like.dtype).min)
+
+
 def greedy(model: Any, prompts: Tensor, n: int) -> list[list[int]]:
     """What stock `generate` says, one token per pass."""
     found = model.generate(

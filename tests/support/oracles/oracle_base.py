@@ -79,13 +79,15 @@ def apart(x: np.ndarray, count: int) -> list[int]:
     return picks
 
 
-def dpc(points: list[np.ndarray], count: int, neighbours: int) -> dict[int, list[int]]:
-    """Centre -> members (centre included), by place in `points`."""
+def dpc(
+    points: list[np.ndarray], count: int, neighbours: int, few: bool = True
+) -> dict[int, list[int]]:
+    """Centre -> members (centre included), by place; neighbours are `count` at most if `few`."""
     n = len(points)
     far = [
         [math.sqrt(float(((a - b) ** 2).sum())) / math.sqrt(len(a)) for b in points] for a in points
     ]
-    near = min(neighbours, count)
+    near = min(neighbours, count if few else n)
     density = [math.exp(-sum(d * d for d in sorted(row)[:near]) / near) for row in far]
     # Equal points have equal density; a sum in another order must not make one denser.
     density = [round(d, 12) for d in density]

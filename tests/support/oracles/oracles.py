@@ -15,6 +15,7 @@ import numpy as np
 import oracles_compose
 import oracles_encoder
 import oracles_llm
+import oracles_video
 import torch
 from oracle_base import SAME, Answer, Item, apart, cosine, dpc, pruned, ranked
 
@@ -342,6 +343,7 @@ ORACLES: Mapping[str, Callable[..., Answer]] = {
     **oracles_compose.ORACLES,
     **oracles_encoder.ORACLES,
     **oracles_llm.ORACLES,
+    **oracles_video.ORACLES,
     "divprune": divprune,
     "downsample": downsample,
     "evs": evs,

@@ -25,6 +25,13 @@ class Layer:
     window: np.ndarray  # [H, N]
     total: np.ndarray  # [H, N]
     number: int = 0
+    depth: tuple[int, int] = (0, 1)
+    values: np.ndarray | None = None  # [H, N, d]
+    frame: list[int] | None = None  # [N]
+    spot: list[int] | None = None  # [N]
+    out: np.ndarray | None = None  # [H, N]
+    mean: np.ndarray | None = None  # [H, G, d], on the scale of logits
+    cov: np.ndarray | None = None  # [H, G, d, d]
 
     @property
     def heads(self) -> range:
@@ -66,14 +73,19 @@ def streamingvlm(layer: Layer, budget: int, sink: float = 0.125, text: float = 0
     return layer.alike(list(keep))
 
 
+def _pooled(votes: np.ndarray, before: int, kernel: int, pool: str) -> list[float]:
+    side, score = kernel // 2, []
+    for i in range(before):
+        near = [votes[j] for j in range(i - side, i + side + 1) if 0 <= j < before]
+        score.append(max(near) if pool == "max" else sum(near) / len(near))
+    return score
+
+
 def _voted(layer: Layer, budget: int, window: int, kernel: int, pool: str) -> Answers:
-    last = min(window, max(budget // 2, 1))
-    before, side, answers = layer.n - last, kernel // 2, []
+    last, answers = min(window, max(budget // 2, 1)), []
+    before = layer.n - last
     for head in layer.heads:
-        score = []
-        for i in range(before):
-            near = [layer.window[head, j] for j in range(i - side, i + side + 1) if 0 <= j < before]
-            score.append(max(near) if pool == "max" else sum(near) / len(near))
+        score = _pooled(layer.window[head], before, kernel, pool)
         chosen = ranked(score)[: budget - last]
         answers.append(pruned(layer.n, chosen + list(range(before, layer.n))))
     return answers
@@ -166,6 +178,352 @@ def zipvl(layer: Layer, budget: int | None, mass: float = 0.975) -> Answers:
     return layer.alike(ranked(score)[:budget])
 
 
+def _level(score: float) -> int:
+    """A score in steps of 2^-30: sums in another order must not break a tie."""
+    return round(score * 2**30)
+
+
+def random(layer: Layer, budget: int, seed: int = 0) -> Answers:
+    generator = torch.Generator().manual_seed(1009 * seed + layer.number)
+    shape = (len(layer.keys), layer.n)
+    draw = torch.rand(shape, dtype=torch.float64, generator=generator).tolist()
+    return [pruned(layer.n, ranked(draw[head])[:budget]) for head in layer.heads]
+
+
+def tova(layer: Layer, budget: int, window: int = 1) -> Answers:
+    heads = len(layer.window)
+    score = [_level(sum(layer.window[h, i] for h in layer.heads) / heads) for i in range(layer.n)]
+    return layer.alike(ranked(score)[:budget])
+
+
+def _direction(row: np.ndarray) -> np.ndarray:
+    length = math.sqrt(sum(float(c) ** 2 for c in row))
+    return row / length if length > 2.0**-40 else row * 2.0**40
+
+
+def keydiff(layer: Layer, budget: int) -> Answers:
+    answers = []
+    for head in layer.heads:
+        units = [_direction(key) for key in layer.keys[head]]
+        anchor = _direction(np.array(sum(units)) / layer.n)
+        score = [-_level(float(unit @ anchor)) for unit in units]
+        answers.append(pruned(layer.n, ranked(score)[:budget]))
+    return answers
+
+
+def _lag_scores(mine: np.ndarray, behind: np.ndarray) -> list[float]:
+    """Softmax over a part `[s, d]` of the deviation over channels, on the next part's scale."""
+    spread = []
+    for row in mine:
+        scaled = []
+        for c, number in enumerate(row):
+            low, high = min(behind[:, c]), max(behind[:, c])
+            scaled.append((number - low) / (high - low if high > low else 1.0))
+        mean = sum(scaled) / len(scaled)
+        spread.append(math.sqrt(sum((s - mean) ** 2 for s in scaled) / (len(scaled) - 1)))
+    powers = [math.exp(s - max(spread)) for s in spread]
+    return [power / sum(powers) for power in powers]
+
+
+def lagkv(layer: Layer, budget: int, sink: int = 16, lag: int = 128) -> Answers:
+    assert layer.values is not None
+    first, size, answers = min(sink, budget // 4), max(1, min(lag, budget // 4)), []
+    starts = list(range(first, layer.n - size + 1, size))
+    end = starts[-1]
+    share, more = divmod(budget - first - (layer.n - end), max(len(starts) - 1, 1))
+    for head in layer.heads:
+        keep = [*range(first), *range(end, layer.n)]
+        for number, at in enumerate(starts[:-1]):
+            parts = [
+                _lag_scores(x[head, at : at + size], x[head, at + size : at + 2 * size])
+                for x in (layer.keys, layer.values)
+            ]
+            score = [_level(k + v) for k, v in zip(*parts, strict=True)]
+            keep += [at + i for i in ranked(score)[: share + (number < more)]]
+        answers.append(pruned(layer.n, keep))
+    return answers
+
+
+def chunkkv(layer: Layer, budget: int, window: int = 32, chunk: int = 10) -> Answers:
+    last = min(window, max(budget // 2, 1))
+    before = layer.n - last
+    score, heads = [], len(layer.window)
+    for i in range(before):
+        mates = [j for j in range(before) if j // chunk == i // chunk]
+        total = sum(layer.window[h, j] for h in layer.heads for j in mates)
+        score.append(_level(total / heads / len(mates)))
+    return layer.alike(ranked(score)[: budget - last] + list(range(before, layer.n)))
+
+
+def curdkv(layer: Layer, budget: int, sink: int = 4, rank: int = 20, seed: int = 0) -> Answers:
+    assert layer.values is not None
+    width, answers = layer.keys.shape[-1], []
+    plane = np.eye(width)
+    if rank:
+        generator = torch.Generator().manual_seed(seed)
+        draw = torch.randn(width, rank, dtype=torch.float64, generator=generator)
+        plane = draw.numpy() / math.sqrt(rank)
+    for head in layer.heads:
+        score = []
+        for key, value in zip(layer.keys[head], layer.values[head], strict=True):
+            lengths = [sum(float(row @ column) ** 2 for column in plane.T) for row in (key, value)]
+            score.append(_level(math.log(max(lengths[0] * lengths[1], 1e-30))))
+        first = list(range(min(sink, budget)))
+        rest = ranked(score, list(range(len(first), layer.n)))[: budget - len(first)]
+        answers.append(pruned(layer.n, first + rest))
+    return answers
+
+
+def knorm(layer: Layer, budget: int) -> Answers:
+    answers = []
+    for head in layer.keys:
+        lengths = [math.sqrt(float(key @ key)) for key in head]
+        steps = [-round(each / max(*lengths, 1e-30) * 2**16) for each in lengths]
+        answers.append(pruned(layer.n, ranked(steps)[:budget]))
+    return answers
+
+
+def _heavy(layer: Layer, score: list[float], budget: int, first: int, recent: float) -> Answer:
+    last = min(round(recent * budget), budget - first)
+    keep = [*range(first), *range(layer.n - last, layer.n)]
+    rest = ranked(score, list(range(first, layer.n - last)))
+    return pruned(layer.n, keep + rest[: budget - first - last])
+
+
+def h2o(layer: Layer, budget: int, recent: float = 0.5) -> Answers:
+    return [_heavy(layer, list(head), budget, 0, recent) for head in layer.total]
+
+
+def vatp(layer: Layer, budget: int, sink: int = 20, recent: float = 0.5) -> Answers:
+    assert layer.values is not None
+    answers = []
+    for head in layer.heads:
+        sizes = [sum(abs(float(c)) for c in value) for value in layer.values[head]]
+        score = [_level(float(layer.total[head, i]) * sizes[i]) for i in range(layer.n)]
+        answers.append(_heavy(layer, score, budget, min(sink, budget // 4), recent))
+    return answers
+
+
+def _leverages(keys: np.ndarray, rank: int, seed: int) -> list[float]:
+    """Ridge leverage of rows `[N, d]` about their mean, by the inverse of the Gram matrix."""
+    rows = keys - keys.mean(0)
+    if 0 < rank < rows.shape[1]:
+        generator = torch.Generator().manual_seed(seed)
+        draw = torch.randn(rows.shape[1], rank, dtype=torch.float64, generator=generator)
+        rows = rows @ draw.numpy() / math.sqrt(rank)
+    gram = sum(np.outer(row, row) for row in rows)
+    ridge = 1e-3 * np.trace(gram) / len(gram) + 2.0**-40
+    inverse = np.linalg.inv(gram + ridge * np.eye(len(gram)))
+    return [float(row @ inverse @ row) for row in rows]
+
+
+def leverage(
+    layer: Layer, budget: int, sink: int = 8, recent: int = 4, rank: int = 48, seed: int = 0
+) -> Answers:
+    first, last, answers = min(sink, budget // 4), min(recent, budget // 4), []
+    for head in layer.heads:
+        score = [_level(each) for each in _leverages(layer.keys[head], rank, seed)]
+        rest = ranked(score, list(range(first, layer.n - last)))[: budget - first - last]
+        keep = [*range(first), *rest, *range(layer.n - last, layer.n)]
+        answers.append(pruned(layer.n, keep))
+    return answers
+
+
+def _levels(mean: int, n: int, layers: int, beta: float) -> list[int]:
+    """Tokens of each layer of a pyramid, by hand: one each, then quotas, then largest rests."""
+    step = Fraction(2) * (1 - 1 / Fraction(beta)) / max(layers - 1, 1)
+    weights = [2 - 1 / Fraction(beta) - step * i for i in range(layers)]
+    free, left, counts = list(range(layers)), (mean - 1) * layers, [0] * layers
+    while True:
+        total = sum(weights[i] for i in free)
+        quota = {i: weights[i] * left / total for i in free}
+        full = [i for i in free if quota[i] >= n - 1]
+        if not full:
+            break
+        for i in full:
+            counts[i] = n - 1
+            left -= n - 1
+            free.remove(i)
+        if not free:
+            return [1 + c for c in counts]
+    for i in free:
+        counts[i] = math.floor(quota[i])
+    rest = left - sum(counts[i] for i in free)
+    for i in sorted(free, key=lambda i: (counts[i] - quota[i], i))[:rest]:
+        counts[i] += 1
+    return [1 + c for c in counts]
+
+
+def pyramidkv(
+    layer: Layer,
+    budget: int,
+    beta: float = 20.0,
+    window: int = 8,
+    kernel: int = 7,
+    pool: str = "max",
+) -> Answers:
+    depth, layers = layer.depth
+    mine = _levels(budget, layer.n, layers, beta)[depth]
+    if mine == layer.n:
+        return layer.alike(list(range(layer.n)))
+    return _voted(layer, mine, window, kernel, pool)
+
+
+def simlayerkv(
+    layer: Layer,
+    budget: int | None,
+    sink: int = 4,
+    recent: int = 1024,
+    threshold: float = 0.9,
+    window: int = 32,
+) -> Answers:
+    held = min(sink + recent, layer.n) if budget is None else budget
+    first = min(sink, held if budget is None else held // 2)
+    ends = [*range(first), *range(layer.n - held + first, layer.n)]
+    seen = sum(layer.window[h, i] for h in layer.heads for i in ends)
+    whole = float(layer.window.sum())
+    lazy = not threshold or (seen - threshold * whole) / len(layer.window) >= -(2.0**-30)
+    return layer.alike(ends if lazy else list(range(layer.n)))
+
+
+def _frames(layer: Layer) -> tuple[list[int], list[list[int]]]:
+    """Tokens of no frame, and those of each frame in order."""
+    assert layer.frame is not None
+    frames: dict[int, list[int]] = {}
+    for i, number in enumerate(layer.frame):
+        frames.setdefault(number, []).append(i)
+    return frames.pop(-1, []), list(frames.values())
+
+
+def _sameness(layer: Layer, head: int, i: int, latest: list[list[int]]) -> float:
+    """Mean cosine of a key with those at its spot in the latest frames; 0 where one has none."""
+    assert layer.spot is not None
+    mates = [j for mine in latest for j in mine if layer.spot[j] == layer.spot[i]]
+    return sum(cosine(layer.keys[head, i], layer.keys[head, j]) for j in mates) / len(latest)
+
+
+def infinipot_v(layer: Layer, budget: int, tar: float = 0.5, recent: float = 0.25) -> Answers:
+    assert layer.values is not None
+    text, frames = _frames(layer)
+    room, answers = budget - min(budget, len(text)), []
+    count = max(0, min(max(1, int(len(frames) * recent)), len(frames) - 1))
+    earlier, latest = frames[: len(frames) - count], frames[len(frames) - count :]
+    for head in layer.heads:
+        keep, part = text[-budget:], math.floor(room * tar + 0.5)
+        if part and count:
+            late = [i for mine in latest for i in mine][-part:]
+            old = [i for mine in earlier for i in mine]
+            alike = {i: -_level(_sameness(layer, head, i, latest)) for i in old}
+            novel = sorted(old, key=lambda i: (-alike[i], i))[: part - len(late)]
+            keep = keep + late + novel
+        length = [_level(math.sqrt(float(v @ v))) for v in layer.values[head]]
+        rest = ranked(length, [i for i in range(layer.n) if i not in keep])
+        answers.append(pruned(layer.n, keep + rest[: budget - len(keep)]))
+    return answers
+
+
+def streammem(layer: Layer, budget: int, window: int = 4, prototypes: bool = True) -> Answers:
+    text, frames = _frames(layer)
+    room, answers = budget - min(budget, len(text)), []
+    number = min(len(frames), room // 2) if prototypes else 0
+    whole = frames[len(frames) - number :]
+    for head in layer.heads:
+        score = list(layer.window[head])
+        slots = [ranked(score, mine)[0] for mine in whole]
+        keep = text[-budget:] + slots
+        seen = [i for mine in frames for i in mine if i not in slots]
+        keep += ranked(score, seen)[: budget - len(keep)]
+        answer = pruned(layer.n, keep)
+        for slot, mine in zip(slots, whole, strict=True):
+            weights = {i: score[i] + 1e-12 for i in mine if i == slot or i not in keep}
+            answer.groups[slot] = {i: w / sum(weights.values()) for i, w in weights.items()}
+        answers.append(answer)
+    return answers
+
+
+def criticalkv(
+    layer: Layer,
+    budget: int,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "max",
+    first: float = 0.5,
+    epsilon: float = 1e-4,
+) -> Answers:
+    assert layer.out is not None
+    last, answers = min(window, max(budget // 2, 1)), []
+    before = layer.n - last
+    for head in layer.heads:
+        votes = _pooled(layer.window[head], before, kernel, pool)
+        keep = ranked(votes)[: int(first * (budget - last))]
+        score = [_level((votes[i] + epsilon) * layer.out[head, i]) for i in range(before)]
+        rest = ranked(score, [i for i in range(before) if i not in keep])
+        keep = keep + rest[: budget - last - len(keep)]
+        answers.append(pruned(layer.n, keep + list(range(before, layer.n))))
+    return answers
+
+
+def expected_attention(
+    layer: Layer,
+    budget: int,
+    sink: int = 4,
+    future: int = 512,
+    covariance: bool = True,
+    epsilon: float = 0.0,
+) -> Answers:
+    assert layer.values is not None and layer.mean is not None and layer.cov is not None
+    first, answers = min(sink, budget // 4), []
+    for head in layer.heads:
+        total = np.zeros(layer.n - first)
+        for mean, cov in zip(layer.mean[head], layer.cov[head], strict=True):
+            logits = [float(key @ mean) for key in layer.keys[head][first:]]
+            if covariance:
+                more = [float(key @ cov @ key) / 2 for key in layer.keys[head][first:]]
+                logits = [a + b for a, b in zip(logits, more, strict=True)]
+            powers = np.exp(np.array(logits) - max(logits))
+            total += powers / powers.sum() / len(layer.mean[head])
+        score = []
+        for share, value in zip(total, layer.values[head][first:], strict=True):
+            size = (float(share) + epsilon) * math.sqrt(float(value @ value))
+            score.append(_level(math.log(max(size, 1e-30))))
+        keep = [first + i for i in ranked(score)[: budget - first]]
+        answers.append(pruned(layer.n, [*range(first), *keep]))
+    return answers
+
+
+def _as_votes(score: list[float], votes: list[float]) -> list[float]:
+    """From 0 to 1 and then to the mean of the votes."""
+    low, high = min(score), max(score)
+    level = [_level((s - low) / (high - low)) * 2.0**-30 if high > low else 0.0 for s in score]
+    mean = sum(level) / len(level)
+    return [x * sum(votes) / len(votes) / (mean or 1.0) for x in level]
+
+
+def mixkv(
+    layer: Layer, budget: int, window: int = 32, kernel: int = 7, pool: str = "max"
+) -> Answers:
+    assert layer.values is not None
+    last, answers = min(window, max(budget // 2, 1)), []
+    before = layer.n - last
+    for head in layer.heads:
+        votes = _pooled(layer.window[head], before, kernel, pool)
+        units = [_direction(key) for key in layer.keys[head]]
+        pairs = [float(a @ b) for i, a in enumerate(units) for j, b in enumerate(units) if i != j]
+        # A key of zeros is a unit row of zeros, whose product with itself is not 1.
+        zeros = sum(1 - float(u @ u) for u in units) / max(layer.n * (layer.n - 1), 1)
+        alike = min(max(sum(pairs) / max(len(pairs), 1) - zeros, 0.0), 1.0)
+        mean = np.array(sum(units)) / layer.n
+        differs = [-_level(float(u @ mean)) * 2.0**-30 for u in units[:before]]
+        sizes = [math.sqrt(float(v @ v)) for v in layer.values[head][:before]]
+        score = []
+        if before:
+            more = zip(votes, _as_votes(sizes, votes), _as_votes(differs, votes), strict=True)
+            score = [_level((1 - alike) * (a + b) + alike * c) for a, b, c in more]
+        keep = ranked(score)[: budget - last]
+        answers.append(pruned(layer.n, keep + list(range(before, layer.n))))
+    return answers
+
+
 def _runs(count: int, size: int) -> list[range]:
     return [range(at, min(at + size, count)) for at in range(0, count, size)]
 
@@ -187,13 +545,30 @@ def quant(x: np.ndarray, bits: int, keys: bool, group: int = 32) -> tuple[np.nda
 
 
 ORACLES: Mapping[str, Callable[..., Answers]] = {
+    "chunkkv": chunkkv,
+    "criticalkv": criticalkv,
+    "curdkv": curdkv,
+    "expected_attention": expected_attention,
     "fastkv": fastkv,
+    "h2o": h2o,
+    "infinipot_v": infinipot_v,
+    "keydiff": keydiff,
     "keyformer": keyformer,
     "keynorm": keynorm,
+    "knorm": knorm,
+    "lagkv": lagkv,
+    "leverage": leverage,
     "lookm": lookm,
+    "mixkv": mixkv,
+    "pyramidkv": pyramidkv,
+    "random": random,
+    "simlayerkv": simlayerkv,
     "sink": sink,
     "snapkv": snapkv,
     "streamingvlm": streamingvlm,
+    "streammem": streammem,
+    "tova": tova,
+    "vatp": vatp,
     "window": window,
     "zipvl": zipvl,
 }

@@ -400,6 +400,28 @@ def info_rank(item: Item, budget: int, rank: float = 0.01) -> Answer:
     return pruned(item.n, ranked(score)[:budget])
 
 
+def vispruner(item: Item, budget: int, important: float = 0.5) -> Answer:
+    tile = item.signals.get("tile")
+    frame = [i // (item.n // (item.grid[0] if item.grid else 1)) for i in range(item.n)]
+    region = frame if tile is None else tile.tolist()
+    parts = [[i for i in range(item.n) if region[i] == r] for r in sorted(set(region))]
+    sizes = [len(part) for part in parts]
+    keep: list[int] = []
+    for part, count in zip(parts, shared([float(s) for s in sizes], budget, sizes), strict=True):
+        order = ranked(item.attn.tolist(), part)
+        first = int(count * important)
+        keep += order[:first]
+        rest = order[first:]
+        while first < count and len(rest) > count - first:
+            even, odd = rest[::2], rest[1::2]
+            copies = [max(alike(item.x[i], item.x[j]) for j in odd) for i in even]
+            by_copies = [even[place] for place in ranked(copies)]
+            most = max(8, len(part) // 72)
+            rest = by_copies[min(most, len(rest) - (count - first)) :] + odd
+        keep += rest if first < count else []
+    return pruned(item.n, keep)
+
+
 ORACLES: Mapping[str, Callable[..., Answer]] = {
     "a_tome": a_tome,
     "audio_prune": audio_prune,
@@ -416,4 +438,5 @@ ORACLES: Mapping[str, Callable[..., Answer]] = {
     "temporal_pool": temporal_pool,
     "token_sampling": token_sampling,
     "visiondrop": visiondrop,
+    "vispruner": vispruner,
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from oracle_base import Answer, Item, pruned, ranked
+from oracle_base import Answer, Item, cosine, dpc, pruned, ranked
 
 
 def _best(item: Item, score: list[float], budget: int) -> Answer:
@@ -45,15 +46,99 @@ def gemfilter(item: Item, budget: int) -> Answer:
     return _best(item, item.signals["attn_ahead"].tolist(), budget)
 
 
+def dart(item: Item, budget: int, pivots: int = 4, words: int = 4) -> Answer:
+    keep = ranked(item.signals["key_norm"].tolist())[: min(pivots, budget)]
+    asking = [item.x[i] for i in keep]
+    asking += [item.query[w] for w in ranked(item.signals["text_key_norm"].tolist())[:words]]
+    missing = budget - len(keep)
+    for number, pivot in enumerate(asking):
+        share = missing // len(asking) + (1 if number < missing % len(asking) else 0)
+        free = [i for i in range(item.n) if i not in keep]
+        keep += sorted(free, key=lambda i: (round(cosine(pivot, item.x[i]), 9), i))[:share]
+    return pruned(item.n, keep)
+
+
+def sparsevlm(
+    item: Item, budget: int | None, rate: float = 0.5, recycle: float = 0.3, group: int = 10
+) -> Answer:
+    speaks = [0.0] * len(item.query)
+    for token in item.x:
+        weight = [math.exp(cosine(token, word)) for word in item.query]
+        speaks = [s + w / sum(weight) / item.n for s, w in zip(speaks, weight, strict=True)]
+    mean = sum(speaks) / len(speaks)
+    words = [w for w, s in enumerate(speaks) if s > mean + 1e-9] or list(range(len(speaks)))
+    given = item.signals["attn_text"][:, words]
+
+    def clusters(kept: int) -> int:
+        """A tenth of those recycled, and one more."""
+        dropped = item.n - kept
+        pool = min(dropped, int(recycle * dropped) + 1) if recycle else 0
+        return min(pool, pool // group + 1)
+
+    if budget is None:
+        kept = item.n - int(rate * (item.n - np.linalg.matrix_rank(given)))
+        count = clusters(kept)
+    else:
+        fitting = [k for k in range(budget + 1) if k + clusters(k) <= budget]
+        kept = max([*fitting, math.ceil(budget / 2)])
+        count = budget - kept
+    order = ranked([sum(row) / len(words) for row in given])
+    answer = pruned(item.n, order[:kept])
+    pool = sorted(order[kept:][: int(recycle * (item.n - kept)) + 1])
+    if count:
+        for centre, members in dpc([item.x[i] for i in pool], count, count).items():
+            answer.groups[pool[centre]] = {pool[i]: 1 / len(members) for i in members}
+    return answer
+
+
+def ivc_prune(item: Item, budget: int, anchors: float = 0.4, seeds: float = 0.01) -> Answer:
+    turn, text = item.signals["rope"], item.signals["text_values"]
+    _, heads, width = text.shape
+    values = item.signals["values"].reshape(item.n, heads, width)
+
+    def liked(token: np.ndarray) -> list[float]:
+        """Shares of the tokens in the likeness of one, mean over heads."""
+        total = [0.0] * item.n
+        for h in range(heads):
+            power = [math.exp(float(token[h] @ v[h]) / math.sqrt(width)) for v in values]
+            total = [t + p / sum(power) / heads for t, p in zip(total, power, strict=True)]
+        return total
+
+    def means(rows: list[list[float]]) -> list[float]:
+        return [round(sum(column) / len(rows) * 2**30) for column in zip(*rows, strict=True)]
+
+    each = round(anchors * budget / 2)
+    keep = list(
+        dict.fromkeys([i for side in (0, 1) for i in ranked(turn[:, side].tolist())[:each]])
+    )
+    rows = [liked(token) for token in text]
+    count = min(max(1, round(seeds * item.n)), budget - len(keep))
+    chosen = ranked(means(rows))[:count]
+    score = means(rows + [liked(values[i]) for i in chosen])
+    keep = list(dict.fromkeys(keep + chosen))
+    return pruned(
+        item.n,
+        keep + ranked(score, [i for i in range(item.n) if i not in keep])[: budget - len(keep)],
+    )
+
+
+def prunevid_inner(item: Item, budget: int) -> Answer:
+    return _best(item, [max(row) for row in item.signals["attn_text"]], budget)
+
+
 def lazyllm(item: Item, budget: int) -> Answer:
     return _best(item, item.attn.tolist(), budget)
 
 
 ORACLES: Mapping[str, Callable[..., Answer]] = {
     "adaptinfer": adaptinfer,
+    "dart": dart,
     "fastkv": fastkv,
     "gemfilter": gemfilter,
+    "ivc_prune": ivc_prune,
     "lazyllm": lazyllm,
+    "prunevid_inner": prunevid_inner,
     "pyramiddrop": pyramiddrop,
     "slimfer": slimfer,
+    "sparsevlm": sparsevlm,
 }

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from oracle_base import cosine, ranked
+import oracles_compose
+import oracles_video
+from oracle_base import Item, cosine, ranked
 
 Arrays = Mapping[str, np.ndarray]
 Params = Mapping[str, Any]
@@ -468,10 +470,36 @@ def cdpruner(a: Arrays, p: Params) -> Results:
     }
 
 
+def framefusion(a: Arrays, p: Params) -> Results:
+    x, n = a["x"].astype(float), p["frame_tokens"]
+    item = Item(x, grid=(len(x) // n, 1, n), signals={"attn_visual": np.zeros(len(x))})
+    answer = oracles_video.framefusion(item, p.get("keep"), p["tau"])
+    return {"mask": np.isin(np.arange(len(x)), answer.keep), "tokens": answer.matrix @ x}
+
+
+def prunevid(a: Arrays, p: Params) -> Results:
+    frames, n, width = a["x"].shape
+    item = Item(a["x"].astype(float).reshape(-1, width), grid=(frames, 1, n))
+    share = p["temporal_segment_ratio"]
+    answer = oracles_video.prunevid(item, None, p["tau"], share, p["cluster_ratio"])
+    tokens = answer.matrix @ item.x
+    sizes = [len(part) for part in oracles_video.scenes_of(item, share)]
+    return {"tokens": tokens[tokens.sum(-1).argsort()], "window_sizes": np.array(sizes)}
+
+
+def vispruner(a: Arrays, p: Params) -> Results:
+    masks = []
+    for x, attn in zip(a["features"].astype(float), a["attn"].astype(float), strict=True):
+        item = Item(x, attn=attn.mean(0))
+        answer = oracles_compose.vispruner(item, p["visual_token_num"], p["important_ratio"])
+        masks.append(np.isin(np.arange(len(x)), answer.keep))
+    return {"mask": np.array(masks)}
+
+
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        cdpruner, divprune, dycoke, evs, fastv, hiprune, hired, holitom, pixelprune, prumerge,
-        prumerge_plus, stc_pruner, tome, vidcom2, visionzip,
+        cdpruner, divprune, dycoke, evs, fastv, framefusion, hiprune, hired, holitom, pixelprune,
+        prumerge, prumerge_plus, prunevid, stc_pruner, tome, vidcom2, visionzip, vispruner,
     )
 }  # fmt: skip

@@ -70,14 +70,20 @@ def _others(
     n, words = len(x), 3
     names = ("attn_first", "attn_middle", "attn_visual", "attn_window", "attn_ahead")
     scores = {name: torch.rand(n, generator=g) for name in names}
+    attn_text, text_attn = torch.rand(n, words, generator=g), torch.rand(words, generator=g)
+    scores["key_norm"] = torch.rand(n, generator=g)
     if kind in ("frozen", "equal"):
         scores = {name: (value * 4).floor() / 4 for name, value in scores.items()}
     t, h, w = grid
     place = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w))
     return {
         **scores,
-        "attn_text": torch.rand(n, words, generator=g),
-        "text_attn": torch.rand(words, generator=g),
+        "attn_text": attn_text,
+        "text_attn": text_attn,
+        "text_key_norm": torch.rand(words, generator=g),
+        "values": x[:, :8].contiguous(),  # equal tokens have equal values
+        "text_values": torch.randn(words, 2, min(8, x.shape[1]) // 2, generator=g),
+        "rope": torch.randn(n, 2, generator=g),
         "tile": torch.arange(n) * 5 // n,
         "image": torch.arange(n) * 3 // n,
         "place": place.reshape(n, 3),

@@ -17,6 +17,7 @@ from tone_models import HumEar, HumSpeaker, hum, read
 from torch import Tensor
 
 from mmfast.core.speech import Sound, Turn
+from mmfast.models.speech.turn_end import Overheard
 from mmfast.ops.audio import resample
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard.errors import ApiError
@@ -83,6 +84,9 @@ class HumBrain:
 
     def hear(self, pcm: Tensor) -> str:
         return read(pcm).strip()
+
+    def overhear(self, pcm: Tensor) -> Overheard:
+        return Overheard(self.hear(pcm))
 
     def answer(self, question: BrainQuestion) -> Iterator[Sound]:
         self.voices.questions.append(question)

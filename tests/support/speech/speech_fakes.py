@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from mmfast.core.speech import Sound
+from mmfast.tiny.speech.dialogue import WORDS
 from mmfast.tiny.speech.recordings import EspeakVoice, say
-from mmfast.tiny.speech.text import PITCHES, SPEEDS, VOICE_NAMES, WORDS
+from mmfast.tiny.speech.text import PITCHES, SPEEDS, VOICE_NAMES
 
 RATE = 16000
 
@@ -25,19 +26,20 @@ class PlainCodec:
 
 
 class Parrot:
-    """Speaks like espeak-ng, eleven tokens a pass in turbo; `lisp` says other words there."""
+    """Speaks like espeak-ng, eleven tokens a pass in raw drafts; `lisp` says other words there."""
 
     name, sample_rate, codec = "parrot", RATE, PlainCodec()
 
     def __init__(self, lisp=False, known=()):
         self.lisp, self.known, self.calls = lisp, list(known), []
 
-    def speak(self, text, *, voice, rate, pitch, mode, verify="none"):
-        self.calls.append((text, mode, verify))
-        wrong = self.lisp and mode == "turbo" and verify == "none"
+    def speak(self, text, *, voice, rate, pitch, **how):
+        self.calls.append((text, how))
+        raw = how == {"verify": "none"}
+        wrong = self.lisp and raw
         pcm = say("zero" if wrong else text, EspeakVoice(voice, rate, pitch)).pcm
         codes = torch.full((2, 6), int(wrong))
-        per_pass = 11 if mode == "turbo" else 1
+        per_pass = 11 if raw else 1
         middle = len(pcm) // 2
         yield Sound(pcm[:middle], RATE, text, codes[:, :3], 1, per_pass - 1, per_pass)
         yield Sound(pcm[middle:], RATE, "", codes[:, 3:], 1, per_pass - 1, per_pass)
@@ -48,12 +50,11 @@ class Parrot:
         found = [text for key, text in self.known if key == fingerprint(pcm)]
         return found[0] if found else ""
 
-    def reply(self, pcm, rate=RATE, history=(), *, mode="turbo", verify="none"):
+    def reply(self, pcm, rate=RATE, history=(), **how):
         yield Sound(torch.zeros(0), RATE, heard="hello")
         yield from self.speak(
-            "hello.", voice=VOICE_NAMES[0], rate=SPEEDS[0], pitch=PITCHES[0], mode=mode,
-            verify=verify,
-        )  # fmt: skip
+            "hello.", voice=VOICE_NAMES[0], rate=SPEEDS[0], pitch=PITCHES[0], **how
+        )
 
 
 def fingerprint(pcm):

@@ -16,6 +16,7 @@ from torch import Tensor
 import mmfast
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, chat_inputs
+from mmfast.models.vision.frame_cache import FrameCache
 
 FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 EMBEDDED = "embedded"
@@ -120,7 +121,9 @@ def shared_pipe(family: str) -> Any:
 @functools.cache
 def full_pipe(family: str) -> Any:
     """With a gate, a frame cache and a reducer, all of which have state."""
-    return pipe_of(family, reduce="dtd:0.5", gate=0.001, frame_cache=0.5)
+    return pipe_of(
+        family, reduce="dtd:0.5", gate=0.001, frame_cache=FrameCache(watcher(family).model, 0.5)
+    )
 
 
 def answer_logits(session: Any, question: str) -> Tensor:

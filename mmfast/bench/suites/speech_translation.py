@@ -1,0 +1,122 @@
+"""Simultaneous translation of generated speech: quality of each policy against its delay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchaudio.functional import edit_distance
+
+from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.results import Row
+from mmfast.core.speech import Listener
+from mmfast.decoding.simultaneous import average_lagging, write_policy
+from mmfast.models.translation import Translator, load_translator
+from mmfast.tiny.evaluate import interval
+from mmfast.tiny.speech.recordings import RATE, say
+from mmfast.tiny.speech.text import VOICES
+from mmfast.tiny.translation.grammar import sentence
+from mmfast.voice.interpreter import Interpreter, Translated, joined, word_by_word
+
+SENTENCES, SEED = 40, 0
+POLICIES = (
+    "offline", "greedy", "wait:3", "wait:5", "wait:7", "wait:9", "agreement:2", "agreement:3",
+    "agreement:5", "confidence:0.9", "confidence:0.99",
+)  # fmt: skip
+SPOKEN = ("offline", "wait:7", "agreement:3", "confidence:0.99")  # of speech, too
+CHUNK = RATE // 10
+
+
+class SpokenSentence(NamedTuple):
+    """An unseen sentence `[n]` at 16 kHz, in English and in Velda."""
+
+    pcm: Tensor
+    english: str
+    velda: str
+
+
+def spoken_sentences(count: int, seed: int) -> list[SpokenSentence]:
+    """Say so many unseen sentences in the embedded model's voices, a second of silence after."""
+    rng = np.random.default_rng([seed, 53])
+    found = []
+    for _ in range(count):
+        english, velda = sentence(rng, "eval")
+        voice = VOICES[int(rng.integers(len(VOICES)))]
+        pcm = torch.nn.functional.pad(say(f"{english}.", voice).pcm, (0, RATE))
+        found.append(SpokenSentence(pcm, english, velda))
+    return found
+
+
+class JudgedTranslation(NamedTuple):
+    """Word errors and words of the right translation, lag and length of the source."""
+
+    errors: int
+    words: int
+    lag: float
+    length: float
+
+
+def judged(wanted: str, pieces: Sequence[Translated], length: float) -> JudgedTranslation:
+    """Compare the pieces of a translation with the right one; `length` is that of the source."""
+    delays = [min(piece.at, length) for piece in pieces for _ in range(piece.words)]
+    words = wanted.split()
+    errors = edit_distance(words, joined(pieces).split())
+    return JudgedTranslation(errors, len(words), average_lagging(delays, length), length)
+
+
+def of_speech(
+    policy: str, listener: Listener, translator: Translator, spoken: SpokenSentence
+) -> JudgedTranslation:
+    """Translate a sentence while it is said; delays are seconds of sound."""
+    session = Interpreter(listener, translator, policy)
+    pieces = [piece for chunk in spoken.pcm.split(CHUNK) for piece in session.push(chunk)]
+    pieces += session.finish()
+    return judged(spoken.velda, pieces, len(spoken.pcm) / RATE - 1)
+
+
+def of_text(policy: str, translator: Translator, spoken: SpokenSentence) -> JudgedTranslation:
+    """Translate a sentence word by word; delays are words."""
+    read = spoken.english.split()
+    return judged(
+        spoken.velda, [*word_by_word(translator, write_policy(policy), read)], float(len(read))
+    )
+
+
+def translation_figures(found: Sequence[JudgedTranslation]) -> Row:
+    """Return word errors, whole sentences, and the lag in its unit and as a share of the source."""
+    whole = sum(each.errors == 0 for each in found)
+    return {
+        "score": 1 - sum(each.errors for each in found) / sum(each.words for each in found),
+        "whole": whole / len(found),
+        "interval": interval(whole, len(found)),
+        "lag": sum(each.lag for each in found) / len(found),
+        "lag_share": sum(each.lag for each in found) / sum(each.length for each in found),
+        "n": len(found),
+    }
+
+
+@benchmark("speech", "translation")
+def translation(tick: Tick, count: int = SENTENCES) -> list[Row]:
+    """Measure quality against delay of the policies, on words and on speech."""
+    from mmfast.models.speech.embedded import load_speech
+
+    translator, listener = load_translator(device="cpu"), load_speech()
+    spoken = spoken_sentences(count, SEED)
+    rows: list[Row] = []
+    for number, policy in enumerate(POLICIES):
+        tick("policies", number, len(POLICIES))
+        ways: dict[str, Any] = {
+            "text, words": partial(of_text, policy, translator),
+            "speech, s": partial(of_speech, policy, listener, translator),
+        }
+        for source, judge in [*ways.items()][: 1 + (policy in SPOKEN)]:
+            figures = translation_figures([judge(each) for each in spoken])
+            rows.append(
+                {"job": f"{policy}, {source}", "source": source, "policy": policy, **figures}
+            )
+    shared: dict[str, Any] = {"seed": SEED, "device": "cpu"}
+    return [{**row, **shared} for row in rows]

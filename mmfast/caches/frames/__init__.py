@@ -1,0 +1,1 @@
+"""KV-cache policies that tell frames apart."""

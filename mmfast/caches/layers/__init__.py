@@ -1,0 +1,1 @@
+"""KV-cache policies whose layers keep unlike numbers of tokens."""

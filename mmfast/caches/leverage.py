@@ -1,0 +1,64 @@
+"""Leverage: keys that the other keys cannot rebuild."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import policy
+from mmfast.core.tokens import Tokens
+from mmfast.ops.ranking import snap, stable_topk
+
+_RIDGE = 1e-3  # of the mean variance: fewer tokens than channels would otherwise all be alike
+_FLOOR = 2.0**-40  # equal keys differ from their mean by rounding alone
+
+
+@policy("leverage", paper="2507.08143", needs=("x",), role="score")
+def leverage(
+    tokens: Tokens, budget: int, *, sink: int = 8, recent: int = 4, rank: int = 48, seed: int = 0
+) -> Reduction:
+    """Keep first and last tokens, and in each head the keys of the greatest leverage.
+
+    The first half of Compactor of Chari & Van Durme (2025), which needs no query: the statistical
+    leverage of a key is its squared length on the scale of the covariance of all keys, so it is
+    large where few others point. A Gaussian projection of the channels makes it cheap.
+
+    Args:
+        tokens: Keys `x` `[..., H, N, d]`, as the cache holds them.
+        budget: Tokens to keep in every head; a share is of all tokens.
+        sink: First tokens that stay, 8 as published, at most a quarter of the budget.
+        recent: Last tokens that stay, 4 as published, at most a quarter of the budget.
+        rank: Columns of the projection, 48 as published; 0, or no less than d, projects nothing.
+        seed: Seed of the projection, one for all heads, made on the CPU.
+
+    Raises:
+        SpecError: A negative sink, recent or rank.
+    """
+    if min(sink, recent, rank) < 0:
+        raise SpecError(
+            f"knobs sink={sink}, recent={recent}, rank={rank} of 'leverage': choose 0 or more"
+        )
+    score = snap(leverage_scores(tokens.x, rank, seed))
+    score[..., : min(sink, budget // 4)] = torch.inf
+    score[..., tokens.n - min(recent, budget // 4) :] = torch.inf
+    return Reduction.prune(stable_topk(score, budget), tokens.n)
+
+
+def leverage_scores(keys: Tensor, rank: int, seed: int) -> Tensor:
+    """Ridge leverage `[..., N]` in [0, 1) of keys `[..., N, d]` about their mean, in float64."""
+    rows = keys.double()
+    rows = rows - rows.mean(-2, keepdim=True)
+    width = rows.shape[-1]
+    if 0 < rank < width:
+        generator = torch.Generator().manual_seed(seed)
+        plane = torch.randn(width, rank, dtype=torch.float64, generator=generator)
+        rows = rows @ (plane / rank**0.5).to(rows.device)
+    gram = rows.transpose(-1, -2) @ rows
+    ridge = _RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1) + _FLOOR
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor = torch.linalg.cholesky(gram + ridge[..., None, None] * eye)
+    solved = torch.linalg.solve_triangular(factor, rows.transpose(-1, -2), upper=False)
+    scores: Tensor = solved.square().sum(-2)
+    return scores

@@ -1,0 +1,296 @@
+"""The stage of `attach` that lets `generate` draft and verify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from mmfast.caches.plan import CachePlan
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.spec import AUTO, Spec
+from mmfast.core.trace import Row, Trace, peak_bytes
+from mmfast.decoding.row import Costs
+from mmfast.decoding.speculation import DRAFT, LOOKUP, RECYCLE, DecodePlan, Recycler
+from mmfast.models import loading
+from mmfast.models.decoder.drafters import (
+    BatchText,
+    Drafter,
+    LookupDrafter,
+    ModelDrafter,
+    RecycleDrafter,
+    prompt_reader,
+)
+from mmfast.models.decoder.reader import SequenceReader
+from mmfast.models.decoder.speculation import VerifiedDecoding
+from mmfast.models.families.adapter import adapter_for
+from mmfast.models.kv.view import ViewStage, view_plan
+from mmfast.models.patching import override
+from mmfast.models.reduction.call import PassState
+
+# A `custom_generate` of ours that only says by which seed tokens are drawn.
+SEED = "mmfast_seed"
+_COSTS = {RECYCLE: (0.001, 0.03), LOOKUP: (0.001, 0.03), DRAFT: (0.3, 0.05)}
+_KINDS = ("image", "video", "audio")
+
+
+def check_decode(
+    plan: DecodePlan, model: Any, specs: Sequence[Spec] | str, cache: CachePlan | None
+) -> None:
+    """Refuse draft and verify where a model or a stage beside it cannot; ModelError, SpecError."""
+    name = type(model).__name__
+    if adapter_for(model).alone or not hasattr(model, "generate"):
+        raise ModelError(f"decode={plan.text!r} acts in generate(), which {name} does not have")
+    revives = [] if specs == AUTO else [s for s in specs if s.method.revives]  # type: ignore[union-attr]
+    if revives:
+        raise SpecError(
+            f"{str(revives[0])!r} brings tokens back step by step, which cannot be undone when "
+            f"drafts fall; leave out decode={plan.text!r}, or reduce at 'pre'"
+        )
+    _check_cache(plan, cache)
+    if not plan.views:
+        return
+    if not adapter_for(model).media:
+        raise SpecError(
+            f"decode={plan.text!r} reads part of the visual keys, and {name} reads text alone; "
+            "use decode='recycle'"
+        )
+    acts = () if cache is None else cache.parts
+    odd = [
+        each for each in acts if each.method.moment == "always" or each.method.role == "retrieve"
+    ]
+    if odd or (cache is not None and cache.bits):
+        raise SpecError(
+            f"decode={plan.text!r} cuts its draft from a cache that changes only behind a prompt, "
+            f"which {str(cache)!r} does not promise; use 'snapkv:1024', or decode='recycle'"
+        )
+
+
+def _check_cache(plan: DecodePlan, cache: CachePlan | None) -> None:
+    """Refuse policies whose choice depends on where one pass ends and the next begins."""
+    if cache is None:
+        return
+    anew = cache.score is not None and (cache.every or cache.score.method.moment == "always")
+    if anew or cache.store is not None or cache.select is not None:
+        raise SpecError(
+            f"cache {str(cache)!r} chooses or packs anew from pass to pass, and decode="
+            f"{plan.text!r} has other passes, so the answer would change; use a policy that acts "
+            "behind the prompt, such as 'snapkv:1024', or leave out decode="
+        )
+
+
+class DraftSource:
+    """Draft and verify for one attached model; the draft model, if any, is loaded at once.
+
+    Raises:
+        ModelError: The draft model cannot be loaded, or has another vocabulary.
+    """
+
+    def __init__(self, model: Any, plan: DecodePlan) -> None:
+        self.plan, self._model, self._trace = plan, model, Trace()
+        self._recycler = Recycler(plan.width)
+        draft, wide = _COSTS.get(plan.kind, (0.6, 0.05))
+        self._costs = Costs(draft, wide, live=plan.adapt)
+        self._stage: ViewStage | None = None
+        self._draft: Any = None
+        if plan.kind == DRAFT:
+            self._draft = load_draft(plan.model, model)
+        elif plan.runs_model:
+            self._draft = loading.twin(model, None)[0]
+
+    def views(self, state: PassState) -> ViewStage | None:
+        """The stage that chooses what a draft on part of the cache reads; None for other drafts."""
+        if self.plan.views:
+            self._stage = ViewStage(
+                self._model, view_plan(self.plan.score, self.plan.budget), state
+            )
+        return self._stage
+
+    @contextmanager
+    def installed(self, trace: Trace) -> Iterator[None]:
+        """Stand in `generate`, with rows for `trace`; the draft model gets its own reducers."""
+        from mmfast.attach import attach
+
+        self._trace = trace
+        with ExitStack() as stack:
+            if self._draft is not None and self.plan.reduce:
+                stack.enter_context(attach(self._draft, self.plan.reduce))
+            stack.enter_context(override(self._model, "generate", self._generate))
+            yield
+
+    def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        custom, streamer = kwargs.pop("custom_generate", None), kwargs.get("streamer")
+        seed = getattr(custom, SEED, None)
+        if (custom is not None and seed is None) or kwargs.get("assistant_model") is not None:
+            what = "assistant_model" if custom is None else "custom_generate"
+            raise ModelError(
+                f"{what}= and decode={self.plan.text!r} both decode; give one of them (a draft "
+                "model is decode='draft:DIR')"
+            )
+        kwargs = _with_stop_strings(kwargs)
+        inputs = dict(kwargs)
+        if args:
+            inputs["input_ids"] = args[0]
+        elif kwargs.get("inputs") is not None:
+            inputs["input_ids"] = kwargs["inputs"]
+
+        def decode(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **rest: Any,
+        ) -> Any:
+            tools = {"logits_processor": logits_processor, "streamer": streamer}
+            tools["stopping_criteria"] = stopping_criteria
+            return self._decode(model, input_ids, generation_config, tools, rest, inputs, seed)
+
+        return stock(*args, custom_generate=decode, **kwargs)
+
+    def _decode(
+        self,
+        model: Any,
+        ids: Tensor,
+        config: Any,
+        tools: dict[str, Any],
+        kwargs: dict[str, Any],
+        inputs: dict[str, Any],
+        seed: int | None,
+    ) -> Any:
+        self._check_call(config, kwargs, inputs)
+        # Drawn tokens must not depend on the clock, or a seed would not repeat them.
+        drawn = config.do_sample
+        costs = Costs(self._costs.draft, self._costs.wide) if drawn else self._costs
+        if drawn:
+            costs = Costs(*_COSTS.get(self.plan.kind, (0.6, 0.05)))
+        run = VerifiedDecoding(model, ids, config, tools, self.plan, costs, seed)
+
+        def make(reader: SequenceReader, text: BatchText) -> Drafter | None:
+            return self._drafter(reader, text, kwargs, inputs, drawn)
+
+        output = run.run(kwargs, make)
+        row = Row("draft", run.proposed, run.accepted, run.drafting * 1e3, peak_bytes())
+        row.method = f"{self.plan.text} {run.passes} passes"
+        self._trace.rows.append(row)
+        return output
+
+    def _drafter(
+        self,
+        reader: SequenceReader,
+        text: BatchText,
+        kwargs: dict[str, Any],
+        inputs: dict[str, Any],
+        drawn: bool,
+    ) -> Drafter | None:
+        plan, vocabulary = self.plan, self._model.config.get_text_config().vocab_size
+        if plan.kind == RECYCLE:
+            known = Recycler(plan.width) if drawn else self._recycler
+            for ids in text.prompt.tolist():
+                known.warm(ids)
+            trees = plan.tree > 0 and len(text.said) == 1 and reader.plain
+            return RecycleDrafter(known, plan, trees)
+        if plan.kind == LOOKUP:
+            return LookupDrafter(text.prompt, plan)
+        if self._draft is not None:
+            without = None if plan.media and adapter_for(self._draft).media else self._placeholders
+            return ModelDrafter(prompt_reader(self._draft, inputs, without), plan, vocabulary)
+        assert self._stage is not None
+        view = self._stage.view(reader.cache)
+        if view.entries[0] == view.entries[1]:
+            self._trace.warn(
+                f"decode {plan.text!r} drafted nothing: the prompt has no visual keys to leave "
+                "out; use decode='recycle' for text"
+            )
+            return None
+        return ModelDrafter(
+            SequenceReader(self._model, kwargs, view.cache), plan, vocabulary, view.sync
+        )
+
+    @property
+    def _placeholders(self) -> set[int]:
+        ids = (getattr(self._model.config, f"{kind}_token_id", None) for kind in _KINDS)
+        return {each for each in ids if each is not None}
+
+    def _check_call(self, config: Any, kwargs: dict[str, Any], inputs: dict[str, Any]) -> None:
+        """Refuse what this loop does not decode, in one line."""
+        spec, mode = f"decode={self.plan.text!r}", config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ModelError(
+                f"{spec} takes the likeliest tokens or draws them, and this call is a "
+                f"{mode.value.replace('_', ' ')}; leave out its options, or decode="
+            )
+        if not kwargs.get("use_cache"):
+            raise ModelError(f"{spec} needs a cache; leave out use_cache=False")
+        for name in ("output_attentions", "output_hidden_states"):
+            if config.return_dict_in_generate and getattr(config, name, False):
+                raise ModelError(f"{spec} does not return what {name} asks for; leave it out")
+        past = inputs.get("past_key_values")
+        if self._draft is not None:
+            if inputs.get("input_ids") is None:
+                raise ModelError(f"{spec} needs input_ids, which its draft model reads, too")
+            if (config.num_return_sequences or 1) > 1:
+                raise ModelError(f"{spec} answers once; leave out num_return_sequences")
+            if past is not None and int(past.get_seq_length()):
+                raise ModelError(
+                    f"{spec} would have to read the earlier turns of this cache; leave out "
+                    "past_key_values, or use decode='recycle'"
+                )
+
+
+def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Stop strings as a criterion: stock code takes the tokenizer from custom loops."""
+    strings, words = kwargs.get("stop_strings"), kwargs.get("tokenizer")
+    if not strings or words is None:
+        return kwargs
+    rest = {k: v for k, v in kwargs.items() if k not in ("stop_strings", "tokenizer")}
+    stop = StopStringCriteria(words, strings)
+    own = kwargs.get("stopping_criteria") or ()
+    return {**rest, "stopping_criteria": StoppingCriteriaList([*own, stop])}
+
+
+def load_draft(where: str, model: Any) -> Any:
+    """Load a draft model for `model`, beside it; ModelError where their tokens differ."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with loading.loading(f"draft model {where!r}"):
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        text = loading.is_text_model(config.model_type)
+        cls = AutoModelForCausalLM if text else loading.answering_class(config)
+        draft = loading.from_pretrained(cls, where, model.device, model.dtype)
+    _check_tokens(where, draft, model)
+    return draft
+
+
+def _check_tokens(where: str, draft: Any, model: Any) -> None:
+    """Refuse a draft model that writes other tokens."""
+    mine, other = (m.config.get_text_config().vocab_size for m in (model, draft))
+    if other > mine:
+        raise ModelError(
+            f"draft model {where!r} has {other} tokens and {type(model).__name__} {mine}; give "
+            "one of the same tokenizer"
+        )
+    home = str(getattr(model, "name_or_path", "") or "")
+    words = [_vocabulary(place) for place in (home, where)]
+    if None not in words and words[0] != words[1]:
+        raise ModelError(
+            f"draft model {where!r} has another tokenizer than {home!r}; give one whose "
+            "tokenizer.json is the same"
+        )
+
+
+def _vocabulary(where: str) -> dict[str, int] | None:
+    """Tokens of a checkpoint by text; None where it brings no tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        words: dict[str, int] = AutoTokenizer.from_pretrained(
+            where, trust_remote_code=False, local_files_only=True
+        ).get_vocab()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return words

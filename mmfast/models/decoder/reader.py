@@ -1,0 +1,123 @@
+"""Passes of a model over the tokens behind a prompt that stock `generate` has prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+
+# Arguments of the prompt's length: the model reads those of the new tokens alone.
+_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+class SequenceReader:
+    """One model, one cache and the tokens of a batch behind its prompt.
+
+    All rows hold equally many new tokens, `held`, and go back together: caches stay rectangular,
+    so that sliding windows, convolutions and M-RoPE see what they see in one-token decoding.
+    Positions are given explicitly, as those on the model belong to the prompt it read last.
+
+    Args:
+        model: A stock model with a head.
+        kwargs: Arguments of the prompt, as `generate` prepares them for a decoding loop.
+        cache: The cache with the prompt in it; ModelError where it cannot give tokens back.
+    """
+
+    def __init__(self, model: Any, kwargs: Mapping[str, Any], cache: Any) -> None:
+        self.model, self.cache, self.held = model, cache, 0
+        self._kwargs = dict(kwargs)
+        self._kwargs.pop("past_key_values", None)
+        if cache is None or not cache.is_croppable:
+            kind = type(cache).__name__
+            raise ModelError(
+                f"decode= takes drafts back, which a {kind} cannot; leave out "
+                "cache_implementation, or pass DynamicCache(config=model.config)"
+            )
+        cache.activate_past_recording()
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, depths: Tensor | None = None, mask: Any = None) -> Tensor:
+        """Read tokens `[B, n]` into the cache; returns their logits `[B, n, V]` float32.
+
+        `depths` `[n]` are positions counted from the first of them, and `mask` the attention mask
+        `[1, 1, n, S]`, where they are no plain sequence.
+        """
+        count = tokens.shape[1]
+        kwargs = self._grown(count, depths)
+        if mask is not None:
+            kwargs["attention_mask"] = mask
+        inputs = self.model.prepare_inputs_for_generation(
+            tokens,
+            next_sequence_length=count,
+            past_key_values=self.cache,
+            is_first_iteration=False,
+            **kwargs,
+        )
+        if "logits_to_keep" in self._kwargs:
+            inputs["logits_to_keep"] = count
+        out = self.model(**inputs, return_dict=True)
+        self.held += count
+        logits: Tensor = out.logits[:, -count:].to(dtype=torch.float32, device=tokens.device)
+        return logits
+
+    def rewind(self, held: int) -> None:
+        """Go back to the first `held` new tokens; call it after every `read`.
+
+        Windows and convolutions keep all they read until then.
+        """
+        self.cache.crop(held - self.held)
+        self.held = held
+
+    def keep_path(self, path: Sequence[int], width: int) -> None:
+        """Keep of the last `width` tokens those at `path`, ascending, in full-attention layers."""
+        for layer in self.cache.layers:
+            start = layer.keys.shape[2] - width
+            where = torch.tensor([*range(start), *(start + p for p in path)])
+            where = where.to(layer.keys.device)
+            layer.keys = layer.keys.index_select(2, where)
+            layer.values = layer.values.index_select(2, where)
+        self.held += len(path) - width
+
+    @property
+    def eager(self) -> bool:
+        """Attention takes masks that are added."""
+        return bool(self._attention == "eager")
+
+    @property
+    def _attention(self) -> Any:
+        return getattr(self.model.config.get_text_config(), "_attn_implementation", None)
+
+    @property
+    def plain(self) -> bool:
+        """All layers hold the whole sequence, unpadded, so that a pass may read a tree."""
+        from transformers.cache_utils import DynamicLayer
+
+        return (
+            self._attention in ("sdpa", "eager")
+            and self._kwargs.get("attention_mask") is None
+            and all(type(layer) is DynamicLayer for layer in self.cache.layers)
+            and not getattr(self.model.config.get_text_config(), "sliding_window", None)
+        )
+
+    def _grown(self, count: int, depths: Tensor | None) -> dict[str, Any]:
+        """Arguments of the next `count` tokens."""
+        kwargs, held = dict(self._kwargs), self.held
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            kwargs["attention_mask"] = torch.cat(
+                [mask, mask.new_ones(len(mask), held + count)], dim=1
+            )
+        positions = kwargs.get("position_ids")
+        if positions is not None:
+            steps = torch.arange(count) if depths is None else depths
+            steps = steps.to(positions.device, positions.dtype)
+            kwargs["position_ids"] = positions[..., -1:] + 1 + held + steps
+        for name in _TYPES:
+            types = kwargs.get(name)
+            if types is not None:
+                kwargs[name] = types.new_zeros(*types.shape[:-1], count)
+        return kwargs

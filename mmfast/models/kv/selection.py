@@ -1,0 +1,422 @@
+"""Selection: at every decode step attention reads the entries that its query chooses.
+
+Everything stays in the cache. Prompts read all of it; a decode step, and each of several drafts for
+itself, reads a part in layers of full attention. New entries are written into spare room behind the
+old ones, so that a step copies nothing, and what a method keeps up about entries lies with them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmfast.caches.plan import CachePlan
+from mmfast.core.errors import ModelError
+from mmfast.core.kv import LayerStep, StepChoice, StepSelector
+from mmfast.core.trace import Row, StepRead, Trace
+from mmfast.models.kv.notes import KIND, fill
+from mmfast.models.kv.packs import shrinkable
+from mmfast.models.reduction.cache_layers import adopt
+from mmfast.models.reduction.call import PassState
+from mmfast.models.reduction.probe import Around, intercepting
+from mmfast.ops.pages import selected, selected_attention, selected_bias
+
+_SPARE = 256  # entries of room for new ones, at least
+_HIDDEN = -1e4  # an addend below this hides an entry, in half precision as well
+
+
+class Room:
+    """Keys and values of one cache layer in longer buffers, and the state of a method beside them.
+
+    Other code sees slices of the buffers on the layer, as plain tensors. It may put shorter ones in
+    their place, which takes entries back, or others, which makes the room void.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        # Weak, and compared by identity: a copy of the layer does not write into this room.
+        self._layer: Callable[[], Any] = weakref.ref(layer)
+        self._buffers: tuple[Tensor, ...] = ()
+        self._held = 0
+        self.memory: dict[Any, dict[str, Any]] = {}
+
+    def holds(self, layer: Any) -> bool:
+        """Return True if the entries of the layer are the first ones of this room."""
+        if self._layer() is not layer or not self._buffers or not layer.keys.numel():
+            return False
+        return layer.keys.shape[2] <= self._held and all(
+            mine.data_ptr() == its.data_ptr()
+            and mine.shape[:2] == its.shape[:2]
+            and mine.stride() == its.stride()
+            for mine, its in zip(self._buffers, (layer.keys, layer.values), strict=True)
+        )
+
+    def write(self, before: int, old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> None:
+        """Put new entries `[B, H, m, d]` behind the first `before` ones, which `old` has."""
+        if before < self._held:
+            self._trim(before)
+        total = before + new[0].shape[2]
+        if not self._buffers or self._buffers[0].shape[2] < total:
+            wider = total + max(_SPARE, total // 8)
+            grown = tuple(x.new_empty(*x.shape[:2], wider, x.shape[3]) for x in new)
+            for buffer, x in zip(grown, old, strict=True):
+                if before:
+                    buffer[:, :, :before] = x
+            self._buffers = grown
+        for buffer, x in zip(self._buffers, new, strict=True):
+            buffer[:, :, before:total] = x
+        self._held = total
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all entries."""
+        keys, values = (buffer[:, :, : self._held] for buffer in self._buffers)
+        return keys, values
+
+    def _trim(self, entries: int) -> None:
+        for (_, _, start), mine in self.memory.items():
+            for name in [k for k, state in mine.items() if not state.trim(entries - start)]:
+                del mine[name]
+
+
+class RoomyLayer:
+    """Mixed into the class of cache layers whose new entries are written in place."""
+
+    room: Room | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Store new entries `[B, H, m, d]`; returns all keys and values."""
+        layer: Any = self
+        if key_states.requires_grad:
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        if not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+        before = layer.keys.shape[2] if layer.keys.numel() else 0
+        if self.room is None or not self.room.holds(layer):
+            self.room = Room(layer)
+        self.room.write(before, (layer.keys, layer.values), (key_states, value_states))
+        layer.keys, layer.values = self.room.views()
+        return layer.keys, layer.values
+
+
+@dataclass(eq=False)
+class StepAccount:
+    """One decode step in all layers: state of the method, and sums for the trace."""
+
+    cache: Any
+    shared: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    heads: int = 0  # of all layers and rows
+    held: int = 0
+    read: int = 0
+    nbytes: int = 0
+    ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a batch whose entries are chosen together: those from `start` on, or at `where`."""
+
+    rows: slice
+    start: int = 0
+    where: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Keys or values `[b, H, n, d]` of these rows."""
+        mine = x[self.rows] if len(x) > 1 else x
+        if self.where is not None:
+            return mine.index_select(2, self.where)
+        return mine[:, :, self.start :] if self.start else mine
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        """The addend `[b, 1 or Hq, n]` to the logits of these rows."""
+        if bias is None:
+            return None
+        mine = bias[self.rows] if len(bias) > 1 else bias
+        return mine[..., self.start :] if self.where is None else mine.index_select(2, self.where)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """One query of a call in one layer; `turn` is its number among the drafts.
+
+    `stock` is the attention function with all arguments but query, keys, values and mask, `kind`
+    its name; `plain` where it does nothing but what sdpa does.
+    """
+
+    index: int
+    turn: int
+    layer: Any
+    stock: Callable[..., Any]
+    kind: str
+    plain: bool
+    scale: float
+
+
+class _Steps(threading.local):
+    step: StepAccount | None = None
+    row: Row | None = None  # of the answer at hand
+    sums: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)  # its steps, and what they read
+
+
+class Selection:
+    """The policy of role `select` of one attached model; position policies say what is read anyway.
+
+    The trace gets a `StepRead` for every decode step, and for every answer a row `select`: entries
+    held and read per layer and head and bytes read, all as means over steps, and the milliseconds
+    in which was chosen.
+    """
+
+    def __init__(
+        self,
+        selector: StepSelector,
+        plan: CachePlan,
+        layers: Collection[int],
+        state: PassState,
+        trace: Trace,
+    ) -> None:
+        selector.check(len(layers))
+        self._selector, self._plan, self._state, self._trace = selector, plan, state, trace
+        self._depths = {index: depth for depth, index in enumerate(layers)}
+        self._by_kind = any(spec.method.needs for spec in plan.position)
+        self._known: dict[tuple[int, torch.device], Tensor] = {}
+        self._local = _Steps()
+
+    @classmethod
+    def of(
+        cls, plan: CachePlan, layers: Collection[int], state: PassState, trace: Trace
+    ) -> Selection | None:
+        """Return the policy of a plan; None where it has none, or one that reads everything."""
+        selector = plan.selector()
+        if selector is None or plan.select is None or plan.select.whole:
+            return None
+        return cls(selector, plan, layers, state, trace)
+
+    @contextmanager
+    def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
+        """Choose what the attention of these modules reads, by decoder layer."""
+        around: Any = torch.compiler.disable(self._attend)
+        mine: dict[nn.Module, Around] = {m: partial(around, i) for i, m in modules.items()}
+        with intercepting(mine, innermost=True):
+            yield
+
+    def enter(self, cache: Any, decoding: bool) -> None:
+        """A call begins, of a decode step or of a part of a prompt."""
+        local = self._local
+        local.step = None
+        if not decoding:
+            local.row = None
+        if cache is None or not decoding:
+            return
+        for index in self._depths:
+            if index < len(cache.layers) and not isinstance(cache.layers[index], RoomyLayer):
+                shrinkable(cache, index)
+                adopt(cache, index, RoomyLayer)
+        local.step = StepAccount(cache)
+
+    def leave(self) -> None:
+        """A call has ended, perhaps with an exception."""
+        local = self._local
+        step, local.step = local.step, None
+        if step is None or not step.heads:
+            return
+        read = StepRead(step.held / step.heads, step.read / step.heads, step.nbytes)
+        self._trace.reads.append(read)
+        if local.row is None:
+            local.row, local.sums = Row("select", method=str(self._plan)), (0, 0.0, 0.0, 0)
+            self._trace.rows.append(local.row)
+        steps, held, mean, nbytes = local.sums
+        steps, held, mean = steps + 1, held + read.held, mean + read.read
+        nbytes += read.nbytes
+        local.sums, row = (steps, held, mean, nbytes), local.row
+        row.ms += step.ms
+        row.tokens_in, row.tokens_out = round(held / steps), round(mean / steps)
+        row.peak_bytes = nbytes // steps
+
+    def _attend(
+        self,
+        index: int,
+        call: Around,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = self._local.step
+        layer = None if step is None else step.cache.layers[index]
+        if not isinstance(layer, RoomyLayer) or layer.room is None:
+            return call(module, query, key, value, attention_mask, *args, **kwargs)
+        if attention_mask is not None and not isinstance(attention_mask, Tensor):
+            raise ModelError(
+                f"cache '{self._plan}' cannot cut a flex attention mask; call "
+                "model.set_attn_implementation('sdpa')"
+            )
+
+        def stock(*given: Any) -> Any:
+            return call(module, *given, *args, **kwargs)[0]
+
+        kind = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
+        plain = kind == "sdpa" and not any(kwargs.get(name) is not None for name in _OWN)
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        length, found = query.shape[2], list[Tensor]()
+        for turn in range(length):  # each draft chooses for itself
+            n = key.shape[2] - length + turn + 1
+            asked = Asked(index, turn, layer, stock, kind, plain, scale)
+            both = key[:, :, :n], value[:, :, :n]
+            mask = _mask_of(attention_mask, turn, length, n)
+            found.append(self._answer(asked, query[:, :, turn : turn + 1], *both, mask))
+        return (found[0] if length == 1 else torch.cat(found, 1)), None
+
+    def _answer(
+        self, asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Outputs `[B, 1, Hq, d]` of one query per row."""
+        parts = self._parts(mask, len(key), key.device)
+        choices = [self._chosen(asked, part, query, part.of(key)) for part in parts]
+        token = (key.shape[-1] + value.shape[-1]) * key.element_size()
+        if all(choice.pages is None for choice in choices):
+            for part in parts:
+                shape = part.of(key).shape
+                self._count(shape[0] * shape[1], shape[2], shape[0] * shape[1] * shape[2], token)
+            whole: Tensor = asked.stock(query, key, value, mask)
+            return whole
+        bias, outputs = _bias(mask), list[Tensor]()
+        for part, choice in zip(parts, choices, strict=True):
+            keys, values = part.of(key), part.of(value)
+            index, real = _entries(choice, keys)
+            heads, n = keys.shape[0] * keys.shape[1], keys.shape[2]
+            read = heads * index.shape[-1] if real is None else int(real.sum())
+            self._count(heads, n, read, token)
+            mine = query[part.rows], keys, values, index, real, part.bias(bias)
+            outputs.append(self._read(asked, *mine))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _read(
+        self,
+        asked: Asked,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        index: Tensor,
+        real: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Attention to the chosen entries, by the stock function where it does more than sdpa."""
+        if asked.plain:
+            read = partial(selected_attention, query, keys, values, index)
+            return read(real=real, bias=bias, scale=asked.scale).transpose(1, 2)
+        mask = selected_bias(index, real, bias, query, keys.shape[1])
+        if mask is not None and asked.kind != "eager":
+            raise ModelError(
+                f"heads or rows read different numbers of entries under cache '{self._plan}', "
+                f"which {asked.kind!r} attention cannot; call model.set_attn_implementation('sdpa')"
+            )
+        if mask is not None:
+            mask = mask.flatten(1, 2)[:, :, None].clamp_min(torch.finfo(query.dtype).min)
+        found: Tensor = asked.stock(query, *selected(keys, values, index), mask)
+        return found
+
+    def _chosen(self, asked: Asked, part: Part, query: Tensor, keys: Tensor) -> StepChoice:
+        """Let the method choose for rows of a layer."""
+        step = self._local.step
+        assert step is not None
+        begin = time.perf_counter()
+        row, start = part.rows.start, part.start
+        given = LayerStep(
+            query=query[part.rows].unflatten(1, (keys.shape[1], -1))[:, :, :, 0],
+            keys=keys,
+            scale=asked.scale,
+            depth=self._depths[asked.index],
+            depths=len(self._depths),
+            stays=self._stays(asked.layer, part, keys),
+            memory=asked.layer.room.memory.setdefault((self._selector, row, start), {}),
+            shared=step.shared.setdefault((row, asked.turn), {}),
+        )
+        choice = self._selector.choose(given)
+        step.nbytes += choice.nbytes
+        step.ms += (time.perf_counter() - begin) * 1e3
+        return choice
+
+    def _count(self, heads: int, held: int, read: int, token: int) -> None:
+        """Count so many heads that hold `held` entries, of which `read` are read in all heads."""
+        step = self._local.step
+        assert step is not None
+        step.heads, step.held = step.heads + heads, step.held + heads * held
+        step.read, step.nbytes = step.read + read, step.nbytes + read * token
+
+    def _parts(self, mask: Tensor | None, batch: int, device: torch.device) -> list[Part]:
+        """Rows that are chosen for together; a row with padding stands alone, without it."""
+        real = _real(mask)
+        if real is None:
+            size = 1 if self._selector.alone or self._by_kind else batch
+            return [Part(slice(b, b + size)) for b in range(0, batch, size)]
+        found = []
+        for b, mine in enumerate(real.expand(batch, -1).to(device)):
+            start = int(mine.to(torch.int8).argmax())
+            gaps = not bool(mine[start:].all())
+            where = mine.nonzero()[:, 0] if gaps else None
+            found.append(Part(slice(b, b + 1), 0 if gaps else start, where))
+        return found
+
+    def _stays(self, layer: Any, part: Part, keys: Tensor) -> Tensor | None:
+        """Entries `[n]` that position policies always read."""
+        if not self._plan.position:
+            return None
+        n, device = keys.shape[2], keys.device
+        if self._by_kind and layer.notes is not None:
+            kinds = fill(layer)[KIND][part.rows.start, 0].to(device).long()
+            kinds = kinds[part.start :] if part.where is None else kinds[part.where]
+            return self._plan.standing(kinds[:n])
+        known = self._known.get((n, device))
+        if known is None:  # the same for all layers of a step
+            known = self._plan.standing(torch.zeros(n, dtype=torch.int64, device=device))
+            self._known = {(n, device): known}
+        return known
+
+
+_OWN = ("softcap", "s_aux", "position_bias")  # what some families add to attention
+
+
+def _entries(choice: StepChoice, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Places `[b, H, m]` of the entries that are read, and False where one is a filler."""
+    shape = (len(keys), keys.shape[1], -1)
+    if choice.pages is None:
+        return torch.arange(keys.shape[2], device=keys.device).expand(shape), None
+    index, real = choice.entries(keys.shape[2])
+    return index.expand(shape), None if real is None else real.expand(shape)
+
+
+def _mask_of(mask: Tensor | None, turn: int, length: int, n: int) -> Tensor | None:
+    """The mask of one of the queries of a call, over the entries up to its own."""
+    if mask is None or mask.ndim == 2:
+        return mask if mask is None else mask[:, : mask.shape[1] - length + turn + 1][:, -n:]
+    return mask[:, :, turn if mask.shape[2] > 1 else 0, :n][:, :, None]
+
+
+def _real(mask: Tensor | None) -> Tensor | None:
+    """`[B or 1, n]` False at padding; None without any."""
+    if mask is None:
+        return None
+    if mask.ndim == 2:
+        real = mask != 0
+    else:
+        seen = mask[:, :, 0]
+        real = (seen if seen.dtype == torch.bool else seen > _HIDDEN).any(1)
+    return None if bool(real.all()) else real
+
+
+def _bias(mask: Tensor | None) -> Tensor | None:
+    """The addend `[B or 1, 1 or Hq, n]` to the logits of entries that are no padding."""
+    if mask is None or mask.ndim == 2 or mask.dtype == torch.bool:
+        return None
+    return mask[:, :, 0] if bool((mask.where(mask > _HIDDEN, 0) != 0).any()) else None

@@ -1,0 +1,1 @@
+"""Listeners: stock models of transformers that write speech down, one file for each kind."""

@@ -1,0 +1,181 @@
+"""Recognition by a stock model: the sound cut and batched, options and stages checked.
+
+A kind of model is one file in this folder with a class that writes a batch of sounds down, and
+`speech_family` says which checkpoints it reads; it is found by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from mmfast.attach import attach
+from mmfast.caches.plan import call_plan
+from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
+from mmfast.core.spec import parse
+from mmfast.core.trace import Trace
+from mmfast.models.reduction.check import check
+from mmfast.models.speech.sound import pieces
+
+BATCH = 8  # sounds that are written down at once
+STAGES = ("reduce", "cache")
+L = TypeVar("L", bound="StockListener")
+
+
+class StockListener:
+    """A stock model that writes speech down; implements `Listener` of `mmfast.core.speech`.
+
+    Attributes:
+        longest: Seconds of sound that the model reads at once; longer sound is cut where it is
+            quietest.
+        knobs: Options of a call, beside `reduce` and `cache`.
+        whole: Reason why it does not stream, or "" where it does.
+        frozen: Reasons why `reduce` and `cache` cannot act, by their names.
+    """
+
+    longest: ClassVar[float] = 30.0
+    knobs: ClassVar[frozenset[str]] = frozenset()
+    whole: ClassVar[str] = "it reads a recording as a whole"
+    frozen: ClassVar[Mapping[str, str]] = {}
+    option_names: ClassVar[frozenset[str]] = frozenset(STAGES)
+
+    def __init_subclass__(cls) -> None:
+        cls.option_names = cls.knobs | frozenset(STAGES)
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        if not hasattr(processor, "feature_extractor") or not hasattr(processor, "tokenizer"):
+            raise ModelError(
+                f"{type(model).__name__} comes with a {type(processor).__name__}, which reads no "
+                "sound or writes no text; save the whole processor into the model's folder"
+            )
+        self.model, self.processor = model, processor
+        self.rate = int(processor.feature_extractor.sampling_rate)
+        self.options: dict[str, Any] = {}
+        self._acting = threading.Lock()  # stages act on the model, not on a call
+
+    @property
+    def streams(self) -> bool:
+        """True where `stream` writes down what is still being said."""
+        return not self.whole
+
+    def tuned(self: L, **options: Any) -> L:
+        """Return the same model with options of all calls; they are checked at once.
+
+        Args:
+            **options: `reduce`, a spec of stages on the audio tokens; `cache`, a spec of KV
+                policies; `language`, `max_new_tokens` and so on as far as the class has them.
+
+        Raises:
+            MmfastError: An option or a stage that this model does not have.
+        """
+        found = copy.copy(self)
+        found.options = self._how(options)
+        return found
+
+    def _how(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        name = type(self.model).__name__
+        given = {**self.options, **{k: v for k, v in options.items() if v is not None}}
+        for each in given:
+            if each not in self.option_names:
+                raise MmfastError(unknown(f"option of {name}", each, sorted(self.option_names)))
+            if each in self.frozen:
+                raise SpecError(f"{each}={given[each]!r} cannot act on {name}: {self.frozen[each]}")
+        if given != self.options:
+            self.check(given.get("reduce"), given.get("cache"))
+        return given
+
+    def check(self, reduce: Any, cache: Any) -> None:
+        """Refuse stages that the model does not have (SpecError, ModelError)."""
+        if reduce is not None or cache is not None:
+            check(parse(reduce), self.model, call_plan(cache))
+
+    def transcribe(self, pcm: Tensor, rate: int = 16_000, **options: Any) -> str:
+        """Return what is said in sound `[n]`, "" for silence; MediaError: it is no sound."""
+        return self.hear([pcm], rate, **options)[0][0]
+
+    def transcribe_batch(
+        self, sounds: Sequence[Tensor], rate: int = 16_000, **options: Any
+    ) -> list[str]:
+        """Return what is said in each sound `[n]`; they share the passes of the model."""
+        return self.hear(sounds, rate, **options)[0]
+
+    def hear(
+        self, sounds: Sequence[Tensor], rate: int = 16_000, batch: int = BATCH, **options: Any
+    ) -> tuple[list[str], Trace]:
+        """Return what is said in each sound, and the trace of the stages that acted."""
+        how, trace = self._how(options), Trace()
+        cut = [pieces(pcm, rate, self.rate, self.longest) for pcm in sounds]
+        flat = [piece for mine in cut for piece in mine]
+        found: list[str] = []
+        with self.stages(how, trace), torch.inference_mode(), stock_errors(self.model):
+            for start in range(0, len(flat), batch):
+                found += self.write(flat[start : start + batch], how, trace)
+        texts = iter(found)
+        return [" ".join(t for _ in mine if (t := next(texts).strip())) for mine in cut], trace
+
+    @contextmanager
+    def stages(self, how: dict[str, Any], trace: Trace) -> Iterator[None]:
+        """Attach `reduce` and `cache`, taken out of the options of a call."""
+        reduce, cache = (how.pop(name, None) for name in STAGES)
+        if reduce is None and cache is None:
+            yield
+            return
+        with self._acting, attach(self.model, reduce, cache) as acted:
+            yield
+        trace.rows += acted.rows
+        trace.reductions += acted.reductions
+
+    def write(self, sounds: list[Tensor], how: Mapping[str, Any], trace: Trace) -> list[str]:
+        """Write each of some sounds `[n]` at the model's rate down."""
+        raise NotImplementedError
+
+    def stream(self, chunks: Iterable[Tensor], rate: int = 16_000, **options: Any) -> Iterator[str]:
+        """Yield text while chunks of sound come; joined it is the whole text.
+
+        ModelError: the model hears only what has been said.
+        """
+        raise ModelError(
+            f"{type(self.model).__name__} does not stream: {self.whole}; call it with the whole "
+            "recording, or take a listener that does: kyutai_speech_to_text, voxtral_realtime, "
+            "nemotron_asr_streaming, parakeet_ctc, wav2vec2"
+        )
+
+    def own(self) -> Any:
+        """Return the same weights with attributes of their own.
+
+        Some stock loops keep their state on the model, where two calls would share it.
+        """
+        return copy.copy(self.model)
+
+    def inputs(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a processor made, where the model is and in its precision."""
+        device, dtype = self.model.device, self.model.dtype
+        return {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in values.items()
+        }
+
+
+@contextmanager
+def stock_errors(model: Any) -> Iterator[None]:
+    """Turn what a stock class says about its arguments into a one-line ModelError."""
+    try:
+        yield
+    except MmfastError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{type(model).__name__} cannot listen so: {reason}") from error
+
+
+def arrays(sounds: Iterable[Tensor]) -> list[Any]:
+    """Sounds as the arrays that processors take."""
+    return [sound.cpu().numpy() for sound in sounds]

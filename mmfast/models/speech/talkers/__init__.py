@@ -1,0 +1,1 @@
+"""Talkers of transformers: one file a class, found by its registry."""

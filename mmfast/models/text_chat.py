@@ -1,0 +1,69 @@
+"""A language model of text that answers a conversation piece by piece, for a voice around it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmfast.core.errors import ModelError
+from mmfast.core.speech import Turn
+from mmfast.models import loading
+from mmfast.models.text_stream import stream_text
+
+LONGEST = 256  # tokens of an answer, unless the checkpoint says another number
+
+
+class TextChat:
+    """A stock causal language model with a chat template; a function of turns.
+
+    The answer comes in pieces as it is written, drawn or greedy as the checkpoint's generation
+    config says. ModelError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ModelError(
+                f"the tokenizer of this {type(model).__name__} has no chat template, so it is no "
+                "model to talk to; give an instruction-tuned one, or chat= with a function"
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.lock = threading.Lock()  # answers of one model come one after the other
+
+    def __call__(self, turns: Sequence[Turn]) -> Iterator[str]:
+        """Yield the answer to a conversation, oldest turn first; leaving early stops it."""
+        inputs = self.tokenizer.apply_chat_template(
+            [{"role": turn.role, "content": turn.text} for turn in turns],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(self.model.device)
+        config = self.model.generation_config
+        most = {} if config.max_new_tokens else {"max_new_tokens": LONGEST}
+
+        def generate(streamer: Any, criteria: Any) -> None:
+            with self.lock, torch.inference_mode():
+                self.model.generate(**inputs, **most, streamer=streamer, stopping_criteria=criteria)
+
+        return stream_text(self.tokenizer, generate)
+
+
+def load_text_chat(
+    model: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> TextChat:
+    """Load a directory or hub id with its tokenizer; ModelError where files are missing."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where, given = str(model), dict(model_kwargs or {})
+    place, how = loading.pick_device(device), loading.pick_dtype(dtype)
+    hub = {name: given[name] for name in loading.HUB if name in given}
+    with loading.loading(f"model {where!r}"):
+        loaded = loading.from_pretrained(AutoModelForCausalLM, where, place, how, given)
+        words = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **hub)
+    return TextChat(loaded, words)

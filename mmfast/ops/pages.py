@@ -1,0 +1,178 @@
+"""Pages of cache entries: bounds of their keys, a copy in four bits, attention to some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.reduction import gather_rows
+
+
+def selected_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    index: Tensor | None = None,
+    *,
+    real: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of one query per row to some of the entries; no others are read.
+
+    Args:
+        query: `[B, Hq, 1, d]`; neighbouring query heads share a key head.
+        keys: `[B, H, n, d]`, a slice of a longer buffer included; values are alike.
+        values: `[B, H, n, w]`.
+        index: `[B, 1 or H, m]`, the places that are read; None reads all.
+        real: `[B, 1 or H, m]`, False at places that fill up a row and count for nothing.
+        bias: `[B, 1 or Hq, n]`, added to the logits.
+        scale: Factor of the logits; None is 1 / sqrt(d).
+
+    Returns:
+        `[B, Hq, 1, w]`.
+    """
+    batch, heads = keys.shape[:2]
+    added = selected_bias(index, real, bias, query, heads)
+    if index is not None:
+        keys, values = selected(keys, values, index)
+    rows = query.reshape(batch, heads, -1, query.shape[-1])  # [B, H, G, d]
+    found = F.scaled_dot_product_attention(rows, keys, values, attn_mask=added, scale=scale)
+    return found.reshape(batch, -1, 1, values.shape[-1])
+
+
+def selected_bias(
+    index: Tensor | None, real: Tensor | None, bias: Tensor | None, query: Tensor, heads: int
+) -> Tensor | None:
+    """The addend `[B, H, G, m]` to the logits of `selected_attention`; None where it needs none."""
+    if bias is None and real is None:
+        return None
+    batch, groups = len(query), query.shape[1] // heads
+    if bias is None:
+        added = query.new_zeros(1, 1, 1, 1)
+    else:
+        bias = bias.to(query.dtype)
+        added = bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (heads, groups))
+        added = added.expand(batch, heads, groups, -1)
+        if index is not None:
+            where = index.expand(batch, heads, -1)[:, :, None].expand(-1, -1, groups, -1)
+            added = added.gather(-1, where)
+    if real is not None:
+        fillers = ~real.expand(batch, heads, -1)[:, :, None]
+        added = added.expand(batch, heads, groups, fillers.shape[-1])
+        added = added.masked_fill(fillers, -torch.inf)
+    return added
+
+
+def selected(keys: Tensor, values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather keys and values `[B, H, m, d]` at `index` `[B, 1 or H, m]`; no other row is read."""
+    batch, heads, n, width = keys.shape
+    index = index.expand(batch, heads, -1)
+    over_rows, over_heads, step, one = keys.stride()
+    even = (step, one) == (width, 1) and not (over_rows % width or over_heads % width)
+    if not even or values.stride() != keys.stride() or values.shape[3] != width:
+        return gather_rows(keys, index), gather_rows(values, index)
+    # Slices of alike buffers, whose rows have the same numbers in both: found once, copied twice.
+    rows, each_head = over_rows // width, over_heads // width
+    if batch * heads > 1:
+        place = torch.arange(batch, device=index.device)[:, None] * rows
+        index = index + (place + torch.arange(heads, device=index.device) * each_head)[..., None]
+    size, flat = (batch - 1) * rows + (heads - 1) * each_head + n, index.reshape(-1)
+    keys, values = (
+        x.as_strided((size, width), (width, 1)).index_select(0, flat).view(*index.shape, width)
+        for x in (keys, values)
+    )
+    return keys, values
+
+
+class PageTable:
+    """Facts about the complete pages of a layer, found once for each page.
+
+    `describe` makes them of keys `[B, H, P, page, d]`: a tensor `[B, H, P, w]`.
+    """
+
+    def __init__(self, page: int, describe: Callable[[Tensor], Tensor]) -> None:
+        self._page, self._describe = page, describe
+        self._count, self._rows = 0, torch.empty(0)
+
+    def grow(self, keys: Tensor, count: int) -> Tensor:
+        """Return the facts `[B, H, count, w]` about the first pages of keys `[B, H, n, d]`."""
+        new = count - self._count
+        if new > 0:
+            part = keys[:, :, self._count * self._page : count * self._page]
+            self._append(self._describe(part.unflatten(2, (new, self._page))))
+        return self._rows[:, :, :count]
+
+    def trim(self, entries: int) -> bool:
+        """Forget pages that are no longer complete."""
+        self._count = min(self._count, entries // self._page)
+        return True
+
+    def _append(self, rows: Tensor) -> None:
+        batch, heads, new, width = rows.shape
+        total = self._count + new
+        if not self._rows.numel() or self._rows.shape[2] < total:
+            wider = rows.new_empty(batch, heads, total + max(16, total // 8), width)
+            if self._count:
+                wider[:, :, : self._count] = self._rows[:, :, : self._count]
+            self._rows = wider
+        self._rows[:, :, self._count : total] = rows
+        self._count = total
+
+
+def key_bounds(pages: Tensor) -> Tensor:
+    """Largest and smallest number of every channel, `[..., 2 d]`, of pages `[..., page, d]`."""
+    return torch.cat([pages.amax(-2), pages.amin(-2)], -1)
+
+
+def bound_scores(query: Tensor, bounds: Tensor) -> Tensor:
+    """Largest product that a key within `bounds` `[B, H, P, 2 d]` can have, `[B, H, P]`.
+
+    Of queries `[B, H, G, d]` it is the mean over G. Channels above 0 meet the largest number,
+    others the smallest.
+    """
+    wide = query.float()
+    # The sum over channels and the mean over queries change places.
+    split = torch.cat([wide.clamp_min(0).mean(2), wide.clamp_max(0).mean(2)], -1)
+    return (split[:, :, None] @ bounds.float().transpose(2, 3))[:, :, 0]
+
+
+def four_bits(pages: Tensor) -> Tensor:
+    """Codes `[..., page * d / 2]` uint8 of pages `[..., page, d]`, two in a byte.
+
+    Each channel of a page has 16 even levels between its bounds; the width is even.
+    """
+    low, high = pages.amin(-2, keepdim=True).float(), pages.amax(-2, keepdim=True).float()
+    step = ((high - low) / 15).masked_fill(high == low, 1.0)
+    codes = ((pages.float() - low) / step).round_().clamp_(0, 15).to(torch.uint8)
+    first, second = codes.chunk(2, -1)  # [..., page, d / 2]
+    return (first | second << 4).flatten(-2)
+
+
+def four_bit_logits(query: Tensor, codes: Tensor, bounds: Tensor, page: int) -> Tensor:
+    """Products `[B, H, G, P * page]` of queries `[B, H, G, d]` and keys in four bits.
+
+    `codes` `[B, H, P, page * d / 2]` and `bounds` `[B, H, P, 2 d]` are those of `four_bits` and
+    `key_bounds`.
+    """
+    high, low = bounds.float().chunk(2, -1)  # [B, H, P, d]
+    wide = query.float()
+    steps = wide[:, :, None] * ((high - low) / 15)[:, :, :, None]  # [B, H, P, G, d]
+    bytes_ = codes.unflatten(-1, (page, -1))
+    levels = torch.cat([bytes_ & 15, bytes_ >> 4], -1).float()  # [B, H, P, page, d]
+    inside = steps @ levels.transpose(3, 4)  # [B, H, P, G, page]
+    return (inside.transpose(2, 3) + (wide @ low.transpose(2, 3))[..., None]).flatten(3)
+
+
+def heaviest(mass: Tensor, share: float) -> Tensor:
+    """Mark the fewest entries of each row of `mass` `[..., N]` that reach `share` of it.
+
+    No mass is negative; entries alike stay together.
+    """
+    ordered = mass.sort(dim=-1, descending=True).values
+    sums = ordered.cumsum(-1)
+    last = (sums < share * sums[..., -1:]).sum(-1, keepdim=True).clamp_max(mass.shape[-1] - 1)
+    return mass >= ordered.gather(-1, last)

@@ -1,0 +1,291 @@
+"""Weights of linear layers in fewer bits, through the packed CPU kernels of torch.
+
+A step of decoding reads every weight once for one row of activations: bytes set its time. Every
+form here computes `x W^T` for few rows by the kernel that was fastest, and for many rows, where
+arithmetic sets the time, on weights that are turned back into numbers first.
+
+`int8` rounds each output's weights to 8 bits by one scale. Wide layers go through FBGEMM, whose
+kernel takes activations of 7 bits alone: a row enters twice, once rounded and once as what rounding
+left, which together are 13 bits, so that only the weights are rounded. `int4` rounds groups of 32
+inputs to 4 bits by a scale and a middle each. `int8-dynamic` rounds activations to 7 bits, too, by
+the largest number of each row, so that no row depends on those beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import ModelError, unknown
+
+FEW = 16  # rows up to which a step reads weights; drafts that are verified are as few
+WIDE = 2048  # outputs from which FBGEMM is faster than `_weight_int8pack_mm`, both measured
+BLOCK = 32  # numbers that `_weight_int8pack_mm` takes at a time, along both sides
+GROUP = 32  # inputs that share a scale of int4
+_HALF = 63  # largest activation: with one more bit, sums of AVX2 in 16 bits would overflow
+_REST = 2 * _HALF  # what rounding leaves is at most a half
+_ZERO = 64
+
+
+class WeightForm(Protocol):
+    """Weights `[N, K]` as one kernel reads them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """`x` `[m, K]` times the transposed weights, `[m, N]` in the dtype of `x`."""
+
+    def weight(self) -> Tensor:
+        """The weights `[N, K]` as they count, in float32."""
+
+
+def _kernels() -> Any:
+    return torch.ops.quantized
+
+
+def has_fbgemm() -> bool:
+    """Return whether this build of torch has FBGEMM: on x86 alone."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+@contextmanager
+def _fbgemm() -> Iterator[None]:
+    """Pack for FBGEMM; what was packed stays of its engine."""
+    engine: Any = torch.backends.quantized
+    before = engine.engine
+    engine.engine = "fbgemm"
+    try:
+        yield
+    finally:
+        engine.engine = before
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(each.nbytes for each in tensors if each is not None)
+
+
+class HalfWeights:
+    """bfloat16 weights and activations."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.to(torch.bfloat16)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self._weight.nbytes
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `WeightForm`."""
+        return F.linear(x.to(torch.bfloat16), self._weight).to(x.dtype)
+
+    def weight(self) -> Tensor:
+        """See `WeightForm`."""
+        return self._weight.float()
+
+
+class Float16Weights:
+    """float16 weights, float32 activations and sums (FBGEMM)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._shape = weight.shape
+        with _fbgemm():
+            self._packed = _kernels().linear_prepack_fp16(weight.float().contiguous(), None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return 2 * self._shape.numel()
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `WeightForm`."""
+        found: Tensor = _kernels().linear_dynamic_fp16(x.float(), self._packed)
+        return found.to(x.dtype)
+
+    def weight(self) -> Tensor:
+        """See `WeightForm`."""
+        with _fbgemm():
+            return cast(Tensor, _kernels().linear_unpack_fp16(self._packed)[0]).float()
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights `[N, K]` as int8 and the scale of each output `[N]`; zeros have a scale of 1."""
+    scale = weight.float().abs().amax(-1) / 127
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (weight.float() / scale[:, None]).round_().to(torch.int8), scale
+
+
+def _pack_int8(whole: Tensor, scale: Tensor) -> Any:
+    """Int8 weights as FBGEMM lays them out."""
+    zeros = torch.zeros(len(scale), dtype=torch.long)
+    make: Any = torch._make_per_channel_quantized_tensor
+    with _fbgemm():
+        return _kernels().linear_prepack(make(whole, scale.double(), zeros, 0), None)
+
+
+def _multiplied(x: Tensor, step: float, packed: Any) -> Tensor:
+    """The product with activations rounded to multiples of `step`, 64 below zero to 63 above."""
+    run = _kernels().linear_with_input_q_dq_qweight_dq_output_fp32
+    return cast(Tensor, run(x, step, _ZERO, packed))
+
+
+def _row_steps(x: Tensor) -> Tensor:
+    """Step of each row, so that its largest number is 63 of them; above zero."""
+    top = torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True)
+    steps: Tensor = top / _HALF
+    return steps.clamp_min_(torch.finfo(torch.float32).tiny)
+
+
+def _one_step(x: Tensor) -> float:
+    """The step of a single row, as a number: kernels take it so, in fewer operations."""
+    top: float = torch.linalg.vector_norm(x, float("inf")).item()
+    return max(top / _HALF, torch.finfo(torch.float32).tiny)
+
+
+class Int8Weights:
+    """Int8 weights, activations as they are."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._whole, self._scale = rounded(weight)
+        self._narrow = self._scale.to(torch.bfloat16)
+        outputs, inputs = weight.shape
+        # Its kernel reads past the end of weights that are no whole blocks.
+        self._blocks = outputs % BLOCK == 0 and inputs % BLOCK == 0
+        fits = has_fbgemm() and (outputs >= WIDE or not self._blocks)
+        self._packed = _pack_int8(self._whole, self._scale) if fits else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held: a wide layer twice, for few rows and for many."""
+        twice = 1 if self._packed is None else 2
+        return twice * self._whole.nbytes + _bytes(self._scale, self._narrow)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `WeightForm`."""
+        if len(x) > FEW or (self._packed is None and not self._blocks):
+            return F.linear(x, self._whole.to(x.dtype)).mul_(self._scale.to(x.dtype))
+        if self._packed is None:  # in float32 this kernel is not vectorised on AVX2
+            run = torch.ops.aten._weight_int8pack_mm
+            return cast(Tensor, run(x.to(torch.bfloat16), self._whole, self._narrow)).to(x.dtype)
+        return self._in_two_parts(x.float()).to(x.dtype)
+
+    def _in_two_parts(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            step = _one_step(x)
+            near = torch.fake_quantize_per_tensor_affine(x, step, 0, -_ZERO, _HALF)
+            both = _multiplied(torch.cat([x, (x - near).mul_(_REST)]), step, self._packed)
+            return torch.add(both[:1], both[1:], alpha=1 / _REST)
+        steps = _row_steps(x)
+        steady = x / steps
+        near = steady.round()
+        both = _multiplied(torch.cat([near, (steady - near).mul_(_REST)]), 1.0, self._packed)
+        first, second = both.chunk(2)
+        return torch.add(first, second, alpha=1 / _REST).mul_(steps)
+
+    def weight(self) -> Tensor:
+        """See `WeightForm`."""
+        return self._whole * self._scale[:, None]
+
+
+class DynamicWeights:
+    """Int8 weights, and activations rounded row by row to 7 bits (FBGEMM)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        whole, scale = rounded(weight)
+        self._count, self._packed = whole.numel(), _pack_int8(whole, scale)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return self._count
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `WeightForm`."""
+        if len(x) == 1:
+            whole = x.float()
+            return _multiplied(whole, _one_step(whole), self._packed).to(x.dtype)
+        steps = _row_steps(x.float())
+        return _multiplied(x.float() / steps, 1.0, self._packed).mul_(steps).to(x.dtype)
+
+    def weight(self) -> Tensor:
+        """See `WeightForm`."""
+        with _fbgemm():
+            return cast(Tensor, _kernels().linear_unpack(self._packed)[0].dequantize())
+
+
+class Int4Weights:
+    """Weights of 4 bits in groups of 32, activations in bfloat16 where rows are few.
+
+    The kernel reads `packed` and `scales` `[groups, N, 2]`, which hold the middles, too.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        rows, width = weight.shape
+        groups = weight.float().reshape(rows, width // GROUP, GROUP)
+        least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        # The kernel reads both in bfloat16, so weights are rounded by what it will read.
+        scale = ((most - least) / 15).to(torch.bfloat16).float()
+        scale = torch.where(scale > 0, scale, 1.0)
+        middle = (least + 8 * scale).to(torch.bfloat16).float()
+        whole = ((groups - middle) / scale + 8).round_().clamp_(0, 15)
+        flat = whole.reshape(rows, width).to(torch.int32)
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(flat, 2)
+        pair = torch.cat([scale, middle], -1)  # [N, groups, 2]
+        self.scales = pair.transpose(0, 1).contiguous().to(torch.bfloat16)
+        small = flat.to(torch.uint8)
+        self._pairs = small[:, ::2] | small[:, 1::2] << 4  # the order of the kernel is its own
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held: every weight twice, for few rows and for many."""
+        return _bytes(self.packed, self.scales, self._pairs)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `WeightForm`."""
+        if len(x) > FEW:
+            return F.linear(x, self.weight().to(x.dtype))
+        run = torch.ops.aten._weight_int4pack_mm_for_cpu
+        found: Tensor = run(x.to(torch.bfloat16), self.packed, GROUP, self.scales)
+        return found.to(x.dtype)
+
+    def weight(self) -> Tensor:
+        """See `WeightForm`."""
+        low, high = self._pairs & 15, self._pairs >> 4
+        rows, half = low.shape
+        whole = torch.stack([low, high], -1).reshape(rows, 2 * half // GROUP, GROUP).float()
+        scale, middle = self.scales.transpose(0, 1).float().split(1, -1)  # [N, groups, 1]
+        return whole.sub_(8).mul_(scale).add_(middle).reshape(rows, 2 * half)
+
+
+FORMS: dict[str, Callable[[Tensor], WeightForm]] = {
+    "bfloat16": HalfWeights,
+    "float16": Float16Weights,
+    "int8": Int8Weights,
+    "int8-dynamic": DynamicWeights,
+    "int4": Int4Weights,
+}
+_FBGEMM_ALONE = ("float16", "int8-dynamic")
+
+
+def pack(name: str, weight: Tensor) -> WeightForm:
+    """Weights `[N, K]` in a form by name; ModelError for an unknown one, or one not in torch here.
+
+    Shapes that the kernel of int4 does not take (inputs in groups of 32, outputs of 64) are int8.
+    """
+    if name not in FORMS:
+        raise ModelError(unknown("form of weights", name, FORMS))
+    if name in _FBGEMM_ALONE and not has_fbgemm():
+        raise ModelError(
+            f"weights={name!r} needs FBGEMM, which torch has on x86 alone; use weights='int8'"
+        )
+    rows, width = weight.shape
+    if name == "int4" and (width % GROUP or rows % 64):
+        name = "int8"
+    return FORMS[name](weight.detach())

@@ -1,0 +1,298 @@
+"""Prompts about media that were paid for before: their encoder outputs, their keys and values."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from mmfast.core.errors import ModelError
+from mmfast.core.reduction import Mix, Reduction
+from mmfast.core.spec import Spec
+from mmfast.core.trace import Trace
+from mmfast.models.cost import timed
+from mmfast.models.families.adapter import Layout, adapter_for
+from mmfast.models.reduction.inputs import PromptRows, compressed, prompt_rows
+from mmfast.models.reduction.record import features_given
+from mmfast.models.reduction.sequence import Sequences
+from mmfast.models.reduction.site import Chain
+from mmfast.models.vision.units import MediaUnit, Merge, UnitFeatures, encode, joined, units
+from mmfast.models.wrappers import base_of
+from mmfast.streams.archive.files import value
+from mmfast.streams.reuse.plan import ReusePlan
+from mmfast.streams.reuse.prefill import PrefilledPrompt, ReusePrefill, SeenPart
+from mmfast.streams.reuse.store import ReuseStore, digest, key_of
+from mmfast.streams.stream import WeightChecksum
+
+TEXT = 64  # tokens of text that are stored together; a rest is read again
+for _kind in (Layout, Mix, Reduction, Merge, Chain):
+    value(_kind)
+
+
+@dataclass(frozen=True)
+class PromptSegment:
+    """Tokens `start:stop` of a prompt that are stored together.
+
+    `chain` names them with all before them, `place` media alone, wherever they stand (None: text).
+    """
+
+    start: int
+    stop: int
+    chain: str
+    place: str | None
+
+
+class MediaReuse:
+    """Encoder outputs, keys and values of one model's prompts, kept in a store and taken from it.
+
+    ModelError where the plan reuses keys and values, and the model has none that could be moved.
+    """
+
+    def __init__(self, model: Any, processor: Any, plan: ReusePlan, store: ReuseStore) -> None:
+        self.model, self.processor, self.plan, self.store = model, processor, plan, store
+        self.base, self.adapter = base_of(model), adapter_for(model)
+        self._weights = WeightChecksum(model)
+        self.prefill = ReusePrefill(model) if plan.prefix else None
+
+    @cached_property
+    def _settings(self) -> str:
+        """Name of all that computes beside the weights: config, processor, and where it runs."""
+        config = json.dumps(self.model.config.to_dict(), sort_keys=True, default=repr)
+        parts = {"tokenizer": None} if self.processor is None else self.processor.to_dict()
+        parts = json.dumps(parts, sort_keys=True, default=repr)
+        where = (
+            self.model.device.type,
+            str(self.model.dtype),
+            self.model.config._attn_implementation,
+        )
+        return key_of(type(self.model).__name__, config, parts, repr(where))
+
+    def fingerprint(self, reduce: str = "") -> str:
+        """Name of model, processor and reduction: values of others are never found."""
+        return key_of(self._weights.value(), self._settings, reduce)
+
+    def inputs(
+        self,
+        inputs: Mapping[str, Any],
+        specs: Sequence[Spec],
+        how: str | None,
+        beams: int = 1,
+        trace: Trace | None = None,
+    ) -> dict[str, Any]:
+        """Inputs of `generate` for one prompt, with all that the plan reuses."""
+        given = self.encoded(inputs, specs, how, trace)
+        if self.plan.prefix:
+            given = self.prompt(given, specs, trace)
+            if beams > 1:
+                given["past_key_values"].batch_repeat_interleave(beams)
+        return given
+
+    def encoded(
+        self,
+        inputs: Mapping[str, Any],
+        specs: Sequence[Spec] = (),
+        how: str | None = None,
+        trace: Trace | None = None,
+    ) -> dict[str, Any]:
+        """Inputs with encoder outputs in place of pixels, those of one prompt or of a batch.
+
+        `specs` are all stages: those before and inside the tower act here; signals that the others
+        need are recorded. `how` the tower runs (`encoder=`) is part of the key.
+        """
+        trace, outputs = trace or Trace(), {}
+        tower = [spec for spec in specs if spec.site in ("pixel", "vit")]
+        needs = tuple(sorted({need for spec in specs for need in spec.method.needs}))
+        head = self.fingerprint(f"{'+'.join(map(str, tower))} {needs} {how}")
+        start, fresh, every, item, spent_ms = time.perf_counter(), 0, 0, 0, 0.0
+        for kind in [kind for kind, given in features_given(inputs).items() if given is None]:
+            parts = []
+            for unit, layouts in self._units(kind, inputs):
+                found, ms = self._features(unit, f"{head} {layouts}", needs, tower)
+                parts.append(found)
+                size = sum(len(layout.content()) for layout in found.layouts)
+                every, fresh, spent_ms = every + size, fresh + size * (ms > 0), spent_ms + ms
+            outputs[kind] = joined(kind, parts)
+            for merge in (merge for part in parts for merge in part.merges):
+                trace.record("vit", item, merge.found)
+                trace.add("vit", merge.found.n, merge.found.m, merge.ms, merge.method)
+                item += 1
+        ms = (time.perf_counter() - start) * 1e3 - spent_ms  # that of the tower has its own row
+        trace.add("reuse encoder", every, fresh, ms)
+        spent = {name for unit in outputs for name in _pixels(inputs, unit)}
+        rest = {name: each for name, each in inputs.items() if name not in spent}
+        given = inputs.get("mm_encoder_outputs") or {}
+        return {**rest, "mm_encoder_outputs": {**given, **outputs}}
+
+    def frames(self, given: Mapping[str, Tensor], encode: Callable[[], list[Any]]) -> list[Any]:
+        """Units of a stream's frames by their pixels; `encode` makes those that are not known."""
+        parts = [f"{name} {digest(each).hex()}" for name, each in sorted(given.items())]
+        key = key_of("frames", self.fingerprint(), *parts)
+        found: list[Any] | None = self.store.get(key, self.model.device)
+        if found is None:
+            found = encode()
+            self.store.put(key, found)
+            self.store.flush()
+        return found
+
+    def _units(
+        self, kind: str, inputs: Mapping[str, Any]
+    ) -> Iterator[tuple[MediaUnit, list[Layout]]]:
+        """Media that are encoded together, and their layouts, which some prompts decide."""
+        layouts = self.adapter.layout(self.base, kind, inputs)
+        names = [str(number) for number in range(len(layouts))]
+        found = units(self.base, kind, inputs, names, ())
+        single = len(found) == len(layouts)
+        for number, unit in enumerate(found):
+            yield unit, [layouts[number]] if single else layouts
+
+    def _features(
+        self, unit: MediaUnit, head: str, needs: Sequence[str], tower: Sequence[Spec]
+    ) -> tuple[UnitFeatures, float]:
+        """Features of a unit, and the milliseconds of the tower, 0 where they were known."""
+        parts = [head, unit.kind]
+        for name, each in sorted(unit.call.items()):
+            parts += [name, digest(each).hex() if isinstance(each, Tensor) else repr(each)]
+        if any("query" in spec.method.needs for spec in tower):
+            parts.append(digest(unit.ids).hex())
+        key = key_of("features", *parts)
+        tree = self.store.get(key, self.model.device)
+        if tree is not None:
+            return _features_of(tree), 0.0
+        (found,), ms = timed(partial(encode, self.base, self.adapter, needs, [unit], tower))
+        self.store.put(key, _tree_of(found))
+        return found, ms
+
+    def prompt(
+        self, inputs: Mapping[str, Any], specs: Sequence[Spec] = (), trace: Trace | None = None
+    ) -> dict[str, Any]:
+        """Inputs of `generate` for one prompt, with a cache of all tokens but the last.
+
+        Takes what `encoded` returns; `specs` are stages at `pixel` and `pre`.
+        """
+        assert self.prefill is not None
+        trace = trace or Trace()
+        early = [spec for spec in specs if spec.site != "vit"]
+        rest, sequences = compressed(self.model, inputs, early, trace)
+        rows = prompt_rows(self.model, rest, inputs["mm_encoder_outputs"])
+        start, ids = time.perf_counter(), rest["input_ids"]
+        known, length = self.read(rows, ids[0], sequences, "+".join(map(str, specs)))
+        trace.add("reuse kv", length, known.computed, (time.perf_counter() - start) * 1e3)
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": rest["position_ids"],
+            "past_key_values": known.cache(self.prefill.decoder.config, length),
+        }
+
+    def read(
+        self, rows: PromptRows, ids: Tensor, sequences: Sequences, reduce: str = ""
+    ) -> tuple[PrefilledPrompt, int]:
+        """Keys and values of all tokens of a prompt but the last, and how many these are."""
+        assert self.prefill is not None
+        length = len(ids) - 1
+        every = self._pieces(rows, ids, sequences, reduce)
+        pieces = [piece for piece in every if piece.stop <= length]
+        seen = list(self._seen(pieces))
+        known = self.prefill.run(rows, seen, self.plan, length)
+        if all(part.exact for part in seen):  # what follows an approximation is one
+            self._keep(pieces, known, rows)
+        return known, length
+
+    def _seen(self, pieces: Sequence[PromptSegment]) -> Iterator[SeenPart]:
+        exact, device = True, self.model.device
+        for piece in pieces:
+            held = self.store.get(piece.chain, device) if exact else None
+            exact = held is not None
+            if held is None and self.plan.anywhere and piece.place is not None:
+                at = self.store.get(piece.place)
+                held = None if at is None else self.store.get(at, device)
+            if held is not None and held["block"].n == piece.stop - piece.start:
+                yield SeenPart(piece.start, held["block"], exact, held["impact"])
+            else:
+                exact = False
+
+    def _keep(
+        self, pieces: Sequence[PromptSegment], known: PrefilledPrompt, rows: PromptRows
+    ) -> None:
+        assert self.prefill is not None
+        for piece in pieces:
+            if piece.start < known.first:
+                continue
+            span = piece.start, piece.stop
+            impact = known.impact(*span, self.prefill.scaling) if piece.place else None
+            block = known.part(*span, rows.positions)
+            self.store.put(piece.chain, {"block": block, "impact": impact})
+            if piece.place is not None:
+                self.store.put(piece.place, piece.chain)
+
+    def _pieces(
+        self, rows: PromptRows, ids: Tensor, sequences: Sequences, reduce: str
+    ) -> Iterator[PromptSegment]:
+        """Cut a prompt at the borders of its media, and text into pieces of `TEXT` tokens."""
+        chain = head = self.fingerprint(reduce)
+        for start, stop, media in _spans(rows.visual.cpu(), sequences):
+            positions = rows.positions[:, start:stop]
+            relative = positions - positions[:, :1]
+            parts = [digest(ids[start:stop]), digest(relative)]
+            if media:
+                first = int(rows.visual[:start].sum())
+                span = slice(first, first + stop - start)
+                planes = [digest(plane[span]) for plane in rows.planes]
+                parts += [digest(rows.hidden[start:stop]), *planes]
+            content = key_of(*parts)
+            chain = key_of("chain", chain, content, digest(positions))
+            yield PromptSegment(
+                start, stop, chain, key_of("place", head, content) if media else None
+            )
+
+
+def _spans(visual: Tensor, sequences: Sequences) -> Iterator[tuple[int, int, bool]]:
+    """First and last + 1 token of each piece of a prompt, and whether it is of media.
+
+    A rest of text is a piece only where media follow it.
+    """
+    n = len(visual)
+    starts = {int(item.where.min()) for item in sequences.items if item.n}
+    turns = {i for i in range(1, n) if visual[i] != visual[i - 1]}
+    turns |= {i for i in starts if i and visual[i - 1]}
+    borders = [0, *sorted(turns), n]
+    for start, stop in pairwise(borders):
+        if visual[start]:
+            yield start, stop, True
+            continue
+        for at in range(start, stop, TEXT):
+            if at + TEXT <= stop or stop < n:
+                yield at, min(at + TEXT, stop), False
+
+
+def _pixels(inputs: Mapping[str, Any], kind: str) -> list[str]:
+    names = {"image": "pixel_values", "video": "pixel_values_videos"}
+    return [name for name in inputs if name == names.get(kind)]
+
+
+def _tree_of(found: UnitFeatures) -> dict[str, Any]:
+    """Return features as a tree that can be saved."""
+    return {
+        **{name: each for name, each in vars(found).items() if name != "output"},
+        "output": f"{found.output.__module__}:{found.output.__qualname__}",
+    }
+
+
+def _features_of(tree: Mapping[str, Any]) -> UnitFeatures:
+    """The inverse of `_tree_of`; ModelError for an output class that is none of transformers'."""
+    module, _, name = tree["output"].partition(":")
+    kind = None
+    if module.startswith("transformers."):
+        kind = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, ModelOutput)):
+        raise ModelError(f"stored features are of class {tree['output']!r}, which is no output")
+    return UnitFeatures(**{**tree, "output": kind})

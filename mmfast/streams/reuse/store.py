@@ -1,0 +1,270 @@
+"""A store of values that requests share, found by content, in device, host and disk tiers.
+
+A value is a tree of tensors and plain data (`streams.archive.files`). Its key is a hash of all that
+it follows from: weights, processor, reduction and content. A file holds its key, and checksums of
+everything, so a damaged file or one of another model is never taken for what was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmfast.core.errors import MmfastError
+from mmfast.streams.archive import files
+from mmfast.streams.archive.tiers import CPU, Reports, TierQuotas
+
+_SUFFIX = ".media"
+FOLDER_BYTES = "10GB"  # quota of a folder that is given without one
+
+
+def key_of(*parts: str | bytes) -> str:
+    """Hash parts to a key; their order and their borders count."""
+    whole = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        whole.update(len(data).to_bytes(8, "little"))
+        whole.update(data)
+    return whole.hexdigest()
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Hash type, shape and contents of a tensor."""
+    dense = tensor.detach().cpu().contiguous()
+    whole = hashlib.blake2b(f"{dense.dtype} {tuple(dense.shape)}".encode(), digest_size=20)
+    if dense.numel():
+        whole.update(dense.view(-1).view(torch.uint8).numpy().data)
+    return whole.digest()
+
+
+class _MemoryTier:
+    """Flat trees within bytes, the least recently used first."""
+
+    def __init__(self, limit: float, push: Callable[[str, files.FlatTree], None]) -> None:
+        self.limit, self._push = limit, push
+        self.held: OrderedDict[str, files.FlatTree] = OrderedDict()
+        self.nbytes = 0
+
+    def get(self, key: str) -> files.FlatTree | None:
+        found = self.held.get(key)
+        if found is not None:
+            self.held.move_to_end(key)
+        return found
+
+    def put(self, key: str, value: files.FlatTree) -> None:
+        self.remove(key)
+        if _size(value) > self.limit:
+            return self._push(key, value)
+        self.held[key] = value
+        self.nbytes += _size(value)
+        while self.nbytes > self.limit:
+            oldest = next(iter(self.held))
+            self._push(oldest, self.remove(oldest))
+
+    def remove(self, key: str) -> Any:
+        found = self.held.pop(key, None)
+        self.nbytes -= 0 if found is None else _size(found)
+        return found
+
+
+def _size(value: files.FlatTree) -> int:
+    """Bytes of a value; its skeleton and its place in a table are taken for a few hundred."""
+    return 500 + sum(tensor.nbytes for tensor in value.tensors)
+
+
+def _placed(value: files.FlatTree, device: torch.device) -> files.FlatTree:
+    moved = [files.compact(tensor.to(device)) for tensor in value.tensors]
+    return files.FlatTree(value.skeleton, moved, [])
+
+
+class MediaFolder:
+    """Files of values in a folder that several processes may share, the least recently used first.
+
+    OSError where the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, limit: float) -> None:
+        self.path, self._limit = folder, limit
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def file(self, key: str) -> Path:
+        """Path of a value's file."""
+        return self.path / f"{key}{_SUFFIX}"
+
+    def sizes(self) -> dict[Path, tuple[float, int]]:
+        """Time of the last use and bytes of every file."""
+        found = {}
+        for path in self.path.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(OSError):  # another process may drop it meanwhile
+                state = path.stat()
+                found[path] = state.st_mtime, state.st_size
+        return found
+
+    def write(self, key: str, tree: Any) -> None:
+        """Write a value; the oldest files make room. OSError: the disk is full or gone."""
+        if self.file(key).exists():
+            return
+        buffers = files.encode([key, tree])
+        need, known = sum(map(len, buffers)), self.sizes()
+        if need > self._limit:
+            return
+        used = sum(size for _, size in known.values())
+        for path in sorted(known, key=lambda path: known[path][0]):
+            if used + need <= self._limit:
+                break
+            path.unlink(missing_ok=True)
+            used -= known[path][1]
+        files.write(self.file(key), buffers)
+
+    def read(self, key: str) -> Any:
+        """Return a value; TornFileError where the file is damaged or of another key."""
+        path = self.file(key)
+        file = files.TreeFile(path)
+        if file.read(0) != key:
+            raise files.TornFileError("holds another value")
+        tree = file.read(1)
+        os.utime(path)
+        return tree
+
+
+class ReuseStore:
+    """Encoder outputs, keys and values of media that were seen, for later requests.
+
+    Any number of pipelines, threads and models may share one; no model reads what another wrote.
+    The least recently used values move from the device to main memory and are dropped there; with a
+    folder, everything is written there, too, and other processes find it. What is damaged on disk
+    is warned of once, and computed anew.
+
+    Args:
+        device: Bytes beside the model, such as `"2GB"`; None sets no limit.
+        host: Bytes in main memory.
+        disk: Bytes of files; needs a folder. Absent: 10 GB where a folder is given.
+        folder: Where the files lie.
+
+    Raises:
+        MmfastError: Sizes that make no sense, or a folder that cannot be made.
+    """
+
+    def __init__(
+        self,
+        device: str | int | None = 0,
+        host: str | int | None = "1GB",
+        disk: str | int | None = None,
+        folder: str | Path | None = None,
+    ) -> None:
+        if disk is None:
+            disk = 0 if folder is None else FOLDER_BYTES
+        self.quotas = TierQuotas.of(device, host, disk, folder)
+        self.reports = Reports()
+        self.hits, self.misses = 0, 0
+        self._lock = threading.RLock()
+        self._host = _MemoryTier(self.quotas.limit("host"), lambda key, value: None)
+        self._device = _MemoryTier(
+            self.quotas.limit("device"), lambda key, value: self._host.put(key, _placed(value, CPU))
+        )
+        self._due: OrderedDict[str, files.FlatTree] = OrderedDict()  # not on disk yet
+        self._folder: MediaFolder | None = None
+        if self.quotas.folder is not None and self.quotas.disk != 0:
+            try:
+                self._folder = MediaFolder(self.quotas.folder, self.quotas.limit("disk"))
+            except OSError as error:
+                raise MmfastError(
+                    f"cannot make the folder {str(folder)!r} of a reuse store: {error.strerror}; "
+                    "name one that can be written"
+                ) from None
+
+    def get(self, key: str, device: torch.device = CPU) -> Any:
+        """Return a value on a device, not to be written to; None where it is not there."""
+        with self._lock:
+            found = self._device.get(key)
+            below = None if found is not None else self._host.get(key) or self._from_disk(key)
+            if below is not None:
+                found = _placed(below, device)
+                if self._device.limit:
+                    self._host.remove(key)
+                    self._device.put(key, found)
+            self.hits, self.misses = self.hits + (found is not None), self.misses + (found is None)
+            if found is None:
+                return None
+            tensors = [tensor.to(device) for tensor in found.tensors]
+        return files.unflatten(found.skeleton, tensors.__getitem__)
+
+    def put(self, key: str, tree: Any) -> None:
+        """Keep a value; `flush` writes it to the disk."""
+        flat = files.flatten(tree)
+        own = files.FlatTree(flat.skeleton, [files.compact(x) for x in flat.tensors], [])
+        with self._lock:
+            self._device.put(key, own)
+            if self._folder is not None:
+                self._due[key] = own
+
+    def _from_disk(self, key: str) -> files.FlatTree | None:
+        if self._folder is None:
+            return None
+        try:
+            flat = files.flatten(self._folder.read(key))
+        except FileNotFoundError:
+            return None
+        except (files.TornFileError, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            self._warn("corrupt", f"{self._folder.file(key).name} {why}; it is computed anew")
+            with contextlib.suppress(OSError):
+                self._folder.file(key).unlink(missing_ok=True)
+            return None
+        self._host.put(key, flat)
+        return flat
+
+    def flush(self) -> None:
+        """Write what is not on disk yet: after an answer, so that none waits for the disk."""
+        with self._lock:
+            due, self._due = self._due, OrderedDict()
+        for key, flat in due.items():
+            try:
+                assert self._folder is not None
+                self._folder.write(key, files.unflatten(flat.skeleton, flat.tensors.__getitem__))
+            except OSError as error:
+                self._warn("disk_errors", f"cannot write ({error.strerror}); nothing is kept there")
+
+    def _warn(self, kind: str, line: str) -> None:
+        first = not self.reports.counts[kind]
+        self.reports.add(kind, line)
+        if first:
+            warnings.warn(f"reuse store in {str(self.quotas.folder)!r}: {line}", stacklevel=4)
+
+    def stats(self) -> dict[str, Any]:
+        """Values and bytes per tier, hits and misses, damaged files and latest reports."""
+        with self._lock:
+            disk = {} if self._folder is None else self._folder.sizes()
+            tiers = {"device": self._device, "host": self._host}
+            counts = {name: len(tier.held) for name, tier in tiers.items()}
+            sizes = {name: tier.nbytes for name, tier in tiers.items()}
+            return {
+                "values": {**counts, "disk": len(disk)},
+                "bytes": {**sizes, "disk": sum(size for _, size in disk.values())},
+                "hits": self.hits,
+                "misses": self.misses,
+                "corrupt": self.reports.counts["corrupt"],
+                "disk_errors": self.reports.counts["disk_errors"],
+                "reports": list(self.reports.lines),
+            }
+
+
+def store_of(given: Any) -> ReuseStore:
+    """Return the store that an option names: one, a folder of one, or None for main memory."""
+    if given is None or isinstance(given, str | Path):
+        return ReuseStore(folder=given)
+    if not isinstance(given, ReuseStore):
+        raise MmfastError(
+            f"store is a {type(given).__name__}; give a ReuseStore, a folder, or leave it out"
+        )
+    return given

@@ -1,0 +1,135 @@
+"""`speech-to-text`: recordings and streams of speech to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mmfast.core.trace import Trace
+from mmfast.frontends.audio.reader import load_audio
+from mmfast.pipelines.options import check_names, check_values, within
+from mmfast.pipelines.registry import task
+from mmfast.pipelines.speech import stream_of
+from mmfast.voice import models
+from mmfast.voice.ear import RATE
+
+PLACE = ("batch_size", "device", "dtype", "model_kwargs")
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The text of a recording of so many seconds; its trace is that of its whole batch."""
+
+    text: str
+    seconds: float
+    trace: Trace = field(default_factory=Trace, repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `mmfast transcribe --json` prints."""
+        return {
+            "text": self.text,
+            "seconds": round(self.seconds, 4),
+            "trace": self.trace.to_dict()["rows"],
+        }
+
+
+@task("speech-to-text", aliases=("automatic-speech-recognition",))
+class SpeechToText:
+    """Write speech down with the embedded model or a stock one.
+
+    Args:
+        model: None (embedded), a directory or hub id (Whisper, Parakeet, Voxtral, Qwen3-ASR,
+            Kyutai STT, wav2vec 2.0 …), or a `Listener`.
+        batch_size: Sounds that share the passes of the model; long ones are cut into several.
+        device, dtype, model_kwargs: As for `SpeechChat`.
+        **options: Of all recordings, as far as the model has them: `reduce`, a spec of stages on
+            its audio tokens; `cache`, a spec of KV policies; `language`, `max_new_tokens` and
+            further ones of its class.
+
+    Raises:
+        MmfastError: An unknown option, or a stage that the model does not have.
+        ModelError: The checkpoint cannot be loaded, or cannot listen.
+
+    Example:
+        >>> SpeechToText()("question.wav").text
+        'which way does the red circle move'
+    """
+
+    task: str
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        batch_size: int = 8,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        model_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
+        check_values(self.task, {**place, "batch_size": batch_size, "model": model})
+        self._check(model, options)
+        self.batch_size = batch_size
+        loaded = models.can(models.load_voice(model, **place), "transcribe")
+        with within(self.task):
+            self.listener = models.load_listener(loaded, options)
+
+    def _check(self, model: Any, options: Mapping[str, Any]) -> None:
+        if options and (names := models.check_options(model, "transcribe", {})) is not None:
+            check_names(self.task, options, names, PLACE)
+
+    def __call__(self, media: Any, **options: Any) -> Any:
+        """Write a recording down; a list of recordings gives a list.
+
+        Args:
+            media: Path, bytes, file object, array at 16 kHz, or `(array, rate)`.
+            **options: Of this call, as of the pipeline.
+
+        Returns:
+            A `Transcript`, or a list of them; "" is the text of silence.
+
+        Raises:
+            MediaError: It is no sound.
+        """
+        many = isinstance(media, list) and bool(media) and not isinstance(media[0], int | float)
+        self._check(self.listener, options)
+        sounds = [load_audio(each, RATE) for each in (media if many else [media])]
+        trace = Trace()
+        with trace.stage("listen") as row, within(self.task):
+            if hasattr(self.listener, "hear"):
+                texts, own = self.listener.hear(sounds, RATE, self.batch_size, **options)
+            else:
+                texts, own = [self.listener.transcribe(each, RATE) for each in sounds], Trace()
+            row.tokens_out = sum(len(text.split()) for text in texts)
+        trace.rows[:0], trace.reductions = own.rows, own.reductions
+        found = [
+            Transcript(text.strip(), len(sound) / RATE, trace)
+            for text, sound in zip(texts, sounds, strict=True)
+        ]
+        return found if many else found[0]
+
+    def stream(self, media: Any, rate: int = RATE, **options: Any) -> Iterator[str]:
+        """Write speech down while it comes.
+
+        Args:
+            media: An iterator of chunks of sound; or a recording.
+            rate: Samples per second of chunks and arrays.
+            **options: As for a call.
+
+        Yields:
+            Pieces of text; joined they are the whole.
+
+        Raises:
+            ModelError: The model hears a whole recording at once.
+        """
+        self._check(self.listener, options)
+        with within(self.task):
+            heard = models.can(self.listener, "stream").stream(*stream_of(media, rate), **options)
+        return iter(heard)

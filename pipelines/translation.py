@@ -1,0 +1,191 @@
+"""`speech-translation`: speech and text into another language, while they come or as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mmfast.core.errors import MmfastError
+from mmfast.core.trace import Trace
+from mmfast.decoding.simultaneous import WritePolicy, average_lagging, write_policy
+from mmfast.frontends.audio.reader import iter_audio, load_audio
+from mmfast.models.translation import load_translator
+from mmfast.pipelines.options import checked, within
+from mmfast.pipelines.registry import task
+from mmfast.voice import models
+from mmfast.voice.ear import RATE
+from mmfast.voice.interpreter import Interpreter, Translated, joined, word_by_word
+
+CHUNK = RATE // 10  # samples of a recording that are read at once
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The translation of a recording of so many seconds, and how it came about.
+
+    `heard` is the source as it was understood, `lag` the average lagging in seconds: 0 is one who
+    speaks with the speaker; one who waits for the end of a sentence lags by all of it. `unknown`
+    are words that the translator has no tokens for.
+    """
+
+    text: str
+    heard: str
+    seconds: float
+    lag: float
+    pieces: tuple[Translated, ...] = field(repr=False, default=())
+    unknown: tuple[str, ...] = ()
+    trace: Trace = field(default_factory=Trace, repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `mmfast translate --json` prints."""
+        return {
+            "text": self.text,
+            "heard": self.heard,
+            "seconds": round(self.seconds, 4),
+            "average_lagging": round(self.lag, 4),
+            "unknown": list(self.unknown),
+            "pieces": [
+                {"at": round(p.at, 4), "text": p.text, "final": p.final} for p in self.pieces
+            ],
+            "trace": self.trace.to_dict()["rows"],
+        }
+
+
+@task("speech-translation", aliases=("translation",))
+class SpeechTranslation:
+    """Translate speech while it is said, with a listener and a stock model that translates text.
+
+    Args:
+        model: None (embedded: English to the generated language Velda), a directory or hub id of an
+            encoder-decoder (Marian, T5, NLLB, M2M100, BART), a `(model, tokenizer)` pair, or a
+            `Translator`.
+        listener: As the model of `speech-to-text`.
+        policy: Which words are written before the end: "agreement:N", "wait:K", "confidence:P",
+            "greedy" or "offline"; see `mmfast.decoding.simultaneous.write_policy`.
+        every: Seconds of speech between two hearings.
+        silence: Seconds of silence that end a sentence.
+        source, target: Languages, for tokenizers with codes such as "eng_Latn".
+        prefix: Text in front of every source, such as T5's "translate English to German: ".
+        device, dtype, model_kwargs: As for `SpeechChat`; the last are of `model`.
+
+    Raises:
+        MmfastError: An unknown option or value, before any weight is read.
+        ModelError: A checkpoint cannot be loaded, cannot listen, or cannot translate.
+
+    Example:
+        >>> SpeechTranslation().translate("the red circle moves left")
+        'ronda ruva levo mira'
+    """
+
+    task: str
+
+    @checked()
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        listener: Any = None,
+        policy: str | WritePolicy = "confidence:0.99",
+        every: float = 0.4,
+        silence: float = 0.5,
+        source: str | None = None,
+        target: str | None = None,
+        prefix: str = "",
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        languages: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
+        with within(self.task):
+            self.policy = write_policy(policy)
+            self.translator = load_translator(
+                model, **place, model_kwargs=model_kwargs, **languages
+            )
+            self.listener = models.can(models.load_voice(listener, **place), "transcribe")
+        self._pace = {"every": every, "silence": silence}
+        self._open(None)  # refuses a pace that there is not
+
+    def _open(self, policy: str | WritePolicy | None) -> Interpreter:
+        with within(self.task):
+            chosen = self.policy if policy is None else write_policy(policy)
+            return Interpreter(self.listener, self.translator, chosen, **self._pace)
+
+    def open(self, policy: str | WritePolicy | None = None) -> Interpreter:
+        """Return an `Interpreter`, a session that takes sound at 16 kHz as it comes."""
+        return self._open(policy)
+
+    def __call__(self, media: Any, policy: str | WritePolicy | None = None) -> Any:
+        """Translate a recording as if it were said now.
+
+        Args:
+            media: Path, bytes, file object, array at 16 kHz, or `(array, rate)`.
+            policy: Instead of the pipeline's.
+
+        Returns:
+            A `Translation`, or a list of them for a list of recordings.
+
+        Raises:
+            MediaError: It is no sound.
+            SpecError: An unknown policy.
+        """
+        if isinstance(media, list) and media and not isinstance(media[0], int | float):
+            return [self(each, policy) for each in media]
+        sound, session = load_audio(media, RATE), self._open(policy)
+        pieces = [piece for chunk in sound.split(CHUNK) for piece in session.push(chunk)]
+        pieces += session.finish()
+        seconds, end = len(sound) / RATE, max((piece.at for piece in pieces), default=0.0)
+        delays = [piece.at for piece in pieces for _ in range(piece.words)]
+        heard = " ".join(piece.heard for piece in pieces if piece.final).strip()
+        text = joined(pieces)
+        lag = average_lagging(delays, end)
+        unknown = tuple(self.translator.unknown(heard))
+        return Translation(text, heard, seconds, lag, tuple(pieces), unknown, session.trace)
+
+    def stream(
+        self, media: Any, rate: int = RATE, policy: str | WritePolicy | None = None
+    ) -> Iterator[Translated]:
+        """Translate speech while it comes.
+
+        Args:
+            media: An iterator of chunks of sound; or a recording.
+            rate: Samples per second of chunks and arrays.
+            policy: Instead of the pipeline's.
+
+        Yields:
+            Words with the seconds of sound that had been heard.
+        """
+        session = self._open(policy)
+        for chunk in iter_audio(media, RATE, media_rate=rate):
+            yield from session.push(chunk)
+        yield from session.finish()
+
+    def translate(self, text: Any) -> Any:
+        """Translate a whole text, or a list of texts as one batch."""
+        many = isinstance(text, list)
+        texts = text if many else [text]
+        if not all(isinstance(each, str) for each in texts):
+            raise MmfastError(
+                f"{self.task}: {text!r:.60} is no text; give a text or a list of them"
+            )
+        found = self.translator.translate(texts) if texts else []
+        return found if many else found[0]
+
+    def stream_text(
+        self, words: Iterable[str], policy: str | WritePolicy | None = None
+    ) -> Iterator[Translated]:
+        """Translate one sentence of text while its words come; `at` counts words.
+
+        Args:
+            words: Words, or pieces of a text whose spaces part the words.
+            policy: Instead of the pipeline's.
+        """
+        with within(self.task):
+            chosen = self.policy if policy is None else write_policy(policy)
+        return word_by_word(self.translator, chosen, words)

@@ -1,0 +1,40 @@
+"""The entries that kvpress keeps of a random Llama, recorded from its public presses, are ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cache_oracle
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from mmfast.attach import attach
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/kvpress.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The weights of the record: parameters in the order of their names from one generator."""
+    made = LlamaForCausalLM(LlamaConfig(**GOLDEN["sizes"])).eval()
+    generator = torch.Generator().manual_seed(GOLDEN["seed"])
+    with torch.no_grad():
+        for name, weight in sorted(made.named_parameters()):
+            drawn = (
+                torch.randn(weight.shape, generator=generator) * 0.3 if "norm" not in name else 1
+            )
+            weight.copy_(torch.as_tensor(drawn))
+    return made
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["spec"])
+def test_the_same_entries_stay(model: Any, case: dict[str, Any]) -> None:
+    ids, cache = torch.tensor([case["ids"]]), DynamicCache(config=model.config)
+    with attach(model, cache=case["spec"]), torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    for index, heads in enumerate(case["kept"]):
+        seen = cache_oracle.kept(cache, index, ids.shape[1])
+        assert [row.nonzero()[:, 0].tolist() for row in seen] == heads

@@ -1,0 +1,272 @@
+"""Policies that choose at every decode step, against slow versions of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import oracles_select as oracles
+import pytest
+import torch
+from torch import Tensor
+
+from mmfast.caches.plan import call_plan, plan_cache, served_plan
+from mmfast.core.errors import SpecError
+from mmfast.core.kv import LayerStep, StepChoice
+from mmfast.core.registry import get, methods
+from mmfast.ops import pages
+from mmfast.streams.memory import check_plan
+
+H, G, D = 2, 3, 8
+SCALE = D**-0.5
+
+
+def make(n: int, seed: int = 0, batch: int = 1) -> tuple[Tensor, Tensor]:
+    """Queries `[B, H, G, d]` and keys `[B, H, n, d]`."""
+    g = torch.Generator().manual_seed(seed)
+    query = 2 * torch.randn(batch, H, G, D, generator=g)
+    return query, torch.randn(batch, H, n, D, generator=g)
+
+
+def step(query: Tensor, keys: Tensor, **more: Any) -> LayerStep:
+    return LayerStep(query, keys, SCALE, **{"depth": 3, "depths": 6, **more})
+
+
+def selector(spec: str) -> Any:
+    plan = plan_cache(spec)
+    assert plan is not None
+    return plan.selector()
+
+
+def read(choice: StepChoice, n: int, row: int = 0) -> list[set[int]]:
+    """Places that each head reads; no place may come twice."""
+    if choice.pages is None:
+        return [set(range(n))] * H
+    index, real = choice.entries(n)
+    index = index.expand(-1, H, -1)[row]
+    real = torch.ones_like(index, dtype=torch.bool) if real is None else real.expand(-1, H, -1)[row]
+    found = []
+    for mine, ok in zip(index, real, strict=True):
+        places = mine[ok].tolist()
+        assert len(places) == len(set(places)) and all(0 <= i < n for i in places)
+        found.append(set(places))
+    return found
+
+
+def arrays(query: Tensor, keys: Tensor, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    return query[row].flatten(0, 1).double().numpy(), keys[row].double().numpy()
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 17, 64, 100])
+@pytest.mark.parametrize("budget", [0.1, 0.5, 12])
+@pytest.mark.parametrize("page", [1, 4])
+def test_quest_is_its_oracle(n: int, budget: float | int, page: int) -> None:
+    query, keys = make(n, seed=n)
+    found = selector(f"quest:{budget}?page={page}").choose(step(query, keys))
+    assert read(found, n) == oracles.quest(*arrays(query, keys), budget, page)
+
+
+def test_quest_reads_what_stays() -> None:
+    query, keys = make(60)
+    stays = torch.zeros(60, dtype=torch.bool)
+    stays[[0, 1, 30, 58]] = True
+    found = selector("quest:0.2?page=4").choose(step(query, keys, stays=stays))
+    want = oracles.quest(*arrays(query, keys), 0.2, 4, {0, 1, 30, 58})
+    assert read(found, 60) == want and all({0, 1, 30, 58} <= mine for mine in want)
+
+
+@pytest.mark.parametrize("n", [2, 9, 40])
+def test_tokenselect_is_its_oracle(n: int) -> None:
+    query, keys = make(n, seed=n)
+    stays = torch.zeros(n, dtype=torch.bool)
+    stays[0] = True
+    votes = oracles.votes_of_all(*arrays(query, keys), SCALE)
+    found = selector("tokenselect:0.3").choose(step(query, keys))
+    assert read(found, n) == [oracles.most(votes, max(1, round(0.3 * n)))] * H
+    found = selector("tokenselect:0.3").choose(step(query, keys, stays=stays))
+    assert read(found, n) == [oracles.most(votes, max(1, round(0.3 * n)), {0})] * H
+
+
+def test_tokenselect_votes_again_for_another_query_alone() -> None:
+    query, keys = make(60)
+    choose, memory = selector("tokenselect:6?similar=0.9").choose, dict[str, Any]()
+    first = read(choose(step(query, keys[:, :, :50], memory=memory)), 50)
+    near = query + 0.1 * query.flip(-1)
+    assert oracles.cosine(query.numpy(), near.numpy()) > 0.9
+    again = choose(step(near, keys[:, :, :53], memory=memory))
+    assert again.nbytes == 0 and read(again, 53) == [mine | {50, 51, 52} for mine in first]
+    other = choose(step(-query, keys[:, :, :53], memory=memory))
+    votes = oracles.votes_of_all(*arrays(-query, keys[:, :, :53]), SCALE)
+    assert other.nbytes > 0 and read(other, 53) == [oracles.most(votes, 6)] * H
+    assert memory["vote"].trim(53) and not memory["vote"].trim(52)
+
+
+def test_tidaldecode_chooses_in_two_layers_for_the_others() -> None:
+    method, shared = selector("tidaldecode:0.2?skip=1&again=0.5"), dict[str, Any]()
+    want: Any = None
+    for depth in range(6):
+        query, keys = make(40, seed=depth)
+        found = method.choose(step(query, keys, depth=depth, depths=6, shared=shared))
+        if depth in (1, 3):
+            want = oracles.by_head(*arrays(query, keys), 8, SCALE)
+        whole = depth in (0, 1, 3)
+        assert read(found, 40) == ([set(range(40))] * H if whole else want), depth
+        assert (found.nbytes > 0) == (depth in (1, 3))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("n", [3, 21, 64])
+def test_twilight_is_its_oracle(share: float, n: int) -> None:
+    query, keys = make(n, seed=n)
+    found = selector(f"twilight:{share}?base=0.5&page=4").choose(step(query, keys))
+    assert read(found, n) == oracles.twilight(*arrays(query, keys), share, 0.5, 4, SCALE)
+
+
+def test_flat_attention_reads_more_than_sharp() -> None:
+    query, keys = make(200)
+    method = selector("twilight:0.8?base=0.9&page=4")
+    sizes = [
+        sum(map(len, read(method.choose(step(query * scale, keys)), 200))) for scale in (0.1, 4)
+    ]
+    assert sizes[1] < sizes[0] / 3
+
+
+@pytest.mark.parametrize("spec", ["quest:0.2?page=4", "twilight:0.8?page=4", "tokenselect:0.2"])
+def test_a_batch_is_its_rows(spec: str) -> None:
+    query, keys = make(70, batch=3)
+    method = selector(spec)
+    rows = [method.choose(step(query[b : b + 1], keys[b : b + 1])) for b in range(3)]
+    if method.alone:
+        return
+    together = method.choose(step(query, keys))
+    assert [read(together, 70, b) for b in range(3)] == [read(row, 70) for row in rows]
+
+
+@pytest.mark.parametrize("spec", ["quest:0.2?page=4", "twilight:0.8?page=4"])
+def test_what_is_kept_up_is_what_is_found_anew(spec: str) -> None:
+    """Entries come one by one and in pieces, some are taken back and others come."""
+    generator = torch.Generator().manual_seed(1)
+    method, memory, n = selector(spec), dict[str, Any](), 1
+    _, keys = make(400)
+    for _ in range(40):
+        if torch.rand(1, generator=generator) < 0.3:
+            n = max(1, n - int(torch.randint(1, 9, (1,), generator=generator)))
+            for name in [k for k, state in memory.items() if not state.trim(n)]:
+                del memory[name]
+            keys[:, :, n:] = torch.randn(keys[:, :, n:].shape, generator=generator)
+        n = min(400, n + int(torch.randint(1, 20, (1,), generator=generator)))
+        query = torch.randn(1, H, G, D, generator=generator)
+        kept_up = method.choose(step(query, keys[:, :, :n], memory=memory))
+        assert read(kept_up, n) == read(method.choose(step(query, keys[:, :, :n])), n)
+
+
+def test_bounds_hold_and_are_found_once() -> None:
+    query, keys = make(64)
+    seen = []
+
+    def describe(part: Tensor) -> Tensor:
+        seen.append(part.shape[2])
+        return pages.key_bounds(part)
+
+    table = pages.PageTable(8, describe)
+    for count in (3, 3, 8, 5, 8):
+        bounds = table.grow(keys, count)
+        assert bounds.shape == (1, H, count, 2 * D)
+    assert seen == [3, 5]
+    scores = pages.bound_scores(query[:, :, :1], bounds)  # of one query the mean is its own
+    products = (query[:, :, :1] @ keys.transpose(2, 3))[:, :, 0].unflatten(2, (8, 8))
+    assert bool((products <= scores[..., None] + 1e-5).all())
+
+
+def test_four_bits_are_within_half_a_level() -> None:
+    query, keys = make(64)
+    parts = keys.unflatten(2, (8, 8))
+    bounds, codes = pages.key_bounds(parts), pages.four_bits(parts)
+    assert codes.dtype == torch.uint8 and codes.shape == (1, H, 8, 8 * D // 2)
+    logits = pages.four_bit_logits(query, codes, bounds, 8)
+    level = (parts.amax(3) - parts.amin(3)).amax() / 15
+    off = (logits - query @ keys.transpose(2, 3)).abs()
+    assert bool((off <= query.abs().sum(-1, keepdim=True) * level / 2 + 1e-5).all())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("heads", [1, H])
+def test_attention_to_a_part_is_attention_under_a_mask(
+    bias: bool, filled: bool, heads: int
+) -> None:
+    query, room = make(50, batch=2)
+    query = query.flatten(1, 2)[:, :, None]
+    keys, values = room[:, :, :40], torch.randn(2, H, 50, 5)[:, :, :40]  # slices of buffers
+    generator = torch.Generator().manual_seed(3)
+    index = torch.stack([torch.randperm(40, generator=generator)[:9] for _ in range(2 * heads)])
+    index = index.view(2, heads, 9)
+    real = torch.rand(2, heads, 9, generator=generator) < 0.7 if filled else None
+    if real is not None:
+        real[..., 0] = True
+    addend = torch.randn(2, H * G, 40, generator=generator) if bias else None
+    seen = torch.zeros(2, heads, 40, dtype=torch.bool)
+    seen.scatter_(2, index, torch.ones_like(index, dtype=torch.bool) if real is None else real)
+    logits = query @ keys.repeat_interleave(G, 1).transpose(2, 3) * 0.3
+    logits = logits if addend is None else logits + addend[:, :, None]
+    wide = seen.expand(2, H, 40).repeat_interleave(G, 1)[:, :, None]
+    want = logits.masked_fill(~wide, -torch.inf).softmax(-1) @ values.repeat_interleave(G, 1)
+    found = pages.selected_attention(query, keys, values, index, real=real, bias=addend, scale=0.3)
+    torch.testing.assert_close(found, want)
+
+
+FAULTS = {
+    "bound_scores": lambda query, bounds: pages_bound(query, bounds.roll(D, -1)),
+    "four_bits": lambda part: pages_codes(part.flip(-1)),
+    "heaviest": lambda mass, share: pages_heaviest(mass, min(1.0, share + 0.2)),
+}
+pages_bound, pages_codes, pages_heaviest = pages.bound_scores, pages.four_bits, pages.heaviest
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = "quest" if name == "bound_scores" else "twilight"
+    monkeypatch.setattr(f"mmfast.caches.{home}.{name}", FAULTS[name])
+    with pytest.raises(AssertionError):
+        if home == "quest":
+            test_quest_is_its_oracle(100, 0.1, 4)
+        for n in (21, 64):
+            test_twilight_is_its_oracle(0.7, n)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("quest", "needs a budget"),
+        ("quest:0.1?page=0", "page=0"),
+        ("tidaldecode:0.1?again=1.5", "again=1.5"),
+        ("twilight:64", "a share of the attention"),
+        ("twilight:0.8?base=2.0", "base=2.0"),
+        ("quest:0.1+tokenselect:0.1", "both of role 'select'"),
+        ("rekv:4+quest:0.1", "chooses what is read, too"),
+        ("quest:0.1+quant:8", "unpacks all entries"),
+        ("zipvl:0.5+quest:0.1", "unpacks all entries"),
+        ("window:64+snapkv:0.5+quest:0.1", "drop one of the two"),
+        ("snapkv:0.5+tidaldecode:0.1", "write 'snapkv:0.5\\+quest:0.1'"),
+    ],
+)
+def test_what_does_not_go_is_refused_in_one_line(spec: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as error:
+        call_plan(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_streams_and_the_server_refuse() -> None:
+    with pytest.raises(SpecError, match="which a stream does not"):
+        check_plan(plan_cache("window:64+quest:0.1"))
+    with pytest.raises(SpecError, match="chooses anew at every step"):
+        served_plan("quest:0.1")
+    assert served_plan("snapkv:0.5") is not None and served_plan("quest:1.0") is not None
+
+
+def test_every_method_of_the_role_is_named_here() -> None:
+    found = {method.name for method in methods("cache") if method.role == "select"}
+    assert found == {"quest", "tokenselect", "tidaldecode", "twilight"}
+    assert get("quest", "cache").example == "quest:0.1"
+    assert get("twilight", "cache").example == "twilight:0.85"
+    assert str(plan_cache("sink:4+quest:0.1?page=8")) == "sink:4+quest:0.1?page=8"

@@ -1,0 +1,161 @@
+"""Packed weights against products in float64 with weights rounded by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.ops import weight_forms
+from mmfast.ops.weight_forms import FEW, FORMS, GROUP, WIDE, Int4Weights, Int8Weights, pack
+
+# Largest relative error of a product with its own weights, and with those it was made of.
+KERNEL = {"bfloat16": 6e-3, "float16": 1e-5, "int8": 6e-3, "int8-dynamic": 0.03, "int4": 6e-3}
+ROUNDING = {"bfloat16": 4e-3, "float16": 4e-4, "int8": 0.012, "int8-dynamic": 0.012, "int4": 0.12}
+
+
+def _drawn(outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randn(outputs, inputs, generator=noise) * inputs**-0.5
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def _by_hand(weight: Tensor, levels: int) -> np.ndarray[Any, Any]:
+    """Round each row of numbers to multiples of its largest one by `levels`."""
+    rows = []
+    for row in weight.numpy().astype(np.float64):
+        step = np.abs(row).max() / levels or 1.0
+        rows.append([step * round(value / step) for value in row])
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, 40])
+@pytest.mark.parametrize("outputs", [64, WIDE])
+def test_products_are_those_of_the_rounded_weights(name: str, rows: int, outputs: int) -> None:
+    weight, x = _drawn(outputs, 96), _drawn(rows, 96, seed=1)
+    form = pack(name, weight)
+    found, own = form.product(x), form.weight().double()
+    assert found.shape == (rows, outputs) and found.dtype == x.dtype
+    assert _error(found, x.double() @ own.t()) < KERNEL[name]
+    assert _error(form.weight(), weight.double()) < ROUNDING[name]
+    assert _error(form.product(x.bfloat16()), x.double() @ own.t()) < KERNEL[name] + 6e-3
+
+
+def test_int8_weights_are_the_nearest_steps() -> None:
+    weight = _drawn(12, 32)
+    weight[3] = 0.0
+    np.testing.assert_allclose(pack("int8", weight).weight(), _by_hand(weight, 127), atol=1e-6)
+
+
+def test_int4_weights_are_within_half_a_step_of_their_group() -> None:
+    weight = _drawn(64, 64)
+    weight[5] = 0.25
+    found = pack("int4", weight).weight().reshape(64, -1, GROUP)
+    groups = weight.reshape(64, -1, GROUP)
+    steps = (groups.amax(-1) - groups.amin(-1)) / 15
+    far = (found - groups).abs().amax(-1)
+    # A bfloat16 middle is off by 2**-9 of itself, a step by as much over seven steps and a half.
+    assert bool((far <= 0.55 * steps + 2**-8 * groups.abs().amax(-1)).all())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_int8_activations_are_not_rounded_where_layers_are_wide(rows: int) -> None:
+    """The second part carries what the first rounds away: without it the error is 40 times that."""
+    weight, x = _drawn(WIDE, 128), _drawn(rows, 128, seed=1)
+    form = pack("int8", weight)
+    exact = x.double() @ form.weight().double().t()
+    whole = _error(form.product(x), exact)
+    once = _error(pack("int8-dynamic", weight).product(x), exact)
+    assert whole < 5e-4 < 5e-3 < once
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_do_not_depend_on_each_other(name: str) -> None:
+    form = pack(name, _drawn(WIDE, 64))
+    x = _drawn(4, 64, seed=1)
+    other = x.clone()
+    other[1:] *= 100
+    assert torch.equal(form.product(x)[0], form.product(other)[0])
+    torch.testing.assert_close(form.product(x[:1]), form.product(x)[:1], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("rows", [1, 3, FEW + 1])
+def test_zeros_stay_zeros(name: str, rows: int) -> None:
+    x = torch.zeros(rows, 64)
+    assert not pack(name, _drawn(WIDE, 64)).product(x).any()
+    assert not pack(name, torch.zeros(64, 64)).product(x + 1).any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMS)),
+    st.integers(1, 70),
+    st.integers(1, 90),
+    st.integers(1, 20),
+    st.floats(1e-3, 1e3),
+)
+def test_any_shape_and_scale(name: str, outputs: int, inputs: int, rows: int, size: float) -> None:
+    weight, x = _drawn(outputs, inputs), size * _drawn(rows, inputs, seed=1)
+    form = pack(name, weight)
+    exact = x.double() @ form.weight().double().t()
+    far = (form.product(x).double() - exact).norm()
+    # Against what cannot cancel: a product of few numbers may be small by chance.
+    assert far <= 0.03 * x.double().norm() * form.weight().double().norm()
+
+
+def test_shapes_that_int4_cannot_take_are_int8() -> None:
+    assert isinstance(pack("int4", _drawn(64, 96)), Int4Weights)
+    assert isinstance(pack("int4", _drawn(64, 95)), Int8Weights)
+    assert isinstance(pack("int4", _drawn(60, 96)), Int8Weights)
+
+
+def test_bytes_are_counted() -> None:
+    numbers = WIDE * 64
+    sizes = {name: pack(name, _drawn(WIDE, 64)).nbytes / numbers for name in FORMS}
+    assert sizes["bfloat16"] == sizes["float16"] == 2 and sizes["int8-dynamic"] == 1
+    assert sizes["int8"] == pytest.approx(2, abs=0.1)  # few rows and many
+    assert sizes["int4"] == pytest.approx(1.125, abs=0.01)
+    assert pack("int8", _drawn(64, 64)).nbytes / 4096 == pytest.approx(1, abs=0.1)
+
+
+def test_processors_without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_forms, "has_fbgemm", lambda: False)
+    weight, x = _drawn(WIDE, 64), _drawn(2, 64, seed=1)
+    found = pack("int8", weight)
+    assert _error(found.product(x), x.double() @ found.weight().double().t()) < KERNEL["int8"]
+    for name in ("float16", "int8-dynamic"):
+        with pytest.raises(ModelError, match=f"weights='{name}' needs FBGEMM.*weights='int8'"):
+            pack(name, weight)
+
+
+def test_packing_leaves_the_engine_of_torch_as_it_was() -> None:
+    before = torch.backends.quantized.engine
+    pack("int8-dynamic", _drawn(64, 64))
+    assert torch.backends.quantized.engine == before
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 17), (5, 64), (3, 5), (70, 33)])
+@pytest.mark.parametrize("fbgemm", [True, False])
+def test_int8_of_no_whole_blocks(
+    outputs: int, inputs: int, fbgemm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of torch crashes on such shapes, or returns what lies behind the weights."""
+    monkeypatch.setattr(weight_forms, "has_fbgemm", lambda: fbgemm)
+    form, x = pack("int8", _drawn(outputs, inputs)), _drawn(3, inputs, seed=1)
+    assert _error(form.product(x), x.double() @ form.weight().double().t()) < 2e-3
+
+
+def test_unknown_forms() -> None:
+    with pytest.raises(ModelError, match=r"'int9'.*int8"):
+        pack("int9", _drawn(64, 64))

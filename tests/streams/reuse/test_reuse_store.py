@@ -1,0 +1,197 @@
+"""The store of media: quotas, tiers, damage, foreign files, keys, specs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import build, generate, tiny
+
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.streams.reuse.media import MediaReuse
+from mmfast.streams.reuse.plan import ReusePlan, check_beside, parse_reuse
+from mmfast.streams.reuse.store import ReuseStore, digest, key_of, store_of
+
+
+def _tree(seed: int, n: int = 1000) -> dict[str, Any]:
+    return {"x": torch.randn(n, generator=torch.Generator().manual_seed(seed)), "name": f"{seed}"}
+
+
+def _filled(store: ReuseStore, count: int = 8) -> list[str]:
+    keys = [key_of("value", str(i)) for i in range(count)]
+    for i, key in enumerate(keys):
+        store.put(key, _tree(i))
+    store.flush()
+    return keys
+
+
+def _same(found: Any, seed: int) -> bool:
+    return found is not None and bool(torch.equal(found["x"], _tree(seed)["x"]))
+
+
+def test_quotas_hold_at_every_step_and_the_oldest_leave(tmp_path: Path) -> None:
+    store = ReuseStore(device=10_000, host=10_000, disk=20_000, folder=tmp_path)
+    for i in range(12):
+        store.put(key_of(str(i)), _tree(i))
+        store.flush()
+        size = store.stats()["bytes"]
+        assert size["device"] <= 10_000 and size["host"] <= 10_000 and size["disk"] <= 20_000
+    values = store.stats()["values"]
+    assert values["device"] == 2 and values["host"] == 2 and 2 <= values["disk"] <= 4
+    assert _same(store.get(key_of("11")), 11) and store.get(key_of("0")) is None
+
+
+def test_what_is_used_stays() -> None:
+    store = ReuseStore(host=14_000)
+    first = key_of("first")
+    store.put(first, _tree(0))
+    for i in range(1, 6):
+        assert _same(store.get(first), 0)
+        store.put(key_of(str(i)), _tree(i))
+    assert _same(store.get(first), 0) and store.get(key_of("1")) is None
+
+
+def test_values_without_tensors_are_bounded_too() -> None:
+    store = ReuseStore(host=10_000)
+    for i in range(100):
+        store.put(key_of(str(i)), f"{i}")
+    assert store.stats()["values"]["host"] <= 20
+
+
+def test_another_process_finds_what_one_wrote(tmp_path: Path) -> None:
+    keys = _filled(ReuseStore(folder=tmp_path))
+    other = ReuseStore(folder=tmp_path)
+    assert all(_same(other.get(key), i) for i, key in enumerate(keys))
+    assert other.hits == len(keys)
+
+
+@pytest.mark.parametrize("fault", ["flip", "cut", "empty", "foreign", "pipe"])
+def test_damage_is_found_and_warned_of_once(tmp_path: Path, fault: str) -> None:
+    keys = _filled(ReuseStore(folder=tmp_path))
+    store = ReuseStore(folder=tmp_path)
+    for key, other in ((keys[0], keys[1]), (keys[2], keys[3])):
+        path = tmp_path / f"{key}.media"
+        data = bytearray(path.read_bytes())
+        if fault == "flip":
+            data[-9] ^= 4
+        if fault == "cut":
+            data = data[:-100]
+        path.write_bytes(b"" if fault == "empty" else data)
+        if fault == "foreign":
+            shutil.copy(tmp_path / f"{other}.media", path)
+        if fault == "pipe":
+            path.unlink()
+            os.mkfifo(path)
+    with pytest.warns(UserWarning, match="computed anew") as seen:
+        assert store.get(keys[0]) is None and store.get(keys[2]) is None
+    assert len(seen) == 1 and store.stats()["corrupt"] == 2
+    assert _same(store.get(keys[1]), 1)  # all others are whole
+    store.put(keys[0], _tree(0))
+    store.flush()
+    assert _same(ReuseStore(folder=tmp_path).get(keys[0]), 0)  # written anew
+
+
+def test_a_disk_that_fails_is_warned_of_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = ReuseStore(folder=tmp_path)
+    monkeypatch.setattr("mmfast.streams.archive.files.write", fail)
+    with pytest.warns(UserWarning, match="No space left") as seen:
+        keys = _filled(store)
+    assert len(seen) == 1 and _same(store.get(keys[0]), 0)
+
+
+def test_wrong_stores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MmfastError, match="needs a folder"):
+        ReuseStore(disk="1GB")
+    with pytest.raises(MmfastError, match="store is a int"):
+        store_of(3)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(MmfastError, match="cannot make the folder"):
+        ReuseStore(folder=file)
+
+
+def test_keys_know_borders_types_and_shapes() -> None:
+    assert key_of("ab", "c") != key_of("a", "bc")
+    x = torch.arange(6)
+    assert digest(x) == digest(x.clone()) != digest(x.view(2, 3))
+    assert digest(x) != digest(x.int()) and digest(x[:0]) != digest(x[:0].float())
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("blend:1.5", "share from 0 to 1"),
+        ("blend:x", "share from 0 to 1"),
+        ("prefix:0.2", "recomputes nothing"),
+        ("prefx", "prefix"),
+        (3, "choices"),
+    ],
+)
+def test_wrong_specs_are_refused(spec: Any, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        parse_reuse(spec)
+
+
+def test_specs() -> None:
+    assert parse_reuse(None) is None and parse_reuse("") is None
+    assert str(parse_reuse("blend")) == "blend:0.15" and str(parse_reuse("prefix")) == "prefix"
+    for reduce in ("fastv@llm2:0.5", "evs:0.5+fastv@llm2:0.5"):
+        check_beside(parse_reuse("encoder"), reduce)
+        with pytest.raises(SpecError, match="use reuse='encoder'"):
+            check_beside(parse_reuse("prefix"), reduce)
+    with pytest.raises(SpecError, match="cache policy"):
+        check_beside(parse_reuse("blend"), None, object())
+
+
+def _asked(this: Any, store: ReuseStore, plan: str = "prefix") -> tuple[Any, int]:
+    """The answer about a picture, and the values that were found for it."""
+    before = store.hits
+    reuse = MediaReuse(this.model, this.processor, parse_reuse(plan) or ReusePlan("prefix"), store)
+    inputs = this.inputs(["on {image} what?"], images=this.images(1))
+    found = generate(this, reuse.prompt(reuse.encoded(inputs)), 4).sequences[0, -4:].tolist()
+    store.flush()
+    return found, store.hits - before
+
+
+def test_another_model_reads_nothing() -> None:
+    store = ReuseStore()
+    one, other = tiny("llava_onevision"), build("llava_onevision", seed=1)
+    first, _ = _asked(one, store)
+    assert _asked(one, store) == (first, 3)  # features, the text before the picture, the picture
+    assert _asked(other, store)[1] == 0
+    assert _asked(one, store) == (first, 3)
+    with torch.no_grad():
+        weight = other.model.get_decoder().layers[1].mlp.down_proj.weight
+        before = _asked(other, store)
+        weight += 1.0  # in place: the store of the old weights is not read
+        assert before[1] == 3 and _asked(other, store)[1] == 0
+
+
+def test_reductions_do_not_share_values() -> None:
+    this, store = tiny("llava_onevision"), ReuseStore()
+    reuse = MediaReuse(this.model, this.processor, ReusePlan("prefix"), store)
+    assert reuse.fingerprint("evs:0.5") != reuse.fingerprint("evs:0.25") != reuse.fingerprint()
+
+
+def test_damaged_media_are_read_anew(tmp_path: Path) -> None:
+    this = tiny("qwen3_vl")
+    first, _ = _asked(this, ReuseStore(folder=tmp_path))
+    assert _asked(this, ReuseStore(folder=tmp_path)) == (first, 3)
+    for path in tmp_path.glob("*.media"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert _asked(this, ReuseStore(folder=tmp_path)) == (first, 0)
+    assert len([each for each in seen if "computed anew" in str(each.message)]) == 1

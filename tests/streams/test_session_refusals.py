@@ -1,0 +1,49 @@
+"""Memories and times that a session refuses, in one line, before it changes anything."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from snapshot_steps import FAMILY
+from stream_tools import FAMILIES, answer_logits, seconds, shared_pipe, watcher
+
+from mmfast.core.errors import MediaError, SpecError
+
+STAMP = 1_763_000_000_000_000_000  # of time.time_ns()
+
+
+@pytest.mark.parametrize(
+    ("memory", "fix"),
+    [
+        ("retrieve:4", "window:4096+retrieve:4"),
+        ("resv:0.3", "window:4096+resv:0.3"),
+        ("quant:4", "window:4096+quant:4"),
+        ("keynorm:0.5", "window:4096+keynorm:0.5"),
+        ("keynorm:0.5+retrieve:4", "window:4096+keynorm:0.5+retrieve:4"),
+    ],
+)
+def test_a_memory_that_cannot_act_is_refused(memory: str, fix: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(fix)) as caught:
+        shared_pipe(FAMILY).open(memory)
+    assert "\n" not in str(caught.value) and memory in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("time", [1e300, -1e300, STAMP, float(STAMP)])
+def test_a_time_that_is_no_seconds_is_refused(family: str, time: float) -> None:
+    """The stream stays as it was, and goes on as if it had not come."""
+    clip = watcher(family).clip(4)
+    pipe, memory = shared_pipe(family), "sink:8+window:300"
+    with pipe.open(memory) as one, pipe.open(memory) as two:
+        for session in (one, two):
+            session.push(list(clip[:2]), seconds(2))
+        with pytest.raises(MediaError, match="give seconds") as caught:
+            one.push(clip[2], time)
+        assert "\n" not in str(caught.value)
+        for session in (one, two):
+            session.push([clip[2], clip[3]], [None, 1.5])
+        assert one.stats()["seconds"] == two.stats()["seconds"] == 1.5
+        assert torch.equal(answer_logits(one, "?"), answer_logits(two, "?"))

@@ -1,0 +1,141 @@
+"""Choices at one decode step once more: slow, obvious, in float64, one head after the other."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def tokens_of(budget: int | float, n: int) -> int:
+    return max(1, round(budget * n)) if isinstance(budget, float) else budget
+
+
+def bound(query: np.ndarray, keys: np.ndarray) -> float:
+    """Largest product that a key between the extremes of `[page, d]` can have with the query."""
+    total = 0.0
+    for channel in range(len(query)):
+        numbers = [float(key[channel]) for key in keys]
+        total += max(query[channel] * min(numbers), query[channel] * max(numbers))
+    return total
+
+
+def group(queries: np.ndarray, head: int, heads: int) -> np.ndarray:
+    """The query heads of `[Hq, d]` that share a key head."""
+    size = len(queries) // heads
+    return queries[head * size : (head + 1) * size]
+
+
+def best_pages(
+    queries: np.ndarray, keys: np.ndarray, wanted: int, page: int, stays: set[int]
+) -> list[int]:
+    """Numbers of the pages of one head; those with an entry that stays come on top."""
+    count = (len(keys) - 1) // page
+    parts = [keys[i * page : (i + 1) * page] for i in range(count)]
+    score = [sum(bound(q, part) for q in queries) / len(queries) for part in parts]
+    forced = {place // page for place in stays if place < count * page}
+    rest = sorted((i for i in range(count) if i not in forced), key=lambda i: -score[i])
+    return sorted(forced | set(rest[:wanted]))
+
+
+def quest(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    budget: int | float,
+    page: int = 16,
+    stays: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[set[int]]:
+    """Places that each head of keys `[H, n, d]` reads for queries `[Hq, d]`."""
+    heads, n, _ = keys.shape
+    count, wanted = (n - 1) // page, max(1, round(tokens_of(budget, n) / page))
+    if wanted >= count:
+        return [set(range(n))] * heads
+    found = []
+    for head in range(heads):
+        pages = best_pages(group(queries, head, heads), keys[head], wanted, page, stays)
+        read = {i * page + j for i in pages for j in range(page)}
+        found.append(read | set(range(count * page, n)))
+    return found
+
+
+def softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    weights = [math.exp(x - top) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def attention(queries: np.ndarray, keys: np.ndarray, scale: float) -> list[list[float]]:
+    """Attention of each query to all keys `[n, d]`."""
+    return [softmax([float(q @ k) * scale for k in keys]) for q in queries]
+
+
+def most(votes: list[float], wanted: int, stays: set[int] = frozenset()) -> set[int]:  # type: ignore[assignment]
+    """The most voted of all but the last place, which is read anyway; others on top."""
+    rest = [i for i in range(len(votes) - 1) if i not in stays]
+    best = sorted(rest, key=lambda i: -votes[i])[:wanted]
+    return set(best) | {len(votes) - 1} | set(stays)
+
+
+def votes_of_all(queries: np.ndarray, keys: np.ndarray, scale: float) -> list[float]:
+    """Attention to each place, added over all query heads."""
+    heads = len(keys)
+    rows = [
+        row for h in range(heads) for row in attention(group(queries, h, heads), keys[h], scale)
+    ]
+    return [sum(row[i] for row in rows) for i in range(keys.shape[1])]
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    a, b = one.flatten(), other.flatten()
+    return float(a @ b / math.sqrt(float(a @ a) * float(b @ b)))
+
+
+def by_head(queries: np.ndarray, keys: np.ndarray, wanted: int, scale: float) -> list[set[int]]:
+    """TidalDecode's choice: in every head the most attention, mean over its query heads."""
+    heads = len(keys)
+    rows = [attention(group(queries, h, heads), keys[h], scale) for h in range(heads)]
+    means = [[sum(column) / len(mine) for column in zip(*mine, strict=True)] for mine in rows]
+    return [most(mean, wanted) for mean in means]
+
+
+def four_bits(keys: np.ndarray) -> np.ndarray:
+    """A page `[page, d]` with each channel at one of 16 even levels between its extremes."""
+    out = np.array(keys, dtype=np.float64)
+    for channel in range(keys.shape[1]):
+        low, high = keys[:, channel].min(), keys[:, channel].max()
+        for i, x in enumerate(keys[:, channel]):
+            level = 0 if high == low else round((x - low) / (high - low) * 15)
+            out[i, channel] = low + level * (high - low) / 15
+    return out
+
+
+def cover(weights: list[float], share: float) -> set[int]:
+    """The heaviest, until they hold the share."""
+    chosen: set[int] = set()
+    for i in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        if sum(weights[j] for j in chosen) >= share * sum(weights):
+            break
+        chosen.add(i)
+    return chosen
+
+
+def twilight(
+    queries: np.ndarray, keys: np.ndarray, share: float, base: float, page: int, scale: float
+) -> list[set[int]]:
+    """Candidates by page, then the fewest that hold the share for each query head."""
+    heads, n, _ = keys.shape
+    count = (n - 1) // page
+    if not count:
+        return [set(range(n))] * heads
+    wanted, found = min(count, max(1, round(max(1, round(base * n)) / page))), []
+    for head in range(heads):
+        mine, queried = keys[head], group(queries, head, heads)
+        pages = best_pages(queried, mine, wanted, page, set())
+        rough = [row for i in pages for row in four_bits(mine[i * page : (i + 1) * page])]
+        places = [i * page + j for i in pages for j in range(page)]
+        tail = list(range(count * page, n))
+        read = set(tail)
+        for row in attention(queried, np.array([*rough, *mine[count * page :]]), scale):
+            read |= {[*places, *tail][i] for i in cover(row, share)}
+        found.append(read)
+    return found
