@@ -50,7 +50,7 @@ Times = dict[str, tuple[float, float]]  # form -> (milliseconds, relative error)
 
 @dataclass(frozen=True)
 class FastestSpec:
-    """What `"fastest?error=0.02"` says."""
+    """Options of `"fastest?error=0.02"`."""
 
     error: float = ERROR
 
@@ -212,7 +212,7 @@ def _relative(found: Tensor, exact: Tensor) -> float:
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> dict[str, Times] | None:
-    """What an earlier run measured; None too where the file is not what we wrote."""
+    """Times that an earlier run measured; None too where the file is not what we wrote."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         found = {

@@ -185,7 +185,8 @@ def _subset(row: Row) -> str:
 
 
 def _usable(row: Row) -> bool:
-    plain = not row.get("cache")  # what a KV policy costs says nothing about a reduction
+    # What a KV policy or weights in fewer bits cost says nothing about a reduction.
+    plain = not row.get("cache") and not row.get("weights")
     return isinstance(row.get("score"), (int, float)) and "reduce" in row and plain
 
 

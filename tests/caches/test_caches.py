@@ -7,6 +7,7 @@ from collections.abc import Callable
 import cache_checks as checks
 import oracles_caches
 import oracles_retrieve
+import oracles_select
 import pytest
 import torch
 from cache_checks import disagreement, evict, spec_of
@@ -22,6 +23,7 @@ from mmfast.core.registry import Method
 
 METHODS = mmfast.methods("cache")
 EVICTING = [m for m in METHODS if m.role in ("position", "score")]
+OTHER_ORACLES = {"retrieve": oracles_retrieve, "select": oracles_select}  # by role
 by_name = pytest.mark.parametrize("method", EVICTING, ids=lambda m: m.name)
 
 
@@ -29,7 +31,7 @@ def lacking(methods: list[Method]) -> set[str]:
     """Policies without an oracle."""
     known = {*oracles_caches.ORACLES, *oracles_caches.STORES}
     return {m.name for m in methods if m.name not in known} - {
-        m.name for m in methods if m.role == "retrieve" and hasattr(oracles_retrieve, _own_name(m))
+        m.name for m in methods if hasattr(OTHER_ORACLES.get(m.role), _own_name(m))
     }
 
 

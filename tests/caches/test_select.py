@@ -80,11 +80,11 @@ def test_tokenselect_is_its_oracle(n: int) -> None:
     query, keys = make(n, seed=n)
     stays = torch.zeros(n, dtype=torch.bool)
     stays[0] = True
-    votes = oracles.votes_of_all(*arrays(query, keys), SCALE)
+    wanted = max(1, round(0.3 * n))
     found = selector("tokenselect:0.3").choose(step(query, keys))
-    assert read(found, n) == [oracles.most(votes, max(1, round(0.3 * n)))] * H
+    assert read(found, n) == [oracles.tokenselect(*arrays(query, keys), wanted, SCALE)] * H
     found = selector("tokenselect:0.3").choose(step(query, keys, stays=stays))
-    assert read(found, n) == [oracles.most(votes, max(1, round(0.3 * n)), {0})] * H
+    assert read(found, n) == [oracles.tokenselect(*arrays(query, keys), wanted, SCALE, {0})] * H
 
 
 def test_tokenselect_votes_again_for_another_query_alone() -> None:
@@ -96,8 +96,8 @@ def test_tokenselect_votes_again_for_another_query_alone() -> None:
     again = choose(step(near, keys[:, :, :53], memory=memory))
     assert again.nbytes == 0 and read(again, 53) == [mine | {50, 51, 52} for mine in first]
     other = choose(step(-query, keys[:, :, :53], memory=memory))
-    votes = oracles.votes_of_all(*arrays(-query, keys[:, :, :53]), SCALE)
-    assert other.nbytes > 0 and read(other, 53) == [oracles.most(votes, 6)] * H
+    want = oracles.tokenselect(*arrays(-query, keys[:, :, :53]), 6, SCALE)
+    assert other.nbytes > 0 and read(other, 53) == [want] * H
     assert memory["vote"].trim(53) and not memory["vote"].trim(52)
 
 
@@ -108,7 +108,7 @@ def test_tidaldecode_chooses_in_two_layers_for_the_others() -> None:
         query, keys = make(40, seed=depth)
         found = method.choose(step(query, keys, depth=depth, depths=6, shared=shared))
         if depth in (1, 3):
-            want = oracles.by_head(*arrays(query, keys), 8, SCALE)
+            want = oracles.tidaldecode(*arrays(query, keys), 8, SCALE)
         whole = depth in (0, 1, 3)
         assert read(found, 40) == ([set(range(40))] * H if whole else want), depth
         assert (found.nbytes > 0) == (depth in (1, 3))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
     "numbers in few bits": ["PackedTensor"],
     "rows that grow in place": ["RowBuffer"],
-    "layer of a transformers cache": ["Shorter", "StoreLayer", "PackedLayer"],
+    "layer of a transformers cache": ["Shorter", "StoreLayer", "PackedLayer", "RoomyLayer"],
     "immutable block": ["KVBlock"],
 }
 PAIRS = ({"key", "keys", "k"}, {"value", "values", "v"})
@@ -74,7 +74,12 @@ def holders(source: str) -> set[str]:
         bases = {ast.unparse(base) for base in node.bases}
         fields = dict(_fields(node))
         # The layers of a network have projections of these names, a call of attention arguments.
-        apart = any(base.endswith("Module") for base in bases) or {"query", "key"} <= fields.keys()
+        # Weights that multiply activations are not keys and values, whatever their bits.
+        apart = (
+            any(base.endswith("Module") for base in bases)
+            or {"query", "key"} <= fields.keys()
+            or "product" in {method.name for method in _methods(node)}
+        )
         pairs = () if apart else (PAIRS, PACKED)
         if (
             bases & (stock | {name for names in KINDS.values() for name in names})
@@ -143,6 +148,7 @@ def test_a_fifth_kind_is_found(case: str) -> None:
         "class X:\n def read(self, keys, values): ...",
         "class X(LRUCache):\n def put(self, key: Hashable, value: T): ...",
         "class X:\n query: Tensor\n key: Tensor\n value: Tensor",
+        "class X:\n packed: Tensor\n scale: Tensor\n def product(self, x): ...",
     ],
 )
 def test_what_holds_none_is_not_found(source: str) -> None:

@@ -25,7 +25,7 @@ SCENE = 0.3  # mean change left out that is another picture, whatever was measur
 
 @dataclass(frozen=True)
 class Move:
-    """How patches of a frame come from those of its base.
+    """Origin of the patches of a frame in its base.
 
     `sources` `[n]` are their old places (None: everything stayed), `new` `[m]` the patches that
     were not in the picture, and `placed` how many patches (down, right) the picture has moved since
@@ -46,7 +46,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a frame takes from its base: the move, the rows to compute `[k]`, and what changed.
+    """Parts of a frame taken from its base: the move, the rows to compute `[k]`, and what changed.
 
     `change` is the mean change of the patches left out, `age` the number of frames since one was
     computed whole, `known` `[n, D]` the patches of the base where they are now.

@@ -71,7 +71,7 @@ LONGEST_PAUSE = 8  # calls
 
 @dataclass(frozen=True)
 class ReuseLimits:
-    """How far reuse may go, from the errors that it would have had on frames computed whole.
+    """Bounds of reuse, from the errors that it would have had on frames computed whole.
 
     At most `frames` in a row are computed in part, none whose patches left out have changed by more
     than `change` on average. Both limits follow from the last error measured, and grow at most

@@ -85,12 +85,23 @@ def votes_of_all(queries: np.ndarray, keys: np.ndarray, scale: float) -> list[fl
     return [sum(row[i] for row in rows) for i in range(keys.shape[1])]
 
 
+def tokenselect(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    wanted: int,
+    scale: float,
+    stays: set[int] = frozenset(),  # type: ignore[assignment]
+) -> set[int]:
+    """Choice of all heads together, by their votes."""
+    return most(votes_of_all(queries, keys, scale), wanted, stays)
+
+
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
     a, b = one.flatten(), other.flatten()
     return float(a @ b / math.sqrt(float(a @ a) * float(b @ b)))
 
 
-def by_head(queries: np.ndarray, keys: np.ndarray, wanted: int, scale: float) -> list[set[int]]:
+def tidaldecode(queries: np.ndarray, keys: np.ndarray, wanted: int, scale: float) -> list[set[int]]:
     """TidalDecode's choice: in every head the most attention, mean over its query heads."""
     heads = len(keys)
     rows = [attention(group(queries, h, heads), keys[h], scale) for h in range(heads)]
