@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmfast.bench.stages import ceilings
 from mmfast.core.errors import MmfastError
+from mmfast.models.cache_name import cache_of
 from mmfast.models.wrappers import base_of, decoder_of
 
 PARTS = ("prepare", "tower", "projector", "prefill", "decode", "head", "generate")
@@ -151,7 +152,7 @@ def _scope(
 
 def _pass_name(args: Any, kwargs: Any) -> str:
     """Tell a prompt from a step: drafts are verified by short passes over a filled cache."""
-    hidden, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
+    hidden, cache = kwargs.get("inputs_embeds"), cache_of(kwargs)
     length = 1 if hidden is None else hidden.shape[1]
     past = 0 if cache is None else int(cache.get_seq_length())
     return "prefill" if not past or length > _LONG else "decode"

@@ -21,6 +21,7 @@ from mmfast.bench.timing import Clock, T, clock_of, peak_now, reset_peak, timed,
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, expand
 from mmfast.core.trace import free_bytes
+from mmfast.models.cache_name import CACHE, returned_cache
 from mmfast.models.cost import decode_bytes, prefill_flops, tower_blocks, tower_flops
 from mmfast.models.reduction.decoder_signals import INNER
 from mmfast.models.reduction.tower_signals import from_tower
@@ -100,10 +101,10 @@ class MeasuredStage:
         start = time.perf_counter()
         out, ms = self._timed(lambda: case.model(**inputs))
         wall = 1e3 * (time.perf_counter() - start)
-        lengths = [layer.keys.shape[-2] for layer in out.past_key_values.layers]
+        lengths = [layer.keys.shape[-2] for layer in returned_cache(out).layers]
         outcome = RunOutcome({self.group: ms}, out.logits, lengths=lengths)
         if self.decode:
-            outcome.ms["decode"] = self._decode(out.past_key_values)
+            outcome.ms["decode"] = self._decode(returned_cache(out))
         return outcome, wall
 
     def _decode(self, cache: Any) -> float:
@@ -111,7 +112,7 @@ class MeasuredStage:
 
         def step(n: int) -> None:
             for _ in range(n):
-                self.case.model(input_ids=token, past_key_values=cache, use_cache=True)
+                self.case.model(input_ids=token, **{CACHE: cache}, use_cache=True)
 
         step(1)  # the first step after a prefill also grows the allocator
         _, ms = self._timed(lambda: step(DECODE_STEPS))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import CACHE
 
 # Where a wrapper keeps what it wraps: torch.compile, FSDP, activation checkpointing, DDP and kin.
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
@@ -125,9 +126,6 @@ def turns_once(text: Any, mrope: bool) -> bool:
     return hasattr(text, "rotary_emb") and not mrope
 
 
-_CACHE = "past_key_values"
-
-
 class LayerCall:
     """Arguments of a decoder layer under the names that most models give them.
 
@@ -136,18 +134,18 @@ class LayerCall:
 
     def __init__(self, layer: nn.Module) -> None:
         self._names = list(inspect.signature(type(layer).forward).parameters)[1:]
-        self._cache = next((n for n in ("layer_past", _CACHE) if n in self._names), _CACHE)
+        self._cache = next((n for n in ("layer_past", CACHE) if n in self._names), CACHE)
 
     @property
     def plain(self) -> bool:
         """The layer is called with these names by keyword."""
-        return self._cache == _CACHE and self._names[1:2] != [_CACHE]
+        return self._cache == CACHE and self._names[1:2] != [CACHE]
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments but the first by name."""
         named = {**dict(zip(self._names[1:], args[1:], strict=False)), **kwargs}
         if self._cache in named:
-            named[_CACHE] = named.pop(self._cache)
+            named[CACHE] = named.pop(self._cache)
         return named
 
     def around(self, before: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +159,7 @@ class LayerCall:
                 return None
             first, named = changed
             named = dict(named)
-            named[self._cache] = named.pop(_CACHE, None)
+            named[self._cache] = named.pop(CACHE, None)
             return first, named
 
         return hook

@@ -24,6 +24,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method, methods
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
+from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
 from mmfast.models.reduction.cache_layers import Pair, cache_over
 from mmfast.models.reduction.masks import stock_mask
@@ -459,7 +460,7 @@ class Engine:
                 output = self.decoder(
                     inputs_embeds=embeds,
                     position_ids=places[:, None] if self.turner.axes > 1 else places,
-                    past_key_values=cache,
+                    **{CACHE: cache},
                     use_cache=True,
                     **_planes(piece, weight),
                 )

@@ -16,6 +16,7 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.spec import Spec, parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.cache_name import returned_cache
 from mmfast.models.cost import FirstToken
 from mmfast.models.families.adapter import token_counts
 from mmfast.models.kv.packs import nbytes
@@ -89,7 +90,7 @@ class Subject:
             inputs, output_logits=True, return_dict_in_generate=True, use_cache=True
         )
         chances = out.logits[0].float().softmax(-1).amax(-1)  # [B]
-        held = sum(map(nbytes, out.past_key_values.layers)) / len(texts)
+        held = sum(map(nbytes, returned_cache(out).layers)) / len(texts)
         return Replies(texts, ms, chances.tolist(), held)
 
     @torch.inference_mode()

@@ -85,12 +85,15 @@ def test_a_budget_that_keeps_all_changes_no_bit(family: str) -> None:
             assert torch.equal(torch.stack(out.logits), torch.stack(stock.logits)), spec
 
 
+# They normalise their keys, and with random weights all norms are equal but for rounding.
+NORMED = ("gemma3", "lfm2_vl", "qwen3_vl")
 # Every spec meets a third of the families, and every family a third of the specs.
 IN_TURN = [
     (family, spec)
     for number, family in enumerate(ALL_FAMILIES)
     for turn, spec in enumerate([*SPECS, *SCORES])
-    if (number + turn) % 3 == 0 or "MMFAST_ALL_FAMILIES" in os.environ
+    if ((number + turn) % 3 == 0 or "MMFAST_ALL_FAMILIES" in os.environ)
+    and not (spec.startswith("knorm") and family in NORMED)
 ]
 
 

@@ -96,7 +96,7 @@ class SlowSelection:
             case 4:
                 if depth:
                     return [mine | {n - 1} for mine in self.tidal]
-                self.tidal = oracles.by_head(q, k, oracles.tokens_of(0.2, n), scale)
+                self.tidal = oracles.tidaldecode(q, k, oracles.tokens_of(0.2, n), scale)
                 return everything
         return oracles.twilight(q, k, 0.6, 0.6, 4, scale)
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import cache_of
 from mmfast.models.wrappers import LayerCall
 
 LENGTH, STEPS = 32, 2
@@ -69,7 +70,7 @@ def hidden_steps(model: Any, ids: Tensor, new: Tensor, visible: dict[int, Tensor
 
 
 def hide(index: int, seen: Tensor, module: Any, args: Any, kwargs: Any) -> Any:
-    held = kwargs["past_key_values"].get_seq_length(index)
+    held = cache_of(kwargs).get_seq_length(index)
     whole = torch.nn.functional.pad(seen, (0, held + 1 - seen.shape[-1]), value=True)
     dtype = args[0].dtype
     mask = torch.zeros(whole.shape, dtype=dtype).masked_fill(~whole, torch.finfo(dtype).min)

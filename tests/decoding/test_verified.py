@@ -14,6 +14,7 @@ from tiny_models import ALL_FAMILIES, Tiny, build, generate, tiny
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.decoding.speculation import Recycler
+from mmfast.models.cache_name import cache_of
 from mmfast.models.decoder import speculation
 
 # Drafts of a fixed number, sure or not, so that many of them fall.
@@ -153,7 +154,7 @@ def test_positions_are_those_of_stock_code_on_all_axes() -> None:
         seen: dict[int, list[int]] = {}
 
         def note(_: Any, args: Any, kwargs: Any) -> None:
-            past, where = kwargs["past_key_values"].get_seq_length(), kwargs["position_ids"]
+            past, where = cache_of(kwargs).get_seq_length(), kwargs["position_ids"]
             for i in range(where.shape[-1]):
                 seen.setdefault(past + i, where[-3:, 0, i].tolist())
 

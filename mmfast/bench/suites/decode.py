@@ -25,6 +25,7 @@ from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.stages import ceilings
 from mmfast.bench.timing import frozen, one_thread, quantile
 from mmfast.decoding.sampling import Sampling
+from mmfast.models.cache_name import CACHE, returned_cache
 from mmfast.models.loading import pick_device
 from mmfast.models.speech.moshi import MoshiVoice
 from mmfast.models.speech.moshi_graphs import (
@@ -155,7 +156,7 @@ class CompiledRun:
         # As long as stock `generate` makes it: the prompt before reduction, and the answer.
         cache = StaticCache(config=config, max_cache_len=self.length + self.steps + 1)
         inputs = {**case.prompt, "mm_encoder_outputs": case.features(), "logits_to_keep": 1}
-        out = case.model(**inputs, past_key_values=cache, use_cache=True)
+        out = case.model(**inputs, **{CACHE: cache}, use_cache=True)
         return cache, out.logits[:, -1:].argmax(-1)
 
     def decode(self, step: Any, cache: Any, token: Tensor, first: int, count: int) -> list[Tensor]:
@@ -164,7 +165,7 @@ class CompiledRun:
         for position in range(first, first + count):
             where = torch.full((1, 1), self.length + position, device=token.device)
             inputs = {"input_ids": found[-1].clone(), "position_ids": where}
-            out = step(**inputs, past_key_values=cache, use_cache=True)
+            out = step(**inputs, **{CACHE: cache}, use_cache=True)
             found.append(out.logits[:, -1:].argmax(-1))
         return found[1:]
 
@@ -252,7 +253,7 @@ def hook_rows(
 def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
     with attach(case.model, job.reduce, job.cache):
         inputs = {**case.prompt, "mm_encoder_outputs": case.features(), "logits_to_keep": 1}
-        held = case.model(**inputs, use_cache=True).past_key_values
+        held = returned_cache(case.model(**inputs, use_cache=True))
     plain = partial(_steps, case, _twin(held), steps)
 
     def attached() -> timing.Sample:
@@ -285,7 +286,7 @@ def _steps(case: Case, cache: Any, steps: int) -> timing.Sample:
 
     def run(count: int) -> None:
         for _ in range(count):
-            case.model(input_ids=token, past_key_values=own, use_cache=True)
+            case.model(input_ids=token, **{CACHE: own}, use_cache=True)
 
     run(1)
     _, ms = timing.timed(partial(run, steps), _clock(case))

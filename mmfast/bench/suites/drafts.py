@@ -24,6 +24,7 @@ from mmfast.bench.cases import build, pick_dtype
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
+from mmfast.models.cache_name import CACHE
 from mmfast.models.cost import decode_bytes
 from mmfast.models.decoder.grouped import grouped
 from mmfast.tiny.evaluate import Subject
@@ -173,7 +174,7 @@ def _pass(model: Any, text: Any, held: int, width: int) -> float:
     ids = torch.arange(width)[None]
     where = torch.arange(held, held + width)[None]
     start = time.process_time()
-    model(input_ids=ids, position_ids=where, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, position_ids=where, **{CACHE: cache}, use_cache=True)
     return 1e3 * (time.process_time() - start)
 
 

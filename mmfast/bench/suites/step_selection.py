@@ -14,6 +14,7 @@ from mmfast.bench import timing
 from mmfast.bench.cases import Case, build
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
+from mmfast.models.cache_name import CACHE
 
 STEPS = 2  # of a sample, behind one that is not timed
 FLOOR = 16  # entries of the cache that stands for none
@@ -143,7 +144,7 @@ def steps(case: Case, cache: Any) -> timing.Sample:
             held = int(cache.get_seq_length())
             token = 1000 + held * 7919 % 50_000
             ids = torch.tensor([[token]])
-            case.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            case.model(input_ids=ids, **{CACHE: cache}, use_cache=True)
 
     run(1)
     _, ms = timing.timed(partial(run, STEPS), timing.clock_of(case.device, 1)[0])

@@ -47,6 +47,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.frontends.clip import Frame
 from mmfast.frontends.video.reader import iter_video, read_video
 from mmfast.frontends.video.threads import cores
+from mmfast.models.cache_name import CACHE
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
 from mmfast.ops.stream_cache import RowBuffer
@@ -316,7 +317,7 @@ def append_frames(case: Case, spec: str | None) -> tuple[DynamicCache, Tensor]:
             keep, x = found.keep, found.apply(x)
         positions = (keep + number * rows * columns)[None]
         output = decoder(
-            inputs_embeds=x[None], position_ids=positions, past_key_values=cache, use_cache=True
+            inputs_embeds=x[None], position_ids=positions, **{CACHE: cache}, use_cache=True
         )
         last = output.last_hidden_state[0, -1]
     return cache, last

@@ -19,6 +19,7 @@ from mmfast.bench import timing
 from mmfast.bench.cases import Case, build
 from mmfast.bench.registry import Tick, benchmark, over, quiet
 from mmfast.bench.results import Row
+from mmfast.models.cache_name import CACHE, returned_cache
 from mmfast.models.packing import PackedWeights, packed
 from mmfast.ops.weight_forms import GROUP, Int4Weights, pack, rounded
 
@@ -92,7 +93,7 @@ def _inside(case: Case, found: PackedWeights, job: Callable[[], timing.Sample]) 
 def _prefill(case: Case) -> tuple[Tensor, Any]:
     inputs = {**case.prompt, "mm_encoder_outputs": case.features(), "logits_to_keep": 1}
     out = case.model(**inputs, use_cache=True)
-    return out.logits[0, -1], out.past_key_values
+    return out.logits[0, -1], returned_cache(out)
 
 
 def _timed_prefill(case: Case, exact: Tensor) -> timing.Sample:
@@ -106,7 +107,7 @@ def _steps(case: Case, cache: Any, count: int) -> timing.Sample:
 
     def run(times: int) -> None:
         for _ in range(times):
-            case.model(input_ids=token, past_key_values=own, use_cache=True)
+            case.model(input_ids=token, **{CACHE: own}, use_cache=True)
 
     run(1)
     clock, _ = timing.clock_of(case.device, 1)

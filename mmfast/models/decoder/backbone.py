@@ -24,6 +24,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.registry import get
 from mmfast.heads.base import causal_mask
 from mmfast.heads.base import load_head as load_file
+from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.blocks import (
     Block,
     Lean,
@@ -383,7 +384,7 @@ class StreamDecoder:
             inputs_embeds=embeds,
             attention_mask=self.mask(step.sees[:, None], embeds.dtype),
             position_ids=step.place.clamp(min=0),
-            past_key_values=cache_over(self.layers, join, lambda _: state.n),
+            **{CACHE: cache_over(self.layers, join, lambda _: state.n)},
             use_cache=True,
         ).last_hidden_state
         keys, values = zip(*kept, strict=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmfast.models.cache_name import CACHE
 from mmfast.models.reduction.cache_layers import StoreLayer
 from mmfast.ops.stream_cache import RowBuffer, TokenPlaces
 
@@ -171,7 +172,7 @@ class Stock:
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.names = inspect.signature(layer.forward).parameters
-        self.cache_name = "layer_past" if "layer_past" in self.names else "past_key_values"
+        self.cache_name = "layer_past" if "layer_past" in self.names else CACHE
 
     def __call__(self, x: Tensor, slot: RowBuffer, place: TokenPlaces) -> Tensor:
         """The layer on new tokens, behind those of the slot."""

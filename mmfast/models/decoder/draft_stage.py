@@ -17,6 +17,7 @@ from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.row import Costs
 from mmfast.decoding.speculation import DRAFT, LOOKUP, RECYCLE, DecodePlan, Recycler
 from mmfast.models import loading
+from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.decoder.drafters import (
     BatchText,
     Drafter,
@@ -229,7 +230,7 @@ class DraftSource:
         for name in ("output_attentions", "output_hidden_states"):
             if config.return_dict_in_generate and getattr(config, name, False):
                 raise ModelError(f"{spec} does not return what {name} asks for; leave it out")
-        past = inputs.get("past_key_values")
+        past = cache_of(inputs)
         if self._draft is not None:
             if inputs.get("input_ids") is None:
                 raise ModelError(f"{spec} needs input_ids, which its draft model reads, too")
@@ -238,7 +239,7 @@ class DraftSource:
             if past is not None and int(past.get_seq_length()):
                 raise ModelError(
                     f"{spec} would have to read the earlier turns of this cache; leave out "
-                    "past_key_values, or use decode='recycle'"
+                    f"{CACHE}, or use decode='recycle'"
                 )
 
 

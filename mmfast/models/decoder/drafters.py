@@ -16,6 +16,7 @@ from mmfast.core.errors import ModelError
 from mmfast.decoding.row import DraftLength
 from mmfast.decoding.sampling import draw
 from mmfast.decoding.speculation import DecodePlan, PromptIndex, Recycler
+from mmfast.models.cache_name import NEW, OLD, returned_cache
 from mmfast.models.decoder.reader import SequenceReader
 
 GUESS = 0.5  # confidence of a draft that no model stands behind: only its record tells
@@ -249,7 +250,7 @@ def prompt_reader(
         **kwargs: Any,
     ) -> Tensor:
         out = model._prefill(input_ids, generation_config, kwargs)
-        found.append(SequenceReader(model, kwargs, out.past_key_values))
+        found.append(SequenceReader(model, kwargs, returned_cache(out)))
         return input_ids
 
     try:
@@ -264,7 +265,7 @@ def prompt_reader(
 
 
 # Arguments of the main model's call that say nothing to another model.
-_UNSHARED = {"past_key_values", "use_cache", "inputs_embeds", "labels", "logits_to_keep"}
+_UNSHARED = {NEW, OLD, "use_cache", "inputs_embeds", "labels", "logits_to_keep"}
 _UNSHARED |= {"output_attentions", "output_hidden_states", "return_dict"}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import CACHE
 
 # Arguments of the prompt's length: the model reads those of the new tokens alone.
 _TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -30,7 +31,7 @@ class SequenceReader:
     def __init__(self, model: Any, kwargs: Mapping[str, Any], cache: Any) -> None:
         self.model, self.cache, self.held = model, cache, 0
         self._kwargs = dict(kwargs)
-        self._kwargs.pop("past_key_values", None)
+        self._kwargs.pop(CACHE, None)
         if cache is None or not cache.is_croppable:
             kind = type(cache).__name__
             raise ModelError(
@@ -53,7 +54,7 @@ class SequenceReader:
         inputs = self.model.prepare_inputs_for_generation(
             tokens,
             next_sequence_length=count,
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             is_first_iteration=False,
             **kwargs,
         )

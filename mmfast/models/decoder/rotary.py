@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import CACHE
 from mmfast.models.wrappers import attention_at, kind_of, layers_of
 
 _KEYS = ("k_norm", "k_layernorm", "key_layernorm", "k_proj")
@@ -227,7 +228,7 @@ def check_rotation(decoder: Any, capture: RawCapture, rotary: Rotary) -> None:
         decoder(
             inputs_embeds=weight[:3][None],
             position_ids=places[:, None] if rotary.axes > 1 else places,
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
         )
     for layer, attention in capture.attentions.items():

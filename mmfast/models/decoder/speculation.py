@@ -26,6 +26,7 @@ from mmfast.decoding.accept import accept_greedy, accept_sampled
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.sampling import draw
 from mmfast.decoding.speculation import DecodePlan
+from mmfast.models.cache_name import CACHE, returned_cache
 from mmfast.models.decoder.drafters import BatchText, Drafter, DraftRun
 from mmfast.models.decoder.grouped import grouped
 from mmfast.models.decoder.reader import SequenceReader
@@ -85,7 +86,7 @@ class VerifiedDecoding:
             raise ModelError("max_length leaves no room for a token behind the prompt; raise it")
         out = self.model._prefill(text.prompt, self.config, kwargs)
         logits = out.logits[:, -1:].to(dtype=torch.float32, device=text.prompt.device)
-        reader = SequenceReader(self.model, kwargs, out.past_key_values)
+        reader = SequenceReader(self.model, kwargs, returned_cache(out))
         del out
         self._judge(0, [[] for _ in text.said], logits)
         self._show()
@@ -328,7 +329,7 @@ class VerifiedDecoding:
             sequences=ids,
             scores=tuple(s for s, _ in columns) if self._keeps("scores") else None,
             logits=tuple(x for _, x in columns) if self._keeps("logits") else None,
-            past_key_values=reader.cache,
+            **{CACHE: reader.cache},
         )
 
     def _column(self, place: int) -> tuple[Tensor, Tensor]:

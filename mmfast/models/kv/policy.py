@@ -16,6 +16,7 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Row, Trace
+from mmfast.models.cache_name import cache_of
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
@@ -131,7 +132,7 @@ class KVStage:
             yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache, state = kwargs.get("past_key_values"), self._state
+        cache, state = cache_of(kwargs), self._state
         past = 0 if cache is None else int(cache.get_seq_length())
         length = length_of(kwargs) if not args else int(args[0].shape[1])
         state.part, state.cache = self._prompts.part(past, length), cache
@@ -155,7 +156,7 @@ class KVStage:
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers.values()
         ):
             return True
-        if kwargs.get("past_key_values") is not None:
+        if cache_of(kwargs) is not None:
             return False
         given = kwargs.get("use_cache")
         return not (decoder_of(self._model).config.use_cache if given is None else given)
@@ -182,7 +183,7 @@ class KVStage:
     def _after(
         self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        part, call, cache = self._state.part, self._state.call, kwargs.get("past_key_values")
+        part, call, cache = self._state.part, self._state.call, cache_of(kwargs)
         masses = self._attention.take(index)
         if cache is None:
             return

@@ -13,6 +13,7 @@ from torch import nn
 from mmfast.core.registry import ALL, MEDIA, TOKENS
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
+from mmfast.models.cache_name import cache_of
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.families.tower import KINDS, kinds_of
 from mmfast.models.patching import override, stand_before
@@ -81,7 +82,7 @@ class Attendance:
         if self._base.training and features_given(kwargs):  # else it would grow with every step
             self._trace.rows.clear()
             self._trace.reductions.clear()
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         first = cache is None or int(cache.get_seq_length()) == 0
         encoded, self._encoded = self._encoded, False
         if self._stages and first and not encoded and not features_given(kwargs):

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
+from mmfast.models.cache_name import cache_of
 from mmfast.models.patching import override, stand_before
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.step import ForwardStep
@@ -33,7 +34,7 @@ class Call:
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         self.kwargs: Mapping[str, Any] | None = kwargs
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         self.past = 0 if cache is None else int(cache.get_seq_length())
         self.step: ForwardStep | None = None
         self.given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -102,7 +103,7 @@ class PromptTracker:
         mask: Tensor | None = options.get("attention_mask")
         # A mask spans the cache too; without one, ids are those of the whole conversation.
         end = int((ids if mask is None else mask).shape[1])
-        cache = options.get("past_key_values")
+        cache = cache_of(options)
         past = 0 if cache is None else int(cache.get_seq_length())
         # An answer that goes on feeds its last token again: that is no prompt.
         self._local.begin = past

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
+from mmfast.models.cache_name import cache_of, name_in, returned_cache
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids, told_by_generate
 from mmfast.models.patching import override, stand_before, stand_behind
@@ -114,7 +115,7 @@ class Hooks:
             self._uncompiled(self._open, kwargs)
         if self._recount is None or compiling:
             return None
-        if is_static(kwargs.get("past_key_values")):
+        if is_static(cache_of(kwargs)):
             raise ModelError(
                 "a static cache may be compiled, which cannot count positions anew; write "
                 f"{POSITIONS}=original, or leave out cache_implementation"
@@ -130,7 +131,7 @@ class Hooks:
         elif length_of(kwargs := self._named(args, kwargs)) > 1:
             self._uncompiled(self._close, output)
         else:
-            forget_masks(kwargs.get("past_key_values"))
+            forget_masks(cache_of(kwargs))
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the base model's forward by name; some models give the ids by position."""
@@ -158,7 +159,7 @@ class Hooks:
         return self._layer(index, module, args, kwargs) or (args, kwargs)
 
     def _open(self, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if self._offsets is not None:
             self._offsets.store(cache)
         if self._prompts is not None and self._tracks:
@@ -183,7 +184,7 @@ class Hooks:
     def _close(self, output: Any) -> None:
         self._arming.end()
         if self._offsets is not None:
-            self._offsets.store(getattr(output, "past_key_values", None))
+            self._offsets.store(returned_cache(output))
             self._offsets.forget()
         if self._reviver is not None:
             self._reviver.close()
@@ -192,7 +193,7 @@ class Hooks:
             self._state.call = None
             call.stack.close()
             if self._recount is not None and call.step is not None:
-                cache = getattr(output, "past_key_values", None)
+                cache = returned_cache(output)
                 self._recount.store(cache, call.step.shrunk)
             if call.step is not None and (index := call.step.sequences.index) is not None:
                 self._state.left = Remainder(call.step.full, index, call.step.sequences.ok)
@@ -210,13 +211,13 @@ class Hooks:
         step, given = call.step, dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
         if module.training and getattr(module, "gradient_checkpointing", False):
-            kwargs["past_key_values"] = None  # such a layer stores nothing
+            kwargs[name_in(kwargs)] = None  # such a layer stores nothing
         ahead = partial(self._ahead, call)
         hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)
         if module.training:
             note_change(index, given, step.cuts, kwargs)
         if step.reads(index):
-            self._probe(call, step, index, kwargs.get("past_key_values"))
+            self._probe(call, step, index, cache_of(kwargs))
         return (hidden, *args[1:]), kwargs
 
     def _begin(self, call: Call) -> ForwardStep:
@@ -224,7 +225,7 @@ class Hooks:
         kwargs = call.kwargs
         assert kwargs is not None
         call.kwargs = None
-        length, cache = length_of(kwargs), kwargs.get("past_key_values")
+        length, cache = length_of(kwargs), cache_of(kwargs)
         past, ok = padding_of(kwargs.get("attention_mask"), length, call.past, cache)
         sequences, sites = Sequences(length, [], [], [], ok), self._sites
         if features_given(kwargs):

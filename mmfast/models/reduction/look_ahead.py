@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import Spec
+from mmfast.models.cache_name import cache_of, name_in
 from mmfast.models.reduction.cache_layers import held, is_short, shorten
 from mmfast.models.reduction.call import Call, PassState
 from mmfast.models.reduction.choice import items_of
@@ -63,7 +64,7 @@ def look_ahead(
     over heads.
     """
     (args, kwargs), (layer, text, run) = call.given, where
-    cache = _copy(kwargs.get("past_key_values"), layer)
+    cache = _copy(cache_of(kwargs), layer)
     start = 0 if cache is None else held(cache.layers[layer])
     step, seen = call.step, list[LayerAttention]()
     assert step is not None
@@ -81,7 +82,7 @@ def look_ahead(
         quietly = warnings.catch_warnings(action="ignore")  # of checkpoints without gradients
         with torch.no_grad(), quietly, probing({attention_at(text, layer): look}):
             # A context of its own, so that nothing of this pass is recorded as an output.
-            contextvars.Context().run(run, *args, **{**kwargs, **quiet, "past_key_values": cache})
+            contextvars.Context().run(run, *args, **{**kwargs, **quiet, name_in(kwargs): cache})
     except _StopError:
         pass
     finally:

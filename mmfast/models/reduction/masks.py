@@ -24,6 +24,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
 from mmfast.models.wrappers import SLIDING, kind_of
@@ -46,7 +47,7 @@ def stock_mask(
         "config": config,
         "inputs_embeds": hidden,
         "attention_mask": padding,
-        "past_key_values": cache,
+        CACHE: cache,
         "layer_idx": layer,
     }
     sliding = kind_of(config, layer) == SLIDING
@@ -74,7 +75,7 @@ def _by_position(blocks: Tensor, cache: Any, layer: int) -> Tensor:
 
 def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
     """Replace the mask in `kwargs` in a step without new visual tokens; True if it did not fit."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     if cache is None or len(cache.layers) <= layer:
         return False
     held = cache.layers[layer]
@@ -155,7 +156,7 @@ class Offsets:
         self._local.fresh = None
 
     def _generate(self, stock: Callable[..., Any], inputs: Any, kwargs: dict[str, Any]) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         known = None if cache is None else self._known.get(cache)
         with self._lock:
             if known is not None:
@@ -165,7 +166,7 @@ class Offsets:
         return positions
 
     def _forward(self, stock: Callable[..., Any], **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         known = None if cache is None else self._known.get(cache)
         if known is not None and cache is not None and cache.get_seq_length() > 0:
             return _continued(known, cache, kwargs["inputs_embeds"], kwargs.get("attention_mask"))
@@ -188,7 +189,7 @@ class Recount:
 
     def shifted(self, kwargs: Mapping[str, Any], length: int) -> Tensor | None:
         """Positions `[B, n]` of the next tokens of a cache; None where it holds nothing anew."""
-        cache, given = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        cache, given = cache_of(kwargs), kwargs.get("position_ids")
         if cache is None or cache not in self._known or not int(cache.get_seq_length()):
             return None
         source = kwargs.get("input_ids")

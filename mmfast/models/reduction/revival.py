@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer
 
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
+from mmfast.models.cache_name import cache_of
 from mmfast.models.reduction.cache_layers import held
 from mmfast.models.reduction.probe import last_query_scores, probing
 from mmfast.models.reduction.sequence import MediaItem
@@ -202,7 +203,7 @@ class Reviver:
 
     def before(self, index: int, module: Any, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
         """Return the input of a layer with the tokens that come back, `[B, R + 1, D]`, or None."""
-        cache: Any = kwargs.get("past_key_values")
+        cache: Any = cache_of(kwargs)
         first = self._cuts[0]
         if index < first - 1 or cache is None or len(cache.layers) <= first:
             return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.trace import Trace
+from mmfast.models.cache_name import cache_of
 from mmfast.models.reduction.cache_layers import (
     LayerGroup,
     extend,
@@ -118,7 +119,7 @@ class ForwardStep:
         These are positions, mask and cache. `ahead` gives the signals of a site that looks ahead,
         from the input as it stands.
         """
-        cache, kind = kwargs.get("past_key_values"), kind_of(config, layer)
+        cache, kind = cache_of(kwargs), kind_of(config, layer)
         length, left, self.cuts = self.sequences.length, None, []
         if layer in self._reviving and cache is not None:
             self._mark(layer, cache, len(hidden))

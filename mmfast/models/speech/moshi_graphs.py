@@ -25,6 +25,7 @@ from mmfast.decoding.sampling import draw, not_finite
 from mmfast.frontends.codecs.base import check_pcm
 from mmfast.frontends.codecs.stages import FrameStage, tree_map, where_rows
 from mmfast.heads.depth import Frame
+from mmfast.models.cache_name import CACHE
 from mmfast.models.reduction.cache_layers import Pair, cache_over
 from mmfast.models.speech.moshi_steps import MoshiFrame, MoshiSteps, UserSound
 from mmfast.ops.stream_cache import RowBuffer
@@ -191,7 +192,7 @@ class MoshiStatic:
             inputs_embeds=embeds[:, None],
             attention_mask=self.steps.decoder.mask(sees[:, None, None], embeds.dtype),
             position_ids=self.seen[:, None],
-            past_key_values=self._cache,
+            **{CACHE: self._cache},
             use_cache=True,
         ).last_hidden_state
         self.hidden.copy_(out[:, -1])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import CACHE, returned_cache
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,12 @@ def think(
             input_ids=feed,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
             output_hidden_states=True,
             **extra,
         )
-        cache = out.past_key_values
+        cache = returned_cache(out)
         state = _told(thinker, feed, out.hidden_states, inputs if not count else {})
         token = _pick(picker, ids, out.logits[:, -1])
         yield Thought(state, token)
@@ -242,10 +243,10 @@ class Talker:
             inputs_embeds=talker.thinker_to_talker_proj(embedded),
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             use_cache=True,
         )
-        self.cache = out.past_key_values
+        self.cache = returned_cache(out)
         logits: Tensor = talker.codec_head(out.last_hidden_state[:, -1])
         return logits
 

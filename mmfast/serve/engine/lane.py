@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import CACHE
 from mmfast.models.reduction.cache_layers import StoreLayer
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.wrappers import CONV, FULL, SLIDING, kind_of
@@ -108,7 +109,7 @@ class Lane:
                 inputs_embeds=embeds,
                 attention_mask=mask,
                 position_ids=positions if len(positions) > 1 else positions[0],
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
                 **more,
             )

@@ -20,6 +20,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.registry import MEDIA
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
+from mmfast.models.cache_name import CACHE
 from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
@@ -213,7 +214,7 @@ class SequentialRunner:
         own.ids, own.seen = ids[0], self._chooser.seen(ids[0], own.answer.sampling)
         self._served(own.answer.payer, ids.shape[1])
         found: Tensor = model(
-            **inputs, position_ids=positions, past_key_values=own.cache, use_cache=True
+            **inputs, position_ids=positions, **{CACHE: own.cache}, use_cache=True
         ).logits
         counts = (token_counts(model, k, inputs, Trace()) for k in features_given(inputs))
         own.visual = sum(n for pairs in counts for n, _ in pairs)
@@ -228,7 +229,7 @@ class SequentialRunner:
         found: Tensor = self._model(
             input_ids=torch.tensor([[own.token]], device=own.position.device),
             position_ids=own.position,
-            past_key_values=own.cache,
+            **{CACHE: own.cache},
             use_cache=True,
         ).logits
         return found

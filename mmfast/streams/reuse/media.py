@@ -19,6 +19,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
+from mmfast.models.cache_name import CACHE
 from mmfast.models.cost import timed
 from mmfast.models.families.adapter import Layout, adapter_for
 from mmfast.models.reduction.inputs import PromptRows, compressed, prompt_rows
@@ -93,7 +94,7 @@ class MediaReuse:
         if self.plan.prefix:
             given = self.prompt(given, specs, trace)
             if beams > 1:
-                given["past_key_values"].batch_repeat_interleave(beams)
+                given[CACHE].batch_repeat_interleave(beams)
         return given
 
     def encoded(
@@ -190,7 +191,7 @@ class MediaReuse:
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "position_ids": rest["position_ids"],
-            "past_key_values": known.cache(self.prefill.decoder.config, length),
+            CACHE: known.cache(self.prefill.decoder.config, length),
         }
 
     def read(

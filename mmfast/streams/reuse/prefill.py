@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
+from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.rotary import Raw
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import Pair, cache_over
@@ -194,7 +195,7 @@ class _Run:
             hidden = engine.decoder(
                 inputs_embeds=prompt.hidden[new][None].to(weight.device, weight.dtype),
                 position_ids=places[:, None] if engine.turner.axes > 1 else places,
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
                 **self._planes(),
             ).last_hidden_state

@@ -14,6 +14,7 @@ from mmfast.attach import attach
 from mmfast.bench.cases import build
 from mmfast.bench.suites import decode
 from mmfast.bench.suites.decode import CompiledRun
+from mmfast.models.cache_name import cache_of
 from mmfast.models.reduction import hooks
 
 EAGER = {"backend": "eager"}  # Dynamo alone decides on graphs and breaks
@@ -101,7 +102,7 @@ def test_a_planted_number_that_changes_is_found(case: Any, monkeypatch: pytest.M
     stock, run, count = hooks.fit_decode, CompiledRun(case, 2), [0]
 
     def counts(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
-        kwargs["past_key_values"].layers[layer].step = count[0]
+        cache_of(kwargs).layers[layer].step = count[0]
         return stock(config, layer, hidden + 0 * count[0], kwargs)
 
     monkeypatch.setattr(hooks, "fit_decode", counts)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
+from mmfast.models.cache_name import cache_of
 from mmfast.models.speech.omni import OmniSpeech
 from mmfast.models.speech.omni_talker import Picking
 
@@ -100,7 +101,7 @@ def test_as_trained_it_is_the_stock_talker_with_its_mask(make: Any) -> None:
 
     @wraps(forward)  # `generate` looks at the names of its arguments
     def masked(self: Any, *args: Any, **options: Any) -> Any:
-        past = options.get("past_key_values")
+        past = cache_of(options)
         seen = past.get_seq_length() if past is not None else 0
         x = options.get("inputs_embeds")
         new = options["input_ids"].shape[1] if x is None else x.shape[1]

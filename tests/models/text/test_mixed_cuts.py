@@ -103,7 +103,8 @@ def test_text_and_media_go_together(family: str, spec: str) -> None:
     del trace.reductions[len(trace.reductions) // 2 :]  # of generate, the same
     cuts = living(prompt, spec, trace)
     alive = cuts[-1][1]
-    torch.testing.assert_close(logits, masked(this, prompt, cuts)[alive], atol=1e-5, rtol=0)
+    # Gemma's logits reach 39, where one step of float32 is 4e-6.
+    torch.testing.assert_close(logits, masked(this, prompt, cuts)[alive], atol=1e-5, rtol=1e-6)
     length = len(alive)
     whole = oracle.append(this, prompt, out.sequences[0, length:-1])
     steps = masked(this, whole, cuts)[length - 1 :]

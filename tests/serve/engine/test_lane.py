@@ -310,9 +310,12 @@ def test_cuts_are_those_of_attach_and_one_that_needs_angles_is_read_there() -> N
 
 @pytest.mark.slow
 def test_every_policy_at_once_answers_as_alone() -> None:
-    """All policies of KV memory at their usual budgets, in one engine."""
+    """All policies of KV memory at their usual budgets, in one engine.
+
+    Those that choose what a step reads are refused in one line, as test_select.py shows.
+    """
     family, made = "llava_onevision", engine("llava_onevision", queue=64)
-    specs = [method.example for method in methods("cache")]
+    specs = [method.example for method in methods("cache") if method.role != "select"]
     requests = [ask(str(i), clip(i, 4), "what?", cache=s, tokens=9) for i, s in enumerate(specs)]
     try:
         found = answers(made, requests)

@@ -13,6 +13,7 @@ from tiny_models import FAMILIES, generate, tiny
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import CACHE
 from mmfast.models.reduction.inputs import compressed, prompt_rows
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.plan import ReusePlan, parse_reuse
@@ -65,8 +66,8 @@ def test_prefix_is_reused_bit_for_bit(family: str) -> None:
     one, two = (
         this.inputs([f"see {{image}} {text}"], images=this.images(1)) for text in ("what", "who is")
     )
-    first = reuse.prompt(reuse.encoded(one))["past_key_values"]
-    second = reuse.prompt(reuse.encoded(two))["past_key_values"]
+    first = reuse.prompt(reuse.encoded(one))[CACHE]
+    second = reuse.prompt(reuse.encoded(two))[CACHE]
     stock = generate(this, two, 1).past_key_values
     place = one["input_ids"][0] == this.model.config.image_token_id
     shared = int(place.nonzero()[-1]) + 1  # up to the end of the picture

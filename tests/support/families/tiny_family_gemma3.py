@@ -17,6 +17,8 @@ from transformers.models.gemma3.modeling_gemma3 import (
     get_block_sequence_ids_for_mask,
 )
 
+from mmfast.models.cache_name import CACHE
+
 BEGIN = "<start_of_image>"
 TOKENS = 16  # per image
 
@@ -58,7 +60,7 @@ def _mask(this: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
         config=this.model.get_decoder().config,
         inputs_embeds=embeds,
         attention_mask=attention,
-        past_key_values=None,
+        **{CACHE: None},
         position_ids=None,
         block_sequence_ids=get_block_sequence_ids_for_mask(visual.long()),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmfast.core.trace import Trace
+from mmfast.models.cache_name import CACHE
 from mmfast.models.loading import load_codec, speech_family
 from mmfast.models.speech.listeners.base import StockListener, arrays, stock_errors
 from mmfast.models.speech.sound import resampled
@@ -86,6 +87,6 @@ class KyutaiListener(StockListener):
         for frame in frames:
             read = torch.cat([torch.tensor([token]), codes.cpu()])[None, None].to(model.device)
             with torch.inference_mode():
-                out = model(input_ids=read, past_key_values=cache, use_cache=True)
+                out = model(input_ids=read, **{CACHE: cache}, use_cache=True)
             token, codes = int(out.logits[0, -1].argmax()), frame
             yield token
