@@ -14,7 +14,7 @@ from mmfast.bench.results import Row, environment
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.models.loading import device_name
 
-_SERVE = ("serve", "serve_load", "serve_mix", "serve_faults", "serve_realtime", "serve_hostile")
+_SERVE = ("serve", "serve_load", "serve_mix", "serve_paged", "serve_faults")
 # Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
 SUITES = {
     "stream": ("stream", "reuse", "camera"),
@@ -27,7 +27,7 @@ SUITES = {
         "speech_translation",
         "speech_turns",
     ),
-    "serve": (*_SERVE, "vllm_load"),
+    "serve": (*_SERVE, "serve_realtime", "serve_hostile", "vllm_load"),
     "kernels": ("kernels", "column_sums", "selection"),
     "decode": ("decode", "drafts", "kvpress_side", "step_selection", "weights"),
     "encoder": ("vision",),

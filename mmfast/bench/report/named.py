@@ -226,6 +226,10 @@ SERVE = {
         "model: {model} | pictures each: {pictures} | chats: {pruned} | s: {seconds:.2f} | "
         "of no spec: {to_plain:.2f}x | of stock: {to_stock:.2f}x",
     ),
+    "paged": (
+        "16 texts at once, 40 tokens each, beside the continuous batching of transformers",
+        "answered by: {job} | model: {model} | s: {seconds:.2f} | of stock: {to_stock:.2f}x",
+    ),
     "open": (
         "Requests at random, six specs mixed; in brackets predicted from requests alone",
         "load: {job} | asked a second: {asked_per_s:.1f} | answers a second: {per_s:.1f} | "

@@ -35,6 +35,7 @@ from mmfast.serve.batch.run import BatchOptions, run_batch
 from mmfast.serve.engine.base import (
     Delta,
     Event,
+    Finish,
     Media,
     Message,
     Request,
@@ -85,6 +86,15 @@ class ChatRecord:
         if not isinstance(event, Delta):
             self.last, self.at = event, time.perf_counter()
             self.over.set()
+
+
+def answered(engine: Any, requests: Sequence[Request]) -> None:
+    """Submit requests at once and wait for their answers; MmfastError where one fails."""
+    records = [ChatRecord(engine, request) for request in requests]
+    for record in records:
+        record.over.wait()
+        if not isinstance(record.last, Finish):
+            raise MmfastError(f"a request of the benchmark failed: {record.last}")
 
 
 class TimeSpent(NamedTuple):

@@ -16,12 +16,11 @@ from mmfast.bench.cases import fill_
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.suites.serve import CHATS, ChatRecord, TimeSpent, chat, reset, spent
+from mmfast.bench.suites.serve import CHATS, TimeSpent, answered, chat, reset, spent
 from mmfast.bench.timing import frozen, paired
-from mmfast.core.errors import MmfastError
 from mmfast.models.loading import EMBEDDED, load
 from mmfast.models.prompt import chat_inputs
-from mmfast.serve.engine.base import Finish, Options, Request
+from mmfast.serve.engine.base import Options, Request
 from mmfast.serve.engine.scheduler import Scheduler
 
 _STOCK, _PLAIN, _AGAIN, _MIXED = "stock `generate`, one batch", "no spec", "no spec again", "mixed"
@@ -32,7 +31,7 @@ SPECS = (
 _TOKENS = 40  # of each answer
 _WIDE = "llava-onevision-0.5b"
 # The tiny LLaVA-OneVision of the tests: where it spends its time is in Python.
-_TINY = "llava-onevision, 32 channels"
+TINY = "llava-onevision, 32 channels"
 _TILE, _PICTURE = 24, (40, 56)  # pixels
 _TEXT = (32, 64, 4, 4, 2)
 _VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -95,12 +94,7 @@ def _requests(options: Sequence[Options], size: Size) -> list[Request]:
 
 
 def _answers(scheduler: Scheduler, size: Size, options: Sequence[Options]) -> None:
-    requests = _requests(options, size)
-    records = [ChatRecord(scheduler, request) for request in requests]
-    for record in records:
-        record.over.wait()
-        if not isinstance(record.last, Finish):
-            raise MmfastError(f"a request of the benchmark failed: {record.last}")
+    answered(scheduler, _requests(options, size))
 
 
 def _stock(model: Any, processor: Any, size: Size) -> None:
@@ -114,9 +108,9 @@ def _stock(model: Any, processor: Any, size: Size) -> None:
 def _rows(
     preset: str | None, jobs: dict[str, Sequence[Options]], tick: Tick, rounds: int, pictures: int
 ) -> list[Row]:
-    size = _TOKENS, pictures, _PICTURE if preset == _TINY else (96, 96)
-    model, processor = tiny() if preset == _TINY else shaped(preset)
-    names = {None: EMBEDDED, _TINY: _TINY}
+    size = _TOKENS, pictures, _PICTURE if preset == TINY else (96, 96)
+    model, processor = tiny() if preset == TINY else shaped(preset)
+    names = {None: EMBEDDED, TINY: TINY}
     name = names.get(preset, f"{EMBEDDED}, language model of {preset}")
     times: dict[str, list[TimeSpent]] = {_STOCK: [], **{job: [] for job in jobs}}
     with closing(Scheduler((model, processor), name=name, queue=CHATS)) as scheduler, frozen():
@@ -155,5 +149,5 @@ def mix(tick: Tick, rounds: int = 9, wide_rounds: int = 2) -> list[Row]:
     plain: dict[str, Sequence[Options]] = {_PLAIN: (Options(),), _AGAIN: (Options(),)}
     jobs: dict[str, Sequence[Options]] = {**plain, **named, _MIXED: SPECS}
     rows = [row for shape in ("tiny", None) for row in _rows(shape, jobs, tick, rounds, 4)]
-    rows = [*_rows(_TINY, jobs, tick, rounds, 1), *rows]
+    rows = [*_rows(TINY, jobs, tick, rounds, 1), *rows]
     return [*rows, *_rows(_WIDE, {**plain, _MIXED: SPECS}, tick, wide_rounds, 1)]
