@@ -134,6 +134,7 @@ def batch(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
     device: shared.Device = None,
     dtype: shared.Dtype = "auto",
+    weights: shared.Weights = None,
     pattern: Annotated[
         str | None, typer.Option(help="Which files: '*.mp4', 'day1/*'; by suffix if absent.")
     ] = None,
@@ -165,6 +166,7 @@ def batch(
     asked = read_questions(question or [], questions)
     how: dict[str, Any] = {"model": model, "reduce": reduce, "cache": cache, "dtype": dtype}
     how |= {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens, "device": device}
+    how |= {"packed": weights}
     job = BatchJob(folder.resolve(), asked, **how, batch_size=batch_size)
     way = runner.BatchOptions(engine, workers, address, pattern, limit, resume, retry_errors)
     target = out.parent.resolve() / out.name

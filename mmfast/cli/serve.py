@@ -105,6 +105,10 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.vllm.launch import command
 
         command(config)
+    elif config.weights is not None:
+        from mmfast.serve.engine.model import check_form
+
+        check_form(config.weights, config.lora)
 
 
 def _say(text: str) -> None:

@@ -55,6 +55,8 @@ class ServerConfig:
             it. Several share one copy of the model.
         device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        weights: Packed weights of the decoder on a CPU: `int8`, `int4`, `float16`, `bfloat16`,
+            `int8-dynamic` or `fastest`.
         name: Name of the model in `/v1/models`; None takes its own name.
         strict: Refuse unknown parameters and those without effect, instead of naming them in the
             header `x-mmfast-ignored`.
@@ -140,6 +142,7 @@ class ServerConfig:
     lora: tuple[str, ...] = ()
     device: str | None = None
     dtype: str = "auto"
+    weights: str | None = None
     name: str | None = None
     strict: bool = False
     strict_model: bool = False

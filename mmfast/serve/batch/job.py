@@ -16,6 +16,7 @@ from mmfast.frontends.sampling import Ask
 from mmfast.frontends.source import quote
 from mmfast.models.loading import embedded_path, pick_device, pick_dtype
 from mmfast.models.prompt import check_question
+from mmfast.planner.arithmetic import check_weights
 
 _EDGE = 1 << 20  # bytes at the start and end of a weight file that identify it
 
@@ -30,6 +31,7 @@ class BatchJob:
     reduce: str | None = None
     cache: str | None = None
     dtype: str = "auto"
+    packed: str | None = None  # form of packed weights
     frames: int = 8  # frames sampled uniformly from a clip
     fps: float | None = None  # sample at this rate instead
     max_new_tokens: int = 64  # longest answer in tokens
@@ -49,6 +51,7 @@ class BatchJob:
         call_plan(self.cache)
         pick_dtype(self.dtype)
         pick_device(self.device)
+        check_weights(self.packed)
         Ask.parse(None if self.fps else self.frames, self.fps, None)
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:

@@ -32,10 +32,10 @@ class Answerer:
     """One loaded model."""
 
     def __init__(self, job: BatchJob) -> None:
-        from mmfast.models.loading import load
+        from mmfast.serve.engine.model import load_packed
 
         self._job = job
-        self._parts = load(job.model, job.device, job.dtype)
+        self._parts = load_packed(job.model, job.device, job.dtype, job.packed, None)
         self._pipes: dict[str, Any] = {}
         self._hash: tuple[str, str | None] = ("", None)
 

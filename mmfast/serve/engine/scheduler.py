@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
-from mmfast.models.loading import EMBEDDED, load, twin
+from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.reduction.record import features_given
 from mmfast.planner.target import check_alone, make_target
 from mmfast.serve.engine.adapters import load_adapters
@@ -29,6 +29,7 @@ from mmfast.serve.engine.base import (
 )
 from mmfast.serve.engine.decode import Writer
 from mmfast.serve.engine.encoder import MediaEncoder
+from mmfast.serve.engine.model import load_packed
 from mmfast.serve.engine.request import ActiveRequest, checked, context_of, fitting
 from mmfast.serve.engine.runner import ModelRunner
 from mmfast.serve.engine.slots import kv_limit
@@ -127,7 +128,8 @@ class Scheduler:
     between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context` the
     longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values, such
     as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
-    `lora` are folders of adapters by name, for requests that name one.
+    `lora` are folders of adapters by name, for requests that name one. `weights` packs those of a
+    model loaded here (`"int8"`, `"fastest"`), as pipelines do.
     """
 
     def __init__(
@@ -146,9 +148,10 @@ class Scheduler:
         sharing: int = 1,
         name: str | None = None,
         lora: Mapping[str, str] | None = None,
+        weights: str | None = None,
     ) -> None:
         parse(reduce), served_plan(cache)
-        stock, processor = load(model, device, dtype)
+        stock, processor = load_packed(model, device, dtype, weights, lora)
         # the same weights for others in this process, whose hooks do not act on the engine
         self.pair = twin(stock, processor)
         self._adapters = load_adapters(stock, lora or {})

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.models.loading import load
 from mmfast.models.quiet import quiet
 from mmfast.serve.engine.adapters import load_adapters
 from mmfast.serve.engine.base import Delta, Event, Failure, Request, failure
+from mmfast.serve.engine.model import load_packed
 from mmfast.serve.engine.rules import check_ids
 from mmfast.serve.engine.slots import moved
 from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
@@ -91,6 +91,7 @@ class ReplicaSettings:
     reduce: str | None = None  # specs of a whole engine for requests that name none
     cache: str | None = None
     lora: Mapping[str, str] = field(default_factory=dict)  # folders of adapters by name
+    weights: str | None = None  # form of packed weights
 
     def settle(self) -> None:
         """Set up the process of a replica."""
@@ -101,7 +102,8 @@ class ReplicaSettings:
     def load(self) -> tuple[Any, Any]:
         """Set up the process, and load the model and its processor."""
         self.settle()
-        model, processor = load(self.model, self.device, self.dtype)
+        given = self.model, self.device, self.dtype
+        model, processor = load_packed(*given, self.weights, self.lora)
         load_adapters(model, self.lora)
         return model, processor
 
@@ -224,6 +226,7 @@ class AnswerReplica:
             "chunk",
             "memory",
             "lora",
+            "weights",
         )
         options = {name: getattr(plan, name) for name in names}
         # A request that was cancelled holds its place here for a moment longer than on Ray.

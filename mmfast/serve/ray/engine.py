@@ -18,6 +18,7 @@ from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED
 from mmfast.serve.engine import base
 from mmfast.serve.engine.encoder import early
+from mmfast.serve.engine.model import check_form
 from mmfast.serve.engine.request import checked
 from mmfast.serve.ray.cluster import Cluster
 from mmfast.serve.ray.deployments import ROLES, WHOLE, ReplicaSettings, deploy
@@ -176,7 +177,9 @@ class RayEngine:
         threads: int = 1,
         linger: float = 0.0,
         lora: Mapping[str, str] | None = None,
+        weights: str | None = None,
     ) -> None:
+        check_form(weights, lora)
         parts = dict(zip(ROLES, (encode, prefill, decode), strict=True))
         self.replicas: dict[str, int] = {WHOLE: replicas} if replicas else parts
         self._last = [*self.replicas][-1]  # the role that decodes
@@ -187,7 +190,7 @@ class RayEngine:
         where = None if model is None else str(model)
         plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
         self._lora = dict(lora or {})
-        plan = replace(plan, reduce=reduce, cache=cache, lora=self._lora)
+        plan = replace(plan, reduce=reduce, cache=cache, lora=self._lora, weights=weights)
         self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False

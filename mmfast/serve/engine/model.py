@@ -1,0 +1,36 @@
+"""The model that an engine answers with: loaded, its weights packed, its adapters added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmfast.core.errors import MmfastError
+from mmfast.models.loading import load
+from mmfast.planner.arithmetic import check_weights, use_weights
+from mmfast.serve.engine.base import LOG
+
+
+def check_form(weights: str | None, lora: object) -> None:
+    """Refuse an unknown form of weights, and adapters of layers that would be packed."""
+    check_weights(weights)
+    if weights is not None and lora:
+        raise MmfastError(
+            f"weights={weights!r} packs the layers that adapters change; leave out weights or lora"
+        )
+
+
+def load_packed(
+    model: Any, device: str | None, dtype: str, weights: str | None, lora: Mapping[str, str] | None
+) -> tuple[Any, Any]:
+    """Load a model and its processor, and pack the weights if asked; adapters come later.
+
+    Raises:
+        MmfastError: As `load` and `use_weights` do, and for packed weights with adapters.
+    """
+    check_form(weights, lora)
+    stock, processor = load(model, device, dtype)
+    packing = use_weights(stock, weights, model)
+    if packing is not None:
+        LOG.info(packing.note)
+    return stock, processor
