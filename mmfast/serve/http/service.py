@@ -389,9 +389,8 @@ def _engine(config: ServerConfig) -> Executor:
 def load_engine(config: ServerConfig) -> Executor:
     """Load the engine that `config.engine` names."""
     names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "queue", "memory")
-    names += ("weights",)
-    options = {name: getattr(config, name) for name in names} | {"name": name_of(config)}
-    options["lora"] = config.adapters()
+    options = {name: getattr(config, name) for name in (*names, "weights")}
+    options |= {"name": name_of(config), "lora": config.adapters()}
     if config.engine == "inproc":
         from mmfast.serve.engine.scheduler import Scheduler
 
