@@ -24,7 +24,8 @@ def name_in(arguments: Mapping[str, Any]) -> str:
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call; None where it has none."""
-    return arguments.get(name_in(arguments))
+    found = arguments.get(CACHE)
+    return arguments.get(OLD) if found is None else found
 
 
 def returned_cache(output: Any) -> Any:

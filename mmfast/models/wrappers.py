@@ -123,7 +123,7 @@ def attention_at(text: Any, index: int) -> Any:
 
 def turns_once(text: Any, mrope: bool) -> bool:
     """Return True if a text model has rotary positions, along one axis unless `mrope`."""
-    return hasattr(text, "rotary_emb") and not mrope
+    return hasattr(getattr(text, "rotary_emb", None), "rope_type") and not mrope
 
 
 class LayerCall:

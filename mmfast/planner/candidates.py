@@ -17,6 +17,7 @@ from typing import Any
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import Spec, count, parse
+from mmfast.ops.weight_forms import FORMS
 from mmfast.planner.cost import Cost, Work
 from mmfast.planner.target import KINDS
 
@@ -185,8 +186,9 @@ def _subset(row: Row) -> str:
 
 
 def _usable(row: Row) -> bool:
-    # What a KV policy or weights in fewer bits cost says nothing about a reduction.
-    plain = not row.get("cache") and not row.get("weights")
+    # What a KV policy or weights in fewer bits cost says nothing about a reduction. Rows of a
+    # leaderboard name the weights of the checkpoint.
+    plain = not row.get("cache") and row.get("weights") not in FORMS
     return isinstance(row.get("score"), (int, float)) and "reduce" in row and plain
 
 

@@ -87,7 +87,8 @@ class Backbone:
         self.entries, self.width = weight.shape
         self.vocabulary = self._output.weight.shape[0]
         self.device, self.dtype = weight.device, weight.dtype
-        self._rotary = Rotary(self.decoder) if hasattr(self.decoder, "rotary_emb") else None
+        turns = hasattr(self.decoder, "rotary_emb")
+        self._rotary = Rotary(self.decoder, moves=False) if turns else None
         self.axes = self._rotary.axes if self._rotary is not None else 1
         self.lean = lean_fits(self.layers[0]) if lean is None else lean
         self._kinds = [(kind_of(self.config, i), w) for i, w in enumerate(self._windows())]
@@ -214,15 +215,18 @@ class Backbone:
     def _enter(self, embeds: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Embeddings as the first layer takes them: scaled, and with learned positions."""
         x = embeds if self._scale == 1 else embeds * self._scale
-        if self._learned is None:
+        table = None if self._rotary is None else self._rotary.most
+        most: int | None = table if self._learned is None else self._learned.num_embeddings
+        if most is None:
             return x
         longest = max(a + n for a, n in zip(starts, counts, strict=True))
-        most: int = self._learned.num_embeddings
         if longest > most:
             raise ModelError(
                 f"{longest} tokens are more than the {most} positions that "
-                f"{type(self.model).__name__} has learned; give shorter prompts or a lower limit"
+                f"{type(self.model).__name__} has; give shorter prompts or a lower limit"
             )
+        if self._learned is None:
+            return x
         own = torch.arange(embeds.shape[1], device=self.device)
         at = torch.tensor(list(starts), device=self.device)[:, None] + own  # [B, n]
         placed: Tensor = x + self._learned(at.clamp(max=most - 1))  # padding may lie behind them

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE
+from mmfast.models.reduction.call import is_static
 
 # Arguments of the prompt's length: the model reads those of the new tokens alone.
 _TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -32,7 +33,8 @@ class SequenceReader:
         self.model, self.cache, self.held = model, cache, 0
         self._kwargs = dict(kwargs)
         self._kwargs.pop(CACHE, None)
-        if cache is None or not cache.is_croppable:
+        # A static cache of transformers 5.24 gives tokens back, but not those off a tree's path.
+        if cache is None or not cache.is_croppable or is_static(cache):
             kind = type(cache).__name__
             raise ModelError(
                 f"decode= takes drafts back, which a {kind} cannot; leave out "

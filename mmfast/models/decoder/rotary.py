@@ -158,19 +158,19 @@ _CHANGING = ("dynamic", "longrope")  # their frequencies depend on the length of
 class Rotary:
     """The rotary embedding of one text model; its positions have 3 `axes` under M-RoPE, else 1.
 
-    ModelError where it has none, or one whose frequencies change with the length.
+    ModelError where it has none, or one whose frequencies change with the length. Without `moves`
+    it gives angles alone, also those of GPT-J, whose layers turn keys in a way of their own.
     """
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Any, moves: bool = True) -> None:
         self._module: Any = getattr(decoder, "rotary_emb", None)
         self._config = decoder.config
-        name = type(decoder).__name__
-        if self._module is None:
+        name, kinds = type(decoder).__name__, getattr(self._module, "rope_type", None)
+        if self._module is None or (moves and kinds is None):
             raise ModelError(
                 f"{name} has no rotary_emb, so stored keys cannot be moved; "
                 "use a model with rotary positions"
             )
-        kinds = self._module.rope_type
         self._typed = isinstance(kinds, dict)
         changing = [
             kind
@@ -184,6 +184,7 @@ class Rotary:
                 "'yarn' or 'llama3'"
             )
         self.axes = 3 if hasattr(self._module, "mrope_section") else 1
+        self.most: int | None = getattr(self._module, "max_positions", None)  # GPT-J has a table
 
     def angles(self, positions: Tensor, like: Tensor, layer: int = 0) -> Angles:
         """Cosines and sines of positions `[A, n]`, or `[A, B, n]` where conversations differ.
@@ -193,6 +194,8 @@ class Rotary:
         """
         places = positions[:, None] if positions.ndim == 2 else positions
         places = places.to(like.device)
+        if self.most is not None:
+            places = places.clamp(max=self.most - 1)
         extra = (kind_of(self._config, layer),) if self._typed else ()
         with torch.no_grad():
             turned: Angles = self._module(like, places if self.axes > 1 else places[0], *extra)

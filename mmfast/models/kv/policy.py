@@ -90,6 +90,7 @@ class KVStage:
         self._modules = {index: attention_at(text, index) for index in self._layers}
         self._eviction = Eviction(plan, state, self._modules)
         self._packing = Packing(plan, self._eviction.always)
+        self._settles = self._eviction.always or self._packing.packs
         self._attention = notes.Attention(plan, self._eviction.rescores, state)
         self._reading = None
         self._raw = RawPrompt(text) if plan.retrieve is not None or plan.future else None
@@ -146,7 +147,7 @@ class KVStage:
         self._arming.begin(state.part is not None or self._eviction.rescores or length > 1)
         if self._raw is not None:
             self._raw.enter(state.active and state.part is not None)
-        if cache is not None and (self._eviction.always or self._packing.packs):
+        if cache is not None and self._settles:
             self._settle(cache, state.part is None or state.part.first)
         if self._selection is not None:
             self._selection.enter(cache, state.part is None)
