@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,13 +143,26 @@ def adapt(tick: Tick, steps: int = 60, batch: int = 16, epochs: int = 3, n: int 
     return rows
 
 
+@dataclass(eq=False)
+class _Features:
+    """Features as the tower returns them, but no mapping.
+
+    Of a mapping the Trainer would make another one, without what was noted about the features.
+    """
+
+    pooler_output: Any
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return the fields that are set, as an output of transformers does."""
+        return (self.pooler_output,)
+
+
 def _encoded(subject: Subject, batch: Inputs) -> Inputs:
     """A batch with the features of its clips, so that the frozen tower runs once."""
     needs = {need for spec in parse(ASKED[-1]) for need in spec.method.needs}
     found = encoded(subject.model, batch, needs)
     output = found["mm_encoder_outputs"]["video"]
-    # No mapping: the Trainer would make another one, without what was noted about the features.
-    kept = SimpleNamespace(pooler_output=output.pooler_output)
+    kept = _Features(output.pooler_output)
     remember(kept, record_of(output))
     return {**found, "mm_encoder_outputs": {"video": kept}}
 
