@@ -123,6 +123,7 @@ class Places:
         self.rows, self._device, self._dtype = rows, like.device, like.dtype
         self.numbers = torch.arange(len(rows), device=like.device)[:, None]
         self.at, self.mask, self.stop = self.numbers, None, 0  # type: Tensor, Tensor | None, int
+        self._added: Tensor | None = None  # `[B, 1, 1, room]`, the mask of all places
         owners = [row.owner for row in rows]
         self.owners: Tensor | None = None  # None: the rows are all answers, in order
         if owners != list(range(answers)):
@@ -134,12 +135,19 @@ class Places:
         self.at = torch.tensor([[row.slot] for row in self.rows], device=self._device)
         self.stop, self.mask = max(lengths), None
         holes = [(b, place) for b, row in enumerate(self.rows) for place in row.free]
-        if holes or min(lengths) < self.stop:
+        if not holes and min(lengths) == self.stop:
+            self._added = None
+            return
+        if self._added is None or self._added.shape[-1] < self.stop:
             ends = torch.tensor(lengths, device=self._device)[:, None]
-            seen = torch.arange(self.stop, device=self._device) < ends
-            for b, place in holes:
-                seen[b, place] = False
-            self.mask = added(seen[:, None, None], self._dtype)  # [B, 1, 1, stop]
+            seen = torch.arange(room(self.stop), device=self._device) < ends
+            self._added = added(seen[:, None, None], self._dtype)
+        flat = self._added[:, 0, 0]
+        flat[self.numbers, self.at] = 0
+        if holes:
+            rows, places = torch.tensor(holes, device=self._device).T
+            flat[rows, places] = torch.finfo(self._dtype).min
+        self.mask = self._added[..., : self.stop]  # [B, 1, 1, stop]
 
 
 class RowBucket:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
@@ -121,8 +123,8 @@ class DecodeBatch:
     Raises `ModelError` if the rows of the model cannot be told apart in one pass.
     """
 
-    def __init__(self, model: Any, slots: int = 16) -> None:
-        self.lane, self.most = Lane(model), slots
+    def __init__(self, model: Any, slots: int = 16, lane: Lane | None = None) -> None:
+        self.lane, self.most = lane or Lane(model), slots
         self._table = self.lane.decoder.get_input_embeddings()
         self.chooser = Chooser(model)
         self.store = AnswerRows(len(self.lane.kinds), self.lane.modules.keys())
@@ -247,7 +249,7 @@ class Writer:
     """Turns the tokens of one answer into text."""
 
     def __init__(self, tokenizer: Any, sampling: SamplingOptions, ends: Collection[int]) -> None:
-        self._tokenizer, self._sampling, self._ends = tokenizer, sampling, ends
+        self._sampling, self._ends, self._text = sampling, ends, _decoding(tokenizer)
         if sampling.rules is not None:
             self._ends = sampling.rules.begin(tokenizer, ends)
         self._tokens: list[int] = []
@@ -289,9 +291,17 @@ class Writer:
         self._start, self._read = self._read, len(self._tokens)
         return now[len(self._pieces[piece]) :]
 
-    def _text(self, tokens: list[int]) -> str:
-        found: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return found
+
+def _decoding(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return the function from tokens to text, which is called for every token.
+
+    Where a class of transformers only hands on what the library below it returns, that one.
+    """
+    stock, mine = PreTrainedTokenizerFast, type(tokenizer)
+    own = isinstance(tokenizer, stock) and not tokenizer.clean_up_tokenization_spaces
+    if own and (mine.decode, mine._decode) == (stock.decode, stock._decode):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return partial(tokenizer.decode, skip_special_tokens=True)
 
 
 def _overlap(text: str, stop: str) -> int:

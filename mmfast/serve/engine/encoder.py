@@ -37,6 +37,7 @@ from mmfast.models.vision.units import (
 from mmfast.serve.engine.adapters import adapters_of, using
 from mmfast.serve.engine.base import Media, Request
 from mmfast.serve.engine.media import ByteCache
+from mmfast.serve.engine.model import settled
 from mmfast.serve.engine.policies import PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Prepared
 
@@ -324,7 +325,7 @@ class MediaEncoder:
 
     def __init__(self, model: Any, processor: Any, memory: int = 64 << 20) -> None:
         # most: values of pixels in the tower at once while answers wait, learnt from its slices
-        self.model, self.processor, self.most = model, processor, _START
+        self.model, self.processor, self.most = model, settled(processor), _START
         self.slicer = Slicer()
         self.base, self.adapter = model.base_model, adapter_for(model)
         self.kept: ByteCache[UnitFeatures] = ByteCache(memory, lambda known: known.nbytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +22,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE
+from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import StoreLayer
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.wrappers import CONV, FULL, SLIDING, kind_of
+from mmfast.serve.engine.lean import Around, LeanDecoder, lean_decoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,20 +52,31 @@ class AttentionCall:
         causal, counted from the end.
         """
         call = self.stock
-        if mask is not None and self.name != "eager" and query.device.type == "cpu":
-            # Its kernel shares keys among heads; transformers would copy them, as for a GPU.
-            more: dict[str, Any] = {"scale": self.scaling, "enable_gqa": True}
-            seen: Tensor = F.scaled_dot_product_attention(query, key, value, mask, **more)
-            return seen.transpose(1, 2)
+        step = query.shape[2] == 1
+        if (mask is not None or step) and self.name != "eager" and query.device.type == "cpu":
+            given = query, key, value, mask
+            return self._shared(*given) if step else self._masked(*given)
         if mask is not None and mask.dtype == torch.bool and self.name == "eager":
             mask = added(mask, query.dtype)
         # Of the others none takes any mask, and only flash attention counts from the end.
         plain = mask is None and query.shape[2] > 1 and "flash" in self.name
         if not plain and self.name not in ("sdpa", "eager"):
             call = sdpa_attention_forward
-        given = (self.module, query, key, value, mask, *self.args)
-        found: Tensor = call(*given, **self.options)[0]
+        found: Tensor = call(self.module, query, key, value, mask, *self.args, **self.options)[0]
         return found
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        # Its kernel shares keys among heads; transformers would copy them, as for a GPU.
+        more: dict[str, Any] = {"scale": self.scaling, "enable_gqa": True}
+        seen: Tensor = F.scaled_dot_product_attention(query, key, value, mask, **more)
+        return seen.transpose(1, 2)
+
+    def _shared(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend with one query a head: those that share keys as rows of one product."""
+        rows, heads, _, width = query.shape
+        folded = query.reshape(rows, key.shape[1], -1, width)
+        seen = F.scaled_dot_product_attention(folded, key, value, mask, scale=self.scaling)
+        return seen.reshape(rows, 1, heads, -1)
 
 
 def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,17 +108,62 @@ class Lane:
             pass  # a ModelError where the attention cannot be routed
         weight = self.output.weight
         self._stub = torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
+        self._calls: dict[int, AttentionCall] = {}
+        self.lean = self._lean() if CONV not in self.kinds else None
+
+    def _lean(self) -> LeanDecoder | None:
+        """Return the lean form of the decoder, and learn how its layers call their attention."""
+        calls = self._calls
+
+        def note(index: int, attention: AttentionCall, *heads: Tensor) -> Tensor:
+            calls[index] = attention
+            return attention(*heads, None)
+
+        def stock(embeds: Tensor, positions: Tensor) -> Tensor:
+            return self._stock(note, passing([None] * len(self.kinds)), embeds, positions)
+
+        found = lean_decoder(self.decoder, stock, lambda i, *heads: calls[i](*heads, None))
+        # What a call is given besides must be the same in every pass.
+        given = [each for call in calls.values() for each in (*call.args, *call.options.values())]
+        return None if any(isinstance(each, Tensor) for each in given) else found
 
     def run(
-        self, attend: Attend, cache: Cache, embeds: Tensor, positions: Tensor, **more: Any
+        self,
+        attend: Attend,
+        cache: Cache,
+        embeds: Tensor,
+        positions: Tensor,
+        around: Around | None = None,
+        **more: Any,
     ) -> Tensor:
-        """Return the last hidden states `[B, n, D]`; positions are `[A, B, n]`."""
+        """Return the last hidden states `[B, n, D]`; positions are `[A, B, n]`.
+
+        `around(layer, next, hidden, …)` answers the calls of all layers.
+        """
+        if self.lean is None or more or not self.lean.free:
+            return self._stock(attend, cache, embeds, positions, around, **more)
+        calls = self._calls
+        given = (lambda i, *heads: attend(i, calls[i], *heads)), embeds, positions
+        return self.lean.run(*given, around)
+
+    def _stock(
+        self,
+        attend: Attend,
+        cache: Cache,
+        embeds: Tensor,
+        positions: Tensor,
+        around: Around | None = None,
+        **more: Any,
+    ) -> Tensor:
         thread = threading.get_ident()
         routes = {m: partial(self._route, attend, i, thread) for i, m in self.modules.items()}
         mask: Any = self._stub  # stands for the masks that nobody reads
         if len(set(self.kinds)) > 1:
             mask = {kind: None if kind == CONV else self._stub for kind in self.kinds}
-        with intercepting(routes):
+        with ExitStack() as stack:
+            stack.enter_context(intercepting(routes))
+            for index, layer in enumerate(self.decoder.layers if around is not None else ()):
+                stack.enter_context(override(layer, "forward", partial(around, index)))
             output = self.decoder(
                 inputs_embeds=embeds,
                 attention_mask=mask,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.kv import KVBlock
 from mmfast.core.trace import Trace
 from mmfast.models.decoder.rotary import RawCapture
-from mmfast.models.patching import override
 from mmfast.models.reduction.call import PromptPart
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import CONV, SLIDING
@@ -206,9 +204,10 @@ class _Pass:
         numbers = range(hidden.shape[1])
         running = [i for rows in self._running for i in numbers[rows]]
         rows = torch.tensor(running, device=hidden.device)
-        places = kwargs["position_embeddings"]
-        kwargs["position_embeddings"] = tuple(each.index_select(-2, rows) for each in places)
-        kwargs["position_ids"] = None
+        turned = tuple(each.index_select(-2, rows) for each in kwargs["position_embeddings"])
+        kwargs = {**kwargs, "position_embeddings": turned}
+        if "position_ids" in kwargs:
+            kwargs["position_ids"] = None
         with using(rows=running):
             return hidden.index_copy(1, rows, stock(hidden[:, rows], *args, **kwargs))
 
@@ -245,8 +244,8 @@ class Prefiller:
     Raises `ModelError` if the rows of the model cannot be told apart in one pass.
     """
 
-    def __init__(self, model: Any, chunk: int | None = None) -> None:
-        self.lane = Lane(model)
+    def __init__(self, model: Any, chunk: int | None = None, lane: Lane | None = None) -> None:
+        self.lane = lane or Lane(model)
         self.model, self.chunk, self._fits = model, chunk or CHUNKS[0], chunk is None
         self.decoder = self.lane.decoder
         self.slice: float | None = None  # seconds that policies may act in one unit of work
@@ -403,13 +402,13 @@ class Prefiller:
                 stack.callback(capture.remove)
                 raw = stack.enter_context(capture.recording())
             running = _Pass(self.lane, parts, raw, others, attend_others)
-            if any(p.job.low or p.job.high is not None for p in parts):
-                for index, layer in enumerate(self.decoder.layers):
-                    stack.enter_context(override(layer, "forward", partial(running.layer, index)))
+            cuts = any(p.job.low or p.job.high is not None for p in parts)
+            around = running.layer if cuts else None
             cache = passing([states.get(i) for i in range(len(self.lane.kinds))])
             more = _planes([(p.job, p.start, p.stop) for p in parts], embeds.shape[1])
             try:
-                hidden = self.lane.run(running.attend, cache, embeds, positions[:, None], **more)
+                given = running.attend, cache, embeds, positions[:, None], around
+                hidden = self.lane.run(*given, **more)
             except _OverError:
                 hidden = None
         ended = [p for p in parts if p.stop == len(p.job.hidden) and p.job.high is None]

@@ -34,6 +34,7 @@ from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.bucket import taken
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.encoder import MediaEncoder, Slicer, early, kept_tokens
+from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import Prefiller
@@ -257,7 +258,8 @@ class ModelRunner:
         self.chooser = Chooser(self.model)
         self.batch: RunningBatch | None = None
         try:
-            parts = Prefiller(self.model, chunk), DecodeBatch(self.model, slots)
+            lane = Lane(self.model)
+            parts = Prefiller(self.model, chunk, lane), DecodeBatch(self.model, slots, lane)
             self.batch = RunningBatch(self.encoder, *parts, limit // 4, served)
             self.per_token = self.batch.per_token
         except ModelError:  # layers whose rows cannot be told apart

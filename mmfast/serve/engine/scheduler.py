@@ -294,7 +294,10 @@ class Scheduler:
                 return
 
     def _lull(self) -> bool:
-        return not self._wake.wait(LULL) and None not in self._known.values()
+        """Wait as long as the next request may take to prepare; True if none comes."""
+        last = self._new[-1].prepared if self._new else None
+        seconds = LULL if last is None else max(LULL, 1.5e-3 * last.ms)
+        return not self._wake.wait(seconds) and None not in self._known.values()
 
     def _busy(self) -> bool:
         return bool(self._runner.answers) or len(self._queue) > 0
