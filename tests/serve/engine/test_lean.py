@@ -192,4 +192,4 @@ def test_a_step_takes_fewer_operations_than_stock(monkeypatch: pytest.MonkeyPatc
     plain = _operations(monkeypatch, ("",))
     mixed = _operations(monkeypatch, SPECS)
     assert plain < stock
-    assert mixed < 2.2 * plain
+    assert mixed < 1.9 * stock  # three tensors of rows in a layer, one of them packed
