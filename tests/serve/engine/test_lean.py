@@ -167,7 +167,7 @@ def _operations(monkeypatch: pytest.MonkeyPatch, caches: tuple[str, ...]) -> int
 
     monkeypatch.setattr(DecodeBatch, "step", step)
     requests = [
-        ask(f"{i}", image(i), "what is it?", tokens=90, cache=caches[i % len(caches)])
+        ask(f"{i}", image(i), "what is it?", tokens=48, cache=caches[i % len(caches)])
         for i in range(16)
     ]
     with closing(Scheduler((model, processor), name="tiny", queue=16)) as scheduler:
