@@ -25,7 +25,7 @@ VOICE_NAMES = {
 }  # fmt: skip
 ALIASES = ("mmfast", "gpt-realtime")  # further names of the model that is served
 ENGINES = ("inproc", "ray", "vllm")
-_REPLICAS = ("replicas", "encode_replicas", "prefill_replicas", "decode_replicas")
+_REPLICAS = ("replicas", "workers", "encode_replicas", "prefill_replicas", "decode_replicas")
 HASHED = "sha256:"  # prefix of a key that is given by its hash
 _HASH = re.compile(HASHED + r"[0-9a-fA-F]{64}")
 HIDDEN = ("api_keys",)  # never printed, logged or part of a repr
@@ -73,6 +73,8 @@ class ServerConfig:
         queue: Most requests that wait; another one is refused with 429.
         memory: Bytes of keys and values, such as `2GB`; None takes a share of the free memory.
         replicas: Copies of the whole engine on `ray`; None runs encode, prefill and decode apart.
+        workers: Processes of the engine `ray` with a copy of the model each, whose roles (encode,
+            prefill, decode, or all three) follow the load.
         encode_replicas: Processes of the engine `ray` that encode.
         prefill_replicas: Processes of the engine `ray` that read prompts.
         decode_replicas: Processes of the engine `ray` that decode answers.
@@ -156,6 +158,7 @@ class ServerConfig:
     queue: int = 32
     memory: str | None = None
     replicas: int | None = None
+    workers: int | None = None
     encode_replicas: int = 1
     prefill_replicas: int = 1
     decode_replicas: int = 1
@@ -273,6 +276,8 @@ class ServerConfig:
 
     def _check_replicas(self) -> None:
         many = {name: getattr(self, name) for name in _REPLICAS if (getattr(self, name) or 1) > 1}
+        if self.workers == 1:
+            raise MmfastError("workers=1 has no roles to share out; give 2 or more, or inproc")
         for name, value in many.items():
             if self.engine != "ray":
                 raise MmfastError(
@@ -283,6 +288,11 @@ class ServerConfig:
                 raise MmfastError(
                     f"{name}={value} is not possible with replicas={self.replicas}, each of which "
                     "runs the whole model; leave one of them out"
+                )
+            if self.workers is not None and name != "workers":
+                raise MmfastError(
+                    f"{name}={value} is not possible with workers={self.workers}, which take every "
+                    "role; leave one of them out"
                 )
 
     def public(self) -> dict[str, Any]:

@@ -397,6 +397,7 @@ def load_engine(config: ServerConfig) -> Executor:
         return Scheduler(config.model, **options)
     if config.engine == "vllm":
         raise MmfastError("vLLM has a server of its own; start it with mmfast serve --engine vllm")
+    options["workers"] = config.workers
     for role in ("encode", "prefill", "decode"):
         options[role] = getattr(config, f"{role}_replicas")
     from mmfast.serve.ray.engine import RayEngine
