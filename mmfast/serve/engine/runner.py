@@ -147,8 +147,8 @@ class SequentialRunner:
     def read(self, budget: float | None, work: float) -> None:
         """Read a slice of the next prompt, of so many seconds and multiplications at most."""
         left = [own for own in self._own.values() if own.count == 0]
-        begun = [own for own in left if own.call is not None]
-        self._advance(max(begun or left, key=lambda own: own.answer.priority), budget, work)
+        own = max(left, key=lambda each: (each.answer.priority, each.call is not None))
+        self._advance(own, budget, work)
 
     def step(self, budget: float, work: float) -> None:
         """Decode a token of every answer that is being written, in slices of a pass that is large.
