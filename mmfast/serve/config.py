@@ -121,6 +121,8 @@ class ServerConfig:
         speech: Speech model: directory or hub id; None is the embedded one.
         listener: Model that writes speech down, such as Whisper: directory or hub id; None takes
             the speech model.
+        translator: Model that translates what is said (`/v1/audio/translations`): directory or hub
+            id of an encoder-decoder; None is the embedded one.
         talker: Model that speaks: directory or hub id; None takes the speech model.
         realtime_sessions: Most open sessions; another one is refused.
         session_seconds: Longest session.
@@ -202,6 +204,7 @@ class ServerConfig:
     speech: str | None = None
     listener: str | None = None
     talker: str | None = None
+    translator: str | None = None
     realtime_sessions: int = 4
     session_seconds: float = 3600.0
     idle_seconds: float = 300.0

@@ -210,7 +210,7 @@ class DecodeReplica:
 
     async def __call__(
         self, request: Request, given: StageResult | Failure
-    ) -> AsyncIterator[dict[str, int] | tuple[Event, ...]]:
+    ) -> AsyncGenerator[dict[str, int] | tuple[Event, ...]]:
         """Yield the processes of the request, then its events as they come."""
         if isinstance(given, Failure):
             yield (given,)
@@ -348,7 +348,11 @@ class _Inbox:
                 cancel(name)
 
 
-BODIES = {"encode": EncodeReplica, "prefill": PrefillReplica, "decode": DecodeReplica}
+BODIES: dict[str, Any] = {
+    "encode": EncodeReplica,
+    "prefill": PrefillReplica,
+    "decode": DecodeReplica,
+}
 BODIES |= {WHOLE: AnswerReplica, WORKER: WorkerReplica}
 
 
