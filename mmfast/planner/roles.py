@@ -1,4 +1,4 @@
-"""How many workers encode, prefill and decode: a queueing model, and the simulation beside it.
+"""Numbers of workers that encode, prefill and decode, by a queueing model and its simulation.
 
 A request passes three stages. Workers that do one stage each do not hold up a running answer with
 the prompts of others; workers that do all three share the load more evenly (DistServe, 2401.09670;

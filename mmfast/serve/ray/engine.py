@@ -218,11 +218,10 @@ class RayEngine:
         weights: str | None = None,
     ) -> None:
         check_form(weights, lora)
-        parts = dict(zip(ROLES, (encode, prefill, decode), strict=True))
-        self.replicas: dict[str, int] = {WHOLE: replicas} if replicas else parts
         self.board = RoleBoard(workers) if workers else None
-        if workers:
-            self.replicas = {f"{WORKER}-{number}": 1 for number in range(workers)}
+        parts = dict(zip(ROLES, (encode, prefill, decode), strict=True))
+        single = {f"{WORKER}-{number}": 1 for number in range(workers or 0)}
+        self.replicas: dict[str, int] = single or ({WHOLE: replicas} if replicas else parts)
         self._last = [*self.replicas][-1]  # the role that decodes
         self._check(reduce, cache)
         self._reduce = reduce
@@ -297,10 +296,7 @@ class RayEngine:
             running = sum(bool(each.workers) for each in self._streams.values())
         gauges = {f"workers_{role}": float(n) for role, n in self._running.items()}
         if self.board is not None and self._control is not None:
-            gauges = {"workers_live": float(sum(self._running.values()))}
-            gauges |= {f"worker_{i}_{role}": 1.0 for i, role in enumerate(self.board.roles)}
-            if (advice := self._control.advice) is not None:
-                gauges |= {f"advised_{role}": float(n) for role, n in advice.roles.items()}
+            gauges = self._control.gauges() | {"workers_live": float(sum(self._running.values()))}
         ready = not self._closed and (self._takes if self.board else all(self._running.values()))
         return base.Health(ready, running, held - running, gauges)
 

@@ -1,4 +1,4 @@
-"""Which worker does what: the roles of the workers on Ray, and their change under load.
+"""Roles of the workers on Ray, and their change under load.
 
 Every worker holds the whole model, so a role only says which new work goes to it. Answers under way
 end where they began, and nothing is lost when a role changes.
@@ -31,7 +31,7 @@ FEWEST = 8  # requests after which the work of a stage is known
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What a worker has done at its stages since it started.
+    """Work of a process at its stages since it started.
 
     `seconds` and `done` are the work and the requests of each stage, `steps` the sums over steps of
     decoding: one, rows, seconds, rows squared, rows times seconds.
@@ -137,6 +137,12 @@ class RoleController:
             self._arrivals.popleft()
         span = min(WINDOW, now - (now if self._began is None else self._began))
         return len(self._arrivals) / max(1.0, span)
+
+    def gauges(self) -> dict[str, float]:
+        """Return the role of every worker, and the advice where there is one, as figures."""
+        found = {f"worker_{i}_{role}": 1.0 for i, role in enumerate(self._board.roles)}
+        advised = {} if self.advice is None else self.advice.roles
+        return found | {f"advised_{role}": float(count) for role, count in advised.items()}
 
     def decide(self, figures: Sequence[StageFigures], now: float) -> dict[int, str]:
         """Return what was changed; the advice is renewed in any case."""

@@ -113,6 +113,10 @@ def test_roles_follow_the_load_and_do_not_flutter() -> None:
     assert len(busy) <= 2 and set(board.counts()) == set(STAGES), board.roles
     assert control.advice is not None and board.counts() == dict(control.advice.roles)
     assert minute(120, 8) == []
+    told = control.gauges()
+    assert all(told[f"worker_{i}_{role}"] == 1 for i, role in enumerate(board.roles))
+    assert {role: told[f"advised_{role}"] for role in STAGES} == board.counts()
+    assert RoleController(RoleBoard(1), 8).gauges() == {f"worker_0_{COMBINED}": 1.0}
 
 
 # --- a change while answers go on ---------------------------------------------------------------
