@@ -121,9 +121,9 @@ class ServerConfig:
         speech: Speech model: directory or hub id; None is the embedded one.
         listener: Model that writes speech down, such as Whisper: directory or hub id; None takes
             the speech model.
+        talker: Model that speaks: directory or hub id; None takes the speech model.
         translator: Model that translates what is said (`/v1/audio/translations`): directory or hub
             id of an encoder-decoder; None is the embedded one.
-        talker: Model that speaks: directory or hub id; None takes the speech model.
         realtime_sessions: Most open sessions; another one is refused.
         session_seconds: Longest session.
         idle_seconds: Time without an event of the client after which a session is closed.
