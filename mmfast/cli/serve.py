@@ -79,6 +79,7 @@ def _plan(config: ServerConfig) -> list[tuple[str, object]]:
     names = [name for name in given if name in _SHOWN or given[name] != plain[name]]
     kinds = [f"{given[f'{kind}_replicas']} {kind}" for kind in ("encode", "prefill", "decode")]
     kinds = [f"{config.replicas} with the whole engine"] if config.replicas else kinds
+    kinds = [f"{config.workers} whose roles follow the load"] if config.workers else kinds
     kinds = ["vLLM's own server"] if config.engine == "vllm" else kinds
     host = f"[{config.host}]" if ":" in config.host else config.host
     return [

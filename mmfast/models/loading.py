@@ -182,8 +182,13 @@ def twin(model: Any, processor: Any) -> tuple[Any, Any]:
 
     Hooks and settings of one of them do not act on the other.
     """
+    return twin_model(model), copy.deepcopy(processor)
+
+
+def twin_model(model: Any) -> Any:
+    """Return a model once more, with the same weights in memory and hooks of its own."""
     shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared), copy.deepcopy(processor)
+    return copy.deepcopy(model, shared)
 
 
 def _of_hub(given: Mapping[str, Any], names: Sequence[str] = HUB) -> dict[str, Any]:

@@ -25,7 +25,7 @@ VOICE_NAMES = {
 }  # fmt: skip
 ALIASES = ("mmfast", "gpt-realtime")  # further names of the model that is served
 ENGINES = ("inproc", "ray", "vllm")
-_REPLICAS = ("replicas", "encode_replicas", "prefill_replicas", "decode_replicas")
+_REPLICAS = ("replicas", "workers", "encode_replicas", "prefill_replicas", "decode_replicas")
 HASHED = "sha256:"  # prefix of a key that is given by its hash
 _HASH = re.compile(HASHED + r"[0-9a-fA-F]{64}")
 HIDDEN = ("api_keys",)  # never printed, logged or part of a repr
@@ -73,6 +73,8 @@ class ServerConfig:
         queue: Most requests that wait; another one is refused with 429.
         memory: Bytes of keys and values, such as `2GB`; None takes a share of the free memory.
         replicas: Copies of the whole engine on `ray`; None runs encode, prefill and decode apart.
+        workers: Processes of the engine `ray` with a copy of the model each, whose roles (encode,
+            prefill, decode, or all three) follow the load.
         encode_replicas: Processes of the engine `ray` that encode.
         prefill_replicas: Processes of the engine `ray` that read prompts.
         decode_replicas: Processes of the engine `ray` that decode answers.
@@ -120,6 +122,8 @@ class ServerConfig:
         listener: Model that writes speech down, such as Whisper: directory or hub id; None takes
             the speech model.
         talker: Model that speaks: directory or hub id; None takes the speech model.
+        translator: Model that translates what is said (`/v1/audio/translations`): directory or hub
+            id of an encoder-decoder; None is the embedded one.
         realtime_sessions: Most open sessions; another one is refused.
         session_seconds: Longest session.
         idle_seconds: Time without an event of the client after which a session is closed.
@@ -156,6 +160,7 @@ class ServerConfig:
     queue: int = 32
     memory: str | None = None
     replicas: int | None = None
+    workers: int | None = None
     encode_replicas: int = 1
     prefill_replicas: int = 1
     decode_replicas: int = 1
@@ -199,6 +204,7 @@ class ServerConfig:
     speech: str | None = None
     listener: str | None = None
     talker: str | None = None
+    translator: str | None = None
     realtime_sessions: int = 4
     session_seconds: float = 3600.0
     idle_seconds: float = 300.0
@@ -273,6 +279,8 @@ class ServerConfig:
 
     def _check_replicas(self) -> None:
         many = {name: getattr(self, name) for name in _REPLICAS if (getattr(self, name) or 1) > 1}
+        if self.workers == 1:
+            raise MmfastError("workers=1 has no roles to share out; give 2 or more, or inproc")
         for name, value in many.items():
             if self.engine != "ray":
                 raise MmfastError(
@@ -283,6 +291,11 @@ class ServerConfig:
                 raise MmfastError(
                     f"{name}={value} is not possible with replicas={self.replicas}, each of which "
                     "runs the whole model; leave one of them out"
+                )
+            if self.workers is not None and name != "workers":
+                raise MmfastError(
+                    f"{name}={value} is not possible with workers={self.workers}, which take every "
+                    "role; leave one of them out"
                 )
 
     def public(self) -> dict[str, Any]:

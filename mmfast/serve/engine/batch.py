@@ -101,6 +101,7 @@ class RunningBatch:
         self.paused: dict[str, tuple[ActiveRequest, PrefillJob | PausedAnswer | None]] = {}
         self._prefill_next = False
         self._decoded = False  # the last pass of prefill held a decoding step
+        self.waited = False  # a running answer, here or elsewhere, waits for the unit of work
         self.pace = 0.02  # seconds of a chunk of prefill, a running mean
         # seconds between recent decoding steps, by the clock and of the engine's threads
         self.gaps: deque[tuple[float, float]] = deque(maxlen=4096)
@@ -119,11 +120,6 @@ class RunningBatch:
     def coming(self) -> list[ActiveRequest]:
         """Requests without a token yet."""
         return [answer for answer in self.answers if answer.id not in self._running]
-
-    @property
-    def encoding(self) -> bool:
-        """True while a call of the vision tower runs."""
-        return self._tower.running
 
     @property
     def nbytes(self) -> int:
@@ -183,18 +179,17 @@ class RunningBatch:
 
     # --- one unit of work ---------------------------------------------------------------------
 
-    def work(self, new: bool = True) -> bool:
+    def work(self) -> bool:
         """Do a slice of the tower or a chunk of prefill, in turns, or what ends one of them.
 
-        Returns True if another unit may follow before a decoding step: never after a pass. A new
-        call of the tower begins only with `new`.
+        Returns True if another unit may follow before a decoding step: never after a pass.
         """
         if read := self._read():
             self._finish(*read[0])
             return True
         for answer, found in self._tower.texts():
             self._encoded(answer, found)
-        encodes = (self._tower.waiting and new) or self._tower.running
+        encodes = self._tower.waiting or self._tower.running
         if encodes and not (self._jobs and self._prefill_next):
             self._prefill_next = True
             self._encode()
@@ -229,7 +224,7 @@ class RunningBatch:
     def _encode(self) -> None:
         # A slice ends at the first block after its budget, with that block at about a chunk;
         # without running answers the tower need not stop before there is a pass of prefill.
-        start, budget = time.perf_counter(), 0.7 * self.pace if self._running else None
+        start, budget = time.perf_counter(), 0.7 * self.pace if self.waited else None
         while self._tower.running or self._tower.waiting:
             made = self._tower.step(budget)
             if made is None:
@@ -237,7 +232,7 @@ class RunningBatch:
             self._encoded(*made)
             left = sum(job.left for _, job in self._jobs.values())
             spent = time.perf_counter() - start
-            if left >= self.prefiller.chunk or (self._running and spent > 0.35 * self.pace):
+            if left >= self.prefiller.chunk or (self.waited and spent > 0.35 * self.pace):
                 return
 
     def _encoded(self, answer: ActiveRequest, found: Result) -> None:
@@ -260,9 +255,9 @@ class RunningBatch:
         self._jobs[answer.id] = answer, job
 
     def _prefill(self) -> None:
-        self.prefiller.slice = 0.7 * self.pace if self._running else None
+        self.prefiller.slice = 0.7 * self.pace if self.waited else None
         order = [self._jobs[each.id] for each in urgent(a for a, _ in self._jobs.values())]
-        if not (plan := self.prefiller.plan([job for _, job in order], bool(self._running))):
+        if not (plan := self.prefiller.plan([job for _, job in order], self.waited)):
             self._fail_broken()
             return
         owners = {job: answer for answer, job in order}
@@ -285,7 +280,7 @@ class RunningBatch:
         self._fail_broken()
         for answer, job in self._read():
             # Copying a long prompt to its row takes as long as a pass: a unit of its own.
-            if job.prompt.length <= self.prefiller.chunk or not self._running:
+            if job.prompt.length <= self.prefiller.chunk or not self.waited:
                 self._begin(answer, job)
 
     def _read(self) -> list[tuple[ActiveRequest, PrefillJob]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
@@ -39,6 +39,7 @@ from mmfast.serve.engine.base import Media, Request
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.model import settled
 from mmfast.serve.engine.policies import PromptRecipe
+from mmfast.serve.engine.slicer import Slicer
 from mmfast.serve.engine.slots import Embedded, Prepared
 
 BLOCK = 16  # tokens; prefixes are compared in steps of these
@@ -205,107 +206,7 @@ def kept_tokens(visual: int, trace: Trace) -> int:
     return visual - sum(before - after for before, after in ends.values())
 
 
-T = TypeVar("T")
-
-
-class _Abandoned(BaseException):
-    """The caller has dropped the result."""
-
-
-class Slicer:
-    """Runs calls of the vision tower in slices, in a thread that its owner waits for.
-
-    Two threads never use the model at once, and a call of any family can stop before each block of
-    its tower.
-    """
-
-    def __init__(self) -> None:
-        # seconds after which a call stops at the next block; None never stops it
-        self.budget: float | None = None
-        # seconds of the last call's longest slice and of all; processor seconds of the thread
-        self.longest = self.total = self.worked = 0.0
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._call: Callable[[], Any] | None = None
-        self._result: tuple[bool, Any] | None = None
-        self._stopping = False
-        self._since = 0.0
-        self._thread: threading.Thread | None = None
-
-    def run(self, call: Callable[[], T], blocks: Iterable[nn.Module]) -> Generator[None, None, T]:
-        """Yield each time `call` stops at a block; return the value of the call."""
-        self._call, self._result = call, None
-        self.longest = self.total = 0.0
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mmfast-tower", daemon=True)
-            self._thread.start()
-        with self._stops(blocks):
-            try:
-                while not self._resumed():
-                    yield
-            except GeneratorExit:
-                self._stopping = True
-                self._resumed()
-                self._stopping, self._result = False, None  # its frames hold the call's memory
-                raise
-        found: T = self._value()
-        return found
-
-    def close(self) -> None:
-        """End the thread; no call may be at work."""
-        if self._thread is not None:
-            self._call = None
-            self._go.release()
-            self._thread.join()
-            self._thread = None
-
-    def _value(self) -> Any:
-        assert self._result is not None
-        (fine, value), self._result = self._result, None
-        if not fine:
-            raise value
-        return value
-
-    def _resumed(self) -> bool:
-        """Run the call to its next stop; return True if it has ended."""
-        self._since = time.perf_counter()
-        self._go.release()
-        self._back.acquire()
-        took = time.perf_counter() - self._since
-        self.longest, self.total = max(self.longest, took), self.total + took
-        return self._result is not None
-
-    @contextmanager
-    def _stops(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
-        handles = [block.register_forward_pre_hook(self._before) for block in blocks]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _before(self, *_: Any) -> None:
-        if threading.current_thread() is not self._thread or self.budget is None:
-            return
-        if time.perf_counter() - self._since >= self.budget:
-            self.worked = time.thread_time()
-            self._back.release()
-            self._go.acquire()
-            if self._stopping:
-                raise _Abandoned
-
-    def _work(self) -> None:
-        while True:
-            self._go.acquire()
-            if self._call is None:
-                return
-            try:
-                self._result = True, self._call()
-            except BaseException as error:
-                self._result = False, error
-            self._call, self.worked = None, time.thread_time()
-            self._back.release()
-
-
+Features = dict[Key, UnitFeatures]
 Steps = Generator[tuple[int, Result] | None, None, None]
 # Values of pixels that enter the tower at once; a single medium may have more.
 _MOST, _START = 8 << 20, 1 << 18
@@ -390,19 +291,51 @@ class MediaEncoder:
         found = dict(step for step in self.steps(batch) if step is not None)
         return [found[i] for i in range(len(batch))]
 
-    def steps(self, batch: Sequence[Prepared]) -> Steps:
-        """Encode in small steps: yield number and result of a request, or None in between."""
+    def part(self, prepared: Prepared, number: int, parts: int) -> Generator[None, None, Features]:
+        """Encode one of several parts of the media of a request; yields as `Slicer.run` does.
+
+        Of media that cannot be told apart, the first part has all. The values go to `steps`.
+        """
+        found: Features = {}
+        mine = {unit.key: unit for unit in self._units(prepared)[number::parts]}
+        for key in list(mine):
+            if (known := self.kept.get(key)) is not None:
+                found[key] = known
+                del mine[key]
+        while mine:
+            most = _MOST if self.slicer.budget is None else self.most
+            group = next(iter(grouped(list(mine.values()), most)))
+            _, needs, _, adapter = group[0].key[1]
+            ended = yield from self._run(needs, prepared.tower_specs, adapter, group)
+            for unit in group:
+                result = ended[mine.pop(unit.key).key]
+                if isinstance(result, Exception):
+                    raise result
+                found[unit.key] = result
+        return found
+
+    def steps(self, batch: Sequence[Prepared], given: Features | None = None) -> Steps:
+        """Encode in small steps: yield number and result of a request, or None in between.
+
+        `given` are media that were encoded for these requests elsewhere.
+        """
         plans = {i: self._units(each) for i, each in enumerate(batch)}
         towers = {each.tower: each.tower_specs for each in batch}
-        known: dict[Key, UnitFeatures | Exception] = {}
+        elsewhere = given or {}
+        known: dict[Key, UnitFeatures | Exception] = {**elsewhere}
         fresh: dict[Key, MediaUnit] = {}
+        for key, features in elsewhere.items():
+            self.kept.put(key, features)
         for unit in (unit for mine in plans.values() for unit in mine):
             held = None if unit.key in fresh or unit.key in known else self.kept.get(unit.key)
             if held is not None:
                 known[unit.key] = held
             elif unit.key not in known:
                 fresh.setdefault(unit.key, unit)
-        owed = set(fresh)  # the first request that uses a unit is charged with its encoding
+        owed = {
+            *fresh,
+            *elsewhere,
+        }  # the first request that uses a unit is charged with its encoding
         yield from self._ready(batch, plans, known, owed)
         while fresh:
             needs, tower, adapter = next(iter(fresh))[1][1:]
@@ -422,13 +355,17 @@ class MediaEncoder:
         plans: dict[int, list[MediaUnit]],
         known: dict[Key, UnitFeatures | Exception],
         owed: set[Key],
-    ) -> Iterator[tuple[int, Result]]:
+    ) -> Steps:
         """Yield the requests whose media are all encoded."""
         for i in [i for i, mine in plans.items() if all(unit.key in known for unit in mine)]:
             mine = plans.pop(i)
             reused = {unit.key for unit in mine} - owed
             owed -= {unit.key for unit in mine}
-            yield i, finished(self.model, batch[i], mine, known, reused)
+            end = partial(finished, self.model, batch[i], mine, known, reused)
+            if self.slicer.budget is None or not batch[i].reduce:
+                yield i, end()
+            else:  # reducers may take longer than the tower
+                yield i, (yield from self.slicer.run(end))
 
     def _units(self, prepared: Prepared) -> list[MediaUnit]:
         needs = tuple(sorted({n for s in parse(prepared.reduce) for n in s.method.needs}))

@@ -22,6 +22,7 @@ from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import CACHE
 from mmfast.models.families.adapter import adapter_for, token_counts
+from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
 from mmfast.models.reduction.inputs import axes
@@ -33,13 +34,14 @@ from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.bucket import taken
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
-from mmfast.serve.engine.encoder import MediaEncoder, Slicer, early, kept_tokens
+from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
 from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import attached_row, bound
-from mmfast.serve.engine.prefill import Prefiller
+from mmfast.serve.engine.prefill import CHUNKS, PAUSE, Prefiller
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.rows import layer_bytes
+from mmfast.serve.engine.slicer import Slicer
 from mmfast.serve.engine.slots import Draw, Filled
 
 
@@ -48,6 +50,8 @@ class AttachedAnswer:
 
     def __init__(self, answer: ActiveRequest) -> None:
         self.answer = answer
+        self.place: _Workplace | None = None
+        self.call: Generator[None, None, Tensor] | None = None  # a pass that is under way
         self.cache: Any = None
         self.position: Tensor | None = None  # [1 or 3 or 4, 1, 1] of the last token
         self.token = 0
@@ -67,12 +71,20 @@ class AttachedAnswer:
         return {**self.trace.to_dict(), **facts, "prompt": self.length}
 
 
+class _Workplace:
+    """A twin of the model for one answer at a time, whose hooks no other pass meets."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.slicer = twin_model(model), Slicer()
+
+
 class SequentialRunner:
     """Runs prompts under `attach`, and the answers that cannot decode with others step by step.
 
-    The hooks are attached during a step only, so no other request meets them; the state between two
-    steps is in the answer's cache. A prompt is read in slices, between which other answers decode;
-    after its first token an answer that `join` takes is over here.
+    Each answer runs on a twin of the model, attached during a pass only, and its state between two
+    passes is in its cache. A pass stops when it has done as much as a chunk of prefill, whatever
+    the prompt and the spec; other answers decode meanwhile. After its first token an answer that
+    `join` takes is over here.
     """
 
     def __init__(
@@ -82,10 +94,11 @@ class SequentialRunner:
         served: Callable[[str, float], None],
         join: Callable[[AttachedAnswer], bool],
     ) -> None:
-        self._model, self._chooser, self._served, self._join = model, chooser, served, join
+        # never runs: a copy of a model at work would hold hooks of its pass
+        self._origin = twin_model(model)
+        self._chooser, self._served, self._join = chooser, served, join
         self._own: dict[str, AttachedAnswer] = {}
-        self.slicer = Slicer()
-        self._call: tuple[AttachedAnswer, Generator[None, None, Tensor]] | None = None
+        self._places: list[_Workplace] = []
 
     @property
     def answers(self) -> list[ActiveRequest]:
@@ -98,10 +111,17 @@ class SequentialRunner:
 
     def cancel(self, name: str) -> None:
         """Drop a request; its memory is free at once."""
-        self._own.pop(name, None)
-        if self._call is not None and self._call[0].answer.id == name:
-            self._call[1].close()
-            self._call = None
+        own = self._own.pop(name, None)
+        if own is not None and own.place is not None:
+            if own.call is not None:
+                own.call.close()
+            self._places.append(own.place)
+            own.place = own.call = None
+
+    def close(self) -> None:
+        """End the threads; no request is at work."""
+        for place in self._places:
+            place.slicer.close()
 
     @property
     def nbytes(self) -> int:
@@ -116,74 +136,84 @@ class SequentialRunner:
         return any(own.count == 0 for own in list(self._own.values()))
 
     @property
-    def reading(self) -> bool:
-        """True while a prompt is being read, and the model is attached."""
-        return self._call is not None
+    def runs(self) -> bool:
+        """True while an answer is being written."""
+        return any(own.count for own in list(self._own.values()))
 
-    def read(self, budget: float | None) -> None:
-        """Read a slice of the next prompt, of so many seconds; it stops at a layer."""
-        if self._call is None:
-            left = (own for own in self._own.values() if own.count == 0)
-            own = max(left, key=lambda own: own.answer.priority)
-            call = partial(self._logits, own)
-            self._call = own, self.slicer.run(call, self._blocks(own.answer))
-        self.slicer.budget = budget
-        own, steps = self._call
+    @property
+    def stopped(self) -> bool:
+        """True while a step is under way, which has stopped as it reads much again."""
+        return any(own.count and own.call is not None for own in list(self._own.values()))
+
+    def read(self, budget: float | None, work: float) -> None:
+        """Read a slice of the next prompt, of so many seconds and multiplications at most."""
+        left = [own for own in self._own.values() if own.count == 0]
+        own = max(left, key=lambda each: (each.answer.priority, each.call is not None))
+        self._advance(own, budget, work)
+
+    def step(self, budget: float, work: float) -> None:
+        """Decode a token of every answer that is being written, in slices of a pass that is large.
+
+        Answers that the slices of others left no room are the first the next time.
+        """
+        left = work
+        for name in [name for name, own in self._own.items() if own.count]:
+            if left <= 0:
+                return
+            own = self._own[name] = self._own.pop(name)  # to the end of the queue
+            left -= self._advance(own, budget, left)
+
+    def _advance(self, own: AttachedAnswer, budget: float | None, work: float) -> float:
+        """Go on with the pass of an answer; return the multiplications done."""
+        if own.place is None:
+            own.place = self._places.pop() if self._places else _Workplace(self._origin)
+        slicer = own.place.slicer
+        slicer.allow(budget, work)
+        if own.call is None:
+            blocks = self._blocks(own.answer, own.place.model) if own.count == 0 else []
+            own.call = slicer.run(partial(self._logits, own, own.place.model), blocks)
         try:
-            next(steps)
+            next(own.call)
         except StopIteration as end:
-            self._call = None
+            own.call = None
             self._push(own, end.value)
         except Exception as error:
-            self._call = None
+            own.call = None
             self._fail(own, error)
-
-    def step(self) -> None:
-        """Decode a token of the next answer in turn."""
-        own = next((own for own in self._own.values() if own.count), None)
-        if own is None:
-            return
-        name = own.answer.id
-        self._own[name] = self._own.pop(name)  # to the end of the queue
-        try:
-            logits = self._logits(own)
-        except Exception as error:
-            self._fail(own, error)
-        else:
-            self._push(own, logits)
+        return slicer.done
 
     def _push(self, own: AttachedAnswer, logits: Tensor) -> None:
         name, prompts = own.answer.id, own.count == 0
         try:
             token = self._chosen(own, logits)
             if not own.answer.push(token):
-                del self._own[name]
+                self.cancel(name)
                 own.answer.read = own.read_trace(), own.length
                 own.answer.complete()
             elif prompts and self._join(own):
-                del self._own[name]
+                self.cancel(name)
         except Exception as error:
             self._fail(own, error)
 
     def _fail(self, own: AttachedAnswer, error: Exception) -> None:
-        self._own.pop(own.answer.id, None)
+        self.cancel(own.answer.id)
         own.answer.fail(error)
 
-    def _blocks(self, answer: ActiveRequest) -> list[Any]:
+    def _blocks(self, answer: ActiveRequest, model: Any) -> list[Any]:
         """Layers before which the call on a prompt can stop."""
-        prepared, base = answer.prepared, self._model.base_model
+        prepared, base = answer.prepared, model.base_model
         kinds = [] if prepared is None else list(features_given(prepared.inputs))
-        towers = [adapter_for(self._model).tower_of(base, kind).blocks for kind in kinds]
-        return [*self._model.get_decoder().layers, *(block for mine in towers for block in mine)]
+        towers = [adapter_for(model).tower_of(base, kind).blocks for kind in kinds]
+        return [*model.get_decoder().layers, *(block for mine in towers for block in mine)]
 
     @torch.inference_mode()
-    def _logits(self, own: AttachedAnswer) -> Tensor:
+    def _logits(self, own: AttachedAnswer, model: Any) -> Tensor:
         answer = own.answer
         start = time.perf_counter()
         try:
             adapter, specs = answer.request.adapter, (answer.reduce, answer.cache)
-            with using((adapter,)), attach(self._model, *specs) as trace:
-                logits = self._prompt(own) if own.cache is None else self._token(own)
+            with using((adapter,)), attach(model, *specs) as trace:
+                logits = (self._prompt if own.cache is None else self._token)(own, model)
         except ModelError as error:
             if not (answer.reduce or answer.cache):
                 raise
@@ -204,10 +234,10 @@ class SequentialRunner:
             own.seen = torch.cat([own.seen, own.seen.new_tensor([token])]).unique()
         return token
 
-    def _prompt(self, own: AttachedAnswer) -> Tensor:
+    def _prompt(self, own: AttachedAnswer, model: Any) -> Tensor:
         prepared = own.answer.prepared
         assert prepared is not None
-        inputs, model = dict(prepared.inputs), self._model
+        inputs = dict(prepared.inputs)
         ids = inputs["input_ids"]
         positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
         own.position = positions[..., -1:]
@@ -223,11 +253,11 @@ class SequentialRunner:
         own.answer.prepared = None  # pixels are not kept for the time of an answer
         return found
 
-    def _token(self, own: AttachedAnswer) -> Tensor:
+    def _token(self, own: AttachedAnswer, model: Any) -> Tensor:
         assert own.position is not None
         own.position = own.position + 1
         self._served(own.answer.payer, 1)
-        found: Tensor = self._model(
+        found: Tensor = model(
             input_ids=torch.tensor([[own.token]], device=own.position.device),
             position_ids=own.position,
             **{CACHE: own.cache},
@@ -255,6 +285,7 @@ class ModelRunner:
     ) -> None:
         self.encoder, self.model, self.processor = encoder, encoder.model, encoder.processor
         self._slots, self.limit, self._name = slots, limit, name
+        self._chunk = chunk or CHUNKS[0]
         self.chooser = Chooser(self.model)
         self.batch: RunningBatch | None = None
         try:
@@ -306,8 +337,6 @@ class ModelRunner:
 
         Where all slots are taken, a less urgent one is paused for it, whose memory still counts.
         """
-        if answer.target is not None and self.sequential.reading:
-            return False  # the planner runs the model, which must not be attached
         if self.worst([answer]) * self.per_token > self.limit:
             return False
         return self._free or (self.batch is not None and self.batch.pause(answer))
@@ -409,25 +438,33 @@ class ModelRunner:
     # --- work ---------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """Do one unit of work on prompts, then decode one token of every answer in the batch."""
-        batch = self.batch
-        # The hooks of a prompt would act on a call of the tower that is under way.
-        free = self.sequential.waits and not (batch and batch.encoding)
-        if free and (self._prompt_turn or not (batch and batch.coming)):
-            waited = batch is not None and len(batch.decoder)
-            self.sequential.read(0.7 * batch.pace if batch is not None and waited else None)
+        """Do one unit of work on prompts, then decode one token of every answer.
+
+        All of it together is less than two chunks of prefill.
+        """
+        batch, alone = self.batch, self.sequential
+        waited = alone.runs or (batch is not None and bool(len(batch.decoder)))
+        pace, chunk = (batch.pace, batch.prefiller.chunk) if batch else (PAUSE, self._chunk)
+        seconds, work = 0.7 * pace, chunk_work(self.model, chunk)
+        budget = seconds if waited else None
+        if batch is not None:
+            batch.waited = waited
+        if alone.stopped:  # before any prompt, so that its stream waits for one unit at most
+            pass
+        elif alone.waits and (self._prompt_turn or not (batch and batch.coming)):
+            alone.read(budget, work)
             self._prompt_turn = False
         elif batch is not None:
-            start = time.perf_counter()
+            start, slicer = time.perf_counter(), self.encoder.slicer
+            slicer.allow(budget, work)
             # Small units share a step: each step costs as much as a few of them.
-            while batch.work(new=not self.sequential.reading):
-                if time.perf_counter() - start > batch.pace / 3:
+            while batch.work():
+                if time.perf_counter() - start > batch.pace / 3 or slicer.done > work / 3:
                     break
             self._prompt_turn = True
         if batch is not None:
             batch.decode()
-        if not self.sequential.reading:
-            self.sequential.step()
+        alone.step(seconds, work / 2)  # what steps read again is no more than half a chunk
 
     @torch.inference_mode()
     def _join(self, own: AttachedAnswer) -> bool:
@@ -469,6 +506,14 @@ class ModelRunner:
     def _generate(self, inputs: dict[str, Any], **extra: Any) -> Any:
         with torch.inference_mode():
             return self.model.generate(**inputs, do_sample=False, **extra)
+
+
+def chunk_work(model: Any, tokens: int) -> float:
+    """Return the multiplications of the decoder on a prompt of so many tokens."""
+    layers, config = model.get_decoder().layers, model.config.get_text_config()
+    weights = sum(each.numel() for layer in layers for each in layer.parameters())
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return float(tokens * (weights + tokens * width * config.num_attention_heads * len(layers)))
 
 
 def _stated_bytes(model: Any) -> int:

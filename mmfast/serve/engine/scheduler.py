@@ -363,7 +363,7 @@ class Scheduler:
     def _end_all(self) -> None:
         self._runner.clear()
         self._runner.encoder.slicer.close()
-        self._runner.sequential.slicer.close()
+        self._runner.sequential.close()
         self._adapters.close()
         with self._wake:
             left = [answer for answer in self._known.values() if answer is not None]

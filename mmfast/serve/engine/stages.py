@@ -16,13 +16,22 @@ from typing import Any
 from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import CANCELLED, LOG, STOPPED, Emit, Request
 from mmfast.serve.engine.decode import DecodeBatch, Writer
-from mmfast.serve.engine.encoder import MediaEncoder, Result
+from mmfast.serve.engine.encoder import Features, MediaEncoder, Result
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.slots import Embedded, Filled, Prepared
 
 SLICE = 0.1  # seconds of the vision tower between two looks at the queue
-_Call = tuple[Prepared, "Future[Embedded]"]
+
+
+@dataclass(frozen=True, eq=False)
+class _EncodeCall:
+    """A prompt to embed, with what other encoders have made of its media; or a part of these."""
+
+    prepared: Prepared
+    future: Future[Any]
+    given: Features = field(default_factory=dict)
+    part: tuple[int, int] | None = None  # number, and how many
 
 
 class EncodeStage:
@@ -35,15 +44,22 @@ class EncodeStage:
     def __init__(self, encoder: MediaEncoder) -> None:
         self.encoder = encoder
         encoder.slicer.budget = SLICE
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._held: list[_Call | None] = []  # taken from the queue, not started yet
+        self.busy = 0.0  # seconds of work
+        self._calls: queue.SimpleQueue[_EncodeCall | None] = queue.SimpleQueue()
+        self._held: list[_EncodeCall | None] = []  # taken from the queue, not started yet
         self._thread = threading.Thread(target=self._run, name="mmfast-encode", daemon=True)
         self._thread.start()
 
-    def encode(self, prepared: Prepared) -> Future[Embedded]:
+    def encode(self, prepared: Prepared, given: Features | None = None) -> Future[Embedded]:
         """Encode, reduce and embed; cancelling the future drops work that has not begun."""
         future: Future[Embedded] = Future()
-        self._calls.put((prepared, future))
+        self._calls.put(_EncodeCall(prepared, future, given or {}))
+        return future
+
+    def part(self, prepared: Prepared, number: int, parts: int) -> Future[Features]:
+        """Encode a part of the media of a request, for the encoder that embeds it (EPD)."""
+        future: Future[Features] = Future()
+        self._calls.put(_EncodeCall(prepared, future, part=(number, parts)))
         return future
 
     def close(self) -> None:
@@ -59,7 +75,12 @@ class EncodeStage:
             calls = [call for call in self._held if call is not None]
             over = len(calls) < len(self._held)
             self._held.clear()
-            self._encode([each for each in calls if each[1].set_running_or_notify_cancel()])
+            ready = [each for each in calls if each.future.set_running_or_notify_cancel()]
+            start = time.perf_counter()
+            self._encode([each for each in ready if each.part is None])
+            for each in ready:
+                self._encode_part(each)
+            self.busy += time.perf_counter() - start
             if over:
                 return
 
@@ -67,25 +88,39 @@ class EncodeStage:
         while not self._calls.empty():
             self._held.append(self._calls.get())
 
-    def _encode(self, calls: list[_Call]) -> None:
+    def _encode(self, calls: list[_EncodeCall]) -> None:
+        given = {key: value for call in calls for key, value in call.given.items()}
         try:
-            for step in self.encoder.steps([prepared for prepared, _ in calls]):
+            for step in self.encoder.steps([call.prepared for call in calls], given):
                 if step is not None:
-                    _resolve(calls[step[0]][1], step[1])
+                    _resolve(calls[step[0]].future, step[1])
                 self._embed_texts()
         except Exception as error:
-            for _, future in calls:
-                if not future.done():
-                    future.set_exception(error)
+            for call in calls:
+                if not call.future.done():
+                    call.future.set_exception(error)
+
+    def _encode_part(self, call: _EncodeCall) -> None:
+        if call.part is None:
+            return
+        steps = self.encoder.part(call.prepared, *call.part)
+        try:
+            while True:
+                next(steps)
+                self._embed_texts()
+        except StopIteration as end:
+            call.future.set_result(end.value)
+        except Exception as error:
+            call.future.set_exception(error)
 
     def _embed_texts(self) -> None:
         """Embed requests without media; they need no call of the tower."""
         self._take()
-        texts = [call for call in self._held if call is not None and not call[0].media]
-        for prepared, future in texts:
-            self._held.remove((prepared, future))
-            if future.set_running_or_notify_cancel():
-                _resolve(future, self.encoder.encode([prepared])[0])
+        texts = [call for call in self._held if call is not None and not call.prepared.media]
+        for call in texts:
+            self._held.remove(call)
+            if call.future.set_running_or_notify_cancel():
+                _resolve(call.future, self.encoder.encode([call.prepared])[0])
 
 
 def _resolve(future: Future[Embedded], result: Result) -> None:
@@ -121,6 +156,7 @@ class StageThread:
         failed: Callable[[Exception], None],
     ) -> None:
         self.changed, self._closed = threading.Condition(), False
+        self.busy = 0.0  # seconds of work
         self._busy, self._work, self._failed = busy, work, failed
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -131,11 +167,13 @@ class StageThread:
                 self.changed.wait_for(lambda: self._closed or self._busy())
                 if self._closed:
                     return
+            start = time.perf_counter()
             try:
                 self._work()
             except Exception as error:
                 LOG.exception("%s failed", self._thread.name)
                 self._failed(error)
+            self.busy += time.perf_counter() - start
 
     def close(self) -> None:
         """Stop after the running round."""
@@ -153,6 +191,11 @@ class PrefillStage:
         self._new: list[tuple[Embedded, int, Future[PromptPiece], float]] = []
         self._jobs: dict[PrefillJob, tuple[Future[PromptPiece], float]] = {}
         self._thread = StageThread("mmfast-prefill", self._busy, self._round, self._fail_all)
+
+    @property
+    def busy(self) -> float:
+        """Seconds of work so far."""
+        return self._thread.busy
 
     def fill(self, prompt: Embedded, answer: int) -> Future[PromptPiece]:
         """Read a prompt; cancelling the future stops that. Too long prompts raise `MmfastError`."""
@@ -231,6 +274,8 @@ class DecodeStage:
         self._waiting: dict[str, tuple[ActiveRequest, PromptPiece]] = {}
         self._running: dict[str, ActiveRequest] = {}
         self._cancelled: set[str] = set()
+        # sums over steps, for a line through them: one, rows, seconds, rows squared, their product
+        self.steps = [0.0] * 5
         self._thread = StageThread("mmfast-decode", self._busy, self._round, self._fail_all)
 
     def add(self, request: Request, piece: PromptPiece, emit: Emit) -> None:
@@ -295,6 +340,7 @@ class DecodeStage:
             self._remove(name).fail(error)
 
     def _step(self) -> None:
+        start = time.perf_counter()
         try:
             found = self._decoder.step()
         except Exception as error:  # one pass serves all running answers
@@ -302,6 +348,10 @@ class DecodeStage:
             for name in list(self._running):
                 self._remove(name).fail(error, logged=True)
             return
+        if rows := len(found):
+            took = time.perf_counter() - start
+            more = (1.0, rows, took, rows * rows, rows * took)
+            self.steps = [a + b for a, b in zip(self.steps, more, strict=True)]
         for key, token in found:
             name = str(key)
             try:

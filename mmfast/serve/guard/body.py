@@ -91,7 +91,10 @@ def _refuse(name: str) -> None:
 Message = dict[str, Any]
 _BODIES = ("POST", "PUT", "PATCH")
 _FORM, _SDP = b"multipart/form-data", b"application/sdp"
-KINDS = {"/v1/audio/transcriptions": (_FORM,), "/v1/realtime/calls": (_FORM, _SDP)}
+KINDS: dict[str, tuple[bytes, ...]] = {
+    f"/v1/audio/{name}": (_FORM,) for name in ("transcriptions", "translations")
+}
+KINDS |= {"/v1/realtime/calls": (_FORM, _SDP)}
 UNDECLARED = 16 << 20  # most bytes of a body without a declared length
 
 

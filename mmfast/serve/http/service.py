@@ -189,7 +189,7 @@ def _span(model: str, finish: Finish, seconds: float) -> None:
 
 
 T = TypeVar("T")
-EMBEDDED, SPEECH = "mmfast-tiny-video", "mmfast-tiny-speech"
+EMBEDDED, SPEECH, TRANSLATOR = "mmfast-tiny-video", "mmfast-tiny-speech", "tiny-translate"
 VOICES = 2  # speeches and recordings processed at once
 HEARD = 32  # most recordings that wait for transcription; another one is refused
 _log = logging.getLogger("mmfast.serve")
@@ -255,6 +255,7 @@ class Service:
         self.stopping = False  # a signal has come; see `stop`
         self._engine = LazyLoader(self._load, executor)
         self._voice = LazyLoader(lambda: _voice(config), voice)
+        self._translator = LazyLoader(lambda: _translator(config))
         self.metrics = Metrics(self.health, lambda: self.model)
         self.parts: dict[str, Any] = {}
         self._threads, self._listening = ThreadPoolExecutor(VOICES, "voice"), 0
@@ -302,6 +303,11 @@ class Service:
             )
         return await self._voice.get()
 
+    async def translator(self) -> Any:
+        """Return the model that translates, loaded on first use; `ApiError` as for `voice`."""
+        await self.voice()
+        return await self._translator.get()
+
     def spawn_voice(self, work: Callable[[], None]) -> None:
         """Start a speech in one of the threads for speech."""
         self._threads.submit(work)
@@ -328,6 +334,12 @@ class Service:
         """Name of the model, also before it is loaded."""
         engine = self._engine.now()
         return self.config.name or (engine.model if engine is not None else name_of(self.config))
+
+    @property
+    def translator_model(self) -> str:
+        """Name of the model that translates."""
+        given = self.config.translator
+        return TRANSLATOR if given is None else PurePath(given).name
 
     @property
     def talker_model(self) -> str:
@@ -397,6 +409,7 @@ def load_engine(config: ServerConfig) -> Executor:
         return Scheduler(config.model, **options)
     if config.engine == "vllm":
         raise MmfastError("vLLM has a server of its own; start it with mmfast serve --engine vllm")
+    options["workers"] = config.workers
     for role in ("encode", "prefill", "decode"):
         options[role] = getattr(config, f"{role}_replicas")
     from mmfast.serve.ray.engine import RayEngine
@@ -412,6 +425,12 @@ def name_of(config: ServerConfig) -> str:
         return EMBEDDED
     local = config.model.startswith((".", "/", "~")) or config.model.count("/") != 1
     return PurePath(config.model).name if local else config.model
+
+
+def _translator(config: ServerConfig) -> Any:
+    from mmfast.models.translation import load_translator
+
+    return load_translator(config.translator, config.device)
 
 
 def _voice(config: ServerConfig) -> Any:

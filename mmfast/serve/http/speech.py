@@ -1,4 +1,4 @@
-"""`POST /v1/audio/speech` and `/v1/audio/transcriptions`, and the writers of audio formats."""
+"""`POST /v1/audio/speech`, `transcriptions` and `translations`, and writers of audio formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import base64
 import math
 import time
 import zlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -29,6 +29,7 @@ from mmfast.serve.http.exchange import ignoring, transcribed, words_of
 from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Strict, Transcription
 from mmfast.serve.http.service import VOICES, Service
 from mmfast.voice.ear import VoiceEar
+from mmfast.voice.models import can
 
 PCM_RATE = 24_000  # OpenAI's clients expect this rate of `pcm`, which has no header
 TYPES = {
@@ -218,6 +219,45 @@ async def transcriptions(
     return JSONResponse({"text": words, "usage": usage}, headers=headers)
 
 
+@router.post(
+    "/v1/audio/translations",
+    response_model=Transcription,
+    responses={**ERRORS, 200: {"content": {"text/plain": {}}}},
+    summary="Translate a recording",
+)
+async def translations(
+    http: HttpRequest,
+    file: Annotated[UploadFile, File()],
+    model: Annotated[str, Form(min_length=1, max_length=256)],
+    response_format: Annotated[str, Form()] = "json",
+) -> Response:
+    """Translate a recording sentence by sentence, into the language of `--translator`."""
+    service: Service = http.app.state.service
+    known = (service.translator_model, "whisper-1")
+    if model not in known:
+        text = unknown("model", model[:80], known)
+        raise ApiError(404, text, code="model_not_found", param="model")
+    if response_format not in FORMATS:
+        text = unknown("response_format", response_format[:80], FORMATS)
+        raise bad_request(text, "invalid_value", "response_format")
+    headers = ignoring(_idle(await http.form()), service.config)
+    return await while_connected(
+        http.receive, _translated(service, await file.read(), response_format, headers)
+    )
+
+
+async def _translated(
+    service: Service, data: bytes, form: str, headers: dict[str, str]
+) -> Response:
+    pcm, rate = await load_sound(data, service.config, param="file")
+    translator, rows = await service.translator(), list[dict[str, Any]]()
+    async for row in segments(service, pcm, rate, heard):
+        said = await service.in_voice_thread(partial(translator.translate, [row["text"]]))
+        rows.append({**row, "text": said[0]})
+    language = "velda" if service.config.translator is None else "unknown"
+    return _document(rows, len(pcm) / rate, form, headers, ("translate", language))
+
+
 def _idle(form: FormData) -> Strict:
     """Return the fields without effect; `ApiError` for times of words, which no model tells."""
     times = ("timestamp_granularities", "timestamp_granularities[]")
@@ -237,13 +277,29 @@ async def _by_segments(
     first = await anext(found)  # an early error has a status of its own
     if stream:
         return StreamedReply(_deltas(first, found), EVENTS, lambda: None, headers)
-    rows, seconds = [first, *[each async for each in found]], len(pcm) / rate
+    rows = [first, *[each async for each in found]]
+    embedded = (service.config.listener or service.config.speech) is None
+    task = "transcribe", "english" if embedded else "unknown"
+    return _document(rows, len(pcm) / rate, form, headers, task)
+
+
+def _document(
+    rows: list[dict[str, Any]],
+    seconds: float,
+    form: str,
+    headers: dict[str, str],
+    task: tuple[str, str],
+) -> Response:
+    """Return segments in one of `FORMATS`; `task` is its name and the language of the text."""
+    text = " ".join(row["text"] for row in rows)
+    usage = {"type": "duration", "seconds": math.ceil(seconds)}
+    if form == "text":
+        return PlainTextResponse(f"{text}\n", headers=headers)
+    if form == "json":
+        return JSONResponse({"text": text, "usage": usage}, headers=headers)
     if form == "verbose_json":
-        embedded = (service.config.listener or service.config.speech) is None
-        language = "english" if embedded else "unknown"
-        document = {"task": "transcribe", "language": language, "duration": round(seconds, 3)}
-        document |= {"text": " ".join(row["text"] for row in rows), "segments": rows}
-        usage = {"type": "duration", "seconds": math.ceil(seconds)}
+        document = {"task": task[0], "language": task[1], "duration": round(seconds, 3)}
+        document |= {"text": text, "segments": rows}
         return JSONResponse({**document, "usage": usage}, headers=headers)
     blocks = [] if form == "srt" else ["WEBVTT"]
     for number, row in enumerate(rows, 1):
@@ -258,7 +314,20 @@ def _clock(seconds: float, form: str) -> str:
     return f"{clock}{',' if form == 'srt' else '.'}{ms:03}"
 
 
-async def segments(service: Service, pcm: Tensor, rate: int) -> AsyncGenerator[dict[str, Any]]:
+def heard(voice: Any, pcm: Tensor, rate: int) -> str:
+    """Return what sound `[n]` says, as the model writes it."""
+    return str(can(voice, "transcribe").transcribe(pcm, rate)).strip()
+
+
+_WORDS = partial(words_of, asks=False)  # questions are written as such
+
+
+async def segments(
+    service: Service,
+    pcm: Tensor,
+    rate: int,
+    write: Callable[[Any, Tensor, int], str] = _WORDS,
+) -> AsyncGenerator[dict[str, Any]]:
     """Yield the segments of sound `[n]`: what is said between two silences, with times in seconds.
 
     Probabilities, which the speech model does not tell, are 0. `ApiError`: no word is understood;
@@ -268,7 +337,7 @@ async def segments(service: Service, pcm: Tensor, rate: int) -> AsyncGenerator[d
     events = await service.in_voice_thread(lambda: [*ear.hear(pcm), *ear.flush()])
     turns = [(each.at - len(each.pcm), each.pcm) for each in events if each.pcm is not None]
     for start, part in turns or [(0, pcm)]:
-        if text := await service.in_voice_thread(partial(words_of, voice, part, rate, False)):
+        if text := await service.in_voice_thread(partial(write, voice, part, rate)):
             begin, end = (round(at / rate, 3) for at in (start, start + len(part)))
             row = {"id": number, "seek": 0, "start": begin, "end": end, "text": text, "tokens": []}
             size = len(text.encode()) / len(zlib.compress(text.encode()))

@@ -32,9 +32,11 @@ from mmfast.serve.engine.model import load_packed
 from mmfast.serve.engine.rules import check_ids
 from mmfast.serve.engine.slots import moved
 from mmfast.serve.ray.cluster import Cluster, calm, share, sharing
+from mmfast.serve.ray.roles import StageFigures
 
 ROLES = ("encode", "prefill", "decode")
 WHOLE = "answer"  # role of a replica with the whole engine
+WORKER = "worker"  # one whose role may change; a number follows
 ROUTER = "mmfast.serve.ray.router.LeastRequestsRouter"
 
 
@@ -119,14 +121,28 @@ class StageResult:
 class EncodeReplica:
     """Encodes media, and reduces and embeds prompts."""
 
-    def __init__(self, plan: ReplicaSettings) -> None:
+    def __init__(self, plan: ReplicaSettings, loaded: tuple[Any, Any] | None = None) -> None:
         from mmfast.serve.engine.encoder import MediaEncoder
         from mmfast.serve.engine.stages import EncodeStage
 
-        self._stage, self._linger = EncodeStage(MediaEncoder(*plan.load())), plan.linger
+        model, processor = loaded or plan.load()
+        self._device = model.device
+        self._stage, self._linger = EncodeStage(MediaEncoder(model, processor)), plan.linger
 
-    async def __call__(self, request: Request, reduce: str | None) -> StageResult | Failure:
-        """Return the embeddings of a request."""
+    async def part(
+        self, request: Request, reduce: str | None, number: int, parts: int
+    ) -> Parcel | None:
+        """Return the features of a part of the media; None where the whole will fail, too."""
+        try:
+            prepared = await asyncio.to_thread(self._stage.encoder.prepare, request, reduce)
+            return wrap(await asyncio.wrap_future(self._stage.part(prepared, number, parts)))
+        except Exception:  # the encoder that embeds meets it again, and tells
+            return None
+
+    async def __call__(
+        self, request: Request, reduce: str | None, *given: Parcel | None
+    ) -> StageResult | Failure:
+        """Return the embeddings of a request; `given` are parts that others have encoded."""
         try:
             encoder = self._stage.encoder
             check_ids(request.sampling, len(encoder.processor.tokenizer))
@@ -134,7 +150,9 @@ class EncodeReplica:
         except Exception as error:
             return _refusal(error, request)
         try:
-            embedded = await asyncio.wrap_future(self._stage.encode(prepared))
+            parts = [moved(unwrap(part), self._device) for part in given if part is not None]
+            features = {key: value for part in parts for key, value in part.items()}
+            embedded = await asyncio.wrap_future(self._stage.encode(prepared, features))
         except Exception as error:
             return failure(error, request.id)
         await asyncio.sleep(self._linger)
@@ -151,12 +169,12 @@ def _refusal(error: Exception, request: Request) -> Failure:
 class PrefillReplica:
     """Computes the keys and values of prompts."""
 
-    def __init__(self, plan: ReplicaSettings) -> None:
+    def __init__(self, plan: ReplicaSettings, loaded: tuple[Any, Any] | None = None) -> None:
         from mmfast.serve.engine.prefill import Prefiller
         from mmfast.serve.engine.request import context_of
         from mmfast.serve.engine.stages import PrefillStage
 
-        model, _ = plan.load()
+        model, _ = loaded or plan.load()
         self._device = model.device
         context = plan.context or context_of(model)
         self._stage, self._linger = (
@@ -180,19 +198,19 @@ class PrefillReplica:
 class DecodeReplica:
     """Decodes answers."""
 
-    def __init__(self, plan: ReplicaSettings) -> None:
+    def __init__(self, plan: ReplicaSettings, loaded: tuple[Any, Any] | None = None) -> None:
         from mmfast.serve.engine.decode import DecodeBatch
         from mmfast.serve.engine.slots import kv_limit
         from mmfast.serve.engine.stages import DecodeStage
 
-        model, processor = plan.load()
+        model, processor = loaded or plan.load()
         self._device = model.device
         limit = kv_limit(plan.memory, self._device, plan.sharing)
         self._stage = DecodeStage(DecodeBatch(model, plan.slots), processor.tokenizer, limit)
 
     async def __call__(
         self, request: Request, given: StageResult | Failure
-    ) -> AsyncIterator[dict[str, int] | tuple[Event, ...]]:
+    ) -> AsyncGenerator[dict[str, int] | tuple[Event, ...]]:
         """Yield the processes of the request, then its events as they come."""
         if isinstance(given, Failure):
             yield (given,)
@@ -207,6 +225,58 @@ class DecodeReplica:
         async with aclosing(inbox.batches(request.id, self._stage.cancel)) as batches:
             async for events in batches:
                 yield events
+
+
+class WorkerReplica:
+    """Encodes, computes keys and values, and decodes, whatever is sent here.
+
+    The stages share the weights, and no hooks, so each of them may be at work on its own requests.
+    """
+
+    def __init__(self, plan: ReplicaSettings) -> None:
+        from mmfast.models.loading import twin_model
+
+        model, processor = plan.load()
+        self._encode = EncodeReplica(plan, (model, processor))
+        self._prefill = PrefillReplica(plan, (twin_model(model), processor))
+        self._decode = DecodeReplica(plan, (twin_model(model), processor))
+        self._done = [0, 0, 0]
+
+    async def part(
+        self, request: Request, reduce: str | None, number: int, parts: int
+    ) -> Parcel | None:
+        """See `EncodeReplica.part`."""
+        return await self._encode.part(request, reduce, number, parts)
+
+    async def encode(
+        self, request: Request, reduce: str | None, *given: Parcel | None
+    ) -> StageResult | Failure:
+        """See `EncodeReplica`."""
+        found = await self._encode(request, reduce, *given)
+        self._done[0] += 1
+        return found
+
+    async def prefill(self, given: StageResult | Failure, answer: int) -> StageResult | Failure:
+        """See `PrefillReplica`."""
+        found = await self._prefill(given, answer)
+        self._done[1] += 1
+        return found
+
+    async def decode(
+        self, request: Request, given: StageResult | Failure
+    ) -> AsyncIterator[dict[str, int] | tuple[Event, ...]]:
+        """See `DecodeReplica`."""
+        async with aclosing(self._decode(request, given)) as answer:
+            async for events in answer:
+                yield events
+        self._done[2] += 1
+
+    def figures(self) -> StageFigures:
+        """Return what was done so far."""
+        stages = self._encode._stage, self._prefill._stage
+        decode = self._decode._stage
+        seconds = (*(each.busy for each in stages), decode.steps[2])
+        return StageFigures(seconds, tuple(self._done), tuple(decode.steps))
 
 
 class AnswerReplica:
@@ -278,14 +348,18 @@ class _Inbox:
                 cancel(name)
 
 
-BODIES = {"encode": EncodeReplica, "prefill": PrefillReplica, "decode": DecodeReplica}
-BODIES |= {WHOLE: AnswerReplica}
+BODIES: dict[str, Any] = {
+    "encode": EncodeReplica,
+    "prefill": PrefillReplica,
+    "decode": DecodeReplica,
+}
+BODIES |= {WHOLE: AnswerReplica, WORKER: WorkerReplica}
 
 
 def deploy(
     cluster: Cluster, apps: Sequence[str], plan: ReplicaSettings, replicas: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Start replicas and wait until they are ready; return a handle per role.
+    """Start replicas and wait until they are ready; return a handle per role, or per worker.
 
     `apps` are the names of the applications of Ray Serve in the order of `replicas`. The handle of
     the last role streams. A replica that does not start raises `MmfastError`.
@@ -298,14 +372,15 @@ def deploy(
     parts = share(have, count, plan.device, spare=0.1)  # leaves room for the controller
     places = cluster.machines() if not parts["num_gpus"] else int(have["GPU"])
     last = [*replicas][-1]
-    plan = replace(plan, sharing=sharing(replicas[last], count, places))
+    works = last.startswith(WORKER)
+    plan = replace(plan, sharing=sharing(count if works else replicas[last], count, places))
     targets = []
     for role, app in zip(replicas, apps, strict=True):
         deployment: Any = serve.deployment(
-            BODIES[role],
+            BODIES[role.partition("-")[0]],
             name=role,
             num_replicas=replicas[role],
-            max_ongoing_requests=plan.slots if role == last else 8,
+            max_ongoing_requests=4 * plan.slots if works else plan.slots if role == last else 8,
             max_queued_requests=-1,  # the engine limits the queue
             request_router_config=RequestRouterConfig(**routing),
             ray_actor_options=parts,
@@ -321,7 +396,8 @@ def deploy(
     except RuntimeError as error:
         raise MmfastError(f"a replica does not start: {_reason(error)}") from None
     found = dict(zip(replicas, handles, strict=True))
-    found[last] = found[last].options(stream=True)
+    if not works:
+        found[last] = found[last].options(stream=True)
     return found
 
 

@@ -21,7 +21,8 @@ from mmfast.serve.engine.encoder import early
 from mmfast.serve.engine.model import check_form
 from mmfast.serve.engine.request import checked
 from mmfast.serve.ray.cluster import Cluster
-from mmfast.serve.ray.deployments import ROLES, WHOLE, ReplicaSettings, deploy
+from mmfast.serve.ray.deployments import ROLES, WHOLE, WORKER, ReplicaSettings, deploy
+from mmfast.serve.ray.roles import RoleBoard, RoleController
 
 CHANCES = 2  # replicas that a request may lose before its first piece; one may be at fault itself
 
@@ -34,13 +35,19 @@ class RemoteStream:
     emit: base.Emit
     # process of each role, once decoding has begun
     workers: Mapping[str, int] = field(default_factory=dict)
+    at: tuple[int, ...] = ()  # workers by number, one of each stage
     task: Any = None  # task that drives it
     began: float = field(default_factory=time.perf_counter)
     first: float = 0.0
     losses: int = 0  # replicas that died on the way
 
 
-async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None) -> base.Event:
+async def drive(
+    handles: Mapping[str, Any],
+    stream: RemoteStream,
+    reduce: str | None,
+    board: RoleBoard | None = None,
+) -> base.Event:
     """Emit the pieces of an answer and return its last event.
 
     A request whose replica is lost before the first piece is asked again, as nobody has seen any of
@@ -48,7 +55,7 @@ async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | 
     """
     while True:
         try:
-            last = await _attempt(handles, stream, reduce)
+            last = await _attempt(handles, stream, reduce, board)
         except Exception as error:
             if not replica_died(error):
                 return failure_of(error)
@@ -62,7 +69,10 @@ async def drive(handles: Mapping[str, Any], stream: RemoteStream, reduce: str | 
 
 
 async def _attempt(
-    handles: Mapping[str, Any], stream: RemoteStream, reduce: str | None
+    handles: Mapping[str, Any],
+    stream: RemoteStream,
+    reduce: str | None,
+    board: RoleBoard | None = None,
 ) -> base.Event | None:
     """Send a request through the replicas; None where the answer breaks off."""
     request = stream.request
@@ -70,6 +80,8 @@ async def _attempt(
         request = replace(request, id=f"{request.id}-{stream.losses}")
     if WHOLE in handles:
         responses = [handles[WHOLE].remote(request)]
+    elif board is not None:
+        responses = _sent(handles, board, stream, request, reduce)
     else:  # handles take each other's responses: results go from replica to replica
         embedded = handles["encode"].remote(request, reduce)
         piece = handles["prefill"].remote(embedded, request.sampling.max_tokens)
@@ -88,6 +100,8 @@ async def _attempt(
                     stream.first = stream.first or time.perf_counter()
                     stream.emit(event)
     finally:
+        if board is not None:
+            board.release(stream.at)
         if last is None:  # cancelled or failed: stop all replicas
             for response in responses:
                 response.cancel()
@@ -97,6 +111,28 @@ async def _attempt(
         more = {"ttft_ms": ttft, "workers": stream.workers, "lost_replicas": stream.losses}
         return replace(last, trace={**last.trace, **more})
     return last
+
+
+def _sent(
+    handles: Mapping[str, Any],
+    board: RoleBoard,
+    stream: RemoteStream,
+    request: base.Request,
+    reduce: str | None,
+) -> list[Any]:
+    """Send a request through workers; those that encode share its pictures out among them (EPD)."""
+    stream.at = encode, prefill, decode = board.choose()
+    workers = [handles[f"{WORKER}-{number}"] for number in range(len(board.roles))]
+    media = sum(isinstance(p, base.Media) for m in request.messages for p in m.content)
+    sharing = board.encoders(encode, media)
+    parts = [
+        workers[number].part.remote(request, reduce, place, len(sharing))
+        for place, number in enumerate(sharing if len(sharing) > 1 else ())
+    ]
+    embedded = workers[encode].encode.remote(request, reduce, *parts)
+    piece = workers[prefill].prefill.remote(embedded, request.sampling.max_tokens)
+    answer = workers[decode].options(stream=True).decode
+    return [answer.remote(replace(request, messages=()), piece), piece, embedded, *parts]
 
 
 def _lost(stream: RemoteStream) -> base.Failure:
@@ -147,7 +183,8 @@ class RayEngine:
     `encode`, `prefill` and `decode` count the replicas of each part of the model. Reducers act
     between vision tower and language model (site `pre`) then; methods that act inside the language
     model, or on its cache, raise `SpecError`. With `replicas`, that many copies of the whole engine
-    answer, with all its methods, and there are no parts.
+    answer, with all its methods, and there are no parts. With `workers`, that many processes hold
+    the model, and which of them encode, prefill and decode follows the load (see `ray.roles`).
 
     The model must be on every machine. Options are those of the `Scheduler`; `slots` and `memory`
     are per replica that decodes. `cpus` are the cores of a local cluster (None counts them),
@@ -172,6 +209,7 @@ class RayEngine:
         prefill: int = 1,
         decode: int = 1,
         replicas: int | None = None,
+        workers: int | None = None,
         address: str = "local",
         cpus: int | None = None,
         threads: int = 1,
@@ -180,13 +218,16 @@ class RayEngine:
         weights: str | None = None,
     ) -> None:
         check_form(weights, lora)
+        self.board = RoleBoard(workers) if workers else None
         parts = dict(zip(ROLES, (encode, prefill, decode), strict=True))
-        self.replicas: dict[str, int] = {WHOLE: replicas} if replicas else parts
+        single = {f"{WORKER}-{number}": 1 for number in range(workers or 0)}
+        self.replicas: dict[str, int] = single or ({WHOLE: replicas} if replicas else parts)
         self._last = [*self.replicas][-1]  # the role that decodes
         self._check(reduce, cache)
         self._reduce = reduce
         self.model = name or (EMBEDDED if model is None else str(model))
-        self._most = slots * self.replicas[self._last] + queue
+        self._most = slots * (workers or self.replicas[self._last]) + queue
+        self._control = RoleController(self.board, slots) if self.board else None
         where = None if model is None else str(model)
         plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
         self._lora = dict(lora or {})
@@ -234,9 +275,11 @@ class RayEngine:
                 raise base.BusyError(
                     f"{len(self._streams)} requests run or wait already; try again"
                 )
-            if not self._running[self._last]:
+            if not self._takes:
                 raise base.BusyError(f"no {self._last} replica is ready; it is being started", 2.0)
             self._streams[request.id] = stream
+            if self._control is not None:
+                self._control.arrived(time.monotonic())
             self._loop.call_soon_threadsafe(self._begin, stream, reduce)
 
     def cancel(self, request_id: str) -> None:
@@ -252,8 +295,16 @@ class RayEngine:
             held = len(self._streams)
             running = sum(bool(each.workers) for each in self._streams.values())
         gauges = {f"workers_{role}": float(n) for role, n in self._running.items()}
-        ready = not self._closed and all(self._running.values())
+        if self.board is not None and self._control is not None:
+            gauges = self._control.gauges() | {"workers_live": float(sum(self._running.values()))}
+        ready = not self._closed and (self._takes if self.board else all(self._running.values()))
         return base.Health(ready, running, held - running, gauges)
+
+    @property
+    def _takes(self) -> bool:
+        """A replica that decodes is ready."""
+        running = self._running
+        return any(running.values()) if self.board is not None else bool(running[self._last])
 
     def workers(self, request_id: str) -> Mapping[str, int]:
         """Return the processes of the replicas of a running answer, by role."""
@@ -294,7 +345,7 @@ class RayEngine:
     # --- the loop's thread --------------------------------------------------------------------
 
     def _begin(self, stream: RemoteStream, reduce: str | None) -> None:
-        stream.task = self._loop.create_task(drive(self._handles, stream, reduce))
+        stream.task = self._loop.create_task(drive(self._handles, stream, reduce, self.board))
         # A callback, since a task that is cancelled before its start runs no code.
         stream.task.add_done_callback(partial(self._finish, stream))
 
@@ -325,8 +376,19 @@ class RayEngine:
         while not self._over.wait(1.0):
             with contextlib.suppress(Exception):  # the controller may be restarting
                 self._count()
+                self._change_roles()
                 if self._running == self.replicas:
                     self._cluster.have_spare()
+
+    def _change_roles(self) -> None:
+        """Ask the workers what they have done, and follow the planner."""
+        if self.board is None or self._control is None:
+            return
+        self.board.live = [bool(n) for n in self._running.values()]
+        live = [h for h, n in zip(self._handles.values(), self._running.values(), strict=True) if n]
+        figures = [each.figures.remote().result(timeout_s=10) for each in live]
+        if changed := self._control.decide(figures, time.monotonic()):
+            base.LOG.info("workers change their roles: %s", changed)
 
     def _count(self) -> None:
         from ray import serve

@@ -137,12 +137,12 @@ def test_a_text_passes_in_an_encoder_of_its_own(monkeypatch: pytest.MonkeyPatch)
     gathering, encoded, begun = EncodeStage(encoder), threading.Event(), threading.Event()
     steps = encoder.steps
 
-    def slow(prepared: Any) -> Any:
+    def slow(prepared: Any, *given: Any) -> Any:
         if any(each.media for each in prepared):
             begun.set()
             while not encoded.is_set():
                 yield None
-        yield from steps(prepared)
+        yield from steps(prepared, *given)
 
     monkeypatch.setattr(encoder, "steps", slow)
     try:
