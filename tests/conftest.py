@@ -34,6 +34,16 @@ _SERVING = re.compile(r"tests/(demos|serve|voice)/")
 _PLANNING = re.compile(r"tests/(planner|pipelines|serve|cli|demos)/")
 _INFERENCE = re.compile(r"tests/(caches|models/(families|reduction|text|vision))/")
 
+# Imports allocate much and free nothing: collections of garbage meanwhile are in vain.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have left lives until the end: no later collection walks over it."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
 
 @pytest.fixture(scope="module", autouse=True)
 def swept(request: pytest.FixtureRequest) -> Iterator[None]:
