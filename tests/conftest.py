@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import json
 import os
@@ -33,6 +34,34 @@ from media_factory import write_video  # noqa: E402
 _SERVING = re.compile(r"tests/(demos|serve|voice)/")
 _PLANNING = re.compile(r"tests/(planner|pipelines|serve|cli|demos)/")
 _INFERENCE = re.compile(r"tests/(caches|models/(families|reduction|text|vision))/")
+
+# Imports allocate much and free nothing: collections of garbage meanwhile are in vain.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have left lives until the end: no later collection walks over it."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+@functools.cache
+def _says_slow(path: Path) -> bool:
+    return "slow" in path.read_text(encoding="utf-8").lower()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run of the slow tests alone does not import the files that have none."""
+    if config.option.markexpr != "slow" or any(".py" in arg for arg in config.args):
+        return None
+    path = collection_path
+    return True if path.match("test_*.py") and not _says_slow(path) else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and not _says_slow(item.path):
+        raise pytest.UsageError(f"{item.nodeid} is slow, and its file does not say `slow`")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -266,14 +266,17 @@ def test_killed_by_the_system(many: Path, tmp_path: Path) -> None:
     """A process that is killed in the middle of a commit; the next run goes on from its rows."""
     out, before = tmp_path / "a.parquet", 0
     script = Path(__file__).resolve().parents[2] / "support" / "serve" / "batch_killed.py"
-    for statement in (12, 13, 14, 15, 30):
-        command = [sys.executable, str(script), str(many), str(out), QUESTION, str(statement)]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-        assert not out.exists()
-        with RowStore(out, BatchJob(many, (QUESTION,)).identity()) as kept:
-            assert len(kept.done) % 4 == 0 and len(kept.done) >= before
-            before = len(kept.done)
+    command = [sys.executable, str(script), str(many), str(out), QUESTION]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as runs:
+        assert runs.stdin and runs.stdout
+        for statement in (12, 13, 14, 15, 30):
+            print(statement, file=runs.stdin, flush=True)
+            assert runs.stdout.readline() == f"{-signal.SIGKILL}\n"
+            assert not out.exists()
+            with RowStore(out, BatchJob(many, (QUESTION,)).identity()) as kept:
+                assert len(kept.done) % 4 == 0 and len(kept.done) >= before
+                before = len(kept.done)
+        runs.stdin.close()
     assert before > 0
 
 

@@ -1,4 +1,8 @@
-"""A run with a stand-in for the model that kills itself before its n-th SQL statement."""
+"""Runs with a stand-in for the model that kill themselves before their n-th SQL statement.
+
+Each line of the input is such an n; the run forks from this process, which has imported everything,
+and the status with which it ended is printed.
+"""
 
 from __future__ import annotations
 
@@ -44,5 +48,17 @@ def main(folder: str, out: str, question: str, statement: str) -> None:
     run.run_batch(job, Path(out), run.BatchOptions("inproc"))
 
 
+def forked(*given: str) -> int:
+    """Return how a run in a process of its own has ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            main(*given)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for line in sys.stdin:
+        print(forked(*sys.argv[1:], line), flush=True)
