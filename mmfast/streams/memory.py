@@ -340,9 +340,7 @@ class Memory:
         }
         return evict(self.plan.score, Tokens(keys, signals=signals))
 
-    def _thin(
-        self, layer: int, rows: LiveRows, first: int, chosen: Reduction, n: int
-    ) -> None:
+    def _thin(self, layer: int, rows: LiveRows, first: int, chosen: Reduction, n: int) -> None:
         buffer = self.buffers[layer]
         assert isinstance(buffer, RowBuffer)
         keep = chosen.keep
