@@ -17,7 +17,7 @@ from mmfast.models.loading import device_name
 _SERVE = ("serve", "serve_load", "serve_mix", "serve_paged", "serve_faults")
 # Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
 SUITES = {
-    "stream": ("stream", "reuse", "camera"),
+    "stream": ("stream", "stream_index", "reuse", "camera"),
     "speech": (
         "speech_quality",
         "speech_speed",
