@@ -135,7 +135,7 @@ def test_pictures_of_the_screen_come_at_their_rate(monkeypatch: pytest.MonkeyPat
     from PIL import Image, ImageGrab
 
     shots = iter(range(100))
-    grab = lambda: Image.fromarray(np.full((48, 64, 3), next(shots), np.uint8))  # noqa: E731
+    grab = lambda: Image.fromarray(np.full((48, 64, 3), next(shots), np.uint8))
     monkeypatch.setattr(ImageGrab, "grab", grab)
     monkeypatch.setattr(inputs.av, "formats_available", set())
     source = live_frames("screen::0", fps=20)

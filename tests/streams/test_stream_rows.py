@@ -1,4 +1,4 @@
-"""Work of a frame where tokens leave one by one: no more of it for more frames with a token left."""
+"""Work of a frame where tokens leave one by one: the same however many frames have one left."""
 
 from __future__ import annotations
 

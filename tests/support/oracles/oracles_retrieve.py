@@ -129,7 +129,9 @@ def grouped_rekv(
         groups.setdefault(number // group, []).append(number)
 
     def score(members: list[int]) -> float:
-        mean = [sum(column) / len(members) for column in zip(*(means[m] for m in members))]
+        mean = [
+            sum(column) / len(members) for column in zip(*(means[m] for m in members), strict=True)
+        ]
         return sum(a * b for a, b in zip(mean, wanted, strict=True))
 
     best = sorted(groups, key=lambda g: -score(groups[g]))[:look]
