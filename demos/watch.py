@@ -30,6 +30,7 @@ class VisitorStream:
         self.frame: Any = None  # the last one of the world
         self.seconds = 0.0  # of the stream
         self.log: list[tuple[float, str, str]] = []
+        self.recalled: list[float] = []  # seconds of the frames that the last question read again
         self.error = ""
         self._began = time.monotonic()
         self._stop, self._thread = threading.Event(), None
@@ -77,6 +78,7 @@ class VisitorStream:
             raise mmfast.MmfastError("nothing was seen yet; start the world or the camera first")
         at, text = self.seconds, ""
         with self.session.ask(question, max_new_tokens=32) as reply:
+            self.recalled = [frame.time or 0.0 for frame in reply.recalled]
             for delta in reply:
                 text += delta
                 yield text
@@ -94,12 +96,18 @@ class VisitorStream:
         archive = memory.get("archive", {})
         stored = sum(archive.get("bytes", {}).values())
         frames = max(stats["units"], 1)
+        tiers = [f"{tier} {count:,}" for tier, count in archive.get("blocks", {}).items()]
+        late = sum(stats["source_events"].get(name, 0) for name in ("late", "repeated"))
         return [
             ("frames seen", f"{stats['frames']:,}"),
             ("stream time", _clock(stats["seconds"] or 0.0)),
             ("tokens seen", f"{stats['tokens']:,}"),
             ("live tokens", f"{memory['live_tokens']:,}"),
+            ("window", memory["spec"] or "everything"),
             ("archived frames", f"{sum(archive.get('blocks', {}).values()):,}"),
+            ("by tier", " · ".join(tiers) or "no archive"),
+            ("left out", f"{stats['dropped'] + stats['gated'] + late:,} frames"),
+            ("read again", _read_again(self.recalled)),
             ("memory", f"{(memory['bytes'] + stored) / 1e6:,.1f} MB"),
             ("work per frame", f"{(stats['encode_ms'] + stats['prefill_ms']) / frames:,.0f} ms"),
             ("questions", f"{stats['questions']:,}"),
@@ -110,6 +118,13 @@ class VisitorStream:
         self.session.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10)
+
+
+def _read_again(times: list[float]) -> str:
+    """Tell how many frames the last question read again, and between which times they lie."""
+    if not times:
+        return "no frame yet"
+    return f"{len(times)} frames of {_clock(min(times))} to {_clock(max(times))}"
 
 
 def _clock(seconds: float) -> str:

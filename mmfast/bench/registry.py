@@ -17,7 +17,7 @@ from mmfast.models.loading import device_name
 _SERVE = ("serve", "serve_load", "serve_mix", "serve_paged", "serve_faults")
 # Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
 SUITES = {
-    "stream": ("stream", "reuse", "camera"),
+    "stream": ("stream", "stream_index", "reuse", "camera"),
     "speech": (
         "speech_quality",
         "speech_speed",
@@ -34,9 +34,9 @@ SUITES = {
     "train": ("training",),
 }
 Tick = Callable[[str, int, int], None]  # label, steps done, steps in all
-Benchmark = Callable[[Tick], list[Row]]
+Benchmark = Callable[[Tick], Iterable[Row]]  # one that runs for hours yields each row at once
 K = TypeVar("K")
-F = TypeVar("F", bound=Callable[..., list[Row]])
+F = TypeVar("F", bound=Callable[..., Iterable[Row]])
 _KNOWN: dict[str, dict[str, Benchmark]] = {suite: {} for suite in SUITES}
 
 
@@ -71,19 +71,28 @@ def find(suite: str, name: str) -> Benchmark:
 
 
 def named_rows(
-    suite: str, name: str, progress: Tick | None = None, peer: str | None = None
+    suite: str,
+    name: str,
+    progress: Tick | None = None,
+    peer: str | None = None,
+    sink: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Run one benchmark; return its rows with the environment that repeats them.
 
     `peer` is a folder with other code to measure beside; an MmfastError where there is no such job.
+    `sink` is given every row as soon as the benchmark has it.
     """
-    run: Callable[..., list[Row]] = find(suite, name)
+    run: Callable[..., Iterable[Row]] = find(suite, name)
     if peer is not None:
         if "peer" not in inspect.signature(run).parameters:
             raise MmfastError(f"--{suite} {name} has no peer; leave --peer out")
         run = partial(run, peer=peer)
     shared = {"suite": suite, "bench": name, **environment()}
-    return [{**shared, **_processor(row), **row} for row in run(progress or quiet)]
+    rows = []
+    for row in run(progress or quiet):
+        rows.append({**shared, **_processor(row), **row})
+        sink(rows[-1])
+    return rows
 
 
 def _processor(row: Row) -> Row:

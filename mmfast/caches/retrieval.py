@@ -16,11 +16,11 @@ from mmfast.core.registry import policy
 from mmfast.ops.attention import group_queries
 from mmfast.ops.clustering import best_blocks, leader_clusters
 from mmfast.ops.merging import segment_merge
-from mmfast.ops.ranking import mass_cover
+from mmfast.ops.ranking import mass_cover, stable_topk
 
 
 @policy("rekv", paper="2503.00540", needs=(), role="retrieve")
-def rekv(budget: int | None, *, chunk: int = 1) -> Retriever:
+def rekv(budget: int | None, *, chunk: int = 1, group: int = 0, look: int = 0) -> Retriever:
     """Read the frames whose mean key has the largest product with the question's mean query.
 
     Each stored block stands as the mean of its keys before RoPE, heads side by side; the
@@ -31,13 +31,29 @@ def rekv(budget: int | None, *, chunk: int = 1) -> Retriever:
         budget: Blocks to read.
         chunk: Blocks that are chosen together with their neighbours, by the mean of their
             products; 1 chooses each for itself.
+        group: Successive blocks that stand together as the mean of their mean keys, for days of
+            video: the best groups are found first, and blocks are looked for in these alone; 0
+            compares every block.
+        look: Groups that are looked into; 0 is four times as many as the budget fills, and eight
+            at least.
 
     Raises:
-        SpecError: A budget that is no number of blocks, or a chunk below 1.
+        SpecError: A budget that is no number of blocks, a chunk below 1, a group below 2, or a
+            group beside chunks.
     """
     if not isinstance(budget, int) or budget < 1 or chunk < 1:
         raise SpecError(f"'rekv' got {budget!r} blocks in chunks of {chunk}; write 'rekv:64'")
+    if group < 0 or group == 1 or look < 0 or (group and chunk > 1) or (look and not group):
+        raise SpecError(
+            f"'rekv' got group={group}, look={look}, chunk={chunk}; write 'rekv:64?group=32', with "
+            "look= groups if you like, and without chunk="
+        )
+    if group:
+        return GroupedKeys(budget, 1, group, look or max(_LOOK, 4 * -(-budget // group)))
     return MeanKeys(budget, chunk)
+
+
+_LOOK = 8  # groups that are looked into at least
 
 
 @dataclass(frozen=True)
@@ -58,9 +74,45 @@ class MeanKeys:
 
     def choose(self, query: Tensor, index: Clusters) -> Tensor:
         """Blocks by dot product with the mean of the query `[Hq, T, d]`: `[C]` bool."""
-        seen = group_queries(query.float().mean(1, keepdim=True), index.means.shape[1])
-        score = index.means.flatten(1) @ seen.sum((1, 2)).flatten()  # [C]
-        return best_blocks(score, index.owner, self.budget, self.chunk)
+        return best_blocks(products(query, index.means), index.owner, self.budget, self.chunk)
+
+
+def products(query: Tensor, means: Tensor) -> Tensor:
+    """Products `[C]` of mean keys `[C, H, d]` with the mean of a query `[Hq, T, d]`."""
+    seen = group_queries(query.float().mean(1, keepdim=True), means.shape[1])
+    return means.flatten(1) @ seen.sum((1, 2)).flatten()
+
+
+@dataclass(frozen=True)
+class GroupedKeys(MeanKeys):
+    """Mean keys that are looked for in the `look` best groups of so many successive blocks.
+
+    Block b is of group b // `group`, which stands as the mean of the means that are there.
+    """
+
+    group: int = 32
+    look: int = _LOOK
+
+    def choose(self, query: Tensor, index: Clusters) -> Tensor:
+        """Blocks of the best groups, which are made anew; an archive keeps them."""
+        numbers, of = (index.owner // self.group).unique(return_inverse=True)
+        means = segment_merge(index.means.flatten(1), Segments(of, len(numbers), mean=True))
+        best = self.groups(query, means.view(-1, *index.means.shape[1:]))
+        inside = torch.zeros(len(numbers), dtype=torch.bool, device=best.device)
+        inside[best] = True
+        rows = inside[of].nonzero()[:, 0]
+        part = Clusters(index.means[rows], index.counts[rows], index.owner[rows])
+        chosen = torch.zeros_like(index.owner, dtype=torch.bool)
+        chosen[rows] = self.within(query, part)
+        return chosen
+
+    def within(self, query: Tensor, index: Clusters) -> Tensor:
+        """Choose blocks of groups that are looked into: `[C]` bool."""
+        return super().choose(query, index)
+
+    def groups(self, query: Tensor, means: Tensor) -> Tensor:
+        """Return the groups to look into, best first, of those with mean keys `[G, H, d]`."""
+        return stable_topk(products(query, means), min(self.look, len(means)))
 
 
 policy("retrieve", paper="2503.00540", needs=(), role="retrieve")(rekv)

@@ -81,8 +81,8 @@ def bench_named(
 
     with output.progress(name) as tick:
         told = lambda label, done, total: tick(done, total, label)
-        rows = named_rows(suite, name, told, peer=None if peer is None else str(peer))
-    output.keep_rows(out, rows)
+        keep = lambda row: output.keep_rows(out, [row])  # what takes hours may be cut short
+        rows = named_rows(suite, name, told, None if peer is None else str(peer), keep)
     keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _HIDDEN]
     output.print_table(rows, as_json, keys, [[row.get(key) for key in keys] for row in rows])
 

@@ -112,23 +112,6 @@ class LiveBlock:
         """Its counted kinds, to tell whether blocks are like others."""
         return self.counted().to(torch.uint8).numpy().tobytes()
 
-    @cached_property
-    def compact(self) -> LiveBlock:
-        """The block on as many positions as tokens of it are held, where there is one axis.
-
-        A frame of which one token is left would otherwise take the positions of a whole one for
-        ever. It has no start then, so that it is rotated anew.
-        """
-        if self.whole or not self.held or len(self.advance) > 1:
-            return self
-        tokens = torch.cat(self.held).unique()
-        n = len(tokens)
-        if self.advance == (n,):
-            return self
-        relative = self.relative.clone()
-        relative[:, tokens] = torch.arange(n)
-        return replace(self, relative=relative, advance=(n,), highest=(n - 1,), start=())
-
     def top(self, start: Start) -> int:
         """Its highest position on any axis, standing at `start`."""
         return max(high + axis for high, axis in zip(self.highest, start, strict=True))
@@ -433,3 +416,8 @@ class Turner:
             known[raw.device] = self._rotary.angles(places, raw, layer)
         turned = self._rotary.turn(self._attentions[layer], raw, known[raw.device])
         buffer.revise(ROTATED, turned, at)
+
+    def move_rows(self, layer: int, buffer: LayerBuffer, at: int, positions: Tensor) -> None:
+        """Rotate rows of the buffer of one layer, from `at` on, to positions `[A, m]`."""
+        raw = buffer.read(RAW, at, at + positions.shape[1])
+        buffer.revise(ROTATED, self.rotate(layer, raw, positions), at)

@@ -54,7 +54,8 @@ class Branch:
     """Live tokens of a stream at one moment, with a question and an answer behind them.
 
     Their tensors are those of the stream until one of both goes on; see `RowBuffer`. `found` has
-    per layer the archive's numbers of the blocks that were read for the question.
+    per layer the archive's numbers of the blocks that were read for the question, `frames` the
+    times of the frames among them, by number.
     """
 
     def __init__(self, engine: Engine, memory: Memory) -> None:
@@ -70,6 +71,7 @@ class Branch:
         self._cursor = replace(memory.cursor)
         self.buffers = [buffer.fork(ROOM) for buffer in memory.buffers]
         self.found: dict[int, list[int]] = {}
+        self.frames: dict[int, float | None] = {}
 
     def extend(self, piece: Piece, *, retrieve: bool = True) -> Tensor:
         """Prefill a piece behind the branch.
@@ -166,6 +168,7 @@ class Branch:
                     found = _missing(found, self.blocks, layer)
                 parts = archive.read(layer, found)
             self.found[layer] = [part.number for part in parts]
+            self.frames |= {part.number: part.time for part in parts if part.kind == "frame"}
             if parts:
                 recall(self._engine.turner, layer, self.buffers[layer], self.blocks, parts, block)
 

@@ -33,6 +33,7 @@ from mmfast.streams.buffers import (
     highest,
     walk,
 )
+from mmfast.streams.rows import PLACE, LiveRows
 
 # Tokens of a question and an answer that stand behind the window before a branch copies it.
 ROOM = 256
@@ -188,25 +189,9 @@ def _block(
     )
 
 
-def left(blocks: Sequence[LiveBlock], kept: Sequence[Tensor]) -> list[LiveBlock]:
-    """Blocks with the rows that stay: `kept` has for each layer the places `[m]` in its buffer."""
-    found, starts, cuts = [], list[list[int]](), list[list[int]]()
-    for layer, index in enumerate(kept):
-        bounds = torch.tensor([0, *(block.size_at(layer) for block in blocks)]).cumsum(0)
-        starts.append(bounds.tolist())
-        cuts.append(torch.searchsorted(index, bounds).tolist())
-    for i, block in enumerate(blocks):
-        sizes = [cut[i + 1] - cut[i] for cut in cuts]
-        if all(size == block.size_at(layer) for layer, size in enumerate(sizes)):
-            found.append(block)
-        elif any(sizes):
-            held = []
-            for layer, (index, cut) in enumerate(zip(kept, cuts, strict=True)):
-                mine = index[cut[i] : cut[i + 1]] - starts[layer][i]
-                tokens = block.tokens(layer)
-                held.append(mine if tokens is None else tokens[mine])
-            found.append(replace(block, held=tuple(held), whole=False))
-    return found
+def _over(lengths: Sequence[int], most: int) -> list[int]:
+    """Return the layers that hold more than they may."""
+    return [layer for layer, n in enumerate(lengths) if n > most]
 
 
 def _merged(chosen: Reduction, rows: Tensor) -> Tensor:
@@ -234,7 +219,9 @@ class Memory:
         self.slack = slack
         self.turner = turner
         self.lock = threading.RLock()
-        self.blocks: list[LiveBlock] = []
+        # Where single tokens leave, tables stand in for the blocks; see `LiveRows`.
+        self.rows = LiveRows(turner.layers, turner.axes) if held_by_score(plan) else None
+        self._blocks: list[LiveBlock] = []
         self.cursor = Cursor.behind([], turner.axes)
         self.buffers = [_buffer(plan, turner, layer) for layer in range(turner.layers)]
         self.number = 0  # of the next block
@@ -242,6 +229,18 @@ class Memory:
         self.masses: list[dict[str, Tensor]] = [{} for _ in self.buffers]  # attention, by signal
         self._known: dict[tuple[bytes, ...], list[int]] = {}
         self.counts = {"evicted_blocks": 0, "evicted_tokens": 0, "rebases": 0}
+
+    @property
+    def blocks(self) -> list[LiveBlock]:
+        """Live blocks, in the order of time."""
+        return self._blocks if self.rows is None else self.rows.blocks()
+
+    @blocks.setter
+    def blocks(self, blocks: list[LiveBlock]) -> None:
+        if self.rows is None:
+            self._blocks = blocks
+        else:
+            self.rows = LiveRows.of(blocks, self.turner.layers, self.turner.axes)
 
     @property
     def next_start(self) -> Start:
@@ -255,8 +254,8 @@ class Memory:
         """
         if self.plan is None:
             return self._add(block)
-        if held_by_score(self.plan):
-            return self._hold(block)
+        if self.rows is not None:
+            return self._hold(block, self.rows)
         blocks = [*self.blocks, block]
         stays = staying(self.plan, blocks, self._known)
         gone = [(old, size) for old, size in zip(blocks, stays, strict=True) if size < old.size]
@@ -291,65 +290,62 @@ class Memory:
         self.blocks.append(block)
         self.cursor.place(block)
 
-    def _hold(self, block: LiveBlock) -> None:
+    def _hold(self, block: LiveBlock, rows: LiveRows) -> None:
         """Count in a block, and let the score policy choose anew among all tokens but sinks."""
         assert self.plan is not None and self.plan.score is not None
-        most, blocks = budget(self.plan), [*self.blocks, block]
+        most = budget(self.plan)
         first = most - int(self.plan.score.budget or 0)  # tokens of sinks
         old = [buffer.length for buffer in self.buffers]
         new = [length + block.size_at(layer) for layer, length in enumerate(old)]
-        chosen = {i: self._choose(i, blocks, first, n) for i, n in enumerate(new) if n > most}
+        chosen = {i: self._choose(i, rows.joined(i, block), first) for i in _over(new, most)}
         if self.archive is not None:
             self._put([_block(block, 0, list(zip(old, new, strict=True)), self.buffers)])
         self.number = max(self.number, block.number + 1)
-        kept = [torch.arange(n) for n in new]
+        rows.add(block)
+        self.cursor.place(block)
+        kept: dict[int, Tensor] = {}
         for layer, n in enumerate(new):
             if layer in chosen:
-                kept[layer] = torch.cat([kept[layer][:first], first + chosen[layer].keep.cpu()])
-                self._thin(layer, blocks, first, chosen[layer], n)
+                keep = first + chosen[layer].keep.cpu()
+                kept[layer] = torch.cat([torch.arange(first), keep])
+                self._thin(layer, rows, first, chosen[layer], n)
             else:
                 self.buffers[layer].length = n
-        self.cursor.place(block)
         if chosen:
-            self.blocks = left(blocks, kept)
-            gone = sum(each.size for each in blocks) - sum(each.size for each in self.blocks)
-            self.counts["evicted_blocks"] += len(blocks) - len(self.blocks)
-            self.counts["evicted_tokens"] += gone
-            self._close_up()
-            self.cursor = Cursor.behind(self.blocks, self.turner.axes)
-        else:
-            self.blocks = blocks
+            blocks, tokens = rows.keep(kept)
+            self.counts["evicted_blocks"] += blocks
+            self.counts["evicted_tokens"] += tokens
+            self.counts["rebases"] += rows.close_up(self.turner, self.buffers, self.slack)
+            self.cursor = rows.cursor()
 
-    def _choose(self, layer: int, blocks: Sequence[LiveBlock], first: int, n: int) -> Reduction:
-        """Choice among the tokens `first:n` of a layer; its heads hold the same, side by side."""
+    def _choose(self, layer: int, rows: Tensor, first: int) -> Reduction:
+        """Choice among the `rows` `[4 + A, N]` behind `first` of a layer.
+
+        Its heads hold the same tokens, side by side.
+        """
         assert self.plan is not None and self.plan.score is not None
-        rows = (self.buffers[layer].read(plane, first, n) for plane in (RAW, VALUES))
-        keys, values = (rearrange(each, "h m d -> m (h d)") for each in rows)
-        kinds = torch.cat([block.counted(layer) for block in blocks])[first:]
-        # The separators of a frame are of it here: text is never let go, and they come without end.
-        spots = [block.spots(layer) for block in blocks]
-        frames = [
-            torch.where(at < 0, at, block.number) for block, at in zip(blocks, spots, strict=True)
-        ]
+        planes = (self.buffers[layer].read(plane, first, rows.shape[1]) for plane in (RAW, VALUES))
+        keys, values = (rearrange(each, "h m d -> m (h d)") for each in planes)
+        number, _, kinds, spots = rows[:PLACE, first:].to(keys.device)
         signals = {
             "values": values,
-            "kind": kinds.to(keys.device),
-            "frame": torch.cat(frames)[first:].to(keys.device),
-            "spot": torch.cat(spots)[first:].to(keys.device),
+            "kind": kinds,
+            # The separators of a frame are of it here: text is never let go, and they come
+            # without end.
+            "frame": torch.where(spots < 0, spots, number),
+            "spot": spots,
             "layer": torch.tensor(layer),
             "layers": torch.tensor(len(self.buffers)),
             **{name: mass[first:] for name, mass in self.masses[layer].items()},
         }
         return evict(self.plan.score, Tokens(keys, signals=signals))
 
-    def _thin(
-        self, layer: int, blocks: Sequence[LiveBlock], first: int, chosen: Reduction, n: int
-    ) -> None:
+    def _thin(self, layer: int, rows: LiveRows, first: int, chosen: Reduction, n: int) -> None:
         buffer = self.buffers[layer]
         assert isinstance(buffer, RowBuffer)
         keep = chosen.keep
         if not chosen.pure:  # merged keys are those of the tokens that they are merged into
-            places = torch.cat([block.positions(layer) for block in blocks], 1)[:, first:]
+            places = rows.positions(layer)[:, first:]
             raw, values = (_merged(chosen, buffer.read(p, first, n)) for p in (RAW, VALUES))
             turned = self.turner.rotate(layer, raw, places.index_select(1, keep.cpu()))
         index = torch.cat([torch.arange(first, device=keep.device), keep + first])
@@ -387,8 +383,6 @@ class Memory:
     def _close_up(self) -> None:
         """Rotate anew what stands too far behind the blocks before it."""
         blocks = self.blocks
-        if held_by_score(self.plan):
-            blocks = [block.compact for block in blocks]
         tight = walk(blocks, self.turner.axes)
         if not tight:
             return
@@ -408,7 +402,7 @@ class Memory:
             figures: dict[str, Any] = {
                 "spec": None if self.plan is None else str(self.plan),
                 "live_tokens": self.tokens(),
-                "live_blocks": len(self.blocks),
+                "live_blocks": len(self._blocks if self.rows is None else self.rows),
                 "blocks": self.number,
                 "bytes": sum(buffer.nbytes for buffer in self.buffers),
                 "position": max(self.next_start),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,6 +76,13 @@ def stop_ids(model: Any) -> set[int]:
     return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
 
 
+def recalled_frames(branch: Any) -> list[RecalledFrame]:
+    """Frames that a branch of a stream has read again."""
+    layers = Counter(number for numbers in branch.found.values() for number in numbers)
+    frames = sorted((number, time) for number, time in branch.frames.items())
+    return [RecalledFrame(number, time, layers[number]) for number, time in frames]
+
+
 class Letters:
     """Token ids to text, never a part of a character."""
 
@@ -103,12 +112,26 @@ class Letters:
         return text
 
 
+@dataclass(frozen=True)
+class RecalledFrame:
+    """A frame that had left the live window and was read again for a question.
+
+    `number` is its number in the archive, `time` its seconds on the stream's clock, `layers` how
+    many layers of the model read it.
+    """
+
+    number: int
+    time: float | None
+    layers: int
+
+
 class Reply(Iterator[str]):
     """Text deltas of one answer; joined they are its text. Leave it early as you like.
 
     `trace` has rows `question` (prefill) and, when it has ended, `generate`. `ttft_ms` and `ms`
     count milliseconds from the question to the first token and to the end. `finished` is `stop`
-    (the model ended it), `length`, `closed` (left early), or None before.
+    (the model ended it), `length`, `closed` (left early), or None before. `recalled` are the frames
+    that were read again from the archive, by time.
     """
 
     def __init__(
@@ -127,6 +150,7 @@ class Reply(Iterator[str]):
     ) -> None:
         self.branch = branch  # of the stream, a `mmfast.streams.engine.Branch`
         self.trace = trace
+        self.recalled: list[RecalledFrame] = recalled_frames(branch)
         self.ids: list[int] = []
         self.ttft_ms = 0.0
         self.ms: float | None = None

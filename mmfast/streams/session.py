@@ -38,6 +38,7 @@ from mmfast.streams.subscription import (
 )
 
 _ERRORS = 64  # of sources, the latest
+_POLL = 0.1  # seconds between two looks whether the sources still run
 
 
 class Sources:
@@ -312,6 +313,47 @@ class Session:
             self.subscriptions.append(subscription)
         return subscription
 
+    def wait_until(
+        self, text: str, *, timeout: float | None = None, **options: Any
+    ) -> Event | None:
+        """Wait until a condition holds, or the answer to a question becomes yes.
+
+        Frames must come from elsewhere meanwhile: from `watch(..., background=True)` or another
+        thread. It is looked at from the next frame on.
+
+        Args:
+            text: "a car stops", or a question that is put as it is: "Is the door open?".
+            timeout: Seconds of the wall clock; None waits as long as a source is being watched.
+            **options: Those of `subscribe`; without `every` each new frame is looked at.
+
+        Returns:
+            The event, or None where the time is up or all sources have ended before.
+
+        Raises:
+            MmfastError: A value out of range, or nothing is being watched and there is no timeout.
+        """
+        if timeout is not None and not timeout >= 0:
+            raise MmfastError(f"timeout={timeout!r} is no delay; give seconds from 0, or None")
+        watched = bool(self.sources.running)
+        if timeout is None and not watched:
+            raise MmfastError(
+                f"wait_until({text!r}) would wait for ever: nothing is being watched; call "
+                "watch(source, background=True) before, or give timeout="
+            )
+        asked = {"probe": condition_of(text) + "?"} if text.strip().endswith("?") else {}
+        end = math.inf if timeout is None else clocks.monotonic() + timeout
+        subscription = self.subscribe(text, **{"every": 0.0, **asked, **options})
+        try:
+            while (left := end - clocks.monotonic()) > 0 and not subscription.cancelled:
+                event = subscription.wait(min(left, _POLL))
+                if event is not None:
+                    return event
+                if watched and not self.sources.running:
+                    break
+            return next(iter(subscription.waiting()), None)
+        finally:
+            subscription.cancel()
+
     def _cancelled(self, subscription: Subscription) -> None:
         with suppress(ValueError):  # where it is told before it was added
             self.subscriptions.remove(subscription)
@@ -332,7 +374,8 @@ class Session:
             figures, line = self.stream.stats(), self.stream.timeline
             odd = Counter(repeated=line.repeated, late=line.late, jumps=line.jumps)
             odd.update(resized=self.stream.seen.resized)
-        return {**figures, **self.sources.stats(odd)}
+        waiting = [each.stats() for each in list(self.subscriptions)]
+        return {**figures, **self.sources.stats(odd), "subscriptions": waiting}
 
     def save(self, folder: str | Path) -> int:
         """Save all but subscriptions and sources; `VideoStream.restore` goes on bit for bit.

@@ -164,8 +164,10 @@ def condition_of(text: str) -> str:
 class Subscription(Iterator[Event]):
     """Waits for something; iterate over its events, or give a callback.
 
-    `probability` is that of the last look; `missed` counts events that no reader took in time;
-    `error` is the last exception of the callback, without which the stream goes on.
+    `asked` counts looks, `probability` is that of the last one, and `since` the seconds of the
+    stream since which it has been at the threshold, None while it is not; `missed` counts events
+    that no reader took in time; `error` is the last exception of the callback, without which the
+    stream goes on.
     """
 
     def __init__(
@@ -179,7 +181,8 @@ class Subscription(Iterator[Event]):
         """Wait from now on; `cancelled` is called when it ends."""
         self.condition, self.rule, self._look, self._callback = condition, rule, look, callback
         self.ready, self.probability = Ready(), 0.0
-        self.events = self.missed = 0
+        self.asked = self.events = self.missed = 0
+        self.since: float | None = None
         self.error: Exception | None = None
         self.cancelled, self._on_cancel = False, cancelled
         self._queue: queue.Queue[Event | None] = queue.Queue(_MOST)
@@ -190,6 +193,11 @@ class Subscription(Iterator[Event]):
             return []
         _, logits = stream.branch(self._look.question)
         self.probability = self._look.probability(stream.model, logits)
+        self.asked += 1
+        if self.probability < self.rule.threshold:
+            self.since = None
+        elif self.since is None:
+            self.since = time
         self.ready, speak = self.ready.step(self.rule, time, self.probability)
         if not speak:
             return []
@@ -198,6 +206,18 @@ class Subscription(Iterator[Event]):
             text = answer(self._look.reply, self._look.max_new_tokens)
         self.events += 1
         return [Event(time, self.condition, self.probability, text)]
+
+    def stats(self) -> dict[str, Any]:
+        """Figures so far: looks, events, the last probability, and since when it is true."""
+        return {
+            "condition": self.condition,
+            "asked": self.asked,
+            "answered": self.events,
+            "probability": self.probability,
+            "true_since": self.since,
+            "missed": self.missed,
+            "error": None if self.error is None else str(self.error),
+        }
 
     def deliver(self, event: Event) -> None:
         """Hand an event to the callback, or to the reader of the iterator."""
@@ -226,6 +246,16 @@ class Subscription(Iterator[Event]):
         if event is None:
             self._queue.put(None)
             raise StopIteration
+        return event
+
+    def wait(self, timeout: float) -> Event | None:
+        """Return the next event within so many seconds of the wall clock, else None."""
+        try:
+            event = self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if event is None:
+            self._queue.put(None)
         return event
 
     def waiting(self) -> list[Event]:

@@ -436,6 +436,14 @@ def test_memory_stays_bounded_and_counters_say_so(shelf: Shelf) -> None:
     assert sizes[-1] == sizes[40]
     figures = dict(stream.figures())
     assert figures["frames seen"] == "48" and int(figures["archived frames"]) > 10
+    assert figures["window"] == SMALL and figures["read again"] == "no frame yet"
+    assert figures["by tier"].startswith("device ") and figures["left out"] == "0 frames"
+    stream.session.push(frame, 46.5)
+    assert dict(stream.figures())["left out"] == "1 frames"
+    "".join(stream.ask(f"What number is at the {stream.world.event(0).name}?"))
+    again = dict(stream.figures())["read again"]
+    assert again == watch._read_again(stream.recalled) and int(again.split()[0]) > 2
+    assert min(stream.recalled) < 48 - 32 < 48
     assert int(figures["live tokens"].replace(",", "")) <= 64 + 1152 + 36
     stream.close()
 

@@ -143,7 +143,14 @@ STREAM = {
         "Random frames of the tiny shape under each score policy; what is held at every step",
         "memory: `{memory}` | frames: {n:,} | tokens, most: {most} | positions: {positions:,} | "
         "bytes since frame: {early:,} ({held_growth:+.2%}) | ms a frame, then: {early_ms:.1f} | "
-        "ms a frame, last: {late_ms:.1f} ({slowdown:+.1%})",
+        "ms a frame, last: {late_ms:.1f} ({slowdown:+.1%}) | "
+        "operations a frame, then and last: [operations]{operations_early:,} and {operations:,}",
+    ),
+    "index": (
+        "Index of one layer of the 7B shape after days of simulated video; what a question costs",
+        "frames: {n:,}, {note} | memory: `{memory}` | index MB: {index_mb:,.1f} | "
+        "of groups: {group_mb:.1f} | ms a question: {median_ms:.1f} | faster: {speedup:.1f}x | "
+        "frames read that the flat search reads, %: {recall:.1%}",
     ),
     "bounded": (
         "An endless stream; growth since frame 2,000, time per frame against frames 1,000 to 2,000",

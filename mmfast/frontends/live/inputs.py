@@ -10,9 +10,11 @@ from __future__ import annotations
 import base64
 import http.client
 import ipaddress
+import os
 import socket
 import ssl
 import sys
+import time as clocks
 from collections.abc import Collection, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -340,6 +342,62 @@ def open_camera(camera: int | str, timeout: float) -> Any:
             f"camera {camera} ({device}, {form}) cannot be opened ({first_line(error)}): check "
             f"that it is plugged in, free, and that you may read it"
         ) from None
+
+
+_SCREENS = {"darwin": ("avfoundation", "Capture screen 0:none"), "win32": ("gdigrab", "desktop")}
+
+
+def screen_address(display: str = "", platform: str = sys.platform) -> tuple[str, str]:
+    """FFmpeg's input format and the device name of a screen; MediaError where there is none.
+
+    `display` is a display such as ``:0`` on Linux, "" takes that of the session; elsewhere the
+    device name.
+    """
+    if platform in _SCREENS:
+        form, device = _SCREENS[platform]
+        return form, display or device
+    device = display or os.environ.get("DISPLAY", "")
+    if not platform.startswith("linux") or not device:
+        raise MediaError(
+            "source 'screen' needs a display, and DISPLAY names none: log in with a desktop, name "
+            "one as in 'screen::0', or give a file, a camera's number or an iterator of frames"
+        )
+    return "x11grab", device
+
+
+def open_screen(display: str, timeout: float, fps: float) -> Any:
+    """Open a screen with PyAV, or by Pillow's pictures where FFmpeg was built without screens.
+
+    Returns a container, or an iterator of pictures with seconds.
+    """
+    form, device = screen_address(display)
+    if form not in av.formats_available:
+        return screen_pictures(fps)
+    try:
+        return av.open(device, format=form, timeout=timeout, options={"framerate": f"{fps:g}"})
+    except Exception as error:
+        raise MediaError(
+            f"screen {quote(device)} ({form}) cannot be opened ({first_line(error)}): check that "
+            "the display runs and that you may record it"
+        ) from None
+
+
+def screen_pictures(fps: float) -> Iterator[tuple[Any, float]]:
+    """Yield pictures of the screen with seconds, `fps` a second."""
+    from PIL import ImageGrab
+
+    start, turn = clocks.monotonic(), 0
+    while True:
+        try:
+            shot = ImageGrab.grab()
+        except OSError as error:
+            raise MediaError(
+                f"the screen cannot be recorded ({first_line(error)}): allow it in the settings of "
+                "the system, or give a file or a camera's number"
+            ) from None
+        yield shot, clocks.monotonic() - start
+        turn += 1
+        clocks.sleep(max(0.0, start + turn / fps - clocks.monotonic()))
 
 
 def running_frames(

@@ -26,6 +26,7 @@ from mmfast.frontends.live.inputs import (
     open_camera,
     open_http,
     open_rtsp,
+    open_screen,
     running_frames,
     running_rgb,
 )
@@ -324,7 +325,8 @@ class Pump(FrameQueue, Iterator[Any]):
 
 
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
-_CAMERA = "camera:"
+_CAMERA, _SCREEN = "camera:", "screen"
+_SHOTS = 10.0  # pictures of a screen a second, where no rate is asked for
 _TIMEOUT = 10.0  # seconds, of cameras and addresses
 
 
@@ -407,7 +409,8 @@ def live_frames(
 
     A source is a path, bytes or file object of a video; a directory of pictures, in natural order;
     an array, list or iterator of pictures or (picture, seconds) pairs, such as `Push`; a camera's
-    number or ``camera:NAME``; an rtsp, rtsps, http or https URL. Files give the frames that
+    number or ``camera:NAME``; ``screen`` or ``screen:DISPLAY``; an rtsp, rtsps, http or https URL.
+    Files give the frames that
     ``read_video(file, fps=fps)`` gives, read in parallel where their groups of pictures allow it.
     Other sources give the first frame at or after every 1/fps s.
 
@@ -447,6 +450,17 @@ def _stop(pump: Pump | None, source: object) -> None:
             close()
 
 
+def _display(source: str) -> str | None:
+    """Return the display that a source names, "" for that of the session; None for other sources.
+
+    A file of the name goes first.
+    """
+    word, colon, display = source.partition(":")
+    if word != _SCREEN or Path(source).exists():
+        return None
+    return display if colon else ""
+
+
 def _open(
     source: Any,
     fps: float | None,
@@ -465,6 +479,11 @@ def _open(
         camera = source[len(_CAMERA) :]
     if camera is not None:
         return _running(f"camera {camera}", open_camera(camera, wait), limits, wait)
+    if isinstance(source, str) and (display := _display(source)) is not None:
+        opened = open_screen(display, wait, fps or _SHOTS)
+        if isinstance(opened, Iterator):  # pictures and seconds
+            return _Raw("the screen", opened, _picture("the screen", limits), timeout=wait)
+        return _running("the screen", opened, limits, wait)
     if isinstance(source, str) and _URL.match(source):
         return _address(source, allowed, limits, wait)
     if isinstance(source, str | os.PathLike) and (folder := Path(os.fsdecode(source))).is_dir():

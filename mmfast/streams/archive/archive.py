@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,6 +72,14 @@ class Rows:
             self._alive[start:end] = False
             self._dead += end - start
 
+    def within(self, name: str, first: int, end: int) -> Tensor:
+        """Return a column of the rows that are left of the blocks from `first` to before `end`."""
+        owner = self._owner[self._head : self._tail]
+        start, stop = (self._head + int(owner.searchsorted(number)) for number in (first, end))
+        alive = torch.from_numpy(self._alive[start:stop])
+        column = self._columns[name][start:stop]
+        return column[alive.to(column.device)]
+
     def spans(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """First row of each block and the one behind its last, as `view` has them."""
         owner = torch.from_numpy(self._owner[self._head : self._tail])
@@ -125,23 +133,86 @@ class Found:
     tokens: Tensor | None
 
 
+class GroupMeans:
+    """Sums of the mean keys of groups of successive blocks, in step with the rows of an index.
+
+    What a block adds is added once; where one leaves, its group is summed anew, so that nothing
+    drifts over days.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._sums, self._counts = torch.empty(0), torch.empty(0)
+        self._first = 0  # number of the group of the first row
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, spare capacity included."""
+        return self._sums.nbytes + self._counts.nbytes
+
+    def add(self, number: int, means: Tensor) -> None:
+        """Count in the means `[k, H, d]` of a block."""
+        at = number // self.size - self._first
+        if at >= len(self._counts):
+            at = self._make_room(number // self.size, means)
+        self._sums[at] += means.sum(0)
+        self._counts[at] += len(means)
+
+    def _make_room(self, group: int, like: Tensor) -> int:
+        """Leave out the groups in front that are empty, and double the rest."""
+        there = self._counts.nonzero()[:1, 0].tolist()
+        empty = there[0] if there else len(self._counts)
+        first = self._first + empty if there else group
+        live = len(self._counts) - empty
+        capacity = max(_LEAST, 2 * live, group - first + 1)
+        sums = like.new_zeros(capacity, *like.shape[1:])
+        counts = like.new_zeros(capacity)
+        if live:
+            sums[:live], counts[:live] = self._sums[empty:], self._counts[empty:]
+        self._sums, self._counts, self._first = sums, counts, first
+        return group - first
+
+    def drop(self, number: int, rows: Rows) -> None:
+        """Sum the group of a block anew whose row has been dropped."""
+        group = number // self.size
+        at = group - self._first
+        if 0 <= at < len(self._counts):
+            left = rows.within("means", group * self.size, (group + 1) * self.size)
+            self._sums[at], self._counts[at] = left.sum(0), len(left)
+
+    def choose(self, query: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the numbers `[g]` of the groups that `pick` finds by the query and their means."""
+        there = self._counts.nonzero()[:, 0]
+        means = self._sums[there] / self._counts[there][:, None, None]
+        return (there[pick(query, means)] + self._first).sort().values.cpu()
+
+
 class LayerIndex:
     """Clusters of all stored blocks of a layer, and which token is in which of them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: int = 0) -> None:
+        """Make an empty index; `group` blocks have a mean together, 0 keeps none."""
         self._device = device
+        self._groups = GroupMeans(group) if group else None
         self._clusters = Rows()
         self._tokens = Rows()  # only of blocks with more than one cluster
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._clusters.nbytes + self._tokens.nbytes
+        return self._clusters.nbytes + self._tokens.nbytes + self.group_bytes
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of the means of groups alone."""
+        return 0 if self._groups is None else self._groups.nbytes
 
     def add(self, number: int, clusters: Clusters) -> None:
         """Add a block, newer than all before."""
         means, counts = clusters.means.to(self._device), clusters.counts.to(self._device)
         self._clusters.append(number, means=means, counts=counts)
+        if self._groups is not None:
+            self._groups.add(number, means)
         if len(counts) > 1:
             self._tokens.append(number, cluster=clusters.owner.to("cpu", torch.int32))
 
@@ -149,14 +220,19 @@ class LayerIndex:
         """Lose a block, if it is there."""
         self._clusters.drop(number)
         self._tokens.drop(number)
+        if self._groups is not None and len(self._clusters):
+            self._groups.drop(number, self._clusters)
 
     def choose(self, query: Tensor, retriever: Retriever) -> list[Found]:
         """Return the tokens that a retriever reads for the query `[Hq, T, d]`, in time order."""
         if not len(self._clusters):
             return []
         owner, columns = self._clusters.view()
+        query = query.to(self._device)
+        if self._groups is not None and hasattr(retriever, "groups"):
+            return self._choose_in_groups(query, retriever, owner, columns)
         index = Clusters(columns["means"], columns["counts"], owner.to(self._device))
-        chosen = retriever.choose(query.to(self._device), index).cpu()
+        chosen = retriever.choose(query, index).cpu()
         numbers = owner[chosen].unique()
         first, end = self._clusters.spans(numbers)
         cluster = self._tokens.view()[1].get("cluster", torch.empty(0, dtype=torch.int32))
@@ -166,6 +242,20 @@ class LayerIndex:
             for number, (a, b, c, d) in zip(numbers.tolist(), spans, strict=True)
         ]
 
+    def _choose_in_groups(
+        self, query: Tensor, retriever: Any, owner: Tensor, columns: dict[str, Tensor]
+    ) -> list[Found]:
+        """Read no means but those of the groups, and of the blocks in the best of them."""
+        assert self._groups is not None
+        groups = self._groups.choose(query, retriever.groups)
+        bounds = torch.stack([groups, groups + 1]) * self._groups.size
+        starts, ends = torch.searchsorted(owner, bounds).tolist()
+        rows = torch.cat([torch.arange(a, b) for a, b in zip(starts, ends, strict=True)])
+        taken = {name: column[rows.to(self._device)] for name, column in columns.items()}
+        index = Clusters(taken["means"], taken["counts"], owner[rows].to(self._device))
+        chosen = retriever.within(query, index).cpu()
+        return [Found(number, None) for number in owner[rows][chosen].tolist()]
+
     def snapshot(self) -> dict[str, Any]:
         """Plain data."""
         return {"clusters": self._clusters.snapshot(), "tokens": self._tokens.snapshot()}
@@ -174,6 +264,11 @@ class LayerIndex:
         """Take over a snapshot."""
         self._clusters = Rows.restore(tree["clusters"], self._device)
         self._tokens = Rows.restore(tree["tokens"], torch.device("cpu"))
+        if self._groups is not None:  # of other groups, perhaps
+            self._groups = GroupMeans(self._groups.size)
+            owner, columns = self._clusters.view()
+            for number, mean in zip(owner.tolist(), columns.get("means", ()), strict=True):
+                self._groups.add(number, mean[None])
 
 
 def _tokens(chosen: Tensor, cluster: Tensor) -> Tensor | None:
@@ -209,7 +304,8 @@ class Archive:
         self.reports = Reports()
         self._retriever = retriever
         self._device = torch.device(device)
-        self._index = [LayerIndex(self._device) for _ in range(layers)]
+        group = int(getattr(retriever, "group", 0))
+        self._index = [LayerIndex(self._device, group) for _ in range(layers)]
         self._gone: list[int] = []  # numbers that the tiers lost, until the index forgets them
         self._tiers = Tiers(tiers or TierQuotas(), store, self.reports, self._gone.append)
         self._newest = -1

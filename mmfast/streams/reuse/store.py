@@ -23,6 +23,7 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError
 from mmfast.streams.archive import files
 from mmfast.streams.archive.tiers import CPU, Reports, TierQuotas
+from mmfast.streams.reuse.coding import BITS, with_coded, with_decoded
 
 _SUFFIX = ".media"
 FOLDER_BYTES = "10GB"  # quota of a folder that is given without one
@@ -150,6 +151,8 @@ class ReuseStore:
         host: Bytes in main memory.
         disk: Bytes of files; needs a folder. Absent: 10 GB where a folder is given.
         folder: Where the files lie.
+        bits: 3 to 8, of keys and values in files (`reuse.coding`); the first layers get up to two
+            more. None writes them as they are. Stores of other bits do not read these files.
 
     Raises:
         MmfastError: Sizes that make no sense, or a folder that cannot be made.
@@ -161,7 +164,14 @@ class ReuseStore:
         host: str | int | None = "1GB",
         disk: str | int | None = None,
         folder: str | Path | None = None,
+        bits: int | None = None,
     ) -> None:
+        if bits is not None and (bits not in BITS or folder is None):
+            raise MmfastError(
+                f"bits={bits!r} of folder={folder!r}: files of a folder are written with "
+                f"{BITS[0]} to {BITS[-1]} bits, or None as they are; memory holds them as they are"
+            )
+        self.bits = bits
         if disk is None:
             disk = 0 if folder is None else FOLDER_BYTES
         self.quotas = TierQuotas.of(device, host, disk, folder)
@@ -212,17 +222,22 @@ class ReuseStore:
         if self._folder is None:
             return None
         try:
-            flat = files.flatten(self._folder.read(key))
+            flat = files.flatten(with_decoded(self._folder.read(self._name(key))))
         except FileNotFoundError:
             return None
         except (files.TornFileError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
-            self._warn("corrupt", f"{self._folder.file(key).name} {why}; it is computed anew")
+            path = self._folder.file(self._name(key))
+            self._warn("corrupt", f"{path.name} {why}; it is computed anew")
             with contextlib.suppress(OSError):
-                self._folder.file(key).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             return None
         self._host.put(key, flat)
         return flat
+
+    def _name(self, key: str) -> str:
+        """Name of a value's file: what was rounded is never taken for what was not."""
+        return key if self.bits is None else key_of(key, f"{self.bits} bits")
 
     def flush(self) -> None:
         """Write what is not on disk yet: after an answer, so that none waits for the disk."""
@@ -231,7 +246,9 @@ class ReuseStore:
         for key, flat in due.items():
             try:
                 assert self._folder is not None
-                self._folder.write(key, files.unflatten(flat.skeleton, flat.tensors.__getitem__))
+                tree = files.unflatten(flat.skeleton, flat.tensors.__getitem__)
+                tree = tree if self.bits is None else with_coded(tree, self.bits)
+                self._folder.write(self._name(key), tree)
             except OSError as error:
                 self._warn("disk_errors", f"cannot write ({error.strerror}); nothing is kept there")
 

@@ -136,3 +136,21 @@ def test_costs_as_markdown_take_the_latest_row_and_say_what_is_missing() -> None
     assert "10.0 %" not in text
     assert "P, clock, noise 2.0 %, d, commit `c`." in text
     assert text.count("not measured") == 10
+
+
+def test_a_benchmark_of_hours_keeps_every_row_as_soon_as_it_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.jsonl"
+
+    def row(name: str, *_: object, **__: object) -> dict[str, object]:
+        if name == "infinipot_v":
+            assert len(out.read_text().splitlines()) == 2  # those before it
+            raise KeyboardInterrupt
+        return {"memory": name}
+
+    monkeypatch.setattr(stream, "score_row", row)
+    ran = CliRunner().invoke(app, ["bench", "--stream", "score", "--out", str(out)])
+    assert ran.exit_code != 0
+    kept = [json.loads(line)["memory"] for line in out.read_text().splitlines()]
+    assert len(kept) == 2 and set(kept) < set(stream.score_policies())

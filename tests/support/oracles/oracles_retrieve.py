@@ -116,3 +116,24 @@ def resv(
         number, members = parts[i]
         out[number] = sorted(out.get(number, []) + members)
     return out
+
+
+def grouped_rekv(
+    blocks: dict[int, np.ndarray], query: np.ndarray, budget: int, group: int, look: int
+) -> list[int]:
+    """Numbers of the blocks that are read of the best groups of successive numbers."""
+    wanted = question(query, next(iter(blocks.values())).shape[0])
+    means = {number: mean_key(keys) for number, keys in blocks.items()}
+    groups: dict[int, list[int]] = {}
+    for number in sorted(blocks):
+        groups.setdefault(number // group, []).append(number)
+
+    def score(members: list[int]) -> float:
+        mean = [
+            sum(column) / len(members) for column in zip(*(means[m] for m in members), strict=True)
+        ]
+        return sum(a * b for a, b in zip(mean, wanted, strict=True))
+
+    best = sorted(groups, key=lambda g: -score(groups[g]))[:look]
+    inside = {number: blocks[number] for g in best for number in groups[g]}
+    return rekv(inside, query, budget)
