@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +40,34 @@ class BlockChoice:
             size = self.order.shape[1]
         mask = self.blocks[head, row].repeat_interleave(self.size)[:size]
         if mask.shape[0] < size:
-            mask = torch.nn.functional.pad(mask, (0, size - mask.shape[0]))
+            mask = functional.pad(mask, (0, size - mask.shape[0]))
         places = self.order[head] if self.order is not None else None
         if self.columns is not None:
             chosen = self.columns[head]
             mask = mask | (chosen if places is None else chosen[places])
         mask = mask[:first] if places is None else mask & (places < first)
         return mask.nonzero()[:, 0]
+
+    def reads(self, length: int, n: int) -> Tensor:
+        """Keys `[H]` that a query reads, mean over the `length` queries whose last key is n - 1."""
+        heads, rows, count = self.blocks.shape
+        device, size = self.blocks.device, self.size
+        starts = torch.arange(rows, device=device) * size
+        before = (starts + n - length).expand(heads, count, -1).contiguous()
+        places = torch.arange(n, device=device).expand(heads, -1)
+        places = places if self.order is None else self.order
+        cut = functional.pad(places, (0, count * size - n), value=n).view(heads, count, size)
+        early = torch.searchsorted(cut.sort(-1).values, before).transpose(1, 2)  # [H, q, k]
+        read = (early * self.blocks).sum(-1)
+        if self.columns is not None:
+            marks = self.columns if self.order is None else self.columns.gather(1, self.order)
+            marked = functional.pad(marks, (0, count * size - n)).view(heads, count, size)
+            beside = torch.where(marked, cut, n).sort(-1).values
+            early = torch.searchsorted(beside, before).transpose(1, 2)
+            read = read + (early * ~self.blocks).sum(-1)
+        queries = (length - starts).clamp_max(size)
+        pairs = (read * queries).sum(-1) + (queries * (queries + 1) // 2).sum()
+        return pairs / length
 
 
 @dataclass(frozen=True, eq=False)

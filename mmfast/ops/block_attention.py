@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from mmfast.core.blocks import BlockChoice
 from mmfast.ops.attention import attend
@@ -131,8 +131,8 @@ def flex_block_attention(
     run: Any = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
     given = [x[None].contiguous() for x in (query, key, value)]
     grouped = len(query) != len(key)
-    out, level = run(*given, block_mask=mask, scale=scale, enable_gqa=grouped, return_lse=True)
-    return out[0], level[0].float()
+    out, aux = run(*given, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    return out[0], aux.lse[0].float()
 
 
 def flex_mask(choice: BlockChoice, heads: int, length: int, n: int) -> BlockMask:
