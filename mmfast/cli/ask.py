@@ -30,6 +30,8 @@ def ask(
     reduce: shared.Reduce = None,
     cache: shared.Cache = None,
     decode: shared.Decode = None,
+    prefill: shared.Prefill = None,
+    attn: shared.Attn = None,
     reuse: shared.Reuse = None,
     reuse_folder: shared.ReuseFolder = None,
     frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
@@ -53,7 +55,7 @@ def ask(
 
     open_source(media, DEFAULT_LIMITS)  # what is wrong here needs no import of torch
     reduce, cache = _compared(compare, reduce, cache)
-    check_names([reduce], [cache])
+    check_names([reduce], [cache], [prefill])
     quiet()
     from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import ScopeWarning, check_question
@@ -67,6 +69,7 @@ def ask(
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
     given: dict[str, Any] = {"reduce": reduce, "cache": cache, "decode": decode}
     given |= {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
+    given |= {"prefill": prefill, "attn": attn}
     given |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
     pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given)
     pipe.tick = shared.silent if as_json else pipe.tick
@@ -80,6 +83,7 @@ def ask(
     pipe.embedded = False  # its answer is noted; the other one would not spend time on that
     stock = pipeline(task, (pipe.model, pipe.processor), **options)
     found = {"reduce": reduce, "cache": cache, "note": answer.note}
+    found |= {"prefill": prefill} if prefill else {}
     print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
 
 

@@ -22,7 +22,7 @@ from mmfast.ops.block_selection import (
     pooled_scores,
     probe_rows,
 )
-from mmfast.prefill.plan import BLOCK, LEAST, Blocks, share_of
+from mmfast.prefill.plan import Blocks, share_of
 
 
 @register(
@@ -37,8 +37,8 @@ def flexprefill(
     budget: Budget,
     *,
     tau: float = 0.1,
-    block: int = BLOCK,
-    least: int = LEAST,
+    block: int = 128,
+    least: int = 4096,
     share: bool = True,
 ) -> FlexiblePattern:
     """Read the fewest blocks, or columns and diagonals, that hold a share of the attention.

@@ -11,14 +11,14 @@ from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.registry import register
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts, block_means, whole_blocks
-from mmfast.prefill.plan import BLOCK, LEAST, Blocks, share_of
+from mmfast.prefill.plan import Blocks, share_of
 
 
 @register(
     "hip", kind="prefill", paper="2406.09827", needs=("keys",), sites=("prefill",), adaptive=True, role="read"
 )
 def hip(
-    budget: Budget, *, block: int = BLOCK, least: int = LEAST, share: bool = True
+    budget: Budget, *, block: int = 128, least: int = 4096, share: bool = True
 ) -> TreeSearch:
     """Find the strongest blocks of keys by halving the most promising spans again and again.
 

@@ -20,7 +20,7 @@ from mmfast.ops.block_selection import (
     pooled_scores,
     probe_rows,
 )
-from mmfast.prefill.plan import BLOCK, LEAST, Blocks, share_of
+from mmfast.prefill.plan import Blocks, share_of
 
 SPLITS = (0.25, 0.5, 0.75)  # of the keys read, those in columns under vertical-slash
 
@@ -37,8 +37,8 @@ def minference(
     budget: Budget,
     *,
     probes: int = 64,
-    block: int = BLOCK,
-    least: int = LEAST,
+    block: int = 128,
+    least: int = 4096,
     share: bool = True,
 ) -> HeadPatterns:
     """Read the first and last keys, columns and diagonals, or blocks: what suits a head.

@@ -12,7 +12,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.registry import register
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import fewest, last_queries, pooled_scores, probe_rows
-from mmfast.prefill.plan import BLOCK, LEAST, Blocks, share_of
+from mmfast.prefill.plan import Blocks, share_of
 
 
 @register(
@@ -22,8 +22,8 @@ def pbs(
     budget: Budget,
     *,
     segment: int = 8,
-    block: int = BLOCK,
-    least: int = LEAST,
+    block: int = 128,
+    least: int = 4096,
     share: bool = True,
 ) -> PermutedBlocks:
     """Sort the keys of each segment by the attention they get, and read the fewest blocks of them.

@@ -17,7 +17,7 @@ from mmfast.ops.block_selection import (
     probe_rows,
     spread_queries,
 )
-from mmfast.prefill.plan import BLOCK, LEAST, Blocks, share_of
+from mmfast.prefill.plan import Blocks, share_of
 
 
 @register(
@@ -33,8 +33,8 @@ def sample_attention(
     *,
     rows: float = 0.02,
     window: float = 0.08,
-    block: int = BLOCK,
-    least: int = LEAST,
+    block: int = 128,
+    least: int = 4096,
     share: bool = True,
 ) -> SampledColumns:
     """Read a window and the key columns that sampled queries attend to most.

@@ -12,7 +12,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.registry import register
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts, last_queries, probe_rows, spread_queries
-from mmfast.prefill.plan import BLOCK, LEAST, Blocks, share_of
+from mmfast.prefill.plan import Blocks, share_of
 
 
 @register(
@@ -22,8 +22,8 @@ def zipvl(
     budget: Budget,
     *,
     probes: int = 64,
-    block: int = BLOCK,
-    least: int = LEAST,
+    block: int = 128,
+    least: int = 4096,
     share: bool = True,
 ) -> ImportantTokens:
     """Read the tokens that probe queries find important, as many as the layer needs.

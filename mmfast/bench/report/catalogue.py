@@ -70,6 +70,7 @@ def systems() -> list[dict[str, Any]]:
 def _offered(system: Row) -> str:
     names = [f"`{name}`" for name in system.get("offers", ())]
     names += [f"cache `{name}`" for name in system.get("caches", ())]
+    names += [f"prefill `{name}`" for name in system.get("prefills", ())]
     names += [f"head `{name}`" for name in system.get("heads", ())]
     names += [f"adapter `{name}`" for name in system.get("families", ())]
     return "; ".join([text for text in (" ".join(names), system.get("also", "")) if text])
@@ -186,6 +187,13 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             "policy: {name} | paper: {paper} | role: {role} | acts: {acts} | signals: {needs} | "
             "summary: {summary}",
             lines=_listed("cache", "policies"),
+        ),
+    ),
+    "prefill_methods": (
+        ReportTable(
+            "",
+            "method: {name} | paper: {paper} | budget: {budget} | summary: {summary}",
+            lines=_listed("prefill", "prefill"),
         ),
     ),
     "heads": (

@@ -6,7 +6,7 @@ attention over video: a sink, vertical stripes, and locality in time and in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -35,8 +35,29 @@ SPECS = (
 )
 
 
+ROUNDS = 3
+
+
+@benchmark("prefill", "sparse-16k")
+def sparse_16k(tick: Tick) -> list[Row]:
+    """Compare attention of a prompt of 16,384 visual tokens with all and with chosen blocks."""
+    return sparse_rows(16384, SPECS, ROUNDS, tick)
+
+
+@benchmark("prefill", "sparse-32k")
+def sparse_32k(tick: Tick) -> list[Row]:
+    """Compare the same at 32,768 tokens."""
+    return sparse_rows(32768, SPECS, ROUNDS, tick)
+
+
+@benchmark("prefill", "sparse-64k")
+def sparse_64k(tick: Tick) -> list[Row]:
+    """Compare the same at 65,536 tokens."""
+    return sparse_rows(65536, SPECS, 2, tick)
+
+
 class Sight(NamedTuple):
-    """Strength in logits of what a query head looks at, and the reach of its locality."""
+    """Logits that a query head gives to the sink, to a stripe, and to its own time and place."""
 
     sink: float
     stripes: float
@@ -108,3 +129,78 @@ def _waves(axis: Tensor, channels: int, top: float) -> Tensor:
     rates = top * torch.arange(1, channels // 2 + 1) / (channels // 2)
     angles = axis[:, None] * rates
     return torch.cat([angles.cos(), angles.sin()], 1) * (2 / channels) ** 0.5
+
+
+def sparse_rows(
+    tokens: int, specs: Sequence[str], rounds: int, tick: Tick = quiet, seed: int = 0
+) -> list[Row]:
+    """Measure one group of heads: a row for each method, and one of the dense kernel again."""
+    tick("making keys", 0, rounds + 1)
+    group = structured_group(tokens, seed)
+    with torch.no_grad(), timing.one_thread(), timing.frozen():
+        _, whole = group.dense()
+        kept: dict[str, Row] = {}
+
+        def sparse(spec: str) -> timing.Sample:
+            found, ms = timing.timed(partial(_sparse, group, spec), clock)
+            chosen_ms, level, read = found
+            kept.setdefault(spec, {"mass": _mass(level, whole), "read_share": read})
+            return {"ms": ms, "choose_ms": chosen_ms}
+
+        clock = timing.clock_of(torch.device("cpu"), 1)[0]
+        dense = partial(_dense, group, clock)
+        ways: dict[str, Callable[[], timing.Sample]] = {"dense": dense, timing.AGAIN: dense}
+        ways |= {spec: partial(sparse, spec) for spec in specs}
+        done = iter(range(1, rounds * len(ways) + 1))
+
+        def step() -> None:
+            tick(f"{tokens} tokens", next(done, 0), rounds * len(ways))
+
+        taken = timing.interleave(ways, rounds, step)
+    base = [each["ms"] for each in taken.pop("dense")]
+    again = [each["ms"] for each in taken.pop(timing.AGAIN)]
+    shared: Row = {"preset": f"{HEADS} heads of {WIDTH}", "tokens": tokens, "dtype": "float32"}
+    shared |= {**timing.ON_ONE_THREAD, "n": rounds, "dense_ms": median(base), "seed": seed}
+    shared |= {"noise": timing.noise(base, again), "least_share": least_share(group)}
+    rows = []
+    for spec, found in taken.items():
+        ms = [each["ms"] for each in found]
+        row = {**shared, "job": spec, "median_ms": median(ms), **kept[spec]}
+        row |= {"choose_ms": median(each["choose_ms"] for each in found)}
+        ratios = sorted(a / b for a, b in zip(base, ms, strict=True))
+        rows.append({**row, "speedup": median(ratios), "slowest": ratios[0], "fastest": ratios[-1]})
+    return rows
+
+
+def _dense(group: Group, clock: Callable[[], float]) -> timing.Sample:
+    return {"ms": timing.timed(group.dense, clock)[1]}
+
+
+def _sparse(group: Group, spec: str) -> tuple[float, Tensor, float]:
+    """Milliseconds of choosing, levels `[G, S]`, and the share of the pairs that were computed."""
+    plan, clock = plan_prefill(spec), timing.clock_of(torch.device("cpu"), 1)[0]
+    assert plan is not None
+    layer = PromptLayer(group.query[None], group.key, WIDTH**-0.5)
+    choice, ms = timing.timed(partial(plan.selector().choose, layer), clock)
+    _, level = block_attention(group.query, group.key, group.value, choice)
+    read = float(choice.reads(layer.length, layer.n).mean()) / ((layer.n + 1) / 2)
+    return ms, level, read
+
+
+def _mass(level: Tensor, whole: Tensor) -> float:
+    """Share of the attention that a sparse pass keeps, mean over queries and heads: exact."""
+    return float((level.double() - whole.double()).exp().mean())
+
+
+def least_share(group: Group, mass: float = 0.95, count: int = 32) -> float:
+    """Share of its keys that a query needs for so much of its attention, were they known.
+
+    The mean over heads and `count` queries of the second half.
+    """
+    size = group.key.shape[1]
+    found = []
+    for place in torch.linspace(size // 2, size - 1, count).long().tolist():
+        logits = group.query[:, place] @ group.key[0, : place + 1].T * WIDTH**-0.5
+        ranked = logits.softmax(-1).sort(dim=-1, descending=True).values.cumsum(-1)
+        found.append((((ranked < mass).sum(-1) + 1) / (place + 1)).mean())
+    return float(torch.stack(found).mean())

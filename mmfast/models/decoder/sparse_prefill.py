@@ -66,7 +66,7 @@ def _modules(model: Any) -> dict[int, nn.Module]:
 
 
 class PrefillStage:
-    """One method on one model; the trace gets a row `prefill` for every call in which it chose.
+    """One method on one model; the trace gets a row `sparse` for every call in which it chose.
 
     The row has the keys that a query could read and those that it read, means over queries, heads
     and layers, and the milliseconds in which was chosen.
@@ -100,7 +100,7 @@ class PrefillStage:
         local.mask = local.spans = None
         if local.heads:
             held, read = round(local.held / local.heads), round(local.read / local.heads)
-            row = Row("prefill", held, read, local.ms, method=str(self._plan))
+            row = Row("sparse", held, read, local.ms, method=str(self._plan))
             self._trace.rows.append(row)
         local.heads = 0
 

@@ -16,10 +16,9 @@ import numpy as np
 def weights(q: np.ndarray, k: np.ndarray, scale: float, i: int) -> np.ndarray:
     """Attention `[S]` of query i of one head."""
     last = len(k) - len(q) + i
-    logits = [float(q[i] @ k[j]) * scale for j in range(last + 1)]
-    top = max(logits)
+    logits = k[: last + 1] @ q[i] * scale
     found = np.zeros(len(k))
-    found[: last + 1] = [math.exp(x - top) for x in logits]
+    found[: last + 1] = np.exp(logits - logits.max())
     return found / found.sum()
 
 
