@@ -52,6 +52,7 @@ def _listed(kind: str, folder: str = "") -> Callable[[Rows], Rows]:
                 "needs": " ".join(m.needs),
                 "summary": m.summary,
                 "role": m.role,
+                "budget": m.takes,
                 "acts": acts(m),
                 "parity": f"{vectors(m)} vectors" if vectors(m) else "",
             }
