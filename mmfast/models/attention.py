@@ -61,7 +61,9 @@ def with_attn(model_kwargs: Any, attn: str | None, model: Any = None) -> Any:
         )
     if (model_kwargs or {}).get("attn_implementation", attn) != attn:
         other = model_kwargs["attn_implementation"]
-        raise ModelError(f"attn={attn!r} and attn_implementation={other!r} are both given; give one")
+        raise ModelError(
+            f"attn={attn!r} and attn_implementation={other!r} are both given; give one"
+        )
     return {**(model_kwargs or {}), "attn_implementation": attn}
 
 

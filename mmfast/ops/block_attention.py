@@ -106,9 +106,7 @@ def _attend(
     return out.reshape(heads, count, -1), level.reshape(heads, count)
 
 
-def _merged(
-    one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _merged(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention to the keys of both, which have none in common."""
     level = torch.logaddexp(one[1], two[1])
     shares = ((part[1] - level).exp()[..., None].to(one[0].dtype) for part in (one, two))
@@ -131,7 +129,9 @@ def flex_block_attention(
     run: Any = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
     given = [x[None].contiguous() for x in (query, key, value)]
     grouped = len(query) != len(key)
-    out, aux = run(*given, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    out, aux = run(
+        *given, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
+    )
     return out[0], aux.lse[0].float()
 
 

@@ -31,7 +31,8 @@ from mmfast.prefill.plan import Blocks, share_of
     paper="2502.20766",
     needs=("keys",),
     sites=("prefill",),
-    adaptive=True, role="mass"
+    adaptive=True,
+    role="mass",
 )
 def flexprefill(
     budget: Budget,

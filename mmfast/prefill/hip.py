@@ -15,11 +15,15 @@ from mmfast.prefill.plan import Blocks, share_of
 
 
 @register(
-    "hip", kind="prefill", paper="2406.09827", needs=("keys",), sites=("prefill",), adaptive=True, role="read"
+    "hip",
+    kind="prefill",
+    paper="2406.09827",
+    needs=("keys",),
+    sites=("prefill",),
+    adaptive=True,
+    role="read",
 )
-def hip(
-    budget: Budget, *, block: int = 128, least: int = 4096, share: bool = True
-) -> TreeSearch:
+def hip(budget: Budget, *, block: int = 128, least: int = 4096, share: bool = True) -> TreeSearch:
     """Find the strongest blocks of keys by halving the most promising spans again and again.
 
     Lee et al. (ICLR 2025): neighbouring tokens get similar attention, so that the middle of a span

@@ -31,7 +31,8 @@ SPLITS = (0.25, 0.5, 0.75)  # of the keys read, those in columns under vertical-
     paper="2407.02490",
     needs=("keys",),
     sites=("prefill",),
-    adaptive=True, role="read"
+    adaptive=True,
+    role="read",
 )
 def minference(
     budget: Budget,

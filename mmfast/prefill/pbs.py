@@ -16,7 +16,13 @@ from mmfast.prefill.plan import Blocks, share_of
 
 
 @register(
-    "pbs", kind="prefill", paper="2510.21270", needs=("keys",), sites=("prefill",), adaptive=True, role="mass"
+    "pbs",
+    kind="prefill",
+    paper="2510.21270",
+    needs=("keys",),
+    sites=("prefill",),
+    adaptive=True,
+    role="mass",
 )
 def pbs(
     budget: Budget,

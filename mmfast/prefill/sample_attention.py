@@ -26,7 +26,8 @@ from mmfast.prefill.plan import Blocks, share_of
     paper="2406.15486",
     needs=("keys",),
     sites=("prefill",),
-    adaptive=True, role="mass"
+    adaptive=True,
+    role="mass",
 )
 def sample_attention(
     budget: Budget,

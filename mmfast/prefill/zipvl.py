@@ -16,7 +16,13 @@ from mmfast.prefill.plan import Blocks, share_of
 
 
 @register(
-    "zipvl", kind="prefill", paper="2410.08584", needs=("keys",), sites=("prefill",), adaptive=True, role="mass"
+    "zipvl",
+    kind="prefill",
+    paper="2410.08584",
+    needs=("keys",),
+    sites=("prefill",),
+    adaptive=True,
+    role="mass",
 )
 def zipvl(
     budget: Budget,

@@ -49,7 +49,9 @@ class SlowPrefill:
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
 
-    def around(self, call: Any, module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> Any:
+    def around(
+        self, call: Any, module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any
+    ) -> Any:
         if q.shape[2] < 8:
             return call(module, q, k, v, mask, **kwargs)
         self.calls += 1

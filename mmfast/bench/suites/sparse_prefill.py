@@ -103,7 +103,7 @@ def structured_group(tokens: int, seed: int = 0) -> Group:
     source = torch.Generator().manual_seed(seed)
     place = torch.arange(tokens)
     axes = (place // SIDE**2, place // SIDE % SIDE, place % SIDE)
-    waves = [_waves(axis, *of) for axis, of in zip(axes, ((24, 0.4), (8, 1.0), (8, 1.0)))]
+    waves = [_waves(axis, *of) for axis, of in zip(axes, WAVES, strict=True)]
     striped = (torch.rand(tokens, generator=source) < STRIPES).float()
     height = striped * (0.7 + 0.6 * torch.rand(tokens, generator=source))
     sink = torch.zeros(tokens)
@@ -117,7 +117,7 @@ def structured_group(tokens: int, seed: int = 0) -> Group:
         flat = torch.tensor(gains).expand(tokens, 2) * (
             1 + 0.15 * torch.randn(tokens, 2, generator=source)
         )
-        near = [wave * gain for wave, gain in zip(waves, (sight.time, sight.place, sight.place))]
+        near = [wave * gain for wave, gain in zip(waves, gains, strict=True)]
         rest = torch.randn(tokens, WIDTH - 42, generator=source) * 0.2
         queries.append(torch.cat([flat, *near, rest], 1) * scale)
     value = torch.randn(1, tokens, WIDTH, generator=source)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmfast.core.errors import MmfastError
-from mmfast.models.loading import load
 from mmfast.models.attention import with_attn
+from mmfast.models.loading import load
 from mmfast.planner.arithmetic import check_weights, use_weights
 from mmfast.serve.engine.base import LOG
 

@@ -45,9 +45,7 @@ def best(scores: Iterable[float], count: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
-def pairs(
-    length: int, n: int, size: int, wanted: Callable[[int, int], bool]
-) -> np.ndarray:
+def pairs(length: int, n: int, size: int, wanted: Callable[[int, int], bool]) -> np.ndarray:
     """Mask `[L, S]`: before its own block a query reads key j where `wanted(block, j)`."""
     mask = np.zeros((length, n), dtype=bool)
     for i in range(length):
@@ -93,7 +91,7 @@ def sample_attention(
     length, n = q.shape[2], k.shape[1]
     before, wide = n - length, round(window * n / size)
     found = []
-    for heads, keys in zip(q, k):
+    for heads, keys in zip(q, k, strict=True):
         sampled = spread(length, round(rows * length))
         outside = np.zeros(n)
         for i in sampled:
@@ -117,7 +115,7 @@ def zipvl(
     length, n = q.shape[2], k.shape[1]
     chosen = sorted({*spread(length, probes), *range(max(0, length - probes), length)})
     needs, scores = [], []
-    for heads, keys in zip(q, k):
+    for heads, keys in zip(q, k, strict=True):
         rows = [mean_weights(heads, keys, scale, i) for i in chosen]
         needs += [len(smallest(row, budget)) for row in rows]
         sees = [sum(j <= i + n - length for i in chosen) or 1 for j in range(n)]
@@ -132,18 +130,25 @@ def flexprefill(
 ) -> np.ndarray:
     length, n = q.shape[2], k.shape[1]
     before, found = n - length, []
-    for heads, keys in zip(q, k):
+    for heads, keys in zip(q, k, strict=True):
         last = range(max(0, length - size), length)
         rows = {i: mean_weights(heads, keys, scale, i) for i in last}
-        true = np.array([sum(row[c : c + size].sum() for row in rows.values()) for c in range(0, n, size)])
+        true = np.array(
+            [sum(row[c : c + size].sum() for row in rows.values()) for c in range(0, n, size)]
+        )
         true = true / len(rows)
         means = [keys[c : c + size].mean(0) for c in range(0, n, size)]
         guess = np.zeros(len(means))
         for head in heads:
-            exps = np.array([math.exp(float(head[-size:].mean(0) @ mean) * scale) for mean in means])
+            exps = np.array(
+                [math.exp(float(head[-size:].mean(0) @ mean) * scale) for mean in means]
+            )
             guess += exps / exps.sum() / len(heads)
         middle = (true + guess) / 2
-        both = [sum(x * math.log(x / m) for x, m in zip(p, middle) if x > 0) for p in (true, guess)]
+        both = [
+            sum(x * math.log(x / m) for x, m in zip(p, middle, strict=True) if x > 0)
+            for p in (true, guess)
+        ]
         if math.sqrt(max(0.0, sum(both) / 2)) < tau:
             shares = pooled(heads, keys, scale, size, before)
             flat = smallest(shares.flatten(), budget * shares.sum())
@@ -165,7 +170,7 @@ def minference(
 ) -> np.ndarray:
     length, n = q.shape[2], k.shape[1]
     before, found = n - length, []
-    for heads, keys in zip(q, k):
+    for heads, keys in zip(q, k, strict=True):
         last = range(max(0, length - probes), length)
         rows = {i: mean_weights(heads, keys, scale, i) for i in last}
         total = max(1, round(budget * -(-n // size)))
@@ -179,7 +184,9 @@ def minference(
             near = set(best(lines(rows, n, length, size), slashes))
             columns = set(best(sum(rows.values()), (total - slashes) * size))
             ways.append(
-                pairs(length, n, size, lambda r, j, c=columns, s=near: j in c or distance(r, j) in s)
+                pairs(
+                    length, n, size, lambda r, j, c=columns, s=near: j in c or distance(r, j) in s
+                )
             )
         shares = pooled(heads, keys, scale, size, before)
         tops = [set(best(row, total)) for row in shares]
@@ -194,7 +201,7 @@ def pbs(
 ) -> np.ndarray:
     length, n = q.shape[2], k.shape[1]
     found = []
-    for heads, keys in zip(q, k):
+    for heads, keys in zip(q, k, strict=True):
         last = range(max(0, length - size), length)
         scores = sum(mean_weights(heads, keys, scale, i) for i in last)
         order: list[int] = []
@@ -216,7 +223,7 @@ def hip(q: np.ndarray, k: np.ndarray, scale: float, budget: float, size: int) ->
     length, n = q.shape[2], k.shape[1]
     before, found = n - length, []
     count = max(1, round(budget * -(-n // size)))
-    for heads, keys in zip(q, k):
+    for heads, keys in zip(q, k, strict=True):
         chosen = []
         for r in range(-(-length // size)):
             end = -(-(r * size + before) // size)
