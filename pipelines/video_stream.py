@@ -14,6 +14,7 @@ from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.spec import parse
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
+from mmfast.models.attention import with_attn
 from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import EMBEDDED, embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache

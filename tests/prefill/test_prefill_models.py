@@ -143,9 +143,11 @@ def test_what_is_not_causal_stays_dense_and_is_told() -> None:
     this = tiny("gemma3")
     inputs = this.inputs(["{image} what?"], images=this.images(1))
     stock = generate(this, inputs)
-    with pytest.warns(UserWarning, match="mask is not causal"):
-        with attach(this.model, prefill="hip:0.3?least=2&block=4") as trace:
-            got = generate(this, inputs)
+    with (
+        pytest.warns(UserWarning, match="mask is not causal"),
+        attach(this.model, prefill="hip:0.3?least=2&block=4") as trace,
+    ):
+        got = generate(this, inputs)
     logits_close(got, stock)
     assert any("not causal" in note for note in trace.notes)
 
@@ -154,9 +156,11 @@ def test_training_stays_dense() -> None:
     model, ids = text_model("llama"), prompt(40)
     embeds = model.get_input_embeddings()(ids).requires_grad_()
     want = model(inputs_embeds=embeds).logits
-    with pytest.warns(UserWarning, match="gradients"):
-        with attach(model, prefill="zipvl:0.3?least=2&block=4"):
-            got = model(inputs_embeds=embeds).logits
+    with (
+        pytest.warns(UserWarning, match="gradients"),
+        attach(model, prefill="zipvl:0.3?least=2&block=4"),
+    ):
+        got = model(inputs_embeds=embeds).logits
     assert torch.equal(got, want) and got.requires_grad
 
 

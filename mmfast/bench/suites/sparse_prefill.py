@@ -75,6 +75,7 @@ SIGHTS = (
     Sight(10.5, 4.0, 5.0, 2.0),
     Sight(9.0, 6.0, 6.0, 1.0),
 )
+WAVES = ((24, 0.4), (8, 1.0), (8, 1.0))  # channels and highest rate of time, row and column
 STRIPES = 0.02  # share of the keys that many queries want
 
 
@@ -113,11 +114,11 @@ def structured_group(tokens: int, seed: int = 0) -> Group:
     scale = WIDTH**0.5
     queries = []
     for sight in SIGHTS:
-        gains = (sight.sink, sight.stripes)
+        gains, places = (sight.sink, sight.stripes), (sight.time, sight.place, sight.place)
         flat = torch.tensor(gains).expand(tokens, 2) * (
             1 + 0.15 * torch.randn(tokens, 2, generator=source)
         )
-        near = [wave * gain for wave, gain in zip(waves, gains, strict=True)]
+        near = [wave * gain for wave, gain in zip(waves, places, strict=True)]
         rest = torch.randn(tokens, WIDTH - 42, generator=source) * 0.2
         queries.append(torch.cat([flat, *near, rest], 1) * scale)
     value = torch.randn(1, tokens, WIDTH, generator=source)

@@ -178,7 +178,10 @@ def minference(
         def distance(r: int, j: int) -> int:
             return (r * size + before) // size - j // size
 
-        ways = [pairs(length, n, size, lambda r, j: j < size or 0 <= distance(r, j) < total - 1)]
+        def near_or_first(r: int, j: int, window: int = total - 1) -> bool:
+            return j < size or 0 <= distance(r, j) < window
+
+        ways = [pairs(length, n, size, near_or_first)]
         for part in (0.25, 0.5, 0.75):
             slashes = min(total, max(1, round((1 - part) * total)))
             near = set(best(lines(rows, n, length, size), slashes))
