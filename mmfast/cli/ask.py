@@ -67,11 +67,11 @@ def ask(
     if save_overlay is not None:
         check_target(save_overlay)
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
-    given: dict[str, Any] = {"reduce": reduce, "cache": cache, "decode": decode}
-    given |= {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
-    given |= {"prefill": prefill, "attn": attn}
-    given |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
-    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given)
+    given = {"reduce": reduce, "cache": cache, "decode": decode, "prefill": prefill, "attn": attn}
+    more = {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
+    more |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
+    options |= {**given, **more}
+    pipe = pipeline(task, model, device=device, dtype=dtype, **options)
     pipe.tick = shared.silent if as_json else pipe.tick
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScopeWarning)  # the answer has a note of it
@@ -81,9 +81,9 @@ def ask(
     if compare is None:
         return print_answer(answer, as_json)
     pipe.embedded = False  # its answer is noted; the other one would not spend time on that
-    stock = pipeline(task, (pipe.model, pipe.processor), **options)
+    plain = {key: options[key] for key in ("frames", "fps", "max_new_tokens")}
+    stock = pipeline(task, (pipe.model, pipe.processor), **plain)
     found = {"reduce": reduce, "cache": cache, "note": answer.note}
-    found |= {"prefill": prefill} if prefill else {}
     print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
 
 

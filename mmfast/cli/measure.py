@@ -159,7 +159,8 @@ def evaluate(
     output.keep_rows(out, [])  # from here on Ctrl-C tells of them
     from mmfast.caches.plan import call_plan, plan_cache
 
-    _check_suite(suite, {"weights": weights, "prefill": prefill, "attn": attn}, reduce or cache)
+    asked: dict[str, Any] = {"weights": weights, "prefill": prefill, "attn": attn}
+    _check_suite(suite, asked, reduce or cache)
     for spec in cache or []:  # a stream reads again what its score policy has let go
         plan_cache(spec) if suite == "stream" else call_plan(spec)
     if suite == "stream":
@@ -176,14 +177,7 @@ def evaluate(
     with output.progress("eval") as tick:
         document = run_eval(
             specs,
-            n=n,
-            seed=seed,
-            model=model,
-            name=suite,
-            caches=list(cache or []),
-            weights=weights,
-            prefill=prefill,
-            attn=attn,
+            **dict(asked, n=n, seed=seed, model=model, name=suite, caches=list(cache or [])),
             progress=lambda spec, done, total: tick(done, total, spec),
             sink=lambda document: output.keep_rows(out, eval_rows(document, environ)),
         )

@@ -22,7 +22,7 @@ from mmfast.ops.block_selection import (
     pooled_scores,
     probe_rows,
 )
-from mmfast.prefill.plan import Blocks, share_of
+from mmfast.prefill.plan import BlockSettings, share_of
 
 
 @register(
@@ -67,7 +67,7 @@ def flexprefill(
 
 
 @dataclass(frozen=True)
-class FlexiblePattern(Blocks):
+class FlexiblePattern(BlockSettings):
     """One of two patterns for each head."""
 
     tau: float = 0.1

@@ -11,7 +11,7 @@ from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.registry import register
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts, block_means, whole_blocks
-from mmfast.prefill.plan import Blocks, share_of
+from mmfast.prefill.plan import BlockSettings, share_of
 
 
 @register(
@@ -42,7 +42,7 @@ def hip(budget: Budget, *, block: int = 128, least: int = 4096, share: bool = Tr
 
 
 @dataclass(frozen=True)
-class TreeSearch(Blocks):
+class TreeSearch(BlockSettings):
     """Blocks by a search in a tree of spans."""
 
     def choose(self, layer: PromptLayer) -> BlockChoice:

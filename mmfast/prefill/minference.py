@@ -20,7 +20,7 @@ from mmfast.ops.block_selection import (
     pooled_scores,
     probe_rows,
 )
-from mmfast.prefill.plan import Blocks, share_of
+from mmfast.prefill.plan import BlockSettings, share_of
 
 SPLITS = (0.25, 0.5, 0.75)  # of the keys read, those in columns under vertical-slash
 
@@ -67,7 +67,7 @@ def minference(
 
 
 @dataclass(frozen=True)
-class HeadPatterns(Blocks):
+class HeadPatterns(BlockSettings):
     """One of three patterns for each head."""
 
     probes: int = 64

@@ -12,7 +12,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.registry import register
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import fewest, last_queries, pooled_scores, probe_rows
-from mmfast.prefill.plan import Blocks, share_of
+from mmfast.prefill.plan import BlockSettings, share_of
 
 
 @register(
@@ -56,7 +56,7 @@ def pbs(
 
 
 @dataclass(frozen=True)
-class PermutedBlocks(Blocks):
+class PermutedBlocks(BlockSettings):
     """Blocks of sorted keys."""
 
     segment: int = 8

@@ -51,7 +51,7 @@ def plan_prefill(text: str | PrefillPlan | None) -> PrefillPlan | None:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockSettings:
     """Settings that all methods share.
 
     Attributes:

@@ -17,7 +17,7 @@ from mmfast.ops.block_selection import (
     probe_rows,
     spread_queries,
 )
-from mmfast.prefill.plan import Blocks, share_of
+from mmfast.prefill.plan import BlockSettings, share_of
 
 
 @register(
@@ -65,7 +65,7 @@ def sample_attention(
 
 
 @dataclass(frozen=True)
-class SampledColumns(Blocks):
+class SampledColumns(BlockSettings):
     """A window and columns."""
 
     rows: float = 0.02

@@ -12,7 +12,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.registry import register
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts, last_queries, probe_rows, spread_queries
-from mmfast.prefill.plan import Blocks, share_of
+from mmfast.prefill.plan import BlockSettings, share_of
 
 
 @register(
@@ -56,7 +56,7 @@ def zipvl(
 
 
 @dataclass(frozen=True)
-class ImportantTokens(Blocks):
+class ImportantTokens(BlockSettings):
     """Important tokens by probes."""
 
     probes: int = 64

@@ -40,7 +40,7 @@ _OWN = ("softcap", "s_aux", "position_bias", "sliding_window", "block_indices")
 _ROWS = 1 << 24  # entries of a mask that are compared at a time
 
 
-class _Pass(threading.local):
+class _SparseSums(threading.local):
     heads: int = 0  # of all layers and rows of the call
     held: float = 0.0
     read: float = 0.0
@@ -65,7 +65,7 @@ def _modules(model: Any) -> dict[int, nn.Module]:
     return {index: module for index, module in found.items() if module is not None}
 
 
-class PrefillStage:
+class SparsePrefill:
     """One method on one model; the trace gets a row `sparse` for every call in which it chose.
 
     The row has the keys that a query could read and those that it read, means over queries, heads
@@ -74,7 +74,7 @@ class PrefillStage:
 
     def __init__(self, model: Any, plan: PrefillPlan, trace: Trace) -> None:
         self._model, self._plan, self._trace = model, plan, trace
-        self._selector, self._local = plan.selector(), _Pass()
+        self._selector, self._local = plan.selector(), _SparseSums()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
