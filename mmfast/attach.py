@@ -137,7 +137,8 @@ def attach(
             `retrieve`, bits for `quant`). For a DynamicCache.
         encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding.
         decode: Draft and verify in `generate`, such as `"self:0.1"`: see `decoding.speculation`.
-        prefill: What long prompts read (`"flexprefill:0.95"`). attn: Back end of attention.
+        prefill: What long prompts read, such as `"flexprefill:0.95"`.
+        attn: Attention back end, such as `"sdpa"` or `"flash_attention_2"`.
 
     Returns:
         The handle. Its trace has a row per stage and call, and every Reduction; `kv` has entries of

@@ -70,8 +70,7 @@ def ask(
     given = {"reduce": reduce, "cache": cache, "decode": decode, "prefill": prefill, "attn": attn}
     more = {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
     more |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
-    options |= {**given, **more}
-    pipe = pipeline(task, model, device=device, dtype=dtype, **options)
+    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **more)
     pipe.tick = shared.silent if as_json else pipe.tick
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScopeWarning)  # the answer has a note of it
@@ -81,8 +80,7 @@ def ask(
     if compare is None:
         return print_answer(answer, as_json)
     pipe.embedded = False  # its answer is noted; the other one would not spend time on that
-    plain = {key: options[key] for key in ("frames", "fps", "max_new_tokens")}
-    stock = pipeline(task, (pipe.model, pipe.processor), **plain)
+    stock = pipeline(task, (pipe.model, pipe.processor), **options)
     found = {"reduce": reduce, "cache": cache, "note": answer.note}
     print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
 
