@@ -7,8 +7,9 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.spec import AUTO, Spec, parse
 from mmfast.core.trace import Trace
 from mmfast.decoding.speculation import DecodePlan, plan_decode
+from mmfast.prefill.plan import PrefillPlan, plan_prefill
 
 PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
@@ -102,6 +104,8 @@ def attach(
     cache: str | CachePlan | None = None,
     encoder: str | None = None,
     decode: str | DecodePlan | None = None,
+    prefill: str | PrefillPlan | None = None,
+    attn: str | None = None,
 ) -> Handle:
     """Reduce the visual tokens and the KV cache of a model, from now until it is detached.
 
@@ -109,17 +113,15 @@ def attach(
     attach(…)` has `handle.trace` and `handle.detach()`. The model may also be a transformers
     pipeline, a Trainer, a PEFT, compiled, DDP or FSDP model, and cannot be copied or pickled. A
     prompt on which a stage cannot act (no media, merged features) is warned of once and noted.
-
     Everything else stays stock: `generate` with beams, chunked prefill, static or dynamic caches,
-    batches, threads, later turns with further images. Tokens keep their positions, and separators
-    stay. A share refers to the tokens that enter its stage, a whole number
-    is per image or video, and a share of 1.0 leaves the model bit-identical. Removing tokens at
+    batches, threads, later turns with further images. Tokens keep positions, and separators stay. A
+    share refers to the tokens that enter its stage, a whole number is per image or video, and a
+    share of 1.0 leaves the model bit-identical. Removing tokens at
     `pre` gives what the stock model computes on the prompt without them, sliding windows,
     convolutions and images that see forward included; at `llm<K>` this holds from layer K on, and
     `tokens=text` or `all` drops text. Hidden states and logits of a prompt have its reduced length,
     rows left-padded. At `llm<K>` the last query and the text of media stages are those of the call:
     a chunk, or with a draft at its end; a cache made uneven there is to be continued attached.
-
     `cache` decides which keys and values stay, in which precision, and which are read: by KV head,
     layer and row, in layers of full attention; entries keep their positions. Policies act at the
     end of every prompt on the tokens present, `sink`, `window` and `streamingvlm` at every step,
@@ -135,6 +137,8 @@ def attach(
             `retrieve`, bits for `quant`). For a DynamicCache.
         encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding.
         decode: Draft and verify in `generate`, such as `"self:0.1"`: see `decoding.speculation`.
+        prefill: What long prompts read, such as `"flexprefill:0.95"`.
+        attn: Attention back end, such as `"sdpa"` or `"flash_attention_2"`.
 
     Returns:
         The handle. Its trace has a row per stage and call, and every Reduction; `kv` has entries of
@@ -151,11 +155,35 @@ def attach(
 
     specs: Any = AUTO if reduce == AUTO else parse(reduce)
     plan, drafts, model = call_plan(cache), plan_decode(decode), stock_model(model)
+    more = {"cache": plan, "encoder": encoder, "decode": drafts}
+    more |= {"prefill": plan_prefill(prefill), "attn": attn}
+    return _attached(model, reduce, specs, more)
+
+
+def _attached(model: Any, reduce: Any, specs: Any, more: Mapping[str, Any]) -> Handle:
+    """Install the stages of a spec, and what acts beside them by option."""
+    plan, encoder, drafts, sparse, attn = more.values()
     source = _source(model, specs, plan, drafts)
-    handle = Handle(model, _written(reduce, specs, plan, encoder, drafts))
-    if any(stage is not None for stage in (specs or None, plan, encoder, source)):
-        handle.install(model, _drafting(model, specs, plan, encoder, handle.trace, source))
+    handle = Handle(model, _written(reduce, specs, more))
+    if specs or any(stage is not None for stage in more.values()):
+        rest = _drafting(model, specs, plan, encoder, handle.trace, source)
+        handle.install(model, chain(_attention(model, sparse, attn, handle.trace), rest))
     return handle
+
+
+def _attention(
+    model: Any, sparse: PrefillPlan | None, attn: str | None, trace: Trace
+) -> Iterator[Stage]:
+    """Stages that change how attention is computed; everything else stands around them."""
+    if attn is not None:
+        from mmfast.models.attention import attention_by
+
+        yield attention_by(model, attn)
+    if sparse is not None:
+        from mmfast.models.decoder.sparse_prefill import SparsePrefill, check_prefill
+
+        check_prefill(sparse, model)
+        yield SparsePrefill(model, sparse, trace).installed()
 
 
 def _source(model: Any, specs: Any, plan: CachePlan | None, drafts: DecodePlan | None) -> Any:
@@ -168,16 +196,9 @@ def _source(model: Any, specs: Any, plan: CachePlan | None, drafts: DecodePlan |
     return DraftSource(model, drafts)
 
 
-def _written(
-    reduce: Any,
-    specs: Sequence[Spec],
-    plan: CachePlan | None,
-    encoder: str | None,
-    drafts: DecodePlan | None,
-) -> str:
+def _written(reduce: Any, specs: Sequence[Spec], more: Mapping[str, Any]) -> str:
     """Name what is attached, as the caller wrote it."""
     stages = reduce if isinstance(reduce, str) else "+".join(map(str, specs))
-    more = {"cache": plan, "encoder": encoder, "decode": drafts}
     parts = (stages, *(f"{name} {value}" for name, value in more.items() if value))
     return ", ".join(part for part in parts if part)
 

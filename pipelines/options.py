@@ -14,8 +14,10 @@ from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.trace import parse_bytes
 from mmfast.models import loading
+from mmfast.models.attention import check_attn
 from mmfast.models.vision.acceleration import check_encoder
 from mmfast.planner.arithmetic import check_weights
+from mmfast.prefill.plan import plan_prefill
 from mmfast.streams.reuse.plan import parse_reuse
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,6 +48,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "encoder": check_encoder,
     "reuse": parse_reuse,
     "weights": check_weights,
+    "prefill": plan_prefill,
+    "attn": check_attn,
     "device": loading.pick_device,
     "dtype": loading.pick_dtype,
     **dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), parse_bytes),

@@ -14,6 +14,7 @@ from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.spec import parse
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
+from mmfast.models.attention import with_attn
 from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import EMBEDDED, embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
@@ -52,6 +53,7 @@ class VideoStream:
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         weights: Packed weights of the decoder, as of `video-qa`; None: as loaded.
+        attn: Attention back end, as of `video-qa`.
         fps: Frames per second of the streams: of frames pushed without a time, and of sources.
         system: Text of a system message; None leaves it to the chat template.
         sized_for: Some processors (Qwen3-VL) share a budget of pixels out over all frames of a
@@ -90,6 +92,7 @@ class VideoStream:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         weights: str | None = None,
+        attn: str | None = None,
         fps: float = 1.0,
         system: str | None = None,
         sized_for: int = 64,
@@ -101,6 +104,7 @@ class VideoStream:
         with within(self.task):
             parse(reduce)
             plan = _encoder_alone(reuse, store, frame_cache)
+            model_kwargs = with_attn(model_kwargs, attn, model)
         gate = FrameGate(gate) if isinstance(gate, int | float) else gate
         source = (_path(STREAM_MODEL) or _path(EMBEDDED)) if model is None else model
         self.model, self.processor = load(source, device, dtype, processor, model_kwargs)

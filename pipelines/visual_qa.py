@@ -22,6 +22,7 @@ from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.image import kind_of, read_image
 from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, seekable
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.attention import with_attn
 from mmfast.models.cost import FirstToken, encoder_timer
 from mmfast.models.families.adapter import add_views, check_media, token_counts
 from mmfast.models.loading import load
@@ -46,6 +47,7 @@ from mmfast.planner.arithmetic import use_weights
 from mmfast.planner.auto import say
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, automatic, check_alone, make_target
+from mmfast.prefill.plan import plan_prefill
 from mmfast.streams.reply import placeholders
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.plan import check_beside, parse_reuse
@@ -152,6 +154,10 @@ class VisualQA:
         encoder: None (stock), `"fast"`, `"compile"` or `"graph"`: how the vision tower runs.
         decode: Draft and verify, such as `"self:0.1"` or `"recycle"`: the same answer in fewer
             passes; the trace gets a row `draft`. See `mmfast.attach`.
+        prefill: What a long prompt reads, such as `"sample_attention:0.95"`: its attention goes to
+            chosen blocks of keys; the trace gets a row `sparse`.
+        attn: Attention back end of a model that is loaded: `"sdpa"`, `"eager"`,
+            `"flash_attention_2"`, `"flash_attention_3"` or `"flex_attention"`.
         reuse: What is kept of media for later questions: `"encoder"` (outputs of the tower),
             `"prefix"` (and keys and values of a shared beginning, bit for bit) or `"blend:0.15"`
             (and of pictures seen elsewhere, of which every layer reads that share of the tokens
@@ -197,6 +203,8 @@ class VisualQA:
         cache: str | None = None,
         encoder: str | None = None,
         decode: str | None = None,
+        prefill: str | None = None,
+        attn: str | None = None,
         reuse: str | None = None,
         store: ReuseStore | str | Path | None = None,
         device: str | torch.device | None = None,
@@ -218,7 +226,9 @@ class VisualQA:
             reduce, self.target = automatic(reduce, target)
             specs, plan, self.decode = parse(reduce), call_plan(cache), plan_decode(decode)
             again = parse_reuse(reuse)
-            check_beside(again, specs, plan, decode)
+            check_beside(again, specs, plan, decode, prefill)
+            self.prefill = plan_prefill(prefill)
+            model_kwargs = with_attn(model_kwargs, attn, model)
             if again is None and store is not None:
                 raise MmfastError("store= keeps nothing without reuse=; give reuse='prefix' too")
             check_alone(self.target, reduce)
@@ -228,6 +238,7 @@ class VisualQA:
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
+        self._inside = (plan, encoder, self.decode, self.prefill)
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
         self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
@@ -448,13 +459,13 @@ class VisualQA:
     ) -> Iterator[tuple[Trace, dict[str, Any]]]:
         """Attach what acts inside the model; the trace, and what `generate` is to be given."""
         if self.reuse is None:
-            with attach(self.model, reduce, self.cache, self.encoder, self.decode) as trace:
+            with attach(self.model, reduce, *self._inside) as trace:
                 yield trace, inputs
             return
         check_beside(self.reuse.plan, reduce, self.cache)
         specs = check(parse(reduce), self.model, self.cache, self.encoder)
         behind = () if self.reuse.plan.prefix else [s for s in specs if s.site != "vit"]
-        with attach(self.model, behind, self.cache, self.encoder, self.decode) as trace:
+        with attach(self.model, behind, *self._inside) as trace:
             beams = how.get("num_beams") or 1
             yield trace, self.reuse.inputs(inputs, specs, self.encoder, beams, trace)
         self.reuse.store.flush()

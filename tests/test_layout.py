@@ -23,6 +23,7 @@ FILES, LINES = 537, 103_400
 TOPS = ("mmfast", "kernels", "pipelines", "demos")
 MEDIA = {"av", "decord", "PIL", "numpy", "soundfile"}
 EVERY = {"core", "ops", "reducers", "caches", "decoding", "heads", "frontends", "models", "attach"}
+EVERY |= {"prefill"}
 # folder -> (parts of mmfast it may import, third-party packages it must not)
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"core"}, {"transformers", "timm", "triton"} | MEDIA),
@@ -31,6 +32,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "ops": ({"core", "ops", "kernels"}, {"transformers", "timm", "triton"} | MEDIA - {"numpy"}),
     "reducers": ({"core", "ops"}, {"transformers", "timm", "triton"} | MEDIA),
     "caches": ({"core", "ops", "caches"}, {"transformers", "timm", "triton"} | MEDIA),
+    "prefill": ({"core", "ops", "prefill"}, {"transformers", "timm", "triton"} | MEDIA),
     "heads": ({"core", "ops", "heads"}, {"transformers", "timm", "triton"} | MEDIA),
     "decoding": ({"core", "ops", "decoding"}, {"transformers", "timm", "triton"} | MEDIA),
     "frontends": ({"core", "ops", "frontends"}, {"transformers", "timm", "triton"}),

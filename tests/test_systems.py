@@ -9,7 +9,7 @@ from mmfast.bench.report.docs import write_table
 from mmfast.core.registry import methods
 from mmfast.models.families.adapter import families
 
-KINDS = {"offers": "reducer", "caches": "cache", "heads": "head"}
+KINDS = {"offers": "reducer", "caches": "cache", "heads": "head", "prefills": "prefill"}
 
 
 def _row(reduce: str | None, score: float) -> dict[str, Any]:
@@ -50,6 +50,8 @@ def test_every_published_method_has_its_system() -> None:
     cached = {name for system in systems() for name in system.get("caches", ())}
     # `retrieve` is ReKV by a descriptive name.
     assert {m.name for m in methods("cache") if m.paper} - cached <= {"retrieve"}
+    sparse = {name for system in systems() for name in system.get("prefills", ())}
+    assert {m.name for m in methods("prefill")} == sparse
     heads = {name for system in systems() for name in system.get("heads", ())}
     assert {m.name for m in methods("head")} <= heads
 

@@ -30,6 +30,7 @@ SUITES = {
     "serve": (*_SERVE, "serve_realtime", "serve_hostile", "vllm_load"),
     "kernels": ("kernels", "column_sums", "selection"),
     "decode": ("decode", "drafts", "kvpress_side", "step_selection", "weights"),
+    "prefill": ("sparse_prefill",),
     "encoder": ("vision",),
     "train": ("training",),
 }

@@ -30,6 +30,8 @@ def ask(
     reduce: shared.Reduce = None,
     cache: shared.Cache = None,
     decode: shared.Decode = None,
+    prefill: shared.Prefill = None,
+    attn: shared.Attn = None,
     reuse: shared.Reuse = None,
     reuse_folder: shared.ReuseFolder = None,
     frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
@@ -53,7 +55,7 @@ def ask(
 
     open_source(media, DEFAULT_LIMITS)  # what is wrong here needs no import of torch
     reduce, cache = _compared(compare, reduce, cache)
-    check_names([reduce], [cache])
+    check_names([reduce], [cache], [prefill])
     quiet()
     from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import ScopeWarning, check_question
@@ -65,10 +67,10 @@ def ask(
     if save_overlay is not None:
         check_target(save_overlay)
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
-    given: dict[str, Any] = {"reduce": reduce, "cache": cache, "decode": decode}
-    given |= {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
-    given |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
-    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given)
+    given = {"reduce": reduce, "cache": cache, "decode": decode, "prefill": prefill, "attn": attn}
+    more = {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
+    more |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
+    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **more)
     pipe.tick = shared.silent if as_json else pipe.tick
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScopeWarning)  # the answer has a note of it

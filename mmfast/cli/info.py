@@ -79,7 +79,7 @@ def _show(found: Sequence[Method], name: str, kind: str | None, as_json: bool) -
 
 
 def _example(method: Method) -> dict[str, str]:
-    option = "cache" if method.kind == "cache" else "reduce"
+    option = "reduce" if method.kind == "reducer" else method.kind
     spec = f'{option}="{method.example}"'
     task, file = ("image-qa", "a.jpg") if method.sites[0] == "pixel" else ("video-qa", "a.mp4")
     if method.kind == "head":

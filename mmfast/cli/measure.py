@@ -11,7 +11,18 @@ from rich.console import Console
 from rich.table import Table
 
 from mmfast.cli import options, output
-from mmfast.cli.options import Caches, Device, Dtype, Json, Model, Reduces, Weights, complete_preset
+from mmfast.cli.options import (
+    Attn,
+    Caches,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Prefill,
+    Reduces,
+    Weights,
+    complete_preset,
+)
 from mmfast.core.errors import MmfastError
 
 
@@ -124,6 +135,8 @@ def evaluate(
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
     model: Model = None,
     weights: Weights = None,
+    prefill: Prefill = None,
+    attn: Attn = None,
     data: _Data = None,
     frames: _Frames = 8,
     strict: _Strict = False,
@@ -137,7 +150,7 @@ def evaluate(
     from mmfast.models.quiet import quiet
 
     quiet()
-    check_names(reduce or [], cache or [])
+    check_names(reduce or [], cache or [], [prefill])
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
     _check_given(context, "eval" if data is None else "data")
@@ -146,7 +159,8 @@ def evaluate(
     output.keep_rows(out, [])  # from here on Ctrl-C tells of them
     from mmfast.caches.plan import call_plan, plan_cache
 
-    _check_suite(suite, weights, bool(reduce or cache))
+    asked: dict[str, Any] = {"weights": weights, "prefill": prefill, "attn": attn}
+    _check_suite(suite, asked, reduce or cache)
     for spec in cache or []:  # a stream reads again what its score policy has let go
         plan_cache(spec) if suite == "stream" else call_plan(spec)
     if suite == "stream":
@@ -163,27 +177,26 @@ def evaluate(
     with output.progress("eval") as tick:
         document = run_eval(
             specs,
-            n=n,
-            seed=seed,
-            model=model,
-            name=suite,
-            caches=list(cache or []),
-            weights=weights,
+            **dict(asked, n=n, seed=seed, model=model, name=suite, caches=list(cache or [])),
             progress=lambda spec, done, total: tick(done, total, spec),
             sink=lambda document: output.keep_rows(out, eval_rows(document, environ)),
         )
     output.print_eval(document, as_json)
 
 
-def _check_suite(suite: str, weights: str | None, reduced: bool) -> None:
-    """Refuse an unknown form of weights, and what a suite would ignore."""
+def _check_suite(suite: str, given: dict[str, str | None], reduced: Any) -> None:
+    """Refuse an unknown form of weights, method or back end, and what a suite would ignore."""
+    from mmfast.models.attention import check_attn
     from mmfast.models.packing import plan_weights
+    from mmfast.prefill.plan import plan_prefill
 
-    plan_weights(weights)
+    for name, check in (("weights", plan_weights), ("prefill", plan_prefill), ("attn", check_attn)):
+        check(given[name])
     if suite == "speech" and reduced:
         raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
-    if weights is not None and suite in ("stream", "speech"):
-        raise MmfastError(f"--suite {suite} takes no --weights; leave it out")
+    for name, value in given.items():
+        if value is not None and suite in ("stream", "speech"):
+            raise MmfastError(f"--suite {suite} takes no --{name}; leave it out")
 
 
 def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
@@ -271,7 +284,8 @@ _TAKES = {
     "full": {"device", "preset", "minutes", "out"},
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
-    "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out", "weights"},
+    "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out", "weights"}
+    | {"prefill", "attn"},
     "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "encoder": {"out", "peer"},
     "decode": {"out", "peer"},
@@ -315,6 +329,7 @@ def bench(
     serve: Annotated[str | None, _named("serve", "the server")] = None,
     kernels: Annotated[str | None, _named("kernels", "a kernel")] = None,
     decode: Annotated[str | None, _named("decode", "decoding steps")] = None,
+    prefill: Annotated[str | None, _named("prefill", "sparse prefill")] = None,
     encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
     peer: _Peer = None,
     train: Annotated[str | None, _named("train", "training")] = None,

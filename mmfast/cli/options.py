@@ -30,6 +30,18 @@ def complete_weights(incomplete: str) -> list[str]:
     return [kind for kind in kinds if kind.startswith(incomplete)]
 
 
+def complete_prefill(incomplete: str) -> list[str]:
+    """Methods of sparse prefill that begin as typed."""
+    return _complete(incomplete, "prefill")
+
+
+def complete_attn(incomplete: str) -> list[str]:
+    """Attention back ends that begin as typed."""
+    from mmfast.models.attention import BACKENDS
+
+    return [name for name in BACKENDS if name.startswith(incomplete)]
+
+
 def _complete(incomplete: str, kind: str) -> list[str]:
     from mmfast.core.registry import methods
 
@@ -71,6 +83,20 @@ Decode = Annotated[
     typer.Option(
         help="Draft and verify: self:0.1, self?reduce=SPEC, draft:DIR, recycle or lookup.",
         autocompletion=complete_decode,
+    ),
+]
+Prefill = Annotated[
+    str | None,
+    typer.Option(
+        help="What a long prompt reads: sample_attention:0.95, minference:0.3, hip:0.25 and so on.",
+        autocompletion=complete_prefill,
+    ),
+]
+Attn = Annotated[
+    str | None,
+    typer.Option(
+        help="Attention: sdpa, eager, flash_attention_2, flash_attention_3 or flex_attention.",
+        autocompletion=complete_attn,
     ),
 ]
 Caches = Annotated[

@@ -24,6 +24,8 @@ def profile(
     reduce: shared.Reduce = None,
     cache: shared.Cache = None,
     decode: shared.Decode = None,
+    prefill: shared.Prefill = None,
+    attn: shared.Attn = None,
     encoder: Annotated[
         str | None, typer.Option(help="Vision tower: fast, compile, or graph (CUDA).")
     ] = None,
@@ -47,7 +49,7 @@ def profile(
     from mmfast.models.quiet import quiet
 
     open_source(media, DEFAULT_LIMITS)
-    check_names([reduce], [cache])
+    check_names([reduce], [cache], [prefill])
     if flame is not None and flame.suffix not in (".svg", ".html"):
         raise MmfastError(f"--flame {str(flame)!r}: write a .svg or .html file")
     if threads is not None and threads < 1:
@@ -61,7 +63,7 @@ def profile(
 
     check_question(question)
     given: dict[str, Any] = {"reduce": reduce, "cache": cache, "decode": decode}
-    given |= {"weights": weights}
+    given |= {"weights": weights, "prefill": prefill, "attn": attn}
     given |= {"encoder": encoder, "frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
     pipe = pipeline(f"{kind_of(media)}-qa", model, device=device, dtype=dtype, **given)
     if as_json:
@@ -69,7 +71,7 @@ def profile(
     with progress("profile") as tick, nullcontext() if threads is None else threads_set(threads):
         document, graph = profile_request(pipe, media, question, tick)
     document |= {"reduce": reduce, "cache": cache, "decode": decode, "encoder": encoder}
-    document |= {"weights": weights}
+    document |= {"weights": weights, "prefill": prefill, "attn": attn}
     if flame is not None:
         write_flame(graph, flame, f"{media}: {question}")
         document["flame"] = str(flame)

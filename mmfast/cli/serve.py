@@ -102,7 +102,14 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.caches.plan import served_plan
 
         served_plan(config.cache)
+    if config.prefill is not None:
+        raise MmfastError(
+            f"--prefill {config.prefill!r}: the engine reads prompts in chunks beside the steps of "
+            "other answers; use mmfast ask or mmfast.attach for sparse prefill"
+        )
     if config.engine == "vllm":
+        if config.attn is not None:
+            raise MmfastError("--attn: vLLM chooses its attention itself; leave it out")
         from mmfast.vllm.launch import command
 
         command(config)
@@ -110,6 +117,10 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.serve.engine.model import check_form
 
         check_form(config.weights, config.lora)
+    if config.attn is not None:
+        from mmfast.models.attention import check_attn
+
+        check_attn(config.attn)
 
 
 def _say(text: str) -> None:

@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Every file of a kind's package is imported, which registers its methods.
 PACKAGES = {"reducer": "mmfast.reducers", "cache": "mmfast.caches", "head": "mmfast.heads"}
+PACKAGES["prefill"] = "mmfast.prefill"
 # Installed packages add methods by an entry point of this group that names the module to import.
 PLUGINS = "mmfast.plugins"
 
@@ -31,7 +32,7 @@ class Method:
 
     Attributes:
         name: The name in spec strings.
-        kind: `reducer`, `cache` or `head`.
+        kind: `reducer`, `cache`, `head` or `prefill`.
         paper: arXiv id, or "" for a baseline.
         needs: Signals it reads from `Tokens` (`x`, `attn`, `query`, `grid`, `keys` …).
         summary: First line of its docstring.
@@ -47,7 +48,8 @@ class Method:
         text: Inside the LLM it also prunes text, by the knob `tokens`.
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `select` (as that, anew at
-            every decode step), `store` (fewer bits).
+            every decode step), `store` (fewer bits). Of sparse prefill `mass` (reads what holds a
+            share of the attention) or `read` (a share of the keys).
         moment: Time at which a KV policy acts: `prefill` (once, after a prompt) or `always`.
         uneven: A KV policy whose budget is a mean over layers, so that one layer may keep more.
         resizes: It keeps a smaller raster, so it may keep less than its budget; at `pixel` the
@@ -93,6 +95,8 @@ class Method:
     @property
     def takes(self) -> str:
         """Meaning of its budget, in words."""
+        if self.role in ("mass", "read"):
+            return f"share of the {'attention' if self.role == 'mass' else 'keys'}"
         if self.role in ("retrieve", "select") and self.adaptive:
             return "share of the attention"
         if self.role in ("retrieve", "store"):
@@ -106,7 +110,7 @@ class Method:
         if self.kind == "head" or repeats:
             return "" if self.kind == "head" else self.name
         budgets = {"retrieve": "16", "store": "4", "position": "64", "score": "0.5"}
-        budgets["select"] = "0.1"
+        budgets |= {"select": "0.1", "mass": "0.95", "read": "0.3"}
         if self.role in ("retrieve", "select") and self.adaptive:
             budgets = {"retrieve": "0.3", "select": "0.85"}
         return f"{self.name}:{budgets.get(self.role, '0.25')}"
@@ -138,7 +142,7 @@ def register(
 
     Args:
         name: The name in spec strings.
-        kind: `reducer`, `cache` or `head`.
+        kind: `reducer`, `cache`, `head` or `prefill`.
         paper: arXiv id, or "" for a baseline.
         needs: Signals that it reads.
         into: Where it is entered.

@@ -111,10 +111,14 @@ class Spec:
         return f"{self.method.name}@{self.where}{budget}" + (f"?{knobs}" if knobs else "")
 
 
-def check_names(reduce: Iterable[str | None] = (), cache: Iterable[str | None] = ()) -> None:
+def check_names(
+    reduce: Iterable[str | None] = (),
+    cache: Iterable[str | None] = (),
+    prefill: Iterable[str | None] = (),
+) -> None:
     """Refuse what is wrong in the text of specs, without an import of torch (SpecError)."""
     named = [text for text in reduce if text != AUTO]
-    for kind, specs in (("reducer", named), ("cache", cache)):
+    for kind, specs in (("reducer", named), ("cache", cache), ("prefill", prefill)):
         known = listed(kind) if (texts := [text for text in specs if text]) else []
         for text in texts:
             parse(text, kind, known)

@@ -186,9 +186,9 @@ def _subset(row: Row) -> str:
 
 
 def _usable(row: Row) -> bool:
-    # What a KV policy or weights in fewer bits cost says nothing about a reduction. Rows of a
-    # leaderboard name the weights of the checkpoint.
-    plain = not row.get("cache") and row.get("weights") not in FORMS
+    # What a KV policy, sparse prefill or weights in fewer bits cost says nothing about a reduction.
+    # Rows of a leaderboard name the weights of the checkpoint.
+    plain = not (row.get("cache") or row.get("prefill")) and row.get("weights") not in FORMS
     return isinstance(row.get("score"), (int, float)) and "reduce" in row and plain
 
 

@@ -57,6 +57,9 @@ class ServerConfig:
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         weights: Packed weights of the decoder on a CPU: `int8`, `int4`, `float16`, `bfloat16`,
             `int8-dynamic` or `fastest`.
+        attn: Attention back end: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3` or
+            `flex_attention`.
+        prefill: Refused: the engine reads prompts in chunks beside the steps of other answers.
         name: Name of the model in `/v1/models`; None takes its own name.
         strict: Refuse unknown parameters and those without effect, instead of naming them in the
             header `x-mmfast-ignored`.
@@ -147,6 +150,8 @@ class ServerConfig:
     device: str | None = None
     dtype: str = "auto"
     weights: str | None = None
+    attn: str | None = None
+    prefill: str | None = None
     name: str | None = None
     strict: bool = False
     strict_model: bool = False

@@ -16,6 +16,7 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.spec import Spec, parse
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.attention import with_attn
 from mmfast.models.cache_name import returned_cache
 from mmfast.models.cost import FirstToken
 from mmfast.models.families.adapter import token_counts
@@ -25,6 +26,7 @@ from mmfast.models.packing import pack_weights
 from mmfast.models.prompt import Shot, build_inputs
 from mmfast.models.reduction.inputs import encoded
 from mmfast.ops.weight_forms import FEW
+from mmfast.prefill.plan import PrefillPlan, plan_prefill
 from mmfast.tiny.suites import Suite, SuiteCase, suite_of
 from mmfast.tiny.suites import suite as suite
 from mmfast.tiny.training import shares
@@ -55,11 +57,13 @@ class Subject:
         device: str = "cpu",
         asked: Suite | None = None,
         weights: str | None = None,
+        attn: str | None = None,
     ) -> None:
         self.asked = asked or suite_of("video")
         self.name = self.asked.model if model is None else str(model)
         source = embedded_path(self.asked.model) if model is None else model
-        self.model, self.processor = load(source, device, "auto")
+        kwargs = with_attn(None, attn)
+        self.model, self.processor = load(source, device, "auto", model_kwargs=kwargs)
         if weights is not None:
             pack_weights(self.model, weights)
 
@@ -136,6 +140,8 @@ def run_eval(
     caches: Sequence[str] = (),
     sink: Callable[[dict[str, Any]], object] = lambda document: None,
     weights: str | None = None,
+    prefill: str | None = None,
+    attn: str | None = None,
 ) -> dict[str, Any]:
     """Accuracy with all tokens (always the first row) and under each reduction.
 
@@ -145,14 +151,16 @@ def run_eval(
     `mmfast eval --json`: accuracy and by_kind are shares of exact answers, interval the 95 %
     interval of the accuracy (Wilson), kept the mean number of visual tokens a question, ttft_ms
     the median time to the first token (in batches, encoder included). `weights` packs those of
-    the decoder ("int8"); every row then names them.
+    the decoder ("int8"), `prefill` says what prompts read ("hip:0.25?least=64&block=16"), and
+    `attn` names the attention back end; every row then names them.
     """
     wanted: list[str | None] = [None, *(spec for spec in specs if spec is not None)]
     stages = {spec: parse(spec) for spec in wanted}
     for each in caches:
         call_plan(each)
     asked = suite_of(name)
-    subject = Subject(model, device, asked, weights)
+    subject = Subject(model, device, asked, weights, attn)
+    sparse = plan_prefill(prefill)
     if progress is not None:
         progress("making cases", 0, n)
     cases = suite(n, seed, name)
@@ -169,8 +177,8 @@ def run_eval(
     head, rows = {"suite": name, "n": n, "seed": seed, "model": subject.name}, []
     for spec, cache in [(spec, cache) for cache in (None, *caches) for spec in wanted]:
         prepared = batches[1 if answered_alone(stages[spec]) else together]
-        row = _row(subject, prepared, spec, not in_tower(stages[spec]), progress, cache)
-        row |= {"weights": weights} if weights else {}
+        row = _row(subject, prepared, spec, not in_tower(stages[spec]), progress, cache, sparse)
+        row |= {k: v for k, v in (("weights", weights), ("prefill", prefill), ("attn", attn)) if v}
         rows.append({**row, "cache": cache} if caches else row)
         sink({**head, "rows": rows[-1:]})
     return {**head, "rows": rows}
@@ -193,11 +201,12 @@ def _row(
     behind: bool,
     progress: Progress | None,
     cache: str | None = None,
+    prefill: PrefillPlan | None = None,
 ) -> dict[str, Any]:
     found, kept, times = list[tuple[str, bool]](), list[int](), list[float]()
     total = sum(len(batch.cases) for batch in batches)
     for batch in batches:
-        with attach(subject.model, spec, cache) as trace:
+        with attach(subject.model, spec, cache, prefill=prefill) as trace:
             answers, ms = subject.timed_answers(batch.encoded if behind else batch.inputs)
         times.append(ms + (batch.encode_ms if behind else 0.0))
         counts = token_counts(subject.model, subject.asked.media, batch.inputs, trace)

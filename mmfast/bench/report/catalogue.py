@@ -52,6 +52,7 @@ def _listed(kind: str, folder: str = "") -> Callable[[Rows], Rows]:
                 "needs": " ".join(m.needs),
                 "summary": m.summary,
                 "role": m.role,
+                "budget": m.takes,
                 "acts": acts(m),
                 "parity": f"{vectors(m)} vectors" if vectors(m) else "",
             }
@@ -70,6 +71,7 @@ def systems() -> list[dict[str, Any]]:
 def _offered(system: Row) -> str:
     names = [f"`{name}`" for name in system.get("offers", ())]
     names += [f"cache `{name}`" for name in system.get("caches", ())]
+    names += [f"prefill `{name}`" for name in system.get("prefills", ())]
     names += [f"head `{name}`" for name in system.get("heads", ())]
     names += [f"adapter `{name}`" for name in system.get("families", ())]
     return "; ".join([text for text in (" ".join(names), system.get("also", "")) if text])
@@ -186,6 +188,13 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             "policy: {name} | paper: {paper} | role: {role} | acts: {acts} | signals: {needs} | "
             "summary: {summary}",
             lines=_listed("cache", "policies"),
+        ),
+    ),
+    "prefill_methods": (
+        ReportTable(
+            "",
+            "method: {name} | paper: {paper} | budget: {budget} | summary: {summary}",
+            lines=_listed("prefill", "prefill"),
         ),
     ),
     "heads": (

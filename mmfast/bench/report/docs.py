@@ -77,7 +77,7 @@ answer = pipe("{media}", "{question}")
 print(answer.text, answer.kept_tokens, "of", answer.visual_tokens)
 ```"""
 _CLIP = ("assets/clips/red-circle.mp4", "Which way does the red circle move?")
-_PAGES = {"reducer": "reducers", "cache": "policies"}
+_PAGES = {"reducer": "reducers", "cache": "policies", "prefill": "prefill"}
 _SESSION = """```python
 import mmfast
 
@@ -95,7 +95,7 @@ def notes(root: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def method_page(method: Method, root: Path = ROOT) -> str:
-    """The page of one reducer or KV policy."""
+    """The page of one reducer, KV policy or method of sparse prefill."""
     from griffe import Docstring  # of the extra `docs`
 
     sections = {
@@ -109,7 +109,8 @@ def method_page(method: Method, root: Path = ROOT) -> str:
     parts += ["## Knobs", *_knobs(method, sections.get("parameters", ()))]
     parts += ["## Differences from the paper", *_differences(method, known)]
     folder = root / "assets" / "results"
-    measured = _reducer_rows if method.kind == "reducer" else _policy_rows
+    rows = {"reducer": _reducer_rows, "cache": _policy_rows, "prefill": _prefill_rows}
+    measured = rows[method.kind]
     parts += ["## Accuracy and cost", *measured(method, folder), "## Example", _example(method)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -129,6 +130,8 @@ def _properties(method: Method) -> list[tuple[str, str]]:
             ("signals", " ".join(f"`{need}`" for need in method.needs) or "none"),
             ("budget", method.takes),
         ]
+    if method.kind == "prefill":
+        return [("budget", method.takes), ("acts", "in parts of a prompt of `least` tokens")]
     depths = ", ".join(f"{100 * depth:g} %" for depth in method.stages)
     rows = [
         ("sites, the default first", sites(method)),
@@ -258,6 +261,17 @@ def _policy_rows(method: Method, folder: Path) -> list[str]:
     return [*told, "\n".join(lines) or "Cost of a decoding step: not measured."]
 
 
+def _prefill_rows(method: Method, folder: Path) -> list[str]:
+    lines = [
+        f"- `{row['job']}` at {row['tokens']:,} synthetic visual tokens on the CPU: "
+        f"{row['speedup']:.2f}x faster than dense attention with {row['mass']:.1%} of its mass "
+        f"and {row['read_share']:.0%} of its pairs, {stamp(row)}."
+        for row in read_rows(folder, "prefill")
+        if _about(method.name, row["job"])
+    ]
+    return ["\n".join(lines) or "Not measured."]
+
+
 def _about(name: str, spec: str) -> bool:
     return any(part.partition(":")[0].partition("?")[0] == name for part in spec.split("+"))
 
@@ -266,8 +280,8 @@ def _example(method: Method) -> str:
     task, (media, question) = "video-qa", _CLIP
     if method.role == "retrieve":
         return _SESSION.format(memory=f"sink:64+window:1152+{method.example}")
-    if method.kind == "cache":
-        options = f'cache="{method.example}"'
+    if method.kind in ("cache", "prefill"):
+        options = f'{method.kind}="{method.example}"'
     elif method.sites[0] == "pixel":
         task, media = "image-qa", "photo.jpg"
         question = "What is in the picture?"

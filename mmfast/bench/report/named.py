@@ -398,6 +398,20 @@ DECODE = {
         "same codes: {same_codes:.0%}",
     ),
 }
+_SPARSE = (
+    "read: `{job}` | mass kept: {mass:.1%} | pairs computed: {read_share:.0%} | "
+    "dense, ms: {dense_ms:,.0f} | sparse, ms: {median_ms:,.0f} | of it choosing: "
+    "{choose_ms:,.0f} | faster: {speedup:.2f}x | of rounds: {slowest:.2f} to {fastest:.2f} | "
+    "A/A noise: {noise:.1%}"
+)
+PREFILL = {
+    f"sparse-{size}k": (
+        f"Attention of a prompt of {tokens} synthetic visual tokens, 7 heads of the 0.5B shape, "
+        "float32, dense beside chosen blocks",
+        _SPARSE,
+    )
+    for size, tokens in ((16, "16,384"), (32, "32,768"), (64, "65,536"))
+}
 TRAIN = {
     "speed": (
         "A step of LoRA on the embedded model, 16 questions; speed-up over all tokens",
@@ -417,5 +431,6 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     "serve": _named("serve", ("job", "sessions", "engine", "role", "model"), SERVE),
     "encoder": _named("encoder", ("job", "shape", "tower", "device", "dtype"), ENCODER),
     "train": _named("train", ("job", "reduce", "device"), TRAIN),
+    "prefill": _named("prefill", ("job", "tokens"), PREFILL),
     "decode": _named("decode", ("preset", "device", "job", "reduce", "batch", "rows"), DECODE),
 }

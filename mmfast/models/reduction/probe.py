@@ -316,7 +316,7 @@ Around = Callable[..., tuple[Tensor, Tensor | None]]
 # (number, module, q, k, v, mask) -> k, v and mask in their place.
 Change = Callable[[int, nn.Module, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
 
-_GATE = "_mmfast_gate"
+_GATE, _CORE = "_mmfast_gate", "_mmfast_core"
 _LOCK = threading.RLock()
 _restore: list[Callable[[], None]] = []
 _active = 0
@@ -356,6 +356,26 @@ def intercepting(arounds: Mapping[nn.Module, Around], innermost: bool = False) -
         with _LOCK:
             for module, around in arounds.items():
                 _remove(module, around)
+            _leave()
+
+
+@contextmanager
+def substituting(cores: Mapping[nn.Module, Around]) -> Iterator[None]:
+    """Run `core(next, module, q, k, v, mask, …)` in the place of the attention of these modules.
+
+    It stands inside everything that intercepts or probes, now or later, and may call `next`.
+    """
+    spaces = list({id(s): s for s in map(_namespace, cores)}.values())
+    with _LOCK:
+        _enter(spaces)
+        for module, core in cores.items():
+            module.__dict__[_CORE] = core
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for module in cores:
+                module.__dict__.pop(_CORE, None)
             _leave()
 
 
@@ -435,7 +455,8 @@ def _namespace(module: nn.Module) -> dict[str, Any]:
 
 def _wrap(function: Callable[..., Any]) -> Callable[..., Any]:
     def gated(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = function
+        core = module.__dict__.get(_CORE)
+        call = function if core is None else partial(core, function)
         for around in module.__dict__.get(_GATE, ()):
             call = partial(around, call)
         return call(module, *args, **kwargs)

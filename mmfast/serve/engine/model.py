@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from mmfast.core.errors import MmfastError
+from mmfast.models.attention import with_attn
 from mmfast.models.loading import load
 from mmfast.planner.arithmetic import check_weights, use_weights
 from mmfast.serve.engine.base import LOG
@@ -24,15 +25,23 @@ def check_form(weights: str | None, lora: object) -> None:
 
 
 def load_packed(
-    model: Any, device: str | None, dtype: str, weights: str | None, lora: Mapping[str, str] | None
+    model: Any,
+    device: str | None,
+    dtype: str,
+    weights: str | None,
+    lora: Mapping[str, str] | None,
+    attn: str | None = None,
 ) -> tuple[Any, Any]:
     """Load a model and its processor, and pack the weights if asked; adapters come later.
+
+    `attn` names the attention back end.
 
     Raises:
         MmfastError: As `load` and `use_weights` do, and for packed weights with adapters.
     """
     check_form(weights, lora)
-    stock, processor = load(model, device, dtype)
+    kwargs = with_attn(None, attn, model)
+    stock, processor = load(model, device, dtype, model_kwargs=kwargs)
     packing = use_weights(stock, weights, model)
     if packing is not None:
         LOG.info(packing.note)

@@ -129,7 +129,8 @@ class Scheduler:
     longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values, such
     as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
     `lora` are folders of adapters by name, for requests that name one. `weights` packs those of a
-    model loaded here (`"int8"`, `"fastest"`), as pipelines do.
+    model loaded here (`"int8"`, `"fastest"`), and `attn` names its attention back end, as in
+    pipelines.
     """
 
     def __init__(
@@ -149,9 +150,10 @@ class Scheduler:
         name: str | None = None,
         lora: Mapping[str, str] | None = None,
         weights: str | None = None,
+        attn: str | None = None,
     ) -> None:
         parse(reduce), served_plan(cache)
-        stock, processor = load_packed(model, device, dtype, weights, lora)
+        stock, processor = load_packed(model, device, dtype, weights, lora, attn)
         # the same weights for others in this process, whose hooks do not act on the engine
         self.pair = twin(stock, processor)
         self._adapters = load_adapters(stock, lora or {})

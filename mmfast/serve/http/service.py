@@ -401,7 +401,7 @@ def _engine(config: ServerConfig) -> Executor:
 def load_engine(config: ServerConfig) -> Executor:
     """Load the engine that `config.engine` names."""
     names = ("reduce", "cache", "device", "dtype", "slots", "context", "chunk", "queue", "memory")
-    options = {name: getattr(config, name) for name in (*names, "weights")}
+    options = {name: getattr(config, name) for name in (*names, "weights", "attn")}
     options |= {"name": name_of(config), "lora": config.adapters()}
     if config.engine == "inproc":
         from mmfast.serve.engine.scheduler import Scheduler

@@ -94,6 +94,7 @@ class ReplicaSettings:
     cache: str | None = None
     lora: Mapping[str, str] = field(default_factory=dict)  # folders of adapters by name
     weights: str | None = None  # form of packed weights
+    attn: str | None = None  # attention back end
 
     def settle(self) -> None:
         """Set up the process of a replica."""
@@ -105,7 +106,7 @@ class ReplicaSettings:
         """Set up the process, and load the model and its processor."""
         self.settle()
         given = self.model, self.device, self.dtype
-        model, processor = load_packed(*given, self.weights, self.lora)
+        model, processor = load_packed(*given, self.weights, self.lora, self.attn)
         load_adapters(model, self.lora)
         return model, processor
 
@@ -297,6 +298,7 @@ class AnswerReplica:
             "memory",
             "lora",
             "weights",
+            "attn",
         )
         options = {name: getattr(plan, name) for name in names}
         # A request that was cancelled holds its place here for a moment longer than on Ray.

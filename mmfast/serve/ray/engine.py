@@ -15,6 +15,7 @@ from typing import Any
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.spec import parse
+from mmfast.models.attention import check_attn
 from mmfast.models.loading import EMBEDDED
 from mmfast.serve.engine import base
 from mmfast.serve.engine.encoder import early
@@ -216,8 +217,10 @@ class RayEngine:
         linger: float = 0.0,
         lora: Mapping[str, str] | None = None,
         weights: str | None = None,
+        attn: str | None = None,
     ) -> None:
         check_form(weights, lora)
+        check_attn(attn)
         self.board = RoleBoard(workers) if workers else None
         parts = dict(zip(ROLES, (encode, prefill, decode), strict=True))
         single = {f"{WORKER}-{number}": 1 for number in range(workers or 0)}
@@ -232,6 +235,7 @@ class RayEngine:
         plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
         self._lora = dict(lora or {})
         plan = replace(plan, reduce=reduce, cache=cache, lora=self._lora, weights=weights)
+        plan = replace(plan, attn=attn)
         self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False

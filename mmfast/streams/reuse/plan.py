@@ -70,6 +70,7 @@ def check_beside(
     reduce: str | Sequence[Spec] | None,
     cache: Any = None,
     decode: Any = None,
+    prefill: Any = None,
 ) -> None:
     """Refuse (SpecError) what gives every layer other tokens beside reused keys and values."""
     if plan is None or not plan.prefix:
@@ -90,4 +91,9 @@ def check_beside(
         raise SpecError(
             f"reuse={str(plan)!r} does not act beside decode={str(decode)!r}, which drafts from a "
             "prompt that it reads whole; use reuse='encoder', or leave decode out"
+        )
+    if prefill is not None:
+        raise SpecError(
+            f"reuse={str(plan)!r} does not act beside prefill={str(prefill)!r}, under which keys "
+            "depend on the whole prompt; use reuse='encoder', or leave prefill out"
         )

@@ -1,0 +1,1 @@
+"""Methods that choose what a prompt reads: `core.registry` finds every file here by itself."""
