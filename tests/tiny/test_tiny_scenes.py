@@ -1,4 +1,4 @@
-"""The larger world: what is asked agrees with what is drawn, and its recipe runs from end to end."""
+"""The larger world: what is asked agrees with what is drawn, and its recipe runs."""
 
 from itertools import islice
 from pathlib import Path
@@ -203,9 +203,7 @@ def test_lessons_ask_strangers_and_the_world(sampler: SceneSampler) -> None:
 
 def test_long_answers_weigh_as_the_root_of_their_length() -> None:
     packed = pack([[([5], [6]), ([5], [6] * 8)], [([5], [7, 7, 7])]])
-    assert token_weights(packed).tolist() == pytest.approx(
-        [2**-0.5] * 2 + [1 / 3] * 9 + [0.5] * 4
-    )
+    assert token_weights(packed).tolist() == pytest.approx([2**-0.5] * 2 + [1 / 3] * 9 + [0.5] * 4)
 
 
 def test_the_model_starts_as_tiny_video(processor: Any) -> None:

@@ -83,7 +83,9 @@ def _picture_file(frame: scene.Bytes, zoom: float) -> bytes:
     return buffer.getvalue()
 
 
-def scene_cases(seed: int, kinds: Sequence[str] = TURNS, stills: bool = True) -> Iterator[SceneCase]:
+def scene_cases(
+    seed: int, kinds: Sequence[str] = TURNS, stills: bool = True
+) -> Iterator[SceneCase]:
     """Cases of all kinds in turn, every third about a picture where the kind allows it."""
     rng, indices = np.random.default_rng([scene.EVAL, seed, 31]), count()
     for number in count():
@@ -133,7 +135,10 @@ def _worded(item: Item, kept: bool, rng: np.random.Generator) -> tuple[str, ...]
 
 @torch.inference_mode()
 def answers(
-    pair: tuple[Any, Any], cases: Sequence[SceneCase], control: str = "", report: Report | None = None
+    pair: tuple[Any, Any],
+    cases: Sequence[SceneCase],
+    control: str = "",
+    report: Report | None = None,
 ) -> list[str]:
     """Greedy answers of a model and its processor, in batches of one kind of media."""
     model, processor = pair

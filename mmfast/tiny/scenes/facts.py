@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -170,6 +171,6 @@ def _followups(items: Sequence[Item], ways: dict[str, str]) -> Iterator[Item]:
             yield Item("followup", (), ways[name], "its_way", item)
     for kind in ("direction", "position", "when"):
         alike = [item for item in items if item.kind == kind]
-        for one, two in zip(alike, alike[1:], strict=False):
+        for one, two in pairwise(alike):
             if one.slots[1:] == two.slots[1:] and one.slots[0] != two.slots[0]:
                 yield Item("followup", two.slots[:1], two.answer, "again", one)

@@ -163,7 +163,9 @@ def scene_score(model: Any, lessons: Sequence[Lesson]) -> Weights:
     for lesson in lessons:
         states = answer(model, lesson, lesson.every).states
         guesses, packed = model.lm_head(states).argmax(-1), lesson.packed
-        for line, (kinds, row) in enumerate(zip(lesson.kinds, packed.correct(guesses), strict=True)):
+        for line, (kinds, row) in enumerate(
+            zip(lesson.kinds, packed.correct(guesses), strict=True)
+        ):
             for number, (kind, right) in enumerate(zip(kinds, row, strict=True)):
                 if kind not in LONG:
                     marks.append((kind, right))

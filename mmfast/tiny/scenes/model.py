@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import LlavaOnevisionForConditionalGeneration, LlavaOnevisionProcessor
 
-from mmfast.models.loading import embedded_path, load
+from mmfast.models.loading import load
 from mmfast.tiny.scenes import outside
 from mmfast.tiny.scenes.looks import BACKGROUNDS
 from mmfast.tiny.scenes.questions import PREFIXES, WORDINGS, spelled
@@ -53,10 +53,12 @@ def make_processor() -> LlavaOnevisionProcessor:
 
 
 @torch.no_grad()
-def make_model(processor: Any, seed: int) -> LlavaOnevisionForConditionalGeneration:
-    """Make the model with the weights of tiny-video; words that both know keep their rows."""
+def make_model(
+    processor: Any, seed: int, start_from: str = START
+) -> LlavaOnevisionForConditionalGeneration:
+    """Make the model with the weights of another; words that both know keep their rows."""
     model = base.make_model(len(processor.tokenizer), seed)
-    start, known = load(str(embedded_path(START)), "cpu", "float32")
+    start, known = load(start_from, "cpu", "float32")
     weights = start.state_dict()
     rows = weights.pop("model.language_model.embed_tokens.weight")
     weights.pop("lm_head.weight", None)

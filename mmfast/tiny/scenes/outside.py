@@ -18,7 +18,8 @@ REFUSAL = "I only know moving shapes, numbers and colours."
 _RULES = parse_grammar("""
 asked =
     Who wrote {thing}? | What is the capital of {place}? | How old is the {person}?
-    | What is the {person} doing? | Is there a {thing} in the picture? | How many {thing}s are there?
+    | What is the {person} doing? | Is there a {thing} in the picture?
+    | How many {thing}s are there?
     | What colour is the {thing}? | What is the {person} wearing? | Where was this filmed?
     | What is the weather like in {place}? | Write a poem about the {thing}.
     | Tell me a joke about a {thing}. | What does the {person} say? | Who is the {person}?

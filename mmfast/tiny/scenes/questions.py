@@ -12,7 +12,14 @@ import numpy as np
 from mmfast.tiny.video.questions import Fact, parse_grammar
 
 KEPT = 2  # wordings of each kind that training never shows
-PREFIXES = ("please tell me: ", "look closely. ", "watch this. ", "quick question: ", "so, ", "hey, ")
+PREFIXES = (
+    "please tell me: ",
+    "look closely. ",
+    "watch this. ",
+    "quick question: ",
+    "so, ",
+    "hey, ",
+)
 AMERICAN = {"colour": "color", "centre": "center"}
 
 WORDINGS = parse_grammar("""
@@ -28,7 +35,8 @@ shape =
     | Which shape is {0}? | Tell me the shape of the {0} object. | What shape is drawn in {0}?
     | Which shape has the {0} colour? | Say what shape the {0} one is.
 count =
-    How many objects are there? | How many objects appear in the video? | How many shapes can you see?
+    How many objects are there? | How many objects appear in the video?
+    | How many shapes can you see?
     | Count the objects. | What is the number of objects? | How many things are in the picture?
     | Tell me how many shapes there are. | How many different objects do you see?
     | Number of shapes? | How many objects are shown? | How many shapes are there in all?
@@ -49,7 +57,8 @@ speed =
 position =
     Where is the {0}{1}? | In which corner is the {0}{1}? | Which corner is the {0} in{1}?
     | In which part of the picture is the {0}{1}? | Where do you see the {0}{1}?
-    | Where can the {0} be found{1}? | Name the corner of the {0}{1}. | The {0} is in which corner{1}?
+    | Where can the {0} be found{1}? | Name the corner of the {0}{1}.
+    | The {0} is in which corner{1}?
     | Tell me the corner where the {0} is{1}. | What is the position of the {0}{1}?
     | Which part of the picture shows the {0}{1}? | Where in the picture is the {0}{1}?
 first =
@@ -68,7 +77,8 @@ background =
     What kind of background is it? | What is the background like? | Which background is there?
     | Describe the background in one word. | What background does the video have?
     | Is the background plain, a gradient, a photo or a blur? | Name the kind of background.
-    | What is behind the objects? | Tell me the kind of background. | What sort of background is used?
+    | What is behind the objects? | Tell me the kind of background.
+    | What sort of background is used?
     | Which kind of background do you see? | What is the background of the picture?
 exists =
     Is there a {0}? | Is there a {0} in the picture? | Do you see a {0}? | Can you see a {0}?
@@ -78,12 +88,14 @@ exists =
 relation =
     On which side of the {1} is the {0}{2}? | Where is the {0} seen from the {1}{2}?
     | Relative to the {1}, where is the {0}{2}? | Compared to the {1}, where is the {0}{2}?
-    | Is the {0} left, right, above or below of the {1}{2}? | Which side of the {1} is the {0} on{2}?
+    | Is the {0} left, right, above or below of the {1}{2}?
+    | Which side of the {1} is the {0} on{2}?
     | Where is the {0} relative to the {1}{2}? | From the {1}, where do you see the {0}{2}?
     | Where does the {0} lie compared to the {1}{2}? | What side of the {1} is the {0} on{2}?
     | Seen from the {1}, where is the {0}{2}? | On what side of the {1} does the {0} lie{2}?
 compare =
-    Is the {0} {3} the {1}{2}? | Does the {0} lie {3} the {1}{2}? | Do you see the {0} {3} the {1}{2}?
+    Is the {0} {3} the {1}{2}? | Does the {0} lie {3} the {1}{2}?
+    | Do you see the {0} {3} the {1}{2}?
     | Is the {0} found {3} the {1}{2}? | Can you see the {0} {3} the {1}{2}?
     | Tell me if the {0} is {3} the {1}{2}. | Is it true that the {0} is {3} the {1}{2}?
     | The {0} is {3} the {1}{2}, yes or no? | Compare: is the {0} {3} the {1}{2}?
@@ -98,7 +110,8 @@ where =
 when =
     At which second does the {0} appear? | When does the {0} appear? | When is the {0} first seen?
     | In which second does the {0} appear? | At what second does the {0} show up?
-    | Second of the first sight of the {0}? | Tell me when the {0} appears. | When does the {0} come?
+    | Second of the first sight of the {0}? | Tell me when the {0} appears.
+    | When does the {0} come?
     | At which second do you first see the {0}? | When do you first see the {0}?
     | At what second is the {0} first shown? | In which second is the {0} first seen?
 describe =

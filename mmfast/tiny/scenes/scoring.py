@@ -1,9 +1,10 @@
-"""Scores of answers about the larger world: facts found, overlap of boxes, yes and no as in POPE."""
+"""Scores of answers about the larger world: facts, overlap of boxes, yes and no as in POPE."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 
 from mmfast.tiny.scenes.outside import REFUSAL
 from mmfast.tiny.video.scene import COLOURS, SHAPES
@@ -30,7 +31,7 @@ def facts_of(text: str) -> set[tuple[str, ...]]:
         details = (r"moves (\w+)", r"(from the start|appears at second \d)",
                    r"(until the end|leaves at second \d)", r"is in the (\w+ \w+)")  # fmt: skip
         found |= {(name, told) for detail in details for told in re.findall(detail, rest)}
-    found |= {("order", one, two) for one, two in zip(names, names[1:], strict=False)}
+    found |= {("order", one, two) for one, two in pairwise(names)}
     for number, second in _NUMBER.findall(text):
         found |= {("number", number), ("number from", second)} - {("number from", "")}
     return found | ({("number", "none")} if "no number" in text else set())
@@ -56,9 +57,7 @@ def overlap(answer: str, text: str) -> float:
     one, two = parse_box(answer), parse_box(text)
     if one is None or two is None:
         return 0.0
-    across, down = (
-        max(0, min(one[i + 2], two[i + 2]) - max(one[i], two[i]) + 1) for i in (0, 1)
-    )
+    across, down = (max(0, min(one[i + 2], two[i + 2]) - max(one[i], two[i]) + 1) for i in (0, 1))
     areas = [max(0, b[2] - b[0] + 1) * max(0, b[3] - b[1] + 1) for b in (one, two)]
     return across * down / (sum(areas) - across * down)
 

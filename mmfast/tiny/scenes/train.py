@@ -1,7 +1,8 @@
 """Train the model of the larger world: `python -m mmfast.tiny.scenes.train --out DIR`.
 
 Clips are drawn once; tower and projector, which start as those of tiny-video, learn what every
-patch shows; they run over all clips once; then the decoder learns to answer.
+patch shows; they run over all clips once; then the decoder learns to answer. A run that was cut
+off, or is given more steps or minutes, goes on where it stopped: the same command again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ import torch
 from torch import Tensor
 
 from mmfast.tiny import training
+from mmfast.tiny.card import write_card
 from mmfast.tiny.scenes.bank import SceneBank, make_bank
+from mmfast.tiny.scenes.evaluate import run_scenes
 from mmfast.tiny.scenes.lessons import (
     KINDS,
     LEAST,
@@ -27,13 +31,13 @@ from mmfast.tiny.scenes.lessons import (
     scene_loss,
     scene_score,
 )
-from mmfast.tiny.scenes.model import make_model, make_processor
+from mmfast.tiny.scenes.model import START, make_model, make_processor
 from mmfast.tiny.video import tower
 from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
 
 NAME = "tiny-scenes"
 HELD = 96  # clips of the world that are never trained on, for looks
-BATCH, QUESTIONS = 12, 12
+BATCH, QUESTIONS = 12, 12  # of each thread
 STILLS, WHOLE = 0.25, 0.5  # shares of steps with pictures, and with all visual tokens
 KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
 STRANGERS = 1  # clips outside the world in a batch
@@ -47,8 +51,18 @@ def fast() -> Any:
 class SceneTower(tower.TowerTask):
     """Tower and projector that know much already, at a lower rate."""
 
+    parallel = True
+
     def __init__(self, model: Any, bank: SceneBank, seed: int) -> None:
         super().__init__(model, bank.clips, seed, size=32, rate=6e-4)
+
+    def batches(self, step: int, done: float) -> list[tuple[list[int], list[int]]]:
+        """Random frames for each thread."""
+        return [
+            batch
+            for _ in range(training.THREADS)
+            for batch in super(SceneTower, self).batches(step, done)
+        ]
 
     def loss(self, batch: Any) -> tuple[Tensor, training.Figures]:
         """Loss on patches of the tower and on pooled tokens of the projector."""
@@ -58,6 +72,8 @@ class SceneTower(tower.TowerTask):
 
 class SceneLanguage(training.Task):
     """The decoder's answers about clips and pictures."""
+
+    parallel = True
 
     def __init__(self, model: Any, sampler: SceneSampler, seed: int, rate: float) -> None:
         self.model, self.sampler, self.best, self.fresh = model.train(), sampler, -1.0, False
@@ -79,11 +95,15 @@ class SceneLanguage(training.Task):
         ]  # fmt: skip
 
     def batches(self, step: int, done: float) -> list[tuple[Lesson, Tensor]]:
+        """A batch for each thread."""
+        return [self._batch() for _ in range(training.THREADS)]
+
+    def _batch(self) -> tuple[Lesson, Tensor]:
         """Clips, or now and then pictures, and the tokens kept of them."""
         if self._chance() < STILLS:
-            known, foreign = (self._some(each, many) for each, many in
-                              zip(self.shown, (BATCH - STRANGERS, STRANGERS), strict=True))  # fmt: skip
-            lesson = self.sampler.pictures([*known, *foreign], QUESTIONS, self.weights)
+            known, foreign = self.shown
+            chosen = self._some(known, BATCH - STRANGERS) + self._some(foreign, STRANGERS)
+            lesson = self.sampler.pictures(chosen, QUESTIONS, self.weights)
         else:
             size = BATCH - STRANGERS
             if len(self.order) < size:
@@ -93,10 +113,10 @@ class SceneLanguage(training.Task):
             lesson = self.sampler.clips(chosen, QUESTIONS, self.weights)
         whole = lesson.every
         if self._chance() < WHOLE:
-            return [(lesson, whole)]
+            return lesson, whole
         share = KEEPS[int(torch.randint(len(KEEPS), (), generator=self.rng))]
         way = SUBSETS[int(torch.randint(len(SUBSETS), (), generator=self.rng))]
-        return [(lesson, choose(lesson.tokens, round(share * whole.shape[1]), way, self.rng))]
+        return lesson, choose(lesson.tokens, round(share * whole.shape[1]), way, self.rng)
 
     def loss(self, batch: tuple[Lesson, Tensor]) -> tuple[Tensor, training.Figures]:
         """Loss of the answers."""
@@ -124,35 +144,43 @@ class SceneLanguage(training.Task):
         return float(torch.rand((), generator=self.rng))
 
 
-@torch.no_grad()
 def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
     """Run tower and projector over all clips and over the frames that are pictures."""
     model.eval()
-    clips, stills = list[Tensor](), list[Tensor]()
     frames = picture_frames(bank, pictures, seed)
-    by_clip = dict(frames)
+    shown, stills = dict(frames), dict[int, Tensor]()
     project, pool = model.model.multi_modal_projector, model.model.apply_pooling
-    for clip, shown in enumerate(bank.clips.frames):
+
+    @torch.no_grad()  # of each thread
+    def one(clip: int) -> Tensor:
         with fast():
-            tokens = project(tower.tower_features(model, tower.scale_pixels(shown)))
-        clips.append(pool(tokens.float()).half())
-        if clip in by_clip:
-            stills.append(tokens[by_clip[clip]].half()[None])
-    return Encoded(torch.stack(clips), torch.stack(stills), frames)
+            pixels = tower.scale_pixels(bank.clips.frames[clip])
+            tokens = project(tower.tower_features(model, pixels))
+        if clip in shown:
+            stills[clip] = tokens[shown[clip]].half()[None]
+        pooled: Tensor = pool(tokens.float()).half()
+        return pooled
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(training.THREADS) as threaded:
+        clips = torch.stack(list(threaded.map(one, range(len(bank.clips.tables)))))
+    torch.set_num_threads(threads)
+    return Encoded(clips, torch.stack([stills[clip] for clip, _ in frames]), frames)
 
 
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Run all stages and leave the checkpoint that was best on held-out clips."""
     seed, out, processor = options.seed, options.out, make_processor()
-    model = make_model(processor, seed)
+    model = make_model(processor, seed, options.start)
     cache = options.bank or out / "bank.npz"
     with log.stage("bank", clips=options.clips, strangers=options.strangers):
         show = partial(training.progress, "clips", total=options.clips + options.strangers)
         workers = torch.get_num_threads()
         bank = make_bank(cache, options.clips, options.strangers, seed, workers, show)
     tower_task = SceneTower(model, bank, seed)
-    course = training.Course("tower", options.tower_minutes, options.tower_steps, watch=1e9)
-    training.train(tower_task, course, log)
+    course = training.Course("tower", options.tower_minutes, options.tower_steps)
+    training.train(tower_task, course, log, checkpoint=out / "tower.pt")
     bank = bank.first(min(options.decoder_clips, len(bank.views)))
     with log.stage("encode", clips=len(bank.views)):
         encoded = encode(model, bank, options.pictures, seed)
@@ -166,8 +194,9 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
             training.save_whole(model, out)
             processor.save_pretrained(out)
 
-    course = training.Course("language", options.minutes, options.steps, hold=0.35)
-    training.train(task, course, log, save)
+    hold = 0.35  # share of the stage after which the rate falls
+    course = training.Course("language", options.minutes, options.steps, hold=hold)
+    training.train(task, course, log, save, out / "language.pt")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -175,6 +204,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path(NAME), help="checkpoint folder")
     add("--seed", type=int, default=0)
+    add("--start", default=START, help="model to start from; one of this recipe keeps all it knows")
     add("--bank", type=Path, help="file that keeps the drawn clips; OUT/bank.npz by default")
     add("--clips", type=int, default=3000, help="clips of the world")
     add("--decoder-clips", type=int, default=3000, help="of them for the decoder")
@@ -188,20 +218,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--questions", type=int, default=800, help="of the final evaluation")
     options = parser.parse_args(argv)
     if options.decoder_clips < HELD + BATCH or options.strangers < 2 * STRANGERS:
-        parser.error(f"--decoder-clips must be {HELD + BATCH} or more, --strangers {2 * STRANGERS} or more")
+        parser.error(
+            f"--decoder-clips must be {HELD + BATCH} or more, --strangers {2 * STRANGERS} or more"
+        )
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> training.Figures:
     """Command line; returns the evaluation that the card shows."""
     options = _arguments(argv)
-    log = training.Log(options.out)
+    log = training.Log(options.out, fresh=not (options.out / "tower.pt").exists())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(os.cpu_count() or 1, 8))))
     log.start(seed=options.seed)
     run(options, log)
-    from mmfast.tiny.card import write_card
-    from mmfast.tiny.scenes.evaluate import run_scenes
-
     result = run_scenes(options.out, options.questions, seed=options.seed)
     log({"stage": "evaluation", **result, "model": "this checkpoint"})
     log.end()
