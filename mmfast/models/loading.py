@@ -139,7 +139,8 @@ def load(
     """Load `(model, processor)`, the model in evaluation mode on its device.
 
     `model` is None (embedded), a name of EMBEDDED_NAMES, a directory, a hub id, such a pair, or a
-    model; objects are used as they are. `processor` is an object, a directory or a hub id; None takes the model's.
+    model; objects are used as they are. `processor` is an object, a directory or a hub id; None
+    takes the model's.
     `model_kwargs` go to `from_pretrained`; a model with a `device_map`, or quantised, is not moved.
     ModelError where files are missing or the family cannot answer about images or video.
     """
