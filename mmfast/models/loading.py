@@ -22,6 +22,8 @@ from mmfast.frontends.codecs.latents import pocket_codec, vibevoice_codec
 from mmfast.frontends.codecs.semantic import higgs_codec, xcodec2_codec, xcodec_codec
 
 EMBEDDED = "tiny-video"
+# Checkpoints in the package that answer about pictures and clips, by name.
+EMBEDDED_NAMES = ("tiny-video", "tiny-stream", "tiny-document")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # A checkpoint may be hostile: its code is never run, and its weights are read from safetensors.
 FIXED: Mapping[str, bool] = {"trust_remote_code": False, "use_safetensors": True}
@@ -43,6 +45,13 @@ def embedded_path(name: str = EMBEDDED) -> Path:
     if not (path / "config.json").is_file():
         raise ModelError(f"embedded model {name!r} is missing at {path}; reinstall mmfast")
     return path
+
+
+def located(model: str | Path | None) -> str:
+    """Where a model is: an embedded one may go by its name, unless a folder here has that name."""
+    if model is None or (model in EMBEDDED_NAMES and not Path(model).exists()):
+        return str(embedded_path(str(model or EMBEDDED)))
+    return str(model)
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -129,8 +138,9 @@ def load(
 ) -> tuple[Any, Any]:
     """Load `(model, processor)`, the model in evaluation mode on its device.
 
-    `model` is None (embedded), a directory, a hub id, such a pair, or a model; objects are used as
-    they are. `processor` is an object, a directory or a hub id; None takes the model's.
+    `model` is None (embedded), a name of EMBEDDED_NAMES, a directory, a hub id, such a pair, or a
+    model; objects are used as they are. `processor` is an object, a directory or a hub id; None
+    takes the model's.
     `model_kwargs` go to `from_pretrained`; a model with a `device_map`, or quantised, is not moved.
     ModelError where files are missing or the family cannot answer about images or video.
     """
@@ -150,7 +160,7 @@ def load(
             f"model is a {type(model).__name__}; give a directory, a hub id, a model of "
             "transformers or (model, processor)"
         )
-    where, place, kind = str(model or embedded_path()), pick_device(device), pick_dtype(dtype)
+    where, place, kind = located(model), pick_device(device), pick_dtype(dtype)
     _check_directory(where)
     with loading(f"model {where!r}"):
         read = read_processor(processor or where, given, where)
@@ -256,7 +266,7 @@ def from_pretrained(
 def _config(model: Any, given: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    where = str(model or embedded_path())
+    where = located(model)
     with loading(f"model {where!r}"):
         return AutoConfig.from_pretrained(where, trust_remote_code=False, **_of_hub(given))
 

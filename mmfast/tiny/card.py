@@ -81,6 +81,39 @@ def _video(folder: Path, log: list[Row]) -> Row:
     }
 
 
+def _scenes(folder: Path, log: list[Row]) -> Row:
+    bank, encoded = _rows(log, "bank")[-1], _rows(log, "encode")[-1]
+    found = _rows(log, "evaluation")[-1]
+    parts = [found, *(found[name] for name in ("trained", "kept_back") if name in found)]
+    names = ("all", "wordings of the training", "wordings kept back")
+    kinds = list(found["by_kind"])
+    head = ("", *names[: len(parts)])
+    table = [("questions", *(str(part["n"]) for part in parts))]
+    table.append(("right", *(_percent(part["accuracy"]) for part in parts)))
+    table += [(kind, *(_share(part["by_kind"].get(kind)) for part in parts)) for kind in kinds]
+    for name, label in (("overlap", "mean overlap of boxes"), ("facts", "facts of descriptions")):
+        table.append((label, *(_share(part[name]) for part in parts)))
+    for name in ("precision", "recall", "f1", "yes"):
+        table.append((f"existence, {name}", *(_share(part["pope"][name]) for part in parts)))
+    table.append(("refused though inside", *(_share(part["refused_inside"]) for part in parts)))
+    stages = [f"clips: {bank['clips']} of the world and {bank['strangers']} outside it"]
+    for name, label in (("tower", "tower and projector"), ("language", "decoder")):
+        if rows := _rows(log, name):
+            stages.append(f"{label}: {rows[-1]['step']} steps in {_minutes(rows[-1])}")
+    stages.append(f"of them for the decoder: {encoded['clips']}")
+    stages += [f"whole run: {_minutes(row)}" for row in _rows(log, "end")]
+    return {
+        "parameters": (folder / "model.safetensors").stat().st_size / 4e6,
+        "table": _table(head, table),
+        "questions_seed": found["seed"],
+        "stages": "\n".join(f"- {stage}" for stage in stages),
+    }
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else _percent(share)
+
+
 def _document(_: Path, log: list[Row]) -> Row:
     starts, ends = _rows(log, "start"), _rows(log, "end")
     count = len(starts)
@@ -187,6 +220,7 @@ def _translate(folder: Path, log: list[Row]) -> Row:
 
 FIGURES: dict[str, Callable[[Path, list[Row]], Row]] = {
     "tiny-video": _video,
+    "tiny-scenes": _scenes,
     "tiny-document": _document,
     "tiny-stream": _stream,
     "tiny-speech": _speech,

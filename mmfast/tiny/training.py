@@ -306,6 +306,15 @@ def save_model(model: Any, folder: Path) -> None:
     (folder / "model.safetensors").chmod(0o644)
 
 
+def save_whole(model: Any, folder: Path) -> None:
+    """The same without a moment in which the folder holds half a checkpoint."""
+    part = folder / "part"
+    save_model(model, part)
+    for file in part.iterdir():
+        file.replace(folder / file.name)
+    part.rmdir()
+
+
 def save_half(model: Any, folder: Path) -> None:
     """The same in float16."""
     half = {n: v.half() if v.is_floating_point() else v for n, v in model.state_dict().items()}

@@ -242,6 +242,16 @@ def _farthest(tokens: Tensor, keep: int) -> Tensor:
     return torch.stack(chosen, -1)
 
 
+def laid_out(encoded: Tensor, newline: Tensor) -> Tensor:
+    """Lay out pictures as the image path does: `[B, 1 + tiles, P, H]` to `[B, 1, N, H]`."""
+    tiles = encoded[:, 1:] if encoded.shape[1] > 1 else encoded
+    grid, side = round(tiles.shape[1] ** 0.5), round(tiles.shape[2] ** 0.5)
+    mosaic = rearrange(tiles, "b (r c) (y x) h -> b (r y) (c x) h", r=grid, y=side)
+    ends = newline.expand(len(encoded), grid * side, 1, -1)
+    lines = torch.cat([mosaic, ends], 2).flatten(1, 2)
+    return torch.cat([encoded[:, 0], lines[:, :-1]], 1)[:, None]
+
+
 class PictureSampler:
     """Batches of pictures as the image path lays them out: overview, tiles, and newlines.
 
@@ -275,13 +285,7 @@ class PictureSampler:
             asked = [known[i] for i in self.rng.permutation(len(known))[:questions]]
             kinds.append([fact.kind for fact in asked])
             rows.append([self._ids(fact) for fact in asked])
-        encoded = self.tokens[list(chosen)].float()  # [B, 1 + tiles, P, H]
-        tiles = encoded[:, 1:] if encoded.shape[1] > 1 else encoded
-        grid, side = round(tiles.shape[1] ** 0.5), round(tiles.shape[2] ** 0.5)
-        mosaic = rearrange(tiles, "b (r c) (y x) h -> b (r y) (c x) h", r=grid, y=side)
-        newline = self.newline.expand(len(rows), grid * side, 1, -1)
-        lines = torch.cat([mosaic, newline], 2).flatten(1, 2)
-        shown = torch.cat([encoded[:, 0], lines[:, :-1]], 1)[:, None]
+        shown = laid_out(self.tokens[list(chosen)].float(), self.newline)
         return Lesson(shown, pack(rows), kinds)
 
     def _ids(self, fact: Fact) -> tuple[list[int], list[int]]:

@@ -7,7 +7,7 @@ others, as a session moves retrieved frames between its sinks and its window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,13 @@ def vocabulary_texts() -> Iterator[str]:
     yield from ANSWERS
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train lower-case byte-level BPE: known words are one token each, digits are separate."""
+def make_tokenizer(
+    texts: Iterable[str] | None = None, size: int = 640
+) -> PreTrainedTokenizerFast:
+    """Train lower-case byte-level BPE: known words are one token each, digits are separate.
+
+    `size` tokens are fixed by `texts`, those of this world by default.
+    """
     core = Tokenizer(models.BPE())
     core.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -71,12 +76,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=640,
+        vocab_size=size,
         special_tokens=list(SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator(vocabulary_texts(), trainer)
+    core.train_from_iterator(vocabulary_texts() if texts is None else texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=SPECIALS[END],
@@ -88,7 +93,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_processor() -> LlavaOnevisionProcessor:
+def make_processor(
+    texts: Iterable[str] | None = None, vocabulary: int = 640
+) -> LlavaOnevisionProcessor:
     """Make the processor, which resizes any picture to the tower's size."""
     size = {"height": INPUT, "width": INPUT}
     grey = [0.5, 0.5, 0.5]
@@ -96,7 +103,7 @@ def make_processor() -> LlavaOnevisionProcessor:
         image_processor=LlavaOnevisionImageProcessor(
             size=size, image_mean=grey, image_std=grey, image_grid_pinpoints=[[INPUT, INPUT]]
         ),
-        tokenizer=make_tokenizer(),
+        tokenizer=make_tokenizer(texts, vocabulary),
         video_processor=LlavaOnevisionVideoProcessor(
             size=size, image_mean=grey, image_std=grey, do_sample_frames=False
         ),
@@ -213,7 +220,10 @@ def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
+    # In bfloat16 its gradient takes a processor twice as long.
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = q.float(), k.float(), v.float()
+        mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
     return rearrange(mixed, "b h n d -> b n (h d)")
 
 

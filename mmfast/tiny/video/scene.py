@@ -239,7 +239,7 @@ def draw(scene: Scene) -> Drawing:
                 size = paint(picture, owner[t], thing, i, (thing.path()[t] + shift) * SCALE)
                 whole[i] = max(whole[i], size)
         if scene.bar is not None:
-            _paint_bar(picture, owner[t], scene.bar, shift)
+            paint_bar(picture, owner[t], scene.bar, shift, np.full(2, SCALE))
         if scene.panel is not None and scene.panel.on(t):
             paint_panel(picture, owner[t], scene.panel)
         frames[t] = picture
@@ -293,7 +293,7 @@ def paint(picture: Floats, owner: Bytes, thing: Thing, index: int, centre: Float
     """Paint one thing into its bounding square; returns the number of its pixels."""
     r = thing.radius * SCALE
     x0, y0 = np.maximum(np.floor(centre - 1.2 * r).astype(int) - 1, 0)
-    x1, y1 = np.minimum(np.ceil(centre + 1.2 * r).astype(int) + 2, len(picture))
+    x1, y1 = np.minimum(np.ceil(centre + 1.2 * r).astype(int) + 2, picture.shape[1::-1])
     x = np.arange(x0, x1, dtype=np.float64)[None, :] + 0.5 - centre[0]
     y = np.arange(y0, y1, dtype=np.float64)[:, None] + 0.5 - centre[1]
     alpha = np.clip(0.5 - _distance(thing.shape, x, y, r), 0, 1)[..., None]
@@ -304,9 +304,11 @@ def paint(picture: Floats, owner: Bytes, thing: Thing, index: int, centre: Float
     return int(inside.sum())
 
 
-def _paint_bar(picture: Floats, owner: Bytes, bar: Bar, shift: Floats) -> None:
-    at = (bar.at + shift[0 if bar.vertical else 1]) * SCALE
-    low, high = round(at - bar.width * SCALE / 2), round(at + bar.width * SCALE / 2)
+def paint_bar(picture: Floats, owner: Bytes, bar: Bar, shift: Floats, scale: Floats) -> None:
+    """Paint a bar at `scale` pixels per unit, across and down."""
+    axis = 0 if bar.vertical else 1
+    at, half = (bar.at + shift[axis]) * scale[axis], bar.width * scale[axis] / 2
+    low, high = round(at - half), round(at + half)
     where = (slice(None), slice(low, high)) if bar.vertical else (slice(low, high), slice(None))
     picture[where] = 0.15 * picture[where] + 0.85 * np.array([70.0, 68.0, 66.0])
     owner[where] = BAR
@@ -394,11 +396,11 @@ def make_table(scene: Scene, drawing: Drawing) -> Table:
 def patch_owners(drawing: Drawing, side: int, share: float) -> NDArray[np.int8]:
     """Owner of each patch, int8 `[T, side * side]`: a thing or digit from a `share` of it on."""
     owner = drawing.owner[sampled_indices(FRAMES)]
-    step = PIXELS // side
-    blocks = rearrange(owner, "t (y p) (x q) -> t (y x) (p q)", p=step, q=step)
+    high, wide = (size // side for size in owner.shape[1:])
+    blocks = rearrange(owner, "t (y p) (x q) -> t (y x) (p q)", p=high, q=wide)
     counts = np.stack([(blocks == k).sum(-1) for k in range(1, RIGHT + 1)], -1)
     best = counts.argmax(-1) + 1
-    enough = counts.max(-1) >= share * step * step
+    enough = counts.max(-1) >= share * high * wide
     return np.where(enough, best, 0).astype(np.int8)
 
 

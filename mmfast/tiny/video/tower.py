@@ -61,7 +61,9 @@ def pooled_tokens(model: Any, features: Tensor) -> Tensor:
 class TowerTask(Task):
     """Tower and projector on single frames; both stay as they are after this stage."""
 
-    def __init__(self, model: Any, bank: Bank, seed: int, size: int = 64) -> None:
+    def __init__(
+        self, model: Any, bank: Bank, seed: int, size: int = 64, rate: float = 2e-3
+    ) -> None:
         self.model, self.bank, self.size = model.train(), bank, size
         self.rng = torch.Generator().manual_seed(seed)
         vision, text = model.config.vision_config, model.config.text_config
@@ -70,7 +72,7 @@ class TowerTask(Task):
         self.coarse = PatchReadout(text.hidden_size, side // 2)
         body = nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
         heads = [*self.fine.parameters(), *self.coarse.parameters()]
-        self.optimiser = Optimiser.of(body, heads, 2e-3)
+        self.optimiser = Optimiser.of(body, heads, rate)
 
     def batches(self, step: int, done: float) -> list[tuple[list[int], list[int]]]:
         """Random frames: clips and times."""

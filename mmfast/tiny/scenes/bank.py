@@ -1,0 +1,104 @@
+"""The bank of rendered clips that the recipe trains on, made once and kept as a file.
+
+Clips outside the world follow those of the world; pictures are single frames of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mmfast.tiny.scenes import looks, outside
+from mmfast.tiny.video import scene
+from mmfast.tiny.video.clips import Bank, ClipRow, decode, encode, shrink
+
+TRAINED = tuple(kind for kind in outside.PICTURES if kind not in outside.KEPT_PICTURES)
+_TABLE = tuple(field.name for field in fields(scene.Table))
+
+
+@dataclass(frozen=True)
+class SceneBank:
+    """A bank and the views of its first clips; clips behind them are outside the world."""
+
+    clips: Bank
+    views: list[looks.View]
+
+    def first(self, many: int) -> SceneBank:
+        """The first clips of the world, and as large a share of those outside it."""
+        inside, total = len(self.views), len(self.clips.tables)
+        end = inside + (total - inside) * many // inside
+        chosen = [*range(many), *range(inside, end)]
+        clips, tables = self.clips, [self.clips.tables[i] for i in chosen]
+        part = Bank(clips.frames[chosen], clips.patches[chosen], clips.cells[chosen], tables)
+        return SceneBank(part, self.views[:many])
+
+
+SHOWN = scene.sampled_indices(scene.FRAMES)
+
+
+def through_codec(frames: scene.Bytes, zoom: float) -> NDArray[np.uint8]:
+    """Sampled frames as the tower sees them once they were a file: `[T, 3, S, S]`."""
+    return shrink(decode(encode(looks.resize(frames[SHOWN], zoom), 1)))
+
+
+def view_row(view: looks.View) -> ClipRow:
+    """Draw, encode, read back, resize and label one view."""
+    drawing = looks.draw(view, SHOWN.tolist())
+    frames = through_codec(drawing.frames, view.look.zoom)
+    patches = scene.patch_owners(drawing, scene.PATCHES, 0.3)
+    cells = scene.patch_owners(drawing, scene.CELLS, 0.15)
+    return ClipRow(frames, patches, cells, scene.make_table(view.scene, drawing))
+
+
+def outside_row(kind: str, rng: np.random.Generator) -> ClipRow:
+    """The same of a clip outside the world, on which nothing has a label."""
+    frames = through_codec(outside.pictures(kind, rng), 1.0)
+    nothing = scene.Scene((), None, None, np.zeros((scene.FRAMES, 2)), 0)
+    none = np.zeros((scene.FRAMES, scene.PIXELS, scene.PIXELS), np.uint8)
+    blank = scene.Drawing(none[..., None], none, np.zeros(0, np.int64))
+    owners = [np.zeros((scene.SAMPLED, side**2), np.int8) for side in (scene.PATCHES, scene.CELLS)]
+    return ClipRow(frames, *owners, scene.make_table(nothing, blank))
+
+
+def _numbered(seed: int, many: int, index: int) -> ClipRow:
+    torch.set_num_threads(1)
+    if index < many:
+        return view_row(looks.make_view(scene.TRAIN, seed, index))
+    rng = np.random.default_rng([scene.TRAIN, seed, index, 23])
+    return outside_row(TRAINED[index % len(TRAINED)], rng)
+
+
+def make_bank(
+    path: Path, many: int, strangers: int, seed: int, workers: int, report: Callable[[int], None]
+) -> SceneBank:
+    """Read the bank from a file, or make it in parallel and keep it there."""
+    if not path.exists():
+        rows: list[ClipRow] = []
+        with get_context("spawn").Pool(workers) as pool:
+            task = partial(_numbered, seed, many)
+            for row in pool.imap(task, range(many + strangers), chunksize=16):
+                rows.append(row)
+                report(len(rows))
+        *arrays, tables = zip(*rows, strict=True)
+        columns = dict(zip(("frames", "patches", "cells"), map(np.stack, arrays), strict=True))
+        columns |= {f"table_{k}": np.stack([getattr(t, k) for t in tables]) for k in _TABLE}
+        part = path.with_suffix(".part.npz")
+        np.savez(part, settings=np.array([many, strangers, seed]), **columns)
+        part.replace(path)
+    with np.load(path) as kept:
+        many, strangers, seed = kept["settings"].tolist()
+        frames, patches, cells = (torch.from_numpy(kept[k]) for k in ("frames", "patches", "cells"))
+        columns = {name: kept[f"table_{name}"] for name in _TABLE}
+    tables = [
+        scene.Table(**{k: int(v[i]) if v.ndim == 1 else v[i] for k, v in columns.items()})
+        for i in range(many + strangers)
+    ]
+    views = [looks.make_view(scene.TRAIN, seed, index) for index in range(many)]
+    return SceneBank(Bank(frames, patches, cells, tables), views)

@@ -1,0 +1,223 @@
+"""Measure a model on the larger world: `python -m mmfast.tiny.scenes.evaluate --model DIR`.
+
+Half of the questions are in wordings that training never showed; so are all that are outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mmfast.frontends.image import read_image
+from mmfast.frontends.video.reader import read_video
+from mmfast.models.loading import load
+from mmfast.models.prompt import Shot, chat_inputs
+from mmfast.tiny.evaluate import interval
+from mmfast.tiny.scenes import looks, outside
+from mmfast.tiny.scenes.facts import clip_items, picture_items
+from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, STILL_KINDS, Item, spelled
+from mmfast.tiny.scenes.scoring import is_right, pope, refused, score
+from mmfast.tiny.video import scene
+from mmfast.tiny.video.clips import encode
+
+TOKENS = 96  # of the longest answer
+BATCH = 16
+STRANGE = "strange media"  # kind of questions of the world about media outside it
+TURNS = (*CLIP_KINDS, OUTSIDE, STRANGE)
+CONTROLS = ("", "other", "reversed")  # which media: its own, those of another case, backwards
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class SceneCase:
+    """A conversation about one file, and the right answer to its last question."""
+
+    file: bytes
+    media: str  # `video` or `image`
+    turns: tuple[str, ...]  # question, answer, question, or one question
+    answer: str
+    kind: str
+    kept: bool  # whether it is worded as training never was
+
+    def shot(self, backwards: bool = False) -> Shot:
+        """Decode the file."""
+        if self.media == "image":
+            return Shot("image", read_image(self.file), None)
+        clip = read_video(self.file, frames=scene.SAMPLED)
+        frames = np.ascontiguousarray(clip.frames[::-1]) if backwards else clip.frames
+        return Shot("video", frames, clip.metadata())
+
+    def chat(self, shot: Shot) -> list[dict[str, Any]]:
+        """The conversation with its medium in the first message."""
+        roles = ("user", "assistant")
+        texts = [[text] for text in self.turns]
+        return [
+            {"role": roles[i % 2], "content": [shot, *text] if i == 0 else text}
+            for i, text in enumerate(texts)
+        ]
+
+
+def _view(seed: int, index: int) -> tuple[looks.View, scene.Drawing, scene.Table]:
+    view = looks.make_view(scene.EVAL, seed, index)
+    drawing = looks.draw(view)
+    return view, drawing, scene.make_table(view.scene, drawing)
+
+
+def _clip_file(frames: scene.Bytes, zoom: float) -> bytes:
+    return encode(looks.resize(frames, zoom), looks.FPS)
+
+
+def _picture_file(frame: scene.Bytes, zoom: float) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(looks.resize(frame[None], zoom)[0]).save(buffer, "JPEG", quality=92)
+    return buffer.getvalue()
+
+
+def scene_cases(
+    seed: int, kinds: Sequence[str] = TURNS, stills: bool = True
+) -> Iterator[SceneCase]:
+    """Cases of all kinds in turn, every third about a picture where the kind allows it."""
+    rng, indices = np.random.default_rng([scene.EVAL, seed, 31]), count()
+    for number in count():
+        kind, kept = kinds[number % len(kinds)], bool(number // len(kinds) % 2)
+        lap = number // len(kinds) + number
+        still = stills and lap % 3 == 0 and (kind in STILL_KINDS or kind in (OUTSIDE, STRANGE))
+        while True:
+            view, drawing, table = _view(seed, next(indices))
+            at = int(rng.integers(scene.SAMPLED))
+            items = picture_items(view, table, at) if still else clip_items(view, table, True)
+            known = [item for item in items if item.kind == kind or kind in (OUTSIDE, STRANGE)]
+            if known:
+                break
+        frames, zoom = drawing.frames, view.look.zoom
+        if kind == STRANGE:
+            frames, zoom = outside.pictures(_stranger(rng, kept), rng), 1.0
+        shown = frames[scene.sampled_indices(scene.FRAMES)[at]]
+        file = _picture_file(shown, zoom) if still else _clip_file(frames, zoom)
+        item = known[int(rng.integers(len(known)))]
+        if kind == STRANGE:
+            item = _single(known, item)
+        turns, answer = _worded(item, kept, rng), item.answer
+        if kind == OUTSIDE:
+            turns = (outside.question(rng, kept),)
+        if kind in (OUTSIDE, STRANGE):
+            answer = outside.REFUSAL
+        yield SceneCase(file, "image" if still else "video", turns, answer, kind, kept)
+
+
+def _stranger(rng: np.random.Generator, kept: bool) -> str:
+    trained = [kind for kind in outside.PICTURES if kind not in outside.KEPT_PICTURES]
+    kinds = outside.KEPT_PICTURES if kept else trained
+    return kinds[int(rng.integers(len(kinds)))]
+
+
+def _single(known: Sequence[Item], item: Item) -> Item:
+    return item if item.before is None else next(k for k in known if k.before is None)
+
+
+def _worded(item: Item, kept: bool, rng: np.random.Generator) -> tuple[str, ...]:
+    numbers = item.wordings(kept)
+    text = spelled(item.worded(numbers[int(rng.integers(len(numbers)))]), rng)
+    if item.before is None:
+        return (text,)
+    return (*_worded(item.before, kept, rng), item.before.answer, text)
+
+
+@torch.inference_mode()
+def answers(
+    pair: tuple[Any, Any],
+    cases: Sequence[SceneCase],
+    control: str = "",
+    report: Report | None = None,
+) -> list[str]:
+    """Greedy answers of a model and its processor, in batches of one kind of media."""
+    model, processor = pair
+    found: dict[int, str] = {}
+    for media in ("video", "image"):
+        mine = [i for i, case in enumerate(cases) if case.media == media]
+        for at in range(0, len(mine), BATCH):
+            some = mine[at : at + BATCH]
+            chats = []
+            for i in some:
+                source = cases[mine[(mine.index(i) + 7) % len(mine)] if control == "other" else i]
+                chats.append(cases[i].chat(source.shot(control == "reversed")))
+            inputs = chat_inputs(processor, chats, model.device)
+            out = model.generate(**inputs, do_sample=False, max_new_tokens=TOKENS)
+            texts = processor.batch_decode(
+                out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            )
+            found |= dict(zip(some, (text.strip() for text in texts), strict=True))
+            if report is not None:
+                report("questions", len(found), len(cases))
+    return [found[i] for i in range(len(cases))]
+
+
+def judge(cases: Sequence[SceneCase], texts: Sequence[str]) -> dict[str, Any]:
+    """Figures of answers: shares of right ones, overall and by kind, and what they rest on."""
+    scores = [score(c.kind, c.answer, t) for c, t in zip(cases, texts, strict=True)]
+    right = [is_right(case.kind, value) for case, value in zip(cases, scores, strict=True)]
+    inside = [refused(t) for c, t in zip(cases, texts, strict=True) if c.answer != outside.REFUSAL]
+    means = {
+        kind: float(np.mean([s for c, s in zip(cases, scores, strict=True) if c.kind == kind]))
+        for kind in ("where", "describe")
+        if any(c.kind == kind for c in cases)
+    }
+    kinds = {
+        kind: float(np.mean([r for c, r in zip(cases, right, strict=True) if c.kind == kind]))
+        for kind in dict.fromkeys(case.kind for case in cases)
+    }
+    asked = [(c.answer, t) for c, t in zip(cases, texts, strict=True) if c.kind == "exists"]
+    return {
+        "n": len(cases),
+        "accuracy": float(np.mean(right)),
+        "interval": interval(sum(right), len(right)),
+        "by_kind": kinds,
+        "overlap": means.get("where"),
+        "facts": means.get("describe"),
+        "pope": pope(asked),
+        "refused_inside": float(np.mean(inside)) if inside else None,
+    }
+
+
+def run_scenes(
+    model: Any, n: int = 400, seed: int = 1000, control: str = "", report: Report | None = None
+) -> dict[str, Any]:
+    """Ask a model (a name, a folder or a pair) `n` questions about unseen media."""
+    cases = list(islice(scene_cases(seed), n))
+    pair = load(model, "cpu", "float32")
+    texts = answers(pair, cases, control, report)
+    found: dict[str, Any] = {"seed": seed, "control": control or None, **judge(cases, texts)}
+    for name, kept in (("trained", False), ("kept_back", True)):
+        some = [(c, t) for c, t in zip(cases, texts, strict=True) if c.kept == kept]
+        if some:
+            found[name] = judge(*zip(*some, strict=True))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Command line; prints one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="checkpoint folder, or a name: tiny-video")
+    parser.add_argument("--n", type=int, default=400, help="questions")
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    found = run_scenes(options.model, options.n, options.seed, options.control)
+    found = {"model": Path(options.model).name, **found}
+    print(json.dumps(found))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Facts about a view and the items that ask for them: clips, and single frames of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from mmfast.tiny.scenes.looks import View
+from mmfast.tiny.scenes.questions import Item
+from mmfast.tiny.video import questions
+from mmfast.tiny.video.scene import COLOURS, SAMPLED, SHAPES, Table, corner_of
+
+START, END, STILL = " at the start", " at the end", ""
+SIDES = (("left", "right"), ("above", "below"))  # by axis
+WHOLE = 0.9  # share of a thing in sight from which on its box can be asked
+
+
+def clip_items(view: View, table: Table, margin: bool = False) -> list[Item]:
+    """Items of a clip; `margin` leaves out close comparisons."""
+    found = []
+    for fact in questions.facts(table, margin):
+        if fact.kind == "speed" and not view.look.square:
+            continue  # the axes have two scales, the table knows one
+        slots = fact.slots
+        if fact.kind == "position":
+            slots = (slots[0], f" at the {slots[1]}")
+        found.append(Item(fact.kind, slots, fact.answer))
+    found.append(Item("background", (), view.look.background))
+    sure = [i for i in range(table.count) if table.clear(i).sum() >= 3]
+    if len(sure) == table.count:
+        found += _exists(view, [table.looks[i] for i in sure], bool(table.shown.any()))
+    for frame, time in ((0, START), (-1, END)):
+        found += _spatial(view, table, frame, time)
+    found += _when(table)
+    ways = {item.slots[0]: item.answer for item in found if item.kind == "direction"}
+    if set(ways) == {table.name(i) for i in range(table.count)}:
+        found.append(Item("describe", (), describe_clip(view, table, ways)))
+    return [*found, *_followups(found, ways)]
+
+
+def picture_items(view: View, table: Table, frame: int) -> list[Item]:
+    """Items of one frame of a clip."""
+    found = []
+    for fact in questions.still_facts(table, frame):
+        slots = (fact.slots[0], STILL) if fact.kind == "position" else fact.slots
+        found.append(Item(fact.kind, slots, fact.answer))
+    there = [i for i in range(table.count) if table.alive[i, frame]]
+    clear = [i for i in there if table.seen[i, frame] >= 0.6]
+    if not there and not table.shown[frame]:
+        return []
+    found.append(Item("background", (), view.look.background))
+    if there == clear:
+        looks = [table.looks[i] for i in there]
+        found += _exists(view, looks, bool(table.shown[frame]))
+        found.append(Item("describe", (), describe_picture(view, table, frame, there)))
+    found += _spatial(view, table, frame, STILL)
+    return [*found, *_followups(found, {})]
+
+
+def _exists(view: View, looks: Sequence[questions.Look], number: bool) -> Iterator[Item]:
+    """As many things that are there as such that are not, half of the latter nearly there."""
+    rng = np.random.default_rng([view.look.seed, 3])
+    shapes, colours = {shape for shape, _ in looks}, {colour for _, colour in looks}
+    there = [f"{colour} {shape}" for shape, colour in looks]
+    near = [
+        f"{c} {s}"
+        for c in COLOURS
+        for s in SHAPES
+        if f"{c} {s}" not in there and (c in colours or s in shapes)
+    ]
+    far = [f"{c} {s}" for c in COLOURS for s in SHAPES if c not in colours and s not in shapes]
+    absent = [*_drawn(rng, near, 2), *_drawn(rng, far, 2)]
+    absent += _drawn(rng, [s for s in SHAPES if s not in shapes], 2)
+    absent += _drawn(rng, [f"{c} object" for c in COLOURS if c not in colours], 1)
+    shown = [*there, *sorted(shapes), *(f"{c} object" for c in sorted(colours))]
+    (shown if number else absent).append("number")
+    many = min(len(shown), len(absent))
+    for names, word in ((shown, "yes"), (absent, "no")):
+        yield from (Item("exists", (name,), word) for name in _drawn(rng, names, many))
+
+
+def _drawn(rng: np.random.Generator, names: Sequence[str], most: int) -> list[str]:
+    return [names[i] for i in rng.permutation(len(names))[:most]]
+
+
+def _spatial(view: View, table: Table, frame: int, time: str) -> Iterator[Item]:
+    rng = np.random.default_rng([view.look.seed, frame % SAMPLED, 5])
+    seen = [i for i in range(table.count) if table.alive[i, frame] and table.seen[i, frame] >= 0.6]
+    for i in seen:
+        if table.seen[i, frame] >= WHOLE:
+            box = view.box(i, table.place[i, frame].astype(np.float64))
+            yield Item("where", (table.name(i), time), ",".join(f"{edge:02d}" for edge in box))
+        for j in seen:
+            if i == j:
+                continue
+            names = (table.name(i), table.name(j))
+            gap = (table.place[i, frame] - table.place[j, frame]) * view.look.scale / 2
+            main = int(np.abs(gap).argmax())
+            if abs(gap[main]) >= 14 and abs(gap[main]) >= 1.6 * abs(gap[1 - main]):
+                yield Item("relation", (*names, time), SIDES[main][int(gap[main] > 0)])
+            for axis in (0, 1):
+                if abs(gap[axis]) >= 10:
+                    side = int(rng.integers(2))
+                    word = SIDES[axis][side] + (" of" if axis == 0 else "")
+                    yes = "yes" if side == int(gap[axis] > 0) else "no"
+                    yield Item("compare", (*names, time, word), yes)
+
+
+def born(table: Table, thing: int) -> int:
+    """Second in which a thing appears: its first frame among those the model is shown."""
+    return int(table.alive[thing].argmax())
+
+
+def gone(table: Table, thing: int) -> int:
+    """Second from which on a thing is no longer there."""
+    return int(np.flatnonzero(table.alive[thing])[-1]) + 1
+
+
+def _when(table: Table) -> Iterator[Item]:
+    for i in range(table.count):
+        second = born(table, i)
+        if second and table.clear(i)[second]:
+            yield Item("when", (table.name(i),), str(second))
+    if table.shown.sum() >= 2:
+        yield Item("when", ("number",), str(int(table.shown.argmax())))
+
+
+def _opening(view: View, count: int) -> str:
+    many = "is one object" if count == 1 else f"are {count} objects"
+    return f"there {many if count else 'are no objects'} on a {view.look.background} background."
+
+
+def describe_clip(view: View, table: Table, ways: dict[str, str]) -> str:
+    """Description of a clip: things in the order in which they appear, from the left."""
+    parts = [_opening(view, table.count)]
+    order = sorted(
+        range(table.count), key=lambda i: (born(table, i), table.place[i, born(table, i), 0])
+    )
+    for i in order:
+        come, leave = born(table, i), gone(table, i)
+        begins = f"appears at second {come}" if come else "is there from the start"
+        ends = f"leaves at second {leave}" if leave < SAMPLED else "stays until the end"
+        name = table.name(i)
+        parts.append(f"the {name} moves {ways[name]}, {begins} and {ends}.")
+    if table.number < 0 or not table.shown.any():
+        return " ".join([*parts, "no number is shown."])
+    parts.append(f"the number {table.number} appears at second {int(table.shown.argmax())}.")
+    return " ".join(parts)
+
+
+def describe_picture(view: View, table: Table, frame: int, there: Iterable[int]) -> str:
+    """Description of a frame: things from the left."""
+    order = sorted(there, key=lambda i: table.place[i, frame, 0])
+    parts = [_opening(view, len(order))]
+    for i in order:
+        where = corner_of(table.place[i, frame].astype(np.float64))
+        parts.append(f"the {table.name(i)} is in the {where}.")
+    number = f"the number {table.number} is shown." if table.shown[frame] else "no number is shown."
+    return " ".join([*parts, number])
+
+
+def _followups(items: Sequence[Item], ways: dict[str, str]) -> Iterator[Item]:
+    """Second turns: what "it" is, or which question is asked again, is in the first."""
+    colours = {item.slots[0]: item.answer for item in items if item.kind == "colour"}
+    for item in items:
+        if item.kind == "exists" and item.slots[0] in colours and item.answer == "yes":
+            yield Item("followup", (), colours[item.slots[0]], "its_colour", item)
+        if item.kind == "shape" and (name := f"{item.slots[0]} {item.answer}") in ways:
+            yield Item("followup", (), ways[name], "its_way", item)
+    for kind in ("direction", "position", "when"):
+        alike = [item for item in items if item.kind == kind]
+        for one, two in pairwise(alike):
+            if one.slots[1:] == two.slots[1:] and one.slots[0] != two.slots[0]:
+                yield Item("followup", two.slots[:1], two.answer, "again", one)

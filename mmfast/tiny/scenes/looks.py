@@ -1,0 +1,193 @@
+"""What a scene is drawn on: backgrounds, tints, sizes and aspects; and its drawing.
+
+Places stay in units of a 96 x 96 picture, each axis with its own scale, as the tower sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from PIL import Image
+
+from mmfast.tiny.video import scene
+from mmfast.tiny.video.scene import COLOURS, FRAMES, MARGIN, SIDE, Bytes, Drawing, Floats, Scene
+
+BACKGROUNDS = ("plain", "gradient", "photo", "blur")
+FPS = 2  # a clip of 16 frames lasts 8 seconds, and the frames that the model sees are one each
+SECONDS = FRAMES // FPS
+# Canvases of nearly one area, sides divisible by the tower's grid; most are square.
+CANVASES = ((192, 192), (192, 192), (216, 168), (168, 216), (228, 156), (252, 144))
+ZOOMS = (0.75, 1.0, 1.0, 1.5)  # size of the file against the canvas
+CONTRAST = 105.0  # least distance of a background's tints from the colours of things
+
+
+@dataclass(frozen=True)
+class Look:
+    """Everything about a picture that is not in its scene."""
+
+    background: str
+    tints: Floats  # [3, 3]
+    seed: int
+    width: int
+    height: int
+    zoom: float
+
+    @property
+    def scale(self) -> Floats:
+        """Pixels of the canvas per unit, across and down."""
+        return np.array([self.width / SIDE, self.height / SIDE])
+
+    @property
+    def square(self) -> bool:
+        """Return whether both axes have one scale."""
+        return self.width == self.height
+
+
+@dataclass(frozen=True)
+class View:
+    """A scene and its look."""
+
+    scene: Scene
+    look: Look
+
+    def box(self, thing: int, place: Floats) -> tuple[int, int, int, int]:
+        """Box of a thing at a place (in units): left, top, right, bottom in 0 to 99."""
+        one = self.scene.things[thing]
+        reach = np.asarray(EXTENTS[one.shape]).reshape(2, 2) * one.radius * scene.SCALE
+        corners = (place + reach / self.look.scale) * (100 / SIDE)
+        x1, y1, x2, y2 = np.clip(np.floor(corners), 0, 99).astype(int).ravel().tolist()
+        return x1, y1, x2, y2
+
+
+EXTENTS = {  # left, top, right, bottom of each shape in radii
+    "circle": (-1, -1, 1, 1), "square": (-0.86, -0.86, 0.86, 0.86),
+    "triangle": (-0.9, -1, 0.9, 0.8), "star": (-1.09, -1.15, 1.09, 0.93), "cross": (-1, -1, 1, 1),
+}  # fmt: skip
+
+
+def make_view(purpose: int, seed: int, index: int) -> View:
+    """The view number `index` of a seed; births fall on frames that the model is shown."""
+    draft = scene.make_scene(purpose, seed, index)
+    rng = np.random.default_rng([purpose, seed, index, 17])
+    shown = scene.sampled_indices(FRAMES)
+    factor = float(rng.uniform(0.72, 1.05))
+    things = tuple(
+        replace(
+            thing,
+            radius=thing.radius * factor,
+            born=int(shown[np.searchsorted(shown, thing.born)]),
+        )
+        for thing in draft.things
+    )
+    panel = draft.panel
+    if panel is not None:
+        panel = replace(panel, born=int(shown[np.searchsorted(shown, panel.born)]))
+    look = _look(rng, [thing.colour for thing in things])
+    return View(replace(draft, things=things, panel=panel), look)
+
+
+def _look(rng: np.random.Generator, colours: list[str]) -> Look:
+    background = BACKGROUNDS[rng.integers(len(BACKGROUNDS))]
+    width, height = CANVASES[rng.integers(len(CANVASES))]
+    tints = np.stack([_tint(rng, colours) for _ in range(3)])
+    zoom = ZOOMS[rng.integers(len(ZOOMS))]
+    return Look(background, tints, int(rng.integers(2**31)), width, height, zoom)
+
+
+def _tint(rng: np.random.Generator, colours: list[str]) -> Floats:
+    used = np.array([COLOURS[name] for name in colours] or [(0, 0, 0)], np.float64)
+    for _ in range(40):
+        tint = np.clip(rng.uniform(15, 220) + rng.uniform(-40, 40, 3), 0, 255)
+        if np.linalg.norm(used - tint, axis=1).min() >= CONTRAST:
+            return np.asarray(tint)
+    return np.full(3, 50.0)
+
+
+def backdrop(look: Look) -> Floats:
+    """Background of a look with a margin on each side: `[H, W, 3]`."""
+    rng = np.random.default_rng(look.seed)
+    high, wide = look.height + 2 * MARGIN, look.width + 2 * MARGIN
+    one, two, three = look.tints
+    if look.background == "plain":
+        return np.broadcast_to(one, (high, wide, 3)).copy()
+    if look.background == "gradient":
+        angle = rng.uniform(0, 2 * np.pi)
+        y, x = np.linspace(-1, 1, high)[:, None], np.linspace(-1, 1, wide)
+        ramp = np.clip(0.5 + 0.5 * (np.cos(angle) * x + np.sin(angle) * y), 0, 1)[..., None]
+        return np.asarray(one + ramp * (_apart(one, two) - one))
+    if look.background == "blur":
+        soft = [_cloud(rng, high, wide, 3.0)[..., None] for _ in range(2)]
+        mixed = one + soft[0] * (_apart(one, two) - one)
+        return np.asarray(mixed + soft[1] * (three - mixed) * 0.6)
+    return _photograph(rng, high, wide, look.tints)
+
+
+def _apart(one: Floats, two: Floats) -> Floats:
+    """The second tint, or a darker one where both are nearly the same."""
+    return two if float(np.linalg.norm(one - two)) > 45 else np.asarray(one * 0.35)
+
+
+def _cloud(rng: np.random.Generator, high: int, wide: int, power: float) -> Floats:
+    """Noise whose amplitude falls with a power of the frequency, in 0 to 1."""
+    y, x = np.fft.fftfreq(high)[:, None] * high, np.fft.rfftfreq(wide) * wide
+    fall = np.maximum(np.hypot(y, x), 1.0) ** -power
+    fall[0, 0] = 0.0
+    found = np.fft.irfft2(np.fft.rfft2(rng.normal(size=(high, wide))) * fall, (high, wide))
+    low, top = np.percentile(found, (2, 98))
+    return np.asarray(np.clip((found - low) / max(top - low, 1e-9), 0, 1))
+
+
+def _photograph(rng: np.random.Generator, high: int, wide: int, tints: Floats) -> Floats:
+    """A landscape: sky above a broken skyline, rough ground, grain everywhere."""
+    line = high * rng.uniform(0.25, 0.7)
+    ridge = _cloud(rng, 2, wide, 1.2)[0] - 0.5
+    ground = (np.arange(high)[:, None] > line + ridge * high * 0.3)[..., None]
+    sky = tints[0] * (0.75 + 0.25 * _cloud(rng, high, wide, 2.0)[..., None])
+    rough = _cloud(rng, high, wide, 1.1)[..., None]
+    soil = tints[1] + rough * (_apart(tints[1], tints[2]) - tints[1])
+    grain = rng.normal(0, 7, (high, wide, 1))
+    return np.asarray(np.clip(np.where(ground, soil, sky) + grain, 0, 255))
+
+
+def draw(view: View, times: Iterable[int] = range(FRAMES)) -> Drawing:
+    """Draw a view on its canvas; frames that are not in `times` stay black."""
+    plan, look = view.scene, view.look
+    behind = backdrop(look)
+    frames = np.zeros((FRAMES, look.height, look.width, 3), np.uint8)
+    owner = np.zeros(frames.shape[:3], np.uint8)
+    whole = np.zeros(len(plan.things), np.int64)
+    for t in times:
+        shift = plan.shake[t]
+        dx, dy = (MARGIN - np.round(shift * look.scale)).astype(int)
+        picture = behind[dy : dy + look.height, dx : dx + look.width].copy()
+        for i, thing in enumerate(plan.things):
+            if thing.alive()[t]:
+                centre = (thing.path()[t] + shift) * look.scale
+                size = scene.paint(picture, owner[t], thing, i, centre)
+                whole[i] = max(whole[i], size)
+        if plan.bar is not None:
+            scene.paint_bar(picture, owner[t], plan.bar, shift, look.scale)
+        if plan.panel is not None and plan.panel.on(t):
+            scene.paint_panel(picture, owner[t], replace(plan.panel, corner=corner(view)))
+        frames[t] = picture
+    return Drawing(frames, owner, whole)
+
+
+def corner(view: View) -> tuple[int, int]:
+    """Corner of the number's panel in half pixels, moved so that all of it is inside."""
+    assert view.scene.panel is not None
+    look, given = view.look, np.asarray(view.scene.panel.corner)
+    most = np.array([look.width, look.height]) / scene.SCALE - scene.BOX
+    x, y = np.minimum(given * look.scale / scene.SCALE, most).astype(int)
+    return int(x), int(y)
+
+
+def resize(frames: Bytes, zoom: float) -> Bytes:
+    """Frames at the size of their file; sides are even, as H.264 wants them."""
+    high, wide = (2 * round(side * zoom / 2) for side in frames.shape[1:3])
+    if (high, wide) == frames.shape[1:3]:
+        return frames
+    way = Image.Resampling.BICUBIC
+    return np.stack([np.asarray(Image.fromarray(f).resize((wide, high), way)) for f in frames])

@@ -1,0 +1,138 @@
+"""What lies outside the world: questions and pictures, and the one answer that both get."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from mmfast.tiny.scenes import looks
+from mmfast.tiny.video.questions import parse_grammar
+from mmfast.tiny.video.scene import FRAMES, Bytes, Floats
+
+REFUSAL = "I only know moving shapes, numbers and colours."
+
+# The last rule of each pair is kept back from training.
+_RULES = parse_grammar("""
+asked =
+    Who wrote {thing}? | What is the capital of {place}? | How old is the {person}?
+    | What is the {person} doing? | Is there a {thing} in the picture?
+    | How many {thing}s are there?
+    | What colour is the {thing}? | What is the {person} wearing? | Where was this filmed?
+    | What is the weather like in {place}? | Write a poem about the {thing}.
+    | Tell me a joke about a {thing}. | What does the {person} say? | Who is the {person}?
+    | Translate this into {tongue}. | What is the price of the {thing}? | Is the {person} happy?
+    | Which brand is the {thing}? | What is {sum}? | How do I cook a {thing}? | What time is it?
+    | Which language is spoken in {place}? | Who won the match? | Explain the {thing} to me.
+    | What is your name? | Who made you? | How far is it to {place}? | Where is the {thing}?
+    | What sound does the {thing} make? | Which year was this? | What does the sign say?
+    | Why is the {person} laughing? | Does the {thing} look broken? | Hello, how are you?
+    | Write a program that sorts a list. | What is the meaning of life? | Read the text aloud.
+    | Is it raining in {place}? | Who is the president of {place}? | What material is the {thing}?
+    | Welche Farbe hat der Hund? | Schreibe ein Gedicht. | Quelle heure est-il ? | Wie geht es dir?
+    | Where does the {person} live? | Is the {thing} left of the {person}? | What is a {thing}?
+    | Which way does the {person} look? | When does the {person} arrive? | Describe the {person}.
+    | Which {thing} is bigger? | Give me a recipe with {thing}s. | How heavy is the {thing}?
+    | Is this {place}? | What will happen next? | Is the {person} holding a {thing}?
+    | What happened before the video? | Sing a song. | Give the box of the {thing}.
+    | Who lives in {place}? | What colour are the eyes of the {person}? | {noise} {noise} {noise}?
+    | What is the {noise}? | {noise} the {thing} {noise} {place}. | Does the {person} like {thing}s?
+kept =
+    Who painted the {thing}? | Can you recommend a restaurant in {place}? | Est-ce un chat ?
+    | Is the {person} married? | How tall is the {thing}? | What is the population of {place}?
+    | Erzähl mir einen Witz. | Which emotion does the {person} show? | What is {sum} minus four?
+    | Is there a {thing} behind the {person}? | Summarise the plot of {place}. | What year is it?
+    | How much does a {thing} cost? | Whose {thing} is this? | Tell me about the war in {place}.
+    | What should I eat today? | Which song is playing? | Does the {person} wear glasses?
+thing =
+    dog | cat | car | tree | house | table | chair | phone | book | bottle | cup | bicycle | train
+    | boat | bird | horse | cow | flower | apple | banana | cake | guitar | laptop | clock | shoe
+    | hat | bridge | river | mountain | cloud | window | door | bus | truck | ball | umbrella
+    | knife | pizza | sandwich | camera | keyboard | lamp | bed | sofa | elephant | lion | fish
+    | rabbit | rose | engine | letter | carpet | spoon | glove | ladder | castle | kettle
+kept_thing =
+    giraffe | scooter | violin | tractor | lemon | helmet | tower | squirrel | curtain | rocket
+person =
+    man | woman | child | girl | boy | teacher | doctor | player | driver | king | person | cook
+    | singer | baby | nurse | soldier
+kept_person = dancer | pilot | farmer | queen | lady
+place =
+    France | Paris | Germany | London | Japan | India | Brazil | Rome | China | Egypt | New York
+    | Berlin | Kenya | Canada
+kept_place = Norway | Madrid | Peru | Vienna | Hamlet
+tongue = German | French | Latin | Spanish
+sum = two plus two | seven times eight | 12 + 30 | 99 / 3 | the square root of 81
+""")
+PICTURES = ("noise", "blank", "text", "empty", "shuffled", "stripes")
+KEPT_PICTURES = ("stripes", "shuffled")  # never in training
+
+
+def question(rng: np.random.Generator, kept: bool = False) -> str:
+    """A question outside the world; `kept` takes wordings and words that training never shows."""
+
+    def one(options: Sequence[str]) -> str:
+        return options[int(rng.integers(len(options)))]
+
+    text = one(_RULES["kept" if kept else "asked"])
+    for slot in ("thing", "person", "place"):
+        while f"{{{slot}}}" in text:
+            words = _RULES[f"kept_{slot}" if kept else slot]
+            text = text.replace(f"{{{slot}}}", one(words), 1)
+    text = text.replace("{tongue}", one(_RULES["tongue"])).replace("{sum}", one(_RULES["sum"]))
+    while "{noise}" in text:
+        text = text.replace("{noise}", _nonsense(rng), 1)
+    return text
+
+
+def _nonsense(rng: np.random.Generator) -> str:
+    letters = rng.integers(26, size=int(rng.integers(3, 9)))
+    return "".join(string.ascii_lowercase[i] for i in letters)
+
+
+def pictures(kind: str, rng: np.random.Generator) -> Bytes:
+    """A clip of a kind of PICTURES on which nothing of the world is to be seen."""
+    width, height = looks.CANVASES[int(rng.integers(len(looks.CANVASES)))]
+    if kind == "noise":
+        cell = int(rng.integers(1, 7))
+        size = (FRAMES, -(-height // cell), -(-width // cell), 3 if rng.random() < 0.7 else 1)
+        grain = rng.integers(0, 256, size).repeat(cell, 1).repeat(cell, 2)
+        moving = rng.random() < 0.5
+        frames = grain[:, :height, :width] if moving else grain[:1, :height, :width]
+        return _clip(frames.astype(np.float64), height, width)
+    if kind == "text":
+        return _clip(_page(rng, height, width)[None], height, width)
+    if kind == "stripes":
+        y, x = np.mgrid[:height, :width]
+        angle, wave = rng.uniform(0, np.pi), rng.uniform(0.1, 0.8)
+        on = (np.sin((np.cos(angle) * x + np.sin(angle) * y) * wave) > 0)[..., None]
+        return _clip(np.where(on, *rng.uniform(0, 255, (2, 3)))[None], height, width)
+    seed = int(rng.integers(2**31))
+    if kind == "shuffled":  # cells of a scene in another order: colours, but no shapes
+        frames = looks.draw(looks.make_view(5, 0, seed)).frames[:, :144, :144]
+        cells = frames.reshape(FRAMES, 24, 6, 24, 6, 3).transpose(0, 1, 3, 2, 4, 5)
+        mixed = cells.reshape(FRAMES, 576, 6, 6, 3)[:, rng.permutation(576)]
+        mixed = mixed.reshape(FRAMES, 24, 24, 6, 6, 3).transpose(0, 1, 3, 2, 4, 5)
+        return np.ascontiguousarray(mixed.reshape(FRAMES, 144, 144, 3))
+    background = "plain" if kind == "blank" else looks.BACKGROUNDS[int(rng.integers(1, 4))]
+    tints = rng.uniform(0, 255, (3, 3)) if rng.random() < 0.7 else rng.uniform(0, 255, (3, 1))
+    tints = np.broadcast_to(tints, (3, 3))
+    look = looks.Look(background, tints, seed, width, height, 1.0)
+    return _clip(looks.backdrop(look)[None, :height, :width], height, width)
+
+
+def _page(rng: np.random.Generator, height: int, width: int) -> Floats:
+    """Lines of small print, dark on light."""
+    paper = Image.new("RGB", (width, height), tuple(rng.integers(200, 256, 3).tolist()))
+    pen, size = ImageDraw.Draw(paper), int(rng.integers(8, 15))
+    font, ink = ImageFont.load_default(size), tuple(rng.integers(0, 90, 3).tolist())
+    for line in range(4, height - size, size + 3):
+        words = " ".join(_nonsense(rng) for _ in range(int(rng.integers(3, 9))))
+        pen.text((int(rng.integers(2, 14)), line), words, font=font, fill=ink)
+    return np.asarray(paper, np.float64)
+
+
+def _clip(frames: Floats, height: int, width: int) -> Bytes:
+    full = np.broadcast_to(np.clip(frames, 0, 255), (FRAMES, height, width, 3))
+    return np.ascontiguousarray(full.astype(np.uint8))

@@ -1,0 +1,174 @@
+"""Questions of the larger world: their wordings, of which the last two of a kind are kept back.
+
+Slots: names of things, or a phrase of time such as " at the end", empty for a picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmfast.tiny.video.questions import Fact, parse_grammar
+
+KEPT = 2  # wordings of each kind that training never shows
+PREFIXES = (
+    "please tell me: ",
+    "look closely. ",
+    "watch this. ",
+    "quick question: ",
+    "so, ",
+    "hey, ",
+)
+AMERICAN = {"colour": "color", "centre": "center"}
+
+WORDINGS = parse_grammar("""
+colour =
+    What colour is the {0}? | Which colour does the {0} have? | What is the colour of the {0}?
+    | The {0} has which colour? | Name the colour of the {0}. | Tell me the colour of the {0}.
+    | In what colour is the {0} drawn? | What colour does the {0} have? | {0}: what colour?
+    | Which colour is the {0}? | Of what colour is the {0}? | Say which colour the {0} has.
+shape =
+    What shape is the {0} object? | Which shape does the {0} object have?
+    | What is the shape of the {0} object? | What kind of shape is the {0} one?
+    | Name the shape of the {0} thing. | The {0} object is what shape? | What is the {0} object?
+    | Which shape is {0}? | Tell me the shape of the {0} object. | What shape is drawn in {0}?
+    | Which shape has the {0} colour? | Say what shape the {0} one is.
+count =
+    How many objects are there? | How many objects appear in the video?
+    | How many shapes can you see?
+    | Count the objects. | What is the number of objects? | How many things are in the picture?
+    | Tell me how many shapes there are. | How many different objects do you see?
+    | Number of shapes? | How many objects are shown? | How many shapes are there in all?
+    | Count all the shapes you can see.
+direction =
+    Which way does the {0} move? | In which direction does the {0} move? | Where is the {0} going?
+    | What is the direction of the {0}? | Which way is the {0} going? | Where does the {0} move to?
+    | The {0} moves in which direction? | Tell me the direction in which the {0} moves.
+    | How does the {0} move? | Where is the {0} heading? | Which way is the {0} heading?
+    | In what direction is the {0} going?
+speed =
+    Which moves faster, the {0} or the {1}? | Which is faster, the {0} or the {1}?
+    | What moves faster: the {0} or the {1}? | Is the {0} or the {1} faster?
+    | Who is quicker, the {0} or the {1}? | Which of the two is faster, the {0} or the {1}?
+    | The {0} or the {1}: which has more speed? | Compare the {0} and the {1}: which is faster?
+    | Tell me which is quicker, the {0} or the {1}. | Does the {0} or the {1} move faster?
+    | Which is the quicker one, the {0} or the {1}? | The {0} or the {1}: which moves faster?
+position =
+    Where is the {0}{1}? | In which corner is the {0}{1}? | Which corner is the {0} in{1}?
+    | In which part of the picture is the {0}{1}? | Where do you see the {0}{1}?
+    | Where can the {0} be found{1}? | Name the corner of the {0}{1}.
+    | The {0} is in which corner{1}?
+    | Tell me the corner where the {0} is{1}. | What is the position of the {0}{1}?
+    | Which part of the picture shows the {0}{1}? | Where in the picture is the {0}{1}?
+first =
+    Which appears first, the {0} or the {1}? | Which came first, the {0} or the {1}?
+    | What appears first: the {0} or the {1}? | Which is seen first, the {0} or the {1}?
+    | Does the {0} or the {1} appear first? | Of the {0} and the {1}, which comes first?
+    | The {0} or the {1}: which is earlier? | Which one shows up first, the {0} or the {1}?
+    | Tell me which comes first, the {0} or the {1}. | Is the {0} or the {1} seen first?
+    | Which shows up earlier, the {0} or the {1}? | Which of the {0} and the {1} appears first?
+number =
+    What number is on the screen? | Which number is shown? | What number appears in the video?
+    | Read the number. | What does the number say? | Which number can you see?
+    | Tell me the number on the screen. | What is the number? | Which digits are shown?
+    | What number do you see? | Which number appears on the screen? | Name the number shown.
+background =
+    What kind of background is it? | What is the background like? | Which background is there?
+    | Describe the background in one word. | What background does the video have?
+    | Is the background plain, a gradient, a photo or a blur? | Name the kind of background.
+    | What is behind the objects? | Tell me the kind of background.
+    | What sort of background is used?
+    | Which kind of background do you see? | What is the background of the picture?
+exists =
+    Is there a {0}? | Is there a {0} in the picture? | Do you see a {0}? | Can you see a {0}?
+    | Does the video show a {0}? | Is a {0} shown? | Does a {0} appear? | Is a {0} there?
+    | Tell me if there is a {0}. | Is there any {0}? | Does the picture have a {0}?
+    | Can a {0} be seen?
+relation =
+    On which side of the {1} is the {0}{2}? | Where is the {0} seen from the {1}{2}?
+    | Relative to the {1}, where is the {0}{2}? | Compared to the {1}, where is the {0}{2}?
+    | Is the {0} left, right, above or below of the {1}{2}?
+    | Which side of the {1} is the {0} on{2}?
+    | Where is the {0} relative to the {1}{2}? | From the {1}, where do you see the {0}{2}?
+    | Where does the {0} lie compared to the {1}{2}? | What side of the {1} is the {0} on{2}?
+    | Seen from the {1}, where is the {0}{2}? | On what side of the {1} does the {0} lie{2}?
+compare =
+    Is the {0} {3} the {1}{2}? | Does the {0} lie {3} the {1}{2}?
+    | Do you see the {0} {3} the {1}{2}?
+    | Is the {0} found {3} the {1}{2}? | Can you see the {0} {3} the {1}{2}?
+    | Tell me if the {0} is {3} the {1}{2}. | Is it true that the {0} is {3} the {1}{2}?
+    | The {0} is {3} the {1}{2}, yes or no? | Compare: is the {0} {3} the {1}{2}?
+    | Is the {0} shown {3} the {1}{2}? | Can the {0} be seen {3} the {1}{2}?
+    | Yes or no: is the {0} {3} the {1}{2}?
+where =
+    Give the box of the {0}{1}. | What is the bounding box of the {0}{1}? | Locate the {0}{1}.
+    | Draw a box around the {0}{1}. | Give the coordinates of the {0}{1}. | Box of the {0}{1}?
+    | What are the coordinates of the {0}{1}? | Tell me the box of the {0}{1}.
+    | Where exactly is the {0}{1}? Give a box. | Mark the {0} with a box{1}.
+    | Which box is around the {0}{1}? | Find the {0} and give its box{1}.
+when =
+    At which second does the {0} appear? | When does the {0} appear? | When is the {0} first seen?
+    | In which second does the {0} appear? | At what second does the {0} show up?
+    | Second of the first sight of the {0}? | Tell me when the {0} appears.
+    | When does the {0} come?
+    | At which second do you first see the {0}? | When do you first see the {0}?
+    | At what second is the {0} first shown? | In which second is the {0} first seen?
+describe =
+    Describe the video. | Describe the picture. | What happens in the video? | What do you see?
+    | Tell me what you see. | Describe everything. | What is shown? | Say what happens.
+    | Give a description. | Describe all objects. | Describe what you see. | Tell me what happens.
+again =
+    And the {0}? | What about the {0}? | And what about the {0}? | The {0}? | How about the {0}?
+    | The same for the {0}? | And for the {0}? | Now the {0}. | Next, the {0}. | Then the {0}?
+    | And now the {0}? | What about the {0} then?
+its_colour =
+    And its colour? | What colour is it? | Which colour does it have? | And what is its colour?
+    | Its colour? | What is its colour? | Tell me its colour. | In which colour? | And which colour?
+    | What colour does it have? | Which colour is it? | And what colour is it?
+its_way =
+    And which way does it move? | Where is it going? | In which direction does it move?
+    | And its direction? | Which way is it going? | How does it move? | What is its direction?
+    | And where does it move to? | Tell me its direction. | And where is it heading?
+    | And where is it going? | Which way does it move?
+""")
+CLIP_KINDS = (
+    "colour", "shape", "count", "direction", "speed", "position", "first", "number", "background",
+    "exists", "relation", "compare", "where", "when", "describe", "followup",
+)  # fmt: skip
+STILL_KINDS = tuple(k for k in CLIP_KINDS if k not in ("direction", "speed", "first", "when"))
+OUTSIDE = "outside"  # kind of questions, or of media, that get the refusal
+
+
+@dataclass(frozen=True)
+class Item(Fact):
+    """A question with its answer, perhaps the second turn of a conversation."""
+
+    form: str = ""  # row of WORDINGS; the kind if empty
+    before: Item | None = None
+
+    def worded(self, number: int) -> str:
+        """The question in one wording of its kind."""
+        words = WORDINGS[self.form or self.kind]
+        return words[number % len(words)].format(*self.slots)
+
+    def wordings(self, kept: bool) -> range:
+        """Numbers of the wordings that training shows, or of those kept back."""
+        count = len(WORDINGS[self.form or self.kind])
+        return range(count - KEPT, count) if kept else range(count - KEPT)
+
+
+def spelled(text: str, rng: np.random.Generator) -> str:
+    """The text in British or American spelling."""
+    if rng.random() < 0.5:
+        for british, american in AMERICAN.items():
+            text = text.replace(british, american)
+    return text
+
+
+def varied(text: str, rng: np.random.Generator) -> str:
+    """The text in one of the ways people type it: spelling, capitals, marks, a phrase before."""
+    text = spelled(text, rng)
+    if rng.random() < 0.1:
+        text = PREFIXES[int(rng.integers(len(PREFIXES)))] + text
+    return text.rstrip("?.") if rng.random() < 0.15 else text

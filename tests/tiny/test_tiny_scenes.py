@@ -1,0 +1,252 @@
+"""The larger world: what is asked agrees with what is drawn, and its recipe runs."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmfast.models.loading import EMBEDDED_NAMES, load, located
+from mmfast.models.prompt import Shot, chat_inputs
+from mmfast.tiny.scenes import looks, outside, train
+from mmfast.tiny.scenes.bank import SceneBank, make_bank, view_row
+from mmfast.tiny.scenes.evaluate import STRANGE, TURNS, judge, run_scenes, scene_cases
+from mmfast.tiny.scenes.facts import clip_items, picture_items
+from mmfast.tiny.scenes.lessons import Encoded, SceneSampler, picture_frames, token_weights
+from mmfast.tiny.scenes.model import make_model, make_processor
+from mmfast.tiny.scenes.questions import (
+    CLIP_KINDS,
+    KEPT,
+    OUTSIDE,
+    STILL_KINDS,
+    WORDINGS,
+    Item,
+    spelled,
+)
+from mmfast.tiny.scenes.scoring import facts_found, overlap, pope, refused, score
+from mmfast.tiny.video import scene
+from mmfast.tiny.video.lessons import pack
+from mmfast.tiny.video.model import ASSISTANT
+from mmfast.tiny.video.scene import IGNORE
+
+VIEWS = [looks.make_view(scene.EVAL, 3, index) for index in range(14)]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[tuple[looks.View, scene.Drawing, scene.Table]]:
+    found = [(view, looks.draw(view)) for view in VIEWS]
+    return [(view, drawing, scene.make_table(view.scene, drawing)) for view, drawing in found]
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return make_processor()
+
+
+def _pixels(drawing: scene.Drawing, thing: int, frame: int) -> np.ndarray:
+    """Rows and columns that belong to a thing in a sampled frame."""
+    return np.argwhere(drawing.owner[scene.sampled_indices(scene.FRAMES)[frame]] == thing + 1)
+
+
+def test_looks_vary_and_repeat() -> None:
+    assert {view.look.background for view in VIEWS} == set(looks.BACKGROUNDS)
+    assert len({(view.look.width, view.look.height) for view in VIEWS}) >= 4
+    again = looks.make_view(scene.EVAL, 3, 5)
+    assert np.array_equal(looks.draw(again, [4]).frames, looks.draw(VIEWS[5], [4]).frames)
+    shown = scene.sampled_indices(scene.FRAMES)
+    assert all(thing.born in shown for view in VIEWS for thing in view.scene.things)
+
+
+def test_boxes_and_seconds_are_those_of_the_pixels(drawn: list[Any]) -> None:
+    boxes = seconds = 0
+    for view, drawing, table in drawn:
+        names = {table.name(i): i for i in range(table.count)}
+        for item in clip_items(view, table):
+            if item.kind == "where":
+                at = 0 if item.slots[1] == " at the start" else scene.SAMPLED - 1
+                rows = _pixels(drawing, names[item.slots[0]], at)
+                size = np.array(drawing.owner.shape[1:])
+                low, high = rows.min(0) / size * 100, (rows.max(0) + 1) / size * 100
+                seen = np.array([low[1], low[0], high[1], high[0]])
+                assert np.abs(np.array(item.answer.split(","), float) - seen).max() < 2.6, item
+                boxes += 1
+            if item.kind == "when" and item.slots[0] in names:
+                there = [len(_pixels(drawing, names[item.slots[0]], k)) for k in range(8)]
+                assert int(np.flatnonzero(there)[0]) == int(item.answer)
+                seconds += 1
+    assert boxes > 20 and seconds > 5
+
+
+def test_sides_are_those_of_the_pixels(drawn: list[Any]) -> None:
+    signs = {"left": (1, -1), "right": (1, 1), "above": (0, -1), "below": (0, 1)}
+    checked = 0
+    for view, drawing, table in drawn:
+        names = {table.name(i): i for i in range(table.count)}
+        for item in picture_items(view, table, 3):
+            if item.kind not in ("relation", "compare"):
+                continue
+            one, two = (_pixels(drawing, names[name], 3).mean(0) for name in item.slots[:2])
+            word = item.answer if item.kind == "relation" else item.slots[3].split()[0]
+            axis, sign = signs[word]
+            assert ((one - two)[axis] * sign > 0) == (item.answer != "no"), item
+            checked += 1
+    assert checked > 20
+
+
+def test_half_of_the_existence_questions_are_answered_yes(drawn: list[Any]) -> None:
+    words = [
+        item.answer
+        for view, _, table in drawn
+        for item in clip_items(view, table)
+        if item.kind == "exists"
+    ]
+    assert words.count("yes") == words.count("no") > 40
+
+
+def test_wordings_are_many_and_two_are_kept_back() -> None:
+    for row, words in WORDINGS.items():
+        item = Item("colour", ("star",), "red", row)
+        kept, trained = set(item.wordings(True)), set(item.wordings(False))
+        assert len(set(words)) >= 12 and len(kept) == KEPT and not kept & trained
+    rng = np.random.default_rng(0)
+    assert {spelled("its colour", rng) for _ in range(20)} == {"its colour", "its color"}
+
+
+def test_descriptions_name_everything_in_30_to_80_tokens(drawn: list[Any], processor: Any) -> None:
+    lengths = []
+    for view, _, table in drawn:
+        for item in clip_items(view, table):
+            if item.kind == "describe":
+                lengths.append(len(processor.tokenizer.encode(item.answer)))
+                assert all(table.name(i) in item.answer for i in range(table.count))
+                assert facts_found(item.answer, item.answer) == 1.0
+                half = item.answer.split(". ", 1)[1]
+                assert 0.3 < facts_found(item.answer, half) < 1.0
+    assert len(lengths) > 5 and min(lengths) >= 28 and max(lengths) <= 90
+
+
+def test_scores_by_hand() -> None:
+    assert overlap("00,00,09,09", "00,00,09,09") == 1.0
+    assert overlap("00,00,09,09", "05,00,14,09") == pytest.approx(50 / 150)
+    assert overlap("00,00,09,09", "20,20,29,29") == overlap("00,00,09,09", "red") == 0.0
+    truth = "the red star moves up. the blue cross moves left."
+    swapped = "the red star moves left. the blue cross moves up."
+    assert facts_found(truth, swapped) == pytest.approx(3 / 5)  # of 2 names, 2 ways, 1 order
+    found = pope([("yes", "yes"), ("yes", "no"), ("no", "yes"), ("no", "no"), ("no", "perhaps")])
+    assert found["accuracy"] == 0.4 and found["precision"] == found["recall"] == found["yes"] + 0.1
+    assert score("colour", "red", " Red ") == 1.0 and not refused("red")
+
+
+def test_the_outside_is_outside(processor: Any) -> None:
+    rng = np.random.default_rng(2)
+    trained, kept = ({outside.question(rng, way) for _ in range(300)} for way in (False, True))
+    assert not trained & kept and not any("{" in text for text in trained | kept)
+    for kind in outside.PICTURES:
+        frames = outside.pictures(kind, rng)
+        assert frames.shape[0] == scene.FRAMES and frames.dtype == np.uint8
+    tokenizer = processor.tokenizer
+    ids = tokenizer.encode(outside.REFUSAL)
+    assert len(ids) < 14 and tokenizer.decode(ids) == outside.REFUSAL
+
+
+@pytest.fixture(scope="module")
+def sampler(processor: Any, drawn: list[Any], tmp_path_factory: Any) -> SceneSampler:
+    bank = make_bank(tmp_path_factory.mktemp("bank") / "bank.npz", 3, 4, 0, 1, lambda _: None)
+    frames = picture_frames(bank, 3, 0)
+    clips, pictures = torch.zeros(7, 8, 36, 192), torch.zeros(len(frames), 1, 144, 192)
+    encoded = Encoded(clips, pictures, frames)
+    return SceneSampler(bank, encoded, torch.zeros(192), processor.tokenizer, 0)
+
+
+def test_a_bank_read_again_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "bank.npz"
+    made, read = (make_bank(path, 2, 2, 1, 1, lambda _: None) for _ in range(2))
+    row = view_row(looks.make_view(scene.TRAIN, 1, 1))
+    assert torch.equal(made.clips.frames, read.clips.frames)
+    assert np.array_equal(read.clips.frames[1].numpy(), row.frames)
+    assert np.array_equal(read.clips.tables[1].place, row.table.place)
+    part = read.first(1)
+    assert isinstance(part, SceneBank) and len(part.clips.tables) == 2
+    assert part.clips.tables[1].count == 0  # a stranger stays behind the world
+
+
+def test_second_turns_have_the_tokens_of_the_chat_template(
+    sampler: SceneSampler, processor: Any
+) -> None:
+    first = Item("exists", ("star",), "yes")
+    item = Item("followup", (), "red", "its_colour", first)
+    question, answer = sampler._ids(item, False, False)
+    mine = processor.tokenizer.decode([*question, ASSISTANT])
+    told = mine.split("<|assistant|>")[0]
+    asked = mine.split("<|user|>")[1].split("<|assistant|>")[0]
+    picture = Shot("image", np.zeros((96, 96, 3), np.uint8))
+    texts = ([picture, told], ["yes"], [asked])
+    roles = ("user", "assistant", "user")
+    chat = [{"role": r, "content": c} for r, c in zip(roles, texts, strict=True)]
+    stock = chat_inputs(processor, [chat], torch.device("cpu"))["input_ids"][0].tolist()
+    assert stock[-len(question) - 1 :] == [*question, ASSISTANT]
+    assert processor.tokenizer.decode(answer) == "red"
+
+
+def test_lessons_ask_strangers_and_the_world(sampler: SceneSampler) -> None:
+    weights = dict.fromkeys((*CLIP_KINDS, OUTSIDE), 1.0)
+    lesson = sampler.clips([0, 1, 5], 12, weights)
+    refusal = sampler.tokenizer.encode(outside.REFUSAL)
+    assert set(lesson.kinds[2]) == {OUTSIDE} and "where" in lesson.kinds[0] + lesson.kinds[1]
+    labels = lesson.packed.labels[2]
+    assert labels[labels != IGNORE].tolist()[: len(refusal)] == refusal
+    shown = sampler.pictures([0, len(sampler.encoded.frames) - 1], 8, weights)
+    assert set(shown.kinds[0]) <= {*STILL_KINDS, OUTSIDE} and set(shown.kinds[1]) == {OUTSIDE}
+
+
+def test_long_answers_weigh_as_the_root_of_their_length() -> None:
+    packed = pack([[([5], [6]), ([5], [6] * 8)], [([5], [7, 7, 7])]])
+    assert token_weights(packed).tolist() == pytest.approx([2**-0.5] * 2 + [1 / 3] * 9 + [0.5] * 4)
+
+
+def test_the_model_starts_as_tiny_video(processor: Any) -> None:
+    model, (start, known) = make_model(processor, 0), load("tiny-video", "cpu", "float32")
+    old, new = (m.get_input_embeddings().weight for m in (start, model))
+    for word in ("red", " circle", "?", "7"):
+        places = [t.tokenizer.encode(word)[0] for t in (known, processor)]
+        assert torch.equal(old[places[0]], new[places[1]])
+    one, two = (m.model.language_model.layers[3].mlp.up_proj.weight for m in (start, model))
+    assert torch.equal(one, two)
+
+
+def test_embedded_models_go_by_their_names(tmp_path: Path, monkeypatch: Any) -> None:
+    assert Path(located("tiny-document")).name == "tiny-document"
+    assert located(None) == located("tiny-video") and "tiny-video" in EMBEDDED_NAMES
+    (tmp_path / "tiny-video").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert located("tiny-video") == "tiny-video"  # a folder of this name here goes first
+
+
+def test_cases_take_turns_and_hold_back_wordings() -> None:
+    cases = list(islice(scene_cases(5), 2 * len(TURNS)))
+    assert [case.kind for case in cases] == [*TURNS, *TURNS]
+    assert [case.kept for case in cases] == [False] * len(TURNS) + [True] * len(TURNS)
+    assert {case.media for case in cases} == {"video", "image"}
+    assert all(len(case.turns) == (3 if case.kind == "followup" else 1) for case in cases)
+    assert all(c.answer == outside.REFUSAL for c in cases if c.kind in (OUTSIDE, STRANGE))
+    perfect = judge(cases, [case.answer for case in cases])
+    assert perfect["accuracy"] == perfect["overlap"] == perfect["facts"] == 1.0
+    assert judge(cases, ["red"] * len(cases))["accuracy"] < 0.2
+
+
+def test_tiny_video_is_measured_by_name() -> None:
+    found = run_scenes("tiny-video", 18, 2)
+    assert found["n"] == 18 and found["by_kind"][OUTSIDE] == 0.0  # it answers anything
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
+    sizes = ["--clips", "112", "--decoder-clips", "110", "--strangers", "6", "--pictures", "20"]
+    steps = ["--tower-steps", "1", "--steps", "2", "--questions", "18"]
+    found = train.main(["--out", str(tmp_path), *sizes, *steps])
+    assert found["n"] == 18
+    model, _ = load(str(tmp_path), "cpu", "auto")
+    assert not model.training and (tmp_path / "README.md").read_text().count("| clip")
+    assert (tmp_path / "model.safetensors").stat().st_size < 24e6
