@@ -59,9 +59,7 @@ def vocabulary_texts() -> Iterator[str]:
     yield from ANSWERS
 
 
-def make_tokenizer(
-    texts: Iterable[str] | None = None, size: int = 640
-) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: Iterable[str] | None = None, size: int = 640) -> PreTrainedTokenizerFast:
     """Train lower-case byte-level BPE: known words are one token each, digits are separate.
 
     `size` tokens are fixed by `texts`, those of this world by default.
