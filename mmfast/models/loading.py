@@ -48,7 +48,7 @@ def embedded_path(name: str = EMBEDDED) -> Path:
 
 
 def located(model: str | Path | None) -> str:
-    """Where a model is: an embedded one may go by its name, unless a folder here has that name."""
+    """Return the place of a model: an embedded one goes by name, unless a folder here has it."""
     if model is None or (model in EMBEDDED_NAMES and not Path(model).exists()):
         return str(embedded_path(str(model or EMBEDDED)))
     return str(model)

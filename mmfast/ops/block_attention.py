@@ -63,9 +63,10 @@ def _attend_group(
     """Write the outputs `[G, L, d]` and levels `[G, L]` of the heads of one choice."""
     size, length = choice.size, query.shape[1]
     before = key.shape[0] - length
-    placed = (key, value)
+    placed = key, value
     if choice.order is not None:
-        placed = tuple(x.index_select(0, choice.order[head]) for x in placed)  # type: ignore[assignment]
+        order = choice.order[head]
+        placed = key.index_select(0, order), value.index_select(0, order)
     for row, start in enumerate(range(0, length, size)):
         stop = min(start + size, length)
         mine, first = query[:, start:stop], before + start
@@ -73,8 +74,8 @@ def _attend_group(
         found = _attend(mine, key[own], value[own], True, scale)
         places = choice.seen(head, row, first)
         if len(places):
-            read = (_taken(x, places) for x in placed)
-            found = _merged(found, _attend(mine, *read, False, scale))
+            keys, values = (_taken(x, places) for x in placed)
+            found = _merged(found, _attend(mine, keys, values, False, scale))
         out[:, start:stop], levels[:, start:stop] = found
 
 
@@ -92,12 +93,12 @@ def _attend(
     """Attention of `[G, c, d]` queries to `[n, d]` keys, which the G heads share, and levels."""
     heads, count, width = query.shape
     if causal:
-        given = query[None], *(x.expand(1, heads, -1, -1) for x in (key, value))
+        q, k, v = query[None], key.expand(1, heads, -1, -1), value.expand(1, heads, -1, -1)
     else:  # heads are rows: more of them in one product
-        given = query.reshape(1, 1, heads * count, width), key[None, None], value[None, None]
-    out, level = attend(*given, None, causal, scale)
+        q, k, v = query.reshape(1, 1, heads * count, width), key[None, None], value[None, None]
+    out, level = attend(q, k, v, None, causal, scale)
     if level is None:
-        logits = given[0].float() @ given[1].float().transpose(-1, -2)
+        logits = q.float() @ k.float().transpose(-1, -2)
         logits = logits * (width**-0.5 if scale is None else scale)
         if causal:
             hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
@@ -160,9 +161,10 @@ def flex_mask(choice: BlockChoice, heads: int, length: int, n: int) -> BlockMask
     early, own = cut < starts[:, None, None], cut < starts[:, None, None] + size
     some = (early & (blocks[..., None] | marked)).any(-1) | (own & ~early).any(-1)
     counts, index = _listed(some)
-    return BlockMask.from_kv_blocks(
+    made: BlockMask = BlockMask.from_kv_blocks(
         counts, index, BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(length, n)
     )
+    return made
 
 
 def _listed(some: Tensor) -> tuple[Tensor, Tensor]:

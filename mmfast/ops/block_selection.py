@@ -53,7 +53,8 @@ def early(layer: PromptLayer, size: int) -> Tensor:
 def block_sums(x: Tensor, size: int) -> Tensor:
     """Sums `[..., k]` over blocks of the last axis."""
     short = -x.shape[-1] % size
-    return F.pad(x, (0, short)).unflatten(-1, (-1, size)).sum(-1)
+    sums: Tensor = F.pad(x, (0, short)).unflatten(-1, (-1, size)).sum(-1)
+    return sums
 
 
 def block_means(x: Tensor, size: int) -> Tensor:

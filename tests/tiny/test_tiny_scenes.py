@@ -22,7 +22,7 @@ from mmfast.tiny.scenes.questions import (
     OUTSIDE,
     STILL_KINDS,
     WORDINGS,
-    Item,
+    SceneItem,
     spelled,
 )
 from mmfast.tiny.scenes.scoring import facts_found, overlap, pope, refused, score
@@ -35,7 +35,7 @@ VIEWS = [looks.make_view(scene.EVAL, 3, index) for index in range(14)]
 
 
 @pytest.fixture(scope="module")
-def drawn() -> list[tuple[looks.View, scene.Drawing, scene.Table]]:
+def drawn() -> list[tuple[looks.SceneView, scene.Drawing, scene.Table]]:
     found = [(view, looks.draw(view)) for view in VIEWS]
     return [(view, drawing, scene.make_table(view.scene, drawing)) for view, drawing in found]
 
@@ -107,7 +107,7 @@ def test_half_of_the_existence_questions_are_answered_yes(drawn: list[Any]) -> N
 
 def test_wordings_are_many_and_two_are_kept_back() -> None:
     for row, words in WORDINGS.items():
-        item = Item("colour", ("star",), "red", row)
+        item = SceneItem("colour", ("star",), "red", row)
         kept, trained = set(item.wordings(True)), set(item.wordings(False))
         assert len(set(words)) >= 12 and len(kept) == KEPT and not kept & trained
     rng = np.random.default_rng(0)
@@ -175,8 +175,8 @@ def test_a_bank_read_again_is_the_same(tmp_path: Path) -> None:
 def test_second_turns_have_the_tokens_of_the_chat_template(
     sampler: SceneSampler, processor: Any
 ) -> None:
-    first = Item("exists", ("star",), "yes")
-    item = Item("followup", (), "red", "its_colour", first)
+    first = SceneItem("exists", ("star",), "yes")
+    item = SceneItem("followup", (), "red", "its_colour", first)
     question, answer = sampler._ids(item, False, False)
     mine = processor.tokenizer.decode([*question, ASSISTANT])
     told = mine.split("<|assistant|>")[0]

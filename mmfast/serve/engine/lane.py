@@ -22,11 +22,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE
+from mmfast.models.decoder.lean import Around, LeanDecoder, lean_decoder
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import StoreLayer
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.wrappers import CONV, FULL, SLIDING, kind_of
-from mmfast.serve.engine.lean import Around, LeanDecoder, lean_decoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,14 +115,14 @@ class Lane:
         """Return the lean form of the decoder, and learn how its layers call their attention."""
         calls = self._calls
 
-        def note(index: int, attention: AttentionCall, *heads: Tensor) -> Tensor:
+        def note(index: int, attention: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             calls[index] = attention
-            return attention(*heads, None)
+            return attention(q, k, v, None)
 
         def stock(embeds: Tensor, positions: Tensor) -> Tensor:
             return self._stock(note, passing([None] * len(self.kinds)), embeds, positions)
 
-        found = lean_decoder(self.decoder, stock, lambda i, *heads: calls[i](*heads, None))
+        found = lean_decoder(self.decoder, stock, lambda i, q, k, v: calls[i](q, k, v, None))
         # What a call is given besides must be the same in every pass.
         given = [each for call in calls.values() for each in (*call.args, *call.options.values())]
         return None if any(isinstance(each, Tensor) for each in given) else found
@@ -162,8 +162,9 @@ class Lane:
             mask = {kind: None if kind == CONV else self._stub for kind in self.kinds}
         with ExitStack() as stack:
             stack.enter_context(intercepting(routes))
-            for index, layer in enumerate(self.decoder.layers if around is not None else ()):
-                stack.enter_context(override(layer, "forward", partial(around, index)))
+            if around is not None:
+                for index, layer in enumerate(self.decoder.layers):
+                    stack.enter_context(override(layer, "forward", partial(around, index)))
             output = self.decoder(
                 inputs_embeds=embeds,
                 attention_mask=mask,

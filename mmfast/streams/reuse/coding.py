@@ -82,7 +82,7 @@ def decoded(part: CodedTensor | Tensor) -> Tensor:
     except (zlib.error, RuntimeError, ValueError) as error:
         raise TornFileError(f"holds keys and values that cannot be unpacked ({error})") from None
     near, rest = columns.split([first, n], 1)
-    found = _spread(near * part.coarse.cpu(), n) + rest * part.fine.cpu()
+    found: Tensor = _spread(near * part.coarse.cpu(), n) + rest * part.fine.cpu()
     return found.to(getattr(torch, part.dtype))
 
 

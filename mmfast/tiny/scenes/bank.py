@@ -28,7 +28,7 @@ class SceneBank:
     """A bank and the views of its first clips; clips behind them are outside the world."""
 
     clips: Bank
-    views: list[looks.View]
+    views: list[looks.SceneView]
 
     def first(self, many: int) -> SceneBank:
         """The first clips of the world, and as large a share of those outside it."""
@@ -48,7 +48,7 @@ def through_codec(frames: scene.Bytes, zoom: float) -> NDArray[np.uint8]:
     return shrink(decode(encode(looks.resize(frames[SHOWN], zoom), 1)))
 
 
-def view_row(view: looks.View) -> ClipRow:
+def view_row(view: looks.SceneView) -> ClipRow:
     """Draw, encode, read back, resize and label one view."""
     drawing = looks.draw(view, SHOWN.tolist())
     frames = through_codec(drawing.frames, view.look.zoom)
@@ -63,8 +63,10 @@ def outside_row(kind: str, rng: np.random.Generator) -> ClipRow:
     nothing = scene.Scene((), None, None, np.zeros((scene.FRAMES, 2)), 0)
     none = np.zeros((scene.FRAMES, scene.PIXELS, scene.PIXELS), np.uint8)
     blank = scene.Drawing(none[..., None], none, np.zeros(0, np.int64))
-    owners = [np.zeros((scene.SAMPLED, side**2), np.int8) for side in (scene.PATCHES, scene.CELLS)]
-    return ClipRow(frames, *owners, scene.make_table(nothing, blank))
+    patches, cells = (
+        np.zeros((scene.SAMPLED, side**2), np.int8) for side in (scene.PATCHES, scene.CELLS)
+    )
+    return ClipRow(frames, patches, cells, scene.make_table(nothing, blank))
 
 
 def _numbered(seed: int, many: int, index: int) -> ClipRow:
@@ -86,9 +88,11 @@ def make_bank(
             for row in pool.imap(task, range(many + strangers), chunksize=16):
                 rows.append(row)
                 report(len(rows))
-        *arrays, tables = zip(*rows, strict=True)
-        columns = dict(zip(("frames", "patches", "cells"), map(np.stack, arrays), strict=True))
-        columns |= {f"table_{k}": np.stack([getattr(t, k) for t in tables]) for k in _TABLE}
+        *arrays, made = zip(*rows, strict=True)
+        columns: dict[str, Any] = dict(
+            zip(("frames", "patches", "cells"), map(np.stack, arrays), strict=True)
+        )
+        columns |= {f"table_{k}": np.stack([getattr(t, k) for t in made]) for k in _TABLE}
         part = path.with_suffix(".part.npz")
         np.savez(part, settings=np.array([many, strangers, seed]), **columns)
         part.replace(path)
@@ -96,7 +100,7 @@ def make_bank(
         many, strangers, seed = kept["settings"].tolist()
         frames, patches, cells = (torch.from_numpy(kept[k]) for k in ("frames", "patches", "cells"))
         columns = {name: kept[f"table_{name}"] for name in _TABLE}
-    tables = [
+    tables: list[scene.Table] = [
         scene.Table(**{k: int(v[i]) if v.ndim == 1 else v[i] for k, v in columns.items()})
         for i in range(many + strangers)
     ]

@@ -25,7 +25,7 @@ from mmfast.models.prompt import Shot, chat_inputs
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.scenes import looks, outside
 from mmfast.tiny.scenes.facts import clip_items, picture_items
-from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, STILL_KINDS, Item, spelled
+from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, STILL_KINDS, SceneItem, spelled
 from mmfast.tiny.scenes.scoring import is_right, pope, refused, score
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
@@ -67,7 +67,7 @@ class SceneCase:
         ]
 
 
-def _view(seed: int, index: int) -> tuple[looks.View, scene.Drawing, scene.Table]:
+def _view(seed: int, index: int) -> tuple[looks.SceneView, scene.Drawing, scene.Table]:
     view = looks.make_view(scene.EVAL, seed, index)
     drawing = looks.draw(view)
     return view, drawing, scene.make_table(view.scene, drawing)
@@ -121,11 +121,11 @@ def _stranger(rng: np.random.Generator, kept: bool) -> str:
     return kinds[int(rng.integers(len(kinds)))]
 
 
-def _single(known: Sequence[Item], item: Item) -> Item:
+def _single(known: Sequence[SceneItem], item: SceneItem) -> SceneItem:
     return item if item.before is None else next(k for k in known if k.before is None)
 
 
-def _worded(item: Item, kept: bool, rng: np.random.Generator) -> tuple[str, ...]:
+def _worded(item: SceneItem, kept: bool, rng: np.random.Generator) -> tuple[str, ...]:
     numbers = item.wordings(kept)
     text = spelled(item.worded(numbers[int(rng.integers(len(numbers)))]), rng)
     if item.before is None:

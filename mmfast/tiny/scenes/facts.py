@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from mmfast.tiny.scenes.looks import View
-from mmfast.tiny.scenes.questions import Item
+from mmfast.tiny.scenes.looks import SceneView
+from mmfast.tiny.scenes.questions import SceneItem
 from mmfast.tiny.video import questions
 from mmfast.tiny.video.scene import COLOURS, SAMPLED, SHAPES, Table, corner_of
 
@@ -17,7 +17,7 @@ SIDES = (("left", "right"), ("above", "below"))  # by axis
 WHOLE = 0.9  # share of a thing in sight from which on its box can be asked
 
 
-def clip_items(view: View, table: Table, margin: bool = False) -> list[Item]:
+def clip_items(view: SceneView, table: Table, margin: bool = False) -> list[SceneItem]:
     """Items of a clip; `margin` leaves out close comparisons."""
     found = []
     for fact in questions.facts(table, margin):
@@ -26,8 +26,8 @@ def clip_items(view: View, table: Table, margin: bool = False) -> list[Item]:
         slots = fact.slots
         if fact.kind == "position":
             slots = (slots[0], f" at the {slots[1]}")
-        found.append(Item(fact.kind, slots, fact.answer))
-    found.append(Item("background", (), view.look.background))
+        found.append(SceneItem(fact.kind, slots, fact.answer))
+    found.append(SceneItem("background", (), view.look.background))
     sure = [i for i in range(table.count) if table.clear(i).sum() >= 3]
     if len(sure) == table.count:
         found += _exists(view, [table.looks[i] for i in sure], bool(table.shown.any()))
@@ -36,30 +36,30 @@ def clip_items(view: View, table: Table, margin: bool = False) -> list[Item]:
     found += _when(table)
     ways = {item.slots[0]: item.answer for item in found if item.kind == "direction"}
     if set(ways) == {table.name(i) for i in range(table.count)}:
-        found.append(Item("describe", (), describe_clip(view, table, ways)))
+        found.append(SceneItem("describe", (), describe_clip(view, table, ways)))
     return [*found, *_followups(found, ways)]
 
 
-def picture_items(view: View, table: Table, frame: int) -> list[Item]:
+def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
     """Items of one frame of a clip."""
     found = []
     for fact in questions.still_facts(table, frame):
         slots = (fact.slots[0], STILL) if fact.kind == "position" else fact.slots
-        found.append(Item(fact.kind, slots, fact.answer))
+        found.append(SceneItem(fact.kind, slots, fact.answer))
     there = [i for i in range(table.count) if table.alive[i, frame]]
     clear = [i for i in there if table.seen[i, frame] >= 0.6]
     if not there and not table.shown[frame]:
         return []
-    found.append(Item("background", (), view.look.background))
+    found.append(SceneItem("background", (), view.look.background))
     if there == clear:
         looks = [table.looks[i] for i in there]
         found += _exists(view, looks, bool(table.shown[frame]))
-        found.append(Item("describe", (), describe_picture(view, table, frame, there)))
+        found.append(SceneItem("describe", (), describe_picture(view, table, frame, there)))
     found += _spatial(view, table, frame, STILL)
     return [*found, *_followups(found, {})]
 
 
-def _exists(view: View, looks: Sequence[questions.Look], number: bool) -> Iterator[Item]:
+def _exists(view: SceneView, looks: Sequence[questions.Look], number: bool) -> Iterator[SceneItem]:
     """As many things that are there as such that are not, half of the latter nearly there."""
     rng = np.random.default_rng([view.look.seed, 3])
     shapes, colours = {shape for shape, _ in looks}, {colour for _, colour in looks}
@@ -78,20 +78,20 @@ def _exists(view: View, looks: Sequence[questions.Look], number: bool) -> Iterat
     (shown if number else absent).append("number")
     many = min(len(shown), len(absent))
     for names, word in ((shown, "yes"), (absent, "no")):
-        yield from (Item("exists", (name,), word) for name in _drawn(rng, names, many))
+        yield from (SceneItem("exists", (name,), word) for name in _drawn(rng, names, many))
 
 
 def _drawn(rng: np.random.Generator, names: Sequence[str], most: int) -> list[str]:
     return [names[i] for i in rng.permutation(len(names))[:most]]
 
 
-def _spatial(view: View, table: Table, frame: int, time: str) -> Iterator[Item]:
+def _spatial(view: SceneView, table: Table, frame: int, time: str) -> Iterator[SceneItem]:
     rng = np.random.default_rng([view.look.seed, frame % SAMPLED, 5])
     seen = [i for i in range(table.count) if table.alive[i, frame] and table.seen[i, frame] >= 0.6]
     for i in seen:
         if table.seen[i, frame] >= WHOLE:
             box = view.box(i, table.place[i, frame].astype(np.float64))
-            yield Item("where", (table.name(i), time), ",".join(f"{edge:02d}" for edge in box))
+            yield SceneItem("where", (table.name(i), time), ",".join(f"{edge:02d}" for edge in box))
         for j in seen:
             if i == j:
                 continue
@@ -99,13 +99,13 @@ def _spatial(view: View, table: Table, frame: int, time: str) -> Iterator[Item]:
             gap = (table.place[i, frame] - table.place[j, frame]) * view.look.scale / 2
             main = int(np.abs(gap).argmax())
             if abs(gap[main]) >= 14 and abs(gap[main]) >= 1.6 * abs(gap[1 - main]):
-                yield Item("relation", (*names, time), SIDES[main][int(gap[main] > 0)])
+                yield SceneItem("relation", (*names, time), SIDES[main][int(gap[main] > 0)])
             for axis in (0, 1):
                 if abs(gap[axis]) >= 10:
                     side = int(rng.integers(2))
                     word = SIDES[axis][side] + (" of" if axis == 0 else "")
                     yes = "yes" if side == int(gap[axis] > 0) else "no"
-                    yield Item("compare", (*names, time, word), yes)
+                    yield SceneItem("compare", (*names, time, word), yes)
 
 
 def born(table: Table, thing: int) -> int:
@@ -118,21 +118,21 @@ def gone(table: Table, thing: int) -> int:
     return int(np.flatnonzero(table.alive[thing])[-1]) + 1
 
 
-def _when(table: Table) -> Iterator[Item]:
+def _when(table: Table) -> Iterator[SceneItem]:
     for i in range(table.count):
         second = born(table, i)
         if second and table.clear(i)[second]:
-            yield Item("when", (table.name(i),), str(second))
+            yield SceneItem("when", (table.name(i),), str(second))
     if table.shown.sum() >= 2:
-        yield Item("when", ("number",), str(int(table.shown.argmax())))
+        yield SceneItem("when", ("number",), str(int(table.shown.argmax())))
 
 
-def _opening(view: View, count: int) -> str:
+def _opening(view: SceneView, count: int) -> str:
     many = "is one object" if count == 1 else f"are {count} objects"
     return f"there {many if count else 'are no objects'} on a {view.look.background} background."
 
 
-def describe_clip(view: View, table: Table, ways: dict[str, str]) -> str:
+def describe_clip(view: SceneView, table: Table, ways: dict[str, str]) -> str:
     """Description of a clip: things in the order in which they appear, from the left."""
     parts = [_opening(view, table.count)]
     order = sorted(
@@ -150,7 +150,7 @@ def describe_clip(view: View, table: Table, ways: dict[str, str]) -> str:
     return " ".join(parts)
 
 
-def describe_picture(view: View, table: Table, frame: int, there: Iterable[int]) -> str:
+def describe_picture(view: SceneView, table: Table, frame: int, there: Iterable[int]) -> str:
     """Description of a frame: things from the left."""
     order = sorted(there, key=lambda i: table.place[i, frame, 0])
     parts = [_opening(view, len(order))]
@@ -161,16 +161,16 @@ def describe_picture(view: View, table: Table, frame: int, there: Iterable[int])
     return " ".join([*parts, number])
 
 
-def _followups(items: Sequence[Item], ways: dict[str, str]) -> Iterator[Item]:
+def _followups(items: Sequence[SceneItem], ways: dict[str, str]) -> Iterator[SceneItem]:
     """Second turns: what "it" is, or which question is asked again, is in the first."""
     colours = {item.slots[0]: item.answer for item in items if item.kind == "colour"}
     for item in items:
         if item.kind == "exists" and item.slots[0] in colours and item.answer == "yes":
-            yield Item("followup", (), colours[item.slots[0]], "its_colour", item)
+            yield SceneItem("followup", (), colours[item.slots[0]], "its_colour", item)
         if item.kind == "shape" and (name := f"{item.slots[0]} {item.answer}") in ways:
-            yield Item("followup", (), ways[name], "its_way", item)
+            yield SceneItem("followup", (), ways[name], "its_way", item)
     for kind in ("direction", "position", "when"):
         alike = [item for item in items if item.kind == kind]
         for one, two in pairwise(alike):
             if one.slots[1:] == two.slots[1:] and one.slots[0] != two.slots[0]:
-                yield Item("followup", two.slots[:1], two.answer, "again", one)
+                yield SceneItem("followup", two.slots[:1], two.answer, "again", one)

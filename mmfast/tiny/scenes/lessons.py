@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from mmfast.tiny.scenes import outside
 from mmfast.tiny.scenes.bank import SceneBank
 from mmfast.tiny.scenes.facts import clip_items, picture_items
-from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, Item, varied
+from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, SceneItem, varied
 from mmfast.tiny.training import shares
 from mmfast.tiny.video.lessons import Lesson, PackedQuestions, Weights, answer, laid_out, pack
 from mmfast.tiny.video.model import ASSISTANT, END, USER
@@ -43,7 +43,7 @@ class SceneSampler:
     ) -> None:
         self.bank, self.encoded, self.newline, self.tokenizer = bank, encoded, newline, tokenizer
         self.rng = np.random.default_rng([seed, 2])
-        self.known: dict[tuple[int, bool | int], list[Item]] = {}
+        self.known: dict[tuple[int, bool | int], list[SceneItem]] = {}
 
     def clips(
         self, chosen: Sequence[int], questions: int, weights: Weights, kept: bool = False
@@ -68,7 +68,7 @@ class SceneSampler:
         shown = laid_out(self.encoded.pictures[list(chosen)].float(), self.newline)
         return Lesson(shown, pack([row for row, _ in found]), [names for _, names in found])
 
-    def _clip(self, clip: int, back: bool) -> list[Item]:
+    def _clip(self, clip: int, back: bool) -> list[SceneItem]:
         if clip >= len(self.bank.views):
             return []
         if (clip, back) not in self.known:
@@ -77,7 +77,7 @@ class SceneSampler:
             self.known[clip, back] = clip_items(self.bank.views[clip], table)
         return self.known[clip, back]
 
-    def _picture(self, clip: int, frame: int) -> list[Item]:
+    def _picture(self, clip: int, frame: int) -> list[SceneItem]:
         if clip >= len(self.bank.views):
             return []
         key = clip, 2 + frame
@@ -87,7 +87,7 @@ class SceneSampler:
         return self.known[key]
 
     def _row(
-        self, items: list[Item], most: int, weights: Weights, kept: bool
+        self, items: list[SceneItem], most: int, weights: Weights, kept: bool
     ) -> tuple[list[Pair], list[str]]:
         """Ids and kinds of the questions asked about a medium, none of whose items is outside."""
         strange = not items
@@ -101,7 +101,7 @@ class SceneSampler:
             found.append(((self._encode(text), self._encode(outside.REFUSAL)), OUTSIDE))
         return [pair for pair, _ in found], [kind for _, kind in found]
 
-    def _choose(self, items: list[Item], most: int, weights: Weights) -> list[Item]:
+    def _choose(self, items: list[SceneItem], most: int, weights: Weights) -> list[SceneItem]:
         keyed, seen = [], dict[str, int]()
         for which in self.rng.permutation(len(items)):
             item = items[which]
@@ -110,7 +110,7 @@ class SceneSampler:
             keyed.append((self.rng.exponential() * place / weights[item.kind], item))
         return [item for _, item in sorted(keyed, key=lambda pair: pair[0])[:most]]
 
-    def _ids(self, item: Item, kept: bool, strange: bool) -> Pair:
+    def _ids(self, item: SceneItem, kept: bool, strange: bool) -> Pair:
         question = self._encode(self._worded(item, kept))
         if item.before is not None:
             said = outside.REFUSAL if strange else item.before.answer
@@ -118,7 +118,7 @@ class SceneSampler:
             question = [*first, ASSISTANT, *self._encode(said), END, USER, *question]
         return question, self._encode(outside.REFUSAL if strange else item.answer)
 
-    def _worded(self, item: Item, kept: bool) -> str:
+    def _worded(self, item: SceneItem, kept: bool) -> str:
         numbers = item.wordings(kept)
         return varied(item.worded(numbers[int(self.rng.integers(len(numbers)))]), self.rng)
 

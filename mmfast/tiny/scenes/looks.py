@@ -1,4 +1,4 @@
-"""What a scene is drawn on: backgrounds, tints, sizes and aspects; and its drawing.
+"""Backgrounds, tints, sizes and aspects of a scene, and its drawing.
 
 Places stay in units of a 96 x 96 picture, each axis with its own scale, as the tower sees them.
 """
@@ -24,7 +24,7 @@ CONTRAST = 105.0  # least distance of a background's tints from the colours of t
 
 
 @dataclass(frozen=True)
-class Look:
+class SceneLook:
     """Everything about a picture that is not in its scene."""
 
     background: str
@@ -46,11 +46,11 @@ class Look:
 
 
 @dataclass(frozen=True)
-class View:
+class SceneView:
     """A scene and its look."""
 
     scene: Scene
-    look: Look
+    look: SceneLook
 
     def box(self, thing: int, place: Floats) -> tuple[int, int, int, int]:
         """Box of a thing at a place (in units): left, top, right, bottom in 0 to 99."""
@@ -67,7 +67,7 @@ EXTENTS = {  # left, top, right, bottom of each shape in radii
 }  # fmt: skip
 
 
-def make_view(purpose: int, seed: int, index: int) -> View:
+def make_view(purpose: int, seed: int, index: int) -> SceneView:
     """The view number `index` of a seed; births fall on frames that the model is shown."""
     draft = scene.make_scene(purpose, seed, index)
     rng = np.random.default_rng([purpose, seed, index, 17])
@@ -85,15 +85,15 @@ def make_view(purpose: int, seed: int, index: int) -> View:
     if panel is not None:
         panel = replace(panel, born=int(shown[np.searchsorted(shown, panel.born)]))
     look = _look(rng, [thing.colour for thing in things])
-    return View(replace(draft, things=things, panel=panel), look)
+    return SceneView(replace(draft, things=things, panel=panel), look)
 
 
-def _look(rng: np.random.Generator, colours: list[str]) -> Look:
+def _look(rng: np.random.Generator, colours: list[str]) -> SceneLook:
     background = BACKGROUNDS[rng.integers(len(BACKGROUNDS))]
     width, height = CANVASES[rng.integers(len(CANVASES))]
     tints = np.stack([_tint(rng, colours) for _ in range(3)])
     zoom = ZOOMS[rng.integers(len(ZOOMS))]
-    return Look(background, tints, int(rng.integers(2**31)), width, height, zoom)
+    return SceneLook(background, tints, int(rng.integers(2**31)), width, height, zoom)
 
 
 def _tint(rng: np.random.Generator, colours: list[str]) -> Floats:
@@ -105,7 +105,7 @@ def _tint(rng: np.random.Generator, colours: list[str]) -> Floats:
     return np.full(3, 50.0)
 
 
-def backdrop(look: Look) -> Floats:
+def backdrop(look: SceneLook) -> Floats:
     """Background of a look with a margin on each side: `[H, W, 3]`."""
     rng = np.random.default_rng(look.seed)
     high, wide = look.height + 2 * MARGIN, look.width + 2 * MARGIN
@@ -151,7 +151,7 @@ def _photograph(rng: np.random.Generator, high: int, wide: int, tints: Floats) -
     return np.asarray(np.clip(np.where(ground, soil, sky) + grain, 0, 255))
 
 
-def draw(view: View, times: Iterable[int] = range(FRAMES)) -> Drawing:
+def draw(view: SceneView, times: Iterable[int] = range(FRAMES)) -> Drawing:
     """Draw a view on its canvas; frames that are not in `times` stay black."""
     plan, look = view.scene, view.look
     behind = backdrop(look)
@@ -175,7 +175,7 @@ def draw(view: View, times: Iterable[int] = range(FRAMES)) -> Drawing:
     return Drawing(frames, owner, whole)
 
 
-def corner(view: View) -> tuple[int, int]:
+def corner(view: SceneView) -> tuple[int, int]:
     """Corner of the number's panel in half pixels, moved so that all of it is inside."""
     assert view.scene.panel is not None
     look, given = view.look, np.asarray(view.scene.panel.corner)

@@ -1,4 +1,4 @@
-"""What lies outside the world: questions and pictures, and the one answer that both get."""
+"""Material outside the world: questions and pictures, and the one answer that both get."""
 
 from __future__ import annotations
 
@@ -102,23 +102,23 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
         frames = grain[:, :height, :width] if moving else grain[:1, :height, :width]
         return _clip(frames.astype(np.float64), height, width)
     if kind == "text":
-        return _clip(_page(rng, height, width)[None], height, width)
+        return _clip(_page(rng, height, width)[np.newaxis], height, width)
     if kind == "stripes":
         y, x = np.mgrid[:height, :width]
         angle, wave = rng.uniform(0, np.pi), rng.uniform(0.1, 0.8)
         on = (np.sin((np.cos(angle) * x + np.sin(angle) * y) * wave) > 0)[..., None]
-        return _clip(np.where(on, *rng.uniform(0, 255, (2, 3)))[None], height, width)
+        return _clip(np.where(on, *rng.uniform(0, 255, (2, 3)))[np.newaxis], height, width)
     seed = int(rng.integers(2**31))
     if kind == "shuffled":  # cells of a scene in another order: colours, but no shapes
-        frames = looks.draw(looks.make_view(5, 0, seed)).frames[:, :144, :144]
-        cells = frames.reshape(FRAMES, 24, 6, 24, 6, 3).transpose(0, 1, 3, 2, 4, 5)
+        drawn = looks.draw(looks.make_view(5, 0, seed)).frames[:, :144, :144]
+        cells = drawn.reshape(FRAMES, 24, 6, 24, 6, 3).transpose(0, 1, 3, 2, 4, 5)
         mixed = cells.reshape(FRAMES, 576, 6, 6, 3)[:, rng.permutation(576)]
         mixed = mixed.reshape(FRAMES, 24, 24, 6, 6, 3).transpose(0, 1, 3, 2, 4, 5)
         return np.ascontiguousarray(mixed.reshape(FRAMES, 144, 144, 3))
     background = "plain" if kind == "blank" else looks.BACKGROUNDS[int(rng.integers(1, 4))]
     tints = rng.uniform(0, 255, (3, 3)) if rng.random() < 0.7 else rng.uniform(0, 255, (3, 1))
     tints = np.broadcast_to(tints, (3, 3))
-    look = looks.Look(background, tints, seed, width, height, 1.0)
+    look = looks.SceneLook(background, tints, seed, width, height, 1.0)
     return _clip(looks.backdrop(look)[None, :height, :width], height, width)
 
 

@@ -141,11 +141,11 @@ OUTSIDE = "outside"  # kind of questions, or of media, that get the refusal
 
 
 @dataclass(frozen=True)
-class Item(Fact):
+class SceneItem(Fact):
     """A question with its answer, perhaps the second turn of a conversation."""
 
     form: str = ""  # row of WORDINGS; the kind if empty
-    before: Item | None = None
+    before: SceneItem | None = None
 
     def worded(self, number: int) -> str:
         """The question in one wording of its kind."""

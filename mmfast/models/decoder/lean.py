@@ -73,7 +73,8 @@ class LeanDecoder:
         found = attend(index, query, key, value).flatten(2)
         hidden = hidden + layer.self_attn.o_proj(found)
         mlp, seen = layer.mlp, self._norm(_behind(layer), hidden)
-        return hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(seen)) * mlp.up_proj(seen))
+        more: Tensor = mlp.down_proj(mlp.act_fn(mlp.gate_proj(seen)) * mlp.up_proj(seen))
+        return hidden + more
 
 
 @torch.inference_mode()
