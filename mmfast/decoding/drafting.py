@@ -31,9 +31,9 @@ def draft_rows(decoder: Any, tokens: list[int | None], most: int) -> tuple[int, 
     kinds = {(r.start, r.stop) for r in (row.guide.draft_rows for row in rows)}
     if len(kinds) > 1:
         raise ModelError("streams of a batch draft from different rows; decode them one by one")
-    run = _DraftRun(decoder, rows, limits, none)
+    run = _DraftRun(decoder, tokens, limits, none)
     first = torch.tensor([token or 0 for token in tokens], device=decoder.backbone.device)
-    ran = decoder.head.draft(decoder.heads, first, max(limits), run.slice, run.pick)
+    ran = decoder.head.draft(decoder.heads, first, max(limits), run.rows_at, run.pick)
     run.settle()
     _finish(decoder, rows, limits, none)
     return ran, run.made
@@ -49,31 +49,42 @@ def _limit(row: DecodeRow, token: int | None, most: int, none: bool) -> int:
 
 
 class _DraftRun:
-    def __init__(self, decoder: Any, rows: list[DecodeRow], limits: list[int], none: bool) -> None:
+    def __init__(
+        self, decoder: Any, tokens: Sequence[int | None], limits: list[int], none: bool
+    ) -> None:
+        rows: list[DecodeRow] = decoder.rows
         self.rows, self.limits, self.none = rows, limits, none
-        self.slice: slice = rows[0].guide.draft_rows
-        self.start = self.slice.indices(decoder.backbone.vocabulary)[0]
-        sampling = rows[0].sampling
-        self.plain = sampling.plain
+        self.plain, self.tokens = rows[0].sampling.plain, tokens
+        self.vocabulary = decoder.backbone.vocabulary
         self.open = list(limits)  # drafts that are still wanted
         self.peaks: list[Tensor] = []
         self.chosen: list[Tensor] = []
         self.made = [0] * len(rows)
 
+    def rows_at(self, i: int) -> slice:
+        """Rows of draft i: all of them where streams differ, and where chances are compared."""
+        every = self.rows[0].guide.draft_rows
+        if self.none or not self.plain:
+            return every
+        drafting = zip(self.rows, self.tokens, self.limits, strict=True)
+        asked = [row.guide.guesses(token or 0, i) for row, token, limit in drafting if limit]
+        return asked[0] if asked.count(asked[0]) == len(asked) else every
+
     def pick(self, logits: Tensor, i: int) -> Tensor | None:
         """Drafts `[B]` from logits `[B, rows]`; None when no stream wants more."""
+        start = self.rows_at(i).indices(self.vocabulary)[0]
         if self.plain and self.none:  # nothing is decided here: the device need not be asked
             peaks, best = logits.max(-1)
             self.peaks.append(peaks)
-            self.chosen.append(best + self.start if self.start else best)
+            self.chosen.append(best + start if start else best)
             return self.chosen[-1]
-        tokens = self._plain(logits) if self.plain else self._any(logits)
+        tokens = self._plain(logits, start) if self.plain else self._any(logits, start)
         return tokens if any(self.open) else None
 
-    def _plain(self, logits: Tensor) -> Tensor:
+    def _plain(self, logits: Tensor, start: int) -> Tensor:
         peaks, best = logits.softmax(-1).max(-1)
-        if self.start:
-            best += self.start
+        if start:
+            best += start
         found = zip(self.rows, best.tolist(), peaks.tolist(), strict=True)
         for b, (row, token, peak) in enumerate(found):
             if self.open[b]:
@@ -86,12 +97,12 @@ class _DraftRun:
                 self._kept(b, row, token, peak)
         return best
 
-    def _any(self, logits: Tensor) -> Tensor:
-        tokens = [self.start] * len(self.rows)
+    def _any(self, logits: Tensor, start: int) -> Tensor:
+        tokens = [start] * len(self.rows)
         for b, row in enumerate(self.rows):
             if not self.open[b]:
                 continue
-            token = row.draw_draft(logits[b], self.start, doubts=not self.none)
+            token = row.draw_draft(logits[b], start, doubts=not self.none)
             if token is None:
                 self.open[b] = 0
                 continue
@@ -218,8 +229,8 @@ DEFAULT_MODE = "exact"
 _FULL = parse_schedule((1, 10))  # behind every pass as many drafts as promise to be worth it
 MODES: dict[str, DraftMode] = {
     "exact": DraftMode(_FULL, AcceptRule("exact")),
-    "fast": DraftMode(_FULL, AcceptRule("typical", 0.3)),
-    "turbo": DraftMode(_FULL, AcceptRule("typical", 0.03), 0.3),
+    "fast": DraftMode(_FULL, AcceptRule("typical", 0.2)),
+    "turbo": DraftMode(_FULL, AcceptRule("typical", 0.01), 0.1),
 }
 
 

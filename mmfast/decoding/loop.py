@@ -177,7 +177,8 @@ class BatchDecoder:
         self.schedule = parse_schedule("vanilla") if head is None else chosen_mode.schedule
         chosen = sampling or Sampling()
         self.costs = costs or Costs(live=chosen.greedy)
-        lengths = [DraftLength(self.costs, chosen_mode.confidence) for _ in guides]
+        power = self.rule.epsilon**0.5 if self.rule.kind == "typical" else 1.0
+        lengths = [DraftLength(self.costs, chosen_mode.confidence, power) for _ in guides]
         self.rows = [
             new_row(guide, chosen, self.rule, i, length, backbone.vocabulary)
             for i, (guide, length) in enumerate(zip(guides, lengths, strict=True))

@@ -68,11 +68,13 @@ class DraftLength:
 
     One more draft costs a module and a wider main pass. It gains a token if it and all before it
     stand. How sure a draft was of itself says how likely it stands, once that was measured.
-    Drafts less confident than `least` are not made.
+    Drafts less confident than `least` are not made. Before that was measured, one of confidence c
+    is expected to stand with c ** `power`: 1 where it must be the likeliest, less under looser
+    rules.
     """
 
-    def __init__(self, costs: Costs, least: float = 0.0) -> None:
-        self.costs, self.least = costs, least
+    def __init__(self, costs: Costs, least: float = 0.0, power: float = 1.0) -> None:
+        self.costs, self.least, self.power = costs, least, power
         self._tries = [0.0] * _BUCKETS
         self._stood = [0.0] * _BUCKETS
         self._tokens, self._spent = 1.0, 1.0  # of late: their ratio is what has to be beaten
@@ -82,12 +84,13 @@ class DraftLength:
     def expected(self, confidence: float) -> float:
         """The chance that a draft of this confidence stands, by what was measured."""
         bucket = _bucket(confidence)
-        return (self._stood[bucket] + _PRIOR * confidence) / (self._tries[bucket] + _PRIOR)
+        guess = _PRIOR * confidence**self.power
+        return (self._stood[bucket] + guess) / (self._tries[bucket] + _PRIOR)
 
     @property
     def mean(self) -> float:
         """The chance that a draft stands, whatever its confidence."""
-        return (sum(self._stood) + _PRIOR * 0.7) / (sum(self._tries) + _PRIOR)
+        return (sum(self._stood) + _PRIOR * 0.7**self.power) / (sum(self._tries) + _PRIOR)
 
     def begin(self, most: int) -> int:
         """Start a run of at most `most` drafts; 0 where not even one is worth it."""
@@ -154,6 +157,12 @@ class Guide(Protocol):
         draft may stand at: behind every token that `stops` is false of.
         """
 
+    def guesses(self, token: int, place: int) -> slice:
+        """Rows of `draft_rows` that the draft number `place` behind `token` is guessed from.
+
+        Fewer rows are fewer products; what stands is judged over all rows.
+        """
+
     def stops(self, token: int) -> bool:
         """Test if a draft run that is to be exact must end at this token."""
 
@@ -182,6 +191,10 @@ class Open:
         return ()
 
     def rows(self) -> slice:
+        """All of its rows."""
+        return self.draft_rows
+
+    def guesses(self, token: int, place: int) -> slice:
         """All of its rows."""
         return self.draft_rows
 

@@ -78,6 +78,7 @@ def at(hidden: Tensor, last: Sequence[int]) -> Tensor:
 Pick = Callable[[Tensor, int], Tensor | None]
 Block = Callable[[Tensor, RowBuffer, TokenPlaces], Tensor]
 Rows = slice
+RowsAt = Callable[[int], Rows]  # those of every module
 
 
 class Trunk(Protocol):
@@ -189,18 +190,21 @@ class AudioHead(nn.Module):
                 first = state.first[module]
                 first[row] = min(first[row], filled[row])
 
-    def draft(self, state: HeadState, token: Tensor, limit: int, rows: Rows, pick: Pick) -> int:
+    def draft(
+        self, state: HeadState, token: Tensor, limit: int, rows: Rows | RowsAt, pick: Pick
+    ) -> int:
         """Guess the tokens behind `token`; returns how many modules have run.
 
         `state` changes in place: keys of the drafts stay until `crop` takes them back. `token`
         `[B]` is what the backbone chose behind the last one it read; `limit` is at most the number
-        of modules; drafts are of `rows` of the vocabulary.
+        of modules; drafts are of `rows` of the vocabulary, which may differ by module.
         """
         limit = min(limit, self.modules_count)
         if not limit:
             return 0
+        rows_at = rows if callable(rows) else lambda _: rows
         if self.window == 1:
-            return self._draft_alone(state, token, limit, rows, pick)
+            return self._draft_alone(state, token, limit, rows_at, pick)
         starts, ends = self._starts(state, limit), state.length
         width = max(end - start for start, end in zip(starts, ends, strict=True))
         room(state, max(ends) + width + limit + 1)
@@ -218,14 +222,14 @@ class AudioHead(nn.Module):
             raw = blocks[module](x, state.slots[module], place)
             hidden, normed = self._leave(module, raw)
             state.filled[module] = list(ends)
-            chosen = pick(self.output(module, at(normed, last), rows), module)
+            chosen = pick(self.output(module, at(normed, last), rows_at(module)), module)
             if chosen is None:
                 return module + 1
             token = chosen
         return limit
 
     def _draft_alone(
-        self, state: HeadState, token: Tensor, limit: int, rows: Rows, pick: Pick
+        self, state: HeadState, token: Tensor, limit: int, rows_at: RowsAt, pick: Pick
     ) -> int:
         """As `draft`, where a module sees one place alone: there is nothing to keep or catch up."""
         starts = [end - 1 for end in state.length]
@@ -236,7 +240,7 @@ class AudioHead(nn.Module):
             x = self._enter_alone(module, token, hidden)[:, None]
             raw = blocks[module](x, state.slots[module], place)
             hidden, normed = self._leave(module, raw[:, 0])
-            chosen = pick(self.output(module, normed, rows), module)
+            chosen = pick(self.output(module, normed, rows_at(module)), module)
             if chosen is None:
                 return module + 1
             token = chosen

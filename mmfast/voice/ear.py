@@ -157,12 +157,14 @@ class SemanticEar(VoiceEar):
         return self._times[{True: 0, None: 1, False: 2}[whole]]
 
 
-# Score of an end that ends a turn, and the milliseconds of silence that end it in any case.
+# Score of an end that ends a turn after the shortest silence, and after a longer one: an evident end
+# is scored high at once, and a score that only grows with the silence is that of a pause more often.
+# Then the milliseconds of silence that end a turn in any case.
 CERTAINTY = {
-    "low": (0.993, 4000),
-    "medium": (0.98, 2000),
-    "auto": (0.98, 2000),
-    "high": (0.9, 1300),
+    "low": (0.993, 0.993, 4000),
+    "medium": (0.97, 0.99, 2000),
+    "auto": (0.97, 0.99, 2000),
+    "high": (0.9, 0.9, 1300),
 }
 
 
@@ -184,11 +186,11 @@ class ProsodyEar(SemanticEar):
     ) -> None:
         super().__init__(eagerness, hears, **{"silence_duration_ms": SILENCES[0], **options})
         self._ends = load_turn_end() if ends is None else ends
-        self._score, self._most = CERTAINTY[eagerness]
+        *self._wanted, self._most = CERTAINTY[eagerness]
 
     def _patience(self, pcm: Tensor) -> int:
         said = None if self.hears is None else self.hears(pcm)
-        return self._ends.patience(pcm, said, self._score, self._most)
+        return self._ends.patience(pcm, said, self._wanted, self._most)
 
 
 MURMUR = 0.7  # score from which a short sound is taken for a backchannel

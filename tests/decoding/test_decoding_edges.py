@@ -307,6 +307,20 @@ def test_more_is_drafted_where_more_is_accepted_and_where_it_is_cheap() -> None:
     assert abs(_settled(0.8, 0.3, usual) - lengths[2]) < 1.5
 
 
+def test_a_looser_rule_expects_more_of_drafts_that_were_not_tried() -> None:
+    runs = []
+    for power in (1.0, 0.1):
+        length, made = DraftLength(Costs(0.1, 0.03), power=power), 1
+        assert length.begin(10)
+        while made < 10 and length.more(0.4):
+            made += 1
+        runs.append(made)
+        for _ in range(200):  # what was measured counts, whatever the rule
+            length.end([0.4], 0)
+        assert length.expected(0.4) < 0.1 and not length.begin(10)
+    assert runs[0] < runs[1]
+
+
 def test_costs_follow_the_clock() -> None:
     costs = Costs(live=True)
     for _ in range(80):

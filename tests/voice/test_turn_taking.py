@@ -81,14 +81,23 @@ def test_a_turn_ends_when_its_score_is_reached(at: int) -> None:
 
 @pytest.mark.parametrize("eagerness", CERTAINTY)
 def test_a_score_that_is_never_reached_waits_as_long_as_the_eagerness(eagerness: str) -> None:
-    score, most = CERTAINTY[eagerness]
-    ear = ProsodyEar(eagerness, ends=Known(rising(0, score - 0.01)), activity=Loud())
+    score, later, most = CERTAINTY[eagerness]
+    under = [score - 0.01] + [later - 0.01] * (len(SILENCES) - 1)
+    ear = ProsodyEar(eagerness, ends=Known(under), activity=Loud())
     kind, stopped = heard(ear, sound(1.0, 9.0))[-1]
     assert kind == "stopped" and most / 1e3 <= stopped - 1.0 < most / 1e3 + 0.07
     sure = ProsodyEar(eagerness, ends=Known(rising(0, score)), activity=Loud())
     assert heard(sure, sound(1.0, 9.0))[-1][1] - 1.0 < 0.2
     with pytest.raises(SpecError, match=r"eagerness 'hgih'.*high"):
         ProsodyEar("hgih", ends=Known())
+
+
+def test_an_end_that_is_not_evident_at_once_must_be_surer_later() -> None:
+    score, later, _ = CERTAINTY["auto"]
+    between = (score + later) / 2
+    for scores, ends in ((rising(0, between), 0.128), ([0.2, *rising(0, between)[1:]], 2.0)):
+        ear = ProsodyEar("auto", ends=Known(scores), activity=Loud())
+        assert heard(ear, sound(1.0, 3.0))[-1][1] - 1.0 == pytest.approx(ends, abs=0.07)
 
 
 WORDS = ("what colour is", "what colour is the circle")

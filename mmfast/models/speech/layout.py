@@ -252,6 +252,15 @@ class SpeechGuide:
         """Audio rows."""
         return self.draft_rows
 
+    def guesses(self, token: int, place: int) -> slice:
+        """Codes of the book whose turn it is; a group may end in front of a frame."""
+        book = self.book(token)
+        if book is None:
+            return self.draft_rows
+        turn = (book + 1 + place) % self.layout.books
+        stop = self.layout.base + (turn + 1) * self.layout.entries
+        return slice(stop - self.layout.entries if turn else self.layout.texts, stop)
+
     def stops(self, token: int) -> bool:
         """At the end of a sound, where text is to follow."""
         last = self._ended and self._spoken + 1 >= len(self._handed)

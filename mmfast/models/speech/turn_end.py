@@ -6,6 +6,7 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -210,10 +211,17 @@ class TurnEnd:
         scores: list[float] = self.over(prosody(pcm[None]), facts)[0].sigmoid().tolist()
         return scores
 
-    def patience(self, pcm: Tensor, said: Overheard | None, score: float, most: int) -> int:
-        """Return the milliseconds of silence after which the score is reached, at most `most`."""
-        found = zip(SILENCES, self.scores(pcm, said), strict=True)
-        return min(next((ms for ms, each in found if each >= score), most), most)
+    def patience(
+        self, pcm: Tensor, said: Overheard | None, wanted: Sequence[float], most: int
+    ) -> int:
+        """Return the milliseconds of silence after which a score is reached, at most `most`.
+
+        `wanted` are the scores for the shortest silence, for the next …, the last for the rest.
+        """
+        scores = self.scores(pcm, said)
+        least = [wanted[min(i, len(wanted) - 1)] for i in range(len(scores))]
+        found = zip(SILENCES, scores, least, strict=True)
+        return min(next((ms for ms, score, each in found if score >= each), most), most)
 
     @torch.no_grad()
     def murmur(self, pcm: Tensor) -> float:

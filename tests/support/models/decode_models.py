@@ -166,6 +166,9 @@ class Spelling:
     def rows(self) -> slice:
         return self.draft_rows
 
+    def guesses(self, token: int, place: int) -> slice:
+        return self.draft_rows
+
     def stops(self, token: int) -> bool:
         return token == 8
 
