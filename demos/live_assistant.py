@@ -5,14 +5,16 @@ python -m mmfast.demos.live_assistant world.mp4 "What number is on the screen no
 """
 
 import sys
+from typing import Any
 
 import mmfast
 
 
-def assist(source, until, yes, *questions, model=None, timeout=120.0, memory="auto", **options):
+def assist(source: Any, until: str, yes: str, *questions: str, **given: Any) -> Any:
     """Wait until the answer to `until` is `yes` or the source ends, then ask the questions."""
-    with mmfast.pipeline("video-stream", model).open(memory=memory) as session:
-        watch = session.watch(source, background=True, **options)
+    model, timeout = given.pop("model", None), given.pop("timeout", 120.0)
+    with mmfast.pipeline("video-stream", model).open(memory=given.pop("memory", "auto")) as session:
+        watch = session.watch(source, background=True, **given)
         event = session.wait_until(until, timeout=timeout, yes=yes.split(","), no=None)
         print("it never came" if event is None else f"[{event.time:.1f} s] {until} {yes}")
         watch.join(timeout)  # the rest of a file; a camera goes on until the time is up

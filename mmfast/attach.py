@@ -155,7 +155,7 @@ def attach(
 
     specs: Any = AUTO if reduce == AUTO else parse(reduce)
     plan, drafts, model = call_plan(cache), plan_decode(decode), stock_model(model)
-    more = {"cache": plan, "encoder": encoder, "decode": drafts}
+    more: dict[str, Any] = {"cache": plan, "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
     return _attached(model, reduce, specs, more)
 

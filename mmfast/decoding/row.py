@@ -84,13 +84,14 @@ class DraftLength:
     def expected(self, confidence: float) -> float:
         """The chance that a draft of this confidence stands, by what was measured."""
         bucket = _bucket(confidence)
-        guess = _PRIOR * confidence**self.power
+        guess: float = _PRIOR * confidence**self.power
         return (self._stood[bucket] + guess) / (self._tries[bucket] + _PRIOR)
 
     @property
     def mean(self) -> float:
         """The chance that a draft stands, whatever its confidence."""
-        return (sum(self._stood) + _PRIOR * 0.7**self.power) / (sum(self._tries) + _PRIOR)
+        stood: float = sum(self._stood) + _PRIOR * 0.7**self.power
+        return stood / (sum(self._tries) + _PRIOR)
 
     def begin(self, most: int) -> int:
         """Start a run of at most `most` drafts; 0 where not even one is worth it."""

@@ -157,8 +157,8 @@ class SemanticEar(VoiceEar):
         return self._times[{True: 0, None: 1, False: 2}[whole]]
 
 
-# Score of an end that ends a turn after the shortest silence, and after a longer one: an evident end
-# is scored high at once, and a score that only grows with the silence is that of a pause more often.
+# Score of an end that ends a turn after the shortest silence, and after a longer one: an evident
+# end is scored high at once, and a score that only grows with the silence is mostly a pause's.
 # Then the milliseconds of silence that end a turn in any case.
 CERTAINTY = {
     "low": (0.993, 0.993, 4000),

@@ -89,8 +89,8 @@ class Group:
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All of causal attention, by the kernel that sdpa takes, and its levels."""
-        wide = (x.expand(HEADS, -1, -1)[None] for x in (self.key, self.value))
-        out, level = attend(self.query[None], *wide, None, True)
+        key, value = (x.expand(HEADS, -1, -1)[None] for x in (self.key, self.value))
+        out, level = attend(self.query[None], key, value, None, True)
         assert level is not None
         return out[0], level[0]
 
@@ -129,7 +129,8 @@ def _waves(axis: Tensor, channels: int, top: float) -> Tensor:
     """Cosines and sines `[S, channels]` of rising frequency; a product with itself is 1."""
     rates = top * torch.arange(1, channels // 2 + 1) / (channels // 2)
     angles = axis[:, None] * rates
-    return torch.cat([angles.cos(), angles.sin()], 1) * (2 / channels) ** 0.5
+    waves: Tensor = torch.cat([angles.cos(), angles.sin()], 1) * (2 / channels) ** 0.5
+    return waves
 
 
 def sparse_rows(

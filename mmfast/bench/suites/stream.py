@@ -232,8 +232,12 @@ def score(tick: Tick) -> Iterator[Row]:
     """Watch 20,000 random frames under every score policy: the bound must hold at every step."""
     known = sorted(score_policies(), key=lambda name: name not in _ASKED_FOR)
     for done, name in enumerate(known):
-        yield score_row(name, FRAMES, tick=lambda frame, n=name: tick(n, frame, FRAMES))
+        yield score_row(name, FRAMES, tick=partial(_watched, tick, name))
         tick(name, done + 1, len(known))
+
+
+def _watched(tick: Tick, name: str, frame: int) -> None:
+    tick(name, frame, FRAMES)
 
 
 def score_row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,11 @@ def index(tick: Tick) -> Iterator[Row]:
     groups must fail.
     """
     for kind, frames in (("visits", FRAMES), ("noise", FRAMES // 10)):
-        yield from index_rows(kind, frames, QUESTIONS, lambda done, k=kind: tick(k, done, FRAMES))
+        yield from index_rows(kind, frames, QUESTIONS, partial(_searched, tick, kind))
+
+
+def _searched(tick: Tick, kind: str, done: int) -> None:
+    tick(kind, done, FRAMES)
 
 
 def index_rows(

@@ -130,8 +130,9 @@ class SparsePrefill:
         out = query.new_zeros(len(query), query.shape[1], length, value.shape[-1])
         for row, (start, stop) in enumerate(spans):
             count = min(length, stop - start)  # of this row's queries, behind its padding
-            mine = query[row, :, length - count :], *(x[row, :, start:stop] for x in (key, value))
-            out[row, :, length - count :] = self._row(*mine, scale)
+            mine = query[row, :, length - count :]
+            keys, values = key[row, :, start:stop], value[row, :, start:stop]
+            out[row, :, length - count :] = self._row(mine, keys, values, scale)
         return out.transpose(1, 2).contiguous(), None
 
     def _row(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

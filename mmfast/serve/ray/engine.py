@@ -234,8 +234,8 @@ class RayEngine:
         where = None if model is None else str(model)
         plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
         self._lora = dict(lora or {})
-        more = {"reduce": reduce, "cache": cache, "weights": weights, "attn": attn}
-        plan = replace(plan, lora=self._lora, **more)
+        plan = replace(plan, reduce=reduce, cache=cache, weights=weights, attn=attn)
+        plan = replace(plan, lora=self._lora)
         self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False

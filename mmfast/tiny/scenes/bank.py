@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,9 +101,11 @@ def make_bank(
         many, strangers, seed = kept["settings"].tolist()
         frames, patches, cells = (torch.from_numpy(kept[k]) for k in ("frames", "patches", "cells"))
         columns = {name: kept[f"table_{name}"] for name in _TABLE}
-    tables: list[scene.Table] = [
-        scene.Table(**{k: int(v[i]) if v.ndim == 1 else v[i] for k, v in columns.items()})
-        for i in range(many + strangers)
-    ]
+    tables = [_table(columns, i) for i in range(many + strangers)]
     views = [looks.make_view(scene.TRAIN, seed, index) for index in range(many)]
     return SceneBank(Bank(frames, patches, cells, tables), views)
+
+
+def _table(columns: dict[str, Any], index: int) -> scene.Table:
+    row: dict[str, Any] = {k: v[index] for k, v in columns.items()}
+    return scene.Table(**{**row, "number": int(row["number"])})

@@ -107,7 +107,8 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
         y, x = np.mgrid[:height, :width]
         angle, wave = rng.uniform(0, np.pi), rng.uniform(0.1, 0.8)
         on = (np.sin((np.cos(angle) * x + np.sin(angle) * y) * wave) > 0)[..., None]
-        return _clip(np.where(on, *rng.uniform(0, 255, (2, 3)))[np.newaxis], height, width)
+        ink, paper = rng.uniform(0, 255, (2, 3))
+        return _clip(np.where(on, ink, paper)[np.newaxis], height, width)
     seed = int(rng.integers(2**31))
     if kind == "shuffled":  # cells of a scene in another order: colours, but no shapes
         drawn = looks.draw(looks.make_view(5, 0, seed)).frames[:, :144, :144]

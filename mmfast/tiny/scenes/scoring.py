@@ -17,7 +17,8 @@ OVERLAP, FOUND = 0.5, 0.9  # from where on a box or a description counts as righ
 def facts_of(text: str) -> set[tuple[str, ...]]:
     """Single facts that a description states, in any order of its sentences but that of things."""
     text = " ".join(text.lower().split())
-    found = {("count", many) for many in re.findall(r"(one|no|\d) objects?", text)}
+    found = set[tuple[str, ...]]()
+    found |= {("count", many) for many in re.findall(r"(one|no|\d) objects?", text)}
     found |= {("background", kind) for kind in re.findall(r"on an? (\w+) background", text)}
     names = []
     for sentence in text.split("."):
@@ -30,7 +31,7 @@ def facts_of(text: str) -> set[tuple[str, ...]]:
         rest = sentence[match.end() :]
         details = (r"moves (\w+)", r"(from the start|appears at second \d)",
                    r"(until the end|leaves at second \d)", r"is in the (\w+ \w+)")  # fmt: skip
-        found |= {(name, str(told)) for detail in details for told in re.findall(detail, rest)}
+        found |= {(name, told) for detail in details for told in re.findall(detail, rest)}
     found |= {("order", one, two) for one, two in pairwise(names)}
     for number, second in _NUMBER.findall(text):
         found |= {("number", number), ("number from", second)} - {("number from", "")}
