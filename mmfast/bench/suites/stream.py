@@ -232,19 +232,15 @@ def score(tick: Tick) -> Iterator[Row]:
     """Watch 20,000 random frames under every score policy: the bound must hold at every step."""
     known = sorted(score_policies(), key=lambda name: name not in _ASKED_FOR)
     for done, name in enumerate(known):
-        yield score_row(name, FRAMES, tick=partial(_watched, tick, name))
+        yield score_row(name, FRAMES, tick=partial(tick, name))
         tick(name, done + 1, len(known))
-
-
-def _watched(tick: Tick, name: str, frame: int) -> None:
-    tick(name, frame, FRAMES)
 
 
 def score_row(
     policy: str,
     frames: int,
     early: int = EARLY,
-    tick: Callable[[int], None] = lambda frame: None,
+    tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Row:
     """Append frames to a memory of the tiny shape; MmfastError where it ever holds too much.
 
@@ -273,7 +269,7 @@ def score_row(
             most = max(most, memory.tokens())
             held.append(int(memory.stats()["bytes"]))
             if i % _SAMPLE == 0:
-                tick(i)
+                tick(i, frames)
     engine.close()
     if most > OPENING + HELD:
         raise MmfastError(f"{memory_spec!r} held {most} tokens; run pytest tests/streams")

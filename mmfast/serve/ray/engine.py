@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -249,12 +249,7 @@ class RayEngine:
             raise
         self._loop = asyncio.new_event_loop()
         self._over = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, name="mmfast-ray", daemon=True)
-            for target in (self._loop.run_forever, self._watch)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [_started(each) for each in (self._loop.run_forever, self._watch)]
 
     @property
     def _apps(self) -> list[str]:
@@ -401,3 +396,9 @@ class RayEngine:
         for role, app in zip(self.replicas, self._apps, strict=True):
             states: Any = known[app].deployments[role].replica_states if app in known else {}
             self._running[role] = int(states.get("RUNNING", 0))
+
+
+def _started(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name="mmfast-ray", daemon=True)
+    thread.start()
+    return thread

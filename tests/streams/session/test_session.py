@@ -30,7 +30,7 @@ from mmfast.frontends.video.reader import read_video
 THREE = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 QUESTION = "what moves?"
 MEMORY = "sink:40+window:220+retrieve:3"
-CLIP = Path(__file__).parents[2] / "assets" / "clips" / "red-circle.mp4"
+CLIP = Path(__file__).parents[3] / "assets" / "clips" / "red-circle.mp4"
 
 
 def push_in_runs(session: Any, clip: Any, times: list[float], runs: list[int]) -> None:
