@@ -87,7 +87,7 @@ def _relative(found: Tensor, want: Tensor) -> float:
     return float((found - want).norm() / want.norm())
 
 
-MODEL, SEED, CASES = "tiny-video", 3000, 100
+MODEL, SEED, CASES = "tiny-video", 3000, 400
 CHECKED: tuple[str | None, ...] = (None, "blend:0.15", "craft:0.15", "blend:0")
 KINDS = {"one picture": "multi-image", "two pictures": None}
 
