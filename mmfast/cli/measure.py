@@ -101,13 +101,14 @@ def bench_named(
 def _suites(incomplete: str) -> list[str]:
     from mmfast.tiny.suites import SUITES
 
-    return [name for name in (*SUITES, "stream", "speech") if name.startswith(incomplete)]
+    return [name for name in (*SUITES, "scenes", "stream", "speech") if name.startswith(incomplete)]
 
 
 _Suite = Annotated[
     str,
     typer.Option(
-        help="video, image, multi-image, document, stream, speech.", autocompletion=_suites
+        help="video, image, multi-image, document, scenes, stream, speech.",
+        autocompletion=_suites,
     ),
 ]
 _Data = Annotated[
@@ -167,6 +168,8 @@ def evaluate(
         return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
     if suite == "speech":
         return eval_speech(n, seed, model, out, as_json)
+    if suite == "scenes":
+        return eval_scenes(reduce or [], cache or [], (n, seed, model), out, as_json)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import suite_of
@@ -195,7 +198,7 @@ def _check_suite(suite: str, given: dict[str, str | None], reduced: Any) -> None
     if suite == "speech" and reduced:
         raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
     for name, value in given.items():
-        if value is not None and suite in ("stream", "speech"):
+        if value is not None and suite in ("scenes", "stream", "speech"):
             raise MmfastError(f"--suite {suite} takes no --{name}; leave it out")
 
 
@@ -433,6 +436,41 @@ def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json:
     if out is not None:
         output.keep_rows(out, speech_eval_rows(document, environ))
     output.print_json(document) if as_json else _show(document["rows"])
+
+
+_SCENES = "reduce", "cache", "accuracy", "interval", "new wordings", "facts", "overlap", "refused"
+
+
+def eval_scenes(
+    reduce: Sequence[str],
+    caches: Sequence[str],
+    asked: tuple[int, int, str | None],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Ask about the larger world with all tokens, under each reducer and each cache policy."""
+    from mmfast.bench.results import environment
+    from mmfast.tiny.scenes.evaluate import scene_rows
+
+    environ = environment()
+    with output.progress("eval") as tick:
+        rows = []
+        for row in scene_rows(
+            reduce, caches, *asked, lambda label, done, total: tick(done, total, label)
+        ):
+            rows.append(row)
+            output.keep_rows(out, [{**row, **environ}])
+    cells = [[*(row[key] for key in _SCENES[:3]), *_parts(row)] for row in rows]
+    output.print_table(rows, as_json, _SCENES, cells)
+
+
+def _parts(row: dict[str, Any]) -> list[Any]:
+    kinds = row["by_kind"]
+    refused = [kinds[name] for name in ("outside", "strange media") if name in kinds]
+    kept = row.get("kept_back", {}).get("accuracy")
+    mean = sum(refused) / len(refused) if refused else None
+    low, high = row["interval"]
+    return [f"{low:.3f} to {high:.3f}", kept, row["facts"], row["overlap"], mean]
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

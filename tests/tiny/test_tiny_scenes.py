@@ -1,5 +1,6 @@
 """The larger world: what is asked agrees with what is drawn, and its recipe runs."""
 
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from mmfast.cli import app
 from mmfast.models.loading import EMBEDDED_NAMES, load, located
 from mmfast.models.prompt import Shot, chat_inputs
-from mmfast.tiny.scenes import looks, outside, train
+from mmfast.tiny.scenes import evaluate, looks, outside, train
 from mmfast.tiny.scenes.bank import SceneBank, make_bank, view_row
 from mmfast.tiny.scenes.evaluate import STRANGE, TURNS, judge, run_scenes, scene_cases
 from mmfast.tiny.scenes.facts import clip_items, picture_items
@@ -250,3 +253,33 @@ def test_the_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
     model, _ = load(str(tmp_path), "cpu", "auto")
     assert not model.training and (tmp_path / "README.md").read_text().count("| clip")
     assert (tmp_path / "model.safetensors").stat().st_size < 24e6
+
+
+def test_the_suite_keeps_a_row_for_each_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str | None, str | None]] = []
+
+    def run(model: Any, n: int, seed: int, control: str, report: Any, *ways: Any) -> dict[str, Any]:
+        asked.append(ways)  # type: ignore[arg-type]
+        return judge(cases, [case.answer for case in cases])
+
+    cases = list(islice(scene_cases(5), 20))
+    monkeypatch.setattr(evaluate, "run_scenes", run)
+    out = tmp_path / "rows.jsonl"
+    command = ["eval", "--suite", "scenes", "--n", "20", "--reduce", "divprune:0.5"]
+    found = CliRunner().invoke(app, [*command, "--cache", "snapkv:64", "--out", str(out), "--json"])
+    assert found.exit_code == 0, found.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert asked == [(None, None), ("divprune:0.5", None), (None, "snapkv:64")]
+    assert [row["accuracy"] for row in rows] == [1.0] * 3 and all("commit" in row for row in rows)
+
+
+@pytest.mark.slow
+def test_a_cut_costs_answers_on_the_embedded_model() -> None:
+    """All tokens answer most questions; a fortieth of them, taken blindly, fewer."""
+    whole = evaluate.run_scenes("tiny-scenes", 72, 7)
+    cut = evaluate.run_scenes("tiny-scenes", 72, 7, reduce="random:0.025")
+    assert whole["accuracy"] > 0.6 and cut["accuracy"] < whole["accuracy"] - 0.1
+    blind = evaluate.run_scenes("tiny-scenes", 72, 7, control="other")
+    assert blind["accuracy"] < whole["accuracy"] - 0.2

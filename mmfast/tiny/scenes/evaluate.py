@@ -9,6 +9,7 @@ import argparse
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mmfast.attach import attach
 from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import load
@@ -30,6 +32,7 @@ from mmfast.tiny.scenes.scoring import is_right, pope, refused, score
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
 
+NAME = "tiny-scenes"
 TOKENS = 96  # of the longest answer
 BATCH = 16
 STRANGE = "strange media"  # kind of questions of the world about media outside it
@@ -190,18 +193,44 @@ def judge(cases: Sequence[SceneCase], texts: Sequence[str]) -> dict[str, Any]:
 
 
 def run_scenes(
-    model: Any, n: int = 400, seed: int = 1000, control: str = "", report: Report | None = None
+    model: Any,
+    n: int = 400,
+    seed: int = 1000,
+    control: str = "",
+    report: Report | None = None,
+    reduce: str | None = None,
+    cache: str | None = None,
 ) -> dict[str, Any]:
-    """Ask a model (a name, a folder or a pair) `n` questions about unseen media."""
+    """Ask a model (a name, a folder or a pair) `n` questions about unseen media.
+
+    `reduce` and `cache` act as in `attach`.
+    """
     cases = list(islice(scene_cases(seed), n))
     pair = load(model, "cpu", "float32")
-    texts = answers(pair, cases, control, report)
+    with attach(pair[0], reduce, cache=cache) if reduce or cache else nullcontext():
+        texts = answers(pair, cases, control, report)
     found: dict[str, Any] = {"seed": seed, "control": control or None, **judge(cases, texts)}
     for name, kept in (("trained", False), ("kept_back", True)):
         some = [(c, t) for c, t in zip(cases, texts, strict=True) if c.kept == kept]
         if some:
             found[name] = judge(*zip(*some, strict=True))
     return found
+
+
+def scene_rows(
+    reduce: Sequence[str],
+    caches: Sequence[str],
+    n: int,
+    seed: int,
+    model: str | None,
+    report: Report | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Rows of results: all tokens, then each reducer, then each cache policy."""
+    ways = [(None, None), *((spec, None) for spec in reduce), *((None, spec) for spec in caches)]
+    for spec, cache in ways:
+        found = run_scenes(model or NAME, n, seed, "", report, spec, cache)
+        name = Path(model or NAME).name
+        yield {"suite": "scenes", "reduce": spec, "cache": cache, "model": name, **found}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.scenes.bank import SceneBank, make_bank
-from mmfast.tiny.scenes.evaluate import run_scenes
+from mmfast.tiny.scenes.evaluate import NAME, run_scenes
 from mmfast.tiny.scenes.lessons import (
     KINDS,
     LEAST,
@@ -35,7 +35,6 @@ from mmfast.tiny.scenes.model import START, make_model, make_processor
 from mmfast.tiny.video import tower
 from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
 
-NAME = "tiny-scenes"
 HELD = 96  # clips of the world that are never trained on, for looks
 BATCH, QUESTIONS = 12, 12  # of each thread
 STILLS, WHOLE = 0.25, 0.5  # shares of steps with pictures, and with all visual tokens
