@@ -251,7 +251,8 @@ def test_the_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
     found = train.main(["--out", str(tmp_path), *sizes, *steps])
     assert found["n"] == 18
     model, _ = load(str(tmp_path), "cpu", "auto")
-    assert not model.training and (tmp_path / "README.md").read_text().count("| clip")
+    card = (tmp_path / "README.md").read_text()
+    assert not model.training and all(f"| {kind} |" in card for kind in TURNS)
     assert (tmp_path / "model.safetensors").stat().st_size < 24e6
 
 
