@@ -62,6 +62,9 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     ]
     before, after = sum(map(len, where)), sum(r.m for r in reductions)
     if before == after and all(r.pure for r in reductions):
+        if not bool(real.all()):  # the model's mask is that of a layer which may lose its padding
+            layer.valid = real
+        regroup(cache, index)
         return before, after
     if isinstance(layer, PackedLayer) and all(r.pure for r in reductions):
         nothing = layer.keys.new_empty(*layer.keys.shape[:2], length, 0)
