@@ -23,8 +23,8 @@ def adakv(tokens: Tokens, budget: int, *, alpha: float = 0.2, score: str = "snap
     Args:
         tokens: Keys `x` `[..., H, N, d]` and `score` `[..., H, N]`, what the score policy says.
         budget: Tokens to keep, mean over the heads, as the score policy has it.
-        alpha: Part of the budget that every head keeps of its own, 0.2 as published; at 1 all heads
-            keep equally many.
+        alpha: Part of the budget that every head keeps of its own, 0.2 as published, one token at
+            least; at 0 a head may be left with nothing, at 1 all heads keep equally many.
         score: Score policy where none stands beside it.
 
     Raises:
@@ -33,7 +33,7 @@ def adakv(tokens: Tokens, budget: int, *, alpha: float = 0.2, score: str = "snap
     if not 0 <= alpha <= 1:
         raise SpecError(f"knob alpha={alpha} of 'adakv' is no share; choose from 0 to 1")
     scores = tokens.need("score").double()
-    safe = stable_topk(scores, int(alpha * budget))
+    safe = stable_topk(scores, max(int(alpha * budget), int(alpha > 0)))
     flat = scores.scatter(-1, safe, torch.inf).flatten(-2)  # [..., H * N]
     kept = stable_topk(flat, budget * scores.shape[-2])
     found: Tensor = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, kept, True)
