@@ -213,7 +213,8 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
         """Unpack everything."""
         self.keys, self.values = self.whole()
         self.rows = tuple(PackedRow() for _ in self.rows)
-        self.front, self.extra = self._gaps(), 0
+        self.extra = 0  # first: the gaps are counted among the entries
+        self.front = self._gaps()
 
     def _gaps(self) -> tuple[int, ...]:
         if self.notes is None:
