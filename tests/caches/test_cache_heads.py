@@ -68,12 +68,11 @@ def test_duo_attention_is_its_oracle_and_holds_its_budget() -> None:
         assert 0.8 * 40 * budget - 5 <= trace.rows[-1].tokens_out <= 40 * budget
 
 
-@pytest.mark.xfail(reason="seen red, cause not found or mend not yet run", strict=False)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_cut_is_a_mask_and_rows_are_alone(family: str) -> None:
     model = text_model(family)
     for spec in SPECS:
-        rows = [prompt(24), prompt(40, 2)]
+        rows, unlike = [prompt(24), prompt(40, 2)], False
         with attach(model, cache=spec) as trace:
             _, logits, _ = written(model, padded(rows), 3)
         for row, ids in enumerate(rows):
@@ -81,11 +80,12 @@ def test_a_cut_is_a_mask_and_rows_are_alone(family: str) -> None:
                 new, alone, out = written(model, {"input_ids": ids}, 3)
             torch.testing.assert_close(logits[row], alone[0], atol=1e-5, rtol=1e-5)
             layers = out.past_key_values.layers
-            visible = {i: kept(x, 0, ids.shape[1]) for i, x in enumerate(layers) if x.notes}
-            assert any(len(set(seen.sum(1).tolist())) > 1 for seen in visible.values())
-            hand = hidden_steps(model, ids, new[0], visible)
+            short = ((i, x) for i, x in enumerate(layers) if getattr(x, "notes", None))
+            visible = {i: kept(x, 0, ids.shape[1]) for i, x in short}
+            unlike |= any(len(set(seen.sum(1).tolist())) > 1 for seen in visible.values())
+            hand = hidden_steps(model, ids, new[0], visible).float()  # as `generate` returns logits
             torch.testing.assert_close(alone[0], hand, atol=1e-5, rtol=1e-5)
-        assert trace.rows[-1].tokens_out < trace.rows[-1].tokens_in
+        assert unlike and trace.rows[-1].tokens_out < trace.rows[-1].tokens_in
 
 
 def test_what_is_stored_has_no_padding() -> None:
@@ -105,7 +105,6 @@ def test_what_is_stored_has_no_padding() -> None:
         assert whole[head, whole.shape[1] - int(stays[head].sum()) :].equal(rows[head, stays[head]])
 
 
-@pytest.mark.xfail(reason="seen red, cause not found or mend not yet run", strict=False)
 def test_a_second_prompt_is_shared_out_anew() -> None:
     model, first = text_model("llama"), prompt(30)
     for spec in SPECS:
@@ -128,14 +127,12 @@ def test_beams_and_drafts_see_what_one_token_sees() -> None:
     assert torch.equal(plain, drafted) and beams.shape[1] == 42
 
 
-@pytest.mark.xfail(reason="seen red, cause not found or mend not yet run", strict=False)
 def test_patterns_are_stored_beside_a_model_and_found_there(tmp_path: Path) -> None:
-    model = text_model("llama")
+    model, other = (text_model.__wrapped__("llama") for _ in range(2))  # no test knows these
     with pytest.raises(ModelError, match="calibrate_heads"), attach(model, cache="qfilter:0.5"):
         pass
     found = mmfast.calibrate_heads(model, length=32, save=tmp_path)
     assert (tmp_path / FILE).is_file()
-    other = text_model("llama")
     other.config._name_or_path = other.name_or_path = str(tmp_path)
     ids, kept_by = prompt(40), []
     for each in (model, other):
