@@ -51,6 +51,7 @@ _LAZY = {
     "Trace": "mmfast.core.trace",
     "World": "mmfast.tiny.stream.world",
     "attach": "mmfast.attach",
+    "calibrate_heads": "mmfast.models.kv.calibration",
     "kind_of": "mmfast.frontends.image",
     "methods": "mmfast.core.registry",
     "overlay": "mmfast.pipelines.overlay",

@@ -6,18 +6,15 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import SpecError
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap, stable_topk
+from mmfast.ops.ranking import snap
 
 _TINY = 1e-30  # a token of no length
 
 
 @policy("curdkv", paper="2509.15038", needs=("x", "values"), role="score")
-def curdkv(
-    tokens: Tokens, budget: int, *, sink: int = 4, rank: int = 20, seed: int = 0
-) -> Reduction:
+def curdkv(tokens: Tokens, budget: int, *, sink: int = 4, rank: int = 20, seed: int = 0) -> Tensor:
     """Keep in each head the first tokens, and those of the largest leverage of key and value.
 
     Sengupta et al. (2025): a CUR decomposition of keys and values keeps the rows that rebuild the
@@ -39,7 +36,7 @@ def curdkv(
     keys, values = (_leverage(x, rank, seed) for x in (tokens.x, tokens.need("values")))
     score = snap((keys * values).clamp_min(_TINY).log())
     score[..., : min(sink, budget)] = torch.inf
-    return Reduction.prune(stable_topk(score, budget), tokens.n)
+    return score
 
 
 def _leverage(rows: Tensor, rank: int, seed: int) -> Tensor:

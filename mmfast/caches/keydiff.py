@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap, stable_topk
+from mmfast.ops.ranking import snap
 
 
 @policy("keydiff", paper="2504.15364", needs=("x",), role="score")
-def keydiff(tokens: Tokens, budget: int) -> Reduction:
+def keydiff(tokens: Tokens, budget: int) -> Tensor:
     """Keep in each head the keys of the lowest cosine with the mean direction of all keys.
 
     Park et al. (2025): keys that differ from the others get more attention, so a cache of diverse
@@ -24,7 +23,7 @@ def keydiff(tokens: Tokens, budget: int) -> Reduction:
     """
     unit = _unit(tokens.x.double())
     anchor = _unit(unit.mean(-2, keepdim=True))
-    return Reduction.prune(stable_topk(-snap((unit * anchor).sum(-1)), budget), tokens.n)
+    return -snap((unit * anchor).sum(-1))
 
 
 def _unit(rows: Tensor) -> Tensor:

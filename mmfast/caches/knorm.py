@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import stable_topk
 
 _STEPS, _TINY = 2.0**16, 1e-30
 
 
 @policy("knorm", paper="2406.11430", needs=("x",), role="score")
-def knorm(tokens: Tokens, budget: int) -> Reduction:
+def knorm(tokens: Tokens, budget: int) -> Tensor:
     """Keep in each head the tokens with the shortest keys.
 
     Devoto et al. (EMNLP 2024): the shorter a key, the more attention it tends to get. `keynorm`
@@ -25,5 +24,4 @@ def knorm(tokens: Tokens, budget: int) -> Reduction:
     """
     length = torch.linalg.vector_norm(tokens.x.double(), dim=-1)
     # Keys that a model normalises differ in length by rounding alone, which must not choose.
-    steps = (length / length.amax(-1, keepdim=True).clamp_min(_TINY) * _STEPS).round()
-    return Reduction.prune(stable_topk(-steps, budget), tokens.n)
+    return -(length / length.amax(-1, keepdim=True).clamp_min(_TINY) * _STEPS).round()

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import SpecError
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap, stable_topk
+from mmfast.ops.ranking import snap
 
 _RIDGE = 1e-3  # of the mean variance: fewer tokens than channels would otherwise all be alike
 _FLOOR = 2.0**-40  # equal keys differ from their mean by rounding alone
@@ -18,7 +17,7 @@ _FLOOR = 2.0**-40  # equal keys differ from their mean by rounding alone
 @policy("leverage", paper="2507.08143", needs=("x",), role="score")
 def leverage(
     tokens: Tokens, budget: int, *, sink: int = 8, recent: int = 4, rank: int = 48, seed: int = 0
-) -> Reduction:
+) -> Tensor:
     """Keep first and last tokens, and in each head the keys of the greatest leverage.
 
     The first half of Compactor of Chari & Van Durme (2025), which needs no query: the statistical
@@ -43,7 +42,7 @@ def leverage(
     score = snap(leverage_scores(tokens.x, rank, seed))
     score[..., : min(sink, budget // 4)] = torch.inf
     score[..., tokens.n - min(recent, budget // 4) :] = torch.inf
-    return Reduction.prune(stable_topk(score, budget), tokens.n)
+    return score
 
 
 def leverage_scores(keys: Tensor, rank: int, seed: int) -> Tensor:

@@ -5,6 +5,8 @@ A spec is read as ``name[:budget][?knob=value&…]`` joined by ``+``. Roles:
 * `position`: keeps by place and kind alone; any number, a token stays if any of them keeps it.
 * `score`: keeps by keys or attention; at most one, and it chooses among the tokens that no position
   policy keeps, so that budgets add up.
+* `heads`: shares the budget of the score policy out over the heads of a layer, which then keep
+  unlike numbers, or says what each head keeps; at most one.
 * `retrieve`: keeps all and reads a part, chosen by a question; at most one.
 * `select`: keeps all and reads a part, chosen anew at every decode step; at most one. Position
   policies beside it say what is always read, a score policy chooses what it chooses from.
@@ -17,22 +19,23 @@ present. A cache that is smaller than an integer is kept whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.kv import StepSelector
 from mmfast.core.reduction import Reduction
-from mmfast.core.registry import EVERY
-from mmfast.core.spec import Spec, parse
+from mmfast.core.registry import EVERY, methods
+from mmfast.core.spec import Spec, count, parse
 from mmfast.core.tokens import Tokens
-from mmfast.ops.eviction import evict, evict_beside, keep_marked
+from mmfast.ops.eviction import call, evict, evict_beside, keep_marked, marks
 from mmfast.ops.quantisation import Quantiser
 
-ROLES = ("position", "score", "retrieve", "select", "store")
+ROLES = ("position", "score", "retrieve", "select", "store", "heads")
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,12 @@ class CachePlan:
     retrieve: Spec | None = None
     store: Spec | None = None
     select: Spec | None = None
+    heads: Spec | None = None
 
     @property
     def parts(self) -> tuple[Spec, ...]:
         """All policies, by role."""
-        rest = (self.score, self.retrieve, self.select, self.store)
+        rest = (self.score, self.heads, self.retrieve, self.select, self.store)
         return (*self.position, *(spec for spec in rest if spec is not None))
 
     def __str__(self) -> str:
@@ -57,8 +61,9 @@ class CachePlan:
     @property
     def needs(self) -> tuple[str, ...]:
         """Signals that `reduce` reads beside the keys."""
-        read = (*self.position, *((self.score,) if self.score else ()))
-        return tuple(sorted({need for spec in read for need in spec.method.needs} - {"x"}))
+        read = (*self.position, *(spec for spec in (self.score, self.heads) if spec is not None))
+        found = {need for spec in read for need in spec.method.needs}
+        return tuple(sorted(found - {"x", SCORE}))
 
     @property
     def window(self) -> int:
@@ -140,11 +145,49 @@ class CachePlan:
         """
         if not self.position and self.score is None:
             return Reduction.identity(tokens.n, tuple(tokens.x.shape[:-2]), tokens.x.device)
+        if self.heads is not None:
+            raise SpecError(f"{self} keeps unlike numbers in the heads of a layer; call `marks`")
         if self.score is None:
             return keep_marked(self._mask(tokens), tokens)
         if not self.position:
             return evict(self.score, tokens)
         return evict_beside(self._mask(tokens), tokens, self.score)
+
+    def marks(self, tokens: Tokens) -> Tensor:
+        """Mark the entries `[..., H, N]` that stay in each head, under a policy of role `heads`.
+
+        The arguments and errors are those of `reduce`.
+        """
+        assert self.heads is not None
+        stands = self._mask(tokens) if self.position else None
+        return marks(stands, tokens, self.score, self.heads)
+
+    def marks_apart(self, heads: Sequence[Tokens]) -> list[Tensor]:
+        """Mark `[n_h]` per head as `marks`, of heads that hold unlike numbers, `[1, n_h, d]` each.
+
+        A share is of the mean number.
+        """
+        rule = self.heads
+        assert rule is not None
+        if self.score is None:
+            return [self.marks(tokens)[0] for tokens in heads]
+        mean = sum(tokens.n for tokens in heads) // len(heads)
+        stands = [self.standing(tokens.need("kind")) for tokens in heads]
+        most = count(self.score.budget, mean)
+        assert most is not None
+        budget = min(most + max(int(s.sum()) for s in stands), mean)
+        longest = max(tokens.n for tokens in heads)
+        scores = [
+            F.pad(
+                call(self.score, tokens, min(most, tokens.n))[0].double().masked_fill(s, torch.inf),
+                (longest - tokens.n, 0),
+                value=-torch.inf,
+            )
+            for tokens, s in zip(heads, stands, strict=True)
+        ]
+        together = Tokens(heads[0].x, signals={SCORE: torch.stack(scores)})
+        found: Tensor = rule.method.fn(together, budget, **rule.knobs)
+        return [mine[longest - t.n :] for mine, t in zip(found, heads, strict=True)]
 
     def _mask(self, tokens: Tokens) -> Tensor:
         shape = (*tokens.x.shape[:-3], tokens.n)
@@ -179,6 +222,8 @@ def plan_cache(text: str | None) -> CachePlan | None:
         _at_most_one(role, by_role[role])
     one = {role: found[0] if found else None for role, found in by_role.items()}
     plan = CachePlan(tuple(by_role["position"]), *(one[role] for role in _FIELDS))
+    if plan.heads is not None:
+        plan = _shared_out(plan, plan.heads)
     plan.quantiser()  # a wrong number of bits or a wrong knob shows here
     plan.retriever()
     _check_select(plan)
@@ -198,7 +243,49 @@ def plan_cache(text: str | None) -> CachePlan | None:
     return plan
 
 
-_FIELDS = ("score", "retrieve", "store", "select")  # of a plan, behind position
+_FIELDS = ("score", "retrieve", "store", "select", "heads")  # of a plan, behind position
+SCORE = "score"  # the signal that a policy of role `heads` reads: what the policy beside it says
+
+
+def _shared_out(plan: CachePlan, rule: Spec) -> CachePlan:
+    """The plan with the score policy whose budget a rule shares out; SpecError where it cannot."""
+    name, score = rule.method.name, plan.score
+    other = plan.retrieve or plan.select or plan.store
+    if other is not None:
+        raise SpecError(
+            f"{name!r} leaves unlike numbers of entries in the heads of a layer, which "
+            f"{other.method.name!r} cannot read; drop one of the two"
+        )
+    if SCORE not in rule.method.needs:
+        if score is not None:
+            two = score.method.name
+            raise SpecError(f"{name!r} says what heads keep, and so does {two!r}; drop one")
+        return plan
+    if score is None:
+        budget = "" if rule.budget is None else f":{rule.budget}"
+        (score,) = parse(f"{rule.knobs.get(SCORE, rule.method.knobs[SCORE])}{budget}", kind="cache")
+    elif rule.budget is not None or SCORE in rule.knobs:
+        raise SpecError(
+            f"{name!r} shares out the budget of {score.method.name!r}; write "
+            f"'{score}+{name}'".replace("@kv", "")
+        )
+    if not score.method.gives_scores:
+        choices = [m.name for m in methods("cache") if m.gives_scores]
+        raise SpecError(
+            f"{name!r} needs scores, which {score.method.name!r} does not tell; choices: "
+            + ", ".join(choices)
+        )
+    if score.knobs.get(EVERY):
+        raise SpecError(
+            f"knob every={score.knobs[EVERY]} does not go with {name!r}, which acts behind the "
+            "prompt; leave one of the two out"
+        )
+    if score.method.moment == "always":
+        raise SpecError(
+            f"{name!r} acts behind the prompt, and {score.method.name!r} at every step; use "
+            f"'snapkv:0.25+{name}'"
+        )
+    return replace(plan, score=score, heads=replace(rule, budget=None))
 
 
 def _check_select(plan: CachePlan) -> None:
@@ -235,11 +322,16 @@ def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
 
 
 def served_plan(text: str | None) -> CachePlan | None:
-    """Read the cache spec of a served request, as `call_plan`; SpecError for role `select`.
+    """Read the cache spec of a served request, as `call_plan`; SpecError for `select` and `heads`.
 
     The engine lays rows of many requests side by side and reads what each of them holds.
     """
     plan = call_plan(text)
+    if plan is not None and plan.heads is not None:
+        raise SpecError(
+            f"cache {text!r} leaves unlike numbers of entries in the heads of a layer, which the "
+            "engine of `mmfast serve` does not; use 'snapkv:1024', or mmfast.attach and generate()"
+        )
     if plan is not None and plan.select is not None and not plan.select.whole:
         raise SpecError(
             f"cache {text!r} chooses anew at every step what is read, which the engine of "

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import stable_topk
 
 
 @policy("random", needs=("layer",), role="score")
-def random(tokens: Tokens, budget: int, *, seed: int = 0) -> Reduction:
+def random(tokens: Tokens, budget: int, *, seed: int = 0) -> Tensor:
     """Keep tokens drawn by chance, each head and layer its own.
 
     Args:
@@ -22,5 +21,4 @@ def random(tokens: Tokens, budget: int, *, seed: int = 0) -> Reduction:
     """
     generator = torch.Generator().manual_seed(seed * 1009 + int(tokens.need("layer")))
     draw = torch.rand(tokens.x.shape[-3:-1], dtype=torch.float64, generator=generator)
-    score = draw.to(tokens.x.device).expand(tokens.x.shape[:-1])
-    return Reduction.prune(stable_topk(score, budget), tokens.n)
+    return draw.to(tokens.x.device).expand(tokens.x.shape[:-1])

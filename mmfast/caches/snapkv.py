@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from mmfast.core.reduction import Reduction
+from torch import Tensor
+
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.eviction import window_choice
+from mmfast.ops.eviction import window_votes
 
 
 @policy("snapkv", paper="2404.14469", needs=("attn_window",), role="score")
 def snapkv(
     tokens: Tokens, budget: int, *, window: int = 32, kernel: int = 7, pool: str = "max"
-) -> Reduction:
+) -> Tensor:
     """Keep in each head the last tokens and what they attend to, neighbours included.
 
     Li et al. (NeurIPS 2024): the queries of an observation window at the end of the prompt vote for
@@ -28,11 +29,11 @@ def snapkv(
         pool: `max` as published for long documents, or `mean`.
     """
     votes = tokens.need("attn_window")
-    return window_choice(votes, budget, window=window, kernel=kernel, pool=pool)
+    return window_votes(votes, budget, window=window, kernel=kernel, pool=pool)
 
 
 @policy("fastkv", paper="2502.01068", needs=("attn_window",), role="score")
-def fastkv(tokens: Tokens, budget: int, *, window: int = 8, kernel: int = 7) -> Reduction:
+def fastkv(tokens: Tokens, budget: int, *, window: int = 8, kernel: int = 7) -> Tensor:
     """Keep in each group of query heads what the last few queries attend to, smoothed.
 
     The cache half of Jo et al. (2025): every layer keeps the same share, which does not depend on
@@ -45,4 +46,4 @@ def fastkv(tokens: Tokens, budget: int, *, window: int = 8, kernel: int = 7) -> 
         window: Queries at the end of the prompt, at least 1; their own tokens stay.
         kernel: Places in the mean, an odd number; at the ends those that exist.
     """
-    return window_choice(tokens.need("attn_window"), budget, window=window, kernel=kernel)
+    return window_votes(tokens.need("attn_window"), budget, window=window, kernel=kernel)

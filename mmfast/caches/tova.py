@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from mmfast.core.errors import SpecError
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap, stable_topk
+from mmfast.ops.ranking import snap
 
 
 @policy("tova", paper="2401.06104", needs=("attn_window",), role="score")
-def tova(tokens: Tokens, budget: int, *, window: int = 1) -> Reduction:
+def tova(tokens: Tokens, budget: int, *, window: int = 1) -> Tensor:
     """Keep the tokens that the last query attends to most, the same in all heads.
 
     Oren et al. (EMNLP 2024): the token of the least attention leaves, whatever its place, and the
@@ -31,4 +32,4 @@ def tova(tokens: Tokens, budget: int, *, window: int = 1) -> Reduction:
     votes = tokens.need("attn_window").double()
     if votes.ndim > 1:
         votes = snap(votes.mean(-2, keepdim=True))
-    return Reduction.prune(stable_topk(votes, budget).expand(*tokens.x.shape[:-2], -1), tokens.n)
+    return votes.expand(tokens.x.shape[:-1])

@@ -93,6 +93,11 @@ class Method:
         return {**row, "needs": list(self.needs)}
 
     @property
+    def gives_scores(self) -> bool:
+        """A KV policy that returns scores `[..., H, N]`, of which the greatest stay."""
+        return self.role == "score" and self.fn.__annotations__.get("return") == "Tensor"
+
+    @property
     def takes(self) -> str:
         """Meaning of its budget, in words."""
         if self.role in ("mass", "read"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,6 +17,8 @@ from mmfast.ops.merging import segment_merge
 from mmfast.ops.ranking import complement, marked, stable_topk
 from mmfast.ops.similarity import nearest, unit_rows
 
+_MOST = torch.finfo(torch.float64).max
+
 
 def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
     """Run a policy of role `position` or `score` on keys `x` `[..., H, N, d]` and signals.
@@ -24,6 +28,20 @@ def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
     budget = _budget(spec, tokens.n, total)
     if budget == tokens.n:
         return _all(tokens)
+    found = call(spec, tokens, budget)
+    if isinstance(found, Tensor):
+        assert budget is not None
+        return Reduction.prune(stable_topk(found, budget), tokens.n)
+    reduction: Reduction = found
+    if budget is not None and reduction.m != budget and not spec.method.uneven:
+        raise MmfastError(
+            f"{spec.method.name!r} kept {reduction.m} tokens instead of {budget}; report this"
+        )
+    return reduction
+
+
+def call(spec: Spec, tokens: Tokens, budget: int | None) -> Any:
+    """Return what the function of a policy answers: a Reduction, scores, or marks."""
     missing = [need for need in spec.method.needs if not tokens.has(need)]
     if missing:
         raise SpecError(
@@ -33,12 +51,32 @@ def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
     _check_finite(spec, tokens)
     with torch.no_grad():
         knobs = {name: value for name, value in spec.knobs.items() if name != EVERY}
-        reduction: Reduction = spec.method.fn(tokens, budget, **knobs)
-    if budget is not None and reduction.m != budget and not spec.method.uneven:
-        raise MmfastError(
-            f"{spec.method.name!r} kept {reduction.m} tokens instead of {budget}; report this"
-        )
-    return reduction
+        return spec.method.fn(tokens, budget, **knobs)
+
+
+def marks(
+    stands: Tensor | None, tokens: Tokens, score: Spec | None, rule: Spec, total: int | None = None
+) -> Tensor:
+    """Mark `[..., H, N]` what stays where heads keep unlike numbers, as a policy of role `heads`.
+
+    What `stands` `[..., N]` stays beside it; the rule reads the scores of the policy `score`, whose
+    budget it shares out, as signal `score`.
+    """
+    if stands is not None and bool(stands.any()):
+        heads = tokens.x.shape[-3:-2]
+        rest = complement(marked(stands), tokens.n)
+        mine = marks(None, _some(tokens, rest, heads), score, rule, tokens.n)
+        found = _each(stands.to(torch.int8), heads).bool()
+        return found.scatter(-1, _each(rest, heads), mine)
+    budget = _budget(rule if score is None else score, tokens.n, total)
+    if budget == tokens.n:
+        return torch.ones(tokens.x.shape[:-1], dtype=torch.bool, device=tokens.x.device)
+    if score is not None:
+        # What stays anyway has a score of infinity.
+        scores = call(score, tokens, budget).double().clamp_max(_MOST)
+        tokens = Tokens(tokens.x, signals={**tokens.signals, "score": scores})
+    found = call(rule, tokens, budget)
+    return found
 
 
 def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
@@ -131,7 +169,15 @@ def pooled_votes(score: Tensor, kernel: int, pool: str = "mean") -> Tensor:
 def window_choice(
     attn: Tensor, budget: int, *, window: int, kernel: int, pool: str = "mean"
 ) -> Reduction:
-    """Keep the last tokens, and before them what they vote for, `budget` in each head.
+    """Keep the last tokens, and before them what they vote for, `budget` in each head."""
+    votes = window_votes(attn, budget, window=window, kernel=kernel, pool=pool)
+    return Reduction.prune(stable_topk(votes, budget), attn.shape[-1])
+
+
+def window_votes(
+    attn: Tensor, budget: int, *, window: int, kernel: int, pool: str = "mean"
+) -> Tensor:
+    """Scores `[..., H, N]`: infinity at the last tokens, before them what they vote for.
 
     `attn` `[..., H, N]` is that of the last `window` queries, which stay, or half of the budget
     where that is less: a small cache of nothing but the question would be of no use. See
@@ -139,10 +185,9 @@ def window_choice(
     """
     if window < 1:
         raise SpecError(f"knob window={window} holds no query; choose 1 or more")
-    n = attn.shape[-1]
     last = min(window, max(budget // 2, 1))
-    votes = pooled_votes(attn[..., : n - last], kernel, pool)
-    return with_last(stable_topk(votes, budget - last), last, n)
+    votes = pooled_votes(attn[..., : attn.shape[-1] - last], kernel, pool)
+    return F.pad(votes, (0, last), value=torch.inf)
 
 
 def with_last(chosen: Tensor, last: int, n: int) -> Reduction:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.ops.ragged import RaggedRows
 
 BITS = (8, 4, 2)
 _BLOCK = 1 << 18  # numbers worked on at once
@@ -240,14 +241,15 @@ def dequantise_rows(
     dequantise(replace(form, codes=codes, low=low, step=step, n=n, bits=8), out)
 
 
-def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:
+def dequantise_row(packs: Sequence[PackedTensor | RaggedRows | Tensor], out: Tensor) -> None:
     """Write parts `[..., n, d]` one behind the other into `out`; tensors are copied."""
     start = 0
     for _, group in groupby(packs, _form):
         alike = list(group)
         first, plain = alike[0], [part for part in alike if isinstance(part, PackedTensor)]
         if not isinstance(first, PackedTensor):
-            out[..., start : start + first.shape[-2], :] = first
+            whole = first.whole() if isinstance(first, RaggedRows) else first
+            out[..., start : start + first.shape[-2], :] = whole
             start += first.shape[-2]
             continue
         stop = start + len(plain) * first.n
@@ -261,8 +263,8 @@ def dequantise_row(packs: Sequence[PackedTensor | Tensor], out: Tensor) -> None:
         start = stop
 
 
-def _form(packed: PackedTensor | Tensor) -> tuple[object, ...]:
-    if isinstance(packed, Tensor):
+def _form(packed: PackedTensor | RaggedRows | Tensor) -> tuple[object, ...]:
+    if not isinstance(packed, PackedTensor):
         return (id(packed),)
     settings = (packed.n, packed.width, packed.bits, packed.group, packed.along_tokens)
     return (*settings, packed.codes.shape, packed.low.dtype)

@@ -75,6 +75,11 @@ def check_plan(plan: CachePlan | None) -> None:
             f"{plan.select.method.name!r} chooses anew at every decode step what is read, which a "
             "stream does not; choose by the question, for example 'window:4096+rekv:64'"
         )
+    if plan.heads is not None:
+        raise SpecError(
+            f"{plan.heads.method.name!r} leaves unlike numbers of entries in the heads of a layer, "
+            "which a stream does not; use it with generate(), or here 'window:4096+keynorm:1024'"
+        )
     if held_by_score(plan) and (plan.store is not None or plan.bits):
         raise SpecError(
             f"'{plan}' chooses single tokens, which packs of whole frames cannot let go; leave the "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import cache_checks as checks
 import oracles_caches
+import oracles_heads
 import oracles_retrieve
 import oracles_select
 import pytest
@@ -23,7 +24,11 @@ from mmfast.core.registry import Method
 
 METHODS = mmfast.methods("cache")
 EVICTING = [m for m in METHODS if m.role in ("position", "score")]
-OTHER_ORACLES = {"retrieve": oracles_retrieve, "select": oracles_select}  # by role
+OTHER_ORACLES = {
+    "retrieve": oracles_retrieve,
+    "select": oracles_select,
+    "heads": oracles_heads,
+}  # by role
 by_name = pytest.mark.parametrize("method", EVICTING, ids=lambda m: m.name)
 
 

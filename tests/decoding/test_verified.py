@@ -427,6 +427,9 @@ def test_calls_that_are_not_decoded_so_are_refused_in_one_line() -> None:
         ({"decode": "recycle", "cache": "h2o:0.5"}, "from pass to pass"),
         ({"decode": "recycle", "cache": "quant:8"}, "from pass to pass"),
         ({"decode": "self:0.1?score=expected_attention"}, "cannot choose by"),
+        ({"decode": "self:0.1?score=adakv"}, "the heads of a model"),
+        ({"decode": "self:0.1?score=duo_attention"}, "the heads of a model"),
+        ({"decode": "self:0.1?score=qfilter"}, "the heads of a model"),
         ({"decode": "nothing"}, "choices"),
     ],
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.core.errors import SpecError
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.eviction import pooled_votes, with_last
+from mmfast.ops.eviction import pooled_votes
 from mmfast.ops.ranking import snap, stable_topk
 
 
@@ -22,7 +23,7 @@ def criticalkv(
     pool: str = "max",
     first: float = 0.5,
     epsilon: float = 1e-4,
-) -> Reduction:
+) -> Tensor:
     """Keep as `snapkv` does, half by votes alone and half by votes times what a value adds.
 
     Feng et al. (2025) bound the error that eviction makes in the output of attention: what a token
@@ -54,4 +55,4 @@ def criticalkv(
     votes = pooled_votes(tokens.need("attn_window")[..., :before], kernel, pool)
     score = snap((votes + epsilon) * tokens.need("values_out")[..., :before].double())
     score.scatter_(-1, stable_topk(votes, int(first * room)), torch.inf)
-    return with_last(stable_topk(score, room), last, tokens.n)
+    return F.pad(score, (0, last), value=torch.inf)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mmfast.core.errors import SpecError
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap, stable_topk
+from mmfast.ops.ranking import snap
 
 _TINY = 1e-30  # an attention of nothing
 
@@ -27,7 +27,7 @@ def expected_attention(
     future: int = 512,
     covariance: bool = True,
     epsilon: float = 0.0,
-) -> Reduction:
+) -> Tensor:
     """Keep the first tokens, and those of the greatest expected attention times value length.
 
     Devoto et al. (2025): queries before RoPE are nearly normally distributed. Turned by the mean
@@ -62,4 +62,4 @@ def expected_attention(
     length = torch.linalg.vector_norm(tokens.need("values").double()[..., first:, :], dim=-1)
     score = snap((expected * length).clamp_min(_TINY).log())
     ends = score.new_full((*score.shape[:-1], first), torch.inf)
-    return Reduction.prune(stable_topk(torch.cat([ends, score], -1), budget), tokens.n)
+    return torch.cat([ends, score], -1)

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import SpecError
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap, stable_topk
+from mmfast.ops.ranking import snap
 
 
 @policy("h2o", paper="2306.14048", needs=("attn_sum",), role="score", moment="always")
-def h2o(tokens: Tokens, budget: int, *, recent: float = 0.5) -> Reduction:
+def h2o(tokens: Tokens, budget: int, *, recent: float = 0.5) -> Tensor:
     """Keep recent tokens, and of the others those that gathered most attention, at every step.
 
     Zhang et al. (NeurIPS 2023): a few heavy hitters get most of the attention. It is summed over
@@ -32,7 +31,7 @@ def h2o(tokens: Tokens, budget: int, *, recent: float = 0.5) -> Reduction:
 
 
 @policy("vatp", paper="2406.12335", needs=("attn_sum", "values"), role="score")
-def vatp(tokens: Tokens, budget: int, *, sink: int = 20, recent: float = 0.5) -> Reduction:
+def vatp(tokens: Tokens, budget: int, *, sink: int = 20, recent: float = 0.5) -> Tensor:
     """Keep first and recent tokens, and those of the greatest attention times value length.
 
     Guo et al. (EMNLP 2024): what a token adds to the output is its attention times its value, so
@@ -56,11 +55,11 @@ def vatp(tokens: Tokens, budget: int, *, sink: int = 20, recent: float = 0.5) ->
     return _heaviest("vatp", score, budget, min(sink, budget // 4), recent)
 
 
-def _heaviest(name: str, score: Tensor, budget: int, first: int, recent: float) -> Reduction:
-    """Keep the first and the last tokens, and the highest scores `[..., N]` of the others."""
+def _heaviest(name: str, score: Tensor, budget: int, first: int, recent: float) -> Tensor:
+    """Scores `[..., N]` under which the first and the last tokens stay."""
     if not 0 <= recent <= 1:
         raise SpecError(f"knob recent={recent} of {name!r} is no share; choose from 0 to 1")
     n, last = score.shape[-1], min(round(recent * budget), budget - first)
     score = score.clone()
     score[..., :first] = score[..., n - last :] = torch.inf
-    return Reduction.prune(stable_topk(score, budget), n)
+    return score

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.core.errors import SpecError
-from mmfast.core.reduction import Reduction
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.eviction import pooled_votes, with_last
-from mmfast.ops.ranking import rescale, snap, stable_topk
+from mmfast.ops.eviction import pooled_votes
+from mmfast.ops.ranking import rescale, snap
 from mmfast.ops.similarity import unit_rows
 
 
 @policy("mixkv", paper="2510.20707", needs=("x", "values", "attn_window"), role="score")
 def mixkv(
     tokens: Tokens, budget: int, *, window: int = 32, kernel: int = 7, pool: str = "max"
-) -> Reduction:
+) -> Tensor:
     """Keep the last tokens, and those that are important or, in heads of like keys, diverse.
 
     Liu et al. (ICLR 2026): importance alone keeps tokens that say the same in heads whose keys are
@@ -48,7 +48,7 @@ def mixkv(
     diverse = -snap((units[..., :before, :] * mean).sum(-1))
     importance = votes + _level_with(votes, length)
     score = snap((1 - alike) * importance + alike * _level_with(votes, diverse))
-    return with_last(stable_topk(score, budget - last), last, n)
+    return F.pad(score, (0, last), value=torch.inf)
 
 
 def _level_with(votes: Tensor, other: Tensor) -> Tensor:

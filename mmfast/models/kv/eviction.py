@@ -22,6 +22,8 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
+from mmfast.models.kv.calibration import SIGNALS, known_heads
+from mmfast.models.kv.heads import alike, evict_heads, held_by_heads, of_head
 from mmfast.models.kv.notes import (
     BASIS,
     FRAME,
@@ -62,6 +64,9 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     ]
     before, after = sum(map(len, where)), sum(r.m for r in reductions)
     if before == after and all(r.pure for r in reductions):
+        if not bool(real.all()):  # the model's mask is that of a layer which may lose its padding
+            layer.valid = real
+        regroup(cache, index)
         return before, after
     if isinstance(layer, PackedLayer) and all(r.pure for r in reductions):
         nothing = layer.keys.new_empty(*layer.keys.shape[:2], length, 0)
@@ -98,25 +103,44 @@ def chooser(
     whole = layer.whole() if isinstance(layer, PackedLayer) else (layer.keys, layer.values)
 
     def choose(row: int, where: Tensor) -> Reduction:
-        keys, values = (_pick(x[row], where, 1) for x in whole)
-        notes = {k: _pick(note[row], where, -1) for k, note in layer.notes.items()}
-        heads, shared = len(keys), {k: notes[k].long() for k in (KIND, FRAME, SPOT) if k in notes}
+        keys, signals, shared = seen(plan, layer, index, layers, expectation, whole, row, where)
         mine = plan if prompt else settled(plan, basis(layer, row))
-        signals = _signals(values, shared[KIND][0], notes)
-        signals["layer"] = torch.tensor(index, device=keys.device)
-        if layers:
-            signals["depth"] = torch.tensor([*layers].index(index), device=keys.device)
-            signals["depths"] = torch.tensor(len(layers), device=keys.device)
-            if "values_out" in plan.needs:
-                signals["values_out"] = added_lengths(layers[index], values)
-            if expectation is not None:
-                signals |= expectation.expected(layer, row, index, layers[index])
-        if all(len(each) == 1 or bool((each == each[:1]).all()) for each in shared.values()):
+        if alike(shared):
             signals |= {name: each[0] for name, each in shared.items()}
             return mine.reduce(Tokens(keys, signals=signals))
-        return _by_head(mine, keys, signals, shared, heads)
+        return _by_head(mine, keys, signals, shared, len(keys))
 
     return choose
+
+
+def seen(
+    plan: CachePlan,
+    layer: Any,
+    index: int,
+    layers: Mapping[int, Any] | None,
+    expectation: Expectation | None,
+    whole: tuple[Tensor, Tensor],
+    row: int,
+    where: Tensor,
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Keys and signals of a policy on the entries `where` of a row, and what heads may share.
+
+    `whole` are all keys and values of the layer; the last are `[1 or H, n]`, by name.
+    """
+    keys, values = (_pick(x[row], where, 1) for x in whole)
+    notes = {k: _pick(note[row], where, -1) for k, note in layer.notes.items()}
+    shared = {k: notes[k].long() for k in (KIND, FRAME, SPOT) if k in notes}
+    signals = _signals(values, shared[KIND][0], notes)
+    signals["layer"] = torch.tensor(index, device=keys.device)
+    if layers:
+        signals["depth"] = torch.tensor([*layers].index(index), device=keys.device)
+        signals["depths"] = torch.tensor(len(layers), device=keys.device)
+        if "values_out" in plan.needs:
+            signals["values_out"] = added_lengths(layers[index], values)
+        if expectation is not None:
+            signals |= expectation.expected(layer, row, index, layers[index])
+        signals |= known_heads(plan.needs, layers[index])
+    return keys, signals, shared
 
 
 def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,9 +168,8 @@ def _by_head(
     """Choose head by head, where heads hold different tokens since an earlier prompt."""
     found = []
     for head in range(heads):
-        mine = {k: v if v.ndim == 0 else v[head : head + 1] for k, v in signals.items()}
-        mine |= {name: each.expand(heads, -1)[head] for name, each in shared.items()}
-        found.append(plan.reduce(Tokens(keys[head : head + 1], signals=mine)).select(0))
+        mine = of_head(keys, signals, shared, head)
+        found.append(plan.reduce(mine).select(0))
     length = max(r.m for r in found)
     return Reduction.stack([_grown(r, length) for r in found], (heads,))
 
@@ -318,7 +341,7 @@ class Eviction:
         self._known = Known()
         self._leaving: dict[int, Leaving] = {}
         self._gone: dict[tuple[int, int], Sequence[int]] = {}
-        specs = (*plan.position, *((plan.score,) if plan.score else ()))
+        specs = (*plan.position, *(s for s in (plan.score, plan.heads) if s is not None))
         read = plan.retrieve or (plan.select if plan.score is None else None)
         kept = any(spec.whole for spec in specs) or plan.bits or read
         always = [spec.method.moment == "always" for spec in specs]
@@ -329,12 +352,18 @@ class Eviction:
         self._every = plan.every if self.acts else 0
         if self._every:  # the whole plan acts then, as it does behind a prompt
             self.always = self.rescores = True
+        if plan.heads is not None:  # what each head holds is no matter of numbers
+            self.always = self.rescores = False
         self._by_number = all(always) and not shares
 
     def prompt_ends(self, cache: Any, index: int, drafts: int) -> tuple[int, int]:
         """Evict behind a prompt, but for drafts at its end; see `evict` for what it returns."""
         layer = cache.layers[index]
-        found = evict(cache, index, self._choose(layer, index, True), drafts)
+        if self._plan.heads is not None:
+            look = partial(seen, self._plan, layer, index, self._layers, self.expectation)
+            found = evict_heads(cache, index, self._plan, look, drafts)
+        else:
+            found = evict(cache, index, self._choose(layer, index, True), drafts)
         if self.always and not self.rescores and self._plan.score is not None:
             pin(self._plan, layer)
         layer.notes.pop(WINDOW, None)
@@ -342,6 +371,11 @@ class Eviction:
         if self.expectation is not None:
             layer.pending = None
         return found
+
+    @property
+    def by_head(self) -> bool:
+        """Heads of a layer keep unlike numbers of entries, which masks of their own hide."""
+        return self._plan.heads is not None
 
     def votes(self, layer: Any) -> bool:
         """The query of the token that came last counts in `attn_window` of the next choice."""
@@ -356,7 +390,9 @@ class Eviction:
         """All layers of a prompt can be chosen from at once, and later numbers alone count."""
         specs = (*self._plan.position, *((self._plan.score,) if self._plan.score else ()))
         apart = {"layer", "depth", "values_out", "query_mean", FRAME} & set(self._plan.needs)
-        fixed = not apart and not any(s.budget is None or s.method.uneven for s in specs)
+        apart |= SIGNALS & set(self._plan.needs)
+        uneven = self.by_head or any(s.budget is None or s.method.uneven for s in specs)
+        fixed = not apart and not uneven
         return fixed and not (self.always and self.leaving(0) is None)
 
     def left(
@@ -412,7 +448,11 @@ class Eviction:
 
     @contextmanager
     def masking(self, modules: dict[int, nn.Module]) -> Iterator[None]:
-        """Hide entries from drafts, in attention modules by decoder layer."""
+        """Hide entries from drafts, or of some heads, in attention modules by decoder layer."""
+        if self.by_head:
+            with replacing(modules, self._masked_heads):
+                yield
+            return
         if not self.always or self.rescores:
             yield
             return
@@ -430,6 +470,14 @@ class Eviction:
                 seen = self._seen(layer, query.shape[2])
                 mask = hidden(module, query, mask, seen)
         return key, value, mask
+
+    def _masked_heads(
+        self, index: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        cache = self._state.cache
+        layer = cache.layers[index] if cache is not None and index < len(cache.layers) else None
+        real = None if layer is None else held_by_heads(layer)
+        return key, value, mask if real is None else hidden(module, query, mask, real)
 
     def _seen(self, layer: Any, drafts: int) -> Tensor:
         """Entries that each of the last tokens sees, `[B, 1 or H, drafts, n]`."""

@@ -25,6 +25,7 @@ from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
 from mmfast.models.reduction.cache_layers import Shorter, StoreLayer, is_short, regroup, shorten
 from mmfast.ops.quantisation import PackedTensor, dequantise_row
+from mmfast.ops.ragged import RaggedRows
 from mmfast.ops.ranking import complement
 
 
@@ -121,7 +122,7 @@ def _size(pack: KVBlock) -> int:
     return int(pack.keys[0].shape[1])
 
 
-def _behind(packs: Sequence[PackedTensor | Tensor], n: int, recent: Tensor) -> Tensor:
+def _behind(packs: Sequence[PackedTensor | RaggedRows | Tensor], n: int, recent: Tensor) -> Tensor:
     """Packs of n entries unpacked, and the recent ones `[H, r, d]` behind: `[H, n + r, d]`."""
     row = recent.new_empty(len(recent), n + recent.shape[1], recent.shape[2])
     dequantise_row(packs, row[:, :n])
@@ -212,12 +213,13 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
         """Unpack everything."""
         self.keys, self.values = self.whole()
         self.rows = tuple(PackedRow() for _ in self.rows)
-        self.front, self.extra = self._gaps(), 0
+        self.extra = 0  # first: the gaps are counted among the entries
+        self.front = self._gaps()
 
     def _gaps(self) -> tuple[int, ...]:
         if self.notes is None:
             return (0,) * len(self.keys)
-        real = fill(self)[KIND][:, 0] != PADDING
+        real = (fill(self)[KIND] != PADDING).any(1)
         return tuple(int(n) for n in real.shape[1] - real.sum(1))
 
     def reset(self) -> None:
@@ -247,12 +249,13 @@ def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
     return torch.stack([F.pad(row, (0, 0, width - row.shape[1], 0)) for row in rows])
 
 
-def packed_layer(cache: Any, index: int) -> PackedLayer:
+def packed_layer(cache: Any, index: int, aligned: bool = False) -> PackedLayer:
     """Shortened layer `index` of a cache with notes, made able to hold packs."""
     layer = cache.layers[index]
     if isinstance(layer, PackedLayer):
         return layer
-    align(cache, index)
+    if not aligned:
+        align(cache, index)
     made: Any = object.__new__(PackedLayer)
     made.__dict__ = layer.__dict__  # the same tensors, now and later
     cache.layers[index] = made

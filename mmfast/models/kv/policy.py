@@ -19,6 +19,7 @@ from mmfast.core.trace import Row, Trace
 from mmfast.models.cache_name import cache_of
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
+from mmfast.models.kv.calibration import SIGNALS, require_heads
 from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
 from mmfast.models.kv.packs import (
     PackedLayer,
@@ -88,6 +89,8 @@ class KVStage:
             if kind_of(text.config, index) in KEEPS_ALL and attention_at(text, index) is not None
         }
         self._modules = {index: attention_at(text, index) for index in self._layers}
+        if SIGNALS & set(plan.needs):
+            require_heads(model, str(plan))
         self._eviction = Eviction(plan, state, self._modules)
         self._packing = Packing(plan, self._eviction.always)
         self._settles = self._eviction.always or self._packing.packs
@@ -144,7 +147,8 @@ class KVStage:
                 f"cache {self._plan} did nothing: this call keeps no keys and values "
                 "(use_cache=False, or gradient checkpointing); leave cache= out here"
             )
-        self._arming.begin(state.part is not None or self._eviction.rescores or length > 1)
+        always = self._eviction.rescores or self._eviction.by_head
+        self._arming.begin(state.part is not None or always or length > 1)
         if self._raw is not None:
             self._raw.enter(state.active and state.part is not None)
         if cache is not None and self._settles:

@@ -26,6 +26,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
+from mmfast.models.kv.calibration import SIGNALS
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.reduction.cache_layers import shorten
 from mmfast.models.reduction.call import PassState
@@ -83,6 +84,11 @@ def view_plan(score: str, budget: Budget) -> ViewPlan:
         return ViewPlan(score=Spec(_SCORE, "kv", None, budget))
     plan = plan_cache(f"{score}:{budget}")
     assert plan is not None
+    if SIGNALS & set(plan.needs) or plan.heads is not None:
+        raise SpecError(
+            f"decode 'self' cannot choose by {score!r}, which reads or parts the heads of a model; "
+            "use 'attention' or 'snapkv'"
+        )
     if plan.every or plan.bits or plan.future is not None or plan.score is None:
         raise SpecError(
             f"decode 'self' cannot choose by {score!r}, which does more than to choose behind a "

@@ -30,6 +30,24 @@ def test_a_memory_that_cannot_act_is_refused(memory: str, fix: str) -> None:
     assert "\n" not in str(caught.value) and memory in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("memory", "why"),
+    [
+        ("window:300+keynorm:0.5+adakv", "in the heads|does not tell"),
+        ("snapkv:300+adakv", "in the heads"),
+        ("window:300+knorm:0.5+adakv", "in the heads"),
+        ("window:300+duo_attention", "in the heads"),
+        ("duo_attention:0.5", "in the heads"),
+        ("qfilter:300", "query_filter"),
+        ("window:300+qfilter:0.5", "query_filter"),
+    ],
+)
+def test_policies_by_head_are_refused(memory: str, why: str) -> None:
+    with pytest.raises(SpecError, match=why) as caught:
+        shared_pipe(FAMILY).open(memory)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("time", [1e300, -1e300, STAMP, float(STAMP)])

@@ -45,6 +45,7 @@ def make(kind: str, heads: int, n: int, width: int = 8, seed: int = 0) -> Tokens
         "values_out": torch.ones(heads, n) if kind in ("equal", "zero") else window.flip(-1),
         "query_mean": torch.randn(heads, 4, width, generator=g),
         "query_cov": _covariances(heads, 4, width, g),
+        "query_filter": torch.randn(heads, width, generator=g),
         "kind": kinds,
         "attn_window": window,
         "attn_sum": total,
@@ -79,6 +80,7 @@ def layer_of(tokens: Tokens) -> Layer:
         cov=wide("query_cov"),
         frame=tokens.signals["frame"].tolist(),
         spot=tokens.signals["spot"].tolist(),
+        filters=wide("query_filter"),
     )
 
 

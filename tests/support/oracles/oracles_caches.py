@@ -32,6 +32,7 @@ class Layer:
     out: np.ndarray | None = None  # [H, N]
     mean: np.ndarray | None = None  # [H, G, d], on the scale of logits
     cov: np.ndarray | None = None  # [H, G, d, d]
+    filters: np.ndarray | None = None  # [H, d]
 
     @property
     def heads(self) -> range:
@@ -544,6 +545,16 @@ def quant(x: np.ndarray, bits: int, keys: bool, group: int = 32) -> tuple[np.nda
     return found, steps
 
 
+def qfilter(layer: Layer, budget: int) -> Answers:
+    assert layer.filters is not None
+    found = []
+    for head in layer.heads:
+        score = [float(np.dot(key, layer.filters[head])) for key in layer.keys[head]]
+        score = [round(each * 2**30) / 2**30 for each in score]
+        found.append(pruned(layer.n, sorted(ranked(score)[:budget])))
+    return found
+
+
 ORACLES: Mapping[str, Callable[..., Answers]] = {
     "chunkkv": chunkkv,
     "criticalkv": criticalkv,
@@ -557,6 +568,7 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "keynorm": keynorm,
     "knorm": knorm,
     "lagkv": lagkv,
+    "qfilter": qfilter,
     "leverage": leverage,
     "lookm": lookm,
     "mixkv": mixkv,

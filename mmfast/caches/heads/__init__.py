@@ -1,0 +1,1 @@
+"""KV-cache policies whose heads keep unlike numbers of tokens."""
