@@ -24,4 +24,5 @@ def knorm(tokens: Tokens, budget: int) -> Tensor:
     """
     length = torch.linalg.vector_norm(tokens.x.double(), dim=-1)
     # Keys that a model normalises differ in length by rounding alone, which must not choose.
-    return -(length / length.amax(-1, keepdim=True).clamp_min(_TINY) * _STEPS).round()
+    scores: Tensor = -(length / length.amax(-1, keepdim=True).clamp_min(_TINY) * _STEPS).round()
+    return scores

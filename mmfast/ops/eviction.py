@@ -66,7 +66,7 @@ def marks(
         heads = tokens.x.shape[-3:-2]
         rest = complement(marked(stands), tokens.n)
         mine = marks(None, _some(tokens, rest, heads), score, rule, tokens.n)
-        found = _each(stands.to(torch.int8), heads).bool()
+        found: Tensor = _each(stands.to(torch.int8), heads).bool()
         return found.scatter(-1, _each(rest, heads), mine)
     budget = _budget(rule if score is None else score, tokens.n, total)
     if budget == tokens.n:
@@ -75,8 +75,8 @@ def marks(
         # What stays anyway has a score of infinity.
         scores = call(score, tokens, budget).double().clamp_max(_MOST)
         tokens = Tokens(tokens.x, signals={**tokens.signals, "score": scores})
-    found = call(rule, tokens, budget)
-    return found
+    kept: Tensor = call(rule, tokens, budget)
+    return kept
 
 
 def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:

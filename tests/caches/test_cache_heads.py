@@ -131,7 +131,7 @@ def test_patterns_are_stored_beside_a_model_and_found_there(tmp_path: Path) -> N
     model, other = (text_model.__wrapped__("llama") for _ in range(2))  # no test knows these
     with pytest.raises(ModelError, match="calibrate_heads"), attach(model, cache="qfilter:0.5"):
         pass
-    found = mmfast.calibrate_heads(model, length=32, save=tmp_path)
+    found = mmfast.calibrate_heads(model, length=144, save=tmp_path)
     assert (tmp_path / FILE).is_file()
     other.config._name_or_path = other.name_or_path = str(tmp_path)
     ids, kept_by = prompt(40), []

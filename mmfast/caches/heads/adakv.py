@@ -36,5 +36,6 @@ def adakv(tokens: Tokens, budget: int, *, alpha: float = 0.2, score: str = "snap
     safe = stable_topk(scores, max(int(alpha * budget), int(alpha > 0)))
     flat = scores.scatter(-1, safe, torch.inf).flatten(-2)  # [..., H * N]
     kept = stable_topk(flat, budget * scores.shape[-2])
-    found: Tensor = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, kept, True)
-    return found.unflatten(-1, scores.shape[-2:])
+    marks = torch.zeros_like(flat, dtype=torch.bool).scatter(-1, kept, True)
+    found: Tensor = marks.unflatten(-1, scores.shape[-2:])
+    return found

@@ -222,7 +222,9 @@ class _Sums:
         """First right singular vector of the queries of each head, towards their mean."""
         vectors = torch.linalg.eigh(self.gram).eigenvectors[..., -1]  # [H, d]
         sign = (vectors * self.total).sum(-1, keepdim=True).sign()
-        found = (vectors * torch.where(sign == 0, 1.0, sign)).unflatten(0, (self._heads, -1))
+        found: Tensor = (vectors * torch.where(sign == 0, 1.0, sign)).unflatten(
+            0, (self._heads, -1)
+        )
         return found.mean(1).float().cpu()
 
 
