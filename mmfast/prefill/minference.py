@@ -41,7 +41,7 @@ def minference(
     block: int = 128,
     least: int = 4096,
     share: bool = True,
-) -> HeadPatterns:
+) -> MInferencePatterns:
     """Read the first and last keys, columns and diagonals, or blocks: what suits a head.
 
     Jiang et al. (NeurIPS 2024): every head has one of three patterns. A-shape is the first block
@@ -63,11 +63,11 @@ def minference(
     part = share_of("minference", budget, 0.3, "the keys")
     if probes < 1:
         raise SpecError(f"'minference' got probes={probes}; choose at least 1, as in '?probes=64'")
-    return HeadPatterns(part, block, least, share, probes)
+    return MInferencePatterns(part, block, least, share, probes)
 
 
 @dataclass(frozen=True)
-class HeadPatterns(BlockSettings):
+class MInferencePatterns(BlockSettings):
     """One of three patterns for each head."""
 
     probes: int = 64
