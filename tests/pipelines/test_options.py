@@ -80,7 +80,7 @@ def test_nearest_names_of_questions(task: str, wrong: str, right: str) -> None:
     ("task", "options", "told"),
     [
         ("video-stream", {"frame_cach": 0.5}, "did you mean 'frame_cache'"),
-        ("video-stream", {"max_new_tokens": 5}, "choices: batch, clips, device"),
+        ("video-stream", {"max_new_tokens": 5}, "choices: attn, batch, clips, device"),
         ("text-to-speech", {"voise": "x"}, "did you mean 'voice'"),
         ("text-to-speech", {"speed": 165}, "choices: head, mode"),
         ("speech-chat", {"voise": "x"}, "did you mean 'voice'"),
