@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from mmfast.ops import ranking as grouped_topk
 from mmfast.ops import ranking as share_out
 
 _WEIGHTS = streammem._weights
-_GUMBEL, _HOLDING, _WITH_LAST = keyformer._gumbel, quantised._holding, eviction.with_last
+_GUMBEL, _HOLDING, _WINDOW_VOTES = keyformer._gumbel, quantised._holding, eviction.window_votes
 
 # (policy, where the name is looked up, replacement)
 Fault = tuple[str, str, Callable[..., object]]
@@ -37,10 +38,9 @@ def _zero_padded(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.
     return means if pool == "mean" else eviction.pooled_votes(score, kernel, pool)
 
 
-def _no_window(chosen: torch.Tensor, last: int, n: int) -> Reduction:
-    first = torch.arange(last).expand(*chosen.shape[:-1], -1)
-    taken = _WITH_LAST(chosen, last, n)
-    return replace(taken, keep=torch.cat([first, taken.keep[..., last:]], -1).sort(-1).values)
+def _no_window(attn: torch.Tensor, budget: int, **knobs: Any) -> torch.Tensor:
+    votes = _WINDOW_VOTES(attn, budget, **knobs)
+    return votes.masked_fill(votes.isinf(), 0.0)
 
 
 def _equal_parts(weights: torch.Tensor, budget: int, caps: torch.Tensor) -> torch.Tensor:
@@ -114,20 +114,20 @@ _prune = Reduction.prune
 FAULTS: list[Fault] = [
     ("snapkv", "ops.eviction.stable_topk", _least),
     ("snapkv", "ops.eviction.pooled_votes", _unpooled),
-    ("snapkv", "ops.eviction.with_last", _no_window),
+    ("snapkv", "caches.snapkv.window_votes", _no_window),
     ("fastkv", "ops.eviction.pooled_votes", _unpooled),
     ("fastkv", "ops.eviction.pooled_votes", _zero_padded),
     ("keynorm", "caches.keynorm.grouped_topk", _ungrouped),
     ("keynorm", "caches.keynorm.share_out", _equal_parts),
     ("keyformer", "caches.keyformer.stable_topk", _least),
     ("keyformer", "caches.keyformer._gumbel", _same_noise),
-    ("random", "caches.random_kv.stable_topk", _least),
-    ("tova", "caches.tova.stable_topk", _least),
-    ("keydiff", "caches.keydiff.stable_topk", _least),
-    ("curdkv", "caches.curdkv.stable_topk", _least),
+    ("random", "ops.eviction.stable_topk", _least),
+    ("tova", "ops.eviction.stable_topk", _least),
+    ("keydiff", "ops.eviction.stable_topk", _least),
+    ("curdkv", "ops.eviction.stable_topk", _least),
     ("criticalkv", "caches.attention.criticalkv.stable_topk", _least),
-    ("expected_attention", "caches.attention.expected_attention.stable_topk", _least),
-    ("mixkv", "caches.attention.mixkv.stable_topk", _least),
+    ("expected_attention", "ops.eviction.stable_topk", _least),
+    ("mixkv", "ops.eviction.stable_topk", _least),
     ("mixkv", "caches.attention.mixkv._level_with", _no_part),
     ("infinipot_v", "caches.frames.infinipot_v.best_of", _worst),
     ("infinipot_v", "caches.frames.infinipot_v._redundancy", _nothing_alike),
@@ -135,10 +135,10 @@ FAULTS: list[Fault] = [
     ("streammem", "caches.frames.streammem._weights", _equal_shares),
     ("pyramidkv", "ops.eviction.stable_topk", _least),
     ("simlayerkv", "caches.layers.simlayerkv.stable_topk", _least),
-    ("knorm", "caches.knorm.stable_topk", _least),
-    ("h2o", "caches.attention.heavy.stable_topk", _least),
-    ("vatp", "caches.attention.heavy.stable_topk", _least),
-    ("leverage", "caches.leverage.stable_topk", _least),
+    ("knorm", "ops.eviction.stable_topk", _least),
+    ("h2o", "ops.eviction.stable_topk", _least),
+    ("vatp", "ops.eviction.stable_topk", _least),
+    ("leverage", "ops.eviction.stable_topk", _least),
     ("lagkv", "caches.lagkv.grouped_topk", _ungrouped),
     ("chunkkv", "caches.chunkkv.stable_topk", _least),
     ("lookm", "caches.lookm.stable_topk", _least),
