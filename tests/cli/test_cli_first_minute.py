@@ -161,7 +161,7 @@ def test_help_of_a_command_needs_no_torch(name: str) -> None:
             ["did you mean '--reduce'", "see mmfast ask --help"],
         ),
         (["ask", CLIP], ["question", "(see mmfast ask --help)"]),
-        (["ask", CLIP, "q", "--bogus"], ["unknown option '--bogus'; choices: --cache"]),
+        (["ask", CLIP, "q", "--bogus"], ["unknown option '--bogus'; choices: --attn"]),
         (["ask", CLIP, "q", "--reduce", "evz:0.5"], ["evz", "did you mean 'evs'"]),
         (["ask", CLIP, "q", "--cache", "snapkw:64"], ["did you mean 'snapkv'"]),
         (["ask", CLIP, "q", "--compare"], ["--compare"]),
