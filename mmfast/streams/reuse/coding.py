@@ -35,16 +35,6 @@ class CodedTensor:
     dtype: str
 
 
-@value
-@dataclass(frozen=True, eq=False)
-class CodedBlock:
-    """A `KVBlock` whose keys and values are coded; what is not finite stays as it is."""
-
-    rest: KVBlock
-    keys: tuple[CodedTensor | Tensor, ...]
-    values: tuple[CodedTensor | Tensor, ...]
-
-
 def layer_bits(bits: int, layer: int, layers: int) -> int:
     """Bits of a layer: two more in the first third of them, one more in the second, 8 at most."""
     return min(8, bits + 2 - 3 * layer // layers)
@@ -69,9 +59,12 @@ def coded(x: Tensor, bits: int) -> CodedTensor | Tensor:
     return CodedTensor(data, coarse, fine, (heads, n, width), dtype)
 
 
-def decoded(part: CodedTensor | Tensor) -> Tensor:
-    """Return the numbers that a coded tensor stands for; TornFileError where codes are missing."""
-    if isinstance(part, Tensor):
+def decoded(part: Any) -> Any:
+    """Return the numbers that a coded tensor stands for; TornFileError where codes are missing.
+
+    Whatever is not coded is returned as it is.
+    """
+    if not isinstance(part, CodedTensor):
         return part
     heads, n, width = part.shape
     first = -(-n // ANCHOR)
@@ -107,7 +100,7 @@ def with_coded(tree: Any, bits: int) -> Any:
             )
             for part in (tree.keys, tree.values)
         )
-        return CodedBlock(replace(tree, keys=(), values=()), keys, values)
+        return replace(tree, keys=keys, values=values)
     if isinstance(tree, dict):
         return {name: with_coded(part, bits) for name, part in tree.items()}
     return tree
@@ -115,9 +108,9 @@ def with_coded(tree: Any, bits: int) -> Any:
 
 def with_decoded(tree: Any) -> Any:
     """Undo `with_coded`, but for what was rounded."""
-    if isinstance(tree, CodedBlock):
+    if isinstance(tree, KVBlock):
         keys, values = (tuple(map(decoded, part)) for part in (tree.keys, tree.values))
-        return replace(tree.rest, keys=keys, values=values)
+        return replace(tree, keys=keys, values=values)
     if isinstance(tree, dict):
         return {name: with_decoded(part) for name, part in tree.items()}
     return tree
