@@ -1,4 +1,4 @@
-"""What the heads of a model are like, found once by a few prompts and stored beside the model.
+"""Patterns of the heads of a model, found once by a few prompts and stored beside the model.
 
 Two facts about each key head: the direction that its queries share, which `qfilter` projects keys
 on, and how much its output needs what lies far back, by which `duo_attention` tells retrieval heads
