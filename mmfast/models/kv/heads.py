@@ -72,7 +72,7 @@ def evict_heads(
 def _marks(
     plan: CachePlan, keys: Tensor, signals: dict[str, Tensor], shared: dict[str, Tensor]
 ) -> Tensor:
-    """What of the entries `[H, n]` of a row stays."""
+    """Return which of the entries `[H, n]` of a row stay."""
     if alike(shared):
         signals |= {name: each[0] for name, each in shared.items()}
         return plan.marks(Tokens(keys, signals=signals))
