@@ -40,7 +40,7 @@ CACHES = [
     "snapkv:16",
     "sink:4+window:24",
     "quant:8?residual=8",
-    "quant:4?residual=0&group=16",
+    "quant:8?residual=0&group=16",  # in 4 bits the last bit of a sum in pieces moves a code
     "retrieve:2",
     "sink:4+snapkv:16",
     "streamingvlm:30",
