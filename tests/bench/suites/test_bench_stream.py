@@ -79,8 +79,8 @@ def test_a_row_of_a_question_copies_nothing_of_the_window() -> None:
 
 
 def test_a_row_of_a_score_policy_tells_its_bound() -> None:
-    row = stream.score_row("keydiff", frames=24, early=20)
-    assert row["most"] == stream.OPENING + stream.HELD and row["n"] == 24
+    row = stream.score_row("keydiff", frames=60, early=30)
+    assert row["most"] == stream.OPENING + stream.HELD and row["n"] == 60
     assert row["held_growth"] == 0 and row["positions"] <= 4 * row["most"] * 1.25 + 16
 
 
@@ -135,22 +135,23 @@ def test_costs_as_markdown_take_the_latest_row_and_say_what_is_missing() -> None
     assert "| tower | all of it | `frame cache` | 40 | 60.0 % |" in text
     assert "10.0 %" not in text
     assert "P, clock, noise 2.0 %, d, commit `c`." in text
-    assert text.count("not measured") == 10
+    assert text.count("not measured") == 11
 
 
 def test_a_benchmark_of_hours_keeps_every_row_as_soon_as_it_is_known(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    out = tmp_path / "rows.jsonl"
+    out, seen = tmp_path / "rows.jsonl", list[str]()
 
     def row(name: str, *_: object, **__: object) -> dict[str, object]:
-        if name == "infinipot_v":
+        if len(seen) == 2:
             assert len(out.read_text().splitlines()) == 2  # those before it
             raise KeyboardInterrupt
+        seen.append(name)
         return {"memory": name}
 
     monkeypatch.setattr(stream, "score_row", row)
     ran = CliRunner().invoke(app, ["bench", "--stream", "score", "--out", str(out)])
     assert ran.exit_code != 0
     kept = [json.loads(line)["memory"] for line in out.read_text().splitlines()]
-    assert len(kept) == 2 and set(kept) < set(stream.score_policies())
+    assert kept == seen and set(kept) < set(stream.score_policies())
