@@ -11,11 +11,12 @@ import torch
 from scheduling import Ear, answers, ask, clip, image, model_of, stock
 
 from mmfast.attach import attach
+from mmfast.core.kv import KVBlock
 from mmfast.core.registry import methods
 from mmfast.models.kv.policy import KVStage
 from mmfast.ops.quantisation import unpacked
 from mmfast.serve.engine.base import Failure, Finish, Request
-from mmfast.serve.engine.bucket import Slots
+from mmfast.serve.engine.bucket import Entries, Places, Slots, beyond
 from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.packed_rows import PackedBucket, PackedEntries
 from mmfast.serve.engine.prefill import Prefiller
@@ -40,7 +41,7 @@ CACHES = [
     "snapkv:16",
     "sink:4+window:24",
     "quant:8?residual=8",
-    "quant:8?residual=0&group=16",  # in 4 bits the last bit of a sum in pieces moves a code
+    "quant:4?residual=0&group=16",
     "retrieve:2",
     "sink:4+snapkv:16",
     "streamingvlm:30",
@@ -435,6 +436,31 @@ def test_a_ring_that_loses_the_wrong_token_is_seen(monkeypatch: pytest.MonkeyPat
     assert _agree(_asked(cache="sink:4+window:24"))
     monkeypatch.setattr(Slots, "advance", newest)
     assert not _agree(_asked(cache="sink:4+window:24"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_places_that_change_step_by_step_hide_what_places_made_anew_hide(seed: int) -> None:
+    """Rows grow, lose entries of their window, and pack their first ones at random times."""
+    rng, like = random.Random(seed), torch.zeros(1)
+    block = KVBlock((torch.zeros(1, 0, 2),), (torch.zeros(1, 0, 2),))
+    entries = [
+        Entries(block, 90, beyond(rng.randrange(3, 9)) if i == 1 else None) for i in (0, 1, 2)
+    ]
+    rows = [Slots(i, rng.randrange(2, 12), part) for i, part in enumerate(entries)]
+    kept = Places(rows, len(rows), like)
+    for _ in range(60):
+        for row in rows:
+            if row.leaving is None and rng.random() < 0.2:
+                row.length -= rng.randrange(row.length)
+            row.advance()
+        kept.advance()
+        anew = Places(rows, len(rows), like)
+        anew.advance()
+        seen = torch.zeros(len(rows), kept.stop)
+        for place, row in zip(seen, rows, strict=True):
+            place[[*row.free, *range(row.length, kept.stop)]] = torch.finfo(like.dtype).min
+        for mask in (kept.mask, anew.mask):
+            assert torch.equal(seen if mask is None else mask[:, 0, 0], seen)
 
 
 def test_packs_of_another_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
