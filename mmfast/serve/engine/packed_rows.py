@@ -172,6 +172,7 @@ class PackedBucket(RowBucket):
         return attention(query, whole[0], whole[1], mask)
 
     def _add(self, number: int, packs: Sequence[KVBlock]) -> None:
+        self._mask = None
         if not packs:
             return
         if self._sides is None:
@@ -184,4 +185,3 @@ class PackedBucket(RowBucket):
             real = torch.ones(first.n, dtype=torch.bool, device=self._seen[number].device)
             real = F.pad(real, (0, -first.n % first.group))
             self._seen[number] = torch.cat([self._seen[number], real])
-        self._mask = None
