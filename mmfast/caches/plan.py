@@ -67,8 +67,8 @@ class CachePlan:
 
     @property
     def window(self) -> int:
-        """Number of last queries that `attn_window` averages over; 0 where nothing reads it."""
-        return int(self._knob("window", 0)) if "attn_window" in self.needs else 0
+        """Last queries whose attention `attn_window` or `attn_counted` sums; 0 if nothing reads it."""
+        return int(self._knob("window", 0)) if WINDOWED & set(self.needs) else 0
 
     @property
     def rereads(self) -> int | None:
@@ -244,6 +244,7 @@ def plan_cache(text: str | None) -> CachePlan | None:
 
 
 _FIELDS = ("score", "retrieve", "store", "select", "heads")  # of a plan, behind position
+WINDOWED = frozenset({"attn_window", "attn_counted"})  # signals of the last queries
 SCORE = "score"  # the signal that a policy of role `heads` reads: what the policy beside it says
 
 

@@ -123,6 +123,8 @@ class Method:
 
 # A knob of every KV policy that scores behind a prompt: the new tokens after which it scores again.
 EVERY = "every"
+# Signals that a prompt alone has.
+PROMPT_SIGNALS = frozenset({"query_mean", "attn_counted"})
 # A knob of reducers that prune text as well: the tokens of a prompt that they may drop.
 TOKENS = "tokens"
 MEDIA, TEXT, ALL = TOKEN_KINDS = ("media", "text", "all")
@@ -170,7 +172,7 @@ def register(
             if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
         scores = traits.get("role") == "score" and traits.get("moment", "prefill") == "prefill"
-        if scores and "query_mean" not in needs:  # which a prompt alone has
+        if scores and not PROMPT_SIGNALS & set(needs):
             knobs.setdefault(EVERY, 0)
         if traits.get("text"):
             knobs[TOKENS] = MEDIA

@@ -22,6 +22,7 @@ WHOLE = (
     "snapkv:1.0",
     "snapkv:4000",
     "lookm:4000",
+    "finch:1.0",
     "keynorm:1.0",
     "sink:2+window:4000",
     "streamingvlm:1.0+keyformer:1.0",
@@ -53,6 +54,7 @@ SPECS = (
 )
 SCORES = (
     "random:0.4",
+    "finch:0.4?window=4&chunk=9",
     "tova:0.25",
     "keydiff:0.4",
     "lagkv:0.5?sink=2&lag=4",

@@ -26,6 +26,7 @@ from mmfast.models.kv.calibration import SIGNALS, known_heads
 from mmfast.models.kv.heads import alike, evict_heads, held_by_heads, of_head
 from mmfast.models.kv.notes import (
     BASIS,
+    COUNTED,
     FRAME,
     KIND,
     PADDING,
@@ -151,6 +152,8 @@ def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict
         signals["attn_window"] = mass / mass.sum(-1, keepdim=True).round().clamp_min(1)
     if TOTAL in notes:
         signals["attn_sum"] = notes[TOTAL]
+    if COUNTED in notes:
+        signals["attn_counted"] = notes[COUNTED]
     return signals
 
 
@@ -366,7 +369,8 @@ class Eviction:
             found = evict(cache, index, self._choose(layer, index, True), drafts)
         if self.always and not self.rescores and self._plan.score is not None:
             pin(self._plan, layer)
-        layer.notes.pop(WINDOW, None)
+        for name in (WINDOW, COUNTED):  # of this prompt
+            layer.notes.pop(name, None)
         layer.chosen = layer.gone + entries(layer) - drafts
         if self.expectation is not None:
             layer.pending = None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
 from mmfast.models.reduction.call import PassState
-from mmfast.models.reduction.probe import head_mass, probing
+from mmfast.models.reduction.probe import counted_mass, head_mass, probing
 from mmfast.models.reduction.sequence import Sequences
 
 PADDING, TEXT, VISUAL, MARK = -1, 0, 1, 2
@@ -27,8 +27,9 @@ PADDING, TEXT, VISUAL, MARK = -1, 0, 1, 2
 KIND, PLACE = "kind", "place"
 # `[B, 1 or H, n]` bool: kept by a policy that acts behind a prompt only.
 PINNED = "pinned"
-# `[B, H, n]` float32: attention received, of the last queries of a prompt and of all.
-WINDOW, TOTAL = "window", "total"
+# `[B, H, n]` float32: attention received, of the last queries of a prompt and of all, and of the
+# last ones times the number of entries that each of them sees.
+WINDOW, TOTAL, COUNTED = "window", "total", "counted"
 # `[B, 1 or H, n]`, the same throughout a row: its tokens when its last prompt ended.
 BASIS = "basis"
 # `[B, 1, n]`: the cluster that finds an entry again, -1 at what is always read; the frame it came
@@ -41,6 +42,7 @@ _FILL = {
     PINNED: False,
     WINDOW: 0.0,
     TOTAL: 0.0,
+    COUNTED: 0.0,
     CLUSTER: -1,
     FRAME: -1,
     SPOT: -1,
@@ -153,6 +155,8 @@ class Attention:
     def __init__(self, plan: CachePlan, steps: bool, state: PassState) -> None:
         self._window = plan.window
         self._total = "attn_sum" in plan.needs
+        of_window = (("attn_window", WINDOW, head_mass), ("attn_counted", COUNTED, counted_mass))
+        self._sums = {note: mass for need, note, mass in of_window if need in plan.needs}
         self._steps, self._state = steps, state
         self._local = threading.local()
 
@@ -191,17 +195,20 @@ class Attention:
         if not self._state.active or (part is None and not self._steps):
             return
         new = query.shape[2] - (part.drafts if part else 0)
-        total, window = [], []
+        found: dict[str, list[Tensor]] = {}
         for row in range(len(query)):
             places = torch.arange(new, device=query.device)
             if ok is not None:
                 places = places[ok[row, :new].to(query.device)]
             if self._total:
-                total.append(head_mass(query, key, row, places, mask, scaling, causal, lse))
+                mine = head_mass(query, key, row, places, mask, scaling, causal, lse)
+                found.setdefault(TOTAL, []).append(mine)
             rest = 0 if part is None else part.rest
             if rest < self._window:
                 recent = places[max(0, len(places) - max(0, self._window - rest)) :]
-                window.append(head_mass(query, key, row, recent, mask, scaling, causal))
+                for note, mass in self._sums.items():
+                    mine = mass(query, key, row, recent, mask, scaling, causal)
+                    found.setdefault(note, []).append(mine)
         self._local.__dict__[str(index)] = {
-            name: torch.stack(rows) for name, rows in ((TOTAL, total), (WINDOW, window)) if rows
+            name: torch.stack(rows) for name, rows in found.items()
         }

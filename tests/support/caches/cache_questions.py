@@ -16,6 +16,7 @@ from tiny_models import Tiny, build
 SCORES = {
     "snapkv:0.4?window=5&kernel=3": ("snapkv", 0.4, {"window": 5, "kernel": 3}),
     "fastkv:13?window=3": ("fastkv", 13, {"window": 3}),
+    "finch:0.4?window=3&chunk=12": ("finch", 0.4, {"window": 3, "chunk": 12}),
     "keynorm:0.5?group=16": ("keynorm", 0.5, {"group": 16}),
     "keyformer:0.3": ("keyformer", 0.3, {}),
     "lookm:0.45": ("lookm", 0.45, {}),
@@ -157,8 +158,10 @@ def layer_of(
     out = _added(walk.text.layers[index].self_attn, values)
     query = _expected(this, walk, index, knobs["future"], 4) if "future" in knobs else ()
     window = knobs.get("window", 1)
-    attn = weights[:, -window:].mean(1), weights.sum(1)
-    return Layer(keys, kind, *attn, index, depth, values, numbers, spots, out, *query)
+    attn, recent = (weights[:, -window:].mean(1), weights.sum(1)), weights[:, -window:]
+    found = Layer(keys, kind, *attn, index, depth, values, numbers, spots, out, *query)
+    found.counted = (recent * (recent > 0).sum(-1, keepdims=True)).sum(1)
+    return found
 
 
 def answers(

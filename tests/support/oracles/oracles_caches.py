@@ -33,6 +33,7 @@ class Layer:
     mean: np.ndarray | None = None  # [H, G, d], on the scale of logits
     cov: np.ndarray | None = None  # [H, G, d, d]
     filters: np.ndarray | None = None  # [H, d]
+    counted: np.ndarray | None = None  # [H, N]
 
     @property
     def heads(self) -> range:
@@ -100,6 +101,25 @@ def snapkv(
 
 def fastkv(layer: Layer, budget: int, window: int = 8, kernel: int = 7) -> Answers:
     return _voted(layer, budget, window, kernel, "mean")
+
+
+def finch(layer: Layer, budget: int, window: int = 32, chunk: int = 1024) -> Answers:
+    assert layer.counted is not None
+    last = min(window, max(budget // 2, 1))
+    before, answers = layer.n - last, []
+    size = chunk or before
+    chunks = [list(range(at, min(at + size, before))) for at in range(0, before, size)]
+    quota = [Fraction((budget - last) * len(mine), before) for mine in chunks]
+    counts = [math.floor(q) for q in quota]
+    order = sorted(range(len(chunks)), key=lambda c: (counts[c] - quota[c], c))
+    for c in order[: budget - last - sum(counts)]:
+        counts[c] += 1
+    for head in layer.counted:
+        keep = list(range(before, layer.n))
+        for mine, number in zip(chunks, counts, strict=True):
+            keep += ranked([float(s) for s in head], mine)[:number]
+        answers.append(pruned(layer.n, keep))
+    return answers
 
 
 def keynorm(layer: Layer, budget: int, group: int = 1024) -> Answers:
@@ -561,6 +581,7 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "curdkv": curdkv,
     "expected_attention": expected_attention,
     "fastkv": fastkv,
+    "finch": finch,
     "h2o": h2o,
     "infinipot_v": infinipot_v,
     "keydiff": keydiff,
