@@ -67,7 +67,7 @@ class CachePlan:
 
     @property
     def window(self) -> int:
-        """Last queries whose attention `attn_window` or `attn_counted` sums; 0 if nothing reads it."""
+        """Last queries that `attn_window` or `attn_counted` is of; 0 where nothing reads it."""
         return int(self._knob("window", 0)) if WINDOWED & set(self.needs) else 0
 
     @property
@@ -76,7 +76,7 @@ class CachePlan:
 
         None means all of them: the plan reads queries, or sums of all attention.
         """
-        if self.retrieve is not None or self.future or "attn_sum" in self.needs:
+        if self.retrieve is not None or self.future or self.mutual or "attn_sum" in self.needs:
             return None
         return self.window
 
@@ -97,6 +97,16 @@ class CachePlan:
         if "query_mean" not in self.needs:
             return None
         return int(self._knob("future", 512)), int(self._knob("sink", 0))
+
+    @property
+    def mutual(self) -> tuple[int, int, int] | None:
+        """Tokens of the chunks that `attn_mutual` is taken in, and first and last ones without.
+
+        None where nothing reads it.
+        """
+        if "attn_mutual" not in self.needs:
+            return None
+        return int(self._knob("chunk", 256)), *(int(self._knob(k, 0)) for k in ("sink", "recent"))
 
     @property
     def bits(self) -> tuple[int, int] | None:

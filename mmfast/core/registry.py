@@ -124,7 +124,7 @@ class Method:
 # A knob of every KV policy that scores behind a prompt: the new tokens after which it scores again.
 EVERY = "every"
 # Signals that a prompt alone has.
-PROMPT_SIGNALS = frozenset({"query_mean", "attn_counted"})
+PROMPT_SIGNALS = frozenset({"query_mean", "attn_counted", "attn_mutual"})
 # A knob of reducers that prune text as well: the tokens of a prompt that they may drop.
 TOKENS = "tokens"
 MEDIA, TEXT, ALL = TOKEN_KINDS = ("media", "text", "all")

@@ -276,6 +276,11 @@ class KVStage:
         if layer.notes is None:
             notes.begin(layer, notes.entries(layer) - count, past, len(layer.keys))
         notes.arrive(layer, notes.kinds_of(sequences))
+        masses = dict(masses)
+        queries = masses.pop(notes.QUERIES, None)
+        if queries is not None:
+            before = layer.pending
+            layer.pending = queries if before is None else torch.cat([before, queries], 2)
         notes.add_masses(layer, masses)
         for name, numbers in (
             (notes.FRAME, partial(frames_of, block=WHOLE)),

@@ -61,7 +61,7 @@ APART = [
     "streammem:0.5",
     "criticalkv:0.4",
     "expected_attention:0.4?future=20",
-    "finch:0.4?chunk=16",
+    "compactor:0.4?chunk=16",
     "keydiff:0.4?every=3",
     "tova:14?every=2",
 ]

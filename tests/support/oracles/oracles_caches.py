@@ -34,6 +34,7 @@ class Layer:
     cov: np.ndarray | None = None  # [H, G, d, d]
     filters: np.ndarray | None = None  # [H, d]
     counted: np.ndarray | None = None  # [H, N]
+    mutual: np.ndarray | None = None  # [H, N]
 
     @property
     def heads(self) -> range:
@@ -350,6 +351,52 @@ def leverage(
     return answers
 
 
+def _standard(score: list[float]) -> list[float]:
+    mean = sum(score) / len(score)
+    deviation = math.sqrt(sum((s - mean) ** 2 for s in score) / len(score))
+    return [(s - mean) / max(deviation, 1e-6) for s in score]
+
+
+def compactor(
+    layer: Layer,
+    budget: int,
+    sink: int = 8,
+    recent: int = 4,
+    chunk: int = 256,
+    blend: float = 0.5,
+    rank: int = 48,
+    seed: int = 0,
+) -> Answers:
+    assert layer.values is not None and layer.mutual is not None
+    first, last, answers = min(sink, budget // 4), min(recent, budget // 4), []
+    some = list(range(first, layer.n - last))
+    for head in layer.heads:
+        lengths = [math.sqrt(sum(float(c) ** 2 for c in v)) for v in layer.values[head]]
+        votes = np.array([float(m) * s for m, s in zip(layer.mutual[head], lengths, strict=True)])
+        around = _pooled(votes, layer.n, 3, "mean")
+        pooled = _standard([around[i] for i in some])
+        reach = _standard(_leverages(layer.keys[head, some], rank, seed))
+        score = [_level(a + blend * r) for a, r in zip(pooled, reach, strict=True)]
+        best = [some[i] for i in ranked(score)[: budget - first - last]]
+        answers.append(pruned(layer.n, [*range(first), *best, *range(layer.n - last, layer.n)]))
+    return answers
+
+
+def mutual(query: np.ndarray, key: np.ndarray, chunk: int, sink: int, recent: int) -> np.ndarray:
+    """Attention `[H, N]` within chunks, in both directions, of queries `[Hq, N, d]`."""
+    heads, n = key.shape[:2]
+    groups, found = len(query) // heads, np.zeros((heads, n))
+    for at in range(sink, n - recent, chunk):
+        mates = list(range(at, min(at + chunk, n - recent)))
+        for head in range(len(query)):
+            for i in mates:
+                logits = [float(query[head, i] @ key[head // groups, j]) for j in mates]
+                powers = [math.exp(each - max(logits)) for each in logits]
+                for j, power in zip(mates, powers, strict=True):
+                    found[head // groups, j] += power / sum(powers) / groups
+    return found
+
+
 def _levels(mean: int, n: int, layers: int, beta: float) -> list[int]:
     """Tokens of each layer of a pyramid, by hand: one each, then quotas, then largest rests."""
     step = Fraction(2) * (1 - 1 / Fraction(beta)) / max(layers - 1, 1)
@@ -578,6 +625,7 @@ def qfilter(layer: Layer, budget: int) -> Answers:
 ORACLES: Mapping[str, Callable[..., Answers]] = {
     "chunkkv": chunkkv,
     "criticalkv": criticalkv,
+    "compactor": compactor,
     "curdkv": curdkv,
     "expected_attention": expected_attention,
     "fastkv": fastkv,
