@@ -106,7 +106,8 @@ class CachePlan:
         """
         if "attn_mutual" not in self.needs:
             return None
-        return int(self._knob("chunk", 256)), *(int(self._knob(k, 0)) for k in ("sink", "recent"))
+        chunk, sink, recent = (int(self._knob(name, 0)) for name in ("chunk", "sink", "recent"))
+        return chunk, sink, recent
 
     @property
     def bits(self) -> tuple[int, int] | None:
