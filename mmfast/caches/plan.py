@@ -34,6 +34,7 @@ from mmfast.core.spec import Spec, count, parse
 from mmfast.core.tokens import Tokens
 from mmfast.ops.eviction import call, evict, evict_beside, keep_marked, marks
 from mmfast.ops.quantisation import Quantiser
+from mmfast.ops.ragged import ChannelPruner
 
 ROLES = ("position", "score", "retrieve", "select", "store", "heads")
 
@@ -78,7 +79,8 @@ class CachePlan:
         """
         if self.retrieve is not None or self.future or self.mutual or "attn_sum" in self.needs:
             return None
-        return self.window
+        pruner = self.pruner()
+        return max(self.window, 0 if pruner is None else pruner.window)
 
     @property
     def every(self) -> int:
@@ -127,8 +129,13 @@ class CachePlan:
 
     def quantiser(self) -> Quantiser | None:
         """The `Quantiser` of `store`, None without one."""
-        found: Quantiser | None = None if self.store is None else _call(self.store)
-        return found
+        found = None if self.store is None else _call(self.store)
+        return found if isinstance(found, Quantiser) else None
+
+    def pruner(self) -> ChannelPruner | None:
+        """The `ChannelPruner` of `store`, None without one, or where all channels stay."""
+        found = None if self.store is None or self.store.whole else _call(self.store)
+        return found if isinstance(found, ChannelPruner) else None
 
     def retriever(self) -> Any:
         """The `Retriever` of `retrieve`, None without one."""
@@ -245,6 +252,9 @@ def plan_cache(text: str | None) -> CachePlan | None:
             if plan.every > 0:
                 reason = "does not go with two precisions, of which nothing leaves; leave it out"
             raise SpecError(f"knob every={plan.every} of {name!r} {reason}")
+    if plan.pruner() is not None and plan.retrieve is not None:
+        name = plan.retrieve.method.name
+        raise SpecError(f"'{plan.store}' leaves out channels that {name!r} reads; drop one of them")
     if plan.bits and plan.store and plan.score:
         names = f"{plan.score.method.name!r} and {plan.store.method.name!r}"
         raise SpecError(
@@ -343,6 +353,11 @@ def served_plan(text: str | None) -> CachePlan | None:
         raise SpecError(
             f"cache {text!r} leaves unlike numbers of entries in the heads of a layer, which the "
             "engine of `mmfast serve` does not; use 'snapkv:1024', or mmfast.attach and generate()"
+        )
+    if plan is not None and plan.pruner() is not None:
+        raise SpecError(
+            f"cache {text!r} leaves out channels of keys, which the engine of `mmfast serve` does "
+            "not; use 'quant:8', or mmfast.attach and generate()"
         )
     if plan is not None and plan.select is not None and not plan.select.whole:
         raise SpecError(

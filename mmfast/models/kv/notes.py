@@ -34,6 +34,8 @@ WINDOW, TOTAL, COUNTED = "window", "total", "counted"
 MUTUAL = "mutual"
 # No note, but the queries `[B, Hq, n, d]` of a part of a prompt, which `MUTUAL` is made of.
 QUERIES = "queries"
+# Neither: the squares `[B, H, d]` of the last queries, by which `think` leaves out channels.
+POWER = "power"
 # `[B, 1 or H, n]`, the same throughout a row: its tokens when its last prompt ended.
 BASIS = "basis"
 # `[B, 1, n]`: the cluster that finds an entry again, -1 at what is always read; the frame it came
@@ -188,13 +190,15 @@ class Attention:
         self._mutual = plan.mutual is not None
         of_window = (("attn_window", WINDOW, head_mass), ("attn_counted", COUNTED, counted_mass))
         self._sums = {note: mass for need, note, mass in of_window if need in plan.needs}
+        pruner = plan.pruner()
+        self._power = 0 if pruner is None else pruner.window
         self._steps, self._state = steps, state
         self._local = threading.local()
 
     @property
     def reads(self) -> bool:
         """The plan reads attention."""
-        return bool(self._window) or self._total or self._mutual
+        return bool(self._window or self._power) or self._total or self._mutual
 
     @contextmanager
     def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
@@ -235,6 +239,11 @@ class Attention:
                 mine = head_mass(query, key, row, places, mask, scaling, causal, lse)
                 found.setdefault(TOTAL, []).append(mine)
             rest = 0 if part is None else part.rest
+            if part is not None and rest < self._power:
+                recent = places[max(0, len(places) - self._power + rest) :]
+                squares = query[row].index_select(1, recent).float().square().sum(1)  # [Hq, d]
+                mine = squares.unflatten(0, (key.shape[1], -1)).mean(1)
+                found.setdefault(POWER, []).append(mine)
             if rest < self._window:
                 recent = places[max(0, len(places) - max(0, self._window - rest)) :]
                 for note, mass in self._sums.items():

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -653,4 +654,23 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "window": window,
     "zipvl": zipvl,
 }
-STORES: Mapping[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {"quant": quant}
+
+
+def think(
+    keys: np.ndarray, query: np.ndarray, stays: int, window: int = 32, residual: int = 32
+) -> np.ndarray:
+    """Keys `[H, N, d]` with channels set to zero, by the last of the queries `[Hq, N, d]`."""
+    found, (heads, n, width) = keys.copy(), keys.shape
+    groups, packed = len(query) // heads, max(n - residual, 0)
+    for head in range(heads):
+        score = []
+        for channel in range(width):
+            mine = query[head * groups : (head + 1) * groups, -window:, channel]
+            length = sum(float(k) ** 2 for k in keys[head, :packed, channel])
+            score.append(sum(float(q) ** 2 for q in mine.flat) * length)
+        for channel in ranked(score)[stays:]:
+            found[head, :packed, channel] = 0
+    return found
+
+
+STORES: Mapping[str, Callable[..., Any]] = {"quant": quant, "think": think}
