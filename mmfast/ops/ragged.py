@@ -85,8 +85,9 @@ class ChannelPruner:
         """Leave out channels of keys `[H, n, d]`, by the squares `[H, d]` of their queries."""
         width = keys.shape[-1]
         score = keys.double().square().mean(1) * power.double()
-        share = isinstance(self.channels, float)
-        kept = count(self.channels, width) if share else min(self.channels, width)
+        channels = self.channels if isinstance(self.channels, float) else min(self.channels, width)
+        kept = count(channels, width)
+        assert kept is not None
         return ThinRows.of(keys, stable_topk(score, kept))
 
 

@@ -451,6 +451,7 @@ class Packing:
         if self.quantiser is not None:
             keep = max(self.quantiser.residual, drafts)
         elif self.pruner is not None:
+            assert layer.power is not None
             keep = max(self.pruner.residual, drafts)
             packer, layer.power = partial(self._thin, layer.power), None
         else:
