@@ -9,9 +9,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import snap
-
-_RIDGE = 1e-3  # of the mean variance: fewer tokens than channels would otherwise all be alike
-_FLOOR = 2.0**-40  # equal keys differ from their mean by rounding alone
+from mmfast.ops.similarity import leverage_scores
 
 
 @policy("leverage", paper="2507.08143", needs=("x",), role="score")
@@ -43,21 +41,3 @@ def leverage(
     score[..., : min(sink, budget // 4)] = torch.inf
     score[..., tokens.n - min(recent, budget // 4) :] = torch.inf
     return score
-
-
-def leverage_scores(keys: Tensor, rank: int, seed: int) -> Tensor:
-    """Ridge leverage `[..., N]` in [0, 1) of keys `[..., N, d]` about their mean, in float64."""
-    rows = keys.double()
-    rows = rows - rows.mean(-2, keepdim=True)
-    width = rows.shape[-1]
-    if 0 < rank < width:
-        generator = torch.Generator().manual_seed(seed)
-        plane = torch.randn(width, rank, dtype=torch.float64, generator=generator)
-        rows = rows @ (plane / rank**0.5).to(rows.device)
-    gram = rows.transpose(-1, -2) @ rows
-    ridge = _RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1) + _FLOOR
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky(gram + ridge[..., None, None] * eye)
-    solved = torch.linalg.solve_triangular(factor, rows.transpose(-1, -2), upper=False)
-    scores: Tensor = solved.square().sum(-2)
-    return scores

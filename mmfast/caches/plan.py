@@ -34,6 +34,7 @@ from mmfast.core.spec import Spec, count, parse
 from mmfast.core.tokens import Tokens
 from mmfast.ops.eviction import call, evict, evict_beside, keep_marked, marks
 from mmfast.ops.quantisation import Quantiser
+from mmfast.ops.ragged import ChannelPruner
 
 ROLES = ("position", "score", "retrieve", "select", "store", "heads")
 
@@ -67,8 +68,8 @@ class CachePlan:
 
     @property
     def window(self) -> int:
-        """Number of last queries that `attn_window` averages over; 0 where nothing reads it."""
-        return int(self._knob("window", 0)) if "attn_window" in self.needs else 0
+        """Last queries that `attn_window` or `attn_counted` is of; 0 where nothing reads it."""
+        return int(self._knob("window", 0)) if WINDOWED & set(self.needs) else 0
 
     @property
     def rereads(self) -> int | None:
@@ -76,9 +77,10 @@ class CachePlan:
 
         None means all of them: the plan reads queries, or sums of all attention.
         """
-        if self.retrieve is not None or self.future or "attn_sum" in self.needs:
+        if self.retrieve is not None or self.future or self.mutual or "attn_sum" in self.needs:
             return None
-        return self.window
+        pruner = self.pruner()
+        return max(self.window, 0 if pruner is None else pruner.window)
 
     @property
     def every(self) -> int:
@@ -99,6 +101,17 @@ class CachePlan:
         return int(self._knob("future", 512)), int(self._knob("sink", 0))
 
     @property
+    def mutual(self) -> tuple[int, int, int] | None:
+        """Tokens of the chunks that `attn_mutual` is taken in, and first and last ones without.
+
+        None where nothing reads it.
+        """
+        if "attn_mutual" not in self.needs:
+            return None
+        chunk, sink, recent = (int(self._knob(name, 0)) for name in ("chunk", "sink", "recent"))
+        return chunk, sink, recent
+
+    @property
     def bits(self) -> tuple[int, int] | None:
         """Bits of the tokens that `reduce` keeps and of those it does not, under `zipvl`.
 
@@ -116,8 +129,13 @@ class CachePlan:
 
     def quantiser(self) -> Quantiser | None:
         """The `Quantiser` of `store`, None without one."""
-        found: Quantiser | None = None if self.store is None else _call(self.store)
-        return found
+        found = None if self.store is None else _call(self.store)
+        return found if isinstance(found, Quantiser) else None
+
+    def pruner(self) -> ChannelPruner | None:
+        """The `ChannelPruner` of `store`, None without one, or where all channels stay."""
+        found = None if self.store is None or self.store.whole else _call(self.store)
+        return found if isinstance(found, ChannelPruner) else None
 
     def retriever(self) -> Any:
         """The `Retriever` of `retrieve`, None without one."""
@@ -234,6 +252,9 @@ def plan_cache(text: str | None) -> CachePlan | None:
             if plan.every > 0:
                 reason = "does not go with two precisions, of which nothing leaves; leave it out"
             raise SpecError(f"knob every={plan.every} of {name!r} {reason}")
+    if plan.pruner() is not None and plan.retrieve is not None:
+        name = plan.retrieve.method.name
+        raise SpecError(f"'{plan.store}' leaves out channels that {name!r} reads; drop one of them")
     if plan.bits and plan.store and plan.score:
         names = f"{plan.score.method.name!r} and {plan.store.method.name!r}"
         raise SpecError(
@@ -244,6 +265,7 @@ def plan_cache(text: str | None) -> CachePlan | None:
 
 
 _FIELDS = ("score", "retrieve", "store", "select", "heads")  # of a plan, behind position
+WINDOWED = frozenset({"attn_window", "attn_counted"})  # signals of the last queries
 SCORE = "score"  # the signal that a policy of role `heads` reads: what the policy beside it says
 
 
@@ -331,6 +353,11 @@ def served_plan(text: str | None) -> CachePlan | None:
         raise SpecError(
             f"cache {text!r} leaves unlike numbers of entries in the heads of a layer, which the "
             "engine of `mmfast serve` does not; use 'snapkv:1024', or mmfast.attach and generate()"
+        )
+    if plan is not None and plan.pruner() is not None:
+        raise SpecError(
+            f"cache {text!r} leaves out channels of keys, which the engine of `mmfast serve` does "
+            "not; use 'quant:8', or mmfast.attach and generate()"
         )
     if plan is not None and plan.select is not None and not plan.select.whole:
         raise SpecError(

@@ -104,8 +104,10 @@ class Method:
             return f"share of the {'attention' if self.role == 'mass' else 'keys'}"
         if self.role in ("retrieve", "select") and self.adaptive:
             return "share of the attention"
-        if self.role in ("retrieve", "store"):
-            return "number of frames" if self.role == "retrieve" else "bits (8, 4 or 2)"
+        if self.role == "retrieve":
+            return "number of frames"
+        if self.role == "store":
+            return "bits (8, 4 or 2)" if self.adaptive else "share or number of channels"
         return "share or number of tokens" + "; without one it decides itself" * self.adaptive
 
     @property
@@ -116,6 +118,8 @@ class Method:
             return "" if self.kind == "head" else self.name
         budgets = {"retrieve": "16", "store": "4", "position": "64", "score": "0.5"}
         budgets |= {"select": "0.1", "mass": "0.95", "read": "0.3"}
+        if self.role == "store" and not self.adaptive:
+            budgets = {"store": "0.6"}
         if self.role in ("retrieve", "select") and self.adaptive:
             budgets = {"retrieve": "0.3", "select": "0.85"}
         return f"{self.name}:{budgets.get(self.role, '0.25')}"
@@ -123,6 +127,8 @@ class Method:
 
 # A knob of every KV policy that scores behind a prompt: the new tokens after which it scores again.
 EVERY = "every"
+# Signals that a prompt alone has.
+PROMPT_SIGNALS = frozenset({"query_mean", "attn_counted", "attn_mutual"})
 # A knob of reducers that prune text as well: the tokens of a prompt that they may drop.
 TOKENS = "tokens"
 MEDIA, TEXT, ALL = TOKEN_KINDS = ("media", "text", "all")
@@ -170,7 +176,7 @@ def register(
             if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
         scores = traits.get("role") == "score" and traits.get("moment", "prefill") == "prefill"
-        if scores and "query_mean" not in needs:  # which a prompt alone has
+        if scores and not PROMPT_SIGNALS & set(needs):
             knobs.setdefault(EVERY, 0)
         if traits.get("text"):
             knobs[TOKENS] = MEDIA

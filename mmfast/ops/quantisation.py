@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.ops.ragged import RaggedRows
+from mmfast.ops.ragged import RaggedRows, ThinRows
 
 BITS = (8, 4, 2)
 _BLOCK = 1 << 18  # numbers worked on at once
@@ -241,14 +241,16 @@ def dequantise_rows(
     dequantise(replace(form, codes=codes, low=low, step=step, n=n, bits=8), out)
 
 
-def dequantise_row(packs: Sequence[PackedTensor | RaggedRows | Tensor], out: Tensor) -> None:
+def dequantise_row(
+    packs: Sequence[PackedTensor | RaggedRows | ThinRows | Tensor], out: Tensor
+) -> None:
     """Write parts `[..., n, d]` one behind the other into `out`; tensors are copied."""
     start = 0
     for _, group in groupby(packs, _form):
         alike = list(group)
         first, plain = alike[0], [part for part in alike if isinstance(part, PackedTensor)]
         if not isinstance(first, PackedTensor):
-            whole = first.whole() if isinstance(first, RaggedRows) else first
+            whole = first if isinstance(first, Tensor) else first.whole()
             out[..., start : start + first.shape[-2], :] = whole
             start += first.shape[-2]
             continue
@@ -263,7 +265,7 @@ def dequantise_row(packs: Sequence[PackedTensor | RaggedRows | Tensor], out: Ten
         start = stop
 
 
-def _form(packed: PackedTensor | RaggedRows | Tensor) -> tuple[object, ...]:
+def _form(packed: PackedTensor | RaggedRows | ThinRows | Tensor) -> tuple[object, ...]:
     if not isinstance(packed, PackedTensor):
         return (id(packed),)
     settings = (packed.n, packed.width, packed.bits, packed.group, packed.along_tokens)

@@ -80,6 +80,11 @@ def check_plan(plan: CachePlan | None) -> None:
             f"{plan.heads.method.name!r} leaves unlike numbers of entries in the heads of a layer, "
             "which a stream does not; use it with generate(), or here 'window:4096+keynorm:1024'"
         )
+    if plan.pruner() is not None:
+        raise SpecError(
+            f"'{plan.store}' reads the queries at the end of a prompt, which a stream has not; use "
+            "it with generate(), or here 'window:4096+quant:4'"
+        )
     if held_by_score(plan) and (plan.store is not None or plan.bits):
         raise SpecError(
             f"'{plan}' chooses single tokens, which packs of whole frames cannot let go; leave the "

@@ -22,6 +22,8 @@ WHOLE = (
     "snapkv:1.0",
     "snapkv:4000",
     "lookm:4000",
+    "finch:1.0",
+    "compactor:1.0",
     "keynorm:1.0",
     "sink:2+window:4000",
     "streamingvlm:1.0+keyformer:1.0",
@@ -53,6 +55,8 @@ SPECS = (
 )
 SCORES = (
     "random:0.4",
+    "finch:0.4?window=4&chunk=9",
+    "compactor:0.4?chunk=7&sink=3",
     "tova:0.25",
     "keydiff:0.4",
     "lagkv:0.5?sink=2&lag=4",
@@ -151,7 +155,7 @@ def test_eager_attention_equals_sdpa(family: str, spec: str) -> None:
 
 
 @pytest.mark.parametrize("family", MORE)
-@pytest.mark.parametrize("spec", [*PREFILL, SPECS[3]])
+@pytest.mark.parametrize("spec", [*PREFILL, SPECS[3], *SCORES[1:3]])
 @pytest.mark.parametrize("chunk", [3, 16])
 def test_a_prompt_in_chunks_equals_one_piece(family: str, spec: str, chunk: int) -> None:
     """Policies act at the end of the prompt, whatever its chunks; the window spans chunks."""

@@ -31,6 +31,16 @@ def model() -> Any:
     return made
 
 
+@pytest.mark.parametrize("case", GOLDEN["channels"], ids=lambda case: case["spec"])
+def test_the_same_channels_go(model: Any, case: dict[str, Any]) -> None:
+    ids, cache = torch.tensor([case["ids"]]), DynamicCache(config=model.config)
+    with attach(model, cache=case["spec"]), torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    for layer, heads in zip(cache.layers, case["gone"], strict=True):
+        keys = layer.whole()[0][0]  # [H, n, d]
+        assert [(head == 0).all(0).nonzero()[:, 0].tolist() for head in keys] == heads
+
+
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["spec"])
 def test_the_same_entries_stay(model: Any, case: dict[str, Any]) -> None:
     ids, cache = torch.tensor([case["ids"]]), DynamicCache(config=model.config)

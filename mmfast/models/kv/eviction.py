@@ -26,8 +26,10 @@ from mmfast.models.kv.calibration import SIGNALS, known_heads
 from mmfast.models.kv.heads import alike, evict_heads, held_by_heads, of_head
 from mmfast.models.kv.notes import (
     BASIS,
+    COUNTED,
     FRAME,
     KIND,
+    MUTUAL,
     PADDING,
     PINNED,
     SPOT,
@@ -35,6 +37,7 @@ from mmfast.models.kv.notes import (
     WINDOW,
     entries,
     fill,
+    note_mutual,
 )
 from mmfast.models.kv.output import added_lengths
 from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
@@ -151,6 +154,9 @@ def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict
         signals["attn_window"] = mass / mass.sum(-1, keepdim=True).round().clamp_min(1)
     if TOTAL in notes:
         signals["attn_sum"] = notes[TOTAL]
+    for note, name in ((COUNTED, "attn_counted"), (MUTUAL, "attn_mutual")):
+        if note in notes:
+            signals[name] = notes[note]
     return signals
 
 
@@ -358,7 +364,9 @@ class Eviction:
 
     def prompt_ends(self, cache: Any, index: int, drafts: int) -> tuple[int, int]:
         """Evict behind a prompt, but for drafts at its end; see `evict` for what it returns."""
-        layer = cache.layers[index]
+        layer, mutual = cache.layers[index], self._plan.mutual
+        if mutual is not None:
+            note_mutual(layer, *mutual, drafts)
         if self._plan.heads is not None:
             look = partial(seen, self._plan, layer, index, self._layers, self.expectation)
             found = evict_heads(cache, index, self._plan, look, drafts)
@@ -366,7 +374,8 @@ class Eviction:
             found = evict(cache, index, self._choose(layer, index, True), drafts)
         if self.always and not self.rescores and self._plan.score is not None:
             pin(self._plan, layer)
-        layer.notes.pop(WINDOW, None)
+        for name in (WINDOW, COUNTED):  # of this prompt
+            layer.notes.pop(name, None)
         layer.chosen = layer.gone + entries(layer) - drafts
         if self.expectation is not None:
             layer.pending = None
@@ -389,8 +398,8 @@ class Eviction:
     def alike(self) -> bool:
         """All layers of a prompt can be chosen from at once, and later numbers alone count."""
         specs = (*self._plan.position, *((self._plan.score,) if self._plan.score else ()))
-        apart = {"layer", "depth", "values_out", "query_mean", FRAME} & set(self._plan.needs)
-        apart |= SIGNALS & set(self._plan.needs)
+        lone = {"layer", "depth", "values_out", "query_mean", "attn_mutual", FRAME}
+        apart = (lone | SIGNALS) & set(self._plan.needs)
         uneven = self.by_head or any(s.budget is None or s.method.uneven for s in specs)
         fixed = not apart and not uneven
         return fixed and not (self.always and self.leaving(0) is None)

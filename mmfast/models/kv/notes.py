@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
 from mmfast.models.reduction.call import PassState
-from mmfast.models.reduction.probe import head_mass, probing
+from mmfast.models.reduction.probe import counted_mass, head_mass, probing, softmax_rows
 from mmfast.models.reduction.sequence import Sequences
 
 PADDING, TEXT, VISUAL, MARK = -1, 0, 1, 2
@@ -27,8 +27,15 @@ PADDING, TEXT, VISUAL, MARK = -1, 0, 1, 2
 KIND, PLACE = "kind", "place"
 # `[B, 1 or H, n]` bool: kept by a policy that acts behind a prompt only.
 PINNED = "pinned"
-# `[B, H, n]` float32: attention received, of the last queries of a prompt and of all.
-WINDOW, TOTAL = "window", "total"
+# `[B, H, n]` float32: attention received, of the last queries of a prompt and of all, and of the
+# last ones times the number of entries that each of them sees.
+WINDOW, TOTAL, COUNTED = "window", "total", "counted"
+# `[B, H, n]` float32: attention that the tokens of a chunk of the prompt give to each other.
+MUTUAL = "mutual"
+# No note, but the queries `[B, Hq, n, d]` of a part of a prompt, which `MUTUAL` is made of.
+QUERIES = "queries"
+# Neither: the squares `[B, H, d]` of the last queries, by which `think` leaves out channels.
+POWER = "power"
 # `[B, 1 or H, n]`, the same throughout a row: its tokens when its last prompt ended.
 BASIS = "basis"
 # `[B, 1, n]`: the cluster that finds an entry again, -1 at what is always read; the frame it came
@@ -41,6 +48,8 @@ _FILL = {
     PINNED: False,
     WINDOW: 0.0,
     TOTAL: 0.0,
+    COUNTED: 0.0,
+    MUTUAL: 0.0,
     CLUSTER: -1,
     FRAME: -1,
     SPOT: -1,
@@ -147,19 +156,49 @@ def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:
     layer.notes = {**notes, **added}
 
 
+def note_mutual(layer: Any, chunk: int, sink: int, recent: int, drafts: int = 0) -> None:
+    """Note what the tokens of the prompt that has ended receive from all tokens of their chunk.
+
+    A chunk has `chunk` tokens of a row. The first `sink` tokens of the cache and the last `recent`
+    ones neither give nor receive, nor do the `drafts` behind the prompt. Logits are plain products,
+    not divided by the root of the width. The queries of the prompt are `layer.pending`
+    `[B, Hq, n, d]`, which is then None.
+    """
+    queries, layer.pending = layer.pending, None
+    batch, heads = layer.keys.shape[:2]
+    total, count = entries(layer), int(queries.shape[2])
+    start = total - drafts - count  # the first entry of this prompt
+    keys = layer.keys[:, :, layer.keys.shape[2] - drafts - count :]
+    real = fill(layer)[KIND][:, 0, : total - drafts] != PADDING
+    mass = torch.zeros(batch, heads, total, dtype=torch.float32, device=keys.device)
+    for row, mine in enumerate(real):
+        where = mine.nonzero()[:, 0]
+        some = where[sink : max(sink, len(where) - recent)]
+        for places in some[some >= start].split(chunk):
+            query, key = (x[row : row + 1].index_select(2, places - start) for x in (queries, keys))
+            rows = softmax_rows(query, key, None, 1.0)[0]  # [Hq, c, c]
+            mass[row, :].index_copy_(1, places, rows.unflatten(0, (heads, -1)).sum(2).mean(1))
+    add_masses(layer, {MUTUAL: mass})
+
+
 class Attention:
     """Sums the attention that the entries of a cache receive; with `steps` in decode steps, too."""
 
     def __init__(self, plan: CachePlan, steps: bool, state: PassState) -> None:
         self._window = plan.window
         self._total = "attn_sum" in plan.needs
+        self._mutual = plan.mutual is not None
+        of_window = (("attn_window", WINDOW, head_mass), ("attn_counted", COUNTED, counted_mass))
+        self._sums = {note: mass for need, note, mass in of_window if need in plan.needs}
+        pruner = plan.pruner()
+        self._power = 0 if pruner is None else pruner.window
         self._steps, self._state = steps, state
         self._local = threading.local()
 
     @property
     def reads(self) -> bool:
         """The plan reads attention."""
-        return bool(self._window) or self._total
+        return bool(self._window or self._power) or self._total or self._mutual
 
     @contextmanager
     def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
@@ -191,17 +230,25 @@ class Attention:
         if not self._state.active or (part is None and not self._steps):
             return
         new = query.shape[2] - (part.drafts if part else 0)
-        total, window = [], []
+        found: dict[str, list[Tensor]] = {}
         for row in range(len(query)):
             places = torch.arange(new, device=query.device)
             if ok is not None:
                 places = places[ok[row, :new].to(query.device)]
             if self._total:
-                total.append(head_mass(query, key, row, places, mask, scaling, causal, lse))
+                mine = head_mass(query, key, row, places, mask, scaling, causal, lse)
+                found.setdefault(TOTAL, []).append(mine)
             rest = 0 if part is None else part.rest
+            if part is not None and rest < self._power:
+                recent = places[max(0, len(places) - self._power + rest) :]
+                squares = query[row].index_select(1, recent).float().square().sum(1)  # [Hq, d]
+                mine = squares.unflatten(0, (key.shape[1], -1)).mean(1)
+                found.setdefault(POWER, []).append(mine)
             if rest < self._window:
                 recent = places[max(0, len(places) - max(0, self._window - rest)) :]
-                window.append(head_mass(query, key, row, recent, mask, scaling, causal))
-        self._local.__dict__[str(index)] = {
-            name: torch.stack(rows) for name, rows in ((TOTAL, total), (WINDOW, window)) if rows
-        }
+                for note, mass in self._sums.items():
+                    mine = mass(query, key, row, recent, mask, scaling, causal)
+                    found.setdefault(note, []).append(mine)
+        self._local.__dict__[str(index)] = {name: torch.stack(rows) for name, rows in found.items()}
+        if self._mutual:
+            self._local.__dict__[str(index)][QUERIES] = query[:, :, :new]

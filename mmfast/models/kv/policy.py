@@ -128,7 +128,7 @@ class KVStage:
             for index, layer in self._layers.items():
                 after = partial(torch.compiler.disable(self._after), index)
                 stack.callback(stand_behind(layer, LayerCall(layer).behind(after)))
-            if (self._eviction.acts or self._plan.bits) and self._attention.reads:
+            if self._looks:
                 stack.enter_context(self._attention.watching(modules))
             if self._raw is not None:
                 stack.enter_context(self._raw.capturing())
@@ -220,6 +220,11 @@ class KVStage:
         self._count_step(layer, self._attention.take(index))
 
     @property
+    def _looks(self) -> bool:
+        acts = self._eviction.acts or self._plan.bits or self._packing.pruner
+        return bool(acts) and self._attention.reads
+
+    @property
     def watches(self) -> bool:
         """The policy reads the attention of decode steps."""
         return self._eviction.rescores and self._attention.reads
@@ -232,7 +237,7 @@ class KVStage:
         `attention` are queries, keys, values, mask, scaling, and whether it is causal. For callers
         that run the layers themselves, with no hooks in place.
         """
-        if not self._attention.reads or not (self._eviction.acts or self._plan.bits):
+        if not self._looks:
             return {}
         self._state.active, self._state.part = True, part
         try:
@@ -276,7 +281,15 @@ class KVStage:
         if layer.notes is None:
             notes.begin(layer, notes.entries(layer) - count, past, len(layer.keys))
         notes.arrive(layer, notes.kinds_of(sequences))
-        notes.add_masses(layer, masses)
+        masses = dict(masses)
+        queries, power = (masses.pop(name, None) for name in (notes.QUERIES, notes.POWER))
+        if power is not None:
+            layer.power = power if layer.power is None else layer.power + power
+        if queries is not None:
+            before = layer.pending
+            layer.pending = queries if before is None else torch.cat([before, queries], 2)
+        if self._eviction.acts or self._plan.bits:
+            notes.add_masses(layer, masses)
         for name, numbers in (
             (notes.FRAME, partial(frames_of, block=WHOLE)),
             (notes.SPOT, spots_of),
@@ -410,6 +423,7 @@ class Packing:
     def __init__(self, plan: CachePlan, evicting: bool) -> None:
         self._plan = plan
         self.quantiser: Quantiser | None = plan.quantiser()
+        self.pruner = plan.pruner()
         q = self.quantiser
         self._block = 0 if q is None else max(q.group, q.residual)
         self._size = self._block if evicting else None
@@ -417,7 +431,7 @@ class Packing:
     @property
     def packs(self) -> bool:
         """Entries are packed."""
-        return self.quantiser is not None or self._plan.bits is not None
+        return any(each is not None for each in (self.quantiser, self.pruner, self._plan.bits))
 
     def acts(self, layer: Any, more: int) -> bool:
         """Return True if a layer of one row has packs, or will within `more` decode steps."""
@@ -436,6 +450,10 @@ class Packing:
         keep = drafts
         if self.quantiser is not None:
             keep = max(self.quantiser.residual, drafts)
+        elif self.pruner is not None:
+            assert layer.power is not None
+            keep = max(self.pruner.residual, drafts)
+            packer, layer.power = partial(self._thin, layer.power), None
         else:
             packer = partial(self._mixed, layer, self._important(layer, index))
         pack_recent(layer, packer, lambda recent: max(0, recent - keep))
@@ -473,6 +491,12 @@ class Packing:
 
     def _plain(self, row: int, keys: Tensor, values: Tensor) -> tuple[list[KVBlock], None]:
         return self.packed(keys, values), None
+
+    def _thin(
+        self, power: Tensor, row: int, keys: Tensor, values: Tensor
+    ) -> tuple[list[KVBlock], None]:
+        assert self.pruner is not None
+        return [KVBlock((self.pruner.prune(keys, power[row]),), (values.clone(),))], None
 
     def alone(self, layer: Any) -> bool:
         """Return True if a layer of one row has nothing but packs and what came since."""

@@ -47,6 +47,7 @@ class Shorter:
         gone: Those of `dropped` that a KV policy evicted.
         per_row: Further state of a KV policy, by name, one of each row.
         pending: State of a KV policy that it keeps until a prompt ends.
+        power: Squares `[B, H, d]` of the last queries of a prompt, until it ends.
         chosen: Entries, those that have gone among them, when a KV policy last chose.
     """
 
@@ -55,6 +56,7 @@ class Shorter:
     gone = 0
     per_row: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
     pending: Any = None
+    power: Tensor | None = None
     chosen = 0
     dropped = 0
     extra = 0
@@ -76,7 +78,7 @@ class Shorter:
         super().reset()  # type: ignore[misc]
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
         self.store, self.notes, self.gone = None, None, 0
-        self.per_row, self.pending, self.chosen = {}, None, 0
+        self.per_row, self.pending, self.power, self.chosen = {}, None, None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]

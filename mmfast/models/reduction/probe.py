@@ -159,6 +159,27 @@ def head_mass(
     return total
 
 
+def counted_mass(
+    query: Tensor,
+    key: Tensor,
+    row: int,
+    places: Tensor,
+    mask: Any = None,
+    scaling: float | None = None,
+    is_causal: bool = True,
+) -> Tensor:
+    """Attention `[Hkv, S]` as `head_mass`, of each query times the number of keys that it sees."""
+    heads, size = key.shape[1], key.shape[2]
+    total = torch.zeros(heads, size, dtype=torch.float32, device=key.device)
+    for weights, bias in _row_chunks(query, key, row, places, mask, scaling, is_causal):
+        if bias is None:
+            weights = weights * size
+        else:
+            weights = weights * (bias[0] > HIDDEN / 2).sum(-1, keepdim=True)
+        total += weights.unflatten(0, (heads, -1)).sum(2).mean(1)
+    return total
+
+
 def _row_chunks(
     query: Tensor,
     key: Tensor,

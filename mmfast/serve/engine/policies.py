@@ -20,6 +20,7 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.kv import KVBlock
 from mmfast.core.spec import Spec, count
 from mmfast.core.trace import Trace
+from mmfast.models.kv.notes import QUERIES
 from mmfast.models.kv.policy import KVStage, Packing
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.decoder_signals import LayerAttention
@@ -64,10 +65,13 @@ class _LayerNotes:
     raw: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # keys and queries before RoPE
 
     def masses_of_all(self) -> dict[str, Tensor]:
-        """Return the attention `[1, H, n]` that all tokens received, by note."""
+        """Return the attention `[1, H, n]` that all tokens received, by note, and queries."""
         names = self.masses[-1] if self.masses else ()
         return {
-            name: _summed([each[name] for each in self.masses if name in each]) for name in names
+            name: (_joined if name == QUERIES else _summed)(
+                [each[name] for each in self.masses if name in each]
+            )
+            for name in names
         }
 
     def raw_of_all(self) -> tuple[Tensor, Tensor]:
@@ -234,6 +238,11 @@ class PromptPolicy:
     def row(self) -> AnswerRow:
         """Return the row of the answer; all layers have ended."""
         return row_of(self._parts, self._stage, getattr(self, "_cache", None))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Join queries `[1, H, n, d]` of the parts of a prompt."""
+    return torch.cat(list(parts), 2)
 
 
 def _summed(parts: Sequence[Tensor]) -> Tensor:

@@ -61,6 +61,7 @@ APART = [
     "streammem:0.5",
     "criticalkv:0.4",
     "expected_attention:0.4?future=20",
+    "compactor:0.4?chunk=16",
     "keydiff:0.4?every=3",
     "tova:14?every=2",
 ]
@@ -176,6 +177,7 @@ ALIKE = [
     "retrieve:2",
     "window:8+retrieve:2",
     "lookm:0.3",
+    "finch:0.4?window=3&chunk=16",
     "keynorm:0.5",
     "tova:0.25",
     "curdkv:0.25",

@@ -48,6 +48,8 @@ def make(kind: str, heads: int, n: int, width: int = 8, seed: int = 0) -> Tokens
         "query_filter": torch.randn(heads, width, generator=g),
         "kind": kinds,
         "attn_window": window,
+        "attn_counted": 9 * total.flip(-1),
+        "attn_mutual": 2 * window.roll(3, -1),
         "attn_sum": total,
         "layer": torch.tensor(seed % 5),
         "depth": torch.tensor(0),  # one layer alone: its budget is the mean
@@ -81,6 +83,8 @@ def layer_of(tokens: Tokens) -> Layer:
         frame=tokens.signals["frame"].tolist(),
         spot=tokens.signals["spot"].tolist(),
         filters=wide("query_filter"),
+        counted=wide("attn_counted"),
+        mutual=wide("attn_mutual"),
     )
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
+from unittest.mock import patch
 
 import cache_oracle
 import model_oracle as oracle
 import numpy as np
 import torch
-from oracles_caches import ORACLES, Layer
+from oracles_caches import ORACLES, Layer, mutual
 from tiny_models import Tiny, build
 
 # Policy, its budget and its knobs; the window is short, as these prompts are.
 SCORES = {
     "snapkv:0.4?window=5&kernel=3": ("snapkv", 0.4, {"window": 5, "kernel": 3}),
     "fastkv:13?window=3": ("fastkv", 13, {"window": 3}),
+    "finch:0.4?window=3&chunk=12": ("finch", 0.4, {"window": 3, "chunk": 12}),
     "keynorm:0.5?group=16": ("keynorm", 0.5, {"group": 16}),
     "keyformer:0.3": ("keyformer", 0.3, {}),
     "lookm:0.45": ("lookm", 0.45, {}),
@@ -34,6 +37,11 @@ SCORES = {
     "knorm:0.4": ("knorm", 0.4, {}),
     "vatp:0.4?sink=2": ("vatp", 0.4, {"sink": 2}),
     "leverage:0.4?rank=0": ("leverage", 0.4, {"rank": 0}),
+    "compactor:0.4?chunk=7&sink=2&recent=3": (
+        "compactor",
+        0.4,
+        {"chunk": 7, "sink": 2, "recent": 3},
+    ),
     "pyramidkv:0.5?window=3&kernel=3": ("pyramidkv", 0.5, {"window": 3, "kernel": 3}),
     "simlayerkv:0.4?threshold=0&window=3": ("simlayerkv", 0.4, {"threshold": 0.0, "window": 3}),
     "chunkkv:0.4?window=3&chunk=4": ("chunkkv", 0.4, {"window": 3, "chunk": 4}),
@@ -125,6 +133,27 @@ def attentions(family: str) -> Any:
         return this.model(**ask(this), output_attentions=True).attentions
 
 
+@functools.cache
+def queries(family: str) -> dict[int, np.ndarray]:
+    """Queries `[Hq, L, d]` as each layer attends with them, of a stock prefill without sdpa."""
+    this, found = model_of(family, "eager"), dict[int, np.ndarray]()
+    for index, layer in enumerate(this.model.get_decoder().layers):
+        attention = getattr(layer, "self_attn", None)
+        if attention is None:
+            continue
+        home = sys.modules[type(attention).__module__]
+        stock = home.eager_attention_forward
+
+        def seen(module: Any, query: Any, *rest: Any, **kwargs: Any) -> Any:
+            if module is attention:  # noqa: B023
+                found[index] = query[0].double().numpy()  # noqa: B023
+            return stock(module, query, *rest, **kwargs)  # noqa: B023
+
+        with patch.object(home, "eager_attention_forward", seen), torch.no_grad():
+            this.model(**ask(this))
+    return found
+
+
 def _added(attention: Any, values: Any) -> Any:
     """What each value alone adds to the output, one query head at a time; `[Hkv, L]`."""
     name = "o_proj" if hasattr(attention, "o_proj") else "out_proj"
@@ -157,8 +186,12 @@ def layer_of(
     out = _added(walk.text.layers[index].self_attn, values)
     query = _expected(this, walk, index, knobs["future"], 4) if "future" in knobs else ()
     window = knobs.get("window", 1)
-    attn = weights[:, -window:].mean(1), weights.sum(1)
-    return Layer(keys, kind, *attn, index, depth, values, numbers, spots, out, *query)
+    attn, recent = (weights[:, -window:].mean(1), weights.sum(1)), weights[:, -window:]
+    found = Layer(keys, kind, *attn, index, depth, values, numbers, spots, out, *query)
+    found.counted = (recent * (recent > 0).sum(-1, keepdims=True)).sum(1)
+    if {"recent", "chunk"} <= {*knobs}:
+        found.mutual = mutual(queries(this.family)[index], keys, **knobs)
+    return found
 
 
 def answers(

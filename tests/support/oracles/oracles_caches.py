@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ class Layer:
     mean: np.ndarray | None = None  # [H, G, d], on the scale of logits
     cov: np.ndarray | None = None  # [H, G, d, d]
     filters: np.ndarray | None = None  # [H, d]
+    counted: np.ndarray | None = None  # [H, N]
+    mutual: np.ndarray | None = None  # [H, N]
 
     @property
     def heads(self) -> range:
@@ -100,6 +103,25 @@ def snapkv(
 
 def fastkv(layer: Layer, budget: int, window: int = 8, kernel: int = 7) -> Answers:
     return _voted(layer, budget, window, kernel, "mean")
+
+
+def finch(layer: Layer, budget: int, window: int = 32, chunk: int = 1024) -> Answers:
+    assert layer.counted is not None
+    last = min(window, max(budget // 2, 1))
+    before, answers = layer.n - last, []
+    size = chunk or before
+    chunks = [list(range(at, min(at + size, before))) for at in range(0, before, size)]
+    quota = [Fraction((budget - last) * len(mine), before) for mine in chunks]
+    counts = [math.floor(q) for q in quota]
+    order = sorted(range(len(chunks)), key=lambda c: (counts[c] - quota[c], c))
+    for c in order[: budget - last - sum(counts)]:
+        counts[c] += 1
+    for head in layer.counted:
+        keep = list(range(before, layer.n))
+        for mine, number in zip(chunks, counts, strict=True):
+            keep += ranked([float(s) for s in head], mine)[:number]
+        answers.append(pruned(layer.n, keep))
+    return answers
 
 
 def keynorm(layer: Layer, budget: int, group: int = 1024) -> Answers:
@@ -330,6 +352,52 @@ def leverage(
     return answers
 
 
+def _standard(score: list[float]) -> list[float]:
+    mean = sum(score) / len(score)
+    deviation = math.sqrt(sum((s - mean) ** 2 for s in score) / len(score))
+    return [(s - mean) / max(deviation, 1e-6) for s in score]
+
+
+def compactor(
+    layer: Layer,
+    budget: int,
+    sink: int = 8,
+    recent: int = 4,
+    chunk: int = 256,
+    blend: float = 0.5,
+    rank: int = 48,
+    seed: int = 0,
+) -> Answers:
+    assert layer.values is not None and layer.mutual is not None
+    first, last, answers = min(sink, budget // 4), min(recent, budget // 4), []
+    some = list(range(first, layer.n - last))
+    for head in layer.heads:
+        lengths = [math.sqrt(sum(float(c) ** 2 for c in v)) for v in layer.values[head]]
+        votes = np.array([float(m) * s for m, s in zip(layer.mutual[head], lengths, strict=True)])
+        around = _pooled(votes, layer.n, 3, "mean")
+        pooled = _standard([around[i] for i in some])
+        reach = _standard(_leverages(layer.keys[head, some], rank, seed))
+        score = [_level(a + blend * r) for a, r in zip(pooled, reach, strict=True)]
+        best = [some[i] for i in ranked(score)[: budget - first - last]]
+        answers.append(pruned(layer.n, [*range(first), *best, *range(layer.n - last, layer.n)]))
+    return answers
+
+
+def mutual(query: np.ndarray, key: np.ndarray, chunk: int, sink: int, recent: int) -> np.ndarray:
+    """Attention `[H, N]` within chunks, in both directions, of queries `[Hq, N, d]`."""
+    heads, n = key.shape[:2]
+    groups, found = len(query) // heads, np.zeros((heads, n))
+    for at in range(sink, n - recent, chunk):
+        mates = list(range(at, min(at + chunk, n - recent)))
+        for head in range(len(query)):
+            for i in mates:
+                logits = [float(query[head, i] @ key[head // groups, j]) for j in mates]
+                powers = [math.exp(each - max(logits)) for each in logits]
+                for j, power in zip(mates, powers, strict=True):
+                    found[head // groups, j] += power / sum(powers) / groups
+    return found
+
+
 def _levels(mean: int, n: int, layers: int, beta: float) -> list[int]:
     """Tokens of each layer of a pyramid, by hand: one each, then quotas, then largest rests."""
     step = Fraction(2) * (1 - 1 / Fraction(beta)) / max(layers - 1, 1)
@@ -558,9 +626,11 @@ def qfilter(layer: Layer, budget: int) -> Answers:
 ORACLES: Mapping[str, Callable[..., Answers]] = {
     "chunkkv": chunkkv,
     "criticalkv": criticalkv,
+    "compactor": compactor,
     "curdkv": curdkv,
     "expected_attention": expected_attention,
     "fastkv": fastkv,
+    "finch": finch,
     "h2o": h2o,
     "infinipot_v": infinipot_v,
     "keydiff": keydiff,
@@ -584,4 +654,23 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "window": window,
     "zipvl": zipvl,
 }
-STORES: Mapping[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {"quant": quant}
+
+
+def think(
+    keys: np.ndarray, query: np.ndarray, stays: int, window: int = 32, residual: int = 32
+) -> np.ndarray:
+    """Keys `[H, N, d]` with channels set to zero, by the last of the queries `[Hq, N, d]`."""
+    found, (heads, n, width) = keys.copy(), keys.shape
+    groups, packed = len(query) // heads, max(n - residual, 0)
+    for head in range(heads):
+        score = []
+        for channel in range(width):
+            mine = query[head * groups : (head + 1) * groups, -window:, channel]
+            length = sum(float(k) ** 2 for k in keys[head, :packed, channel])
+            score.append(sum(float(q) ** 2 for q in mine.flat) * length)
+        for channel in ranked(score)[stays:]:
+            found[head, :packed, channel] = 0
+    return found
+
+
+STORES: Mapping[str, Callable[..., Any]] = {"quant": quant, "think": think}
