@@ -41,6 +41,7 @@ class ActiveRequest:
         self.deep: tuple[Spec, ...] = ()
         self.inside: Spec | None = None  # the part of `reduce` inside the vision tower
         self.batched = False  # the request is read in a pass with others
+        self.reuses = False  # its media may be in the store of the engine
         self.target: float | None = None  # latency target of the planner in milliseconds
         self.plan_ms: float | None = None
         # reserve: most tokens whose keys and values the request may hold behind its prompt,
