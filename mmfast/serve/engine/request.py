@@ -161,6 +161,15 @@ def checked(sampling: SamplingOptions) -> SamplingOptions:
     return replace(sampling, seed=seed, rules=TokenRules(sampling) if needed(sampling) else None)
 
 
+def check_storeless(reuse: str | None) -> None:
+    """Refuse (MmfastError) what a request wants of a store that its engine does not have."""
+    if reuse is not None:
+        raise MmfastError(
+            f"reuse={reuse!r}: this server keeps no media for later requests; start it with "
+            "--reuse, or leave it out"
+        )
+
+
 def fitting(prompt: int, answer: int, context: int) -> int:
     """Return the tokens of a prompt and its answer together; too many raise `MmfastError`."""
     if prompt + answer > context:

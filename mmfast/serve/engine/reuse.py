@@ -17,7 +17,7 @@ from mmfast.serve.engine.adapters import adapters_of
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.slicer import Slicer
 from mmfast.streams.reuse.media import MediaReuse
-from mmfast.streams.reuse.plan import ReusePlan, check_beside
+from mmfast.streams.reuse.plan import ReusePlan, check_beside, parse_reuse
 from mmfast.streams.reuse.store import ReuseStore
 from mmfast.streams.stream import WeightChecksum
 
@@ -38,13 +38,25 @@ class ServedReuse:
         self._writer = ThreadPoolExecutor(1, "mmfast-reuse")  # no answer waits for the disk
         self.taken = self.computed = 0
 
+    def check(self, answer: ActiveRequest) -> None:
+        """Refuse (MmfastError) a request whose own `reuse` is wrong or does not act."""
+        if answer.request.options.reuse is None:
+            return
+        plan = self._plan(answer)
+        if plan.prefix and not self.plan.prefix:
+            raise SpecError(
+                f"reuse={str(plan)!r}: this server keeps outputs of the vision tower alone; give "
+                "'encoder', or leave it out"
+            )
+        check_beside(plan, answer.reduce, call_plan(answer.cache))
+
     def acts(self, answer: ActiveRequest) -> bool:
         """Return True if the prompt of a request is read here: it has media, and specs fit."""
         prepared = answer.prepared
         if prepared is None or not features_given(prepared.inputs):
             return False
         try:
-            check_beside(self.plan, answer.reduce, call_plan(answer.cache))
+            check_beside(self._plan(answer), answer.reduce, call_plan(answer.cache))
         except SpecError:  # of this request alone, which is read as without a store
             return False
         return True
@@ -62,7 +74,9 @@ class ServedReuse:
 
     def behind(self, answer: ActiveRequest) -> list[Spec]:
         """Return the stages of a request that are left to act inside the model."""
-        return [] if self.plan.prefix else [s for s in self._specs(answer) if s.site != "vit"]
+        return (
+            [] if self._plan(answer).prefix else [s for s in self._specs(answer) if s.site != "vit"]
+        )
 
     def inputs(self, media: MediaReuse, answer: ActiveRequest, trace: Trace) -> dict[str, Any]:
         """Return the inputs of the model for a request, with all that is reused."""
@@ -71,8 +85,9 @@ class ServedReuse:
         key = known.keys.get(request.adapter or "", "")
         tower = key if request.adapter in known.visual else ""
         specs = self._specs(answer)
+        media.plan = self._plan(answer)
         given = media.encoded(answer.prepared.inputs, specs, None, trace, _owner(request, tower))
-        if self.plan.prefix:
+        if media.plan.prefix:
             given = media.prompt(given, specs, trace, _owner(request, key))
         rows = {row.stage: row for row in trace.rows}
         counted = rows.get(PREFILL, rows[ENCODER])
@@ -82,6 +97,9 @@ class ServedReuse:
         answer.cached = max(row.tokens_in - row.tokens_out for row in both)
         self._writer.submit(self.store.flush)
         return given
+
+    def _plan(self, answer: ActiveRequest) -> ReusePlan:
+        return parse_reuse(answer.request.options.reuse) or self.plan
 
     def _specs(self, answer: ActiveRequest) -> Sequence[Spec]:
         specs = parse(answer.reduce)
@@ -104,7 +122,8 @@ class ServedReuse:
 
 def _owner(request: Any, adapter: str) -> str:
     """Name of a tenant and an adapter; "" is everyone, as in a pipeline."""
-    return repr((request.tenant, adapter)) if request.tenant or adapter else ""
+    nobody = request.tenant in ("", "/")  # neither a key nor a user
+    return "" if nobody and not adapter else repr((request.tenant, adapter))
 
 
 class _WholeCalls:

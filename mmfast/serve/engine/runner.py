@@ -39,7 +39,7 @@ from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import CHUNKS, PAUSE, Prefiller
-from mmfast.serve.engine.request import ActiveRequest
+from mmfast.serve.engine.request import ActiveRequest, check_storeless
 from mmfast.serve.engine.reuse import PREFILL, ServedReuse
 from mmfast.serve.engine.rows import layer_bytes
 from mmfast.serve.engine.slicer import Slicer
@@ -405,6 +405,10 @@ class ModelRunner:
             check(specs, self.model, plan)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
+        if self.reuse is None:
+            check_storeless(answer.request.options.reuse)
+        else:
+            self.reuse.check(answer)
 
     def route(self, answer: ActiveRequest) -> None:
         """Decide how the prompt of a request is read, and what its row will hold."""

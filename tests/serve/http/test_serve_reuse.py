@@ -209,6 +209,37 @@ def test_little_memory_pushes_out() -> None:
     assert fresh == [True, False, True, True, True]
 
 
+def test_a_pipeline_finds_what_a_server_wrote(tmp_path: Path) -> None:
+    with server("prefix", reuse_folder=str(tmp_path)) as app:
+        expected = said(post(app, asked(PROMPTS[0])))
+    options = {"reuse": "prefix", "store": tmp_path, "max_new_tokens": 6}
+    pipe = mmfast.pipeline("image-qa", device="cpu", dtype="float32", **options)
+    found = pipe(Image.open(io.BytesIO(ONE)), PROMPTS[0][1])
+    rows = {row.stage: row for row in found.trace.rows}
+    assert found.text == expected and rows["reuse encoder"].tokens_out == 0
+    assert rows["reuse kv"].tokens_out < 0.1 * rows["reuse kv"].tokens_in
+
+
+def test_a_request_chooses_its_share_and_what_cannot_act_is_refused() -> None:
+    def more(reuse: str, **options: Any) -> dict[str, Any]:
+        return {**asked(PROMPTS[3]), "mmfast": {"reuse": reuse, **options}}
+
+    refused = [("prefix", {"cache": "snapkv:64"}, "cache policy"), ("all", {}, "choices")]
+    with server("blend:0.15") as app:
+        said(post(app, asked(PROMPTS[2])))
+        specs = ("blend:0", "blend:0.15", "craft:0.5", "blend:1", "prefix")
+        rows = [rows_of(post(app, more(spec))) for spec in specs]
+        computed = [each["reuse kv"][1] for each in rows]
+        assert computed[0] < computed[1] < computed[2] < computed[3] == computed[4]
+        for spec, options, message in refused:
+            reply = post(app, more(spec, **options))
+            assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+    for reuse, message in (("encoder", "give 'encoder'"), (None, "--reuse")):
+        with server(reuse) as app:
+            reply = post(app, more("blend:0.5"))
+            assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+
+
 def test_each_key_has_its_own_store() -> None:
     with server("blend:0.15", api_keys=KEYS) as app:
         fresh = []
