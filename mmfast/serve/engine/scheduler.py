@@ -173,7 +173,9 @@ class Scheduler:
         self._most, self._slots = slots + queue, slots
         self.context = context or context_of(stock)
         kept = MediaEncoder(stock, processor, min(limit // 4, 256 << 20))
-        again = kept_plan and ServedReuse(stock, processor, kept_plan, store_of(store))
+        again: ServedReuse | None = None
+        if kept_plan is not None:
+            again = ServedReuse(stock, processor, kept_plan, store_of(store))
         self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model, again)
         self._default = Options(reduce, cache)
         self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))
