@@ -102,6 +102,13 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.caches.plan import served_plan
 
         served_plan(config.cache)
+    if config.reuse is not None:
+        from mmfast.caches.plan import call_plan
+        from mmfast.planner.target import parse_bytes
+        from mmfast.streams.reuse.plan import check_beside, parse_reuse
+
+        check_beside(parse_reuse(config.reuse), config.reduce, call_plan(config.cache))
+        parse_bytes(config.reuse_memory)
     if config.prefill is not None:
         raise MmfastError(
             f"--prefill {config.prefill!r}: the engine reads prompts in chunks beside the steps of "

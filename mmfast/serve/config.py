@@ -51,6 +51,11 @@ class ServerConfig:
         model: Checkpoint directory or hub id; None is the embedded model.
         reduce: Spec string of reducers for requests that name none.
         cache: Spec string of cache policies for requests that name none.
+        reuse: Keep what media cost for later requests: `encoder`, `prefix`, `blend:0.15` or
+            `craft:0.15`, the last two at any place of a prompt. In one process alone.
+        reuse_folder: Where `reuse` keeps it for later processes, 10 GB at most; None keeps nothing
+            on disk.
+        reuse_memory: Bytes of main memory in which `reuse` keeps it.
         lora: LoRA adapter as `name=FOLDER`; requests that name it as their model are answered by
             it. Several share one copy of the model.
         device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
@@ -146,6 +151,9 @@ class ServerConfig:
     model: str | None = None
     reduce: str | None = None
     cache: str | None = None
+    reuse: str | None = None
+    reuse_folder: str | None = None
+    reuse_memory: str = "1GB"
     lora: tuple[str, ...] = ()
     device: str | None = None
     dtype: str = "auto"
@@ -236,6 +244,7 @@ class ServerConfig:
             if number and name not in _FROM_ZERO and not value > 0:
                 raise MmfastError(f"{name}={value!r} is not allowed; give more than 0")
         self._check_replicas()
+        self._check_reuse()
         self.adapters()
         if not 0 <= self.port <= 65535:
             raise MmfastError(f"port={self.port} is none; give 1 to 65535, or 0 for a free one")
@@ -302,6 +311,17 @@ class ServerConfig:
                     f"{name}={value} is not possible with workers={self.workers}, which take every "
                     "role; leave one of them out"
                 )
+
+    def _check_reuse(self) -> None:
+        if self.reuse is not None and self.engine != "inproc":
+            raise MmfastError(
+                f"reuse={self.reuse!r} acts in one process, and engine={self.engine!r} has more; "
+                "leave it out, or give --engine inproc"
+            )
+        if self.reuse is None and self.reuse_folder is not None:
+            raise MmfastError(
+                f"reuse_folder={self.reuse_folder!r} keeps nothing alone; give --reuse prefix"
+            )
 
     def public(self) -> dict[str, Any]:
         """Return all options by name, for `--dry-run` and logs; of secrets only their number."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mmfast.streams.buffers import Cursor, LayerBuffer, LiveBlock, Turner, walk
+from mmfast.streams.buffers import Cursor, LayerBuffer, LiveBlock, Turner
 
 NUMBER, TOKEN, KIND, SPOT, PLACE = range(5)  # behind them the places on the other axes
 _FAR = 1 << 32  # more tokens than any block has
@@ -26,6 +26,11 @@ def _rows_of(block: LiveBlock, layer: int) -> Tensor:
     number = torch.full_like(tokens, block.number)
     facts = torch.stack([number, tokens, block.counted(layer), block.spots(layer)])
     return torch.cat([facts, block.relative.index_select(1, tokens)])
+
+
+def _groups(begins: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the group `[B]` of every block, and the first block of each group."""
+    return begins.cumsum(0) - 1, begins.nonzero()[:, 0]
 
 
 def _column(values: Sequence[int]) -> Tensor:
@@ -46,6 +51,7 @@ class LiveRows:
         self.numbers = torch.zeros(0, dtype=torch.int64)
         self.start = self.advance = self.highest = torch.zeros(axes, 0, dtype=torch.int64)
         self._n = self._sizes = self.numbers
+        self._resets = torch.zeros(2, 0, dtype=torch.bool)  # fresh blocks, and level ones
         self._known: dict[int, LiveBlock] = {}
 
     @classmethod
@@ -68,6 +74,8 @@ class LiveRows:
         self.highest = torch.cat([self.highest, _column(block.highest)], 1)
         self._n = torch.cat([self._n, torch.tensor([block.n])])
         self._sizes = torch.cat([self._sizes, torch.tensor([block.size])])
+        resets = torch.tensor([[block.fresh], [block.level]])
+        self._resets = torch.cat([self._resets, resets], 1)
         self._known[block.number] = block
 
     def joined(self, layer: int, block: LiveBlock) -> Tensor:
@@ -91,7 +99,7 @@ class LiveRows:
         stays = self._sizes > 0
         for number in self.numbers[~stays].tolist():
             del self._known[number]
-        tables = ("numbers", "start", "advance", "highest", "_n", "_sizes")
+        tables = ("numbers", "start", "advance", "highest", "_n", "_sizes", "_resets")
         for name in tables if len(self._known) < blocks else ():
             setattr(self, name, getattr(self, name)[..., stays])
         return blocks - len(self), before - int(self._sizes.sum())
@@ -150,12 +158,26 @@ class LiveRows:
         return list(places.split(sizes, 1)), advance, highest
 
     def _starts(self, advance: Tensor, highest: Tensor) -> Tensor:
-        """Starts `[A, B]` of the blocks in a prompt made of them alone."""
+        """Starts `[A, B]` of the blocks in a prompt made of them alone, as `Cursor` walks it.
+
+        Blocks follow each other on every axis, up to one whose axes start level; these runs follow
+        each other at the least end of their axes, up to a fresh one, which starts behind all.
+        """
         if self.axes == 1 and bool((highest == advance - 1).all()):
             return advance.cumsum(1) - advance
-        shapes = zip(self._known.values(), advance.T.tolist(), highest.T.tolist(), strict=True)
-        blocks = [replace(b, advance=tuple(a), highest=tuple(h)) for b, a, h in shapes]
-        return torch.tensor(walk(blocks, self.axes), dtype=torch.int64).T
+        fresh, level = self._resets.clone()
+        fresh[0] = True  # of a prompt, whatever stood before it in the stream
+        ahead = advance.cumsum(1) - advance
+        runs, heads = _groups(fresh | level)
+        starts = ahead - ahead[:, heads][:, runs]
+        last = torch.cat([heads[1:], torch.tensor([len(self)])]) - 1
+        least = (starts + advance)[:, last].amin(0)
+        ahead = (least.cumsum(0) - least)[runs]
+        parts, heads = _groups(fresh)
+        starts = starts + (ahead - ahead[heads][parts])
+        top = torch.full_like(heads, -1)
+        top = top.scatter_reduce(0, parts, (starts + highest).amax(0), "amax") + 1
+        return starts + (top.cumsum(0) - top)[parts]
 
     def blocks(self) -> list[LiveBlock]:
         """Return the live blocks with the tokens that every layer holds of them."""

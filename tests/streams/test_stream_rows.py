@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stream_checks import model_of, stream
 
 from mmfast.bench.timing import counted
 from mmfast.caches.plan import plan_cache
+from mmfast.streams.buffers import live
 from mmfast.streams.engine import Engine
+from mmfast.streams.families import starts
 from mmfast.streams.memory import Memory
+from mmfast.streams.rows import LiveRows
 from mmfast.streams.script import Piece
 
 FULL, LATE = 16, 150  # pieces; the window holds ten whole frames
@@ -40,7 +45,7 @@ def _work(engine: Engine, memory: Memory, pieces: list[Piece]) -> tuple[float, f
     return operations / len(pieces), calls / len(pieces)
 
 
-@pytest.mark.parametrize("family", ["llava_onevision"])
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl"])
 def test_a_frame_costs_as_many_operations_however_many_frames_have_a_token_left(
     family: str,
 ) -> None:
@@ -74,3 +79,41 @@ def test_blocks_are_made_of_the_rows_and_rows_of_the_blocks(family: str) -> None
             turned = memory.turner.rotate(layer, buffer.read(0), places)
             torch.testing.assert_close(turned, buffer.read(1), atol=1e-5, rtol=1e-5)
     engine.close()
+
+
+class _Mover:
+    """Where rows are told to move to."""
+
+    def __init__(self) -> None:
+        self.to = torch.empty(0)
+
+    def move_rows(self, layer: int, buffer: Any, first: int, to: torch.Tensor) -> None:
+        self.to = to
+
+
+_PLACES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
+_PIECES = st.tuples(_PLACES, _PLACES, st.booleans(), st.booleans())
+
+
+@settings(max_examples=200, deadline=None)
+@given(drawn=st.lists(_PIECES, min_size=1, max_size=20))
+def test_tables_close_up_as_pieces_follow_each_other(drawn: list[Any]) -> None:
+    """Fresh and level pieces in any order, of which some tokens stand anywhere."""
+    pieces = [
+        Piece(
+            torch.zeros(2, 4),
+            torch.stack([torch.zeros(3, dtype=torch.int64), torch.tensor(far)], 1),
+            torch.tensor(advance),
+            "text",
+            fresh=fresh,
+            level=level,
+        )
+        for far, advance, fresh, level in drawn
+    ]
+    blocks = [live(piece, i, (1000 + i,) * 3) for i, piece in enumerate(pieces)]
+    rows, mover = LiveRows.of(blocks, 1, 3), _Mover()
+    assert rows.close_up(mover, [None], 0.0)  # type: ignore[arg-type, list-item]
+    expected = torch.stack(starts(pieces)[:-1], 1)
+    assert torch.equal(rows.start, expected)
+    every = torch.cat([p.relative + s[:, None] for p, s in zip(pieces, expected.T, strict=True)], 1)
+    assert torch.equal(mover.to, every)

@@ -41,6 +41,7 @@ class ActiveRequest:
         self.deep: tuple[Spec, ...] = ()
         self.inside: Spec | None = None  # the part of `reduce` inside the vision tower
         self.batched = False  # the request is read in a pass with others
+        self.reuses = False  # its media may be in the store of the engine
         self.target: float | None = None  # latency target of the planner in milliseconds
         self.plan_ms: float | None = None
         # reserve: most tokens whose keys and values the request may hold behind its prompt,
@@ -158,6 +159,15 @@ def checked(sampling: SamplingOptions) -> SamplingOptions:
             raise MmfastError(f"{name}={value!r} is not allowed; give {choices}")
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
     return replace(sampling, seed=seed, rules=TokenRules(sampling) if needed(sampling) else None)
+
+
+def check_storeless(reuse: str | None) -> None:
+    """Refuse (MmfastError) what a request wants of a store that its engine does not have."""
+    if reuse is not None:
+        raise MmfastError(
+            f"reuse={reuse!r}: this server keeps no media for later requests; start it with "
+            "--reuse, or leave it out"
+        )
 
 
 def fitting(prompt: int, answer: int, context: int) -> int:

@@ -25,7 +25,7 @@ from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
-from mmfast.models.reduction.inputs import axes
+from mmfast.models.reduction.inputs import axes, positions_of
 from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
@@ -39,7 +39,8 @@ from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import CHUNKS, PAUSE, Prefiller
-from mmfast.serve.engine.request import ActiveRequest
+from mmfast.serve.engine.request import ActiveRequest, check_storeless
+from mmfast.serve.engine.reuse import PREFILL, ServedReuse
 from mmfast.serve.engine.rows import layer_bytes
 from mmfast.serve.engine.slicer import Slicer
 from mmfast.serve.engine.slots import Draw, Filled
@@ -74,8 +75,9 @@ class AttachedAnswer:
 class _Workplace:
     """A twin of the model for one answer at a time, whose hooks no other pass meets."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, reuse: ServedReuse | None) -> None:
         self.model, self.slicer = twin_model(model), Slicer()
+        self.media = None if reuse is None else reuse.on(self.model, self.slicer)
 
 
 class SequentialRunner:
@@ -84,7 +86,7 @@ class SequentialRunner:
     Each answer runs on a twin of the model, attached during a pass only, and its state between two
     passes is in its cache. A pass stops when it has done as much as a chunk of prefill, whatever
     the prompt and the spec; other answers decode meanwhile. After its first token an answer that
-    `join` takes is over here.
+    `join` takes is over here. `reuse` has media that requests have paid for before.
     """
 
     def __init__(
@@ -93,12 +95,16 @@ class SequentialRunner:
         chooser: Chooser,
         served: Callable[[str, float], None],
         join: Callable[[AttachedAnswer], bool],
+        reuse: ServedReuse | None = None,
     ) -> None:
         # never runs: a copy of a model at work would hold hooks of its pass
         self._origin = twin_model(model)
         self._chooser, self._served, self._join = chooser, served, join
         self._own: dict[str, AttachedAnswer] = {}
         self._places: list[_Workplace] = []
+        self._reuse = reuse
+        if reuse is not None:  # a model that it does not fit is refused now
+            self._places.append(_Workplace(self._origin, reuse))
 
     @property
     def answers(self) -> list[ActiveRequest]:
@@ -122,6 +128,8 @@ class SequentialRunner:
         """End the threads; no request is at work."""
         for place in self._places:
             place.slicer.close()
+        if self._reuse is not None:
+            self._reuse.close()
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +174,8 @@ class SequentialRunner:
     def _advance(self, own: AttachedAnswer, budget: float | None, work: float) -> float:
         """Go on with the pass of an answer; return the multiplications done."""
         if own.place is None:
-            own.place = self._places.pop() if self._places else _Workplace(self._origin)
+            held = self._places
+            own.place = held.pop() if held else _Workplace(self._origin, self._reuse)
         slicer = own.place.slicer
         slicer.allow(budget, work)
         if own.call is None:
@@ -211,15 +220,17 @@ class SequentialRunner:
         answer = own.answer
         start = time.perf_counter()
         try:
-            adapter, specs = answer.request.adapter, (answer.reduce, answer.cache)
-            with using((adapter,)), attach(model, *specs) as trace:
+            adapter, reduce = answer.request.adapter, answer.reduce  # type: Any, Any
+            if answer.reuses and self._reuse is not None:
+                reduce = self._reuse.behind(answer)
+            with using((adapter,)), attach(model, reduce, answer.cache) as trace:
+                own.trace = trace if own.cache is None else own.trace
                 logits = (self._prompt if own.cache is None else self._token)(own, model)
         except ModelError as error:
             if not (answer.reduce or answer.cache):
                 raise
             raise SpecError(str(error)) from error  # specs that do not fit this model or prompt
         if not own.count:
-            own.trace = trace
             answer.prefill_ms = (time.perf_counter() - start) * 1e3
         return logits
 
@@ -237,21 +248,34 @@ class SequentialRunner:
     def _prompt(self, own: AttachedAnswer, model: Any) -> Tensor:
         prepared = own.answer.prepared
         assert prepared is not None
-        inputs = dict(prepared.inputs)
-        ids = inputs["input_ids"]
-        positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
+        stock, given = prepared.inputs, self._given(own)
+        ids, counted = stock["input_ids"], [int(given["input_ids"].shape[1])]
+        positions = positions_of(model, given)
         own.position = positions[..., -1:]
-        own.cache = DynamicCache(config=model.config.get_text_config())
+        cache = given.pop(CACHE, None) or DynamicCache(config=model.config.get_text_config())
         own.ids, own.seen = ids[0], self._chooser.seen(ids[0], own.answer.sampling)
-        self._served(own.answer.payer, ids.shape[1])
+        if read := cache.get_seq_length():  # all but the last token
+            given = {"input_ids": given["input_ids"][:, read:]}
+            positions = positions[..., read:]
+            counted = [row.tokens_out for row in own.trace.rows if row.stage == PREFILL]
+        self._served(own.answer.payer, sum(counted))
+        own.cache = cache
         found: Tensor = model(
-            **inputs, position_ids=positions, **{CACHE: own.cache}, use_cache=True
+            **{**given, "position_ids": positions, CACHE: cache}, use_cache=True
         ).logits
-        counts = (token_counts(model, k, inputs, Trace()) for k in features_given(inputs))
+        counts = (token_counts(model, k, stock, Trace()) for k in features_given(stock))
         own.visual = sum(n for pairs in counts for n, _ in pairs)
         own.ms, own.length = prepared.ms, prepared.length
         own.answer.prepared = None  # pixels are not kept for the time of an answer
         return found
+
+    def _given(self, own: AttachedAnswer) -> dict[str, Any]:
+        """Return the inputs of the model, with what the store has of their media."""
+        answer, place = own.answer, own.place
+        assert answer.prepared is not None and place is not None
+        if self._reuse is None or place.media is None or not answer.reuses:
+            return dict(answer.prepared.inputs)
+        return self._reuse.inputs(place.media, answer, own.trace)
 
     def _token(self, own: AttachedAnswer, model: Any) -> Tensor:
         assert own.position is not None
@@ -282,6 +306,7 @@ class ModelRunner:
         limit: int,
         served: Callable[[str, float], None],
         name: Any,
+        reuse: ServedReuse | None = None,
     ) -> None:
         self.encoder, self.model, self.processor = encoder, encoder.model, encoder.processor
         self._slots, self.limit, self._name = slots, limit, name
@@ -295,7 +320,8 @@ class ModelRunner:
             self.per_token = self.batch.per_token
         except ModelError:  # layers whose rows cannot be told apart
             self.per_token = _stated_bytes(self.model)
-        self.sequential = SequentialRunner(self.model, self.chooser, served, self._join)
+        self.reuse = reuse
+        self.sequential = SequentialRunner(self.model, self.chooser, served, self._join, reuse)
         self._planner: PipelinePlanner | None = None
         self._prompt_turn = False
 
@@ -367,6 +393,7 @@ class ModelRunner:
             "encoder_bytes": float(kept.nbytes),
             "cache_hits": float(sum(each.hits for each in caches)),
             "cache_misses": float(sum(each.misses for each in caches)),
+            **({} if self.reuse is None else self.reuse.gauges()),
         }
 
     # --- start and end of requests ------------------------------------------------------------
@@ -378,6 +405,10 @@ class ModelRunner:
             check(specs, self.model, plan)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
+        if self.reuse is None:
+            check_storeless(answer.request.options.reuse)
+        else:
+            self.reuse.check(answer)
 
     def route(self, answer: ActiveRequest) -> None:
         """Decide how the prompt of a request is read, and what its row will hold."""
@@ -393,7 +424,8 @@ class ModelRunner:
         )
         inside = [spec for spec in specs if spec.site == "vit"][:1]
         known = len(between) + len(deep) + len(inside)
-        batched = self._decodes(answer) and known == len(specs)
+        answer.reuses = self.reuse is not None and self.reuse.acts(answer)
+        batched = self._decodes(answer) and known == len(specs) and not answer.reuses
         early_part = "+".join(map(str, between)) or None
         answer.adopt(early_part, deep, inside[0] if inside else None, batched)
         answer.piece, more = answer.prepared.length, answer.sampling.max_tokens

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from mmfast.caches.plan import served_plan
@@ -31,8 +32,11 @@ from mmfast.serve.engine.decode import Writer
 from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.model import load_packed
 from mmfast.serve.engine.request import ActiveRequest, checked, context_of, fitting
+from mmfast.serve.engine.reuse import ServedReuse
 from mmfast.serve.engine.runner import ModelRunner
 from mmfast.serve.engine.slots import kv_limit
+from mmfast.streams.reuse.plan import check_beside, parse_reuse
+from mmfast.streams.reuse.store import ReuseStore, store_of
 
 GATHER = 0.05  # seconds that an idle engine waits for requests that are being prepared
 LULL = 0.002  # seconds after which no more of several requests is expected
@@ -130,7 +134,8 @@ class Scheduler:
     as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
     `lora` are folders of adapters by name, for requests that name one. `weights` packs those of a
     model loaded here (`"int8"`, `"fastest"`), and `attn` names its attention back end, as in
-    pipelines.
+    pipelines. `reuse` keeps what media cost for later requests, as in pipelines (`"blend:0.15"`),
+    in `store`: a `ReuseStore`, a folder, or None for main memory.
     """
 
     def __init__(
@@ -151,8 +156,13 @@ class Scheduler:
         lora: Mapping[str, str] | None = None,
         weights: str | None = None,
         attn: str | None = None,
+        reuse: str | None = None,
+        store: ReuseStore | str | Path | None = None,
     ) -> None:
-        parse(reduce), served_plan(cache)
+        kept_plan = parse_reuse(reuse)
+        check_beside(kept_plan, parse(reduce), served_plan(cache))
+        if kept_plan is None and store is not None:
+            raise MmfastError("store= keeps nothing without reuse=; give reuse='prefix' too")
         stock, processor = load_packed(model, device, dtype, weights, lora, attn)
         # the same weights for others in this process, whose hooks do not act on the engine
         self.pair = twin(stock, processor)
@@ -163,7 +173,10 @@ class Scheduler:
         self._most, self._slots = slots + queue, slots
         self.context = context or context_of(stock)
         kept = MediaEncoder(stock, processor, min(limit // 4, 256 << 20))
-        self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model)
+        again: ServedReuse | None = None
+        if kept_plan is not None:
+            again = ServedReuse(stock, processor, kept_plan, store_of(store))
+        self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model, again)
         self._default = Options(reduce, cache)
         self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))
         self._wake = threading.Condition()

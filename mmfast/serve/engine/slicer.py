@@ -41,7 +41,7 @@ class Slicer:
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._call: Callable[[], Any] | None = None
         self._result: tuple[bool, Any] | None = None
-        self._stopping = False
+        self._stopping = self._whole = False
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
@@ -109,9 +109,20 @@ class Slicer:
 
     # --- the thread of the calls --------------------------------------------------------------
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Do not stop inside: what is done there holds a lock, for which other calls wait."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+
     def look(self) -> None:
         """Stop where the seconds of the slice are over."""
-        if self.budget is not None and time.perf_counter() - self._since >= self.budget:
+        if self._whole or self.budget is None:
+            return
+        if time.perf_counter() - self._since >= self.budget:
             self.stop()
 
     def stop(self) -> None:
@@ -124,7 +135,7 @@ class Slicer:
 
     def room(self, row: float, rows: int) -> int:
         """Return how many of so many rows to compute next; `row` is the work on each."""
-        if self.budget is None:
+        if self.budget is None or self._whole:
             return rows
         fit = (self.work - self.done) / max(1.0, row)
         if fit < min(_LEAST, rows) and self.done:

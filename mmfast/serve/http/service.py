@@ -406,6 +406,11 @@ def load_engine(config: ServerConfig) -> Executor:
     if config.engine == "inproc":
         from mmfast.serve.engine.scheduler import Scheduler
 
+        if config.reuse:
+            from mmfast.streams.reuse.store import ReuseStore
+
+            store = ReuseStore(host=config.reuse_memory, folder=config.reuse_folder)
+            options |= {"reuse": config.reuse, "store": store}
         return Scheduler(config.model, **options)
     if config.engine == "vllm":
         raise MmfastError("vLLM has a server of its own; start it with mmfast serve --engine vllm")

@@ -20,7 +20,7 @@ from mmfast.models.loading import EMBEDDED
 from mmfast.serve.engine import base
 from mmfast.serve.engine.encoder import early
 from mmfast.serve.engine.model import check_form
-from mmfast.serve.engine.request import checked
+from mmfast.serve.engine.request import check_storeless, checked
 from mmfast.serve.ray.cluster import Cluster
 from mmfast.serve.ray.deployments import ROLES, WHOLE, WORKER, ReplicaSettings, deploy
 from mmfast.serve.ray.roles import RoleBoard, RoleController
@@ -259,6 +259,7 @@ class RayEngine:
         """See `Executor.submit`."""
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
         self._check(reduce, request.options.cache)
+        check_storeless(request.options.reuse)
         if request.adapter is not None and request.adapter not in self._lora:
             raise MmfastError(unknown("adapter", request.adapter, [*self._lora]))
         if request.options.target_ttft_ms is not None and self._last != WHOLE:

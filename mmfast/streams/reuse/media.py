@@ -58,10 +58,17 @@ class MediaReuse:
     ModelError where the plan reuses keys and values, and the model has none that could be moved.
     """
 
-    def __init__(self, model: Any, processor: Any, plan: ReusePlan, store: ReuseStore) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        plan: ReusePlan,
+        store: ReuseStore,
+        weights: WeightChecksum | None = None,  # of a model with the same ones
+    ) -> None:
         self.model, self.processor, self.plan, self.store = model, processor, plan, store
         self.base, self.adapter = base_of(model), adapter_for(model)
-        self._weights = WeightChecksum(model)
+        self._weights = weights or WeightChecksum(model)
         self.prefill = ReusePrefill(model) if plan.prefix else None
 
     @cached_property
@@ -77,9 +84,10 @@ class MediaReuse:
         )
         return key_of(type(self.model).__name__, config, parts, repr(where))
 
-    def fingerprint(self, reduce: str = "") -> str:
-        """Name of model, processor and reduction: values of others are never found."""
-        return key_of(self._weights.value(), self._settings, reduce)
+    def fingerprint(self, reduce: str = "", owner: str = "") -> str:
+        """Name of model, processor, reduction and owner: values of others are never found."""
+        mine = [owner] if owner else []
+        return key_of(self._weights.value(), self._settings, reduce, *mine)
 
     def inputs(
         self,
@@ -103,6 +111,7 @@ class MediaReuse:
         specs: Sequence[Spec] = (),
         how: str | None = None,
         trace: Trace | None = None,
+        owner: str = "",
     ) -> dict[str, Any]:
         """Inputs with encoder outputs in place of pixels, those of one prompt or of a batch.
 
@@ -112,7 +121,7 @@ class MediaReuse:
         trace, outputs = trace or Trace(), {}
         tower = [spec for spec in specs if spec.site in ("pixel", "vit")]
         needs = tuple(sorted({need for spec in specs for need in spec.method.needs}))
-        head = self.fingerprint(f"{'+'.join(map(str, tower))} {needs} {how}")
+        head = self.fingerprint(f"{'+'.join(map(str, tower))} {needs} {how}", owner)
         start, fresh, every, item, spent_ms = time.perf_counter(), 0, 0, 0, 0.0
         for kind in [kind for kind, given in features_given(inputs).items() if given is None]:
             parts = []
@@ -173,7 +182,11 @@ class MediaReuse:
         return found, ms
 
     def prompt(
-        self, inputs: Mapping[str, Any], specs: Sequence[Spec] = (), trace: Trace | None = None
+        self,
+        inputs: Mapping[str, Any],
+        specs: Sequence[Spec] = (),
+        trace: Trace | None = None,
+        owner: str = "",
     ) -> dict[str, Any]:
         """Inputs of `generate` for one prompt, with a cache of all tokens but the last.
 
@@ -185,7 +198,7 @@ class MediaReuse:
         rest, sequences = compressed(self.model, inputs, early, trace)
         rows = prompt_rows(self.model, rest, inputs["mm_encoder_outputs"])
         start, ids = time.perf_counter(), rest["input_ids"]
-        known, length = self.read(rows, ids[0], sequences, "+".join(map(str, specs)))
+        known, length = self.read(rows, ids[0], sequences, "+".join(map(str, specs)), owner)
         trace.add("reuse kv", length, known.computed, (time.perf_counter() - start) * 1e3)
         return {
             "input_ids": ids,
@@ -195,12 +208,17 @@ class MediaReuse:
         }
 
     def read(
-        self, rows: PromptRows, ids: Tensor, sequences: Sequences, reduce: str = ""
+        self,
+        rows: PromptRows,
+        ids: Tensor,
+        sequences: Sequences,
+        reduce: str = "",
+        owner: str = "",
     ) -> tuple[PrefilledPrompt, int]:
         """Keys and values of all tokens of a prompt but the last, and how many these are."""
         assert self.prefill is not None
         length = len(ids) - 1
-        every = self._pieces(rows, ids, sequences, reduce)
+        every = self._pieces(rows, ids, sequences, self.fingerprint(reduce, owner))
         pieces = [piece for piece in every if piece.stop <= length]
         seen = list(self._seen(pieces))
         known = self.prefill.run(rows, seen, self.plan, length)
@@ -236,10 +254,10 @@ class MediaReuse:
                 self.store.put(piece.place, piece.chain)
 
     def _pieces(
-        self, rows: PromptRows, ids: Tensor, sequences: Sequences, reduce: str
+        self, rows: PromptRows, ids: Tensor, sequences: Sequences, head: str
     ) -> Iterator[PromptSegment]:
         """Cut a prompt at the borders of its media, and text into pieces of `TEXT` tokens."""
-        chain = head = self.fingerprint(reduce)
+        chain = head
         for start, stop, media in _spans(rows.visual.cpu(), sequences):
             positions = rows.positions[:, start:stop]
             relative = positions - positions[:, :1]

@@ -258,6 +258,11 @@ class ReuseStore:
         if first:
             warnings.warn(f"reuse store in {str(self.quotas.folder)!r}: {line}", stacklevel=4)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device and in main memory."""
+        return self._device.nbytes + self._host.nbytes
+
     def stats(self) -> dict[str, Any]:
         """Values and bytes per tier, hits and misses, damaged files and latest reports."""
         with self._lock:

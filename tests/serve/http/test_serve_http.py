@@ -222,10 +222,12 @@ def test_options_reach_the_engine_and_its_refusal_the_client() -> None:
     engine = saying(*ANSWER)
     app = app_of(engine)
     more = {"reduce": "evs:0.5", "cache": "snapkv:64", "target_ttft_ms": 300, "priority": 2}
+    more["reuse"] = "blend:0.5"
     assert post(app, asked(mmfast=more, user="ann")).status_code == 200
     request = engine.requests[0]
     assert (request.options.reduce, request.options.cache) == ("evs:0.5", "snapkv:64")
     assert request.options.target_ttft_ms == 300 and request.priority == 2
+    assert request.options.reuse == "blend:0.5"
     post(app, asked(user="bob"))
     assert engine.requests[1].tenant != request.tenant
 

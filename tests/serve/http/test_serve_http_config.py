@@ -125,6 +125,11 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
                 "not possible with replicas=2",
             ),
             (["--model", "./nowhere"], "./nowhere"),
+            (["--reuse", "all"], "choices: blend, craft, encoder, prefix"),
+            (["--reuse", "prefix", "--engine", "ray"], "give --engine inproc"),
+            (["--reuse", "prefix", "--cache", "snapkv:64"], "cache policy"),
+            (["--reuse", "prefix", "--reuse-memory", "much"], "'much'"),
+            (["--reuse-folder", "."], "give --reuse prefix"),
         ):
             code, out, err = cli(capsys, *args)
             assert code == 2 and message in err and not out, (args, err)

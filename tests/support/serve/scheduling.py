@@ -84,7 +84,8 @@ def talk(
     """A request of several messages, the user's first."""
     roles = ("user", "assistant")
     messages = tuple(Message(roles[i % 2], tuple(turn)) for i, turn in enumerate(turns))
-    options = {k: more.pop(k) for k in ("reduce", "cache", "target_ttft_ms") if k in more}
+    names = ("reduce", "cache", "target_ttft_ms", "reuse")
+    options = {k: more.pop(k) for k in names if k in more}
     return Request(
         name, messages, sampling or SamplingOptions(max_tokens=tokens), Options(**options), **more
     )
