@@ -93,7 +93,7 @@ def _check_specs(config: ServerConfig) -> None:
     """Refuse wrong specs before anything is loaded."""
     from mmfast.core.spec import check_names
 
-    check_names([config.reduce], [config.cache])
+    check_names([config.reduce], [config.cache], [config.prefill])
     if config.model is not None and config.model.startswith((".", "/", "~")):
         path = Path(config.model).expanduser()
         if not (path / "config.json").is_file():
@@ -103,10 +103,9 @@ def _check_specs(config: ServerConfig) -> None:
 
         served_plan(config.cache)
     if config.prefill is not None:
-        raise MmfastError(
-            f"--prefill {config.prefill!r}: the engine reads prompts in chunks beside the steps of "
-            "other answers; use mmfast ask or mmfast.attach for sparse prefill"
-        )
+        from mmfast.prefill.plan import plan_prefill
+
+        plan_prefill(config.prefill)
     if config.engine == "vllm":
         if config.attn is not None:
             raise MmfastError("--attn: vLLM chooses its attention itself; leave it out")

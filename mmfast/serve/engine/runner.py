@@ -21,6 +21,7 @@ from mmfast.core.registry import MEDIA
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import CACHE
+from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check
@@ -30,6 +31,7 @@ from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
+from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.bucket import taken
@@ -212,10 +214,11 @@ class SequentialRunner:
         start = time.perf_counter()
         try:
             adapter, specs = answer.request.adapter, (answer.reduce, answer.cache)
-            with using((adapter,)), attach(model, *specs) as trace:
+            sparse = answer.prefill if own.cache is None else None
+            with using((adapter,)), attach(model, *specs, prefill=sparse) as trace:
                 logits = (self._prompt if own.cache is None else self._token)(own, model)
         except ModelError as error:
-            if not (answer.reduce or answer.cache):
+            if not (answer.reduce or answer.cache or answer.prefill):
                 raise
             raise SpecError(str(error)) from error  # specs that do not fit this model or prompt
         if not own.count:
@@ -376,6 +379,8 @@ class ModelRunner:
         plan, specs = served_plan(answer.cache), parse(answer.reduce)
         if specs:
             check(specs, self.model, plan)
+        if (sparse := plan_prefill(answer.prefill)) is not None:
+            check_prefill(sparse, self.model)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
 
@@ -393,7 +398,7 @@ class ModelRunner:
         )
         inside = [spec for spec in specs if spec.site == "vit"][:1]
         known = len(between) + len(deep) + len(inside)
-        batched = self._decodes(answer) and known == len(specs)
+        batched = self._decodes(answer) and known == len(specs) and not _skips_keys(answer)
         early_part = "+".join(map(str, between)) or None
         answer.adopt(early_part, deep, inside[0] if inside else None, batched)
         answer.piece, more = answer.prepared.length, answer.sampling.max_tokens
@@ -506,6 +511,18 @@ class ModelRunner:
     def _generate(self, inputs: dict[str, Any], **extra: Any) -> Any:
         with torch.inference_mode():
             return self.model.generate(**inputs, do_sample=False, **extra)
+
+
+def _skips_keys(answer: ActiveRequest) -> bool:
+    """Return True if sparse prefill may choose in a prompt: it is read in one piece then.
+
+    Chunks would choose each for itself, of keys that came before; layer by layer, under `attach`,
+    running answers wait no longer than for a chunk all the same.
+    """
+    plan, prepared = plan_prefill(answer.prefill), answer.prepared
+    if plan is None or plan.whole or prepared is None:
+        return False
+    return prepared.length >= plan.selector().least
 
 
 def chunk_work(model: Any, tokens: int) -> float:

@@ -15,6 +15,7 @@ from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.reduction.record import features_given
 from mmfast.planner.target import check_alone, make_target
+from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import load_adapters
 from mmfast.serve.engine.base import (
     CANCELLED,
@@ -123,11 +124,11 @@ class Scheduler:
     has the device measured.
 
     `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
-    `reduce` and `cache` are for requests that name none. At most `slots` requests are answered at
-    once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of prompts
-    between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context` the
-    longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values, such
-    as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
+    `reduce`, `cache` and `prefill` are for requests that name none. At most `slots` requests are
+    answered at once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of
+    prompts between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context`
+    the longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values,
+    such as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
     `lora` are folders of adapters by name, for requests that name one. `weights` packs those of a
     model loaded here (`"int8"`, `"fastest"`), and `attn` names its attention back end, as in
     pipelines.
@@ -151,8 +152,9 @@ class Scheduler:
         lora: Mapping[str, str] | None = None,
         weights: str | None = None,
         attn: str | None = None,
+        prefill: str | None = None,
     ) -> None:
-        parse(reduce), served_plan(cache)
+        parse(reduce), served_plan(cache), plan_prefill(prefill)
         stock, processor = load_packed(model, device, dtype, weights, lora, attn)
         # the same weights for others in this process, whose hooks do not act on the engine
         self.pair = twin(stock, processor)
@@ -164,7 +166,7 @@ class Scheduler:
         self.context = context or context_of(stock)
         kept = MediaEncoder(stock, processor, min(limit // 4, 256 << 20))
         self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model)
-        self._default = Options(reduce, cache)
+        self._default = Options(reduce, cache, prefill=prefill)
         self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))
         self._wake = threading.Condition()
         self._known: dict[str, ActiveRequest | None] = {}
@@ -237,6 +239,7 @@ class Scheduler:
         """Return a request with the engine's options where it gives none."""
         answer, mine = ActiveRequest(request, emit, sampling), request.options
         answer.cache = self._default.cache if mine.cache is None else mine.cache
+        answer.prefill = self._default.prefill if mine.prefill is None else mine.prefill
         answer.target = mine.target_ttft_ms
         if mine.target_ttft_ms is not None:
             check_alone(make_target(mine.target_ttft_ms), mine.reduce)

@@ -406,10 +406,10 @@ def load_engine(config: ServerConfig) -> Executor:
     if config.engine == "inproc":
         from mmfast.serve.engine.scheduler import Scheduler
 
-        return Scheduler(config.model, **options)
+        return Scheduler(config.model, **options, prefill=config.prefill)
     if config.engine == "vllm":
         raise MmfastError("vLLM has a server of its own; start it with mmfast serve --engine vllm")
-    options["workers"] = config.workers
+    options |= {"workers": config.workers, "prefill_spec": config.prefill}
     for role in ("encode", "prefill", "decode"):
         options[role] = getattr(config, f"{role}_replicas")
     from mmfast.serve.ray.engine import RayEngine
