@@ -293,8 +293,9 @@ class VisualQA:
         inputs, items = self._inputs(pairs, Trace())
         reduce, cache = self.reduce, None
         if wanted:
-            given = {"tick": self.tick, "answer": _longest(how)}
-            plan = self.planner.plan(inputs, items, wanted, start, **given)[0]
+            plan, _ = self.planner.plan(
+                inputs, items, wanted, start, tick=self.tick, answer=_longest(how)
+            )
             reduce, cache = plan.spec, plan.cache
 
         def generate(streamer: Any, criteria: Any) -> None:
@@ -355,8 +356,8 @@ class VisualQA:
         """
         wanted, start = target or self._wanted(limits), time.perf_counter()
         inputs, items = self._inputs([(media, check_question(question))], Trace())
-        more = {"tick": tick, "answer": _longest(self.generate)}
-        return self.planner.plan(inputs, items, wanted, start, strict=True, **more)[0]
+        most = _longest(self.generate)
+        return self.planner.plan(inputs, items, wanted, start, True, tick, most)[0]
 
     @property
     def planner(self) -> PipelinePlanner:
@@ -420,8 +421,9 @@ class VisualQA:
         reduce, plan = self.reduce, None
         if target:
             with reading.stage("plan") as row:
-                more = {"tick": self.tick, "answer": _longest(how)}
-                plan, measuring = self.planner.plan(inputs, items, target, start, **more)
+                plan, measuring = self.planner.plan(
+                    inputs, items, target, start, tick=self.tick, answer=_longest(how)
+                )
                 row.method = say(plan)
             reduce = plan.spec
             if measuring:  # the device, once and for all: no part of answering
@@ -431,7 +433,7 @@ class VisualQA:
         begin = time.perf_counter()
         with (
             encoder_timer(self.model) as encode,
-            self._attached(inputs, reduce, how, plan and plan.cache) as (trace, given),
+            self._attached(inputs, reduce, how, plan.cache if plan else None) as (trace, given),
         ):
             output = self.run(given, how, streamer=first)
         end = time.perf_counter()

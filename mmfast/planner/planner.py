@@ -270,9 +270,9 @@ class Planner:
             return self._cached(held, choice, found[0], rejected, work, kind, times)
         met = choice is not None
         if choice is None:
-            least = min([*steps, *policies], key=lambda each: each.cost.memory, default=None)
-            reach = [*steps, least] if least in policies and target.tokens is None else steps
-            choice = _best_effort(reach, target, gone, strict)
+            every = [*steps[-1:], *(policies if target.tokens is None else ())]
+            least = sorted(every, key=lambda each: each.cost.memory)[:1]
+            choice = _best_effort([*steps, *least] if policies else steps, target, gone, strict)
         evidence, depth = self._evidence(kind), self.learner.bench.shape.depth
         rejected += passed_over(choice, evidence, depth, rejected)
         why = reasons(choice, steps, found, target, evidence, work, gone)
