@@ -52,7 +52,7 @@ def test_policies_find_what_was_calibrated(
         assert document["reach"][str(index)] == pytest.approx(reach.tolist(), abs=2e-4)
     row = asked(capsys, folder, "qfilter:0.5")
     assert row["tokens_out"] == -(-row["tokens_in"] // 2)
-    row = asked(capsys, folder, "duo_attention:0.5?sink=4&recent=16")
+    row = asked(capsys, folder, "duo_attention?sink=4&recent=16")
     assert 0 < row["tokens_out"] < row["tokens_in"]
 
 
