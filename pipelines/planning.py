@@ -34,8 +34,12 @@ class PipelinePlanner:
         started: float,
         strict: bool = False,
         tick: Tick | None = None,
+        answer: int = 0,
     ) -> tuple[Plan, float]:
-        """A plan, and the milliseconds that measuring the device took on the way."""
+        """A plan, and the milliseconds that measuring the device took on the way.
+
+        `answer` is the longest answer in tokens.
+        """
         spent = (time.perf_counter() - started) * 1e3
         kind = "video" if "pixel_values_videos" in inputs else "image"
         if kind == "image" and max(items) > 1:
@@ -50,8 +54,16 @@ class PipelinePlanner:
                 strict=strict,
                 kind=kind,
                 tick=tick,
+                answer=answer,
+                caches=self._bare,
             )
         return plan, self.planner.learner.measuring_ms - before
+
+    @property
+    def _bare(self) -> bool:
+        """The pipeline has no KV policy of its own, nor what does not go with one."""
+        parts = (getattr(self.pipe, name, None) for name in ("cache", "decode", "reuse"))
+        return all(part is None for part in parts)
 
     def _try(self, inputs: Mapping[str, Any], spec: str | None) -> float:
         first, start = FirstToken(), time.perf_counter()

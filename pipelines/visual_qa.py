@@ -291,12 +291,15 @@ class VisualQA:
         if many or (how.get("num_beams") or 1) > 1:
             raise MmfastError("stream() answers one question, and without num_beams; call the pipe")
         inputs, items = self._inputs(pairs, Trace())
-        reduce = self.reduce
+        reduce, cache = self.reduce, None
         if wanted:
-            reduce = self.planner.plan(inputs, items, wanted, start, tick=self.tick)[0].spec
+            plan, _ = self.planner.plan(
+                inputs, items, wanted, start, tick=self.tick, answer=_longest(how)
+            )
+            reduce, cache = plan.spec, plan.cache
 
         def generate(streamer: Any, criteria: Any) -> None:
-            with self._attached(inputs, reduce, how) as (_, given):
+            with self._attached(inputs, reduce, how, cache) as (_, given):
                 self.run(given, how, streamer=streamer, stopping_criteria=criteria)
 
         own = how.get("stopping_criteria") or ()
@@ -353,7 +356,8 @@ class VisualQA:
         """
         wanted, start = target or self._wanted(limits), time.perf_counter()
         inputs, items = self._inputs([(media, check_question(question))], Trace())
-        return self.planner.plan(inputs, items, wanted, start, strict=True, tick=tick)[0]
+        most = _longest(self.generate)
+        return self.planner.plan(inputs, items, wanted, start, True, tick, most)[0]
 
     @property
     def planner(self) -> PipelinePlanner:
@@ -417,7 +421,9 @@ class VisualQA:
         reduce, plan = self.reduce, None
         if target:
             with reading.stage("plan") as row:
-                plan, measuring = self.planner.plan(inputs, items, target, start, tick=self.tick)
+                plan, measuring = self.planner.plan(
+                    inputs, items, target, start, tick=self.tick, answer=_longest(how)
+                )
                 row.method = say(plan)
             reduce = plan.spec
             if measuring:  # the device, once and for all: no part of answering
@@ -427,7 +433,7 @@ class VisualQA:
         begin = time.perf_counter()
         with (
             encoder_timer(self.model) as encode,
-            self._attached(inputs, reduce, how) as (trace, given),
+            self._attached(inputs, reduce, how, plan.cache if plan else None) as (trace, given),
         ):
             output = self.run(given, how, streamer=first)
         end = time.perf_counter()
@@ -455,11 +461,16 @@ class VisualQA:
 
     @contextmanager
     def _attached(
-        self, inputs: dict[str, Any], reduce: str | Sequence[Spec] | None, how: Mapping[str, Any]
+        self,
+        inputs: dict[str, Any],
+        reduce: str | Sequence[Spec] | None,
+        how: Mapping[str, Any],
+        cache: str | None = None,  # of a plan
     ) -> Iterator[tuple[Trace, dict[str, Any]]]:
         """Attach what acts inside the model; the trace, and what `generate` is to be given."""
         if self.reuse is None:
-            with attach(self.model, reduce, *self._inside) as trace:
+            inside = (call_plan(cache), *self._inside[1:]) if cache else self._inside
+            with attach(self.model, reduce, *inside) as trace:
                 yield trace, inputs
             return
         check_beside(self.reuse.plan, reduce, self.cache)
@@ -498,6 +509,11 @@ class VisualQA:
                 **inputs, suppress_tokens=sorted(blocked) or None, **how
             )
         return output
+
+
+def _longest(how: Mapping[str, Any]) -> int:
+    """Most tokens of an answer; 0 where its length is bounded together with the prompt's."""
+    return int(how.get("max_new_tokens") or 0)
 
 
 def _encoded(media: Any) -> Any:

@@ -65,12 +65,13 @@ def plan_shape(
     dtype: str = "auto",
     tick: Tick | None = None,
     fresh: bool = False,
+    answer: int = 0,
 ) -> Plan:
     """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew."""
     planner, inputs = shape_planner(preset, frames, device, dtype)
     if fresh:
         planner.learner.forget()
-    return planner.plan(inputs, target, call="forward", tick=tick)
+    return planner.plan(inputs, target, call="forward", tick=tick, answer=answer)
 
 
 def whole_shape(preset: Preset, model: Any) -> ModelShape:
@@ -82,7 +83,8 @@ def whole_shape(preset: Preset, model: Any) -> ModelShape:
     layer = _bytes(model.get_decoder().layers[0])
     block = _bytes(tower_of(model).blocks[0])
     weights = cut.weights + (depth - 1) * layer + (blocks - 1) * block
-    return replace(cut, layers=cut.layers[:1] * depth, blocks=blocks, weights=weights)
+    full = cut.full[:1] * depth
+    return replace(cut, layers=cut.layers[:1] * depth, blocks=blocks, weights=weights, full=full)
 
 
 def _bytes(module: torch.nn.Module) -> int:

@@ -30,6 +30,7 @@ def plan(
         typer.Option(help="A model shape instead of media.", autocompletion=shared.complete_preset),
     ] = None,
     frames: Annotated[int, typer.Option(help="Frames of the clip.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 1,
     device: shared.Device = None,
     dtype: shared.Dtype = "auto",
     check: Annotated[bool, typer.Option("--check", help="Run the plan and compare.")] = False,
@@ -42,7 +43,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="With --check-all: append rows here.")] = None,
     as_json: shared.Json = False,
 ) -> None:
-    """Choose method, site and budget for a target, and explain the choice."""
+    """Choose method, site and budget, or a KV policy, for a target, and explain the choice."""
     from mmfast.frontends.source import DEFAULT_LIMITS, open_source
     from mmfast.models.quiet import quiet
 
@@ -63,10 +64,11 @@ def plan(
 
         shape = (preset, frames, device, dtype)
         with progress("measuring this device") as tick:
-            made = plan_shape(target, *shape, tick, fresh)
+            made = plan_shape(target, *shape, tick, fresh, max_new_tokens)
         ms = check_plan(made, *shape) if check else None
     else:
         options = {"model": model, "device": device, "dtype": dtype, "frames": frames}
+        options["max_new_tokens"] = max_new_tokens
         made, ms = _of_media(target, str(media), question, options, check, fresh)
     _print(made, target, ms, as_json)
 
@@ -81,7 +83,8 @@ def _of_media(
     from mmfast.pipelines import pipeline
 
     check_question(question)
-    pipe = pipeline(f"{kind_of(media)}-qa", max_new_tokens=1, **options)
+    task = f"{kind_of(media)}-qa"
+    pipe = pipeline(task, **options)
     if check:
         pipe(media, question)  # the first call of a process is slower in every part
     if fresh:
@@ -91,7 +94,8 @@ def _of_media(
     if not check:
         return made, None
     made = pipe.plan(media, question, target=target)  # again, now that everything is warm
-    pipe.reduce = made.spec
+    options |= {"model": (pipe.model, pipe.processor), "reduce": made.spec, "cache": made.cache}
+    pipe = pipeline(task, **{**options, "max_new_tokens": 1})
     planning = made.ttft_ms["plan"]
     return made, planning + median(pipe(media, question).ttft_ms for _ in range(5))
 
@@ -115,6 +119,7 @@ def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
     megabytes = {name: size / 1e6 for name, size in made.memory.items()}
     rows: list[tuple[object, ...]] = [
         ("reduce", made.spec or "all tokens", f"for {target}"),
+        *([("cache", made.cache, "keys and values")] if made.cache else []),
         ("visual tokens", f"{made.kept_tokens} of {made.visual_tokens}", "after the last stage"),
         ("per layer", f"{made.mean_tokens:.0f}", "mean over the decoder layers"),
         ("first token", f"{made.total_ms:.0f} ms", _parts(made.ttft_ms, "{:.3g}")),

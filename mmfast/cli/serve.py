@@ -93,7 +93,7 @@ def _check_specs(config: ServerConfig) -> None:
     """Refuse wrong specs before anything is loaded."""
     from mmfast.core.spec import check_names
 
-    check_names([config.reduce], [config.cache])
+    check_names([config.reduce], [config.cache], [config.prefill])
     if config.model is not None and config.model.startswith((".", "/", "~")):
         path = Path(config.model).expanduser()
         if not (path / "config.json").is_file():
@@ -107,13 +107,13 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.planner.target import parse_bytes
         from mmfast.streams.reuse.plan import check_beside, parse_reuse
 
-        check_beside(parse_reuse(config.reuse), config.reduce, call_plan(config.cache))
+        plan, cached = parse_reuse(config.reuse), call_plan(config.cache)
+        check_beside(plan, config.reduce, cached, prefill=config.prefill)
         parse_bytes(config.reuse_memory)
     if config.prefill is not None:
-        raise MmfastError(
-            f"--prefill {config.prefill!r}: the engine reads prompts in chunks beside the steps of "
-            "other answers; use mmfast ask or mmfast.attach for sparse prefill"
-        )
+        from mmfast.prefill.plan import plan_prefill
+
+        plan_prefill(config.prefill)
     if config.engine == "vllm":
         if config.attn is not None:
             raise MmfastError("--attn: vLLM chooses its attention itself; leave it out")

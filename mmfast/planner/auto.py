@@ -48,7 +48,8 @@ def announced(learner: Learner) -> Iterator[Tick]:
 
 def say(plan: Plan) -> str:
     """A plan in a row of a trace."""
-    return plan.note or plan.spec or "all tokens"
+    cache = plan.cache and f"cache {plan.cache}"
+    return plan.note or plan.spec or cache or "all tokens"
 
 
 def row_name(name: Any) -> str:

@@ -15,6 +15,7 @@ from importlib.resources import files
 from statistics import NormalDist
 from typing import Any
 
+from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import Spec, count, parse
 from mmfast.ops.weight_forms import FORMS
@@ -163,14 +164,16 @@ def evidence_for(
     """
     usable = [r for r in (shipped_rows() if rows is None else rows) if _usable(r)]
     for wanted in (kind, SUBSET):
-        of_kind = [r for r in usable if _subset(r) == wanted]
+        of_kind = [r for r in usable if subset(r) == wanted]
         whole = [r for r in of_kind if r["reduce"] is None]
         if not whole:
             continue
+        reduced = [_questions(r) for r in of_kind if r["reduce"] is not None]
+        whole = [r for r in whole if _questions(r) in reduced] or whole  # else of KV policies
         own = [r for r in whole if r.get("model") == model]
         full = (own or whole)[-1]
         name, total = str(full.get("model")), float(full.get("kept") or 0)
-        found = [r for r in of_kind if all(r.get(k) == full.get(k) for k in _SAME)]
+        found = [r for r in of_kind if _questions(r) == _questions(full)]
         depth = layers(name)
         curves = tuple(replace(c, layers=depth) for c in _curves(found, total))
         source = f"{full.get('n', '?')} questions to {name} about {wanted} input"
@@ -179,7 +182,11 @@ def evidence_for(
     return None
 
 
-def _subset(row: Row) -> str:
+def _questions(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _SAME)
+
+
+def subset(row: Row) -> str:
     """Kind of media of a row; rows of the first suite, of clips, name none."""
     name = str(row.get("subset") or row.get("suite"))
     return name if name in KINDS else SUBSET
@@ -231,6 +238,7 @@ class Candidate:
     stages: tuple[Spec, ...]  # parsed spec; none is the stock model
     accuracy: float | None  # sure by its evidence, at most that of all tokens; None without rows
     cost: Cost  # the prediction
+    cache: CachePlan | None = None  # KV policy in place of reducers
 
     @property
     def spec(self) -> str | None:

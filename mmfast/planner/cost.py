@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import MEDIA, TEXT
-from mmfast.core.spec import Spec, expand
+from mmfast.core.spec import Spec, count, expand
 from mmfast.models.cost import attention_width, linear_macs
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.packing import PackedLinear
@@ -25,6 +26,8 @@ from mmfast.models.reduction.decoder_signals import INNER
 from mmfast.models.reduction.record import features_given
 from mmfast.models.reduction.site import sites_of
 from mmfast.models.reduction.tower_signals import TOWER_SIGNALS
+from mmfast.models.wrappers import KEEPS_ALL, kind_of
+from mmfast.ops.quantisation import Quantiser
 from mmfast.planner.rates import Rates, at
 
 # Of a config, what changes from one download or version to the next and not with the shape.
@@ -42,6 +45,8 @@ class ModelShape:
     element: int  # bytes of a value
     weights: int  # bytes of all parameters and buffers
     blocks: int = 0  # blocks of the vision tower
+    head: int = 0  # width of a head of keys; 0 where there is one head
+    full: tuple[bool, ...] = ()  # layers on which KV policies act; () is all of them
 
     @property
     def depth(self) -> int:
@@ -64,6 +69,8 @@ def shape_of(model: Any, blocks: int = 0) -> ModelShape:
         element=next(model.parameters()).element_size(),
         weights=sum(t.numel() * t.element_size() for t in tensors),
         blocks=blocks,
+        head=head,
+        full=tuple(kind_of(config, i) in KEEPS_ALL for i in range(len(model.get_decoder().layers))),
     )
 
 
@@ -94,6 +101,7 @@ class Work:
     grids: tuple[tuple[int, int, int] | None, ...] = ()  # none where there is no raster
     tiled: bool = False  # some image is cut into tiles
     attentive: bool = True  # the encoder has attention that signals can be read from
+    answer: int = 0  # tokens that each row may write, whose keys and values add up
 
     @property
     def visual(self) -> int:
@@ -174,7 +182,7 @@ class Cost:
     prefill: float  # ms of the decoder layers and one row of logits
     overhead: float  # ms of everything else
     weights: int  # bytes of the model
-    kv: int  # bytes of keys and values after the prefill
+    kv: int  # bytes of keys and values after the prefill, or the answer where its length is known
     activations: int  # bytes held at the widest point
     kept: int  # visual tokens left after the last stage
     mean: float  # visual tokens of the prompt, mean over the decoder layers
@@ -206,9 +214,14 @@ def lengths_of(stages: Sequence[Spec], n: int, depth: int, other: str = TEXT) ->
 
 
 def predict(
-    shape: ModelShape, rates: Rates, work: Work, stages: Sequence[Spec], call: str = "generate"
+    shape: ModelShape,
+    rates: Rates,
+    work: Work,
+    stages: Sequence[Spec],
+    call: str = "generate",
+    cache: CachePlan | None = None,
 ) -> Cost:
-    """Predict one call."""
+    """Predict one call; of `cache` the bytes alone, not the time of choosing."""
     stages = expand(stages, shape.depth)
     per_item = [lengths_of(stages, n, shape.depth) for n in work.items]
     visual = [sum(lengths) for lengths in zip(*per_item, strict=True)]
@@ -222,12 +235,59 @@ def predict(
         prefill=_prefill(shape, rates, both, work.rows) + rates.head,
         overhead=reduced if stages else stock,
         weights=shape.weights,
-        kv=sum(both) * shape.entry * shape.element,
-        activations=_activations(shape, work, max(both)),
+        kv=_kept_bytes(shape, work, both, cache),
+        activations=_activations(shape, work, max(both)) + _whole_layer(shape, work, both, cache),
         kept=visual[-1],
         mean=sum(visual) / len(visual),
         noise=rates.noise,
     )
+
+
+def _kept_bytes(
+    shape: ModelShape, work: Work, tokens: Sequence[int], cache: CachePlan | None
+) -> int:
+    token = shape.entry * shape.element
+    whole = [(n + work.rows * work.answer) * token for n in tokens]
+    if cache is None:
+        return sum(whole)
+    full = shape.full or (True,) * shape.depth
+    each = [work.rows * held_bytes(shape, cache, n // work.rows, work.answer) for n in tokens]
+    return sum(mine if acts else all_ for mine, all_, acts in zip(each, whole, full, strict=True))
+
+
+def held_bytes(shape: ModelShape, cache: CachePlan, prompt: int, answer: int = 0) -> int:
+    """Return the most bytes that one layer and row holds until an answer of so many tokens ends.
+
+    A score policy chooses behind the prompt; a store in fewer bits keeps the latest as they are.
+    """
+    token, score, store = shape.entry * shape.element, cache.score, cache.quantiser()
+    if score is not None and score.budget is not None:
+        share = score.budget
+        prompt = min(share, prompt) if isinstance(share, int) else count(share, prompt) or prompt
+    if store is None:
+        return (prompt + answer) * token
+    recent = min(prompt, store.residual) + answer
+    recent = min(recent, store.residual + max(store.group, store.residual))
+    return recent * token + _packed(shape, store, prompt + answer - recent)
+
+
+def _packed(shape: ModelShape, store: Quantiser, n: int) -> int:
+    """Bytes of codes and of the two numbers of each group: keys by channel, values by token."""
+    width = shape.head or shape.entry // 2
+    heads, scale = shape.entry // (2 * width), 2 * shape.element
+    codes = 2 * heads * -(-n * width * store.bits // 8)
+    groups = -(-n // store.group) * width + n * -(-width // store.group)
+    return codes + heads * groups * scale
+
+
+def _whole_layer(
+    shape: ModelShape, work: Work, tokens: Sequence[int], cache: CachePlan | None
+) -> int:
+    """A policy acts behind each layer, which is whole until then; packs are unpacked for a step."""
+    if cache is None:
+        return 0
+    answer = work.rows * work.answer if cache.store is not None else 0
+    return (max(tokens) + answer) * shape.entry * shape.element
 
 
 def _prefill(shape: ModelShape, rates: Rates, tokens: Sequence[int], rows: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, count, parse, run
 from mmfast.core.tokens import Tokens
@@ -72,9 +73,15 @@ class Learner:
         self.refused: dict[str, str] = {}
         self._asides = 0
 
-    def cost(self, work: Work, stages: Sequence[Spec], call: str = "generate") -> Cost:
-        """Predict one call under a parsed spec."""
-        return predict(self.bench.shape, self.rates, work, stages, call)
+    def cost(
+        self,
+        work: Work,
+        stages: Sequence[Spec],
+        call: str = "generate",
+        cache: CachePlan | None = None,
+    ) -> Cost:
+        """Predict one call under a parsed spec, or a KV policy."""
+        return predict(self.bench.shape, self.rates, work, stages, call, cache)
 
     def learn(
         self,

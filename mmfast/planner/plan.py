@@ -23,6 +23,7 @@ class Plan:
     met: bool = True  # every limit is met
     why: tuple[str, ...] = ()  # the choice in plain sentences
     rejected: tuple[Rejected, ...] = ()  # methods and steps that were not taken, with the reason
+    cache: str | None = None  # spec string of a KV policy, which is taken in place of reducers
     note: str = ""  # for the trace, where the choice is not the one that was asked for
 
     @property
@@ -40,6 +41,7 @@ class Plan:
         parts = {name: round(ms, 3) for name, ms in self.ttft_ms.items()}
         document: dict[str, Any] = {
             "reduce": self.spec,
+            "cache": self.cache,
             "predicted_ttft_ms": {"total": round(self.total_ms, 3), **parts},
             "visual_tokens": self.visual_tokens,
             "kept_tokens": self.kept_tokens,

@@ -25,6 +25,13 @@ from mmfast.core.trace import format_bytes
 from mmfast.models.loading import embedded_path
 from mmfast.models.reduction.check import check as check_stages
 from mmfast.models.reduction.check import placed
+from mmfast.planner.caches import (
+    CacheEvidence,
+    cache_candidates,
+    cache_evidence,
+    cache_reason,
+    most_accurate,
+)
 from mmfast.planner.calibration import Tick
 from mmfast.planner.candidates import (
     DOCUMENT_SHARE,
@@ -42,6 +49,10 @@ from mmfast.planner.plan import Plan
 from mmfast.planner.rates import Rates
 from mmfast.planner.target import FAST_SHARE, QUALITIES, Target
 
+_STRANGER = (
+    "There are no accuracy rows of this model, so those of the embedded one had to do; "
+    "run `mmfast eval` with your own questions before you rely on them."
+)
 FASTER = 0.98  # a gain below 2 % drowns in what the prediction is off by
 
 
@@ -104,6 +115,16 @@ def choose(
     return fitting[-1 if floor_only and timed and target.ttft_ms is None else 0], steps
 
 
+def surer(
+    policies: Sequence[Candidate], choice: Candidate | None, target: Target
+) -> Candidate | None:
+    """The KV policy that meets a target with more accuracy than the choice among reducers."""
+    held = most_accurate([each for each in policies if meets(each, target)])
+    if held is None or (choice is not None and (held.accuracy or 0) <= (choice.accuracy or 0)):
+        return None
+    return held
+
+
 def reasons(
     choice: Candidate,
     steps: Sequence[Candidate],
@@ -135,10 +156,7 @@ def reasons(
             + (f", outside the target ({target})." if limited else ".")
         )
     if choice.spec is not None and not evidence.own:
-        lines.append(
-            "There are no accuracy rows of this model, so those of the embedded one had to do; "
-            "run `mmfast eval` with your own questions before you rely on them."
-        )
+        lines.append(_STRANGER)
     return tuple(lines)
 
 
@@ -157,7 +175,7 @@ def refusal(steps: Sequence[Candidate], target: Target, spent: float) -> str:
     if not steps:
         return f"no method is good enough for {target}; ask for another quality"
     best = steps[-1]
-    name = best.spec or "all tokens"
+    name = best.spec or (f"cache {best.cache}" if best.cache else "all tokens")
     reach = []
     if target.ttft_ms is not None:
         reach.append(f"{spent + best.cost.ttft:.0f} ms to the first token")
@@ -190,6 +208,7 @@ class Planner:
         self.model, self.name, self.rows = model, name, rows
         self.learner = Learner(model, rates, shape, remember)
         self._known: dict[str, Evidence] = {}
+        self._caches: dict[str, CacheEvidence | None] = {}
         self._planning_ms: float | None = None
 
     def plan(
@@ -202,16 +221,20 @@ class Planner:
         strict: bool = True,
         kind: str = "video",
         tick: Tick | None = None,
+        answer: int = 0,
+        caches: bool = True,
     ) -> Plan:
         """Choose for one request, what the processor returned; without limits the stock model.
 
         `run` runs one call (`generate` or `forward`) for real, so that the overhead of short ones
         can be learnt; `spent` ms are gone since the caller started to wait; `kind` is that of the
-        media, unless the target names one. A target out of reach is an MmfastError that says what
-        the best plan reaches; unless `strict`, a latency out of reach is a warning, and the fastest
-        runs.
+        media, unless the target names one; `answer` is the longest answer in tokens. Where memory
+        is limited and time is not, a KV policy is taken if it is surer than all reducers within the
+        limit, unless `caches` says that the call has one already or cannot have one. A target out
+        of reach is an MmfastError that says what the best plan reaches; unless `strict`, a latency
+        out of reach is a warning, and the fastest runs.
         """
-        work, media = work_of(self.model, inputs), target.kind or kind
+        work, media = replace(work_of(self.model, inputs), answer=answer), target.kind or kind
         with self.learner.aside():
             busy = self.learner.settle(work, call, run, tick)
             if busy:
@@ -225,7 +248,7 @@ class Planner:
                 start = time.perf_counter()
                 self._weigh(work, target, call, spent, media)
                 self._planning_ms = (time.perf_counter() - start) * 1e3
-        return self.decide(work, target, call, spent, strict, media, self._planning_ms)
+        return self.decide(work, target, call, spent, strict, media, self._planning_ms, caches)
 
     def decide(
         self,
@@ -236,29 +259,61 @@ class Planner:
         strict: bool = True,
         kind: str = "video",
         planning: float = 0.0,
+        caches: bool = True,
     ) -> Plan:
         """Choose with the rates as they are."""
         gone, kind = spent + planning, target.kind or kind
         choice, steps, found, rejected = self._weigh(work, target, call, gone, kind)
+        policies = self._policies(found[0], work, target, call, kind) if caches else []
+        held, times = surer(policies, choice, target), {"read": spent, "plan": planning}
+        if held is not None:
+            return self._cached(held, choice, found[0], rejected, work, kind, times)
         met = choice is not None
         if choice is None:
-            choice = _best_effort(steps, target, gone, strict)
+            every = [*steps[-1:], *(policies if target.tokens is None else ())]
+            least = sorted(every, key=lambda each: each.cost.memory)[:1]
+            choice = _best_effort([*steps, *least] if policies else steps, target, gone, strict)
         evidence, depth = self._evidence(kind), self.learner.bench.shape.depth
         rejected += passed_over(choice, evidence, depth, rejected)
         why = reasons(choice, steps, found, target, evidence, work, gone)
-        cost, parts = choice.cost, ("encode", "select", "prefill", "overhead")
-        return Plan(
-            spec=choice.spec,
-            ttft_ms={"read": spent, "plan": planning} | {p: getattr(cost, p) for p in parts},
-            visual_tokens=work.visual,
-            kept_tokens=cost.kept,
-            mean_tokens=cost.mean,
-            memory={name: getattr(cost, name) for name in ("weights", "kv", "activations")},
-            accuracy=(choice.accuracy, found[0].accuracy),
-            met=met,
-            why=why,
-            rejected=tuple(rejected),
+        return _plan(choice, found[0], work, times, why, rejected, met)
+
+    def _policies(
+        self, stock: Candidate, work: Work, target: Target, call: str, kind: str
+    ) -> list[Candidate]:
+        """KV policies that are good enough, where they are weighed at all."""
+        known, learner = self._cache_evidence(kind), self.learner
+        if target.memory is None or target.ttft_ms is not None or known is None:
+            return []
+        priced = cache_candidates(
+            known,
+            stock.accuracy or 0.0,
+            self.model,
+            lambda cache: learner.cost(work, (), call, cache),
+            DOCUMENT_SHARE if kind == "document" != known.chosen.kind else 0.0,
         )
+        return [c for c in good_enough([stock, *priced], target.quality) if c.cache is not None]
+
+    def _cached(
+        self,
+        held: Candidate,
+        rival: Candidate | None,
+        stock: Candidate,
+        rejected: Sequence[Rejected],
+        work: Work,
+        kind: str,
+        times: Mapping[str, float],
+    ) -> Plan:
+        known = self._cache_evidence(kind)
+        assert known is not None
+        why = [cache_reason(held, stock.cost, rival, known.chosen.source)]
+        why += [] if known.chosen.own else [_STRANGER]
+        return _plan(held, stock, work, times, tuple(why), rejected, True)
+
+    def _cache_evidence(self, kind: str) -> CacheEvidence | None:
+        if kind not in self._caches:
+            self._caches[kind] = cache_evidence(kind, self.rows, self.name)
+        return self._caches[kind]
 
     def _weigh(
         self, work: Work, target: Target, call: str, gone: float, kind: str
@@ -304,6 +359,31 @@ class Planner:
             return tuple(placed(stage, self.model) for stage in stages)
         except ModelError:  # it is compared with, and refused with a reason
             return stages
+
+
+def _plan(
+    choice: Candidate,
+    stock: Candidate,
+    work: Work,
+    times: Mapping[str, float],
+    why: tuple[str, ...],
+    rejected: Sequence[Rejected],
+    met: bool,
+) -> Plan:
+    cost, parts = choice.cost, ("encode", "select", "prefill", "overhead")
+    return Plan(
+        spec=choice.spec,
+        ttft_ms={**times} | {p: getattr(cost, p) for p in parts},
+        visual_tokens=work.visual,
+        kept_tokens=cost.kept,
+        mean_tokens=cost.mean,
+        memory={name: getattr(cost, name) for name in ("weights", "kv", "activations")},
+        accuracy=(choice.accuracy, stock.accuracy),
+        met=met,
+        why=why,
+        rejected=tuple(rejected),
+        cache=None if choice.cache is None else str(choice.cache),
+    )
 
 
 def _best_effort(

@@ -64,7 +64,7 @@ class ServerConfig:
             `int8-dynamic` or `fastest`.
         attn: Attention back end: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3` or
             `flex_attention`.
-        prefill: Refused: the engine reads prompts in chunks beside the steps of other answers.
+        prefill: Spec string of sparse prefill for requests that name none.
         name: Name of the model in `/v1/models`; None takes its own name.
         strict: Refuse unknown parameters and those without effect, instead of naming them in the
             header `x-mmfast-ignored`.

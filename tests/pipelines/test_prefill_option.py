@@ -52,8 +52,13 @@ def test_ask_says_what_was_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sparse" in [row["stage"] for row in json.loads(out)["trace"]]
 
 
+def test_serve_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "serve", "--prefill", SPEC, "--dry-run", "--json")
+    assert json.loads(out)["prefill"] == SPEC
+
+
 def test_commands_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "reads prompts in chunks" in fails(capsys, "serve", "--prefill", SPEC, "--dry-run")
+    assert "'minference'" in fails(capsys, "serve", "--prefill", "minferenc:0.3", "--dry-run")
     assert "flash-attn-3" in fails(capsys, "serve", "--attn", "flash_attention_3", "--dry-run")
     assert "takes no --prefill" in fails(
         capsys, "eval", "--suite", "speech", "--prefill", "hip:0.3"

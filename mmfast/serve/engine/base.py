@@ -86,6 +86,7 @@ class Options:
     reduce: str | None = None
     cache: str | None = None
     target_ttft_ms: float | None = None
+    prefill: str | None = None
     reuse: str | None = None
     raw: str | tuple[int, ...] | None = None  # a prompt that replaces the chat template's
     # arguments of the chat template, such as `tools`, and of the processor

@@ -36,6 +36,7 @@ class ActiveRequest:
         # spec string of reducers; the planner's where there is a latency target
         self.reduce: str | None = None
         self.cache: str | None = None
+        self.prefill: str | None = None  # spec string of sparse prefill
         # the part of `reduce` between vision tower and language model, and the part inside it
         self.early: str | None = None
         self.deep: tuple[Spec, ...] = ()

@@ -48,7 +48,7 @@ class ServedReuse:
                 f"reuse={str(plan)!r}: this server keeps outputs of the vision tower alone; give "
                 "'encoder', or leave it out"
             )
-        check_beside(plan, answer.reduce, call_plan(answer.cache))
+        check_beside(plan, answer.reduce, call_plan(answer.cache), prefill=answer.prefill)
 
     def acts(self, answer: ActiveRequest) -> bool:
         """Return True if the prompt of a request is read here: it has media, and specs fit."""
@@ -56,7 +56,8 @@ class ServedReuse:
         if prepared is None or not features_given(prepared.inputs):
             return False
         try:
-            check_beside(self._plan(answer), answer.reduce, call_plan(answer.cache))
+            mine = answer.reduce, call_plan(answer.cache)
+            check_beside(self._plan(answer), *mine, prefill=answer.prefill)
         except SpecError:  # of this request alone, which is read as without a store
             return False
         return True

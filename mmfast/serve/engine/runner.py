@@ -21,6 +21,7 @@ from mmfast.core.registry import MEDIA
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import CACHE
+from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check
@@ -30,6 +31,7 @@ from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
+from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.bucket import taken
@@ -220,14 +222,15 @@ class SequentialRunner:
         answer = own.answer
         start = time.perf_counter()
         try:
-            adapter, reduce = answer.request.adapter, answer.reduce  # type: Any, Any
+            adapter, specs = answer.request.adapter, [answer.reduce, answer.cache]  # type: Any, Any
             if answer.reuses and self._reuse is not None:
-                reduce = self._reuse.behind(answer)
-            with using((adapter,)), attach(model, reduce, answer.cache) as trace:
+                specs[0] = self._reuse.behind(answer)
+            sparse = answer.prefill if own.cache is None else None
+            with using((adapter,)), attach(model, *specs, prefill=sparse) as trace:
                 own.trace = trace if own.cache is None else own.trace
                 logits = (self._prompt if own.cache is None else self._token)(own, model)
         except ModelError as error:
-            if not (answer.reduce or answer.cache):
+            if not (answer.reduce or answer.cache or answer.prefill):
                 raise
             raise SpecError(str(error)) from error  # specs that do not fit this model or prompt
         if not own.count:
@@ -403,6 +406,8 @@ class ModelRunner:
         plan, specs = served_plan(answer.cache), parse(answer.reduce)
         if specs:
             check(specs, self.model, plan)
+        if (sparse := plan_prefill(answer.prefill)) is not None:
+            check_prefill(sparse, self.model)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
         if self.reuse is None:
@@ -425,7 +430,8 @@ class ModelRunner:
         inside = [spec for spec in specs if spec.site == "vit"][:1]
         known = len(between) + len(deep) + len(inside)
         answer.reuses = self.reuse is not None and self.reuse.acts(answer)
-        batched = self._decodes(answer) and known == len(specs) and not answer.reuses
+        alone = answer.reuses or _skips_keys(answer)
+        batched = self._decodes(answer) and known == len(specs) and not alone
         early_part = "+".join(map(str, between)) or None
         answer.adopt(early_part, deep, inside[0] if inside else None, batched)
         answer.piece, more = answer.prepared.length, answer.sampling.max_tokens
@@ -538,6 +544,18 @@ class ModelRunner:
     def _generate(self, inputs: dict[str, Any], **extra: Any) -> Any:
         with torch.inference_mode():
             return self.model.generate(**inputs, do_sample=False, **extra)
+
+
+def _skips_keys(answer: ActiveRequest) -> bool:
+    """Return True if sparse prefill may choose in a prompt: it is read in one piece then.
+
+    Chunks would choose each for itself, of keys that came before; layer by layer, under `attach`,
+    running answers wait no longer than for a chunk all the same.
+    """
+    plan, prepared = plan_prefill(answer.prefill), answer.prepared
+    if plan is None or plan.whole or prepared is None:
+        return False
+    return prepared.length >= plan.selector().least
 
 
 def chunk_work(model: Any, tokens: int) -> float:

@@ -16,6 +16,7 @@ from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.reduction.record import features_given
 from mmfast.planner.target import check_alone, make_target
+from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import load_adapters
 from mmfast.serve.engine.base import (
     CANCELLED,
@@ -127,11 +128,11 @@ class Scheduler:
     has the device measured.
 
     `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
-    `reduce` and `cache` are for requests that name none. At most `slots` requests are answered at
-    once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of prompts
-    between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context` the
-    longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values, such
-    as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
+    `reduce`, `cache` and `prefill` are for requests that name none. At most `slots` requests are
+    answered at once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of
+    prompts between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context`
+    the longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values,
+    such as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
     `lora` are folders of adapters by name, for requests that name one. `weights` packs those of a
     model loaded here (`"int8"`, `"fastest"`), and `attn` names its attention back end, as in
     pipelines. `reuse` keeps what media cost for later requests, as in pipelines (`"blend:0.15"`),
@@ -156,11 +157,12 @@ class Scheduler:
         lora: Mapping[str, str] | None = None,
         weights: str | None = None,
         attn: str | None = None,
+        prefill: str | None = None,
         reuse: str | None = None,
         store: ReuseStore | str | Path | None = None,
     ) -> None:
-        kept_plan = parse_reuse(reuse)
-        check_beside(kept_plan, parse(reduce), served_plan(cache))
+        kept_plan, sparse = parse_reuse(reuse), plan_prefill(prefill)
+        check_beside(kept_plan, parse(reduce), served_plan(cache), prefill=sparse)
         if kept_plan is None and store is not None:
             raise MmfastError("store= keeps nothing without reuse=; give reuse='prefix' too")
         stock, processor = load_packed(model, device, dtype, weights, lora, attn)
@@ -177,7 +179,7 @@ class Scheduler:
         if kept_plan is not None:
             again = ServedReuse(stock, processor, kept_plan, store_of(store))
         self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model, again)
-        self._default = Options(reduce, cache)
+        self._default = Options(reduce, cache, prefill=prefill)
         self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))
         self._wake = threading.Condition()
         self._known: dict[str, ActiveRequest | None] = {}
@@ -250,6 +252,7 @@ class Scheduler:
         """Return a request with the engine's options where it gives none."""
         answer, mine = ActiveRequest(request, emit, sampling), request.options
         answer.cache = self._default.cache if mine.cache is None else mine.cache
+        answer.prefill = self._default.prefill if mine.prefill is None else mine.prefill
         answer.target = mine.target_ttft_ms
         if mine.target_ttft_ms is not None:
             check_alone(make_target(mine.target_ttft_ms), mine.reduce)

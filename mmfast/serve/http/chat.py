@@ -179,6 +179,7 @@ class ChatExchange:
             options.reduce,
             options.cache,
             options.target_ttft_ms,
+            options.prefill,
             options.reuse,
             template=template,
             processor=processor,

@@ -54,7 +54,7 @@ class Completions:
         """Answer with one document, or with a stream."""
         answers, given = self._answers, self._asked.mmfast or schema.MmfastOptions()
         raws = [each if isinstance(each, str) else tuple(each) for each in self._prompts]
-        prompts = [((), base.Options(None, given.cache, None, raw=raw)) for raw in raws]
+        prompts = [((), base.Options(None, given.cache, None, given.prefill, raw)) for raw in raws]
         run = await answers.run(prompts)
         if self._asked.stream:
             return await answers.stream(run, self._chunk, self._end())

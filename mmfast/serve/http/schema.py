@@ -262,13 +262,14 @@ class NamedTool(Strict):
 class MmfastOptions(Strict, extra="forbid"):
     """Options of this server: reduction of media and caches, and sampling of clips.
 
-    `reduce`, `cache` and `reuse` are spec strings; for `target_ttft_ms` the planner picks the
-    reducers; `priority` orders the requests of one key, higher first; `frames` or `fps` set the
-    sampling of clips.
+    `reduce`, `cache`, `prefill` and `reuse` are spec strings; for `target_ttft_ms` the planner
+    picks the reducers; `priority` orders the requests of one key, higher first; `frames` or `fps`
+    set the sampling of clips.
     """
 
     reduce: Spec | None = None
     cache: Spec | None = None
+    prefill: Spec | None = None
     target_ttft_ms: Annotated[float, Field(gt=0, le=3.6e6)] | None = None
     reuse: Spec | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None

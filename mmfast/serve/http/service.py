@@ -411,10 +411,10 @@ def load_engine(config: ServerConfig) -> Executor:
 
             store = ReuseStore(host=config.reuse_memory, folder=config.reuse_folder)
             options |= {"reuse": config.reuse, "store": store}
-        return Scheduler(config.model, **options)
+        return Scheduler(config.model, **options, prefill=config.prefill)
     if config.engine == "vllm":
         raise MmfastError("vLLM has a server of its own; start it with mmfast serve --engine vllm")
-    options["workers"] = config.workers
+    options |= {"workers": config.workers, "prefill_spec": config.prefill}
     for role in ("encode", "prefill", "decode"):
         options[role] = getattr(config, f"{role}_replicas")
     from mmfast.serve.ray.engine import RayEngine

@@ -95,6 +95,7 @@ class ReplicaSettings:
     lora: Mapping[str, str] = field(default_factory=dict)  # folders of adapters by name
     weights: str | None = None  # form of packed weights
     attn: str | None = None  # attention back end
+    prefill: str | None = None  # spec of a whole engine's sparse prefill
 
     def settle(self) -> None:
         """Set up the process of a replica."""
@@ -299,6 +300,7 @@ class AnswerReplica:
             "lora",
             "weights",
             "attn",
+            "prefill",
         )
         options = {name: getattr(plan, name) for name in names}
         # A request that was cancelled holds its place here for a moment longer than on Ray.

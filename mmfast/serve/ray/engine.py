@@ -17,6 +17,7 @@ from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.spec import parse
 from mmfast.models.attention import check_attn
 from mmfast.models.loading import EMBEDDED
+from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine import base
 from mmfast.serve.engine.encoder import early
 from mmfast.serve.engine.model import check_form
@@ -218,6 +219,7 @@ class RayEngine:
         lora: Mapping[str, str] | None = None,
         weights: str | None = None,
         attn: str | None = None,
+        prefill_spec: str | None = None,
     ) -> None:
         check_form(weights, lora)
         check_attn(attn)
@@ -226,7 +228,7 @@ class RayEngine:
         single = {f"{WORKER}-{number}": 1 for number in range(workers or 0)}
         self.replicas: dict[str, int] = single or ({WHOLE: replicas} if replicas else parts)
         self._last = [*self.replicas][-1]  # the role that decodes
-        self._check(reduce, cache)
+        self._check(reduce, cache, prefill_spec)
         self._reduce = reduce
         self.model = name or (EMBEDDED if model is None else str(model))
         self._most = slots * (workers or self.replicas[self._last]) + queue
@@ -235,7 +237,7 @@ class RayEngine:
         plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
         self._lora = dict(lora or {})
         plan = replace(plan, reduce=reduce, cache=cache, weights=weights, attn=attn)
-        plan = replace(plan, lora=self._lora)
+        plan = replace(plan, lora=self._lora, prefill=prefill_spec)
         self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -258,7 +260,7 @@ class RayEngine:
     def submit(self, request: base.Request, emit: base.Emit) -> None:
         """See `Executor.submit`."""
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
-        self._check(reduce, request.options.cache)
+        self._check(reduce, request.options.cache, request.options.prefill)
         check_storeless(request.options.reuse)
         if request.adapter is not None and request.adapter not in self._lora:
             raise MmfastError(unknown("adapter", request.adapter, [*self._lora]))
@@ -326,9 +328,9 @@ class RayEngine:
         self._loop.close()
         self._cluster.close(self._apps)
 
-    def _check(self, reduce: str | None, cache: str | None) -> None:
+    def _check(self, reduce: str | None, cache: str | None, prefill: str | None) -> None:
         """Refuse wrong specs, and those that need the whole model, with `SpecError`."""
-        parse(reduce), served_plan(cache)
+        parse(reduce), served_plan(cache), plan_prefill(prefill)
         if self._last == WHOLE:
             return
         fix = "start the server with --replicas, whose copies run all of it, or take inproc"
@@ -341,6 +343,8 @@ class RayEngine:
             raise SpecError(
                 f"cache {cache!r} acts inside the model, which Ray runs in parts; {fix}"
             )
+        if prefill:
+            raise SpecError(f"prefill {prefill!r} needs a prompt in one piece; {fix}")
 
     # --- the loop's thread --------------------------------------------------------------------
 

@@ -1,0 +1,76 @@
+"""`mmfast calibrate`: patterns of heads in a folder, and the policies that find them there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import CLIP, QUESTION, fails, run
+
+import mmfast
+from mmfast.models.kv.calibration import FILE, HeadPatterns
+from mmfast.models.loading import load
+
+SIZE = ("--count", "1", "--length", "144")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded model in a folder of its own, which nobody has calibrated."""
+    home = tmp_path / "model"
+    shutil.copytree("assets/models/tiny-video", home)
+    return home
+
+
+def asked(capsys: pytest.CaptureFixture[str], folder: Path, cache: str) -> Any:
+    given = ("--model", str(folder), "--cache", cache, "--max-new-tokens", "4", "--json")
+    code, out, error = run(capsys, "ask", CLIP, QUESTION, *given)
+    assert code == 0, error
+    (row,) = [row for row in json.loads(out)["trace"] if row["stage"] == "kv"]
+    return row
+
+
+def test_policies_find_what_was_calibrated(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    for cache in ("qfilter:0.5", "duo_attention"):
+        refused = fails(capsys, "ask", CLIP, QUESTION, "--model", str(folder), "--cache", cache)
+        assert "'mmfast calibrate'" in refused and cache.partition(":")[0] in refused
+    code, out, _ = run(capsys, "calibrate", str(folder), *SIZE, "--json")
+    document = json.loads(out)
+    assert code == 0 and document["file"] == str(folder / FILE)
+    stored, (model, _) = HeadPatterns.load(folder), load(str(folder), "cpu", "auto")
+    direct = mmfast.calibrate_heads(model, count=1, length=144)
+    assert sorted(map(int, document["reach"])) == sorted(stored.reach) == sorted(direct.reach)
+    for index, reach in direct.reach.items():
+        assert torch.allclose(stored.reach[index], reach, atol=1e-4)
+        assert torch.allclose(stored.filters[index], direct.filters[index], atol=1e-4)
+        assert document["reach"][str(index)] == pytest.approx(reach.tolist(), abs=2e-4)
+    row = asked(capsys, folder, "qfilter:0.5")
+    assert row["tokens_out"] == -(-row["tokens_in"] // 2)
+    row = asked(capsys, folder, "duo_attention?sink=4&recent=16")
+    assert 0 < row["tokens_out"] < row["tokens_in"]
+
+
+def test_another_folder_and_a_table(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "patterns"
+    code, shown, _ = run(capsys, "calibrate", str(folder), "--out", str(out), *SIZE)
+    assert code == 0 and (out / FILE).is_file() and not (folder / FILE).exists()
+    assert "reach of its heads" in shown and FILE in shown
+    reach = HeadPatterns.load(out).reach
+    assert str(round(float(reach[0][0]), 4)) in shown
+
+
+def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert "'nowhere' is no folder" in fails(capsys, "calibrate", "nowhere")
+    assert "--count 0" in fails(capsys, "calibrate", str(folder), "--count", "0")
+    assert "length=9" in fails(capsys, "calibrate", str(folder), "--length", "9")
+    (folder / FILE).write_bytes(b"no tensors")
+    refused = fails(capsys, "ask", CLIP, QUESTION, "--model", str(folder), "--cache", "qfilter:0.5")
+    assert FILE in refused and "\n" not in refused.strip()

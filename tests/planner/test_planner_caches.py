@@ -1,0 +1,253 @@
+"""KV policies for a limit of memory: when they are taken, and their bytes against those of runs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import CLIP, QUESTION, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_rows import RATES, SHARES, WORK, Choosing, row
+
+import mmfast
+from mmfast.attach import attach
+from mmfast.bench.cases import build
+from mmfast.caches.plan import plan_cache
+from mmfast.core.errors import MmfastError
+from mmfast.models.cache_name import CACHE
+from mmfast.models.kv.packs import nbytes
+from mmfast.planner import learner
+from mmfast.planner.caches import cache_evidence
+from mmfast.planner.cost import ModelShape, held_bytes
+from mmfast.planner.plan import Plan
+from mmfast.planner.planner import Planner
+from mmfast.planner.rates import VARIABLE, Rates
+from mmfast.planner.target import make_target
+
+TOLERANCE = 0.01  # of the bytes behind a prompt
+BLOCK = 128  # tokens that may wait to be packed at the end of an answer
+LIMIT = 6_750_000  # bytes beside the weights: below all tokens, and above `quant:2`
+SPECS = ("lagkv:0.25", "quant:8", "quant:2")
+
+
+def kept(spec: str | None, score: float, **more: Any) -> dict[str, Any]:
+    return row(None, score, 288, cache=spec, n=500) | more
+
+
+def curve(method: str, scores: tuple[float, ...], make: Any = kept) -> list[dict[str, Any]]:
+    pairs = zip(SHARES, scores, strict=True)
+    if make is kept:
+        return [kept(f"{method}:{share}", score) for share, score in pairs]
+    return [row(f"{method}:{share}", score, 288 * share) for share, score in pairs]
+
+
+REDUCED = [
+    row(None, 0.98, 288),
+    *curve("random", (0.9, 0.8, 0.6, 0.4), row),
+    *curve("evs", (0.97, 0.95, 0.9, 0.8), row),
+]
+KEPT = [
+    kept(None, 0.9),
+    *curve("random", (0.7, 0.6, 0.5, 0.4)),
+    *curve("lagkv", (0.9, 0.9, 0.86, 0.7)),
+    *curve("tova", (0.7, 0.6, 0.5, 0.4)),  # no better than random
+    kept("quant:8", 0.9),
+    kept("quant:2", 0.87),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build("tiny", ("llm", "ttft"), frames=2).model
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A pipeline whose planner need not measure: bytes are asked for, and no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(tmp_path_factory.mktemp("rates")))
+        patch.setattr(learner, "read_rates", lambda key: RATES)
+        patch.setattr(learner.Learner, "settle", lambda *given, **more: "")
+        patch.setattr(learner.Learner, "learn", lambda *given, **more: None)
+        yield mmfast.pipeline("video-qa", device="cpu", max_new_tokens=600)
+
+
+def planner(model: Any, rows: list[dict[str, Any]]) -> Planner:
+    made = Planner(model, name="m", rows=rows, rates=RATES)
+    made.learner.key = None
+    made.learner.rates = Rates(**{**vars(RATES), "select": Choosing()})
+    return made
+
+
+def decide(
+    model: Any, rows: list[dict[str, Any]], answer: int = 0, caches: bool = True, **limits: Any
+) -> Plan:
+    work = WORK.__class__(**{**vars(WORK), "answer": answer})
+    return planner(model, rows).decide(work, make_target(**limits), caches=caches)
+
+
+def fixed(plan: Plan) -> int:
+    """Bytes that no choice changes."""
+    return plan.memory["weights"]
+
+
+def test_a_policy_is_taken_where_it_loses_less(model: Any) -> None:
+    whole = decide(model, REDUCED + KEPT, answer=500, max_memory="1GB")
+    assert whole.cache is None and whole.spec is None
+    tight = whole.total_bytes - 1
+    reduced = decide(model, REDUCED, answer=500, max_memory=tight)
+    plan = decide(model, REDUCED + KEPT, answer=500, max_memory=tight)
+    assert reduced.spec is not None and reduced.cache is None and plan.spec is None
+    assert plan.cache is not None and plan.total_bytes <= tight
+    assert plan.accuracy == (0.98, 0.98) and reduced.accuracy[0] == 0.97
+    line = plan.why[0]
+    assert "\n" not in line and f"cache {plan.cache} holds" in line and "97.0%" in line
+    assert any("is sure of" in each and "500 questions" in each for each in plan.why)
+    assert plan.to_dict()["cache"] == plan.cache and plan.to_dict()["reduce"] is None
+
+
+def test_not_where_time_counts_or_the_call_has_one(model: Any) -> None:
+    whole = decide(model, REDUCED + KEPT, answer=500, max_memory="1GB").total_bytes
+    for more in ({"target_ttft_ms": 1e6}, {"caches": False}):
+        plan = decide(model, REDUCED + KEPT, answer=500, max_memory=whole - 1, **more)
+        assert plan.cache is None and plan.spec is not None
+    assert decide(model, REDUCED + KEPT, answer=500, target_tokens=100).cache is None
+
+
+def test_a_reducer_that_loses_nothing_stays(model: Any) -> None:
+    rows = [*REDUCED, *curve("divprune", (0.98, 0.98, 0.98, 0.98), row), *KEPT]
+    whole = decide(model, rows, max_memory="1GB").total_bytes
+    plan = decide(model, rows, max_memory=whole - 1)
+    assert plan.cache is None and str(plan.spec).startswith("divprune")
+
+
+def test_below_random_is_never_taken(model: Any) -> None:
+    rows = [*REDUCED, *(each for each in KEPT if "tova" in str(each["cache"])), KEPT[0]]
+    rows += curve("random", (0.7, 0.6, 0.5, 0.4))
+    known = cache_evidence("video", rows, "m")
+    assert known is not None and not known.packs
+    (tova,) = [each for each in known.chosen.curves if each.name == "tova"]
+    assert not known.chosen.allowed(tova, SHARES)[0]
+    whole = decide(model, rows, answer=500, max_memory="1GB").total_bytes
+    assert decide(model, rows, answer=500, max_memory=whole - 1).cache is None
+
+
+def test_out_of_reach_names_the_least(model: Any) -> None:
+    with pytest.raises(MmfastError, match=r"the best is .* with cache quant:2; raise") as caught:
+        decide(model, REDUCED + KEPT, answer=5000, max_memory=fixed_of(model) + 1000)
+    assert "\n" not in str(caught.value)
+
+
+def fixed_of(model: Any) -> int:
+    return fixed(decide(model, REDUCED, max_memory="1GB"))
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), answer=st.integers(0, 3000))
+def test_any_rows_any_limit(model: Any, seed: int, answer: int) -> None:
+    """No limit is broken, a tighter one is never surer, and no reducer within it is better."""
+    rng = random.Random(seed)
+
+    def scores(low: int, high: int) -> tuple[float, ...]:
+        return tuple(rng.randint(low, high) / 100 for _ in SHARES)
+
+    rows = [row(None, 0.9, 288), *curve("random", scores(20, 50), row)]
+    rows += [*curve("evs", scores(40, 90), row), *curve("divprune", scores(40, 90), row)]
+    reduced = list(rows)
+    rows += [kept(None, 0.8), *curve("random", scores(20, 50))]
+    rows += [*curve("lagkv", scores(40, 80)), *curve("snapkv", scores(40, 80))]
+    rows += [kept(f"quant:{bits}", rng.randint(40, 80) / 100) for bits in (8, 4, 2)]
+    top = decide(model, rows, answer=answer, max_memory="1GB").total_bytes
+    base, sure = fixed_of(model), 0.0
+    for part in (0.1, 0.3, 0.5, 0.8, 1.0):
+        limit = int(base + part * (top - base))
+        try:
+            plan = decide(model, rows, answer=answer, max_memory=limit)
+        except MmfastError:
+            assert not sure, "a looser limit is met wherever a tighter one is"
+            continue
+        assert plan.total_bytes <= limit and plan.accuracy[0] is not None
+        assert plan.accuracy[0] >= sure
+        sure = plan.accuracy[0]
+        try:
+            other = decide(model, reduced, answer=answer, max_memory=limit).accuracy[0]
+        except MmfastError:
+            assert plan.cache is not None
+            continue
+        assert other is not None
+        assert plan.accuracy[0] > other if plan.cache is not None else plan.accuracy[0] == other
+
+
+def test_bytes_by_hand() -> None:
+    shape = ModelShape((1, 1), 8, 8, entry=2 * 3 * 32, element=2, weights=0, head=32)
+    token = 2 * 3 * 32 * 2
+    quarter, eight = plan_cache("lagkv:0.25"), plan_cache("quant:8")
+    assert quarter is not None and eight is not None
+    assert held_bytes(shape, quarter, 400) == 100 * token
+    assert held_bytes(shape, quarter, 400, 50) == 150 * token
+    # 64 of 192 in codes of a byte; two groups of 32 keys and one group a value, two numbers each
+    packed = 64 * 2 * 3 * 32 + 3 * (2 * 32 + 64) * 2 * 2
+    assert held_bytes(shape, eight, 192) == 128 * token + packed
+    assert held_bytes(shape, eight, 100, 20) == 120 * token
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_estimate_is_what_a_run_holds(pipe: Any, spec: str) -> None:
+    """Behind the prompt, as the trace has it, and at the end of a long answer."""
+    inputs, _ = pipe._inputs([(CLIP, QUESTION)], mmfast.Trace())
+    shape, cache = pipe.planner.planner.learner.bench.shape, plan_cache(spec)
+    prompt, most = inputs["input_ids"].shape[1], 140
+    assert cache is not None
+    with attach(pipe.model, cache=spec) as trace, torch.inference_mode():
+        given = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": False}
+        out = pipe.model.generate(**inputs, **given, return_dict_in_generate=True)
+    (found,) = [each.peak_bytes for each in trace.rows if each.stage == "kv"]
+    assert shape.depth * held_bytes(shape, cache, prompt) == pytest.approx(found, rel=TOLERANCE)
+    end = sum(nbytes(layer) for layer in out[CACHE].layers)
+    told = shape.depth * held_bytes(shape, cache, prompt, most)
+    wait = 1 if cache.store is None else BLOCK
+    assert end <= told <= end + wait * shape.depth * shape.entry * shape.element
+
+
+def test_a_pipeline_runs_the_policy_of_its_plan(pipe: Any) -> None:
+    """Of a long answer, whose keys and values no reducer makes fewer."""
+    weights = pipe.plan(CLIP, QUESTION, max_memory="10GB").memory["weights"]
+    answer = pipe(CLIP, QUESTION, max_memory=weights + LIMIT)
+    plan = answer.plan
+    assert plan is not None and plan.spec is None and str(plan.cache).startswith("quant:")
+    (found,) = [each for each in answer.trace.rows if each.stage == "kv"]
+    assert found.method == plan.cache and found.peak_bytes < plan.memory["kv"]
+    assert [r.method for r in answer.trace.rows if r.stage == "plan"] == [f"cache {plan.cache}"]
+    words = "".join(pipe.stream(CLIP, QUESTION, max_memory=weights + LIMIT))
+    assert words.strip() == answer.text
+    with attach(pipe.model, cache=plan.cache):
+        assert pipe(CLIP, QUESTION).text == answer.text
+
+
+def test_a_pipeline_with_a_policy_of_its_own_keeps_it(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def plan(self: Planner, inputs: Any, target: Any, **more: Any) -> Plan:
+        asked.append(more)
+        return Plan(None, {}, 1, 1, 1.0, {})
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    pair = (pipe.model, pipe.processor)
+    for options in ({}, {"cache": "lagkv:0.5"}, {"decode": "self:0.25"}):
+        made = mmfast.pipeline("video-qa", pair, max_new_tokens=7, **options)
+        made.plan(CLIP, QUESTION, max_memory="1GB")
+    assert [each["caches"] for each in asked] == [True, False, False]
+    assert {each["answer"] for each in asked} == {7}
+
+
+def test_plan_shows_it(capsys: pytest.CaptureFixture[str], pipe: Any) -> None:
+    weights = pipe.plan(CLIP, QUESTION, max_memory="10GB").memory["weights"]
+    asked = ("plan", CLIP, QUESTION, "--max-memory", str(weights + LIMIT))
+    asked += ("--max-new-tokens", "600", "--check")
+    code, out, _ = run(capsys, *asked)
+    assert code == 0 and "keys and values" in out and "cache quant:" in out and "measured" in out
