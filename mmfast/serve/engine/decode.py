@@ -18,9 +18,9 @@ from mmfast.models.families.tower import KINDS
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
-from mmfast.serve.engine.bucket import Entries
+from mmfast.serve.engine.kv.bucket import Entries
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries
 from mmfast.serve.engine.lane import Lane
-from mmfast.serve.engine.rows import AnswerRow, AnswerRows, entries
 from mmfast.serve.engine.slots import Draw, Filled
 
 _GREEDY = 1e-5  # a temperature below it would overflow the logits

@@ -31,10 +31,10 @@ from mmfast.models.reduction.step import ForwardStep, SiteCut
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.quantisation import Quantiser
 from mmfast.ops.stream_cache import RowBuffer
-from mmfast.serve.engine.bucket import Entries, Leaving, windowed
+from mmfast.serve.engine.kv.bucket import Entries, Leaving, windowed
+from mmfast.serve.engine.kv.packed_rows import PackedEntries
+from mmfast.serve.engine.kv.rows import AnswerRow, Held, State, layer_bytes
 from mmfast.serve.engine.lane import AttentionCall, Lane
-from mmfast.serve.engine.packed_rows import PackedEntries
-from mmfast.serve.engine.rows import AnswerRow, Held, State, layer_bytes
 
 
 @dataclass(frozen=True, eq=False)

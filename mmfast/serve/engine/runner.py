@@ -34,16 +34,16 @@ from mmfast.planner.target import make_target
 from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
-from mmfast.serve.engine.bucket import taken
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
+from mmfast.serve.engine.kv.bucket import taken
+from mmfast.serve.engine.kv.rows import layer_bytes
 from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import CHUNKS, PAUSE, Prefiller
 from mmfast.serve.engine.request import ActiveRequest, check_storeless
 from mmfast.serve.engine.reuse import PREFILL, ServedReuse
-from mmfast.serve.engine.rows import layer_bytes
 from mmfast.serve.engine.slicer import Slicer
 from mmfast.serve.engine.slots import Draw, Filled
 
@@ -222,11 +222,11 @@ class SequentialRunner:
         answer = own.answer
         start = time.perf_counter()
         try:
-            adapter, specs = answer.request.adapter, [answer.reduce, answer.cache]  # type: Any, Any
+            adapter, reduce = answer.request.adapter, answer.reduce  # type: Any, Any
             if answer.reuses and self._reuse is not None:
-                specs[0] = self._reuse.behind(answer)
+                reduce = self._reuse.behind(answer)
             sparse = answer.prefill if own.cache is None else None
-            with using((adapter,)), attach(model, *specs, prefill=sparse) as trace:
+            with using((adapter,)), attach(model, reduce, answer.cache, prefill=sparse) as trace:
                 own.trace = trace if own.cache is None else own.trace
                 logits = (self._prompt if own.cache is None else self._token)(own, model)
         except ModelError as error:

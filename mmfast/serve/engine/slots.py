@@ -13,8 +13,8 @@ from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import free_bytes
 from mmfast.planner.target import parse_bytes
 from mmfast.serve.engine.base import Media, Request, SamplingOptions
+from mmfast.serve.engine.kv.rows import AnswerRow
 from mmfast.serve.engine.policies import PromptRecipe
-from mmfast.serve.engine.rows import AnswerRow
 
 _SHARE = {"cuda": 0.8}  # of the free memory; of others, which other programs use too, a quarter
 _FALLBACK = 2 << 30  # where the free memory is unknown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -54,7 +55,8 @@ class Completions:
         """Answer with one document, or with a stream."""
         answers, given = self._answers, self._asked.mmfast or schema.MmfastOptions()
         raws = [each if isinstance(each, str) else tuple(each) for each in self._prompts]
-        prompts = [((), base.Options(None, given.cache, None, given.prefill, raw)) for raw in raws]
+        asked = base.Options(cache=given.cache, prefill=given.prefill, reuse=given.reuse)
+        prompts = [((), replace(asked, raw=raw)) for raw in raws]
         run = await answers.run(prompts)
         if self._asked.stream:
             return await answers.stream(run, self._chunk, self._end())

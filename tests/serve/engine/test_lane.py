@@ -16,9 +16,9 @@ from mmfast.core.registry import methods
 from mmfast.models.kv.policy import KVStage
 from mmfast.ops.quantisation import unpacked
 from mmfast.serve.engine.base import Failure, Finish, Request
-from mmfast.serve.engine.bucket import Entries, Places, Slots, beyond
 from mmfast.serve.engine.encoder import MediaEncoder
-from mmfast.serve.engine.packed_rows import PackedBucket, PackedEntries
+from mmfast.serve.engine.kv.bucket import Entries, Places, Slots, beyond
+from mmfast.serve.engine.kv.packed_rows import PackedBucket, PackedEntries
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.slots import Embedded
@@ -417,7 +417,7 @@ def test_a_pass_that_fails_costs_running_answers_no_token(monkeypatch: pytest.Mo
 
 
 def test_tokens_of_another_answer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.engine.rows import AnswerRows
+    from mmfast.serve.engine.kv.rows import AnswerRows
 
     assert _agree(_asked(cache="sink:4+window:24"))
     monkeypatch.setattr(AnswerRows, "attend_flat", _rolled(AnswerRows.attend_flat))

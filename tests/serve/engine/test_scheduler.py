@@ -146,7 +146,7 @@ def test_a_wrong_row_offset_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_see_each_other_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.engine.bucket import RowBucket
+    from mmfast.serve.engine.kv.bucket import RowBucket
 
     def swapped(self: RowBucket, attention: Any, query: Any, both: Any) -> Any:
         return attend(self, attention, query, both.roll(1, 1))

@@ -292,6 +292,22 @@ def test_encoder_outputs_alone_beside_any_spec(family: str) -> None:
     assert [rows_of(end)["reuse encoder"][1] > 0 for _, end in found] == [True, False]
 
 
+def test_sparse_prefill_reads_as_without_a_store_but_for_the_tower(family: str) -> None:
+    """Keys under it depend on the whole prompt; outputs of the tower do not."""
+    film, long = clip(3), "what is it? " * 30
+    requests = [ask(f"{i}", film, long, prefill="minference:0.3?least=64") for i in range(2)]
+    with engine(family, None) as plain:
+        expected = [answers(plain, [each])[0] for each in requests]
+    for spec in ("encoder", "blend:0.15"):
+        with engine(family, spec) as made:
+            found = [answers(made, [each])[0] for each in requests]
+        assert [text for text, _ in found] == [text for text, _ in expected]
+        stages = [rows_of(end) for _, end in found]
+        assert all("sparse" in each for each in stages)
+        assert ["reuse encoder" in each for each in stages] == [spec == "encoder"] * 2
+        assert not any("reuse kv" in each for each in stages)
+
+
 def test_a_cancelled_prompt_leaves_the_store_whole() -> None:
     request = ask("gone", "a " * LONG, image(1), "what")
     with engine("llava_onevision", "blend:1", slots=4, chunk=32, context=16384) as made:
@@ -317,6 +333,7 @@ def test_a_cancelled_prompt_leaves_the_store_whole() -> None:
         ({"store": "."}, "reuse='prefix'"),
         ({"reuse": "prefix", "cache": "snapkv:64"}, "cache policy"),
         ({"reuse": "blend:0.2", "reduce": "fastv@llm2:0.5"}, "reuse='encoder'"),
+        ({"reuse": "blend:0.2", "prefill": "minference:0.3"}, "leave prefill out"),
     ],
 )
 def test_what_does_not_act_is_refused_at_the_start(options: Any, said: str) -> None:

@@ -128,6 +128,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             (["--reuse", "all"], "choices: blend, craft, encoder, prefix"),
             (["--reuse", "prefix", "--engine", "ray"], "give --engine inproc"),
             (["--reuse", "prefix", "--cache", "snapkv:64"], "cache policy"),
+            (["--reuse", "prefix", "--prefill", "minference:0.3"], "leave prefill out"),
             (["--reuse", "prefix", "--reuse-memory", "much"], "'much'"),
             (["--reuse-folder", "."], "give --reuse prefix"),
         ):

@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache
 
 from mmfast.core.kv import KVBlock
 from mmfast.models.wrappers import SLIDING
-from mmfast.serve.engine.bucket import Entries, Places, RowBucket, Slots, taken, windowed
+from mmfast.serve.engine.kv.bucket import Entries, Places, RowBucket, Slots, taken, windowed
+from mmfast.serve.engine.kv.packed_rows import PackedBucket
 from mmfast.serve.engine.lane import AttentionCall, passing
-from mmfast.serve.engine.packed_rows import PackedBucket
 
 
 @dataclass(eq=False)
