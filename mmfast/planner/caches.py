@@ -42,7 +42,7 @@ class CacheEvidence:
     packs: tuple[tuple[str, float], ...]  # specs of stores in fewer bits, and their accuracy
 
     def sure(self, score: float, full: float) -> float:
-        """Return what is sure of a policy where all tokens answer `full`: questions may be others."""
+        """Return what is sure of a policy whose rows may be of other questions than `full` is."""
         return min(full, full - (self.chosen.full - score))
 
 
