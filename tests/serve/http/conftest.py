@@ -1,4 +1,4 @@
-"""The embedded model's engine, which the tests of the API share."""
+"""The embedded model's engine, which the tests of a file share: a server that ends closes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     from mmfast.serve.engine.scheduler import Scheduler
 
