@@ -274,6 +274,7 @@ def test_the_camera_is_watched_and_asked(visit: Visit) -> None:
     visit.shoot("camera")
 
 
+@pytest.mark.slow
 def test_a_spoken_question_is_heard_answered_and_interrupted(visit: Visit) -> None:
     visit.tab("Voice")
     page = visit.page

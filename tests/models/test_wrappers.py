@@ -251,6 +251,7 @@ def test_held_models_of_every_family(family: str, how: Any) -> None:
     check(family, how, SPECS[turn % len(SPECS)])
 
 
+@pytest.mark.slow
 def test_stock_code_compiled_after_a_detach_is_forgotten() -> None:
     """As many pieces of code as before do not mean the same ones."""
     this = shallow("llava_onevision")

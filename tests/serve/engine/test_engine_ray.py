@@ -60,6 +60,7 @@ def test_answers_are_those_of_one_process(engine: Any, checkpoint: Path) -> None
     here.close()
 
 
+@pytest.mark.slow
 def test_wrong_requests(engine: Any) -> None:
     for reduce, error in (("divprun:0.5", "unknown"), ("fastv@llm3:0.5", "acts inside the model")):
         with pytest.raises(SpecError, match=error):
@@ -71,6 +72,7 @@ def test_wrong_requests(engine: Any) -> None:
     assert "shorten" in end.message
 
 
+@pytest.mark.slow
 def test_too_many_and_cancelled(engine: Any) -> None:
     inboxes: dict[str, Inbox] = {}
     with pytest.raises(BusyError, match="run or wait already"):
