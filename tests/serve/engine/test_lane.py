@@ -315,12 +315,14 @@ def test_cuts_are_those_of_attach_and_one_that_needs_angles_is_read_there() -> N
 def test_every_policy_at_once_answers_as_alone() -> None:
     """All policies of KV memory at their usual budgets, in one engine.
 
-    Refused in one line are those that choose what a step reads, as test_select.py shows, and those
-    by head, as test_cache_heads.py shows; the model here has no patterns of heads for `qfilter`.
+    Refused in one line are those that choose what a step reads, as test_select.py shows, those by
+    head, as test_cache_heads.py shows, and `think`, as test_think.py shows; the model here has no
+    patterns of heads for `qfilter`.
     """
     family, made = "llava_onevision", engine("llava_onevision", queue=64)
     known = [m for m in methods("cache") if m.role not in ("select", "heads")]
-    specs = [method.example for method in known if "query_filter" not in method.needs]
+    served = [m for m in known if "query_filter" not in m.needs and m.name != "think"]
+    specs = [method.example for method in served]
     requests = [ask(str(i), clip(i, 4), "what?", cache=s, tokens=9) for i, s in enumerate(specs)]
     try:
         found = answers(made, requests)
