@@ -42,7 +42,6 @@ gc.disable()
 def pytest_collection_finish() -> None:
     """Freeze what the imports have left, so that no later collection walks over it."""
     gc.enable()
-    gc.set_threshold(50_000, 20, 20)
     gc.collect()
     gc.freeze()
 

@@ -15,7 +15,6 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace, format_bytes
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.reduction.call import PassState
-from mmfast.ops.weight_forms import FORMS
 from mmfast.planner.candidates import (
     BASELINE,
     SHARES,
@@ -24,12 +23,13 @@ from mmfast.planner.candidates import (
     Curve,
     Evidence,
     Row,
+    questions,
+    scored,
     shipped_rows,
     subset,
 )
 from mmfast.planner.cost import Cost
 
-_SAME = ("model", "n", "seed")  # other questions are no comparison
 # Sums of all attention need scores of a whole prompt at once, and the others a calibration.
 _COSTLY = {"attn_sum", "query_filter", "query_reach"}
 
@@ -53,11 +53,12 @@ def cache_evidence(
 
     As for reducers, clips and the embedded models stand in for what was not measured.
     """
-    usable = [r for r in (shipped_rows() if rows is None else rows) if _usable(r)]
+    every = shipped_rows() if rows is None else rows
+    usable = [r for r in every if scored(r) and r["reduce"] is None]
     for wanted in (kind, SUBSET):
         kept = [r for r in usable if r.get("cache") and subset(r) == wanted]
         kept = [r for r in kept if r.get("model") == model] or kept
-        found = [r for r in usable if kept and all(r.get(k) == kept[-1].get(k) for k in _SAME)]
+        found = [r for r in usable if kept and questions(r) == questions(kept[-1])]
         found = [r for r in found if subset(r) == wanted]
         whole = [r for r in found if not r.get("cache")]
         if not whole:
@@ -68,12 +69,6 @@ def cache_evidence(
         full = float(whole[-1]["score"])
         return CacheEvidence(Evidence(full, curves, source, wanted, name == model, n), packs)
     return None
-
-
-def _usable(row: Row) -> bool:
-    plain = row.get("reduce") is None and not row.get("prefill")
-    plain = plain and row.get("weights") not in FORMS
-    return plain and "reduce" in row and isinstance(row.get("score"), (int, float))
 
 
 def _read(rows: Sequence[Row]) -> tuple[tuple[Curve, ...], tuple[tuple[str, float], ...]]:

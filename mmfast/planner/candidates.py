@@ -162,18 +162,20 @@ def evidence_for(
     Rows of clips stand in where a kind has none, those of the embedded models where `model` has
     none. `layers` gives the decoder layers of a model by its name.
     """
-    usable = [r for r in (shipped_rows() if rows is None else rows) if _usable(r)]
+    usable = [
+        r for r in (shipped_rows() if rows is None else rows) if scored(r) and not r.get("cache")
+    ]
     for wanted in (kind, SUBSET):
         of_kind = [r for r in usable if subset(r) == wanted]
         whole = [r for r in of_kind if r["reduce"] is None]
         if not whole:
             continue
-        reduced = [_questions(r) for r in of_kind if r["reduce"] is not None]
-        whole = [r for r in whole if _questions(r) in reduced] or whole  # else of KV policies
+        reduced = [questions(r) for r in of_kind if r["reduce"] is not None]
+        whole = [r for r in whole if questions(r) in reduced] or whole  # else of KV policies
         own = [r for r in whole if r.get("model") == model]
         full = (own or whole)[-1]
         name, total = str(full.get("model")), float(full.get("kept") or 0)
-        found = [r for r in of_kind if _questions(r) == _questions(full)]
+        found = [r for r in of_kind if questions(r) == questions(full)]
         depth = layers(name)
         curves = tuple(replace(c, layers=depth) for c in _curves(found, total))
         source = f"{full.get('n', '?')} questions to {name} about {wanted} input"
@@ -182,7 +184,8 @@ def evidence_for(
     return None
 
 
-def _questions(row: Row) -> tuple[Any, ...]:
+def questions(row: Row) -> tuple[Any, ...]:
+    """Return what tells the questions of a row from those of others."""
     return tuple(row.get(name) for name in _SAME)
 
 
@@ -192,10 +195,11 @@ def subset(row: Row) -> str:
     return name if name in KINDS else SUBSET
 
 
-def _usable(row: Row) -> bool:
-    # What a KV policy, sparse prefill or weights in fewer bits cost says nothing about a reduction.
-    # Rows of a leaderboard name the weights of the checkpoint.
-    plain = not (row.get("cache") or row.get("prefill")) and row.get("weights") not in FORMS
+def scored(row: Row) -> bool:
+    """Return True for an accuracy of a reduction or a KV policy alone."""
+    # What sparse prefill or weights in fewer bits cost says nothing about them. Rows of a
+    # leaderboard name the weights of the checkpoint.
+    plain = not row.get("prefill") and row.get("weights") not in FORMS
     return isinstance(row.get("score"), (int, float)) and "reduce" in row and plain
 
 

@@ -14,16 +14,10 @@ import pytest
 from tiny_models import tiny
 
 import mmfast
+from mmfast.bench.suites.reuse import QUESTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIP = str(ROOT / "assets" / "clips" / "red-circle.mp4")
-QUESTIONS = (
-    "What colour is the circle?",
-    "How many objects are there?",
-    "What number is on the screen?",
-    "Which way does the red circle move?",
-    "What shape is the red object?",
-)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
 from mmfast.models.reduction.call import PassState
-from mmfast.models.reduction.probe import counted_mass, head_mass, probing, softmax_rows
+from mmfast.models.reduction.probe import head_mass, probing, softmax_rows
 from mmfast.models.reduction.sequence import Sequences
 
 PADDING, TEXT, VISUAL, MARK = -1, 0, 1, 2
@@ -188,8 +188,8 @@ class Attention:
         self._window = plan.window
         self._total = "attn_sum" in plan.needs
         self._mutual = plan.mutual is not None
-        of_window = (("attn_window", WINDOW, head_mass), ("attn_counted", COUNTED, counted_mass))
-        self._sums = {note: mass for need, note, mass in of_window if need in plan.needs}
+        of_window = (("attn_window", WINDOW, False), ("attn_counted", COUNTED, True))
+        self._sums = {note: counted for need, note, counted in of_window if need in plan.needs}
         pruner = plan.pruner()
         self._power = 0 if pruner is None else pruner.window
         self._steps, self._state = steps, state
@@ -246,8 +246,10 @@ class Attention:
                 found.setdefault(POWER, []).append(mine)
             if rest < self._window:
                 recent = places[max(0, len(places) - max(0, self._window - rest)) :]
-                for note, mass in self._sums.items():
-                    mine = mass(query, key, row, recent, mask, scaling, causal)
+                for note, counted in self._sums.items():
+                    mine = head_mass(
+                        query, key, row, recent, mask, scaling, causal, counted=counted
+                    )
                     found.setdefault(note, []).append(mine)
         self._local.__dict__[str(index)] = {name: torch.stack(rows) for name, rows in found.items()}
         if self._mutual:

@@ -135,13 +135,15 @@ def head_mass(
     scaling: float | None = None,
     is_causal: bool = True,
     lse: Tensor | None = None,
+    counted: bool = False,
 ) -> Tensor:
     """Attention `[Hkv, S]` float32 that keys receive from the queries at `places` of one batch row.
 
     Sum over the queries, mean over the query heads that share a KV head; `lse` as in `received`.
+    `counted` multiplies what a query gives by the number of keys that it sees.
     """
     heads, size = key.shape[1], key.shape[2]
-    if len(places) >= _FEW and _direct(mask, query):
+    if not counted and len(places) >= _FEW and _direct(mask, query):
         one = slice(row, row + 1)
         if mask is not None and len(mask) > 1:
             mask = mask[one]
@@ -154,30 +156,16 @@ def head_mass(
         )  # fmt: skip
         return sums[0].float() / (query.shape[1] // heads)
     total = torch.zeros(heads, size, dtype=torch.float32, device=key.device)
-    for weights, _ in _row_chunks(query, key, row, places, mask, scaling, is_causal):
-        total += weights.unflatten(0, (heads, -1)).sum(2).mean(1)
-    return total
-
-
-def counted_mass(
-    query: Tensor,
-    key: Tensor,
-    row: int,
-    places: Tensor,
-    mask: Any = None,
-    scaling: float | None = None,
-    is_causal: bool = True,
-) -> Tensor:
-    """Attention `[Hkv, S]` as `head_mass`, of each query times the number of keys that it sees."""
-    heads, size = key.shape[1], key.shape[2]
-    total = torch.zeros(heads, size, dtype=torch.float32, device=key.device)
     for weights, bias in _row_chunks(query, key, row, places, mask, scaling, is_causal):
-        if bias is None:
-            weights = weights * size
-        else:
-            weights = weights * (bias[0] > HIDDEN / 2).sum(-1, keepdim=True)
+        if counted:
+            weights = weights * _seen(bias, size)
         total += weights.unflatten(0, (heads, -1)).sum(2).mean(1)
     return total
+
+
+def _seen(bias: Tensor | None, size: int) -> Tensor | int:
+    """Keys that each query sees, to be multiplied with weights `[H, c, S]`."""
+    return size if bias is None else (bias[0] > HIDDEN / 2).sum(-1, keepdim=True)
 
 
 def _row_chunks(

@@ -45,6 +45,11 @@ class Completions:
         self._prompts: list[Any] = [given] if one else list(given)
         if self._asked.echo and not isinstance(self._prompts[0], str):
             raise bad_request("echo needs prompts that are texts, not tokens", param="echo")
+        if asked.mmfast is not None and asked.mmfast.reuse is not None:
+            raise bad_request(
+                "reuse acts on media, and a text to continue has none; leave it out",
+                param="mmfast.reuse",
+            )
         most = answers.service.config.max_text
         if sum(map(len, self._prompts)) > most or not all(self._prompts):
             raise bad_request(
@@ -55,7 +60,7 @@ class Completions:
         """Answer with one document, or with a stream."""
         answers, given = self._answers, self._asked.mmfast or schema.MmfastOptions()
         raws = [each if isinstance(each, str) else tuple(each) for each in self._prompts]
-        asked = base.Options(cache=given.cache, prefill=given.prefill, reuse=given.reuse)
+        asked = base.Options(cache=given.cache, prefill=given.prefill)
         prompts = [((), replace(asked, raw=raw)) for raw in raws]
         run = await answers.run(prompts)
         if self._asked.stream:

@@ -31,17 +31,11 @@ from serve_tools import (
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import mmfast
+from mmfast.bench.suites.reuse import QUESTIONS
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.http.service import load_engine
 
 CLIP = ROOT / "assets" / "clips" / "red-circle.mp4"
-QUESTIONS = (
-    "What colour is the circle?",
-    "How many objects are there?",
-    "What number is on the screen?",
-    "Which way does the red circle move?",
-    "What shape is the red object?",
-)
 KEYS = ("key-of-one", "key-of-two")
 
 
@@ -234,6 +228,9 @@ def test_a_request_chooses_its_share_and_what_cannot_act_is_refused() -> None:
         for spec, options, message in refused:
             reply = post(app, more(spec, **options))
             assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+        wish = {"model": MODEL, "prompt": "the red", "mmfast": {"reuse": "prefix"}}
+        reply = post(app, wish, path="/v1/completions")
+        assert reply.status_code == 400 and "acts on media" in reply.json()["error"]["message"]
     for reuse, message in (("encoder", "give 'encoder'"), (None, "--reuse")):
         with server(reuse) as app:
             reply = post(app, more("blend:0.5"))

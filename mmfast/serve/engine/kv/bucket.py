@@ -124,7 +124,7 @@ class Places:
         self.numbers = torch.arange(len(rows), device=like.device)[:, None]
         self.at, self.mask, self.stop = self.numbers, None, 0  # type: Tensor, Tensor | None, int
         self._added: Tensor | None = None  # `[B, 1, 1, room]`, the mask of all places
-        self._lengths: list[int] = []
+        self._lengths = [0] * len(rows)
         owners = [row.owner for row in rows]
         self.owners: Tensor | None = None  # None: the rows are all answers, in order
         if owners != list(range(answers)):
@@ -135,7 +135,7 @@ class Places:
         lengths = [row.length for row in self.rows]
         self.at = torch.tensor([[row.slot] for row in self.rows], device=self._device)
         self.stop, self.mask = max(lengths), None
-        if any(now < before for now, before in zip(lengths, self._lengths, strict=False)):
+        if any(now < before for now, before in zip(lengths, self._lengths, strict=True)):
             self._added = None  # a row has packed entries, whose places it sees no more
         self._lengths = lengths
         holes = [(b, place) for b, row in enumerate(self.rows) for place in row.free]
