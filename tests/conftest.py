@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,6 +29,10 @@ for _name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME"):
     os.environ[_name] = str(Path(HOME, _name.lower()))
 os.environ |= {"HOME": HOME, "HF_HUB_OFFLINE": "1"}
 pytest.register_assert_rewrite("reducer_checks", "compress_checks")
+
+# Random input is the same in every run, and no machine is too slow for it.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.load_profile("fixed")
 
 from media_factory import write_video  # noqa: E402
 

@@ -235,7 +235,7 @@ def _knobs(spec: str) -> dict[str, object]:
     return dict([pairs.split("=")]) if pairs else {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     method=st.sampled_from(EVICTING),
     kind=st.sampled_from(KINDS),
@@ -255,7 +255,7 @@ def test_any_cache_any_budget(
     assert not disagreement(tokens, method.name, found.m, **knobs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sinks=st.integers(1, 9),
     last=st.integers(1, 30),

@@ -92,7 +92,7 @@ def test_resv_oracle(shape: tuple[int, ...], share: float) -> None:
         assert got == oracles.resv(_arrays(blocks), query.double().numpy(), share, 7, planes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 255), max_size=40), st.integers(0, 9))
 def test_clusters_are_those_of_the_loop(codes: list[int], radius: int) -> None:
     bits = [[bool(code >> p & 1) for p in range(8)] for code in codes]
@@ -102,7 +102,7 @@ def test_clusters_are_those_of_the_loop(codes: list[int], radius: int) -> None:
     assert got == want
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=20), st.integers(1, 15))
 def test_cover_is_the_fewest(weights: list[int], sixteenths: int) -> None:
     share = sixteenths / 16  # exact in binary, so that a tie is one

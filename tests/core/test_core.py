@@ -18,7 +18,7 @@ from mmfast.core import registry
 from mmfast.core.spec import count, parse, run
 from mmfast.core.trace import free_bytes
 
-settings.register_profile("mmfast", derandomize=True, deadline=None, max_examples=60)
+settings.register_profile("mmfast", max_examples=60)
 settings.load_profile("mmfast")
 
 

@@ -55,7 +55,7 @@ def test_any_dtype(dtype: torch.dtype) -> None:
     assert gather_rows(x, index).equal(plain(x, index))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 4), max_size=3), st.integers(1, 40))
 def test_random_shapes(seed: int, lead: list[int], width: int) -> None:
     torch.manual_seed(seed)

@@ -17,7 +17,7 @@ from mmfast.frontends.video.reader import read_video
 
 TOLERANCE = 1e-6
 ticks = st.lists(st.integers(1, 2000), min_size=1, max_size=40)  # milliseconds on screen
-exact = settings(derandomize=True, deadline=None, max_examples=150)
+exact = settings(max_examples=150)
 
 
 def shown(times: list[float], end: float, at: float) -> int:

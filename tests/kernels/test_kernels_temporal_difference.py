@@ -171,7 +171,7 @@ def test_float64_reference_is_the_definition() -> None:
             assert float(found.l1[at]) == pytest.approx(float("inf") if new else l1, rel=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     d=st.integers(1, 700),
     offset=st.integers(0, 40),
@@ -195,7 +195,7 @@ def test_equal_rows_have_cosine_exactly_one_wherever_they_lie(
     assert (paired_cosine(clip[0, 1], alone) == (0.0 if zero else 1.0)).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     n=st.integers(1, 4),
@@ -213,7 +213,7 @@ def test_clips_together_are_clips_alone(lengths: list[int], n: int, seed: int) -
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(frames=st.integers(0, 12), n=st.integers(0, 4), seed=st.integers(0, 2**20))
 def test_runs_are_counted_frame_by_frame(frames: int, n: int, seed: int) -> None:
     static = torch.rand(frames, n, generator=torch.Generator().manual_seed(seed)) > 0.4

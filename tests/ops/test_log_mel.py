@@ -73,7 +73,7 @@ def test_silence_is_the_floor_and_every_bin_hears() -> None:
     assert bool((mel_filters().sum(dim=0) > 0).all())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 12), st.integers(0, 700), st.integers(0, 5))
 def test_a_frame_depends_on_its_own_samples_alone(frames: int, rest: int, seed: int) -> None:
     pcm = noise(160 * frames + rest, batch=2, seed=seed)

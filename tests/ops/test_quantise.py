@@ -37,7 +37,7 @@ def worst(x: torch.Tensor, packed: PackedTensor) -> float:
     return float((error / (steps(packed).double() / 2).clamp_min(1e-300)).max())
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     n=st.integers(1, 70),
     width=st.integers(1, 40),

@@ -75,7 +75,7 @@ def test_what_fits_the_band_passes_and_the_rest_does_not() -> None:
     assert all(level(f) < -50 for f in (9000, 12000, 20000))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(RATES),
     st.lists(st.sampled_from([0, 1, 2, 17, 160, 441, 1000, 3001]), max_size=8),

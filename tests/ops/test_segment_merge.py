@@ -49,7 +49,7 @@ def looped(x: Tensor, segments: Segments) -> Tensor:
     return total
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**31),
     st.integers(1, 40),

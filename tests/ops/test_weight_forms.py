@@ -97,7 +97,7 @@ def test_zeros_stay_zeros(name: str, rows: int) -> None:
     assert not pack(name, torch.zeros(64, 64)).product(x + 1).any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(sorted(FORMS)),
     st.integers(1, 70),

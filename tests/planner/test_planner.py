@@ -97,7 +97,7 @@ def test_random_at_the_same_site_counts_too(model: Any) -> None:
         decide(model, rows, target_tokens=90)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), data=st.data())
 def test_any_rows_any_target(model: Any, seed: int, data: st.DataObject) -> None:
     """No plan at or below random, no limit broken, and a tighter target never gets more."""

@@ -59,7 +59,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TREES)
 def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
     folder = tmp_path_factory.getbasetemp() / "any"

@@ -52,7 +52,7 @@ def same(a: Reduction, b: Reduction, x: Tensor) -> bool:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     spec=st.sampled_from(CASES),
     cuts=st.lists(st.integers(0, FRAMES), max_size=4).map(sorted),

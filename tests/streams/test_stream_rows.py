@@ -99,7 +99,7 @@ _PLACES = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 _PIECES = st.tuples(_PLACES, _PLACES, st.booleans(), st.booleans())
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(drawn=st.lists(_PIECES, min_size=1, max_size=20))
 def test_tables_close_up_as_pieces_follow_each_other(drawn: list[Any]) -> None:
     """Fresh and level pieces in any order, of which some tokens stand anywhere."""

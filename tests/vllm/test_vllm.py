@@ -46,7 +46,7 @@ def signals(n: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     name=st.sampled_from(choices()),
     grid=st.tuples(*[st.integers(1, 5)] * 3),
@@ -72,7 +72,7 @@ def test_counts_are_exact_and_choices_are_ours(
     assert torch.equal(chosen.apply(x), ours.apply(x))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(first=st.floats(0.05, 1.0), second=st.integers(1, 40), n=st.integers(1, 40))
 def test_stages_one_after_the_other(first: float, second: int, n: int) -> None:
     plan, grid = parse_plan(f"evs:{first:.3f}+divprune:{second}"), (1, 1, n)

@@ -121,7 +121,7 @@ def actions(session: VoiceSession, pick: Callable[[int], int]) -> dict[str, Call
 NAMES = [*actions(open_session(), lambda n: 0), "poll", "poll", "step", "word", "pause"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(NAMES), max_size=40), st.randoms(use_true_random=False))
 def test_any_sequence_of_calls(names: list[str], chance: random.Random) -> None:
     session, listener = open_session(ahead=0.4), Listener()

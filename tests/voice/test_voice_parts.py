@@ -36,7 +36,7 @@ def loudspeaker(steps: list[tuple[int, int]]) -> tuple[int, int, int]:
     return played, gaps, silent
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STEPS)
 def test_playback_is_a_loudspeaker_that_plays_a_sample_a_tick(steps: list[tuple[int, int]]) -> None:
     clock = FakeClock()
@@ -123,7 +123,7 @@ def test_scripts_without_spaces_are_heard_sign_by_sign() -> None:
     assert heard_at(words, 99, 100, 200) == ["", "左", "左边"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_what_was_heard_grows_and_is_a_prefix(data: st.DataObject) -> None:
     words, text = Alignment(), ""

@@ -197,7 +197,7 @@ def test_interleaved_channels_of_raw_bytes() -> None:
     torch.testing.assert_close(got, WANTED / 2, atol=2e-5, rtol=0)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.sampled_from([8000, 16000, 44100, 48000]),
     st.lists(st.sampled_from([0, 1, 100, 441, 4000]), min_size=1, max_size=8),

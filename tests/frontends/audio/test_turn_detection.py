@@ -108,7 +108,7 @@ def test_noise_and_silence_are_no_turns() -> None:
         assert run(TurnCutter(), pcm, lambda: 4000) == []
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.sampled_from([0.0, 0.5]), st.integers(1, 30)), min_size=1, max_size=7),
     st.lists(st.sampled_from([1, 300, 512, 513, 2000]), min_size=1, max_size=4),

@@ -129,7 +129,7 @@ def test_speech_is_found_through_what_spoils_it(spoken: Any, change: str) -> Non
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.lists(st.sampled_from([0, 1, 100, 511, 512, 513, 1600, 5000]), max_size=10))
 def test_any_split_gives_the_same_figures(engine: str, sizes: list[int]) -> None:
     stage = VoiceActivity(engine)
@@ -208,7 +208,7 @@ def test_energy_knows_loud_from_quiet_above_the_noise() -> None:
     assert float(voices(pcm + 0.4, "energy")[40:62].max()) < 0.35
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([0.0, 0.3, 0.4, 0.6, 1.0]), max_size=40), st.integers(0, 3))
 def test_the_gate_follows_its_definition(figures: list[float], needed: int) -> None:
     """Against a slow search over the whole past."""

@@ -57,7 +57,7 @@ def test_16_bit_sound_survives_and_float_sound_is_exact() -> None:
     assert torch.equal(load_audio(file.getvalue()), SOUND)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 900), max_size=6), st.sampled_from(["pcm16", "float32"]))
 def test_any_split_gives_the_same_file(sizes: list[int], encoding: str) -> None:
     whole, parts = io.BytesIO(), io.BytesIO()

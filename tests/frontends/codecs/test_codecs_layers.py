@@ -35,7 +35,7 @@ def pieces(layer: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, int]:
 splits = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kernel=st.integers(1, 7),
     stride=st.integers(1, 5),
@@ -63,7 +63,7 @@ def test_convolution(
         assert early == n // stride
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     stride=st.integers(1, 5),
     more=st.integers(0, 6),

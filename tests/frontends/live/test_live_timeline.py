@@ -25,7 +25,7 @@ TIMES = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(TIMES)
 def test_times_rise_and_nothing_is_lost_from_the_count(times: list[float | None]) -> None:
     events: Counter[str] = Counter()
@@ -43,7 +43,7 @@ def test_times_rise_and_nothing_is_lost_from_the_count(times: list[float | None]
     assert broken or len(out) + lost == len(items)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.floats(0.001, 2), max_size=40))
 def test_rising_times_are_left_alone(gaps: list[float]) -> None:
     times = np.cumsum([5.0, *gaps]).tolist()
@@ -51,7 +51,7 @@ def test_rising_times_are_left_alone(gaps: list[float]) -> None:
     assert [line.place(time) for time in times] == times and not events
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 100))
 def test_sampling_takes_no_more_than_the_rate_and_misses_nothing(rate: int, fps: int, n: int):
     pairs = [(DOT, i / rate) for i in range(n)]

@@ -65,7 +65,7 @@ def test_the_front_end_gives_identical_frames(file, name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(NAMES),
     fps=st.floats(0.2, 40),

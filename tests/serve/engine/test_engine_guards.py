@@ -240,7 +240,7 @@ def _kv(path: str) -> KVBlock:
     return KVBlock(both, both)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(st.text("ab", min_size=1, max_size=6), st.integers(0, 4000)),

@@ -75,7 +75,7 @@ def test_a_parcel_copies_a_tensor_once_and_only_its_own_part() -> None:
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=4))))
 def test_tensors_of_any_shape_and_type(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
     tensors = [(torch.rand(shape) * 9).to(dtype) for dtype, shape in kinds]

@@ -51,7 +51,7 @@ def test_media_are_shared_among_workers_that_encode() -> None:
     assert len(board.encoders(1, 2)) == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_change_keeps_the_count(data: Any) -> None:
     """Whatever changes meanwhile, each worker has the requests that were begun and not over."""

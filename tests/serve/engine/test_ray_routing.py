@@ -62,7 +62,7 @@ def test_a_burst_is_shared_evenly(routed: bool) -> None:
         assert asyncio.run(run()) == {"r0": 4, "r1": 4}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.lists(st.integers(0, 9), max_size=60))
 def test_the_fewest_unfinished_at_every_moment(replicas: int, moves: list[int]) -> None:
     """0: the oldest is over; 1: the newest is cancelled before it is placed; else a new one."""

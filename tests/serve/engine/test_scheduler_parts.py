@@ -47,7 +47,7 @@ def written(text: str, stop: tuple[str, ...] = (), most: int = 10_000) -> tuple[
     return parts, writer
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=4), max_size=3))
 def test_text_comes_whole_and_stops_where_it_should(text: str, stops: list[str]) -> None:
     text = text.replace("\ufffd", "?")
@@ -109,7 +109,7 @@ def _held(store: AnswerRows, number: int) -> KVBlock:
 _NUMBER = 2 * 3 * 5 * 4  # bytes of a token in one layer
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.one_of(st.tuples(st.integers(1, 150), st.integers(7, 900)), st.none()), max_size=25
@@ -157,7 +157,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
     return found.transpose(1, 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(1, 40), st.integers(1, 400), st.integers(0, 9)),
@@ -398,7 +398,7 @@ def engine() -> Any:
 ARRIVALS = int(os.environ.get("MMFAST_ARRIVALS", "12"))
 
 
-@settings(max_examples=ARRIVALS, deadline=None)
+@settings(max_examples=ARRIVALS)
 @given(st.lists(_STEP, min_size=1, max_size=9))
 def test_no_slot_and_no_byte_is_lost(engine: Scheduler, steps: list[Any]) -> None:
     ears = []

@@ -152,7 +152,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_JSON, st.integers(0, 6), st.booleans(), st.data())
 def test_depth_is_what_a_parser_finds(value: Any, most: int, plain: bool, data: Any) -> None:
     text = json.dumps(value, ensure_ascii=plain).encode("utf-8", "surrogatepass")

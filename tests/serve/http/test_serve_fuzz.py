@@ -65,7 +65,6 @@ def send(operation: Any, mode: GenerationMode, cases: int, number: int, seen: Co
     @seed(number)
     @settings(
         max_examples=cases,
-        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -202,7 +201,6 @@ def test_openais_own_specification(url: str, path: str) -> None:
     @seed(1)
     @settings(
         max_examples=CASES,
-        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

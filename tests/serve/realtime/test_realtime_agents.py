@@ -58,7 +58,7 @@ def test_other_names_of_the_model_are_shown_as_without_effect() -> None:
     fast(main())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 8))
 def test_pictures_of_items_are_all_seen_in_order_of_time(runs: list[int], room: int) -> None:
     brains = list[HumBrain]()

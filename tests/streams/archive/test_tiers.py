@@ -201,7 +201,7 @@ def test_closed() -> None:
     assert held.nbytes() == held.stats()["index_bytes"] and held.numbers() == []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(0, 12)), max_size=60))
 def test_rows_are_those_of_a_list(steps: list[tuple[int, bool, int]]) -> None:
     """Any series of appends and drops leaves what the obvious list of rows would."""

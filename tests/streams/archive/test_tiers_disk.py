@@ -89,7 +89,7 @@ def test_the_quota_is_kept_to_the_byte(tmp_path: Path) -> None:
     assert all(_read(held, n) for n in held.numbers())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_damage_is_noticed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -40,7 +40,7 @@ def _logits(this: Any, inputs: Any, tokens: int = 4) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     order=st.permutations([0, 1, 2]),
     start=st.sampled_from(["", "look here, now", "a much longer line of text before it"]),
