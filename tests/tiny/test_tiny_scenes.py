@@ -1,6 +1,7 @@
 """The larger world: what is asked agrees with what is drawn, and its recipe runs."""
 
 import json
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mmfast.bench.report.docs import write_table
 from mmfast.cli import app
 from mmfast.models.loading import EMBEDDED_NAMES, load, located
 from mmfast.models.prompt import Shot, chat_inputs
 from mmfast.tiny.scenes import evaluate, looks, outside, train
 from mmfast.tiny.scenes.bank import SceneBank, make_bank, view_row
-from mmfast.tiny.scenes.evaluate import STRANGE, TURNS, judge, run_scenes, scene_cases
+from mmfast.tiny.scenes.evaluate import (
+    STRANGE,
+    TURNS,
+    SceneAnswer,
+    SceneCase,
+    answers,
+    judge,
+    run_scenes,
+    scene_cases,
+    scene_rows,
+)
 from mmfast.tiny.scenes.facts import clip_items, picture_items
 from mmfast.tiny.scenes.lessons import Encoded, SceneSampler, picture_frames, token_weights
 from mmfast.tiny.scenes.model import make_model, make_processor
@@ -28,7 +40,15 @@ from mmfast.tiny.scenes.questions import (
     SceneItem,
     spelled,
 )
-from mmfast.tiny.scenes.scoring import facts_found, overlap, pope, refused, score
+from mmfast.tiny.scenes.scoring import (
+    calibration,
+    facts_found,
+    made_up,
+    overlap,
+    pope,
+    refused,
+    score,
+)
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.lessons import pack
 from mmfast.tiny.video.model import ASSISTANT
@@ -137,6 +157,8 @@ def test_scores_by_hand() -> None:
     truth = "the red star moves up. the blue cross moves left."
     swapped = "the red star moves left. the blue cross moves up."
     assert facts_found(truth, swapped) == pytest.approx(3 / 5)  # of 2 names, 2 ways, 1 order
+    assert made_up(truth, swapped) == pytest.approx(2 / 5) and made_up(truth, "red") == 0.0
+    assert calibration([(0.9, True), (0.95, False), (0.2, False)]) == pytest.approx(1.05 / 3)
     found = pope([("yes", "yes"), ("yes", "no"), ("no", "yes"), ("no", "no"), ("no", "perhaps")])
     assert found["accuracy"] == 0.4 and found["precision"] == found["recall"] == found["yes"] + 0.1
     assert score("colour", "red", " Red ") == 1.0 and not refused("red")
@@ -234,9 +256,32 @@ def test_cases_take_turns_and_hold_back_wordings() -> None:
     assert {case.media for case in cases} == {"video", "image"}
     assert all(len(case.turns) == (3 if case.kind == "followup" else 1) for case in cases)
     assert all(c.answer == outside.REFUSAL for c in cases if c.kind in (OUTSIDE, STRANGE))
-    perfect = judge(cases, [case.answer for case in cases])
+    perfect = judge(cases, _sure([case.answer for case in cases]))
     assert perfect["accuracy"] == perfect["overlap"] == perfect["facts"] == 1.0
-    assert judge(cases, ["red"] * len(cases))["accuracy"] < 0.2
+    assert perfect["made_up"] == perfect["calibration"] == 0.0
+    blind = judge(cases, _sure(["red"] * len(cases)))
+    assert blind["accuracy"] < 0.2 and blind["calibration"] == 1.0 - blind["accuracy"]
+
+
+def _sure(texts: list[str]) -> list[SceneAnswer]:
+    return [SceneAnswer(text, 1.0) for text in texts]
+
+
+def test_confidence_is_the_probability_of_the_answer_alone() -> None:
+    """By a forward pass over prompt and answer of each case, without a batch around it."""
+    model, processor = load("tiny-video", "cpu", "float32")
+    cases = list(islice(scene_cases(5, ("colour", "count", "direction")), 5))
+    found = answers((model, processor), cases)
+    for case, said in zip(cases, found, strict=True):
+        inputs = chat_inputs(processor, [case.chat(case.shot())], model.device)
+        ids = processor.tokenizer.encode(said.text, add_special_tokens=False)
+        ids = torch.tensor([[*ids, model.generation_config.eos_token_id]])
+        with torch.no_grad():
+            known = torch.cat([inputs["input_ids"], ids], 1)
+            seen = {**inputs, "input_ids": known, "attention_mask": torch.ones_like(known)}
+            logits = model(**seen).logits[0, -ids.shape[1] - 1 : -1]
+        truth = logits.softmax(-1).gather(-1, ids.T).prod()
+        assert said.sure == pytest.approx(float(truth), rel=1e-3), said
 
 
 def test_tiny_video_is_measured_by_name() -> None:
@@ -261,26 +306,31 @@ def test_the_suite_keeps_a_row_for_each_way(
 ) -> None:
     asked: list[tuple[str | None, str | None]] = []
 
-    def run(model: Any, n: int, seed: int, control: str, report: Any, *ways: Any) -> dict[str, Any]:
-        asked.append(ways)  # type: ignore[arg-type]
-        return judge(cases, [case.answer for case in cases])
+    def note(model: Any, reduce: str | None, cache: str | None) -> Any:
+        asked.append((reduce, cache))
+        return nullcontext()
 
-    cases = list(islice(scene_cases(5), 20))
-    monkeypatch.setattr(evaluate, "run_scenes", run)
+    def say(pair: Any, cases: list[SceneCase], *_: Any) -> list[SceneAnswer]:
+        return _sure([case.answer for case in cases])
+
+    monkeypatch.setattr(evaluate, "attach", note)
+    monkeypatch.setattr(evaluate, "answers", say)
     out = tmp_path / "rows.jsonl"
     command = ["eval", "--suite", "scenes", "--n", "20", "--reduce", "divprune:0.5"]
     found = CliRunner().invoke(app, [*command, "--cache", "snapkv:64", "--out", str(out), "--json"])
     assert found.exit_code == 0, found.output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert asked == [(None, None), ("divprune:0.5", None), (None, "snapkv:64")]
+    assert asked == [("divprune:0.5", None), (None, "snapkv:64")]
     assert [row["accuracy"] for row in rows] == [1.0] * 3 and all("commit" in row for row in rows)
+    lines = [line for line in write_table("scenes", rows) if line.startswith("|")][2:]
+    specs = ["all tokens", "`divprune:0.5`", "`snapkv:64`"]
+    assert [line.split(" | ")[0] for line in lines] == [f"| {spec}" for spec in specs]
 
 
 @pytest.mark.slow
 def test_a_cut_costs_answers_on_the_embedded_model() -> None:
     """All tokens answer most questions; a fortieth of them, taken blindly, fewer."""
-    whole = evaluate.run_scenes("tiny-scenes", 72, 7)
-    cut = evaluate.run_scenes("tiny-scenes", 72, 7, reduce="random:0.025")
+    whole, cut = scene_rows(["random:0.025"], [], 72, 7, None)
     assert whole["accuracy"] > 0.6 and cut["accuracy"] < whole["accuracy"] - 0.1
     blind = evaluate.run_scenes("tiny-scenes", 72, 7, control="other")
     assert blind["accuracy"] < whole["accuracy"] - 0.2

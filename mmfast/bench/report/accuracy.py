@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from mmfast.bench.report.table import (
     DERIVED,
@@ -198,6 +199,40 @@ def _stream(rows: Rows) -> str:
     )
 
 
+def _scene_columns(rows: Rows) -> Columns:
+    def share(*path: str) -> Callable[[Row], str]:
+        def text(row: Row) -> str:
+            value: Any = row
+            for key in path:
+                value = value[key]
+            return f"{100 * value:.0f}"
+
+        return text
+
+    def mean(*kinds: str) -> Callable[[Row], str]:
+        return lambda row: f"{100 * sum(row['by_kind'][k] for k in kinds) / len(kinds):.0f}"
+
+    return {
+        "spec": "`{reduce}` or `{cache}` or all tokens",
+        "right": score,
+        "new wordings": share("kept_back", "accuracy"),
+        "digits": mean("number"),
+        "order and seconds": mean("first", "when"),
+        "facts described": share("facts"),
+        "made up": share("made_up"),
+        "overlap of boxes": share("overlap"),
+        "yes and no, F1": share("pope", "f1"),
+        "share of yes": share("pope", "yes"),
+        "outside refused": mean("outside", "strange media"),
+        "inside refused": share("refused_inside"),
+        "calibration error": share("calibration"),
+    }
+
+
+def _scene_note(rows: Rows) -> str:
+    return f"All in per cent; in brackets the 95 % interval. {_questions('unseen media')(rows)}"
+
+
 def _voice_columns(rows: Rows) -> Columns:
     voices = list(rows[0]["by_voice"]) if rows else []
     named = {"recordings": "espeak-ng itself", "codec": "the codec alone"}
@@ -279,6 +314,9 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             before=_stream,
             after=_questions("{streams} unseen streams"),
         ),
+    ),
+    "scenes": (
+        ReportTable("eval-scenes", _scene_columns, keys=("reduce", "cache"), after=_scene_note),
     ),
     "speech": (
         ReportTable("eval-speech", _voice_columns, lines=_task("speaking")),

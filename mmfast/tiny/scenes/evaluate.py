@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from mmfast.attach import attach
 from mmfast.frontends.image import read_image
@@ -28,7 +29,7 @@ from mmfast.tiny.evaluate import interval
 from mmfast.tiny.scenes import looks, outside
 from mmfast.tiny.scenes.facts import clip_items, picture_items
 from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, STILL_KINDS, SceneItem, spelled
-from mmfast.tiny.scenes.scoring import is_right, pope, refused, score
+from mmfast.tiny.scenes.scoring import calibration, is_right, made_up, pope, refused, score
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
 
@@ -136,16 +137,24 @@ def _worded(item: SceneItem, kept: bool, rng: np.random.Generator) -> tuple[str,
     return (*_worded(item.before, kept, rng), item.before.answer, text)
 
 
+@dataclass(frozen=True)
+class SceneAnswer:
+    """What a model said to a case, and the probability it gave to saying just that."""
+
+    text: str
+    sure: float
+
+
 @torch.inference_mode()
 def answers(
     pair: tuple[Any, Any],
     cases: Sequence[SceneCase],
     control: str = "",
     report: Report | None = None,
-) -> list[str]:
+) -> list[SceneAnswer]:
     """Greedy answers of a model and its processor, in batches of one kind of media."""
     model, processor = pair
-    found: dict[int, str] = {}
+    found: dict[int, SceneAnswer] = {}
     for media in ("video", "image"):
         mine = [i for i, case in enumerate(cases) if case.media == media]
         for at in range(0, len(mine), BATCH):
@@ -155,63 +164,72 @@ def answers(
                 source = cases[mine[(mine.index(i) + 7) % len(mine)] if control == "other" else i]
                 chats.append(cases[i].chat(source.shot(control == "reversed")))
             inputs = chat_inputs(processor, chats, model.device)
-            out = model.generate(**inputs, do_sample=False, max_new_tokens=TOKENS)
-            texts = processor.batch_decode(
-                out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-            )
-            found |= dict(zip(some, (text.strip() for text in texts), strict=True))
+            out = model.generate(
+                **inputs, do_sample=False, max_new_tokens=TOKENS,
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            ids = out.sequences[:, inputs["input_ids"].shape[1] :]
+            texts = processor.batch_decode(ids, skip_special_tokens=True)
+            sure = _confidence(ids, torch.stack(out.logits, 1), model.generation_config)
+            made = map(SceneAnswer, (text.strip() for text in texts), sure)
+            found |= dict(zip(some, made, strict=True))
             if report is not None:
                 report("questions", len(found), len(cases))
     return [found[i] for i in range(len(cases))]
 
 
-def judge(cases: Sequence[SceneCase], texts: Sequence[str]) -> dict[str, Any]:
+def _confidence(ids: Tensor, logits: Tensor, config: Any) -> list[float]:
+    """Probability of each answer `[B, L]`, its end included, under logits `[B, L, V]`."""
+    ends = torch.tensor(config.eos_token_id).to(ids)
+    over = torch.isin(ids, ends).long().cumsum(1) - torch.isin(ids, ends).long()
+    chosen = logits.float().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    found: list[float] = chosen.masked_fill(over > 0, 0.0).sum(1).exp().tolist()
+    return found
+
+
+def judge(cases: Sequence[SceneCase], said: Sequence[SceneAnswer]) -> dict[str, Any]:
     """Figures of answers: shares of right ones, overall and by kind, and what they rest on."""
-    scores = [score(c.kind, c.answer, t) for c, t in zip(cases, texts, strict=True)]
+    pairs = [(case, answer.text) for case, answer in zip(cases, said, strict=True)]
+    scores = [score(case.kind, case.answer, text) for case, text in pairs]
     right = [is_right(case.kind, value) for case, value in zip(cases, scores, strict=True)]
-    inside = [refused(t) for c, t in zip(cases, texts, strict=True) if c.answer != outside.REFUSAL]
-    means = {
-        kind: float(np.mean([s for c, s in zip(cases, scores, strict=True) if c.kind == kind]))
-        for kind in ("where", "describe")
-        if any(c.kind == kind for c in cases)
-    }
-    kinds = {
-        kind: float(np.mean([r for c, r in zip(cases, right, strict=True) if c.kind == kind]))
-        for kind in dict.fromkeys(case.kind for case in cases)
-    }
-    asked = [(c.answer, t) for c, t in zip(cases, texts, strict=True) if c.kind == "exists"]
+    inside = [refused(text) for case, text in pairs if case.answer != outside.REFUSAL]
+    told = [made_up(case.answer, text) for case, text in pairs if case.kind == "describe"]
+    marks = [(each.sure, mark) for each, mark in zip(said, right, strict=True)]
+    asked = [(case.answer, text) for case, text in pairs if case.kind == "exists"]
+
+    def mean(values: Sequence[float], kind: str) -> float | None:
+        mine = [v for case, v in zip(cases, values, strict=True) if case.kind == kind]
+        return float(np.mean(mine)) if mine else None
+
     return {
         "n": len(cases),
         "accuracy": float(np.mean(right)),
         "interval": interval(sum(right), len(right)),
-        "by_kind": kinds,
-        "overlap": means.get("where"),
-        "facts": means.get("describe"),
+        "by_kind": {kind: mean(right, kind) for kind in dict.fromkeys(c.kind for c in cases)},
+        "overlap": mean(scores, "where"),
+        "facts": mean(scores, "describe"),
+        "made_up": float(np.mean(told)) if told else None,
         "pope": pope(asked),
         "refused_inside": float(np.mean(inside)) if inside else None,
+        "calibration": calibration(marks),
     }
 
 
 def run_scenes(
-    model: Any,
-    n: int = 400,
-    seed: int = 1000,
-    control: str = "",
-    report: Report | None = None,
-    reduce: str | None = None,
-    cache: str | None = None,
+    model: Any, n: int = 400, seed: int = 1000, control: str = "", report: Report | None = None
 ) -> dict[str, Any]:
-    """Ask a model (a name, a folder or a pair) `n` questions about unseen media.
-
-    `reduce` and `cache` act as in `attach`.
-    """
+    """Ask a model (a name, a folder or a pair) `n` questions about unseen media."""
     cases = list(islice(scene_cases(seed), n))
-    pair = load(model, "cpu", "float32")
-    with attach(pair[0], reduce, cache=cache) if reduce or cache else nullcontext():
-        texts = answers(pair, cases, control, report)
-    found: dict[str, Any] = {"seed": seed, "control": control or None, **judge(cases, texts)}
+    found = measure(cases, answers(load(model, "cpu", "float32"), cases, control, report))
+    return {"seed": seed, "control": control or None, **found}
+
+
+def measure(cases: Sequence[SceneCase], said: Sequence[SceneAnswer]) -> dict[str, Any]:
+    """Figures of all answers, and of those in wordings that training showed, and kept back."""
+    found = judge(cases, said)
     for name, kept in (("trained", False), ("kept_back", True)):
-        some = [(c, t) for c, t in zip(cases, texts, strict=True) if c.kept == kept]
+        some = [(case, answer) for case, answer in zip(cases, said, strict=True)
+                if case.kept == kept]  # fmt: skip
         if some:
             found[name] = judge(*zip(*some, strict=True))
     return found
@@ -225,12 +243,18 @@ def scene_rows(
     model: str | None,
     report: Report | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of results: all tokens, then each reducer, then each cache policy."""
+    """Rows of results about the same media: all tokens, then each reducer, then each policy.
+
+    Specs act as in `attach`.
+    """
+    cases, pair = list(islice(scene_cases(seed), n)), load(model or NAME, "cpu", "float32")
     ways = [(None, None), *((spec, None) for spec in reduce), *((None, spec) for spec in caches)]
     for spec, cache in ways:
-        found = run_scenes(model or NAME, n, seed, "", report, spec, cache)
+        with attach(pair[0], spec, cache=cache) if spec or cache else nullcontext():
+            found = measure(cases, answers(pair, cases, "", report))
         name = Path(model or NAME).name
-        yield {"suite": "scenes", "reduce": spec, "cache": cache, "model": name, **found}
+        yield {"suite": "scenes", "seed": seed, "reduce": spec, "cache": cache, "model": name,
+               "score": found["accuracy"], **found}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

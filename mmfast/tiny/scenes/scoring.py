@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from mmfast.tiny.scenes.outside import REFUSAL
@@ -47,6 +47,12 @@ def facts_found(answer: str, text: str) -> float:
     return 2 * len(wanted & told) / (len(wanted) + len(told))
 
 
+def made_up(answer: str, text: str) -> float:
+    """Share of the facts a text states that the right description does not."""
+    told = facts_of(text)
+    return len(told - facts_of(answer)) / max(len(told), 1)
+
+
 def parse_box(text: str) -> tuple[int, ...] | None:
     """The four edges of a box, None where the text is not one."""
     match = re.fullmatch(r"\D*(\d+)\D+(\d+)\D+(\d+)\D+(\d+)\D*", text)
@@ -83,6 +89,15 @@ def score(kind: str, answer: str, text: str) -> float:
 def is_right(kind: str, value: float) -> bool:
     """Return whether an answer of such a score counts as right."""
     return value >= {"where": OVERLAP, "describe": FOUND}.get(kind, 1.0)
+
+
+def calibration(marks: Sequence[tuple[float, bool]]) -> float:
+    """Expected calibration error of (confidence, right) over tenths (Guo et al. 2017)."""
+    bins = [list[tuple[float, bool]]() for _ in range(10)]
+    for sure, right in marks:
+        bins[min(int(sure * 10), 9)].append((sure, right))
+    gaps = [abs(sum(sure - right for sure, right in part)) for part in bins]
+    return sum(gaps) / max(len(marks), 1)
 
 
 def pope(pairs: Iterable[tuple[str, str]]) -> dict[str, float]:
