@@ -39,6 +39,7 @@ from mmfast.tiny.scenes.questions import (
     WORDINGS,
     SceneItem,
     spelled,
+    varied,
 )
 from mmfast.tiny.scenes.scoring import (
     calibration,
@@ -134,6 +135,13 @@ def test_wordings_are_many_and_two_are_kept_back() -> None:
         kept, trained = set(item.wordings(True)), set(item.wordings(False))
         assert len(set(words)) >= 12 and len(kept) == KEPT and not kept & trained
     rng = np.random.default_rng(0)
+    slots = ("red star", "blue cross", " at the end", "left of")
+    for words in WORDINGS.values():
+        trained = {
+            varied(word.format(*slots), rng).rstrip("?.").lower()
+            for word in words[:-KEPT] for _ in range(60)
+        }  # fmt: skip
+        assert not trained & {word.format(*slots).rstrip("?.").lower() for word in words[-KEPT:]}
     assert {spelled("its colour", rng) for _ in range(20)} == {"its colour", "its color"}
 
 

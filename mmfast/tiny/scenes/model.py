@@ -13,7 +13,7 @@ from transformers import LlavaOnevisionForConditionalGeneration, LlavaOnevisionP
 from mmfast.models.loading import load
 from mmfast.tiny.scenes import outside
 from mmfast.tiny.scenes.looks import BACKGROUNDS
-from mmfast.tiny.scenes.questions import PREFIXES, WORDINGS, spelled
+from mmfast.tiny.scenes.questions import ALIKE, PREFIXES, SUFFIXES, WORDINGS, spelled
 from mmfast.tiny.video import model as base
 from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, SHAPES
 
@@ -40,7 +40,8 @@ def vocabulary_texts() -> Iterator[str]:
                 end = (" at the start", " at the end")[int(rng.integers(2))]
                 side = ("left of", "right of", "above", "below")[int(rng.integers(4))]
                 yield spelled(wording.format(name, name, end, side), rng)
-    for text in (*ANSWERS, *PREFIXES, *DIRECTIONS):
+    alike = (word for words in ALIKE.values() for word in words)
+    for text in (*ANSWERS, *PREFIXES, *SUFFIXES, *alike, *DIRECTIONS):
         yield from [text] * 30
     yield from (outside.question(rng) for _ in range(3000))
 
