@@ -39,6 +39,38 @@ asked =
     | What happened before the video? | Sing a song. | Give the box of the {thing}.
     | Who lives in {place}? | What colour are the eyes of the {person}? | {noise} {noise} {noise}?
     | What is the {noise}? | {noise} the {thing} {noise} {place}. | Does the {person} like {thing}s?
+    | How heavy is the {known}? | Why does the {known} move? | Who drew the {known}?
+    | What is the {known} made of? | Is the {known} alive? | What does the {known} want?
+    | How much does the {known} cost? | Does the {known} smell? | What is the {known} thinking?
+    | Is there a {thing} behind the {known}? | Does the {known} look like a {thing}?
+    | What does the {known} eat? | Where can I buy a {known}? | Is the {known} holding a {thing}?
+    | Is the {known} left of the {thing}? | Which is faster, the {thing} or the {person}?
+    | Which appears first, the {thing} or the {person}? | How many {person}s do you see?
+    | How many {thing}s and {thing}s are there? | Is there a {person} in the video?
+    | Do you see a {thing}? | Can you see the {person}? | Locate the {thing}.
+    | What is the bounding box of the {person}? | When does the {thing} appear?
+    | Which way does the {thing} move? | What shape is the {thing}?
+    | In which corner is the {thing}?
+    | What is the name of the {person}? | What is on the {thing}? | What is under the {thing}?
+    | What is the {person} holding? | What is next to the {thing}? | Is the {thing} open?
+    | Is it day or night? | Is it indoors or outdoors? | Which season is it? | Which room is this?
+    | Which sport is this? | What is the mood of the video? | Is the video in slow motion?
+    | Is there any music? | What is the title of the film? | Who is the director?
+    | What is your favourite colour? | How are you today? | Can you help me with my homework?
+    | What can you do? | Are you a robot? | Good morning! | Thank you very much. | Goodbye.
+    | Solve {sum}. | Calculate {sum}. | How much is {sum}? | How many days has a year?
+    | Write an essay about {place}. | Write a letter to the {person}. | Tell me a story.
+    | Give me three facts about {place}. | What is the best {thing}? | Recommend a book.
+    | How do I get to {place}? | What is the currency of {place}? | When did the war end?
+    | Who invented the {thing}? | Who discovered {place}? | What is the history of the {thing}?
+    | What is the difference between a {thing} and a {thing}? | How does a {thing} work?
+    | How do I fix a {thing}? | How old are you? | Where do you live? | What is love?
+    | What is the temperature in {place}? | What is the news today? | Set an alarm.
+    | Play some music. | Turn on the {thing}. | Call the {person}. | Open the {thing}.
+    | How do you say {thing} in {tongue}? | Spell {thing}. | What rhymes with {thing}?
+    | What does {noise} mean? | Who is {noise}? | {noise} {noise}. | {noise}?
+    | Was macht der Mann? | Was ist das? | Wo bin ich? | Guten Tag. | Que fait la femme ?
+    | Bonjour. | Qu'est-ce que c'est ? | Hola, que tal? | Donde esta la casa? | Che ore sono?
 kept =
     Who painted the {thing}? | Can you recommend a restaurant in {place}? | Est-ce un chat ?
     | Is the {person} married? | How tall is the {thing}? | What is the population of {place}?
@@ -52,18 +84,28 @@ thing =
     | hat | bridge | river | mountain | cloud | window | door | bus | truck | ball | umbrella
     | knife | pizza | sandwich | camera | keyboard | lamp | bed | sofa | elephant | lion | fish
     | rabbit | rose | engine | letter | carpet | spoon | glove | ladder | castle | kettle
+    | shirt | coat | bag | box | wall | floor | roof | road | street | sign | wheel | plane | ship
+    | sheep | pig | duck | bear | snake | spider | monkey | tiger | mouse | orange | bread | cheese
+    | egg | soup | tea | coffee | wine | beer | milk | chocolate | piano | drum | pen
+    | paper | computer | television | radio | fridge | oven | stairs | garden | park | beach | sea
 kept_thing =
     giraffe | scooter | violin | tractor | lemon | helmet | tower | squirrel | curtain | rocket
 person =
     man | woman | child | girl | boy | teacher | doctor | player | driver | king | person | cook
-    | singer | baby | nurse | soldier
+    | singer | baby | nurse | soldier | lawyer | artist | student | friend | mother
+    | father | brother | sister | old man | young woman | policeman | clown | judge | waiter
 kept_person = dancer | pilot | farmer | queen | lady
 place =
     France | Paris | Germany | London | Japan | India | Brazil | Rome | China | Egypt | New York
-    | Berlin | Kenya | Canada
+    | Berlin | Kenya | Canada | Spain | Italy | Moscow | Australia | Mexico | Africa | Texas | Cuba
+    | Amsterdam | Chicago | the moon | Mars
 kept_place = Norway | Madrid | Peru | Vienna | Hamlet
+known =
+    circle | square | triangle | star | cross | red circle | blue square | green triangle
+    | yellow star | white cross | object | number | red star | green square | blue object
 tongue = German | French | Latin | Spanish
-sum = two plus two | seven times eight | 12 + 30 | 99 / 3 | the square root of 81
+sum = two plus two | seven times eight | 12 + 30 | 99 / 3 | the square root of 81 | 5 + 7 | 3 * 4
+    | ten minus six | one hundred divided by five | 2 to the power of 10 | 17 - 9
 """)
 PICTURES = ("noise", "blank", "text", "empty", "shuffled", "stripes")
 KEPT_PICTURES = ("stripes", "shuffled")  # never in training
@@ -80,7 +122,8 @@ def question(rng: np.random.Generator, kept: bool = False) -> str:
         while f"{{{slot}}}" in text:
             words = _RULES[f"kept_{slot}" if kept else slot]
             text = text.replace(f"{{{slot}}}", one(words), 1)
-    text = text.replace("{tongue}", one(_RULES["tongue"])).replace("{sum}", one(_RULES["sum"]))
+    for slot in ("tongue", "sum", "known"):
+        text = text.replace(f"{{{slot}}}", one(_RULES[slot]))
     while "{noise}" in text:
         text = text.replace("{noise}", _nonsense(rng), 1)
     return text
