@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
@@ -31,9 +32,11 @@ from mmfast.tiny.scenes.lessons import (
     scene_loss,
     scene_score,
 )
+from mmfast.tiny.scenes.looks import BACKGROUNDS
 from mmfast.tiny.scenes.model import START, make_model, make_processor
 from mmfast.tiny.video import tower
 from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
+from mmfast.tiny.video.scene import IGNORE
 
 HELD = 96  # clips of the world that are never trained on, for looks
 BATCH, QUESTIONS = 12, 12  # of each thread
@@ -53,7 +56,13 @@ class SceneTower(tower.TowerTask):
     parallel = True
 
     def __init__(self, model: Any, bank: SceneBank, seed: int) -> None:
-        super().__init__(model, bank.clips, seed, size=32, rate=6e-4)
+        kinds = [BACKGROUNDS.index(view.look.background) for view in bank.views]
+        strangers = len(bank.clips.tables) - len(kinds)
+        self.grounds = torch.tensor([*kinds, *[IGNORE] * strangers])
+        widths = (model.config.vision_config.hidden_size, model.config.text_config.hidden_size)
+        self.ground = nn.ModuleList(nn.Linear(width, len(BACKGROUNDS)) for width in widths)
+        readouts = self.ground.parameters()
+        super().__init__(model, bank.clips, seed, size=32, rate=6e-4, readouts=readouts)
         # The gradient of the fused kernel takes a processor half of a step.
         model.model.vision_tower.set_attn_implementation("eager")
 
@@ -69,6 +78,18 @@ class SceneTower(tower.TowerTask):
         """Loss on patches of the tower and on pooled tokens of the projector."""
         with fast():
             return super().loss(batch)
+
+    def judge_frames(
+        self, features: Tensor, tokens: Tensor, clips: list[int]
+    ) -> tuple[Tensor, training.Figures]:
+        """Every patch and every token tells what is behind the things."""
+        truth, total = self.grounds[clips], features.new_zeros(())
+        for read, x in zip(self.ground, (features, tokens), strict=True):
+            seen = read(x).float()
+            each = truth[:, None].expand(seen.shape[:2])
+            total = total + cross_entropy(seen.flatten(0, 1), each.flatten(), ignore_index=IGNORE)
+        right = (seen.mean(1).argmax(-1) == truth)[truth != IGNORE].float().mean()
+        return total, {"background": float(right)}
 
 
 class SceneLanguage(training.Task):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,7 +63,13 @@ class TowerTask(Task):
     """Tower and projector on single frames; both stay as they are after this stage."""
 
     def __init__(
-        self, model: Any, bank: Bank, seed: int, size: int = 64, rate: float = 2e-3
+        self,
+        model: Any,
+        bank: Bank,
+        seed: int,
+        size: int = 64,
+        rate: float = 2e-3,
+        readouts: Iterable[nn.Parameter] = (),
     ) -> None:
         self.model, self.bank, self.size = model.train(), bank, size
         self.rng = torch.Generator().manual_seed(seed)
@@ -71,7 +78,7 @@ class TowerTask(Task):
         self.fine = PatchReadout(vision.hidden_size, side)
         self.coarse = PatchReadout(text.hidden_size, side // 2)
         body = nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
-        heads = [*self.fine.parameters(), *self.coarse.parameters()]
+        heads = [*self.fine.parameters(), *self.coarse.parameters(), *readouts]
         self.optimiser = Optimiser.of(body, heads, rate)
 
     def batches(self, step: int, done: float) -> list[tuple[list[int], list[int]]]:
@@ -87,8 +94,15 @@ class TowerTask(Task):
         loss, right = self.fine.judge(features, self._truth(bank.patches, clips, times))
         tokens = pooled_tokens(self.model, features)
         cell_loss, cell_right = self.coarse.judge(tokens, self._truth(bank.cells, clips, times))
-        total = loss + cell_loss
-        return total, {"loss": total.item(), "patches": right, "cells": cell_right}
+        more, whole = self.judge_frames(features, tokens, clips)
+        total = loss + cell_loss + more
+        return total, {"loss": total.item(), "patches": right, "cells": cell_right, **whole}
+
+    def judge_frames(
+        self, features: Tensor, tokens: Tensor, clips: list[int]
+    ) -> tuple[Tensor, Figures]:
+        """Loss on frames as a whole, for a world that asks about them."""
+        return features.new_zeros(()), {}
 
     def _truth(self, owners: Tensor, clips: list[int], times: list[int]) -> PatchLabels:
         parts = [patch_labels(owners[clip], self.bank.tables[clip]) for clip in clips]
