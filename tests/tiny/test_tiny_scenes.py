@@ -331,7 +331,7 @@ def test_the_suite_keeps_a_row_for_each_way(
     assert asked == [("divprune:0.5", None), (None, "snapkv:64")]
     assert [row["accuracy"] for row in rows] == [1.0] * 3 and all("commit" in row for row in rows)
     lines = [line for line in write_table("scenes", rows) if line.startswith("|")][2:]
-    specs = ["all tokens", "`divprune:0.5`", "`snapkv:64`"]
+    specs = ["all tokens", "`divprune:0.5`", "cache `snapkv:64`"]
     assert [line.split(" | ")[0] for line in lines] == [f"| {spec}" for spec in specs]
 
 

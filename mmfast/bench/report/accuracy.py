@@ -213,7 +213,7 @@ def _scene_columns(rows: Rows) -> Columns:
         return lambda row: f"{100 * sum(row['by_kind'][k] for k in kinds) / len(kinds):.0f}"
 
     return {
-        "spec": "`{reduce}` or `{cache}` or all tokens",
+        "spec": "`{reduce}` or cache `{cache}` or all tokens",
         "right": score,
         "new wordings": share("kept_back", "accuracy"),
         "digits": mean("number"),
