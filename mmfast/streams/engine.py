@@ -163,11 +163,12 @@ class Branch:
             return any(number <= self._newest for number in archive.numbers())
 
     def _before(self, block: LiveBlock, raw: Raw) -> Callable[[int], None]:
+        before = tuple(self.blocks)
+
         def read(layer: int) -> None:
-            archive, buffer = self._memory.archive, self.buffers[layer]
+            archive, rows = self._memory.archive, self._recalled.get(layer)
             assert archive is not None
-            live = tuple(self.blocks)
-            rows = self._recalled.get(layer) or RecalledRows(block, live, live, buffer.length)
+            rows = rows or RecalledRows(block, before, before, self.buffers[layer].length)
             with self._memory.lock:
                 found = archive.choose(layer, raw.queries[layer][0], self._newest)
                 if held_by_score(self._memory.plan):

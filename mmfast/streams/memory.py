@@ -490,11 +490,7 @@ def _buffer(plan: CachePlan | None, turner: Turner, layer: int) -> LayerBuffer:
 
 
 def recall(
-    turner: Turner,
-    layer: int,
-    buffer: LayerBuffer,
-    rows: RecalledRows,
-    parts: Sequence[KVBlock],
+    turner: Turner, layer: int, buffer: LayerBuffer, rows: RecalledRows, parts: Sequence[KVBlock]
 ) -> int:
     """Put stored tokens into the buffer of one layer, and what is older to its new place.
 
@@ -513,7 +509,8 @@ def recall(
         places = [tuple(a + b for a, b in zip(start, shift, strict=True)) for start in places]
         starts = [*places[:at], *places[at + len(parts) : -1]]
     turner.move_layer(layer, buffer, rows.moved, starts)
-    rows.moved = [replace(block, start=start) for block, start in zip(live, starts, strict=True)]
+    pairs = zip(live, starts, strict=True)  # of hundreds of blocks few move
+    rows.moved = [b if b.start == start else replace(b, start=start) for b, start in pairs]
     if not parts:
         return rows.swap(buffer, ())
     between = zip(stored, places[at : at + len(parts)], strict=True)

@@ -243,8 +243,8 @@ class LayerIndex:
             return []
         owner, columns = self._clusters.view()
         if newest is not None:
-            end = int(torch.searchsorted(owner, newest, right=True))
-            owner, columns = owner[:end], {name: rows[:end] for name, rows in columns.items()}
+            n = int(torch.searchsorted(owner, newest, right=True))
+            owner, columns = owner[:n], {name: rows[:n] for name, rows in columns.items()}
         if not len(owner):
             return []
         query = query.to(self._device)
