@@ -7,7 +7,7 @@ A spec is read as ``name[:budget][?knob=value&…]`` joined by ``+``. Roles:
   policy keeps, so that budgets add up.
 * `heads`: shares the budget of the score policy out over the heads of a layer, which then keep
   unlike numbers, or says what each head keeps; at most one.
-* `retrieve`: keeps all and reads a part, chosen by a question; at most one.
+* `retrieve`: keeps all and reads a part, chosen by a question or while it is answered; at most one.
 * `select`: keeps all and reads a part, chosen anew at every decode step; at most one. Position
   policies beside it say what is always read, a score policy chooses what it chooses from.
 * `store`: fewer bits; at most one.
@@ -89,6 +89,11 @@ class CachePlan:
         `attn_window` is then the attention of the last of them, at most `window`.
         """
         return int(self._knob(EVERY, 0))
+
+    @property
+    def rechoice(self) -> int:
+        """Tokens after which `retrieve` chooses again; 0 where it does so at a question alone."""
+        return 0 if self.retrieve is None else int(self.retrieve.knobs.get(EVERY, 0))
 
     @property
     def future(self) -> tuple[int, int] | None:
@@ -244,6 +249,8 @@ def plan_cache(text: str | None) -> CachePlan | None:
         plan = _shared_out(plan, plan.heads)
     plan.quantiser()  # a wrong number of bits or a wrong knob shows here
     plan.retriever()
+    if plan.rechoice < 0:
+        raise SpecError(f"'{plan}' has a negative every=; choose 0 (never) or more new tokens")
     _check_select(plan)
     if plan.every and plan.score:
         name = plan.score.method.name
@@ -334,7 +341,7 @@ def _check_select(plan: CachePlan) -> None:
 
 
 def _call(spec: Spec) -> Any:
-    return spec.method.fn(spec.budget, **spec.knobs)
+    return spec.method.fn(spec.budget, **{k: v for k, v in spec.knobs.items() if k != EVERY})
 
 
 def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
@@ -370,6 +377,11 @@ def served_plan(text: str | None) -> CachePlan | None:
 def call_plan(text: str | CachePlan | None) -> CachePlan | None:
     """Read the cache spec of `attach`, as `plan_cache`; a plan is returned as it is."""
     plan = text if isinstance(text, CachePlan) else plan_cache(text)
+    if plan is not None and plan.retrieve is not None and plan.rechoice:
+        raise SpecError(
+            f"knob every={plan.rechoice} of {plan.retrieve.method.name!r} acts in sessions "
+            "alone, in their memory=; leave it out"
+        )
     if plan is not None and plan.retrieve is not None and plan.score is not None:
         names = plan.score.method.name, plan.retrieve.method.name
         raise SpecError(

@@ -125,7 +125,8 @@ class Method:
         return f"{self.name}:{budgets.get(self.role, '0.25')}"
 
 
-# A knob of every KV policy that scores behind a prompt: the new tokens after which it scores again.
+# A knob of every KV policy that scores behind a prompt, or retrieves: the new tokens after which it
+# chooses again.
 EVERY = "every"
 # Signals that a prompt alone has.
 PROMPT_SIGNALS = frozenset({"query_mean", "attn_counted", "attn_mutual"})
@@ -176,7 +177,7 @@ def register(
             if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
         scores = traits.get("role") == "score" and traits.get("moment", "prefill") == "prefill"
-        if scores and not PROMPT_SIGNALS & set(needs):
+        if traits.get("role") == "retrieve" or (scores and not PROMPT_SIGNALS & set(needs)):
             knobs.setdefault(EVERY, 0)
         if traits.get("text"):
             knobs[TOKENS] = MEDIA

@@ -19,6 +19,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.models.decoder.rotary import Angles, Rotary
 from mmfast.ops.quantisation import PackedTensor, Quantiser, dequantise_row, unpacked
 from mmfast.ops.stream_cache import RowBuffer, Span
+from mmfast.streams.archive.archive import Found
 from mmfast.streams.archive.files import value
 from mmfast.streams.script import Piece
 
@@ -351,6 +352,41 @@ def copy_of(buffer: LayerBuffer) -> Any:
     if isinstance(buffer, PackedBuffer):
         return buffer.snapshot()
     return None if buffer.data is None else (buffer.read(RAW).clone(), buffer.read(VALUES).clone())
+
+
+@dataclass(eq=False)
+class RecalledRows:
+    """Stored tokens among the rows of one layer of a branch, `n` of them from row `at` on.
+
+    `live` are the blocks before the `question` where the stream left them, `moved` where they
+    stand now; `found` is the choice that the rows are of.
+    """
+
+    question: LiveBlock
+    live: Sequence[LiveBlock]
+    moved: Sequence[LiveBlock]
+    at: int
+    n: int = 0
+    found: Sequence[Found] = ()
+
+    def hold(self, found: Sequence[Found]) -> bool:
+        """Tell whether the rows are of this choice."""
+        return len(found) == len(self.found) and all(map(Found.same, found, self.found))
+
+    def swap(self, buffer: LayerBuffer, planes: Sequence[Tensor]) -> int:
+        """Put others `[H, m, d]` in their place; returns by how much the rows behind them move."""
+        n, end = planes[0].shape[1] if planes else 0, self.at + self.n
+        by, behind = n - self.n, list[Tensor]()
+        if by and end < buffer.length:
+            parts = (RAW, ROTATED, VALUES)
+            behind = [buffer.read(part, end, buffer.length).clone() for part in parts]
+        if planes:
+            buffer.write(*planes, at=self.at)
+        if behind:
+            buffer.write(*behind, at=self.at + n)
+        buffer.length += by
+        self.n = n
+        return by
 
 
 def same_length(buffers: Sequence[LayerBuffer]) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method, methods
 from mmfast.core.spec import Spec
@@ -40,6 +41,7 @@ from mmfast.streams.buffers import (
     VISUAL,
     LayerBuffer,
     LiveBlock,
+    RecalledRows,
     Start,
     Turner,
     highest,
@@ -54,8 +56,10 @@ class Branch:
     """Live tokens of a stream at one moment, with a question and an answer behind them.
 
     Their tensors are those of the stream until one of both goes on; see `RowBuffer`. `found` has
-    per layer the archive's numbers of the blocks that were read for the question, `frames` the
-    times of the frames among them, by number.
+    per layer the archive's numbers of the stored blocks that are read now, `frames` the times of
+    the frames that were read since the question, and `readers` the layers that read them, by
+    number. While an answer is written every layer chooses again after `every` tokens, 0 never:
+    `choices` counts the layers that did, `changes` those whose choice was another one.
     """
 
     def __init__(self, engine: Engine, memory: Memory) -> None:
@@ -67,11 +71,16 @@ class Branch:
         self._spots: list[list[int]] = []  # where each block of its own is, per layer
         self._token: LiveBlock | None = None  # the answer so far, where one is being written
         self._broken = False
+        self._recalled: dict[int, RecalledRows] = {}
+        self._said = 0  # tokens of the answer
+        self.every = 0 if memory.plan is None else memory.plan.rechoice
+        self.choices = self.changes = 0
         self.blocks = list(memory.blocks)
         self._cursor = replace(memory.cursor)
         self.buffers = [buffer.fork(ROOM) for buffer in memory.buffers]
         self.found: dict[int, list[int]] = {}
         self.frames: dict[int, float | None] = {}
+        self.readers: dict[int, set[int]] = {}
 
     def extend(self, piece: Piece, *, retrieve: bool = True) -> Tensor:
         """Prefill a piece behind the branch.
@@ -79,14 +88,14 @@ class Branch:
         Stored blocks are read for it where `retrieve` is set, and only the first time that there
         are any. MmfastError: the piece is malformed, or the branch failed before.
         """
-        self._token = None
+        self._token, self._said = None, 0
         with torch.no_grad():
-            return self._run(piece, retrieve)
+            return self._run(piece, retrieve and not self.found and self._stored())
 
     def token(self, token: int) -> Tensor:
-        """Write one token of the answer."""
+        """Write one token of the answer, for which stored blocks may be chosen anew."""
         ids = torch.tensor([token])
-        axes = self._engine.turner.axes
+        axes, said = self._engine.turner.axes, self._said + 1
         with torch.no_grad():
             piece = Piece(
                 self._engine.embed(ids),
@@ -96,8 +105,9 @@ class Branch:
                 fresh=not self._own or self._own[-1].kind == "frame",
                 ids=ids,
             )
-            logits = self._run(piece, False)
+            logits = self._run(piece, bool(self.every and self.found) and said % self.every == 0)
             self._join()
+        self._said = said
         return logits
 
     def keep(self) -> None:
@@ -124,25 +134,20 @@ class Branch:
     def _own(self) -> list[LiveBlock]:
         return self.blocks[self._shared :]
 
-    def _run(self, piece: Piece, retrieve: bool) -> Tensor:
+    def _run(self, piece: Piece, reading: bool) -> Tensor:
         if self._broken:
             raise MmfastError("this branch failed in the middle of a step; open another one")
         block = live(piece, -1, self._cursor.start(piece))
         # While the stream has the same tensors they take turns, step by step.
         alone = all(buffer.alone for buffer in self.buffers)
         with nullcontext() if alone else self._memory.lock:
-            hidden = self._write(piece, block, retrieve)
+            hidden = self._write(piece, block, reading)
         return self._engine.logits(hidden)
 
-    def _write(self, piece: Piece, block: LiveBlock, retrieve: bool) -> Tensor:
-        reading = retrieve and not self.found and self._stored()
+    def _write(self, piece: Piece, block: LiveBlock, reading: bool) -> Tensor:
         before = partial(self._before, block) if reading else None
-        lengths = [buffer.length for buffer in self.buffers]
-        try:
-            hidden = self._engine._forward(piece, block.start, self.buffers, before)
-        except BaseException:
-            self._broken = [buffer.length for buffer in self.buffers] != lengths
-            raise
+        hidden = self._engine._forward(piece, block.start, self.buffers, before)
+        self._broken = False
         self._spots.append([buffer.length for buffer in self.buffers])
         for buffer in self.buffers:
             buffer.length += block.n
@@ -158,21 +163,41 @@ class Branch:
             return any(number <= self._newest for number in archive.numbers())
 
     def _before(self, block: LiveBlock, raw: Raw) -> Callable[[int], None]:
+        before = tuple(self.blocks)
+
         def read(layer: int) -> None:
-            archive = self._memory.archive
+            archive, rows = self._memory.archive, self._recalled.get(layer)
             assert archive is not None
+            rows = rows or RecalledRows(block, before, before, self.buffers[layer].length)
             with self._memory.lock:
-                found = archive.choose(layer, raw.queries[layer][0])
-                found = [each for each in found if each.number <= self._newest]
+                found = archive.choose(layer, raw.queries[layer][0], self._newest)
                 if held_by_score(self._memory.plan):
-                    found = _missing(found, self.blocks, layer)
+                    found = _missing(found, rows.live, layer)
+                if layer in self._recalled:
+                    self.choices += 1
+                    if rows.hold(found):
+                        return
+                    self.changes += 1
                 parts = archive.read(layer, found)
-            self.found[layer] = [part.number for part in parts]
-            self.frames |= {part.number: part.time for part in parts if part.kind == "frame"}
-            if parts:
-                recall(self._engine.turner, layer, self.buffers[layer], self.blocks, parts, block)
+            self._note(layer, parts)
+            if parts or rows.n:
+                self._broken = True  # until all layers have the step behind them
+                self._recall(layer, rows, parts)
+            rows.found, self._recalled[layer] = found, rows
 
         return read
+
+    def _note(self, layer: int, parts: Sequence[KVBlock]) -> None:
+        self.found[layer] = [part.number for part in parts]
+        for part in parts:
+            if part.kind == "frame":
+                self.frames[part.number] = part.time
+                self.readers.setdefault(part.number, set()).add(layer)
+
+    def _recall(self, layer: int, rows: RecalledRows, parts: Sequence[KVBlock]) -> None:
+        by = recall(self._engine.turner, layer, self.buffers[layer], rows, parts)
+        for spots in self._spots:
+            spots[layer] += by if spots[layer] >= rows.at else 0
 
     def _join(self) -> None:
         last = self.blocks[-1]

@@ -27,6 +27,7 @@ from mmfast.streams.buffers import (
     LayerBuffer,
     LiveBlock,
     PackedBuffer,
+    RecalledRows,
     Start,
     Turner,
     copy_of,
@@ -489,33 +490,35 @@ def _buffer(plan: CachePlan | None, turner: Turner, layer: int) -> LayerBuffer:
 
 
 def recall(
-    turner: Turner,
-    layer: int,
-    buffer: LayerBuffer,
-    blocks: Sequence[LiveBlock],
-    parts: Sequence[KVBlock],
-    question: LiveBlock,
-) -> None:
+    turner: Turner, layer: int, buffer: LayerBuffer, rows: RecalledRows, parts: Sequence[KVBlock]
+) -> int:
     """Put stored tokens into the buffer of one layer, and what is older to its new place.
 
     Places are those of a prompt of sinks, stored blocks, window and question. All layers share
     the places of the question, and layers may read different amounts, so the prompt is laid out
     from its end: sinks move away from the window, and the window stays where it is. Attention
-    only sees distances.
+    only sees distances. Tokens recalled before make room; returns by how many rows those behind
+    them move in the buffer.
     """
-    at = _opening(blocks)
-    stored = _as_blocks(parts)
-    starts = walk([*_sinks(blocks[:at], parts), *stored, *blocks[at:], question], turner.axes)
-    shift = tuple(a - b for a, b in zip(question.start, starts[-1], strict=True))
-    starts = [tuple(a + b for a, b in zip(start, shift, strict=True)) for start in starts]
-    turner.move_layer(layer, buffer, blocks, [*starts[:at], *starts[at + len(parts) : -1]])
-    places = zip(stored, starts[at : at + len(parts)], strict=True)
-    where = torch.cat([block.positions(layer, start) for block, start in places], 1)
+    live, at = rows.live, _opening(rows.live)
+    starts = [block.start for block in live]
+    if parts:
+        stored, question = _as_blocks(parts), rows.question
+        places = walk([*_sinks(live[:at], parts), *stored, *live[at:], question], turner.axes)
+        shift = tuple(a - b for a, b in zip(question.start, places[-1], strict=True))
+        places = [tuple(a + b for a, b in zip(start, shift, strict=True)) for start in places]
+        starts = [*places[:at], *places[at + len(parts) : -1]]
+    turner.move_layer(layer, buffer, rows.moved, starts)
+    pairs = zip(live, starts, strict=True)  # of hundreds of blocks few move
+    rows.moved = [b if b.start == start else replace(b, start=start) for b, start in pairs]
+    if not parts:
+        return rows.swap(buffer, ())
+    between = zip(stored, places[at : at + len(parts)], strict=True)
+    where = torch.cat([block.positions(layer, start) for block, start in between], 1)
     assert buffer.data is not None
     both, like = zip(*((part.keys[0], part.values[0]) for part in parts), strict=True), buffer.data
-    keys, values = (torch.cat([x.to(like.device, like.dtype) for x in rows], 1) for rows in both)
-    buffer.write(keys, turner.rotate(layer, keys, where), values)
-    buffer.length += keys.shape[1]
+    keys, values = (torch.cat([x.to(like.device, like.dtype) for x in each], 1) for each in both)
+    return rows.swap(buffer, (keys, turner.rotate(layer, keys, where), values))
 
 
 def _opening(blocks: Sequence[LiveBlock]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,9 +77,8 @@ def stop_ids(model: Any) -> set[int]:
 
 def recalled_frames(branch: Any) -> list[RecalledFrame]:
     """Frames that a branch of a stream has read again."""
-    layers = Counter(number for numbers in branch.found.values() for number in numbers)
-    frames = sorted((number, time) for number, time in branch.frames.items())
-    return [RecalledFrame(number, time, layers[number]) for number, time in frames]
+    frames, readers = sorted(branch.frames.items()), branch.readers
+    return [RecalledFrame(number, time, len(readers[number])) for number, time in frames]
 
 
 class Letters:
@@ -128,10 +126,12 @@ class RecalledFrame:
 class Reply(Iterator[str]):
     """Text deltas of one answer; joined they are its text. Leave it early as you like.
 
-    `trace` has rows `question` (prefill) and, when it has ended, `generate`. `ttft_ms` and `ms`
-    count milliseconds from the question to the first token and to the end. `finished` is `stop`
-    (the model ended it), `length`, `closed` (left early), or None before. `recalled` are the frames
-    that were read again from the archive, by time.
+    `trace` has rows `question` (prefill) and, when it has ended, `generate`; before it `recall`
+    where the memory chooses anew on the way: how often layers did, and how often that changed what
+    they read (its time is in `generate`). `ttft_ms` and `ms` count milliseconds from the question
+    to the first token and to the end. `finished` is `stop` (the model ended it), `length`, `closed`
+    (left early), or None before. `recalled` are the frames that were read again from the archive so
+    far, by time.
     """
 
     def __init__(
@@ -192,10 +192,15 @@ class Reply(Iterator[str]):
         if logits is None:
             logits = self.branch.token(self.ids[-1])
             self._fed += 1
+            if self.branch.every:
+                self.recalled = recalled_frames(self.branch)
         return logits
 
     def _end(self, finished: str) -> str:
         self.finished, self.ms = finished, self._passed()
+        if self.branch.every:
+            name = f"every={self.branch.every}"
+            self.trace.add("recall", self.branch.choices, self.branch.changes, 0.0, name)
         self.trace.add("generate", 1, len(self.ids), self.ms - self.ttft_ms)
         delta = self._letters.end()
         self._ended(self)

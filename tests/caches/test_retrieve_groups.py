@@ -107,3 +107,24 @@ def test_the_oracle_reads_fewer_groups_than_there_are() -> None:
     query = _query(1).double().numpy()
     found = oracles.grouped_rekv(arrays, query, 6, 4, 2)
     assert len({number // 4 for number in found}) <= 2 and isinstance(arrays[0], np.ndarray)
+
+
+@pytest.mark.parametrize("spec", ["retrieve:4", "retrieve:4?group=5&look=3"])
+@pytest.mark.parametrize("newest", [3, 14, 22, 39])
+def test_blocks_that_came_later_are_not_chosen(spec: str, newest: int) -> None:
+    """Nor does anything of theirs show, where no group is cut in two."""
+    blocks = _blocks(40)
+    archive = _archive(f"window:64+{spec}", blocks)
+    arrays = {n: keys.double().numpy() for n, keys in blocks.items() if n <= newest}
+    others = 0
+    for seed in range(8):
+        query = _query(seed)
+        found = [each.number for each in archive.choose(0, query, newest)]
+        others += found != _numbers(archive, query)
+        if "group" not in spec:
+            assert found == oracles.rekv(arrays, query.double().numpy(), 4)
+        elif newest % 5 == 4:
+            assert found == oracles.grouped_rekv(arrays, query.double().numpy(), 4, 5, 3)
+        assert len(found) == 4 and max(found) <= newest
+    assert others or newest == 39
+    assert archive.choose(0, _query(0), -1) == []

@@ -42,7 +42,8 @@ def test_questions_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Saved at the end, gone on with in another run."""
     saved = str(tmp_path / "session")
-    first = ("--memory", "sink:16+window:300+retrieve:4", "--reduce", "dtd:0.5", "--fps", "4")
+    memory = "sink:16+window:300+retrieve:4?every=2"
+    first = ("--memory", memory, "--reduce", "dtd:0.5", "--fps", "4")
     code, out, err = run(capsys, CLIP, *first, "--ask", QUESTION, "--save", saved, "--json")
     document = json.loads(out)
     keys = {"source", "answers", "events", "interrupted", "error", "saved", "stats"}

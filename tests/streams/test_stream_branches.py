@@ -22,7 +22,8 @@ from mmfast.ops.stream_cache import RowBuffer
 from mmfast.streams.engine import Branch, Engine
 
 RECALLING = "sink:6+window:40+rekv:2"
-SPECS = (None, "sink:6+window:40", RECALLING, "sink:6+window:40+keynorm:6+rekv:2")
+CHOOSING = "sink:6+window:40+rekv:2?every=1"  # again at every token
+SPECS = (None, "sink:6+window:40", RECALLING, CHOOSING, "sink:6+window:40+keynorm:6+rekv:2")
 
 
 class Rows:
@@ -110,7 +111,7 @@ def test_answers_are_those_of_a_copy(
     engine.close()
 
 
-@pytest.mark.parametrize("spec", [None, RECALLING])
+@pytest.mark.parametrize("spec", [None, RECALLING, CHOOSING])
 def test_answers_in_threads_while_frames_come(
     spec: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

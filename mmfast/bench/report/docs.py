@@ -151,10 +151,14 @@ _EVERY = (
     "New tokens of an answer after which the policy chooses again among all it holds, down to its "
     "budget; 0 chooses behind the prompt alone."
 )
+_RECHOICE = (
+    "Tokens of an answer, in a stream, after which the policy chooses again by the query of the "
+    "token at hand; 0 chooses at the question alone."
+)
 
 
 def _knobs(method: Method, parameters: Any) -> list[str]:
-    told = {EVERY: _EVERY}
+    told = {EVERY: _RECHOICE if method.role == "retrieve" else _EVERY}
     told |= {each.name: " ".join(each.description.split()) for each in parameters}
     cells = [(f"`{k}`", f"`{_shown(v)}`", told.get(k, "")) for k, v in method.knobs.items()]
     return ["\n".join(markdown(("knob", "default", "meaning"), cells)) if cells else "None."]

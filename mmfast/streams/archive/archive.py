@@ -132,6 +132,12 @@ class Found:
     number: int
     tokens: Tensor | None
 
+    def same(self, other: Found) -> bool:
+        """Tell whether two are the same tokens."""
+        if self.tokens is None or other.tokens is None:
+            return self.number == other.number and self.tokens is other.tokens
+        return self.number == other.number and torch.equal(self.tokens, other.tokens)
+
 
 class GroupMeans:
     """Sums of the mean keys of groups of successive blocks, in step with the rows of an index.
@@ -180,9 +186,14 @@ class GroupMeans:
             left = rows.within("means", group * self.size, (group + 1) * self.size)
             self._sums[at], self._counts[at] = left.sum(0), len(left)
 
-    def choose(self, query: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the numbers `[g]` of the groups that `pick` finds by the query and their means."""
-        there = self._counts.nonzero()[:, 0]
+    def choose(
+        self, query: Tensor, pick: Callable[[Tensor, Tensor], Tensor], newest: int
+    ) -> Tensor:
+        """Return the numbers `[g]` of the groups that `pick` finds by the query and their means.
+
+        Groups that begin behind block `newest` are left out.
+        """
+        there = self._counts[: newest // self.size + 1 - self._first].nonzero()[:, 0]
         means = self._sums[there] / self._counts[there][:, None, None]
         return (there[pick(query, means)] + self._first).sort().values.cpu()
 
@@ -223,11 +234,19 @@ class LayerIndex:
         if self._groups is not None and len(self._clusters):
             self._groups.drop(number, self._clusters)
 
-    def choose(self, query: Tensor, retriever: Retriever) -> list[Found]:
-        """Return the tokens that a retriever reads for the query `[Hq, T, d]`, in time order."""
+    def choose(self, query: Tensor, retriever: Retriever, newest: int | None = None) -> list[Found]:
+        """Return the tokens that a retriever reads for the query `[Hq, T, d]`, in time order.
+
+        They are of the blocks up to `newest`; None is all.
+        """
         if not len(self._clusters):
             return []
         owner, columns = self._clusters.view()
+        if newest is not None:
+            n = int(torch.searchsorted(owner, newest, right=True))
+            owner, columns = owner[:n], {name: rows[:n] for name, rows in columns.items()}
+        if not len(owner):
+            return []
         query = query.to(self._device)
         if self._groups is not None and hasattr(retriever, "groups"):
             return self._choose_in_groups(query, retriever, owner, columns)
@@ -247,7 +266,7 @@ class LayerIndex:
     ) -> list[Found]:
         """Read no means but those of the groups, and of the blocks in the best of them."""
         assert self._groups is not None
-        groups = self._groups.choose(query, retriever.groups)
+        groups = self._groups.choose(query, retriever.groups, int(owner[-1]))
         bounds = torch.stack([groups, groups + 1]) * self._groups.size
         starts, ends = torch.searchsorted(owner, bounds).tolist()
         rows = torch.cat([torch.arange(a, b) for a, b in zip(starts, ends, strict=True)])
@@ -325,9 +344,12 @@ class Archive:
         self._tiers.put(stored(block))
         self._unindex()
 
-    def choose(self, layer: int, query: Tensor) -> list[Found]:
-        """Choose tokens of a layer for the queries `[Hq, T, d]` (before RoPE) of a question."""
-        return self._index[layer].choose(query, self._retriever)
+    def choose(self, layer: int, query: Tensor, newest: int | None = None) -> list[Found]:
+        """Choose tokens of a layer for the queries `[Hq, T, d]` (before RoPE) of a question.
+
+        They are of the blocks up to `newest`; None is all.
+        """
+        return self._index[layer].choose(query, self._retriever, newest)
 
     def read(self, layer: int, found: Sequence[Found]) -> list[KVBlock]:
         """Read one layer of what was found, in order; damaged blocks are dropped and reported."""

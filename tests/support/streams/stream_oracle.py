@@ -6,6 +6,7 @@ them are rotated to the positions that a prompt of the live tokens has, counted 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from stream_math import attend, linear, norm, rope
 from torch import Tensor
 
 Recalled = dict[int, Tensor | None]
+Choose = Callable[[int, Tensor, dict[int, Tensor]], Recalled]
 
 
 @dataclass
@@ -100,7 +102,7 @@ class SlowStream:
         block = Slow(piece, self.number, start)
         self.number += 1
         before = [(block_, block_.start) for block_ in self.blocks]
-        _, block.keys, block.values = self.run(piece, start, [before] * len(self.decoder.layers))
+        _, block.keys, block.values = self.run(piece, lambda layer, query: (start, before))
         block.tokens = [torch.arange(len(piece.embeds)) for _ in block.keys]
         if self.norms is not None and piece.kind == "frame":
             self._choose(block)
@@ -155,10 +157,9 @@ class SlowStream:
                 all); the prompt is then counted from 0, in every layer for itself, where it
                 reads anything.
         """
-        layers = len(self.decoder.layers)
         if recalled is None:
-            rows = [[(block, block.start) for block in self.blocks]] * layers
-            return self.run(piece, self._next(piece), rows)[0]
+            rows = [(block, block.start) for block in self.blocks]
+            return self.run(piece, lambda layer, query: (self._next(piece), rows))[0]
         question = Slow(piece, -1, torch.zeros(0))
         asked, shown = [], []
         for layer, wanted in enumerate(recalled):
@@ -173,17 +174,20 @@ class SlowStream:
             *tight, start = starts([*prompt, question])
             shown.append(list(zip(prompt, tight, strict=True)))
             asked.append(start)
-        return self.run(piece, asked, shown)[0]
+        return self.run(piece, lambda layer, query: (asked[layer], shown[layer]))[0]
 
     def run(
-        self, piece: Any, start: Any, before: list[list[tuple[Slow, Tensor]]]
+        self, piece: Any, seen: Callable[[int, Tensor], tuple[Tensor, list[tuple[Slow, Tensor]]]]
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Logits of the last token, and keys before RoPE and values of all tokens per layer."""
+        """Logits of the last token, and keys before RoPE and values of all tokens per layer.
+
+        `seen` says for a layer and its queries before RoPE where the piece starts, and which blocks
+        are before it and where.
+        """
         hidden, made = piece.embeds.double(), ([], [])
         for layer, module in enumerate(self.decoder.layers):
-            here = start[layer] if isinstance(start, list) else start
-            blocks = before[layer]
             q, k, v = self._project(module, hidden)
+            here, blocks = seen(layer, q)
             keys = torch.cat([*(b.keys[layer] for b, _ in blocks), k], 1)
             values = torch.cat([*(b.values[layer] for b, _ in blocks), v], 1)
             mine = here[:, None] + piece.relative
@@ -216,3 +220,47 @@ class SlowStream:
 
     def _rope(self, x: Tensor, places: Tensor) -> Tensor:
         return rope(x, places, self.decoder.config.rope_parameters)
+
+
+class SlowAnswer:
+    """Question and answer on a slow stream as it is now, that choose while they are written.
+
+    Keys and values of what was said stay; all else is laid out anew for every token: the live
+    blocks, what is read again of those that have left, and what was said, in every layer for
+    itself. `choose` gets the layer, its queries before RoPE and the keys of what has left.
+    """
+
+    def __init__(self, stream: SlowStream, choose: Choose) -> None:
+        self.stream, self.choose = stream, choose
+        self.live, self.gone = list(stream.blocks), list(stream.gone)
+        self.said: list[Slow] = []
+        self.recalled: list[Recalled] = [{} for _ in stream.decoder.layers]
+
+    def write(self, piece: Any, anew: bool) -> Tensor:
+        """Logits `[V]` behind a piece, for which layers choose `anew` or read what they did."""
+        new = Slow(piece, -1 - len(self.said), torch.zeros(0))
+
+        def seen(layer: int, query: Tensor) -> tuple[Tensor, list[tuple[Slow, Tensor]]]:
+            if anew:
+                left = {block.number: block.keys[layer] for block in self.gone}
+                self.recalled[layer] = self.choose(layer, query, left)
+            prompt = self._prompt(layer)
+            for block in (*self.said, new):
+                top = max(int((start[:, None] + b.piece.relative).max()) for b, start in prompt)
+                last, start = prompt[-1]
+                after = start + last.piece.advance
+                prompt.append((block, first(block.piece, after, top)))
+            return prompt[-1][1], prompt[:-1]
+
+        logits, new.keys, new.values = self.stream.run(piece, seen)
+        new.tokens = [torch.arange(len(piece.embeds)) for _ in new.keys]
+        self.said.append(new)
+        return logits
+
+    def _prompt(self, layer: int) -> list[tuple[Slow, Tensor]]:
+        wanted = self.recalled[layer]
+        if not wanted:  # the layer sees the stream as it stands
+            return [(block, block.start) for block in self.live]
+        back = [b.pick(layer, wanted[b.number]) for b in self.gone if b.number in wanted]
+        prompt = sorted([*self.live, *back], key=lambda block: block.number)
+        return list(zip(prompt, starts(prompt), strict=True))
