@@ -266,7 +266,8 @@ def _stages(
         yield KVStage(model, plan, trace, state).installed()
     whole = plan is not None or view is not None
     if sites or whole:
-        yield Hooks(model, sites, trace, state, whole=whole).installed()
+        repeats = plan is not None and plan.repeats > 0
+        yield Hooks(model, sites, trace, state, whole, repeats).installed()
     if adapter.alone:  # around all others, so that it sees calls that they refuse
         yield attendance
 

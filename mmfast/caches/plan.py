@@ -77,7 +77,8 @@ class CachePlan:
 
         None means all of them: the plan reads queries, or sums of all attention.
         """
-        if self.retrieve is not None or self.future or self.mutual or "attn_sum" in self.needs:
+        sums = self.retrieve is not None or self.future or self.mutual or "attn_sum" in self.needs
+        if sums or self.repeats:
             return None
         pruner = self.pruner()
         return max(self.window, 0 if pruner is None else pruner.window)
@@ -115,6 +116,11 @@ class CachePlan:
             return None
         chunk, sink, recent = (int(self._knob(name, 0)) for name in ("chunk", "sink", "recent"))
         return chunk, sink, recent
+
+    @property
+    def repeats(self) -> int:
+        """Tokens of the chunks in which a prompt is read again for `attn_repeated`; 0 for never."""
+        return int(self._knob("chunk", 0)) if "attn_repeated" in self.needs else 0
 
     @property
     def bits(self) -> tuple[int, int] | None:
@@ -251,6 +257,9 @@ def plan_cache(text: str | None) -> CachePlan | None:
     plan.retriever()
     if plan.rechoice < 0:
         raise SpecError(f"'{plan}' has a negative every=; choose 0 (never) or more new tokens")
+    if plan.score and "attn_repeated" in plan.needs and plan.repeats < 1:
+        name = plan.score.method.name
+        raise SpecError(f"knob chunk={plan.repeats} of {name!r}: choose 1 or more tokens")
     _check_select(plan)
     if plan.every and plan.score:
         name = plan.score.method.name
@@ -360,6 +369,11 @@ def served_plan(text: str | None) -> CachePlan | None:
         raise SpecError(
             f"cache {text!r} leaves unlike numbers of entries in the heads of a layer, which the "
             "engine of `mmfast serve` does not; use 'snapkv:1024', or mmfast.attach and generate()"
+        )
+    if plan is not None and plan.repeats:
+        raise SpecError(
+            f"cache {text!r} reads the prompt a second time, which the engine of `mmfast serve` "
+            "does not; use 'snapkv:1024', or mmfast.attach and generate()"
         )
     if plan is not None and plan.pruner() is not None:
         raise SpecError(

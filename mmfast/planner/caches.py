@@ -30,8 +30,9 @@ from mmfast.planner.candidates import (
 )
 from mmfast.planner.cost import Cost
 
-# Sums of all attention need scores of a whole prompt at once, and the others a calibration.
-_COSTLY = {"attn_sum", "query_filter", "query_reach"}
+# Sums of all attention need scores of a whole prompt at once, repeated ones a second reading of it,
+# and the others a calibration.
+_COSTLY = {"attn_sum", "attn_repeated", "query_filter", "query_reach"}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ POLICIES = (
     "leverage:0.5",
     "curdkv:0.5",
     "random:0.5",
+    "kvzip:0.5?chunk=12",
 )
 QUICK = ("llama", "gemma3", "gpt_neox", "gpt_oss", "qwen3_next", "falcon_h1")
 ABLE = [name for name in TEXTS if name != "mistral_window"]
@@ -51,7 +52,7 @@ def slow_unless(names: Any, quick: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", slow_unless(ABLE, QUICK))
-def test_ten_policies_equal_a_full_cache_that_hides(name: str) -> None:
+def test_policies_equal_a_full_cache_that_hides(name: str) -> None:
     model, ids = text_model(name), prompt(LENGTH)
     for policy in POLICIES:
         with attach(model, cache=policy) as trace:

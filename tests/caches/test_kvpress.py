@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mmfast.attach import attach
+from mmfast.models.kv import repetition
 from mmfast.models.kv.calibration import HeadPatterns
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/kvpress.json").read_text("utf-8"))
@@ -42,11 +43,15 @@ def test_the_same_channels_go(model: Any, case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["spec"])
-def test_the_same_entries_stay(model: Any, case: dict[str, Any]) -> None:
+def test_the_same_entries_stay(
+    model: Any, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids, cache = torch.tensor([case["ids"]]), DynamicCache(config=model.config)
     if "filters" in case:  # given to both
         filters, reach = (torch.tensor(case[name]) for name in ("filters", "reach"))
         HeadPatterns(dict(enumerate(filters)), dict(enumerate(reach))).use(model)
+    if "words" in case:  # of the request to repeat
+        monkeypatch.setattr(repetition, "request_ids", lambda _: case["words"])
     with attach(model, cache=case["spec"]), torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
     for index, heads in enumerate(case["kept"]):

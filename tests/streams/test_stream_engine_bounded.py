@@ -25,7 +25,8 @@ from mmfast.streams.script import Piece
 CLOSE = {"atol": 5e-5, "rtol": 5e-5}
 SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
 UNEVEN = {"pyramidkv", "simlayerkv"}
-BLIND = {"criticalkv", "expected_attention", "qfilter", "finch", "compactor"}  # see prompts alone
+# They see prompts alone.
+BLIND = {"criticalkv", "expected_attention", "qfilter", "finch", "compactor", "kvzip"}
 POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipvl"})
 
 

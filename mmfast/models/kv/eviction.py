@@ -32,6 +32,7 @@ from mmfast.models.kv.notes import (
     MUTUAL,
     PADDING,
     PINNED,
+    REPEATED,
     SPOT,
     TOTAL,
     WINDOW,
@@ -146,6 +147,9 @@ def seen(
     return keys, signals, shared
 
 
+_NOTED = ((COUNTED, "attn_counted"), (MUTUAL, "attn_mutual"), (REPEATED, "attn_repeated"))
+
+
 def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Signals for a policy: values `[.., H, n, d]`, kinds `[n]`, attention of `notes`."""
     signals = {"values": values, "kind": kinds}
@@ -154,7 +158,7 @@ def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict
         signals["attn_window"] = mass / mass.sum(-1, keepdim=True).round().clamp_min(1)
     if TOTAL in notes:
         signals["attn_sum"] = notes[TOTAL]
-    for note, name in ((COUNTED, "attn_counted"), (MUTUAL, "attn_mutual")):
+    for note, name in _NOTED:
         if note in notes:
             signals[name] = notes[note]
     return signals
@@ -398,7 +402,7 @@ class Eviction:
     def alike(self) -> bool:
         """All layers of a prompt can be chosen from at once, and later numbers alone count."""
         specs = (*self._plan.position, *((self._plan.score,) if self._plan.score else ()))
-        lone = {"layer", "depth", "values_out", "query_mean", "attn_mutual", FRAME}
+        lone = {"layer", "depth", "values_out", "query_mean", "attn_mutual", "attn_repeated", FRAME}
         apart = (lone | SIGNALS) & set(self._plan.needs)
         uneven = self.by_head or any(s.budget is None or s.method.uneven for s in specs)
         fixed = not apart and not uneven

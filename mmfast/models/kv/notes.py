@@ -32,6 +32,9 @@ PINNED = "pinned"
 WINDOW, TOTAL, COUNTED = "window", "total", "counted"
 # `[B, H, n]` float32: attention that the tokens of a chunk of the prompt give to each other.
 MUTUAL = "mutual"
+# `[B, H, n]` float32: the largest attention received while the prompt was repeated, 1 where it was
+# not; and `[B, 1 or H, n]` the number of a token among those of the prompt, until it ends.
+REPEATED, NUMBER = "repeated", "number"
 # No note, but the queries `[B, Hq, n, d]` of a part of a prompt, which `MUTUAL` is made of.
 QUERIES = "queries"
 # Neither: the squares `[B, H, d]` of the last queries, by which `think` leaves out channels.
@@ -50,6 +53,8 @@ _FILL = {
     TOTAL: 0.0,
     COUNTED: 0.0,
     MUTUAL: 0.0,
+    REPEATED: 1.0,
+    NUMBER: -1,
     CLUSTER: -1,
     FRAME: -1,
     SPOT: -1,

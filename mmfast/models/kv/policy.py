@@ -32,6 +32,7 @@ from mmfast.models.kv.packs import (
     split_packs,
 )
 from mmfast.models.kv.queries import Expectation, RawPrompt, expected_angles
+from mmfast.models.kv.repetition import Repetition
 from mmfast.models.kv.retrieval import (
     WHOLE,
     Reading,
@@ -101,6 +102,9 @@ class KVStage:
             self._reading = Reading(plan, text, self._layers, state, self._raw)
         self._expectation = Expectation(text, *plan.future) if plan.future else None
         self._eviction.expectation = self._expectation
+        self._repetition = None
+        if plan.repeats and self._eviction.acts:
+            self._repetition = Repetition(model, self._modules, plan.repeats, trace, state)
         self._selection = Selection.of(plan, self._layers, state, trace)
         self._prompts, self._account = PromptTracker(), _Account()
         self._arming = Arming(self._on_layers)
@@ -199,8 +203,20 @@ class KVStage:
         raw = None if self._raw is None else self._raw.captured(index)
         turned = kwargs.get("position_embeddings")
         self.arrive(cache, index, call.step.sequences, masses, raw, call.step.past, turned)
-        if part.last:
+        if self._repetition is not None:
+            self._repetition.arrive(cache, index, call, part)
+            if part.last and index == max(self._layers):
+                self._repeat(self._repetition, cache, part.drafts)
+        elif part.last:
             self.prompt_ends(cache, index, part.drafts)
+
+    def _repeat(self, repetition: Repetition, cache: Any, drafts: int) -> None:
+        """Act on all layers, once the prompt has been read a second time."""
+        start = time.perf_counter()
+        repetition.run(cache, drafts)
+        self._account.ms += (time.perf_counter() - start) * 1e3
+        for index in self._layers:
+            self.prompt_ends(cache, index, drafts)
 
     def _count_step(self, layer: Any, masses: dict[str, Tensor]) -> None:
         """Note the attention of the query of a decode step, where a later choice reads it."""

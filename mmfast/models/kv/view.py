@@ -89,7 +89,7 @@ def view_plan(score: str, budget: Budget) -> ViewPlan:
             f"decode 'self' cannot choose by {score!r}, which reads or parts the heads of a model; "
             "use 'attention' or 'snapkv'"
         )
-    if plan.every or plan.bits or plan.future or plan.mutual or plan.score is None:
+    if plan.every or plan.bits or plan.future or plan.mutual or plan.score is None or plan.repeats:
         raise SpecError(
             f"decode 'self' cannot choose by {score!r}, which does more than to choose behind a "
             "prompt; use 'attention' or 'snapkv'"

@@ -50,10 +50,20 @@ from mmfast.models.wrappers import attention_at, base_of, decoder_of, turns_once
 
 
 class Hooks:
-    """State and hooks of one attached model; all layers are hooked if `whole`, for a KV policy."""
+    """State and hooks of one attached model.
+
+    All layers are hooked if `whole`, for a KV policy; one that `repeats` a prompt reads how the
+    text model is called.
+    """
 
     def __init__(
-        self, model: Any, sites: Sequence[Site], trace: Trace, state: PassState, whole: bool = False
+        self,
+        model: Any,
+        sites: Sequence[Site],
+        trace: Trace,
+        state: PassState,
+        whole: bool = False,
+        repeats: bool = False,
     ) -> None:
         self._model, self._base, self._text = model, base_of(model), decoder_of(model)
         self._adapter = adapter_for(model)
@@ -68,7 +78,7 @@ class Hooks:
         renumbers = any(site.renumbers(self._turns) for site in sites)
         self._recount = Recount() if renumbers else None
         self._reviver = Reviver(reviving, self._text, trace) if reviving else None
-        self._looks = any(site.ahead for site in sites)
+        self._looks = repeats or any(site.ahead for site in sites)
         reads = [site.layer - 1 for site in sites if site.deep and site.needs & INNER]
         self._first = 0 if whole else max(0, min([site.layer for site in sites] + reads))
         # What is compiled for one attach() serves the next one that only looks on in steps.

@@ -163,6 +163,19 @@ def head_mass(
     return total
 
 
+def head_peak(query: Tensor, key: Tensor, scaling: float | None = None) -> Tensor:
+    """Largest attention `[Hkv, S]` float32 that keys receive from any query of one row.
+
+    Of the queries `[1, H, L, d]` the last one sees all keys `[1, Hkv, S, d]`, each before it one
+    less; the largest is over the query heads that share a KV head, too.
+    """
+    heads, places = key.shape[1], torch.arange(query.shape[2], device=query.device)
+    peak = torch.zeros(heads, key.shape[2], dtype=torch.float32, device=key.device)
+    for weights, _ in _row_chunks(query, key, 0, places, None, scaling, True):
+        peak = peak.maximum(weights.unflatten(0, (heads, -1)).amax((1, 2)))
+    return peak
+
+
 def _seen(bias: Tensor | None, size: int) -> Tensor | int:
     """Keys that each query sees, to be multiplied with weights `[H, c, S]`."""
     return size if bias is None else (bias[0] > HIDDEN / 2).sum(-1, keepdim=True)

@@ -61,6 +61,8 @@ class ForwardStep:
     """
 
     rebuild = False  # make every mask anew
+    # Cuts before layer 0, and of what they left the padding, and the places that it counts from.
+    entered: tuple[list[SiteCut], Tensor | None, Tensor | None] = ([], None, None)
     turns = True  # positions are rotary, along one axis
 
     def __init__(
@@ -132,6 +134,8 @@ class ForwardStep:
                 hidden = self.reduce(site, hidden, ahead)
                 if site.renumbers(self.turns):
                     self._count_anew()
+        if layer == 0:
+            self.entered = self.cuts, self.sequences.ok, self._counted
         if self.sequences.index is not None:
             if "position_embeddings" in kwargs:
                 kwargs["position_embeddings"] = self._places(kwargs, kind)

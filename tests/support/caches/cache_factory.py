@@ -50,6 +50,7 @@ def make(kind: str, heads: int, n: int, width: int = 8, seed: int = 0) -> Tokens
         "attn_window": window,
         "attn_counted": 9 * total.flip(-1),
         "attn_mutual": 2 * window.roll(3, -1),
+        "attn_repeated": (window + total.flip(-1)) / 2,
         "attn_sum": total,
         "layer": torch.tensor(seed % 5),
         "depth": torch.tensor(0),  # one layer alone: its budget is the mean
@@ -85,6 +86,7 @@ def layer_of(tokens: Tokens) -> Layer:
         filters=wide("query_filter"),
         counted=wide("attn_counted"),
         mutual=wide("attn_mutual"),
+        repeated=wide("attn_repeated"),
     )
 
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import cache_oracle
 import model_oracle as oracle
 import numpy as np
+import repeat_walk
 import torch
 from oracles_caches import ORACLES, Layer, mutual
 from tiny_models import Tiny, build
@@ -42,6 +43,7 @@ SCORES = {
         0.4,
         {"chunk": 7, "sink": 2, "recent": 3},
     ),
+    "kvzip:0.4?chunk=9": ("kvzip", 0.4, {"chunk": 9}),
     "pyramidkv:0.5?window=3&kernel=3": ("pyramidkv", 0.5, {"window": 3, "kernel": 3}),
     "simlayerkv:0.4?threshold=0&window=3": ("simlayerkv", 0.4, {"threshold": 0.0, "window": 3}),
     "chunkkv:0.4?window=3&chunk=4": ("chunkkv", 0.4, {"window": 3, "chunk": 4}),
@@ -191,7 +193,18 @@ def layer_of(
     found.counted = (recent * (recent > 0).sum(-1, keepdims=True)).sum(1)
     if {"recent", "chunk"} <= {*knobs}:
         found.mutual = mutual(queries(this.family)[index], keys, **knobs)
+    if {*knobs} == {"chunk"}:
+        found.repeated = repeats(this.family, knobs["chunk"])[index]
     return found
+
+
+@functools.cache
+def repeats(family: str, chunk: int) -> dict[int, np.ndarray]:
+    """What entries get while the prompt is repeated, without sdpa and with no word before it."""
+    this = model_of(family, "eager")
+    prompt = oracle.embed(this, ask(this))
+    walk = cache_oracle.Walk(this, prompt)
+    return repeat_walk.received(walk, prompt, chunk)
 
 
 def answers(

@@ -36,6 +36,7 @@ class Layer:
     filters: np.ndarray | None = None  # [H, d]
     counted: np.ndarray | None = None  # [H, N]
     mutual: np.ndarray | None = None  # [H, N]
+    repeated: np.ndarray | None = None  # [H, N]
 
     @property
     def heads(self) -> range:
@@ -398,6 +399,31 @@ def mutual(query: np.ndarray, key: np.ndarray, chunk: int, sink: int, recent: in
     return found
 
 
+def kvzip(layer: Layer, budget: int, chunk: int = 2048) -> Answers:
+    assert layer.repeated is not None
+    some = [[_level(float(s)) for s in head] for head in layer.repeated]
+    return [pruned(layer.n, ranked(score)[:budget]) for score in some]
+
+
+def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: float) -> np.ndarray:
+    """Largest attention `[H, c]` that the entries of a chunk `[H, c, d]` get in the pass over it.
+
+    Of its tokens, with queries `[Hq, L, d]` and keys `[H, L, d]`, each sees the chunk and those up
+    to itself.
+    """
+    heads, count = cached.shape[:2]
+    groups, found = len(query) // heads, np.zeros((heads, count))
+    for head in range(len(query)):
+        mine = head // groups
+        for i in range(query.shape[1]):
+            keys = [*cached[mine], *new[mine, : i + 1]]
+            logits = [scale * float(query[head, i] @ key) for key in keys]
+            powers = [math.exp(each - max(logits)) for each in logits]
+            for j in range(count):
+                found[mine, j] = max(found[mine, j], powers[j] / sum(powers))
+    return found
+
+
 def _levels(mean: int, n: int, layers: int, beta: float) -> list[int]:
     """Tokens of each layer of a pyramid, by hand: one each, then quotas, then largest rests."""
     step = Fraction(2) * (1 - 1 / Fraction(beta)) / max(layers - 1, 1)
@@ -627,6 +653,7 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "chunkkv": chunkkv,
     "criticalkv": criticalkv,
     "compactor": compactor,
+    "kvzip": kvzip,
     "curdkv": curdkv,
     "expected_attention": expected_attention,
     "fastkv": fastkv,
