@@ -20,7 +20,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 # 14 listeners, 9 talkers and 5 codecs by name, turns, heads on any model, the leaderboard, verified
 # drafts, the profile, text models, media that is paid for once, packed weights, what a step reads,
 # sparse prefill, roles that change, budgets of heads, a live assistant, a larger embedded world,
-# media paid for once in the server, KV policies in the planner, fewer channels of keys.
+# media paid for once in the server, KV policies in the planner, fewer channels of keys,
+# a prompt that is repeated to choose its keys, recall that goes on while an answer is written.
 FILES, LINES = 586, 111_700
 TOPS = ("mmfast", "kernels", "pipelines", "demos")
 MEDIA = {"av", "decord", "PIL", "numpy", "soundfile"}

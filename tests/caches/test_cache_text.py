@@ -130,6 +130,7 @@ def test_chunked_prefill_equals_one_piece() -> None:
     [
         ("mistral_window", "snapkv:0.5", "sliding_attention, bounded by themselves"),
         ("falcon_h1", "quant:4", "packs whole layers"),
+        ("falcon_h1", "snapkv:0.5+adakv", "packs whole layers"),
         ("gpt_neox", "expected_attention:0.5", "has no head_dim"),
         ("jamba", "expected_attention:0.5", "rotary positions"),
     ],

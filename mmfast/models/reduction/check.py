@@ -120,7 +120,7 @@ def _check_cache(cache: CachePlan, model: Any) -> None:
             f"cache '{cache}' has nothing to act on in {type(model).__name__}, whose layers are "
             f"all of type {', '.join(sorted(set(kinds)))}, bounded by themselves; leave it out"
         )
-    if HYBRID in kinds and (cache.store is not None or cache.bits):
+    if HYBRID in kinds and (cache.store or cache.heads or cache.bits):
         raise ModelError(
             f"cache '{cache}' packs whole layers, and those of {type(model).__name__} remember a "
             "recurrence beside keys and values; evict instead, as 'snapkv:1024' does"
