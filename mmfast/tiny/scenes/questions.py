@@ -80,6 +80,8 @@ count =
     | Can you count the objects? | Count the things in the video. | How many figures are there?
     | Give the number of objects. | How many items do you count?
     | How many objects are in the video altogether? | In total, how many objects are there?
+    | Count all objects. | Count everything. | How many shapes can be seen?
+    | Count the shapes you see. | How many in all? | How many objects can you see in total?
     | How many shapes does the picture have? | How many shapes are there in all?
     | Count all the shapes you can see.
 direction =
@@ -130,6 +132,8 @@ first =
     | Which was there first, the {0} or the {1}? | What came first, the {0} or the {1}?
     | Does the {0} come before the {1}, or which is first?
     | Which do you see first, the {0} or the {1}? | Was the {0} or the {1} first?
+    | Which appears earlier, the {0} or the {1}? | Which comes up earlier, the {0} or the {1}?
+    | Who is there earlier, the {0} or the {1}? | Which is the earlier one, the {0} or the {1}?
     | Which shows up earlier, the {0} or the {1}? | Which of the {0} and the {1} appears first?
 number =
     What number is on the screen? | Which number is shown? | What number appears in the video?
@@ -174,6 +178,8 @@ relation =
     | What is the position of the {0} relative to the {1}{2}?
     | On what side of the {1} is the {0}{2}? | The {0} is on which side of the {1}{2}?
     | Where is the {0} compared to the {1}{2}? | Tell me on which side of the {1} the {0} is{2}.
+    | On which side of the {1} does the {0} lie{2}?
+    | Does the {0} lie left, right, above or below of the {1}{2}?
     | Seen from the {1}, where is the {0}{2}? | On what side of the {1} does the {0} lie{2}?
 compare =
     Is the {0} {3} the {1}{2}? | Does the {0} lie {3} the {1}{2}?
@@ -221,6 +227,8 @@ describe =
     | Explain what you see. | Summarise the video. | What happens here? | Write a description.
     | Tell me about the video. | Tell me about the picture. | Caption this. | What is to be seen?
     | Can you describe the video? | Please describe what is shown.
+    | Describe what is to be seen. | Describe what happens. | Tell me what is going on.
+    | Tell me what goes on. | Describe all you see. | Say what you see.
     | Describe in detail what happens. | Describe what you see. | Tell me what happens.
 again =
     And the {0}? | What about the {0}? | And what about the {0}? | The {0}? | How about the {0}?
