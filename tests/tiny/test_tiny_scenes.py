@@ -224,7 +224,7 @@ def test_second_turns_have_the_tokens_of_the_chat_template(
 
 
 def test_lessons_ask_strangers_and_the_world(sampler: SceneSampler) -> None:
-    weights = dict.fromkeys((*CLIP_KINDS, OUTSIDE), 1.0)
+    weights = dict.fromkeys((*CLIP_KINDS, OUTSIDE), 1.0) | {"where": 50.0}
     lesson = sampler.clips([0, 1, 5], 12, weights)
     refusal = sampler.tokenizer.encode(outside.REFUSAL)
     assert set(lesson.kinds[2]) == {OUTSIDE} and "where" in lesson.kinds[0] + lesson.kinds[1]

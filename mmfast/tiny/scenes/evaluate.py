@@ -139,7 +139,7 @@ def _worded(item: SceneItem, kept: bool, rng: np.random.Generator) -> tuple[str,
 
 @dataclass(frozen=True)
 class SceneAnswer:
-    """What a model said to a case, and the probability it gave to saying just that."""
+    """Answer of a model to a case, and the probability that it gave to just that answer."""
 
     text: str
     sure: float

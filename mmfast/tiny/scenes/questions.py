@@ -134,7 +134,8 @@ first =
     | Which do you see first, the {0} or the {1}? | Was the {0} or the {1} first?
     | Which appears earlier, the {0} or the {1}? | Which comes up earlier, the {0} or the {1}?
     | Who is there earlier, the {0} or the {1}? | Which is the earlier one, the {0} or the {1}?
-    | Which shows up earlier, the {0} or the {1}? | Which of the {0} and the {1} appears first?
+    | Which shows up earlier, the {0} or the {1}?
+    | Did the {0} or the {1} come first? | Which of the {0} and the {1} appears first?
 number =
     What number is on the screen? | Which number is shown? | What number appears in the video?
     | Read the number. | What does the number say? | Which number can you see?
