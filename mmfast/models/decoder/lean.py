@@ -28,6 +28,9 @@ Run = Callable[[Tensor, Tensor], Tensor]
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # (layer, what runs it, hidden states, position_embeddings=…) -> hidden states
 Around = Callable[..., Any]
+# The first call with `output_hidden_states` leaves hooks on all layers of a stock model for good;
+# they do nothing within a call that does not ask for them, as those of a batch never do.
+_CAPTURING = "transformers.utils.output_capturing"
 
 
 class LeanDecoder:
@@ -150,5 +153,6 @@ def _fuses(norm: Any) -> bool:
 
 def _hooked(module: Any) -> bool:
     own = module.__dict__
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
-    return bool(hooks) or "forward" in own or own.get("_compiled_call_impl") is not None
+    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+    foreign = any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks)
+    return foreign or "forward" in own or own.get("_compiled_call_impl") is not None

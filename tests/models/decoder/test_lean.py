@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from contextlib import closing
 from typing import Any
@@ -65,6 +66,19 @@ def test_equal_to_the_bit(family: str) -> None:
     for rows, length in ((1, 1), (16, 1), (1, 37), (3, 5)):
         expected, found = outputs(lane, *given(lane, rows, length, rows + length))
         assert torch.equal(expected, found)
+
+
+def test_a_model_that_was_once_asked_for_its_states_stays_lean() -> None:
+    model = copy.deepcopy(model_of("llava")[0])
+    layers = model.get_decoder().layers
+    model(input_ids=torch.tensor([[5, 6, 7]]), output_hidden_states=True)
+    assert all(layer._forward_hooks for layer in layers), "transformers leaves no hooks any more"
+    lane = Lane(model)
+    assert lane.lean is not None and lane.lean.free
+    expected, found = outputs(lane, *given(lane, 2, 5, 3))
+    assert torch.equal(expected, found)
+    layers[0].register_forward_hook(lambda *_: None)
+    assert not lane.lean.free
 
 
 @pytest.mark.parametrize("family", STOCK)
