@@ -20,7 +20,6 @@ from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import Spec, count, parse
 from mmfast.ops.weight_forms import FORMS
 from mmfast.planner.cost import Cost, Work
-from mmfast.planner.target import KINDS
 
 Row = Mapping[str, Any]
 BASELINE = "random"
@@ -190,9 +189,8 @@ def questions(row: Row) -> tuple[Any, ...]:
 
 
 def subset(row: Row) -> str:
-    """Kind of media of a row; rows of the first suite, of clips, name none."""
-    name = str(row.get("subset") or row.get("suite"))
-    return name if name in KINDS else SUBSET
+    """Kind of media of a row, or the name of a suite that asks for something else."""
+    return str(row.get("subset") or row.get("suite") or SUBSET)
 
 
 def scored(row: Row) -> bool:

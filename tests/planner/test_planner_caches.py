@@ -21,6 +21,7 @@ from mmfast.models.cache_name import CACHE
 from mmfast.models.kv.packs import nbytes
 from mmfast.planner import learner
 from mmfast.planner.caches import cache_evidence
+from mmfast.planner.candidates import evidence_for, shipped_rows
 from mmfast.planner.cost import ModelShape, held_bytes
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
@@ -251,3 +252,12 @@ def test_plan_shows_it(capsys: pytest.CaptureFixture[str], pipe: Any) -> None:
     asked += ("--max-new-tokens", "600", "--check")
     code, out, _ = run(capsys, *asked)
     assert code == 0 and "keys and values" in out and "cache quant:" in out and "measured" in out
+
+
+def test_answers_of_another_suite_say_nothing_about_clips() -> None:
+    rows = [row for row in shipped_rows() if row.get("suite") == "video"]
+    other = [{**row, "suite": "scenes", "n": 7, "score": 0.1} for row in rows]
+    found = cache_evidence("video", rows)
+    assert found is not None and cache_evidence("video", [*rows, *other]) == found
+    assert evidence_for("video", [*rows, *other]) == evidence_for("video", rows)
+    assert cache_evidence("video", other) is None and evidence_for("video", other) is None
