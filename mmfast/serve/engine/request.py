@@ -151,8 +151,8 @@ def checked(sampling: SamplingOptions) -> SamplingOptions:
         ),
         "repetition_penalty": (
             sampling.repetition_penalty,
-            sampling.repetition_penalty is None or 0 < sampling.repetition_penalty < math.inf,
-            "more than 0",
+            sampling.repetition_penalty is None or 0.01 <= sampling.repetition_penalty <= 10,
+            "0.01 to 10",  # beyond, logits are no longer finite
         ),
     }
     for name, (value, fine, choices) in ranges.items():

@@ -200,6 +200,18 @@ def test_state_of_an_answer_is_its_own() -> None:
     assert checked(SamplingOptions(top_k=3, min_p=0.1)).rules is None
 
 
+@pytest.mark.parametrize("penalty", [0.01, 10.0])
+def test_extreme_penalty_leaves_finite_logits(penalty: float) -> None:
+    """The least and largest penalty are taken; what lies beyond is refused, not computed."""
+    rules = checked(SamplingOptions(repetition_penalty=penalty)).rules
+    logits = 1e5 * torch.tensor([1.0, -1.0, 1.0])
+    rules.row(logits, torch.tensor([0, 1]), 1.0)
+    assert logits.isfinite().all() and logits[2] == 1e5 != logits[0]
+    for beyond in (5e-324, penalty**3, float("inf"), float("nan")):
+        with pytest.raises(MmfastError, match="give 0.01 to 10"):
+            checked(SamplingOptions(repetition_penalty=beyond))
+
+
 # --- formats ------------------------------------------------------------------------------------
 
 
