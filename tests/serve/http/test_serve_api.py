@@ -208,7 +208,7 @@ def test_extreme_penalty_leaves_finite_logits(penalty: float) -> None:
     rules.row(logits, torch.tensor([0, 1]), 1.0)
     assert logits.isfinite().all() and logits[2] == 1e5 != logits[0]
     for beyond in (5e-324, penalty**3, float("inf"), float("nan")):
-        with pytest.raises(MmfastError, match="give 0.01 to 10"):
+        with pytest.raises(MmfastError, match=r"give 0\.01 to 10"):
             checked(SamplingOptions(repetition_penalty=beyond))
 
 
