@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import mmfast
 
-ANSWER_TOKENS, FRAMES = 64, 8
+ANSWER_TOKENS, FRAMES = 128, 8
 
 
 class Shelf:
@@ -42,7 +42,7 @@ class Shelf:
     @property
     def name(self) -> str:
         if self.model is None:
-            return "tiny-video (embedded)"
+            return "tiny-scenes (embedded)"
         return self.source.rstrip("/").rsplit("/", 1)[-1] or "a model of the caller's"
 
     @property

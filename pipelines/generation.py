@@ -30,7 +30,7 @@ def merged(pipeline: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, An
     """
     found = {**_level(pipeline), **_level(call)}
     if "max_length" not in found:
-        found.setdefault("max_new_tokens", 64)
+        found.setdefault("max_new_tokens", 128)
     if not found.setdefault("do_sample", False):
         if (call or pipeline).get("seed") is not None:
             raise MmfastError(

@@ -16,7 +16,7 @@ from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.attention import with_attn
 from mmfast.models.families.adapter import check_media
-from mmfast.models.loading import EMBEDDED, embedded_path, load
+from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.frame_cache import FrameCache
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
@@ -30,7 +30,7 @@ from mmfast.streams.session import Session
 from mmfast.streams.stream import StreamModel
 
 # Trained on an endless world; the other embedded model knows short clips alone, and motion.
-STREAM_MODEL = "tiny-stream"
+STREAM_MODEL, CLIP_MODEL = "tiny-stream", "tiny-video"
 MEMORY = "sink:64+window:4096+retrieve:64"
 HOST_BLOCKS = 1800
 FEATURE_GOAL = 0.98  # cosine that a frame cache keeps to the features of the stock tower
@@ -106,7 +106,7 @@ class VideoStream:
             plan = _encoder_alone(reuse, store, frame_cache)
             model_kwargs = with_attn(model_kwargs, attn, model)
         gate = FrameGate(gate) if isinstance(gate, int | float) else gate
-        source = (_path(STREAM_MODEL) or _path(EMBEDDED)) if model is None else model
+        source = (_path(STREAM_MODEL) or _path(CLIP_MODEL)) if model is None else model
         self.model, self.processor = load(source, device, dtype, processor, model_kwargs)
         self.packing = use_weights(self.model, weights, source)
         check_media(self.model, "video")
@@ -224,4 +224,4 @@ def _clips(
     given: Any, device: str | torch.device | None, dtype: str | torch.dtype
 ) -> Callable[[], StreamModel]:
     """Return a function that loads the embedded model of clips once, unless a pair is given."""
-    return cache(lambda: StreamModel(*load(given or str(embedded_path(EMBEDDED)), device, dtype)))
+    return cache(lambda: StreamModel(*load(given or str(embedded_path(CLIP_MODEL)), device, dtype)))

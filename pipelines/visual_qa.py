@@ -171,7 +171,7 @@ class VisualQA:
             measures once what this device does best; the trace has a note of it.
         frames: Frames sampled uniformly from a clip.
         fps: Sample at this rate instead.
-        max_new_tokens: Longest answer in tokens; None: 64.
+        max_new_tokens: Longest answer in tokens; None: 128.
         batch_size: Questions answered in one forward pass.
         target_ttft_ms: Milliseconds to the first token; the planner picks method and budget.
         target_tokens: Visual tokens of a prompt that a decoder layer works on, on average.

@@ -30,7 +30,7 @@ from mmfast.bench.stages import MeasuredStage
 from mmfast.core.spec import parse
 from mmfast.models.cost import Clock, FirstToken
 from mmfast.models.families.adapter import tower_of
-from mmfast.models.loading import EMBEDDED, pick_device
+from mmfast.models.loading import pick_device
 from mmfast.planner.calibration import Tick
 from mmfast.planner.cost import Cost, ModelShape, Work, shape_of, work_of
 from mmfast.planner.learner import Learner, Run
@@ -113,6 +113,7 @@ _EARLY = (None, "evs:0.5", "evs:0.25", "evs:0.1", "divprune:0.25")
 SPECS = (*_EARLY, "fastv@llm8:0.5", "fastv@llm8:0.1")
 SHALLOW = (*_EARLY, "fastv@llm1:0.25")
 WHOLE = (None, "evs:0.25", "visionzip:0.1")
+EMBEDDED = "tiny-video"
 EMBEDDED_SPECS = (
     *(None, "evs:0.5", "evs:0.25", "divprune:0.1", "visionzip:0.25", "holitom:0.1"),
     *("fastv@llm2:0.5", "fastv@llm2:0.1", "holitom_inner@llm3:0.25"),
@@ -196,7 +197,7 @@ def embedded_rows(clock: Clock = time.perf_counter) -> list[Row]:
     from mmfast.pipelines import pipeline
     from mmfast.tiny.suites import suite
 
-    pipe = pipeline("video-qa", device="cpu", max_new_tokens=1)
+    pipe = pipeline("video-qa", EMBEDDED, device="cpu", max_new_tokens=1)
     case = suite(1, 0)[0]
     inputs, _ = pipe._inputs([(case.media[0], case.question)], Trace())
     work = work_of(pipe.model, inputs)

@@ -71,7 +71,11 @@ def serve(
 
 # Options that `--dry-run` shows although they are the defaults, and what None means.
 _SHOWN = {"engine": "", "slots": "", "queue": "", "max_tokens": "", "max_media": "", "context": ""}
-_SHOWN |= {"model": "tiny-video (embedded)", "reduce": "all tokens", "cache": "all keys and values"}
+_SHOWN |= {
+    "model": "tiny-scenes (embedded)",
+    "reduce": "all tokens",
+    "cache": "all keys and values",
+}
 
 
 def _plan(config: ServerConfig) -> list[tuple[str, object]]:

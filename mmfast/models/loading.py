@@ -21,7 +21,7 @@ from mmfast.frontends.codecs.checkpoints import dac_codec, encodec_codec, mimi_c
 from mmfast.frontends.codecs.latents import pocket_codec, vibevoice_codec
 from mmfast.frontends.codecs.semantic import higgs_codec, xcodec2_codec, xcodec_codec
 
-EMBEDDED = "tiny-video"
+EMBEDDED = "tiny-scenes"
 # Checkpoints in the package that answer about pictures and clips, by name.
 EMBEDDED_NAMES = ("tiny-video", "tiny-scenes", "tiny-stream", "tiny-document")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

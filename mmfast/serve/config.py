@@ -23,7 +23,8 @@ VOICE_NAMES = {
     "alloy": 0, "ash": 1, "ballad": 0, "cedar": 1, "coral": 2, "echo": 1, "fable": 0,
     "marin": 3, "nova": 2, "onyx": 1, "sage": 3, "shimmer": 3, "verse": 0,
 }  # fmt: skip
-ALIASES = ("mmfast", "gpt-realtime")  # further names of the model that is served
+# Further names of the model that is served; the last was that of the embedded one before.
+ALIASES = ("mmfast", "gpt-realtime", "mmfast-tiny-video")
 ENGINES = ("inproc", "ray", "vllm")
 _REPLICAS = ("replicas", "workers", "encode_replicas", "prefill_replicas", "decode_replicas")
 HASHED = "sha256:"  # prefix of a key that is given by its hash

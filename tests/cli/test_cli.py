@@ -61,7 +61,7 @@ def test_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "doctor", "--json")
     rows = {row["what"]: row for row in json.loads(out)}
-    assert code == 0 and rows["torch"]["ok"] and rows["model tiny-video"]["ok"]
+    assert code == 0 and rows["torch"]["ok"] and rows["model tiny-scenes"]["ok"]
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def test_serve_dry_run_tells_what_would_be_served() -> None:
     assert code == 0 and "sk-secret" not in out
     lines = {line.split()[0]: line for line in out.splitlines()}
     for name, word in {
-        "model": "tiny-video", "reduce": "evs:0.25", "cache": "all keys", "engine": "ray",
+        "model": "tiny-scenes", "reduce": "evs:0.25", "cache": "all keys", "engine": "ray",
         "workers": "1 decode", "slots": "16", "URL": "http://127.0.0.1:8123/v1",
         "max_text": "99", "api_keys": "hidden",
     }.items():  # fmt: skip

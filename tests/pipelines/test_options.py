@@ -247,7 +247,7 @@ def test_options_of_sessions() -> None:
 
 
 def test_a_call_stands_above_its_pipeline() -> None:
-    cold = {"max_new_tokens": 64, "do_sample": False}
+    cold = {"max_new_tokens": 128, "do_sample": False}
     assert merged({}, {}) == cold
     assert merged({"max_new_tokens": None}, {"max_new_tokens": 3})["max_new_tokens"] == 3
     warm = {"temperature": 0.7, "seed": 4}

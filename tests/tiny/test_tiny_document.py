@@ -104,7 +104,7 @@ def test_encoding_once_changes_no_answer() -> None:
     for row, other in zip(together[1:], alone, strict=True):
         same = ("reduce", "accuracy", "by_kind", "kept")
         assert [row[key] for key in same] == [other[key] for key in same]
-    pipe = mmfast.pipeline("image-qa", reduce="visionzip:0.2")
+    pipe = mmfast.pipeline("image-qa", "tiny-video", reduce="visionzip:0.2")
     cases = suite(10, 3, "image")
     answers = pipe([case.media[0] for case in cases], [case.question for case in cases])
     right = [a.text.lower() == c.answer for a, c in zip(answers, cases, strict=True)]

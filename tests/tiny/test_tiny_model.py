@@ -21,7 +21,7 @@ from mmfast.tiny.video.scene import TRAIN, make_scene
 from mmfast.tiny.video.tower import TowerTask, encode_bank
 from mmfast.tiny.video.train import LanguageTask, StagePlan, stills
 
-HOME = embedded_path()
+HOME = embedded_path("tiny-video")
 CLIPS = HOME.parents[1] / "clips"
 
 

@@ -203,7 +203,7 @@ def reuse_clip(tick: Tick) -> list[Row]:
     clips = sorted(CLIPS.glob("*.mp4"))
     if not clips:
         raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")
-    stock = mmfast.pipeline("video-qa", device="cpu", dtype="float32")
+    stock = mmfast.pipeline("video-qa", MODEL, device="cpu", dtype="float32")
     pair, rows, texts = (stock.model, stock.processor), list[Row](), list[list[str]]()
     for done, spec in enumerate((None, "encoder", "prefix")):
         tick(str(spec), done, 3)

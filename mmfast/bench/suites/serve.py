@@ -50,7 +50,7 @@ _NUMBERS = itertools.count()
 
 def engine(**options: Any) -> Scheduler:
     """Return the embedded model on the CPU without its end token: its answers are one word."""
-    model, processor = load(None, "cpu", "float32")
+    model, processor = load("tiny-video", "cpu", "float32")
     model.generation_config.eos_token_id = None
     return Scheduler((model, processor), name="tiny-video", **options)
 
@@ -346,7 +346,7 @@ def _ask(url: str, name: str) -> None:
         clip = Path(str(files("mmfast.assets").joinpath("clips/red-circle.mp4"))).read_bytes()
         data = "data:video/mp4;base64," + base64.b64encode(clip).decode()
         content.insert(0, {"type": "video_url", "video_url": {"url": data}})
-    document = {"model": "mmfast-tiny-video", "messages": [{"role": "user", "content": content}]}
+    document = {"model": "mmfast-tiny-scenes", "messages": [{"role": "user", "content": content}]}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         json.dumps(document).encode(),

@@ -171,7 +171,7 @@ def endless_model() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mmfast-") as folder:
         path = Path(folder) / "endless"
         path.mkdir()
-        for source in embedded_path().iterdir():
+        for source in embedded_path("tiny-video").iterdir():
             shutil.copyfile(source, path / source.name)
         config = path / "generation_config.json"
         options = json.loads(config.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.suites.serve import CHATS, TimeSpent, answered, chat, reset, spent
 from mmfast.bench.timing import frozen, paired
-from mmfast.models.loading import EMBEDDED, load
+from mmfast.models.loading import load
 from mmfast.models.prompt import chat_inputs
 from mmfast.serve.engine.base import Options, Request
 from mmfast.serve.engine.scheduler import Scheduler
@@ -28,7 +28,7 @@ SPECS = (
     Options(reduce="fastv@llm1:0.5"),
     *(Options(cache=spec) for spec in ("snapkv:16", "sink:4+window:64", "quant:8", "retrieve:2")),
 )
-_TOKENS = 40  # of each answer
+MODEL, _TOKENS = "tiny-video", 40  # its answers are as long
 _WIDE = "llava-onevision-0.5b"
 # The tiny LLaVA-OneVision of the tests: where it spends its time is in Python.
 TINY = "llava-onevision, 32 channels"
@@ -41,7 +41,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 def tiny() -> tuple[Any, Any]:
     """Return a tiny random LLaVA-OneVision, which cuts pictures into tiles, and its processor."""
-    model, processor = load(None, "cpu", "float32")
+    model, processor = load(MODEL, "cpu", "float32")
     config, processor = copy.deepcopy(model.config), copy.deepcopy(processor)
     text = dict(zip((*_SIZES, "num_key_value_heads"), _TEXT, strict=True))
     for part, values in ((config.text_config, text), (config.vision_config, _VISION)):
@@ -66,7 +66,7 @@ def shaped(preset: str | None) -> tuple[Any, Any]:
 
     A preset names another shape of the language model, with random weights.
     """
-    model, processor = load(None, "cpu", "float32")
+    model, processor = load(MODEL, "cpu", "float32")
     model.generation_config.eos_token_id = None  # else answers are one word
     if preset is None:
         return model, processor
@@ -110,8 +110,8 @@ def _rows(
 ) -> list[Row]:
     size = _TOKENS, pictures, _PICTURE if preset == TINY else (96, 96)
     model, processor = tiny() if preset == TINY else shaped(preset)
-    names = {None: EMBEDDED, TINY: TINY}
-    name = names.get(preset, f"{EMBEDDED}, language model of {preset}")
+    names = {None: MODEL, TINY: TINY}
+    name = names.get(preset, f"{MODEL}, language model of {preset}")
     times: dict[str, list[TimeSpent]] = {_STOCK: [], **{job: [] for job in jobs}}
     with closing(Scheduler((model, processor), name=name, queue=CHATS)) as scheduler, frozen():
         runs: dict[str, Callable[[], None]] = {

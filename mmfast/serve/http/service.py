@@ -189,7 +189,7 @@ def _span(model: str, finish: Finish, seconds: float) -> None:
 
 
 T = TypeVar("T")
-EMBEDDED, SPEECH, TRANSLATOR = "mmfast-tiny-video", "mmfast-tiny-speech", "tiny-translate"
+EMBEDDED, SPEECH, TRANSLATOR = "mmfast-tiny-scenes", "mmfast-tiny-speech", "tiny-translate"
 VOICES = 2  # speeches and recordings processed at once
 HEARD = 32  # most recordings that wait for transcription; another one is refused
 _log = logging.getLogger("mmfast.serve")

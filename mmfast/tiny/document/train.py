@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _arguments(argv)
     log = training.Log(options.out)
     log.start(seed=options.seed, pages=options.pages)
-    model, processor = load(options.start or str(embedded_path()), "cpu", "float32")
+    model, processor = load(options.start or str(embedded_path("tiny-video")), "cpu", "float32")
     processor.image_processor.image_grid_pinpoints = GRIDS
     model.config.image_grid_pinpoints = GRIDS
     processor.save_pretrained(options.out)

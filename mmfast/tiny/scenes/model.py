@@ -72,4 +72,5 @@ def make_model(
         if word in old:
             table[place] = rows[old[word]]
     model.tie_weights()
+    model.generation_config.max_new_tokens = 128  # a description is longer than a word
     return model

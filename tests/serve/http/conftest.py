@@ -12,6 +12,6 @@ import pytest
 def engine() -> Iterator[Any]:
     from mmfast.serve.engine.scheduler import Scheduler
 
-    made = Scheduler(None, slots=4, queue=12, name="mmfast-tiny-video")
+    made = Scheduler(None, slots=4, queue=12, name="mmfast-tiny-scenes")
     yield made
     made.close()

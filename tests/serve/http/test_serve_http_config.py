@@ -187,7 +187,7 @@ def test_it_starts_answers_and_stops() -> None:
 
     with serving() as (process, url):
         document: dict[str, Any] = {
-            "model": "mmfast-tiny-video",
+            "model": "mmfast-tiny-scenes",
             "messages": [{"role": "user", "content": "Hello?"}],
         }
         reply = httpx.post(f"{url}/v1/chat/completions", json=document, timeout=120)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 def chat(**more: Any) -> dict[str, Any]:
     message = {"role": "user", "content": "Hello, what is this?"}
-    return {"model": "mmfast-tiny-video", "messages": [message], **more}
+    return {"model": "mmfast-tiny-scenes", "messages": [message], **more}
 
 
 @pytest.mark.parametrize("options", [[], ["--replicas", "1", "--cache", "snapkv:64"]])

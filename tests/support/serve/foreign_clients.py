@@ -13,7 +13,7 @@ import sys
 from typing import Any, Literal
 
 URL = sys.argv[2] if len(sys.argv) > 2 else ""
-MODEL, KEY = "mmfast-tiny-video", "sk-test"
+MODEL, KEY = "mmfast-tiny-scenes", "sk-test"
 os.environ |= {"OPENAI_BASE_URL": f"{URL}/v1", "OPENAI_API_KEY": KEY}
 os.environ |= {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 SAY = "Which way does the red circle move?"

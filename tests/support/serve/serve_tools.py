@@ -28,7 +28,7 @@ from mmfast.core.speech import Sound
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Event, Failure, Health, Request
 
-MODEL = "mmfast-tiny-video"
+MODEL = "mmfast-tiny-scenes"
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = "/v1/chat/completions"
 
