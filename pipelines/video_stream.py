@@ -30,7 +30,7 @@ from mmfast.streams.session import Session
 from mmfast.streams.stream import StreamModel
 
 # Trained on an endless world; the other embedded model knows short clips alone, and motion.
-STREAM_MODEL, CLIP_MODEL = "tiny-stream", "tiny-video"
+STREAM_MODEL, CLIP_MODEL = "tiny-stream", "tiny-scenes"
 MEMORY = "sink:64+window:4096+retrieve:64"
 HOST_BLOCKS = 1800
 FEATURE_GOAL = 0.98  # cosine that a frame cache keeps to the features of the stock tower

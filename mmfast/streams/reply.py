@@ -157,7 +157,7 @@ class Reply(Iterator[str]):
         self.finished: str | None = None
         self._logits: Tensor | None = logits
         self._fed = 0  # tokens of the answer that the branch holds
-        self._letters, self._sampler = Letters(tokenizer), sampler
+        self.tokenizer, self._letters, self._sampler = tokenizer, Letters(tokenizer), sampler
         self._stops, self._limit = stops, limit
         self._started, self._ended, self._prompt = started, ended, prompt
         self._parts: list[str] = []

@@ -337,8 +337,10 @@ class Stream:
         if version == self.version:
             reply.keep()
         else:  # the stream went on meanwhile: the exchange is written behind what came
-            pieces = script.question(self.written, question)
-            pieces += [script.text(reply.ids)] if reply.ids else []
+            pieces, ids = script.question(self.written, question), reply.ids
+            if reply.tokenizer is not self.model.tokenizer:  # a model of clips has other words
+                ids = self.model.tokenizer.encode(reply.text, add_special_tokens=False)
+            pieces += [script.text(ids)] if ids else []
             for piece in pieces:
                 self.model.engine.append(self.memory, piece)
         self.version += 1

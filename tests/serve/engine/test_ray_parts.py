@@ -215,8 +215,8 @@ def test_a_token_outside_the_vocabulary_is_refused_by_each_part_as_in_process() 
     here = Scheduler(None, device="cpu")
     wrongs: list[dict[str, Any]] = [
         {"logit_bias": ((10**6, 1.0),)},
-        {"logit_bias": ((3, 1.0), (440, -1.0))},
-        {"stop_token_ids": (440,)},
+        {"logit_bias": ((3, 1.0), (1400, -1.0))},
+        {"stop_token_ids": (1400,)},
     ]
 
     async def answer(first: Request, second: Request) -> Any:
