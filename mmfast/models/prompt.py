@@ -234,14 +234,19 @@ class ScopeWarning(UserWarning):
     """A question or a picture is unlike all that the embedded model was trained on."""
 
 
-def scope_note(tokenizer: Any, shots: Sequence[Shot], question: str) -> str:
-    """Return one line on what is unlike the training data of an embedded model, or ""."""
+def unknown_words(tokenizer: Any, question: str) -> list[str]:
+    """Return the words of a question that the grammar of an embedded model has not."""
 
-    def pieces(text: str) -> int:  # one for a word of the training grammar
+    def pieces(text: str) -> int:  # one for a word of the grammar
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     words = dict.fromkeys(re.findall(r"[^\W\d_]+", question.lower()))
-    other = [word for word in words if min(pieces(word), pieces(f" {word}")) > 1]
+    return [word for word in words if min(pieces(word), pieces(f" {word}")) > 1]
+
+
+def scope_note(tokenizer: Any, shots: Sequence[Shot], question: str) -> str:
+    """Return one line on what is unlike the training data of an embedded model, or ""."""
+    other = unknown_words(tokenizer, question)
     parts = [f"this question ({', '.join(other)})"] if other else []
     parts += [f"this {shot.kind}" for shot in shots if is_foreign(shot.pixels)][:1]
     told = "the embedded model was trained on drawn shapes, numbers and colours alone; "

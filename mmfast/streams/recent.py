@@ -1,8 +1,9 @@
-"""Recent frames of a stream as pictures, for questions about motion that its model cannot answer.
+"""Recent frames of a stream as pictures, for questions that its model cannot answer.
 
 The embedded model of streams was trained on an endless world and no longer answers questions about
-movement, speed and order; the embedded model of clips does. A stream of the first therefore keeps
-its last seconds as pictures, and such a question is put to the second, about a clip of them.
+movement, speed and order, nor any in words it has not read; the embedded model of clips does. A
+stream of the first therefore keeps its last seconds as pictures, and such a question is put to the
+second, about a clip of them.
 """
 
 from __future__ import annotations
@@ -58,12 +59,15 @@ class RecentFrames:
         self.whole = self.whole and not self._kept
         self._kept.clear()
 
-    def asked(self, question: str) -> bool:
-        """Return True for a question that a clip of these frames answers."""
+    def asked(self, question: str, strange: bool = False) -> bool:
+        """Return True for a question that a clip of these frames answers.
+
+        `strange` tells that the model of the stream has never read such words.
+        """
         if len(self._kept) < 2:
             return False
         moves = _MOTION.search(question) is not None
-        return moves or (self.whole and _ENDS.search(question) is not None)
+        return strange or moves or (self.whole and _ENDS.search(question) is not None)
 
     def clip(self) -> tuple[list[Any], list[float]]:
         """Return at most `CLIP` frames and their seconds, of all that is kept or of its end."""

@@ -25,6 +25,7 @@ from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace, free_bytes
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.live.source import FAR
+from mmfast.models.prompt import unknown_words
 from mmfast.streams.archive.files import value
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.engine import Engine
@@ -282,7 +283,10 @@ class Stream:
 
     def answering(self, question: str, trace: Trace) -> Stream:
         """Return the stream that answers a question: this one, or a clip of its last frames."""
-        if self.recent is None or self.model.clips is None or not self.recent.asked(question):
+        if self.recent is None or self.model.clips is None:
+            return self
+        strange = bool(unknown_words(self.model.tokenizer, question))
+        if not self.recent.asked(question, strange):
             return self
         with trace.stage("clip") as row:
             clip = Stream(self.model.clips(), None, None)

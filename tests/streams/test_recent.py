@@ -80,6 +80,22 @@ def test_a_clip_is_no_cut_and_the_next_clip_is_one() -> None:
         assert len(frames) == 8 and (frames[0] == after[0]).all()
 
 
+def test_words_that_a_stream_has_not_read_are_for_the_model_of_clips() -> None:
+    """A description, another wording, and a question that only the larger model refuses."""
+    case = clip_of("direction")
+    with streams().open() as session:
+        for frame in read_video(case.media[0], frames=8).frames:
+            session.push(frame)
+        for question, begin in (
+            ("Describe the clip.", "there "),
+            ("Who is the king?", "I only know"),
+        ):
+            reply = session.ask(question)
+            assert reply.read().startswith(begin) and reply.trace.rows[0].stage == "clip"
+        known = session.ask("What number is shown?")
+        assert known.read() and known.trace.rows[0].stage == "question"
+
+
 def test_only_motion_leaves_the_model_of_the_stream() -> None:
     recent = RecentFrames()
     for number in range(4):
