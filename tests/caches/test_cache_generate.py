@@ -46,6 +46,7 @@ WHOLE = (
     "mixkv:1.0",
     "infinipot_v:1.0",
     "streammem:1.0",
+    "livevlm:1.0",
 )
 SPECS = (
     "snapkv:0.4?window=5&kernel=3",
@@ -75,6 +76,7 @@ SCORES = (
     "mixkv:0.4?window=3",
     "infinipot_v:0.5",
     "streammem:0.5?window=3",
+    "livevlm:0.5?window=5",
 )
 PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
 

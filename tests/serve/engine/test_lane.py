@@ -59,6 +59,7 @@ APART = [
     "simlayerkv:0.4?threshold=0.3",
     "infinipot_v:0.5",
     "streammem:0.5",
+    "livevlm:0.5?window=9",
     "criticalkv:0.4",
     "expected_attention:0.4?future=20",
     "compactor:0.4?chunk=16",

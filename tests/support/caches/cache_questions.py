@@ -12,7 +12,7 @@ import model_oracle as oracle
 import numpy as np
 import repeat_walk
 import torch
-from oracles_caches import ORACLES, Layer, mutual
+from oracles_caches import ORACLES, Layer, mutual, visual_attention
 from tiny_models import Tiny, build
 
 # Policy, its budget and its knobs; the window is short, as these prompts are.
@@ -35,6 +35,7 @@ SCORES = {
     "mixkv:0.4?window=3": ("mixkv", 0.4, {"window": 3}),
     "infinipot_v:0.5": ("infinipot_v", 0.5, {}),
     "streammem:0.5?window=3": ("streammem", 0.5, {"window": 3}),
+    "livevlm:0.5?window=3&recent=0.1": ("livevlm", 0.5, {"window": 3, "recent": 0.1}),
     "knorm:0.4": ("knorm", 0.4, {}),
     "vatp:0.4?sink=2": ("vatp", 0.4, {"sink": 2}),
     "leverage:0.4?rank=0": ("leverage", 0.4, {"rank": 0}),
@@ -193,6 +194,10 @@ def layer_of(
     found.counted = (recent * (recent > 0).sum(-1, keepdims=True)).sum(1)
     if {"recent", "chunk"} <= {*knobs}:
         found.mutual = mutual(queries(this.family)[index], keys, **knobs)
+    if {*knobs} == {"window", "recent"}:
+        asks = [place for place, each in enumerate(kind) if each == 1][-window:]
+        scale = walk.text.layers[index].self_attn.scaling
+        found.vision = visual_attention(queries(this.family)[index], keys, asks, scale)
     if {*knobs} == {"chunk"}:
         found.repeated = repeats(this.family, knobs["chunk"])[index]
     return found
