@@ -128,6 +128,12 @@ class CachePlan:
         return int(self._knob("chunk", 0)) if "attn_repeated" in self.needs else 0
 
     @property
+    def asks(self) -> float | None:
+        """Share of each of these chunks whose tokens alone are read again; None for all, asked."""
+        share = self._knob("asks", None) if self.repeats else None
+        return None if share is None else float(share)
+
+    @property
     def bits(self) -> tuple[int, int] | None:
         """Bits of the tokens that `reduce` keeps and of those it does not, under `zipvl`.
 
@@ -266,6 +272,9 @@ def plan_cache(text: str | None) -> CachePlan | None:
         if plan.score and need in plan.needs and int(plan._knob(knob, 1)) < 1:
             name, value = plan.score.method.name, plan._knob(knob, 1)
             raise SpecError(f"knob {knob}={value} of {name!r}: choose 1 or more tokens")
+    if plan.score and plan.asks is not None and not 0 < plan.asks <= 1:
+        name = plan.score.method.name
+        raise SpecError(f"knob asks={plan.asks} of {name!r}: choose a share in (0, 1]")
     _check_select(plan)
     if plan.every and plan.score:
         name = plan.score.method.name

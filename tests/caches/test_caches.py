@@ -109,6 +109,7 @@ def test_promise(method: Method, promise: Callable[[Method], None]) -> None:
         ("compactor", {"sink": 3, "recent": 9, "rank": 3, "seed": 4, "blend": 0.1}),
         ("compactor", {"blend": 0.0}),
         ("kvzip", {"chunk": 1}),
+        ("kvsquared", {"chunk": 1, "asks": 1.0}),
         ("criticalkv", {"window": 3, "first": 0.0, "kernel": 1}),
         ("criticalkv", {"window": 5, "first": 0.8, "epsilon": 0.1, "pool": "mean"}),
         ("expected_attention", {"sink": 0, "covariance": False}),

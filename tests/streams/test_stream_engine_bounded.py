@@ -26,7 +26,7 @@ CLOSE = {"atol": 5e-5, "rtol": 5e-5}
 SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
 UNEVEN = {"pyramidkv", "simlayerkv"}
 # They see prompts alone.
-BLIND = {"criticalkv", "expected_attention", "qfilter", "finch", "compactor", "kvzip"}
+BLIND = {"criticalkv", "expected_attention", "qfilter", "finch", "compactor", "kvzip", "kvsquared"}
 POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipvl"})
 
 

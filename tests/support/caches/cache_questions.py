@@ -45,6 +45,7 @@ SCORES = {
         {"chunk": 7, "sink": 2, "recent": 3},
     ),
     "kvzip:0.4?chunk=9": ("kvzip", 0.4, {"chunk": 9}),
+    "kvsquared:0.4?chunk=9&asks=0.3": ("kvsquared", 0.4, {"chunk": 9, "asks": 0.3}),
     "pyramidkv:0.5?window=3&kernel=3": ("pyramidkv", 0.5, {"window": 3, "kernel": 3}),
     "simlayerkv:0.4?threshold=0&window=3": ("simlayerkv", 0.4, {"threshold": 0.0, "window": 3}),
     "chunkkv:0.4?window=3&chunk=4": ("chunkkv", 0.4, {"window": 3, "chunk": 4}),
@@ -198,18 +199,18 @@ def layer_of(
         asks = [place for place, each in enumerate(kind) if each == 1][-window:]
         scale = walk.text.layers[index].self_attn.scaling
         found.vision = visual_attention(queries(this.family)[index], keys, asks, scale)
-    if {*knobs} == {"chunk"}:
-        found.repeated = repeats(this.family, knobs["chunk"])[index]
+    if {*knobs} in ({"chunk"}, {"chunk", "asks"}):
+        found.repeated = repeats(this.family, **knobs)[index]
     return found
 
 
 @functools.cache
-def repeats(family: str, chunk: int) -> dict[int, np.ndarray]:
+def repeats(family: str, chunk: int, asks: float | None = None) -> dict[int, np.ndarray]:
     """What entries get while the prompt is repeated, without sdpa and with no word before it."""
     this = model_of(family, "eager")
     prompt = oracle.embed(this, ask(this))
     walk = cache_oracle.Walk(this, prompt)
-    return repeat_walk.received(walk, prompt, chunk)
+    return repeat_walk.received(walk, prompt, chunk, asks=asks)
 
 
 def answers(

@@ -406,6 +406,22 @@ def kvzip(layer: Layer, budget: int, chunk: int = 2048) -> Answers:
     return [pruned(layer.n, ranked(score)[:budget]) for score in some]
 
 
+def kvsquared(layer: Layer, budget: int, chunk: int = 2048, asks: float = 0.02) -> Answers:
+    return kvzip(layer, budget, chunk)
+
+
+def oddest(layers: list[np.ndarray], share: float) -> list[int]:
+    """Tokens whose keys, of layers `[H, c, d]`, look least like the mean direction, in order."""
+    count = layers[0].shape[1]
+    score = np.zeros(count)
+    for keys in layers:
+        for head in keys:
+            units = [_direction(key) for key in head]
+            anchor = _direction(np.array(sum(units)) / count)
+            score -= [float(unit @ anchor) / len(keys) / len(layers) for unit in units]
+    return sorted(ranked([_level(s) for s in score])[: max(int(count * share), 1)])
+
+
 def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: float) -> np.ndarray:
     """Largest attention `[H, c]` that the entries of a chunk `[H, c, d]` get in the pass over it.
 
@@ -714,6 +730,7 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "knorm": knorm,
     "lagkv": lagkv,
     "qfilter": qfilter,
+    "kvsquared": kvsquared,
     "leverage": leverage,
     "livevlm": livevlm,
     "lookm": lookm,
