@@ -259,7 +259,7 @@ pages_mean = pages.mean_scores
 def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     homes = {"bound_scores": "quest", "mean_scores": "kinetics", "pages_paid": "kinetics"}
     home = homes.get(name, "twilight")
-    monkeypatch.setattr(f"mmfast.caches.{home}.{name}", FAULTS[name])
+    monkeypatch.setattr(f"mmfast.caches.selection.{home}.{name}", FAULTS[name])
     with pytest.raises(AssertionError):
         if home == "quest":
             test_quest_is_its_oracle(100, 0.1, 4)

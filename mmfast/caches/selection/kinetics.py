@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmfast.caches.quest import chosen_pages, refuse_all_skipped, tokens_of
+from mmfast.caches.selection.quest import chosen_pages, refuse_all_skipped, tokens_of
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.registry import policy
