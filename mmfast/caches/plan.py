@@ -78,7 +78,7 @@ class CachePlan:
         None means all of them: the plan reads queries, or sums of all attention.
         """
         sums = self.retrieve is not None or self.future or self.mutual or "attn_sum" in self.needs
-        if sums or self.repeats:
+        if sums or self.repeats or self.vision:
             return None
         pruner = self.pruner()
         return max(self.window, 0 if pruner is None else pruner.window)
@@ -118,9 +118,20 @@ class CachePlan:
         return chunk, sink, recent
 
     @property
+    def vision(self) -> int:
+        """Last visual tokens that `attn_vision` is of; 0 where nothing reads it."""
+        return int(self._knob("window", 32)) if "attn_vision" in self.needs else 0
+
+    @property
     def repeats(self) -> int:
         """Tokens of the chunks in which a prompt is read again for `attn_repeated`; 0 for never."""
         return int(self._knob("chunk", 0)) if "attn_repeated" in self.needs else 0
+
+    @property
+    def asks(self) -> float | None:
+        """Share of each of these chunks whose tokens alone are read again; None for all, asked."""
+        share = self._knob("asks", None) if self.repeats else None
+        return None if share is None else float(share)
 
     @property
     def bits(self) -> tuple[int, int] | None:
@@ -257,9 +268,13 @@ def plan_cache(text: str | None) -> CachePlan | None:
     plan.retriever()
     if plan.rechoice < 0:
         raise SpecError(f"'{plan}' has a negative every=; choose 0 (never) or more new tokens")
-    if plan.score and "attn_repeated" in plan.needs and plan.repeats < 1:
+    for need, knob in (("attn_repeated", "chunk"), ("attn_vision", "window")):
+        if plan.score and need in plan.needs and int(plan._knob(knob, 1)) < 1:
+            name, value = plan.score.method.name, plan._knob(knob, 1)
+            raise SpecError(f"knob {knob}={value} of {name!r}: choose 1 or more tokens")
+    if plan.score and plan.asks is not None and not 0 < plan.asks <= 1:
         name = plan.score.method.name
-        raise SpecError(f"knob chunk={plan.repeats} of {name!r}: choose 1 or more tokens")
+        raise SpecError(f"knob asks={plan.asks} of {name!r}: choose a share in (0, 1]")
     _check_select(plan)
     if plan.every and plan.score:
         name = plan.score.method.name

@@ -129,7 +129,9 @@ class Method:
 # chooses again.
 EVERY = "every"
 # Signals that a prompt alone has.
-PROMPT_SIGNALS = frozenset({"query_mean", "attn_counted", "attn_mutual", "attn_repeated"})
+PROMPT_SIGNALS = frozenset(
+    {"query_mean", "attn_counted", "attn_mutual", "attn_repeated", "attn_vision"}
+)
 # A knob of reducers that prune text as well: the tokens of a prompt that they may drop.
 TOKENS = "tokens"
 MEDIA, TEXT, ALL = TOKEN_KINDS = ("media", "text", "all")

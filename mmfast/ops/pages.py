@@ -140,6 +140,17 @@ def bound_scores(query: Tensor, bounds: Tensor) -> Tensor:
     return (split[:, :, None] @ bounds.float().transpose(2, 3))[:, :, 0]
 
 
+def key_means(pages: Tensor) -> Tensor:
+    """Mean key `[..., d]` of pages `[..., page, d]`."""
+    return pages.float().mean(-2).to(pages.dtype)
+
+
+def mean_scores(query: Tensor, means: Tensor) -> Tensor:
+    """Products `[B, H, P]` of mean keys `[B, H, P, d]` and queries `[B, H, G, d]`, mean over G."""
+    wide = query.float().mean(2, keepdim=True)
+    return (wide @ means.float().transpose(2, 3))[:, :, 0]
+
+
 def four_bits(pages: Tensor) -> Tensor:
     """Codes `[..., page * d / 2]` uint8 of pages `[..., page, d]`, two in a byte.
 

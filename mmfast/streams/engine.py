@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
@@ -262,7 +263,8 @@ def fitting(
 
 
 _KNOWN = {"x", "values", "kind", "layer", "layers"}
-_HELD = _KNOWN | {"attn_sum", "attn_window", "frame", "spot"}  # where there is no window
+_ATTENTION = {"attn_sum", "attn_window", "attn_vision"}
+_HELD = _KNOWN | _ATTENTION | {"frame", "spot"}  # where there is no window
 
 
 def score_policies() -> list[str]:
@@ -304,7 +306,7 @@ def check_score(plan: CachePlan | None) -> None:
 def attended(plan: CachePlan | None) -> bool:
     """Tell whether a score policy of a stream reads the attention of new tokens."""
     needs = plan.needs if plan is not None and held_by_score(plan) else ()
-    return bool({"attn_sum", "attn_window"} & set(needs))
+    return bool(_ATTENTION & set(needs))
 
 
 def score(memory: Memory, block: LiveBlock) -> LiveBlock:
@@ -421,8 +423,9 @@ class Engine:
         assert memory.plan is not None
         buffer, n = memory.buffers[layer], block.n
         module: Any = self.attentions[layer]
-        total = "attn_sum" in memory.plan.needs
-        last = n if total else min(n, memory.plan.window)
+        needs = memory.plan.needs
+        total, vision = "attn_sum" in needs, "attn_vision" in needs
+        last = n if total or vision else min(n, memory.plan.window)
         turned = self.turner.rotate(layer, queries, block.positions(layer))[:, n - last :]
         keys = buffer.read(ROTATED, 0, buffer.length + n)
         grouped = rearrange(turned, "(h g) q d -> h (g q) d", h=len(keys))
@@ -433,8 +436,13 @@ class Engine:
         shares = scores.softmax(-1).mean((0, 1))  # [q, m]
         if total:
             masses[layer]["attn_sum"] = shares.sum(0)
-        if "attn_window" in memory.plan.needs:
+        if "attn_window" in needs:
             masses[layer]["attn_window"] = shares[-memory.plan.window :].mean(0)
+        if vision:
+            asks = (block.kinds == VISUAL).nonzero()[-memory.plan.vision :, 0].to(shares.device)
+            before = memory.masses[layer].get("attn_vision", shares[0, :0])[: buffer.length]
+            old = F.pad(before, (0, keys.shape[1] - len(before)))  # text asks nothing
+            masses[layer]["attn_vision"] = shares[asks].mean(0) if len(asks) else old
 
     def branch(self, memory: Memory) -> Branch:
         """A view of the live tokens on which a question is answered; the stream goes on."""

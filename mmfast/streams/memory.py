@@ -369,7 +369,7 @@ class Memory:
     def heed(self, layer: int, masses: dict[str, Tensor]) -> None:
         """Take the attention `[N]` that the newest tokens pay, their own included.
 
-        `attn_sum` adds up over all that came; `attn_window` is of the latest alone.
+        `attn_sum` adds up over all that came; the others are of the latest alone.
         """
         before = self.masses[layer].get("attn_sum")
         if before is not None and "attn_sum" in masses:

@@ -25,6 +25,7 @@ WHOLE = (
     "finch:1.0",
     "compactor:1.0",
     "kvzip:1.0",
+    "kvsquared:1.0",
     "keynorm:1.0",
     "sink:2+window:4000",
     "streamingvlm:1.0+keyformer:1.0",
@@ -46,6 +47,7 @@ WHOLE = (
     "mixkv:1.0",
     "infinipot_v:1.0",
     "streammem:1.0",
+    "livevlm:1.0",
 )
 SPECS = (
     "snapkv:0.4?window=5&kernel=3",
@@ -59,6 +61,7 @@ SCORES = (
     "finch:0.4?window=4&chunk=9",
     "compactor:0.4?chunk=7&sink=3",
     "kvzip:0.4?chunk=9",
+    "kvsquared:0.4?chunk=9&asks=0.3",
     "tova:0.25",
     "keydiff:0.4",
     "lagkv:0.5?sink=2&lag=4",
@@ -75,6 +78,7 @@ SCORES = (
     "mixkv:0.4?window=3",
     "infinipot_v:0.5",
     "streammem:0.5?window=3",
+    "livevlm:0.5?window=5",
 )
 PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
 

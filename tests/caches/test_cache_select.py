@@ -30,6 +30,7 @@ SPECS = (
     "tokenselect:0.2?similar=0.7",
     "tidaldecode:0.2?skip=0&again=0",
     "twilight:0.6?base=0.6&page=4&skip=0",
+    "sink:2+kinetics:0.6?page=4&skip=1",
 )
 QUICK = ("llama", "gpt_oss", "qwen3_next")  # plain, with windows and sinks, hybrid
 MORE = ("gemma3", "gpt_neox", "falcon_h1", "qwen2", "gemma2", "gpt2", "opt", "lfm2", "jamba")
@@ -98,6 +99,8 @@ class SlowSelection:
                     return [mine | {n - 1} for mine in self.tidal]
                 self.tidal = oracles.tidaldecode(q, k, oracles.tokens_of(0.2, n), scale)
                 return everything
+            case 6:
+                return everything if depth < 1 else oracles.kinetics(q, k, 0.6, 4, {0, 1})
         return oracles.twilight(q, k, 0.6, 0.6, 4, scale)
 
 
@@ -162,7 +165,7 @@ def test_the_oracle_sees_planted_faults(fault: str) -> None:
 def test_a_share_of_one_is_the_stock_model(name: str) -> None:
     model, ids = text_model(name), {"input_ids": prompt(LENGTH)}
     stock = written(model, ids, STEPS)[1]
-    for method in ("quest", "tokenselect", "tidaldecode", "twilight"):
+    for method in ("quest", "tokenselect", "tidaldecode", "twilight", "kinetics"):
         with attach(model, cache=f"{method}:1.0"):
             assert torch.equal(written(model, ids, STEPS)[1], stock), method
     with attach(model, cache="quest:9999?skip=0"):  # more than there are
@@ -255,6 +258,7 @@ def test_what_cannot_act_says_so() -> None:
         ("quest:0.1?skip=4", "reads everything in all 4 layers"),
         ("tidaldecode:0.1?skip=3", "this model has 4"),
         ("twilight:0.8?skip=9", "skip=9"),
+        ("kinetics:0.8?skip=4", "skip=4"),
     ):
         with pytest.raises(SpecError, match=words):
             attach(model, cache=spec)

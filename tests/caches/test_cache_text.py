@@ -26,6 +26,8 @@ POLICIES = (
     "curdkv:0.5",
     "random:0.5",
     "kvzip:0.5?chunk=12",
+    "kvsquared:0.5?chunk=12&asks=0.2",
+    "livevlm:0.5",
 )
 QUICK = ("llama", "gemma3", "gpt_neox", "gpt_oss", "qwen3_next", "falcon_h1")
 ABLE = [name for name in TEXTS if name != "mistral_window"]

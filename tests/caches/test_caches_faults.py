@@ -80,6 +80,12 @@ def _worst(score: torch.Tensor, among: torch.Tensor, count: torch.Tensor) -> tor
     return ranking.best_of(-score, among, count)
 
 
+def _crowded(
+    score: torch.Tensor, among: torch.Tensor, room: torch.Tensor, *_: object
+) -> torch.Tensor:
+    return ranking.best_of(score, among, room)
+
+
 def _nothing_alike(keys: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return torch.zeros(keys.shape[:-1])
 
@@ -133,6 +139,9 @@ FAULTS: list[Fault] = [
     ("infinipot_v", "caches.frames.infinipot_v._redundancy", _nothing_alike),
     ("streammem", "caches.frames.streammem.best_of", _worst),
     ("streammem", "caches.frames.streammem._weights", _equal_shares),
+    ("livevlm", "caches.frames.livevlm.best_of", _worst),
+    ("livevlm", "caches.frames.livevlm.grouped_topk", _ungrouped),
+    ("livevlm", "caches.frames.livevlm._bucketed", _crowded),
     ("pyramidkv", "ops.eviction.stable_topk", _least),
     ("simlayerkv", "caches.layers.simlayerkv.stable_topk", _least),
     ("knorm", "ops.eviction.stable_topk", _least),

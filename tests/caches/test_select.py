@@ -66,6 +66,33 @@ def test_quest_is_its_oracle(n: int, budget: float | int, page: int) -> None:
     assert read(found, n) == oracles.quest(*arrays(query, keys), budget, page)
 
 
+@pytest.mark.parametrize("n", [1, 5, 17, 64, 100, 333])
+@pytest.mark.parametrize("budget", [0.2, 0.5, 0.9, 30])
+@pytest.mark.parametrize("page", [4, 8])
+def test_kinetics_is_its_oracle(n: int, budget: float | int, page: int) -> None:
+    query, keys = make(n, seed=n)
+    found = selector(f"kinetics:{budget}?page={page}").choose(step(query, keys))
+    assert read(found, n) == oracles.kinetics(*arrays(query, keys), budget, page)
+    stays = torch.zeros(n, dtype=torch.bool)
+    stays[[0, n // 2, n - 1]] = True
+    found = selector(f"kinetics:{budget}?page={page}").choose(step(query, keys, stays=stays))
+    want = oracles.kinetics(*arrays(query, keys), budget, page, {0, n // 2, n - 1})
+    assert read(found, n) == want
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
+def test_kinetics_costs_what_was_said(share: float) -> None:
+    """Bytes of keys, values and means are at most the share of all bytes, less than a page off."""
+    for n in (1000, 1600, 3001):
+        query, keys = make(n, seed=n)
+        found = selector(f"kinetics:{share}?page=16").choose(step(query, keys))
+        index, _ = found.entries(n)
+        entry = 2 * D * keys.element_size()
+        bytes_read = H * index.shape[-1] * entry + found.nbytes
+        room = round(share * n) * H * entry - bytes_read
+        assert 0 <= room < 16 * H * entry, (n, share)
+
+
 def test_quest_reads_what_stays() -> None:
     query, keys = make(60)
     stays = torch.zeros(60, dtype=torch.bool)
@@ -131,7 +158,9 @@ def test_flat_attention_reads_more_than_sharp() -> None:
     assert sizes[1] < sizes[0] / 3
 
 
-@pytest.mark.parametrize("spec", ["quest:0.2?page=4", "twilight:0.8?page=4", "tokenselect:0.2"])
+@pytest.mark.parametrize(
+    "spec", ["quest:0.2?page=4", "twilight:0.8?page=4", "tokenselect:0.2", "kinetics:0.3?page=4"]
+)
 def test_a_batch_is_its_rows(spec: str) -> None:
     query, keys = make(70, batch=3)
     method = selector(spec)
@@ -142,7 +171,7 @@ def test_a_batch_is_its_rows(spec: str) -> None:
     assert [read(together, 70, b) for b in range(3)] == [read(row, 70) for row in rows]
 
 
-@pytest.mark.parametrize("spec", ["quest:0.2?page=4", "twilight:0.8?page=4"])
+@pytest.mark.parametrize("spec", ["quest:0.2?page=4", "twilight:0.8?page=4", "kinetics:0.3?page=4"])
 def test_what_is_kept_up_is_what_is_found_anew(spec: str) -> None:
     """Entries come one by one and in pieces, some are taken back and others come."""
     generator = torch.Generator().manual_seed(1)
@@ -217,19 +246,25 @@ def test_attention_to_a_part_is_attention_under_a_mask(
 
 FAULTS = {
     "bound_scores": lambda query, bounds: pages_bound(query, bounds.roll(D, -1)),
+    "mean_scores": lambda query, means: pages_mean(query, means.roll(1, 2)),
+    "pages_paid": lambda cost, n, page: int((cost - n % page) // page),  # a search for nothing
     "four_bits": lambda part: pages_codes(part.flip(-1)),
     "heaviest": lambda mass, share: pages_heaviest(mass, min(1.0, share + 0.2)),
 }
 pages_bound, pages_codes, pages_heaviest = pages.bound_scores, pages.four_bits, pages.heaviest
+pages_mean = pages.mean_scores
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = "quest" if name == "bound_scores" else "twilight"
-    monkeypatch.setattr(f"mmfast.caches.{home}.{name}", FAULTS[name])
+    homes = {"bound_scores": "quest", "mean_scores": "kinetics", "pages_paid": "kinetics"}
+    home = homes.get(name, "twilight")
+    monkeypatch.setattr(f"mmfast.caches.selection.{home}.{name}", FAULTS[name])
     with pytest.raises(AssertionError):
         if home == "quest":
             test_quest_is_its_oracle(100, 0.1, 4)
+        if home == "kinetics":
+            test_kinetics_is_its_oracle(333, 0.5, 4)
         for n in (21, 64):
             test_twilight_is_its_oracle(0.7, n)
 
@@ -239,6 +274,9 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
     [
         ("quest", "needs a budget"),
         ("quest:0.1?page=0", "page=0"),
+        ("kinetics:0.1?skip=-1", "skip=-1"),
+        ("kinetics:0.03", "no more than the search, which costs 0.03125"),
+        ("kinetics:0.1+quant:8", "unpacks all entries"),
         ("tidaldecode:0.1?again=1.5", "again=1.5"),
         ("twilight:64", "a share of the attention"),
         ("twilight:0.8?base=2.0", "base=2.0"),
@@ -259,6 +297,8 @@ def test_what_does_not_go_is_refused_in_one_line(spec: str, words: str) -> None:
 def test_streams_and_the_server_refuse() -> None:
     with pytest.raises(SpecError, match="which a stream does not"):
         check_plan(plan_cache("window:64+quest:0.1"))
+    with pytest.raises(SpecError, match="which a stream does not"):
+        check_plan(plan_cache("window:64+kinetics:0.1"))
     with pytest.raises(SpecError, match="chooses anew at every step"):
         served_plan("quest:0.1")
     assert served_plan("snapkv:0.5") is not None and served_plan("quest:1.0") is not None
@@ -266,7 +306,7 @@ def test_streams_and_the_server_refuse() -> None:
 
 def test_every_method_of_the_role_is_named_here() -> None:
     found = {method.name for method in methods("cache") if method.role == "select"}
-    assert found == {"quest", "tokenselect", "tidaldecode", "twilight"}
+    assert found == {"quest", "tokenselect", "tidaldecode", "twilight", "kinetics"}
     assert get("quest", "cache").example == "quest:0.1"
     assert get("twilight", "cache").example == "twilight:0.85"
     assert str(plan_cache("sink:4+quest:0.1?page=8")) == "sink:4+quest:0.1?page=8"

@@ -26,7 +26,7 @@ CLOSE = {"atol": 5e-5, "rtol": 5e-5}
 SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
 UNEVEN = {"pyramidkv", "simlayerkv"}
 # They see prompts alone.
-BLIND = {"criticalkv", "expected_attention", "qfilter", "finch", "compactor", "kvzip"}
+BLIND = {"criticalkv", "expected_attention", "qfilter", "finch", "compactor", "kvzip", "kvsquared"}
 POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipvl"})
 
 
@@ -251,9 +251,15 @@ def test_attention_is_that_of_the_stock_model(family: str) -> None:
     engine, pieces = Engine(model), stream(family, model, 6)
     memory = engine.memory(plan_cache("sink:6+lookm:4096"))
     latest = engine.memory(plan_cache("sink:6+snapkv:4096?window=5"))
+    vision = engine.memory(plan_cache("sink:6+livevlm:4096?window=5"))
     for piece in pieces:
         engine.append(memory, piece)
         engine.append(latest, piece)
+        engine.append(vision, piece)
+    assert pieces[-1].kind == "text"  # which asks nothing
+    starts = [sum(len(p.embeds) for p in pieces[:i]) for i in range(len(pieces))]
+    seen_last = [(p, at) for p, at in zip(pieces, starts, strict=True) if p.kind == "frame"][-1]
+    asks = seen_last[1] + seen_last[0].visual.nonzero()[-5:, 0]
     extra: dict[str, Any] = {}
     if any(piece.planes for piece in pieces):
         none = [torch.zeros(len(p.embeds), dtype=torch.bool) for p in pieces]
@@ -281,6 +287,9 @@ def test_attention_is_that_of_the_stock_model(family: str) -> None:
         )
         torch.testing.assert_close(
             latest.masses[layer]["attn_window"], mean[-5:].mean(0), atol=1e-5, rtol=1e-4
+        )
+        torch.testing.assert_close(
+            vision.masses[layer]["attn_vision"], mean[asks].mean(0), atol=1e-5, rtol=1e-4
         )
     engine.close()
 

@@ -34,6 +34,7 @@ _ALL = (
     "tokenselect:0.1",
     "tidaldecode:0.1",
     "twilight:0.85?base=0.1",
+    "kinetics:0.1",
 )
 PRESET = "llava-onevision-0.5b"
 

@@ -35,10 +35,12 @@ from mmfast.models.kv.notes import (
     REPEATED,
     SPOT,
     TOTAL,
+    VISION,
     WINDOW,
     entries,
     fill,
     note_mutual,
+    note_vision,
 )
 from mmfast.models.kv.output import added_lengths
 from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
@@ -104,7 +106,7 @@ def chooser(
 
     `layers` are the attention modules of the decoder layers that the plan acts on.
     """
-    whole = layer.whole() if isinstance(layer, PackedLayer) else (layer.keys, layer.values)
+    whole = whole_of(layer)
 
     def choose(row: int, where: Tensor) -> Reduction:
         keys, signals, shared = seen(plan, layer, index, layers, expectation, whole, row, where)
@@ -115,6 +117,11 @@ def chooser(
         return _by_head(mine, keys, signals, shared, len(keys))
 
     return choose
+
+
+def whole_of(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return all keys and values of a layer, whatever it has packed."""
+    return layer.whole() if isinstance(layer, PackedLayer) else (layer.keys, layer.values)
 
 
 def seen(
@@ -147,7 +154,12 @@ def seen(
     return keys, signals, shared
 
 
-_NOTED = ((COUNTED, "attn_counted"), (MUTUAL, "attn_mutual"), (REPEATED, "attn_repeated"))
+_NOTED = (
+    (COUNTED, "attn_counted"),
+    (MUTUAL, "attn_mutual"),
+    (REPEATED, "attn_repeated"),
+    (VISION, "attn_vision"),
+)
 
 
 def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -371,6 +383,8 @@ class Eviction:
         layer, mutual = cache.layers[index], self._plan.mutual
         if mutual is not None:
             note_mutual(layer, *mutual, drafts)
+        if self._plan.vision:
+            note_vision(layer, whole_of(layer)[0], self._plan.vision, drafts)
         if self._plan.heads is not None:
             look = partial(seen, self._plan, layer, index, self._layers, self.expectation)
             found = evict_heads(cache, index, self._plan, look, drafts)
@@ -402,8 +416,9 @@ class Eviction:
     def alike(self) -> bool:
         """All layers of a prompt can be chosen from at once, and later numbers alone count."""
         specs = (*self._plan.position, *((self._plan.score,) if self._plan.score else ()))
-        lone = {"layer", "depth", "values_out", "query_mean", "attn_mutual", "attn_repeated", FRAME}
-        apart = (lone | SIGNALS) & set(self._plan.needs)
+        lone = {"layer", "depth", "values_out", "query_mean", FRAME}
+        queried = {"attn_mutual", "attn_repeated", "attn_vision"}
+        apart = (lone | queried | SIGNALS) & set(self._plan.needs)
         uneven = self.by_head or any(s.budget is None or s.method.uneven for s in specs)
         fixed = not apart and not uneven
         return fixed and not (self.always and self.leaving(0) is None)

@@ -32,10 +32,12 @@ PINNED = "pinned"
 WINDOW, TOTAL, COUNTED = "window", "total", "counted"
 # `[B, H, n]` float32: attention that the tokens of a chunk of the prompt give to each other.
 MUTUAL = "mutual"
+# `[B, H, n]` float32: mean attention of the last visual tokens of the last prompt that has some.
+VISION = "vision"
 # `[B, H, n]` float32: the largest attention received while the prompt was repeated, 1 where it was
 # not; and `[B, 1 or H, n]` the number of a token among those of the prompt, until it ends.
 REPEATED, NUMBER = "repeated", "number"
-# No note, but the queries `[B, Hq, n, d]` of a part of a prompt, which `MUTUAL` is made of.
+# No note, but the queries `[B, Hq, n, d]` of a part of a prompt, for `MUTUAL` or `VISION`.
 QUERIES = "queries"
 # Neither: the squares `[B, H, d]` of the last queries, by which `think` leaves out channels.
 POWER = "power"
@@ -53,6 +55,7 @@ _FILL = {
     TOTAL: 0.0,
     COUNTED: 0.0,
     MUTUAL: 0.0,
+    VISION: 0.0,
     REPEATED: 1.0,
     NUMBER: -1,
     CLUSTER: -1,
@@ -186,13 +189,41 @@ def note_mutual(layer: Any, chunk: int, sink: int, recent: int, drafts: int = 0)
     add_masses(layer, {MUTUAL: mass})
 
 
+def note_vision(layer: Any, keys: Tensor, window: int, drafts: int = 0) -> None:
+    """Note what the last visual tokens of the prompt that has ended look at, in the mean.
+
+    They are `window` of each row at most, and see what stands before them and themselves. Where a
+    prompt has none, the note of an earlier one stays. `keys` `[B, H, n, d]` are all of the layer;
+    the queries of the prompt, scaled, are `layer.pending` `[B, Hq, n, d]`, which is then None.
+    """
+    queries, layer.pending = layer.pending, None
+    heads, total = keys.shape[1:3]
+    start = total - drafts - int(queries.shape[2])  # the first entry of this prompt
+    notes, keys = fill(layer), keys[:, :, : total - drafts]
+    kinds = notes[KIND][:, 0, : total - drafts]
+    mass = notes.get(VISION)
+    if mass is None:
+        mass = torch.zeros(*keys.shape[:2], total, dtype=torch.float32, device=keys.device)
+    mass = mass.clone()
+    place = torch.arange(total - drafts, device=keys.device)
+    for row, mine in enumerate(kinds):
+        asks = (mine[start:] == VISUAL).nonzero()[-window:, 0]
+        if len(asks):
+            query = queries[row : row + 1].index_select(2, asks)
+            hidden = (place > (asks + start)[:, None]) | (mine == PADDING)  # [c, n]
+            bias = torch.zeros(hidden.shape, device=keys.device).masked_fill(hidden, -torch.inf)
+            rows = softmax_rows(query, keys[row : row + 1], bias, 1.0)[0]  # [Hq, c, n]
+            mass[row] = F.pad(rows.unflatten(0, (heads, -1)).mean((1, 2)), (0, drafts))
+    layer.notes = {**notes, VISION: mass}
+
+
 class Attention:
     """Sums the attention that the entries of a cache receive; with `steps` in decode steps, too."""
 
     def __init__(self, plan: CachePlan, steps: bool, state: PassState) -> None:
         self._window = plan.window
         self._total = "attn_sum" in plan.needs
-        self._mutual = plan.mutual is not None
+        self._queries, self._scaled = plan.mutual is not None or plan.vision > 0, plan.vision > 0
         of_window = (("attn_window", WINDOW, False), ("attn_counted", COUNTED, True))
         self._sums = {note: counted for need, note, counted in of_window if need in plan.needs}
         pruner = plan.pruner()
@@ -203,7 +234,7 @@ class Attention:
     @property
     def reads(self) -> bool:
         """The plan reads attention."""
-        return bool(self._window or self._power) or self._total or self._mutual
+        return bool(self._window or self._power) or self._total or self._queries
 
     @contextmanager
     def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
@@ -257,5 +288,8 @@ class Attention:
                     )
                     found.setdefault(note, []).append(mine)
         self._local.__dict__[str(index)] = {name: torch.stack(rows) for name, rows in found.items()}
-        if self._mutual:
-            self._local.__dict__[str(index)][QUERIES] = query[:, :, :new]
+        if self._queries:
+            queries = query[:, :, :new]
+            if self._scaled:  # as this module divides its logits
+                queries = queries * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+            self._local.__dict__[str(index)][QUERIES] = queries

@@ -104,7 +104,9 @@ class KVStage:
         self._eviction.expectation = self._expectation
         self._repetition = None
         if plan.repeats and self._eviction.acts:
-            self._repetition = Repetition(model, self._modules, plan.repeats, trace, state)
+            self._repetition = Repetition(
+                model, self._modules, plan.repeats, trace, state, plan.asks
+            )
         self._selection = Selection.of(plan, self._layers, state, trace)
         self._prompts, self._account = PromptTracker(), _Account()
         self._arming = Arming(self._on_layers)

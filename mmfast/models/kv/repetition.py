@@ -1,7 +1,8 @@
-"""A second reading of a prompt, for the attention that its entries receive in it (KVzip).
+"""A second reading of a prompt, for the attention that its entries receive in it.
 
 Behind the prompt the language model reads it again, chunk by chunk, each behind a request to repeat
-it and with the cache of the whole prompt in front. Nothing of that is stored: the passes have no
+it (KVzip), or of each chunk the tokens alone whose keys differ most (KV-Squared), and with the
+cache of the whole prompt in front. Nothing of that is stored: the passes have no
 cache of their own, and layers of full attention are handed the entries of one row of the real one.
 Layers of other kinds, which do not hold the whole prompt, read a pass alone.
 """
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmfast.caches.keydiff import keydiff
 from mmfast.core.kv import KVBlock
+from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
 from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import hidden
@@ -26,6 +29,7 @@ from mmfast.models.kv.packs import PackedLayer
 from mmfast.models.reduction.call import Call, PassState, PromptPart
 from mmfast.models.reduction.probe import head_peak, replacing
 from mmfast.models.wrappers import decoder_of
+from mmfast.ops.ranking import snap, stable_topk
 
 # Before the first chunk; before each later one and the last tokens of the one before it; behind.
 WORDS = ("\n\nRepeat the previous context", "\n\nRepeat the previous context starting with", ":\n")
@@ -58,9 +62,16 @@ class _RowEntries:
     real: Tensor  # [1, 1 or H, 1, n]
     numbers: Tensor  # [n]
 
+    def of(self, numbers: Tensor) -> Tensor:
+        """Places among the entries of those of a chunk, whose places in the prompt are given."""
+        inside = (self.numbers >= int(numbers[0])) & (self.numbers <= int(numbers[-1]))
+        return inside.nonzero()[:, 0]
+
 
 class Repetition:
     """Passes over the prompts of one attached model, in chunks of `chunk` tokens of a row.
+
+    With `asks`, this share of a chunk is read, unasked.
 
     `modules` are the attention modules of the layers that a policy acts on.
     """
@@ -72,9 +83,10 @@ class Repetition:
         chunk: int,
         trace: Trace,
         state: PassState,
+        asks: float | None = None,
     ) -> None:
         self._model, self._text, self._modules = model, decoder_of(model), modules
-        self._chunk, self._trace, self._state = chunk, trace, state
+        self._asks, self._chunk, self._trace, self._state = asks, chunk, trace, state
         self._first = min(modules)
 
     @torch.no_grad()
@@ -140,26 +152,38 @@ class Repetition:
     def _read_row(self, cache: Any, row: int, prompt: PromptInput, drafts: int) -> None:
         entries = {i: _of_row(cache.layers[i], row, drafts) for i in self._modules}
         some = (prompt.numbers[row] >= 0).nonzero()[:, 0]
-        embed, (opening, later, closing) = self._text.get_input_embeddings(), self._ids
         start = prompt.positions[:, row, some].max() + 1 if len(some) else 0
-        tail, device = some[:0], some.device
+        tail = some[:0]
         for here in some.split(self._chunk):
-            words = later if len(tail) else opening
-            ids = [torch.tensor(each, dtype=torch.long, device=device) for each in (words, closing)]
-            lead = len(ids[0]) + len(tail) + len(ids[1])
-            mine = prompt.states[row]
-            states = torch.cat([embed(ids[0]), mine[tail], embed(ids[1]), mine[here]])
-            own = prompt.positions[:, row, here]
-            count = start + torch.arange(lead, device=device).expand(len(own), -1)
-            positions = torch.cat([count, own - own.min() + start + lead], 1)
-            none = [torch.full_like(each, -1) for each in ids]
-            spots = torch.cat([none[0], prompt.spots[row, tail], none[1], prompt.spots[row, here]])
             numbers = prompt.numbers[row, here]
+            if self._asks is None:
+                given = self._asked(prompt, row, here, tail, start)
+            else:
+                given = _unasked(prompt, row, here[_odd(entries, numbers, self._asks)], start)
             note = partial(self._note, cache, row)
             change = partial(_handed, threading.get_ident(), entries, numbers, note)
             with replacing(dict(self._modules), change):
-                self._pass(states[None], positions[:, None], spots, prompt.planes)
+                self._pass(*given, prompt.planes)
             tail = here[-_TAIL:]
+
+    def _asked(
+        self, prompt: PromptInput, row: int, here: Tensor, tail: Tensor, start: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """States, positions and spots of a chunk behind the request to repeat it."""
+        embed, (opening, later, closing) = self._text.get_input_embeddings(), self._ids
+        words = later if len(tail) else opening
+        ids = [
+            torch.tensor(each, dtype=torch.long, device=here.device) for each in (words, closing)
+        ]
+        lead = len(ids[0]) + len(tail) + len(ids[1])
+        mine = prompt.states[row]
+        states = torch.cat([embed(ids[0]), mine[tail], embed(ids[1]), mine[here]])
+        own = prompt.positions[:, row, here]
+        count = start + torch.arange(lead, device=here.device).expand(len(own), -1)
+        positions = torch.cat([count, own - own.min() + start + lead], 1)
+        none = [torch.full_like(each, -1) for each in ids]
+        spots = torch.cat([none[0], prompt.spots[row, tail], none[1], prompt.spots[row, here]])
+        return states[None], positions[:, None], spots
 
     def _pass(
         self, states: Tensor, positions: Tensor, spots: Tensor, planes: Sequence[Tensor]
@@ -189,6 +213,33 @@ class Repetition:
         if found is None:
             self._trace.notes.append("no tokenizer beside the model: prompts are repeated unasked")
         return found or [()] * len(WORDS)
+
+
+def _unasked(
+    prompt: PromptInput, row: int, some: Tensor, start: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """States, positions and spots of some tokens, which follow the prompt one behind the other."""
+    count = start + torch.arange(len(some), device=some.device)
+    positions = count.expand(len(prompt.positions), 1, -1)
+    return prompt.states[row, some][None], positions, prompt.spots[row, some]
+
+
+def _odd(entries: Mapping[int, _RowEntries], numbers: Tensor, share: float) -> Tensor:
+    """Ascending indices among `numbers` of a chunk of those whose keys differ most.
+
+    The cosine with the mean direction of the chunk's keys is a mean over heads and layers.
+    """
+    score = torch.zeros(len(numbers), dtype=torch.float64, device=numbers.device)
+    held = torch.zeros_like(score)
+    for mine in entries.values():
+        places = mine.of(numbers)
+        keys = mine.kv.keys[0][0].index_select(1, places)  # [H, c, d]
+        where = torch.searchsorted(numbers, mine.numbers[places])
+        found = keydiff(Tokens(keys), len(places)).mean(0).to(score.device)
+        score.index_add_(0, where, found)
+        held.index_add_(0, where, torch.ones_like(found))
+    score = (score / held.clamp_min(1)).masked_fill(held == 0, -torch.inf)
+    return stable_topk(snap(score), max(int(len(numbers) * share), 1)).sort().values
 
 
 def request_ids(model: Any) -> Sequence[Sequence[int]] | None:
@@ -224,8 +275,7 @@ def _handed(
     if threading.get_ident() != thread:
         return key, value, mask
     mine, count = entries[index], query.shape[2]
-    chunk = (mine.numbers >= int(numbers[0])) & (mine.numbers <= int(numbers[-1]))
-    places = chunk.nonzero()[:, 0]
+    places = mine.of(numbers)
     (keys,), (values,) = mine.kv.keys, mine.kv.values
     near = torch.cat([keys.index_select(2, places), key], 2)
     peak = head_peak(query, near, getattr(module, "scaling", None))[:, : len(places)]

@@ -89,7 +89,8 @@ def view_plan(score: str, budget: Budget) -> ViewPlan:
             f"decode 'self' cannot choose by {score!r}, which reads or parts the heads of a model; "
             "use 'attention' or 'snapkv'"
         )
-    if plan.every or plan.bits or plan.future or plan.mutual or plan.score is None or plan.repeats:
+    reads = plan.future or plan.mutual or plan.repeats or plan.vision
+    if plan.every or plan.bits or reads or plan.score is None:
         raise SpecError(
             f"decode 'self' cannot choose by {score!r}, which does more than to choose behind a "
             "prompt; use 'attention' or 'snapkv'"

@@ -157,7 +157,8 @@ def check_half_precision_keys(method: Method) -> None:
         assert found.apply(tokens.x.to(dtype)).dtype == dtype
 
 
-_PARTS = ("infinipot_v", "lagkv", "random", "streammem")  # not ends alone, as their oracles say
+# Not ends alone, as their oracles say.
+_PARTS = ("infinipot_v", "lagkv", "livevlm", "random", "streammem")
 
 
 def check_ties_go_to_the_lowest_index(method: Method) -> None:

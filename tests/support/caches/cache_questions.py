@@ -12,7 +12,7 @@ import model_oracle as oracle
 import numpy as np
 import repeat_walk
 import torch
-from oracles_caches import ORACLES, Layer, mutual
+from oracles_caches import ORACLES, Layer, mutual, visual_attention
 from tiny_models import Tiny, build
 
 # Policy, its budget and its knobs; the window is short, as these prompts are.
@@ -35,6 +35,7 @@ SCORES = {
     "mixkv:0.4?window=3": ("mixkv", 0.4, {"window": 3}),
     "infinipot_v:0.5": ("infinipot_v", 0.5, {}),
     "streammem:0.5?window=3": ("streammem", 0.5, {"window": 3}),
+    "livevlm:0.5?window=3&recent=0.1": ("livevlm", 0.5, {"window": 3, "recent": 0.1}),
     "knorm:0.4": ("knorm", 0.4, {}),
     "vatp:0.4?sink=2": ("vatp", 0.4, {"sink": 2}),
     "leverage:0.4?rank=0": ("leverage", 0.4, {"rank": 0}),
@@ -44,6 +45,7 @@ SCORES = {
         {"chunk": 7, "sink": 2, "recent": 3},
     ),
     "kvzip:0.4?chunk=9": ("kvzip", 0.4, {"chunk": 9}),
+    "kvsquared:0.4?chunk=9&asks=0.3": ("kvsquared", 0.4, {"chunk": 9, "asks": 0.3}),
     "pyramidkv:0.5?window=3&kernel=3": ("pyramidkv", 0.5, {"window": 3, "kernel": 3}),
     "simlayerkv:0.4?threshold=0&window=3": ("simlayerkv", 0.4, {"threshold": 0.0, "window": 3}),
     "chunkkv:0.4?window=3&chunk=4": ("chunkkv", 0.4, {"window": 3, "chunk": 4}),
@@ -193,18 +195,22 @@ def layer_of(
     found.counted = (recent * (recent > 0).sum(-1, keepdims=True)).sum(1)
     if {"recent", "chunk"} <= {*knobs}:
         found.mutual = mutual(queries(this.family)[index], keys, **knobs)
-    if {*knobs} == {"chunk"}:
-        found.repeated = repeats(this.family, knobs["chunk"])[index]
+    if {*knobs} == {"window", "recent"}:
+        asks = [place for place, each in enumerate(kind) if each == 1][-window:]
+        scale = walk.text.layers[index].self_attn.scaling
+        found.vision = visual_attention(queries(this.family)[index], keys, asks, scale)
+    if {*knobs} in ({"chunk"}, {"chunk", "asks"}):
+        found.repeated = repeats(this.family, **knobs)[index]
     return found
 
 
 @functools.cache
-def repeats(family: str, chunk: int) -> dict[int, np.ndarray]:
+def repeats(family: str, chunk: int, asks: float | None = None) -> dict[int, np.ndarray]:
     """What entries get while the prompt is repeated, without sdpa and with no word before it."""
     this = model_of(family, "eager")
     prompt = oracle.embed(this, ask(this))
     walk = cache_oracle.Walk(this, prompt)
-    return repeat_walk.received(walk, prompt, chunk)
+    return repeat_walk.received(walk, prompt, chunk, asks=asks)
 
 
 def answers(

@@ -15,22 +15,33 @@ from unittest.mock import patch
 import model_oracle as oracle
 import numpy as np
 import torch
-from oracles_caches import repeated
+from oracles_caches import oddest, repeated
 from torch import Tensor
 
 TAIL = 8
 
 
 def received(
-    walk: Any, prompt: oracle.Prompt, chunk: int, words: Sequence[Sequence[int]] = ((), (), ())
+    walk: Any,
+    prompt: oracle.Prompt,
+    chunk: int,
+    words: Sequence[Sequence[int]] = ((), (), ()),
+    asks: float | None = None,
 ) -> dict[int, np.ndarray]:
-    """Largest attention `[Hkv, N]` by layer; ids before a first and a later chunk, and behind."""
+    """Largest attention `[Hkv, N]` by layer; ids before a first and a later chunk, and behind.
+
+    With `asks`, the oddest tokens of a chunk alone are read, in a row.
+    """
     count, cache = len(prompt.embeds), walk.cache
     found = {i: np.zeros((cache.layers[i].keys.shape[1], count)) for i in walk.full}
     for at in range(0, count, chunk):
         here = list(range(at, min(at + chunk, count)))
         tail = list(range(max(0, at - TAIL), at))[-min(TAIL, chunk) :] if at else []
-        seen = _pass(walk, prompt, here, tail, words)
+        if asks is None:
+            seen = _pass(walk, prompt, here, tail, words)
+        else:
+            mine = [cache.layers[i].keys[0].double().numpy()[:, here] for i in walk.full]
+            seen = _pass(walk, prompt, [here[i] for i in oddest(mine, asks)], [], words, True)
         for i, (query, new, scale) in seen.items():
             keys = cache.layers[i].keys[0].double().numpy()[:, here]
             found[i][:, here] = repeated(query, keys, new, scale)
@@ -38,7 +49,12 @@ def received(
 
 
 def _pass(
-    walk: Any, prompt: Any, here: list[int], tail: list[int], words: Sequence[Sequence[int]]
+    walk: Any,
+    prompt: Any,
+    here: list[int],
+    tail: list[int],
+    words: Sequence[Sequence[int]],
+    dense: bool = False,
 ) -> dict[int, tuple[np.ndarray, np.ndarray, float]]:
     """Queries and new keys of each layer of full attention, and the scale of its logits."""
     text, embed = walk.text, walk.tiny.model.get_input_embeddings()
@@ -49,6 +65,8 @@ def _pass(
     start = int(prompt.positions.max()) + 1
     count = torch.arange(start, start + lead).expand(*own.shape[:-1], -1)
     positions = torch.cat([count, own + (start + lead - int(own.min()))], -1)
+    if dense:
+        positions = torch.arange(start, start + len(here)).expand(own.shape)
     planes = [
         torch.cat([0 * embed(first), plane[tail], 0 * embed(closing), plane[here]])
         for plane in prompt.planes

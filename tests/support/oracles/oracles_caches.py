@@ -37,6 +37,7 @@ class Layer:
     counted: np.ndarray | None = None  # [H, N]
     mutual: np.ndarray | None = None  # [H, N]
     repeated: np.ndarray | None = None  # [H, N]
+    vision: np.ndarray | None = None  # [H, N]
 
     @property
     def heads(self) -> range:
@@ -405,6 +406,22 @@ def kvzip(layer: Layer, budget: int, chunk: int = 2048) -> Answers:
     return [pruned(layer.n, ranked(score)[:budget]) for score in some]
 
 
+def kvsquared(layer: Layer, budget: int, chunk: int = 2048, asks: float = 0.02) -> Answers:
+    return kvzip(layer, budget, chunk)
+
+
+def oddest(layers: list[np.ndarray], share: float) -> list[int]:
+    """Tokens whose keys, of layers `[H, c, d]`, look least like the mean direction, in order."""
+    count = layers[0].shape[1]
+    score = np.zeros(count)
+    for keys in layers:
+        for head in keys:
+            units = [_direction(key) for key in head]
+            anchor = _direction(np.array(sum(units)) / count)
+            score -= [float(unit @ anchor) / len(keys) / len(layers) for unit in units]
+    return sorted(ranked([_level(s) for s in score])[: max(int(count * share), 1)])
+
+
 def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: float) -> np.ndarray:
     """Largest attention `[H, c]` that the entries of a chunk `[H, c, d]` get in the pass over it.
 
@@ -534,6 +551,53 @@ def streammem(layer: Layer, budget: int, window: int = 4, prototypes: bool = Tru
             answer.groups[slot] = {i: w / sum(weights.values()) for i, w in weights.items()}
         answers.append(answer)
     return answers
+
+
+def livevlm(
+    layer: Layer,
+    budget: int,
+    window: int = 32,
+    recent: float = 0.25,
+    first: float = 0.5,
+    bucket: int = 1,
+) -> Answers:
+    assert layer.vision is not None and layer.frame is not None
+    text = [i for i, frame in enumerate(layer.frame) if frame < 0]
+    seen = [i for i, frame in enumerate(layer.frame) if frame >= 0]
+    keep = text[-budget:]
+    late = math.floor((budget - len(keep)) * recent + 0.5)
+    keep, old = keep + seen[len(seen) - late :], seen[: len(seen) - late]
+    room, answers = budget - len(keep), []
+    number = max(1, room // bucket)
+    for head in layer.heads:
+        falling = [old[i] for i in ranked([float(layer.vision[head, i]) for i in old])]
+        chosen = falling[: math.floor(room * first + 0.5)]
+        held = [0] * number
+        for i in chosen:
+            held[old.index(i) * number // len(old)] += 1
+        for i in falling:
+            mine = old.index(i) * number // len(old)
+            if i not in chosen and len(chosen) < room and held[mine] < bucket:
+                held[mine] += 1
+                chosen.append(i)
+        chosen += [i for i in falling if i not in chosen][: room - len(chosen)]
+        answers.append(pruned(layer.n, keep + chosen))
+    return answers
+
+
+def visual_attention(
+    query: np.ndarray, key: np.ndarray, asks: list[int], scale: float
+) -> np.ndarray:
+    """Attention `[H, N]` of the queries `[Hq, N, d]` at some places, mean over them."""
+    heads, n = key.shape[:2]
+    groups, found = len(query) // heads, np.zeros((heads, n))
+    for head in range(len(query)):
+        for i in asks:
+            logits = [scale * float(query[head, i] @ key[head // groups, j]) for j in range(i + 1)]
+            powers = [math.exp(each - max(logits)) for each in logits]
+            for j, power in enumerate(powers):
+                found[head // groups, j] += power / sum(powers) / groups / len(asks)
+    return found
 
 
 def criticalkv(
@@ -666,7 +730,9 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "knorm": knorm,
     "lagkv": lagkv,
     "qfilter": qfilter,
+    "kvsquared": kvsquared,
     "leverage": leverage,
+    "livevlm": livevlm,
     "lookm": lookm,
     "mixkv": mixkv,
     "pyramidkv": pyramidkv,

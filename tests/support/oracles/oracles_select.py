@@ -58,6 +58,38 @@ def quest(
     return found
 
 
+def kinetics(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    budget: int | float,
+    page: int = 16,
+    stays: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[set[int]]:
+    """Add pages while all that a head reads, and the search in halves of an entry, are paid."""
+    heads, n, width = keys.shape
+    count, cost, found = (n - 1) // page, tokens_of(budget, n), []
+    if cost >= n or count < 2:
+        return [set(range(n))] * heads
+    for head in range(heads):
+        score = []
+        for start in range(0, count * page, page):
+            mean = [
+                float(sum(keys[head, start + j, c] for j in range(page))) / page
+                for c in range(width)
+            ]
+            mine = group(queries, head, heads)
+            score.append(sum(float(q @ np.array(mean)) for q in mine) / len(mine))
+        falling = sorted(range(count), key=lambda i: -score[i])
+        forced = {place // page for place in stays if place < count * page}
+        read, searched = set(range(count * page, n)), count * 0.5
+        order = [i for i in falling if i in forced] + [i for i in falling if i not in forced]
+        for number, i in enumerate(order):
+            if number < max(1, len(forced)) or len(read) + page + searched <= cost:
+                read |= set(range(i * page, (i + 1) * page))
+        found.append(read)
+    return found
+
+
 def softmax(logits: list[float]) -> list[float]:
     top = max(logits)
     weights = [math.exp(x - top) for x in logits]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmfast.caches.quest import tokens_of
+from mmfast.caches.selection.quest import tokens_of
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.registry import policy
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmfast.caches.quest import tokens_of
-from mmfast.caches.tokenselect import attention_votes, keys_read, most_voted
+from mmfast.caches.selection.quest import tokens_of
+from mmfast.caches.selection.tokenselect import attention_votes, keys_read, most_voted
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.registry import policy

@@ -218,7 +218,7 @@ def test_heads_share_a_budget_and_packs_hold_the_same(spoken: Any) -> None:
 def test_a_pipeline_asks_with_its_own_tokenizer() -> None:
     pipe = mmfast.pipeline("video-qa", cache="kvzip:0.5")
     answer = pipe(
-        Path(__file__).parents[2] / "assets/clips/red-circle.mp4",
+        Path(__file__).parents[3] / "assets/clips/red-circle.mp4",
         "Which way does the red circle move?",
     )
     (row,) = [row for row in answer.trace.rows if row.stage == "kv"]

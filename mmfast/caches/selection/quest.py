@@ -70,14 +70,23 @@ def best_pages(step: LayerStep, page: int, wanted: int, count: int) -> tuple[Ten
     """
     table = step.memory.setdefault("bounds", PageTable(page, key_bounds))
     bounds = table.grow(step.keys, count)
-    score = bound_scores(step.query, bounds)  # [B, H, count]
+    score = bound_scores(step.query, bounds)
+    return chosen_pages(step, score, page, wanted), bounds.numel() * bounds.element_size()
+
+
+def chosen_pages(
+    step: LayerStep, score: Tensor, page: int, wanted: int, within: bool = False
+) -> Tensor:
+    """Numbers `[B, H, P]` of the pages with the highest scores `[B, H, count]`.
+
+    Pages with an entry that stays come on top: beside those wanted, or `within` their number.
+    """
+    count = score.shape[-1]
     if step.stays is not None:
         stays = step.stays[: count * page].view(count, page).any(-1)
-        score = score.masked_fill(stays, torch.inf)
-        wanted = min(count, wanted + int(stays.sum()))
-    return score.topk(wanted, sorted=False).indices, bounds.shape[0] * bounds[
-        0
-    ].numel() * bounds.element_size()
+        score, forced = score.masked_fill(stays, torch.inf), int(stays.sum())
+        wanted = max(wanted, forced) if within else wanted + forced
+    return score.topk(min(count, wanted), sorted=False).indices
 
 
 def pages_of(budget: int | float, n: int, page: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmfast.caches.quest import best_pages, pages_of, refuse_all_skipped
+from mmfast.caches.selection.quest import best_pages, pages_of, refuse_all_skipped
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.reduction import gather_rows

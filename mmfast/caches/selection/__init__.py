@@ -1,0 +1,1 @@
+"""KV policies that choose anew at every decode step what is read."""
