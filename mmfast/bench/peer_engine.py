@@ -208,7 +208,8 @@ def openvino_engine(given: Given) -> Answerer:
 def _convert(folder: str, home: Path) -> None:
     from optimum.exporters.openvino import main_export
 
-    main_export(folder, home, task="image-text-to-text", library_name="transformers")
+    task = "image-text-to-text"
+    main_export(folder, home, task=task, library_name="transformers", convert_tokenizer=True)
 
 
 # The module that knows the release, and what loads the engine.

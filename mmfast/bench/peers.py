@@ -192,7 +192,9 @@ class PeerProcess:
 
     def _last_words(self) -> str:
         code = self._process.wait()
-        told = self._log.read_text(encoding="utf-8", errors="replace").replace(self._folder, "")
+        told = self._log.read_text(encoding="utf-8", errors="replace").replace(
+            self._folder, "CHECKPOINT"
+        )
         lines = [line.strip() for line in told.splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
         if code < 0:
