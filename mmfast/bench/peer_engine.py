@@ -12,6 +12,7 @@ import json
 import os
 import re
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -125,7 +126,7 @@ def vllm_engine(given: Given) -> Answerer:
         max_model_len=most,
         max_num_batched_tokens=most,
         max_num_seqs=1,
-        enforce_eager=not given["compiled"],
+        enforce_eager=given["engine"] == "vllm",
         enable_prefix_caching=False,
         mm_processor_cache_gb=0,
         limit_mm_per_prompt={"video": 1, "image": 0},
@@ -170,7 +171,8 @@ def openvino_engine(given: Given) -> Answerer:
 
     home = Path(given["folder"], "openvino")
     if not (home / "openvino_detokenizer.xml").is_file():
-        _convert(given["folder"], home)
+        words = [sys.executable, __file__, json.dumps({"convert": given["folder"]})]
+        subprocess.run(words, check=True)  # whose memory is not the engine's
     memory = genai.SchedulerConfig()
     memory.enable_prefix_caching, memory.cache_size = False, 1
     memory.max_num_batched_tokens = given["visual"] + 256
@@ -180,6 +182,7 @@ def openvino_engine(given: Given) -> Answerer:
     config = genai.GenerationConfig()
     config.max_new_tokens, config.ignore_eos = given["tokens"], True
     config.apply_chat_template = False
+    config.set_eos_token_id(0)  # the tokenizer has none, and none would be -1
     if given["prune"]:
         config.pruning_ratio = round(100 * (1 - given["kept"]))
 
@@ -205,10 +208,11 @@ def openvino_engine(given: Given) -> Answerer:
     return answer
 
 
-def _convert(folder: str, home: Path) -> None:
+def _convert(folder: str) -> None:
     from optimum.exporters.openvino import main_export
 
     task = "image-text-to-text"
+    home = Path(folder, "openvino")
     main_export(folder, home, task=task, library_name="transformers", convert_tokenizer=True)
 
 
@@ -216,6 +220,7 @@ def _convert(folder: str, home: Path) -> None:
 ENGINES: dict[str, tuple[str, Callable[[Given], Answerer]]] = {
     "transformers": ("transformers", transformers_engine),
     "vllm": ("vllm", vllm_engine),
+    "vllm-compiled": ("vllm", vllm_engine),
     "openvino": ("openvino_genai", openvino_engine),
     "mmfast": ("mmfast", mmfast_engine),
 }
@@ -256,6 +261,8 @@ def main() -> None:
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")  # libraries print where they like
     os.dup2(2, 1)
     given = json.loads(sys.argv[1])
+    if "convert" in given:
+        return _convert(given["convert"])
     module, load = ENGINES[given["engine"]]
     answer = load(given)
 

@@ -83,13 +83,12 @@ class PeerJob:
     dtype: str
     prune: str | None = None  # a spec of ours, or the name of the engine's own method
     weights: str | None = None  # packed weights of ours
-    compiled: bool = False
 
     @property
     def name(self) -> str:
         """Text of the table."""
         packed = self.weights and f"weights {self.weights}"
-        parts = (self.engine, self.dtype, self.compiled and "compiled", packed, self.prune)
+        parts = (self.engine, self.dtype, packed, self.prune)
         return " ".join(part for part in parts if part)
 
 
@@ -109,7 +108,7 @@ def peer_jobs(reduces: Sequence[str] = REDUCES, engines: Sequence[str] = ()) -> 
     jobs = [
         *(PeerJob("transformers", dtype) for dtype in (full, half)),
         PeerJob("vllm", half),
-        PeerJob("vllm", half, compiled=True),
+        PeerJob("vllm-compiled", half),
         PeerJob("vllm", half, "EVS"),
         PeerJob("openvino", half),
         PeerJob("openvino", half, "CDPruner"),
@@ -214,12 +213,13 @@ _VARIABLES = {
 
 def peer_python(engine: str, envs: Path | None, install: bool) -> Path:
     """Return the interpreter of an engine; its environment is made where `install` says so."""
+    module, _ = peer_engine.ENGINES[engine]
+    engine = engine.removesuffix("-compiled")
     if engine not in PACKAGES:
         return Path(sys.executable)
     if envs is None:
         raise PeerError("--envs names no folder of environments")
     python = envs / engine / "bin" / "python"
-    module, _ = peer_engine.ENGINES[engine]
     code = f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"
     if python.is_file() and not subprocess.run([python, "-c", code], check=False).returncode:
         return python
@@ -254,7 +254,7 @@ class PeerRun:
     def start(self, job: PeerJob, install: bool) -> None:
         """Start an engine and let it answer a first clip, which is not counted."""
         own = {"engine": job.engine, "dtype": job.dtype, "prune": job.prune}
-        own |= {"weights": job.weights, "compiled": job.compiled, "kept": KEPT}
+        own |= {"weights": job.weights, "kept": KEPT}
         log = Path(self.given["folder"], f"{len(self.releases)}-{job.engine}.log")
         try:
             python = peer_python(job.engine, self.envs, install)
@@ -298,7 +298,7 @@ def run_peers(
     envs: Path | None = None,
     install: bool = False,
     engines: Sequence[str] = (),
-    tokens: int = 32,
+    tokens: int = 16,
     tick: Tick = quiet,
 ) -> list[Row]:
     """Measure all engines on one checkpoint in interleaved rounds; return a row for each job."""

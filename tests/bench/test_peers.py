@@ -52,7 +52,7 @@ def ended() -> Iterator[list[PeerProcess]]:
 def given(folder: Path, **what: Any) -> dict[str, Any]:
     shared = {"folder": str(folder), "frames": FRAMES, "grid": SHAPES["tiny"].grid, "threads": 1}
     shared |= {"tokens": TOKENS, "visual": VISUAL, "dtype": "float32", "prune": None}
-    return {**shared, "weights": None, "compiled": False, "kept": 0.25, **what}
+    return {**shared, "weights": None, "kept": 0.25, **what}
 
 
 def greedy(folder: Path, seed: int) -> list[int]:
@@ -111,8 +111,8 @@ def test_engines_that_miss_or_end_leave_the_others(
     python.parent.mkdir(parents=True)
     python.write_text(DYING.format(python=sys.executable))
     python.chmod(0o755)
-    engines, monkeyed = ("transformers", "vllm", "openvino"), peers.peer_jobs
-    jobs = [job for job in monkeyed(engines=engines) if not job.compiled and not job.prune]
+    engines = ("transformers", "vllm", "openvino")
+    jobs = [job for job in peers.peer_jobs(engines=engines) if not job.prune]
     monkeypatch.setattr(peers, "peer_jobs", lambda *_: jobs)
     rows = run_peers(frames=FRAMES, threads=1, rounds=2, envs=tmp_path, tokens=TOKENS)
     full, half, dead, missing = rows

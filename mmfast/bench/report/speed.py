@@ -226,7 +226,8 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             "engine: {job} {versions[peer]} or {job} | prompt tokens: {prompt_tokens} | "
             "first token, ms: [median_ms]{median_ms:,.0f} or {state}: {reason} | "
             "faster: {speedup:.2f}x | tokens/s: {tokens_per_s:.1f} | "
-            "steps faster: {step_speedup:.2f}x | peak MB: {peak_mb:,.0f} | as the first: {agree:.0%}",
+            "steps faster: {step_speedup:.2f}x | peak MB: {peak_mb:,.0f} | "
+            "as the first: {agree:.0%}",
             keys=("preset", "frames", "threads", "processor", "job"),
             split=("preset", "frames", "threads", "processor"),
             before=_peers_title,
