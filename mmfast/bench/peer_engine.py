@@ -1,12 +1,13 @@
 """One engine of `mmfast bench --peers`, in an environment that need not have mmfast.
 
 The argument is a JSON object: the folder of the checkpoint and what to run. When the engine is
-ready it says so in a line of JSON; then each line of the input, the seed of a clip, gets one with
-the times of its tokens.
+ready it says so in a line of JSON; then each line of the input, the seed of a clip and
+how to prune it, gets one with the times of its tokens.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ class TokenTimes:
         self.times += [time.perf_counter()] * len(tokens)
 
 
-# Answers a clip `[T, H, W, 3]`; returns the number of tokens that the decoder read.
-Answerer = Callable[[np.ndarray[Any, Any], TokenTimes], int]
+# Answers a clip `[T, H, W, 3]`, pruned where a method is named, and returns the number of tokens
+# that the decoder read.
+Answerer = Callable[[np.ndarray[Any, Any], TokenTimes, str | None], int]
 
 
 def clip(seed: int, frames: int, rows: int, columns: int) -> np.ndarray[Any, Any]:
@@ -65,7 +67,7 @@ def transformers_engine(given: Given) -> Answerer:
         given["folder"], dtype=getattr(torch, given["dtype"])
     )
     processor = AutoProcessor.from_pretrained(given["folder"])
-    return _generated(model.eval(), processor, given, nullcontext)
+    return _generated(model.eval(), processor, given, lambda prune: nullcontext())
 
 
 def mmfast_engine(given: Given) -> Answerer:
@@ -78,12 +80,16 @@ def mmfast_engine(given: Given) -> Answerer:
     pipe = mmfast.pipeline(
         "video-qa", given["folder"], dtype=given["dtype"], weights=given["weights"], device="cpu"
     )
-    spec = given["prune"]
-    reduced = (lambda: mmfast.attach(pipe.model, spec)) if spec else nullcontext
+
+    def reduced(prune: str | None) -> Any:
+        return mmfast.attach(pipe.model, prune) if prune else nullcontext()
+
     return _generated(pipe.model, pipe.processor, given, reduced)
 
 
-def _generated(model: Any, processor: Any, given: Given, reduced: Callable[[], Any]) -> Answerer:
+def _generated(
+    model: Any, processor: Any, given: Given, reduced: Callable[[str | None], Any]
+) -> Answerer:
     import torch
 
     text = MEDIA.format("video") + QUESTION
@@ -100,12 +106,12 @@ def _generated(model: Any, processor: Any, given: Given, reduced: Callable[[], A
 
         def end(self) -> None: ...
 
-    def answer(frames: np.ndarray[Any, Any], seen: TokenTimes) -> int:
+    def answer(frames: np.ndarray[Any, Any], seen: TokenTimes, prune: str | None) -> int:
         video = torch.from_numpy(frames).permute(0, 3, 1, 2)  # [T, 3, H, W]
         inputs = processor(
             text=[text], videos=[video], do_sample_frames=False, fps=FPS, return_tensors="pt"
         )
-        with torch.no_grad(), reduced() as trace:
+        with torch.no_grad(), reduced(prune) as trace:
             model.generate(**inputs, **count, do_sample=False, streamer=Streamer(seen))
         cut = sum(row.tokens_in - row.tokens_out for row in trace.rows) if trace else 0
         return int(inputs["input_ids"].shape[1]) - cut
@@ -141,7 +147,7 @@ def vllm_engine(given: Given) -> Answerer:
         temperature=0, max_tokens=given["tokens"], ignore_eos=True, detokenize=False
     )
 
-    def answer(frames: np.ndarray[Any, Any], seen: TokenTimes) -> int:
+    def answer(frames: np.ndarray[Any, Any], seen: TokenTimes, prune: str | None) -> int:
         count = len(frames)
         facts = {"fps": FPS, "duration": count / FPS, "total_num_frames": count}
         facts |= {"frames_indices": [*range(count)], "video_backend": "opencv"}
@@ -183,8 +189,6 @@ def openvino_engine(given: Given) -> Answerer:
     config.max_new_tokens, config.ignore_eos = given["tokens"], True
     config.apply_chat_template = False
     config.set_eos_token_id(0)  # the tokenizer has none, and none would be -1
-    if given["prune"]:
-        config.pruning_ratio = round(100 * (1 - given["kept"]))
 
     class Streamer(genai.StreamerBase):  # type: ignore[misc]
         def __init__(self, seen: TokenTimes) -> None:
@@ -197,8 +201,9 @@ def openvino_engine(given: Given) -> Answerer:
 
         def end(self) -> None: ...
 
-    def answer(frames: np.ndarray[Any, Any], seen: TokenTimes) -> int:
-        if given["prune"]:
+    def answer(frames: np.ndarray[Any, Any], seen: TokenTimes, prune: str | None) -> int:
+        config.pruning_ratio = round(100 * (1 - given["kept"])) if prune else 0
+        if prune:
             media = {"images": [ov.Tensor(frame[None]) for frame in frames[::2].copy()]}
         else:
             media = {"videos": [ov.Tensor(frames)]}
@@ -226,12 +231,14 @@ ENGINES: dict[str, tuple[str, Callable[[Given], Answerer]]] = {
 }
 
 
-def measure(answer: Answerer, frames: np.ndarray[Any, Any]) -> dict[str, Any]:
+def measure(
+    answer: Answerer, frames: np.ndarray[Any, Any], prune: str | None = None
+) -> dict[str, Any]:
     """Ask about a clip; milliseconds to the first token and from token to token, peak memory."""
     seen = TokenTimes()
     _reset_peak()
     start = time.perf_counter()
-    size = answer(frames, seen)
+    size = answer(frames, seen, prune)
     first, last = seen.times[0], seen.times[-1]
     return {
         "ttft_ms": 1e3 * (first - start),
@@ -244,6 +251,8 @@ def measure(answer: Answerer, frames: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 def _reset_peak() -> None:
     if sys.platform == "linux":
+        with suppress(AttributeError):  # freed memory that the allocator holds; not in musl
+            ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -271,8 +280,9 @@ def main() -> None:
 
     tell(release=importlib.import_module(module).__version__.partition("-")[0])
     for line in sys.stdin:
-        frames = clip(json.loads(line)["seed"], given["frames"], *given["grid"])
-        tell(**measure(answer, frames))
+        asked = json.loads(line)
+        frames = clip(asked["seed"], given["frames"], *given["grid"])
+        tell(**measure(answer, frames, asked["prune"]))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,13 @@ class PeerJob:
         parts = (self.engine, self.dtype, packed, self.prune)
         return " ".join(part for part in parts if part)
 
+    @property
+    def process(self) -> Row:
+        """What a process is started with; those that prune by request share one."""
+        prune = self.prune if self.engine == "vllm" else None
+        names = {"engine": self.engine, "dtype": self.dtype, "weights": self.weights}
+        return {**names, "prune": prune, "kept": KEPT}
+
 
 def peer_jobs(reduces: Sequence[str] = REDUCES, engines: Sequence[str] = ()) -> list[PeerJob]:
     """Return what is measured, the baseline first; of `engines` alone where they are named."""
@@ -161,11 +168,12 @@ class PeerProcess:
             self.close()
             raise
 
-    def ask(self, seed: int) -> Row:
+    def ask(self, seed: int, prune: str | None = None) -> Row:
         """Return times, memory and tokens of an answer; PeerError where the engine ended."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"seed": seed}).encode() + b"\n")
+            line = json.dumps({"seed": seed, "prune": prune}) + "\n"
+            self._process.stdin.write(line.encode())
         except BrokenPipeError:
             raise PeerError(self._last_words()) from None
         return self._heard()
@@ -244,8 +252,9 @@ class PeerRun:
     """Engines that run, what became of the others, and what those answered."""
 
     def __init__(self, jobs: Sequence[PeerJob], given: Row, envs: Path | None) -> None:
-        self.jobs, self.given, self.envs = jobs, given, envs
-        self.alive: dict[str, PeerProcess] = {}
+        self.jobs, self.given, self.envs = {job.name: job for job in jobs}, given, envs
+        self.engines: dict[str, PeerProcess] = {}  # by what they were started with
+        self.alive: dict[str, PeerProcess] = {}  # by job
         self.releases: dict[str, str] = {}
         self.lost: dict[str, Row] = {}
         self.answers: dict[tuple[str, int], Row] = {}
@@ -253,22 +262,22 @@ class PeerRun:
 
     def start(self, job: PeerJob, install: bool) -> None:
         """Start an engine and let it answer a first clip, which is not counted."""
-        own = {"engine": job.engine, "dtype": job.dtype, "prune": job.prune}
-        own |= {"weights": job.weights, "kept": KEPT}
-        log = Path(self.given["folder"], f"{len(self.releases)}-{job.engine}.log")
+        key = json.dumps(job.process)
+        log = Path(self.given["folder"], f"{len(self.engines)}-{job.engine}.log")
         try:
-            python = peer_python(job.engine, self.envs, install)
-            self.alive[job.name] = engine = PeerProcess(python, {**self.given, **own}, log)
+            if key not in self.engines:
+                python = peer_python(job.engine, self.envs, install)
+                self.engines[key] = PeerProcess(python, {**self.given, **job.process}, log)
+            engine = self.alive[job.name] = self.engines[key]
             self.releases[job.name] = engine.release
-            self.prompts[job.name] = engine.ask(0)["prompt_tokens"]
+            self.prompts[job.name] = engine.ask(0, job.prune)["prompt_tokens"]
         except PeerError as error:
             self.lose(job.name, "not run", error)
 
     def lose(self, name: str, state: str, reason: PeerError) -> None:
         """Note that an engine does not run, while the others go on."""
         self.lost[name] = {"state": state, "reason": str(reason)}
-        if name in self.alive:
-            self.alive.pop(name).close()
+        self.alive.pop(name, None)
 
     def ask(self, name: str, turn: str, seeds: Iterator[int]) -> Sample:
         """Return the sample of a clip; an empty one where the engine has ended."""
@@ -276,7 +285,7 @@ class PeerRun:
         if name not in self.alive:
             return {}
         try:
-            found = self.alive[name].ask(seed)
+            found = self.alive[name].ask(seed, self.jobs[name].prune)
         except PeerError as error:
             self.lose(name, "died", error)
             return {}
@@ -285,7 +294,7 @@ class PeerRun:
 
     def close(self) -> None:
         """End what still runs."""
-        for engine in self.alive.values():
+        for engine in self.engines.values():
             engine.close()
 
 
@@ -331,7 +340,7 @@ def run_peers(
 
 def _rounds(run: PeerRun, rounds: int, tick: Tick) -> dict[str, list[Sample]]:
     """Ask every engine that runs in turn, the first one twice."""
-    names = [job.name for job in run.jobs if job.name in run.alive]
+    names = [name for name in run.jobs if name in run.alive]
     if not names:
         return {}
     asked = {name: partial(run.ask, name, name, iter(range(1, rounds + 1))) for name in names}

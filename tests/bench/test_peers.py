@@ -86,9 +86,9 @@ def test_engines_answer_a_clip_with_the_same_tokens(
 ) -> None:
     answers = {}
     for engine, prune in (("transformers", None), ("mmfast", None), ("mmfast", "evs:0.25")):
-        wish = given(checkpoint, engine=engine, prune=prune)
+        wish = given(checkpoint, engine=engine)
         ended.append(PeerProcess(Path(sys.executable), wish, tmp_path / "log"))
-        answers[engine, prune] = [ended[-1].ask(seed) for seed in (3, 4)]
+        answers[engine, prune] = [ended[-1].ask(seed, prune) for seed in (3, 4)]
     stock, ours, pruned = answers.values()
     assert [row["tokens"] for row in stock] == [row["tokens"] for row in ours]
     assert [row["tokens"] for row in stock] == [greedy(checkpoint, seed) for seed in (3, 4)]
