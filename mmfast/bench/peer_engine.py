@@ -1,4 +1,4 @@
-"""One engine of `mmfast bench --peers`, in an environment that need not have mmfast.
+"""One engine of `mmfast peers`, in an environment that need not have mmfast.
 
 The argument is a JSON object: the folder of the checkpoint and what to run. When the engine is
 ready it says so in a line of JSON; then each line of the input, the seed of a clip and

@@ -304,19 +304,21 @@ def run_peers(
     frames: int = 8,
     threads: int | None = None,
     rounds: int = 3,
+    tokens: int = 16,
     envs: Path | None = None,
     install: bool = False,
     engines: Sequence[str] = (),
-    tokens: int = 16,
     tick: Tick = quiet,
 ) -> list[Row]:
     """Measure all engines on one checkpoint in interleaved rounds; return a row for each job."""
     if preset not in SHAPES:
-        raise MmfastError(unknown("preset of --peers", preset, SHAPES))
+        raise MmfastError(unknown("shape of mmfast peers", preset, SHAPES))
     if frames < 2 or frames % 2:
         raise MmfastError(f"--frames {frames}: the model takes pairs of frames; give 2, 4, 6 …")
+    if tokens < 2:
+        raise MmfastError(f"--tokens {tokens}: a step leads from token to token; give at least 2")
     if rounds < 1:
-        raise MmfastError(f"--iters {rounds} measures nothing; give at least 1")
+        raise MmfastError(f"--rounds {rounds} measures nothing; give at least 1")
     shape, jobs = SHAPES[preset], peer_jobs(reduces or REDUCES, engines)
     environ = environment()
     given: Row = {"frames": frames, "grid": shape.grid, "tokens": tokens}

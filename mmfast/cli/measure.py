@@ -69,46 +69,6 @@ def bench_break_even(
     output.print_table(rows, as_json, names, cells)
 
 
-def bench_peers(
-    preset: str,
-    reduces: Sequence[str] | None,
-    sizes: tuple[int, int | None, int],
-    envs: tuple[Path | None, bool],
-    engines: str | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure this package beside other engines; `sizes` are frames, threads and rounds."""
-    from mmfast.bench.peers import run_peers
-
-    chosen = [name for name in (engines or "").split(",") if name]
-    with output.progress("peers") as tick:
-        told = lambda label, done, total: tick(done, total, label)
-        rows = run_peers(preset, reduces, *sizes, *envs, chosen, tick=told)
-    output.keep_rows(out, rows)
-    output.print_table(rows, as_json, list(_PEERS.values()), [_peer_cells(row) for row in rows])
-
-
-_PEERS = {
-    "job": "engine",
-    "prompt_tokens": "prompt tokens",
-    "median_ms": "first token, ms",
-    "speedup": "faster",
-    "noise": "noise",
-    "tokens_per_s": "tokens/s",
-    "step_speedup": "faster",
-    "step_noise": "noise",
-    "peak_mb": "peak MB",
-    "agree": "as the first",
-}
-
-
-def _peer_cells(row: dict[str, Any]) -> list[Any]:
-    if row["state"] == "ok":
-        return [row.get(key) for key in _PEERS]
-    return [row["job"], None, f"{row['state']}: {row['reason']}", *[None] * (len(_PEERS) - 3)]
-
-
 # What every row carries to be repeated, and a person does not need to see.
 _HIDDEN = {"suite", "bench", "versions", "commit", "date", "processor", "clock", "knobs", "dtype"}
 
@@ -321,26 +281,11 @@ _Peer = Annotated[
     Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
 ]
 
-_Peers = Annotated[
-    bool, typer.Option("--peers", help="Beside transformers, vLLM and OpenVINO, interleaved.")
-]
-_Envs = Annotated[
-    Path | None, typer.Option(help="Folder of the environments vllm and openvino (--peers).")
-]
-_Install = Annotated[
-    bool, typer.Option("--install", help="Make environments that are missing (--peers).")
-]
-_Engines = Annotated[
-    str | None, typer.Option(help="Only these, the baseline first: transformers,mmfast (--peers).")
-]
-
 # What else each way to measure takes, beside --json; the last one is without any of the others.
 _TAKES = {
     "compare": {"fail_above", "out"},  # --out is refused with a reason
     "full": {"device", "preset", "minutes", "out"},
     "break_even": {"preset", "threads", "device", "out"},
-    "peers": {"preset", "reduce", "frames", "threads", "iters", "envs", "install", "engines"}
-    | {"out"},
     "selection": {"out"},
     "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out", "weights"}
     | {"prefill", "attn"},
@@ -380,10 +325,6 @@ def bench(
     full: _Full = False,
     minutes: _Minutes = 6.0,
     break_even: _BreakEven = False,
-    peers: _Peers = False,
-    envs: _Envs = None,
-    install: _Install = False,
-    engines: _Engines = None,
     compare: _Compare = None,
     fail_above: _FailAbove = None,
     stream: Annotated[str | None, _named("stream", "streams")] = None,
@@ -418,10 +359,6 @@ def bench(
         return bench_break_even(preset or "tiny", threads, device, out, as_json)
     if selection:
         return _bench_selection(out, as_json)
-    if peers:
-        sizes = (frames, threads, 3 if iters is None else iters)
-        found = (envs, install)
-        return bench_peers(preset or "tiny", reduce, sizes, found, engines, out, as_json)
     with output.progress("bench") as tick:
         wanted = (preset or "tiny", list(reduce or []), frames, keep, stages)
         document = run_bench(*wanted, device, dtype, threads, iters, tick)

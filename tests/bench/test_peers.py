@@ -145,9 +145,9 @@ def test_what_is_alike_ends_at_the_first_difference() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preset": "tinny"}, "unknown preset of --peers 'tinny'"),
+        ({"preset": "tinny"}, "unknown shape of mmfast peers 'tinny'"),
         ({"frames": 3}, "--frames 3: the model takes pairs"),
-        ({"rounds": 0}, "--iters 0 measures nothing"),
+        ({"rounds": 0}, "--rounds 0 measures nothing"),
         ({"engines": ["vlm"]}, "unknown engine 'vlm'"),
         ({"reduces": ["evz:0.5"]}, "evz"),
     ],
@@ -162,7 +162,7 @@ def test_the_command_reports_what_is_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    words = ["bench", "--peers", "--engines", "openvino"]
+    words = ["peers", "--engines", "openvino"]
     code, told, _ = run(capsys, *words, "--json", "--out", str(out))
     rows = json.loads(told)
     assert code == 0 and rows == load(out)
@@ -171,6 +171,6 @@ def test_the_command_reports_what_is_not_run(
     assert "not run: --envs names no folder" in run(capsys, *words)[1]
 
 
-def test_the_command_refuses_what_it_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "--peers", "--dtype", "float16"]
-    assert "--peers does not use --dtype" in fails(capsys, *words)
+def test_the_command_fails_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "choices: tiny, qwen2.5-vl-0.5b" in fails(capsys, "peers", "--preset", "huge")
+    assert "--tokens 1: a step" in fails(capsys, "peers", "--tokens", "1")
