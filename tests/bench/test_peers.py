@@ -172,5 +172,5 @@ def test_the_command_reports_what_is_not_run(
 
 
 def test_the_command_fails_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "choices: tiny, qwen2.5-vl-0.5b" in fails(capsys, "peers", "--preset", "huge")
+    assert "choices: qwen2.5-vl-0.5b, tiny" in fails(capsys, "peers", "--preset", "huge")
     assert "--tokens 1: a step" in fails(capsys, "peers", "--tokens", "1")
