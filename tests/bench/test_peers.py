@@ -81,6 +81,7 @@ def greedy(folder: Path, seed: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow  # starts processes that import torch
 def test_engines_answer_a_clip_with_the_same_tokens(
     checkpoint: Path, tmp_path: Path, ended: list[PeerProcess]
 ) -> None:
@@ -98,12 +99,14 @@ def test_engines_answer_a_clip_with_the_same_tokens(
     assert all(row[key] > 0 for row in stock for key in ("ttft_ms", "step_ms", "peak_mb"))
 
 
+@pytest.mark.slow  # starts processes that import torch
 def test_an_engine_that_cannot_start_says_why(checkpoint: Path, tmp_path: Path) -> None:
     wish = given(checkpoint / "nowhere", engine="mmfast")
     with pytest.raises(PeerError, match=r"^mmfast.*ModelError: .*CHECKPOINT.* does not exist"):
         PeerProcess(Path(sys.executable), wish, tmp_path / "log")
 
 
+@pytest.mark.slow  # starts processes that import torch
 def test_engines_that_miss_or_end_leave_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
