@@ -44,6 +44,7 @@ COMMANDS = {
     "leaderboard": ("leaderboard", "leaderboard"),
     "plan": ("plan", "plan"),
     "profile": ("profile", "profile"),
+    "peers": ("peers", "peers"),
     "calibrate": ("calibrate", "calibrate"),
 }
 

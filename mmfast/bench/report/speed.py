@@ -178,6 +178,19 @@ DERIVED.update(
     same_choice=lambda row: "yes" if row["same_indices"] else "no",
     us=lambda row: 1e3 * row["median_ms"],
 )
+
+
+def _peers_title(rows: Rows) -> str:
+    one = max(rows, key=lambda row: len(row))
+    noises = [f"{100 * one[key]:.1f} %" for key in ("noise", "step_noise") if key in one]
+    found = f", noise {noises[0]} of first tokens, {noises[1]} of steps" if noises else ""
+    return (
+        f"**{one['preset']}**: {one['frames']} frames, {one['visual']:,} visual tokens, "
+        f"{one['answer_tokens']} answer tokens, {_where(one)}, {one.get('n', 0)} rounds{found}, "
+        f"load {max(row['load'] for row in rows):.0f}, {stamp(*rows)}."
+    )
+
+
 TABLES: dict[str, tuple[ReportTable, ...]] = {
     "bench": (
         ReportTable(
@@ -205,6 +218,19 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             split=_EVEN,
             lines=_even_lines,
             before=_even_title,
+        ),
+    ),
+    "peers": (
+        ReportTable(
+            "peers",
+            "engine: {job} {versions[peer]} or {job} | prompt tokens: {prompt_tokens} | "
+            "first token, ms: [median_ms]{median_ms:,.0f} or {state}: {reason} | "
+            "faster: {speedup:.2f}x | tokens/s: {tokens_per_s:.1f} | "
+            "steps faster: {step_speedup:.2f}x | peak MB: {peak_mb:,.0f} | "
+            "as the first: {agree:.0%}",
+            keys=("preset", "frames", "threads", "processor", "job"),
+            split=("preset", "frames", "threads", "processor"),
+            before=_peers_title,
         ),
     ),
     "plan": (

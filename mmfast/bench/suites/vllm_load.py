@@ -109,9 +109,18 @@ def _row(job: str, load: int, turns: Turns) -> Row:
     }
 
 
-def save(folder: Path) -> None:
-    """Save the configuration, tokenizer and processor of a small Qwen2.5-VL, without weights."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+TOWER: Row = {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4}
+TOWER |= {"fullatt_block_indexes": [3]}
+TEXT: Row = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 8}
+TEXT |= {"num_attention_heads": WIDTH // 64, "num_key_value_heads": 2}
+
+
+def save(folder: Path, tower: Row = TOWER, text: Row = TEXT, tied: bool = False) -> Any:
+    """Save and return the configuration of a Qwen2.5-VL without weights; its processor, too.
+
+    The tokenizer reads bytes; a `vocab_size` beyond those gets words that no text is made of.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
         PreTrainedTokenizerFast,
         Qwen2_5_VLConfig,
@@ -121,21 +130,23 @@ def save(folder: Path) -> None:
     )
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    others = text.get("vocab_size", 0) - len(alphabet) - len(_SPECIALS) - 1
+    words = [*alphabet, *(f"w{number}" for number in range(others))]
+    raw = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
     marks = {f"{name.removesuffix('_pad')}_token": f"<|{name}|>" for name in _SPECIALS}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, pad_token="<|pad|>", extra_special_tokens=marks
     )
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
-    tower = {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4}
-    text = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 8}
-    text |= {"num_attention_heads": WIDTH // 64, "num_key_value_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
+    none = {"bos_token_id": None, "eos_token_id": None}
     config = Qwen2_5_VLConfig(
-        vision_config={**tower, "out_hidden_size": WIDTH, "fullatt_block_indexes": [3]},
-        text_config={**text, "vocab_size": len(tokenizer), "rope_parameters": rope},
+        vision_config={**tower, "out_hidden_size": text["hidden_size"]},
+        text_config={**text, **none, "vocab_size": len(tokenizer), "rope_parameters": rope},
         architectures=["Qwen2_5_VLForConditionalGeneration"],
+        tie_word_embeddings=tied,
         **ids,
     )
     config.save_pretrained(folder)
@@ -145,6 +156,7 @@ def save(folder: Path) -> None:
         image_processor=Qwen2VLImageProcessor(size=size),
         video_processor=Qwen2VLVideoProcessor(size=size),
     ).save_pretrained(folder)
+    return config
 
 
 def _process(folder: str, name: str) -> subprocess.Popen[str]:
