@@ -160,8 +160,8 @@ def train_all(
         log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m mmfast.compressors.train", description=__doc__.splitlines()[0]
     )
@@ -178,6 +178,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.clips < options.held + CLIPS:
         parser.error(f"--clips {options.clips} must be at least {options.held + CLIPS}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train and write the weights and the log."""
+    options = arguments(argv)
     log = training.Log(options.out / "compressors", fresh=False)
     fields = ("model", "compressor", "tokens", "seed", "minutes", "steps", "clips")
     log.start(**{name: getattr(options, name) for name in fields})
