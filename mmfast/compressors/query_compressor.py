@@ -119,9 +119,7 @@ class QueryCompressor(Compressor, name="query_compressor"):
         return Compressed.of_cells(vectors, score.argmax(-1), self.cell)
 
 
-@register(
-    "query_compressor", kind="compressor", paper="2409.03420", needs=("x", "grid", "query")
-)
+@register("query_compressor", kind="compressor", paper="2409.03420", needs=("x", "grid", "query"))
 def query_compressor(tokens: Tokens, budget: int, *, path: str = "") -> Reduction:
     """Compress each frame to a few vectors by trained queries that read patches and question.
 

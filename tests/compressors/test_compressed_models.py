@@ -17,12 +17,12 @@ from mmfast import ModelError, SpecError
 from mmfast.attach import attach
 from mmfast.compressors import base
 from mmfast.compressors.query_compressor import QueryCompressor
+from mmfast.core.spec import parse
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.prompt import Shot, build_inputs
-from mmfast.models.reduction.check import check
+from mmfast.models.reduction.check import check, refuse_files
 from mmfast.models.reduction.inputs import compress
-from mmfast.core.spec import parse
 from mmfast.tiny.evaluate import run_eval
 from mmfast.vllm.plan import parse_plan
 
@@ -160,6 +160,8 @@ def test_where_it_cannot_act_it_is_refused(weights: Path) -> None:
     spec = f"query_compressor:1?path={weights}"
     with pytest.raises(SpecError, match="looks at the question"):
         parse_plan(spec)
+    with pytest.raises(SpecError, match="a request must not"):
+        refuse_files(parse(spec))
     deep = tiny("qwen3_vl").model
     with pytest.raises(ModelError, match="DeepStack"):
         check(parse(spec), deep)

@@ -188,6 +188,16 @@ def placed(spec: Spec, model: Any) -> Spec:
     return replace(spec, site="pre")
 
 
+def refuse_files(specs: Sequence[Spec]) -> None:
+    """Refuse stages that name a file, for callers that must not choose what is read (SpecError)."""
+    for spec in specs:
+        if spec.knobs.get("path"):
+            raise SpecError(
+                f"'{spec}' names a file, which a request must not; put the weights beside the "
+                f"served checkpoint and write '{spec.method.name}:{spec.budget}'"
+            )
+
+
 def weighted(spec: Spec, model: Any) -> Spec:
     """Give a learned compressor the file of its weights, by default the one beside the model's."""
     if not spec.method.learned or spec.whole:
@@ -195,8 +205,8 @@ def weighted(spec: Spec, model: Any) -> Spec:
     adapter = adapter_for(model)
     if adapter.deepstack:
         raise ModelError(
-            f"'{spec}' replaces features, and {adapter.family!r} adds DeepStack planes to them that "
-            "no compressor has learned; use a reducer that keeps tokens, such as 'divprune'"
+            f"'{spec}' replaces features, and {adapter.family!r} adds DeepStack planes to them "
+            "that no compressor has learned; use a reducer that keeps tokens, such as 'divprune'"
         )
     home = str(getattr(model, "name_or_path", "") or "")
     path = spec.knobs.get("path") or find(home, spec.method.name, int(spec.budget or 0))

@@ -154,7 +154,10 @@ def train_all(
         task = CompressorTask(model, compressor, clips, options.seed, held=options.held)
         course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=2.0)
         steps = training.train(
-            task, course, log, lambda: save(compressor, path, torch.float16)  # noqa: B023
+            task,
+            course,
+            log,
+            lambda: save(compressor, path, torch.float16),  # noqa: B023
         )
         size = sum(each.numel() for each in compressor.parameters())
         log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
