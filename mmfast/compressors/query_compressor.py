@@ -56,8 +56,9 @@ class QueryCompressor(Compressor, name="query_compressor"):
     """Cross-attention of one query a cell to the patches of its cell, then a soft choice of one.
 
     A query is the mean of its cell (the low-resolution view of mPLUG-DocOwl2, whose queries see
-    their own region alone), a learned vector, and where it `asks` a summary of the text (the query
-    of the one-token scaling law). Each output is a convex sum of its cell's features, so that a
+    their own region alone), a learned vector, the number of its frame, so that frames may tell
+    different things of a still scene, and where it `asks` a summary of the text (the query of the
+    one-token scaling law). Each output is a convex sum of its cell's features, so that a
     frozen language model reads what it knows, plus a learned change that starts at zero; it stands
     at the place of the patch with the greatest share.
     """
@@ -76,6 +77,8 @@ class QueryCompressor(Compressor, name="query_compressor"):
         grid = (grid[0], grid[1])
         self.config = {"width": width, "tokens": tokens, "grid": list(grid), "inner": inner}
         self.config |= {"heads": heads, "asks": asks}
+        self.cell: Tensor
+        self.seen: Tensor
         cell = cells_of(grid, tokens)
         seen = cell == torch.arange(tokens)[:, None]  # [k, P]
         self.register_buffer("cell", cell, persistent=False)
@@ -92,9 +95,9 @@ class QueryCompressor(Compressor, name="query_compressor"):
         self.before, self.between, self.behind = (nn.LayerNorm(inner) for _ in range(3))
         self.wide, self.narrow = nn.Linear(inner, 2 * inner), nn.Linear(2 * inner, inner)
         self.choose, self.offer = (nn.Linear(inner, inner, bias=False) for _ in range(2))
-        self.change = nn.Linear(inner, width)
-        nn.init.zeros_(self.change.weight)
-        nn.init.zeros_(self.change.bias)
+        self.change, self.time = nn.Linear(inner, width), nn.Linear(inner, inner, bias=False)
+        for weight in (self.change.weight, self.change.bias, self.time.weight):
+            nn.init.zeros_(weight)
 
     def forward(
         self, x: Tensor, question: Tensor | None = None, known: Tensor | None = None
@@ -103,6 +106,8 @@ class QueryCompressor(Compressor, name="query_compressor"):
         inside = self.enter(x)
         keys = inside + self.spots  # [..., F, P, C]
         queries = self.mean @ inside + self.learned  # [..., F, k, C]
+        frames = sin_cos((x.shape[-3], 1), keys.shape[-1]).to(keys)
+        queries = queries + self.time(frames)[:, None]
         if self.config["asks"]:
             if question is None:
                 raise ModelError("this query_compressor reads the question; give its embeddings")

@@ -234,7 +234,7 @@ def _compressor_columns(rows: Rows) -> Columns:
         return lambda row: f"{100 * row['by_kind'][kind]:.0f}"
 
     kinds = rows[0]["by_kind"] if rows else ()
-    head = {"spec": "`{reduce}` or all tokens", "tokens a clip": "{kept:.0f}", "right": score}
+    head: Columns = {"spec": "`{reduce}` or all tokens", "tokens a clip": "{kept:.0f}", "right": score}
     return {**head, **{kind: of(kind) for kind in kinds}}
 
 

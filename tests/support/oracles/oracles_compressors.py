@@ -72,13 +72,15 @@ def query_compressor(
         read = [linear(norm(word, weights, "read.0"), weights, "read.1") for word in text]
         listened = attend(weights["ask"][0], read, weights, "listen", heads)
     frames, places = [], []
-    for frame in x:
+    for moment, frame in enumerate(x):
+        time = weights["time.weight"] @ spot(moment, 0, inner)
         inside = [linear(norm(patch, weights, "enter.0"), weights, "enter.1") for patch in frame]
         keys = [inside[p] + spot(p // columns, p % columns, inner) for p in range(len(frame))]
         found = []
         for number, cell in enumerate(cells):
             mine = [keys[p] for p in cell]
             z = sum(inside[p] for p in cell) / len(cell) + weights["learned"][number] + listened
+            z = z + time
             z = z + attend(norm(z, weights, "before"), mine, weights, "look", heads)
             hidden = linear(norm(z, weights, "between"), weights, "wide")
             z = z + linear(np.array([gelu(v) for v in hidden]), weights, "narrow")
