@@ -71,7 +71,16 @@ def test_oracle(tokens: int, asks: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["listen.k.weight", "look.v.weight", "choose.weight", "time.weight", "change.bias", "learned", "ask"]
+    "name",
+    [
+        "listen.k.weight",
+        "look.v.weight",
+        "choose.weight",
+        "time.weight",
+        "change.bias",
+        "learned",
+        "ask",
+    ],
 )
 def test_the_oracle_sees_every_part(name: str) -> None:
     compressor = make(4).double()

@@ -234,7 +234,11 @@ def _compressor_columns(rows: Rows) -> Columns:
         return lambda row: f"{100 * row['by_kind'][kind]:.0f}"
 
     kinds = rows[0]["by_kind"] if rows else ()
-    head: Columns = {"spec": "`{reduce}` or all tokens", "tokens a clip": "{kept:.0f}", "right": score}
+    head: Columns = {
+        "spec": "`{reduce}` or all tokens",
+        "tokens a clip": "{kept:.0f}",
+        "right": score,
+    }
     return {**head, **{kind: of(kind) for kind in kinds}}
 
 

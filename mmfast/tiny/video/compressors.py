@@ -86,7 +86,9 @@ class CompressorTask(training.Task):
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.compressor, self.clips, self.questions = compressor.train(), clips, questions
-        linear: list[Any] = [m.weight for m in compressor.modules() if isinstance(m, torch.nn.Linear)]
+        linear: list[Any] = [
+            m.weight for m in compressor.modules() if isinstance(m, torch.nn.Linear)
+        ]
         known = {id(weight) for weight in linear}
         rest = [each for each in compressor.parameters() if id(each) not in known]
         self.optimiser = training.Optimiser(linear, rest, rate)
