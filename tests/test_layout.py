@@ -26,7 +26,7 @@ FILES, LINES = 586, 111_700
 TOPS = ("mmfast", "kernels", "pipelines", "demos")
 MEDIA = {"av", "decord", "PIL", "numpy", "soundfile"}
 EVERY = {"core", "ops", "reducers", "caches", "decoding", "heads", "frontends", "models", "attach"}
-EVERY |= {"prefill"}
+EVERY |= {"prefill", "compressors"}
 # folder -> (parts of mmfast it may import, third-party packages it must not)
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"core"}, {"transformers", "timm", "triton"} | MEDIA),
@@ -36,6 +36,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "reducers": ({"core", "ops"}, {"transformers", "timm", "triton"} | MEDIA),
     "caches": ({"core", "ops", "caches"}, {"transformers", "timm", "triton"} | MEDIA),
     "prefill": ({"core", "ops", "prefill"}, {"transformers", "timm", "triton"} | MEDIA),
+    "compressors": ({"core", "ops", "compressors"}, {"transformers", "timm", "triton"} | MEDIA),
     "heads": ({"core", "ops", "heads"}, {"transformers", "timm", "triton"} | MEDIA),
     "decoding": ({"core", "ops", "decoding"}, {"transformers", "timm", "triton"} | MEDIA),
     "frontends": ({"core", "ops", "frontends"}, {"transformers", "timm", "triton"}),

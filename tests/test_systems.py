@@ -10,6 +10,7 @@ from mmfast.core.registry import methods
 from mmfast.models.families.adapter import families
 
 KINDS = {"offers": "reducer", "caches": "cache", "heads": "head", "prefills": "prefill"}
+KINDS |= {"compressors": "compressor"}
 
 
 def _row(reduce: str | None, score: float) -> dict[str, Any]:

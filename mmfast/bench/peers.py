@@ -99,7 +99,7 @@ class PeerJob:
 
     @property
     def process(self) -> Row:
-        """What a process is started with; those that prune by request share one."""
+        """The options a process is started with; jobs that prune by request share one."""
         prune = self.prune if self.engine == "vllm" else None
         names = {"engine": self.engine, "dtype": self.dtype, "weights": self.weights}
         return {**names, "prune": prune, "kept": KEPT}

@@ -200,6 +200,7 @@ class Reduction:
         order: `[..., E]` outputs in the order of emission, where a method has one. A reference may
             emit one twice, or a sum of nothing, which is -1 and a row of zeros.
         pure: Every output is one untouched source, so `apply` is a gather.
+        vectors: `[..., M, D]` outputs that a learned compressor computed, which `apply` returns.
     """
 
     keep: Tensor
@@ -208,6 +209,7 @@ class Reduction:
     mix: Mix | None = None
     order: Tensor | None = None
     pure: bool = False
+    vectors: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -251,7 +253,7 @@ class Reduction:
 
     @staticmethod
     def stack(items: Sequence[Reduction], lead: tuple[int, ...]) -> Reduction:
-        """Stack items of equal N and M, without a mix, to leading dims `lead`."""
+        """Stack items of equal N and M, without a mix or vectors, to leading dims `lead`."""
         if len(items) == 1 and not lead:
             return items[0]
         orders = [item.order for item in items if item.order is not None]
@@ -292,6 +294,8 @@ class Reduction:
                 f"Reduction.apply got shape {list(x.shape)}; "
                 f"give [{', '.join(map(str, self.owner.shape))}, D]"
             )
+        if self.vectors is not None:
+            return self.vectors.to(x)
         out = gather_rows(x, self.keep) if self.pure else merged(x, self.segments)
         if not emit or self.order is None:
             return out
@@ -319,6 +323,9 @@ class Reduction:
             raise MmfastError(
                 f"cannot compose: the first leaves {self.m} tokens, the second takes {other.n}"
             )
+        vectors = other.vectors
+        if vectors is None and self.vectors is not None:
+            vectors = other.apply(self.vectors)
         mixed = self.mix is not None or other.mix is not None
         slot = self.owner.clamp_min(0)
         owner = other.owner.gather(-1, slot).masked_fill(self.owner < 0, -1)
@@ -332,6 +339,7 @@ class Reduction:
             mix=Mix(*mixed_then(self, other)) if mixed else None,
             order=other.order,
             pure=self.pure and other.pure,
+            vectors=vectors,
         )
 
     def select(self, index: int) -> Reduction:
@@ -339,7 +347,8 @@ class Reduction:
         mix = self.mix and Mix(
             self.mix.output[index], self.mix.source[index], self.mix.weight[index]
         )
-        weight, order = (None if t is None else t[index] for t in (self.weight, self.order))
+        parts = (self.weight, self.order, self.vectors)
+        weight, order, vectors = (None if t is None else t[index] for t in parts)
         return replace(
             self,
             keep=self.keep[index],
@@ -347,6 +356,7 @@ class Reduction:
             weight=weight,
             mix=mix,
             order=order,
+            vectors=vectors,
         )
 
     def check(self) -> None:

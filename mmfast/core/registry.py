@@ -21,7 +21,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Every file of a kind's package is imported, which registers its methods.
 PACKAGES = {"reducer": "mmfast.reducers", "cache": "mmfast.caches", "head": "mmfast.heads"}
-PACKAGES["prefill"] = "mmfast.prefill"
+PACKAGES |= {"prefill": "mmfast.prefill", "compressor": "mmfast.compressors"}
+# Kinds whose methods a spec of another kind may name.
+NAMED_TOO = {"reducer": ("compressor",)}
 # Installed packages add methods by an entry point of this group that names the module to import.
 PLUGINS = "mmfast.plugins"
 
@@ -32,7 +34,7 @@ class Method:
 
     Attributes:
         name: The name in spec strings.
-        kind: `reducer`, `cache`, `head` or `prefill`.
+        kind: `reducer`, `cache`, `head`, `prefill` or `compressor`.
         paper: arXiv id, or "" for a baseline.
         needs: Signals it reads from `Tokens` (`x`, `attn`, `query`, `grid`, `keys` …).
         summary: First line of its docstring.
@@ -93,6 +95,11 @@ class Method:
         return {**row, "needs": list(self.needs)}
 
     @property
+    def learned(self) -> bool:
+        """A compressor: it needs weights, and a whole-number budget counts tokens of a frame."""
+        return self.kind == "compressor"
+
+    @property
     def gives_scores(self) -> bool:
         """A KV policy that returns scores `[..., H, N]`, of which the greatest stay."""
         return self.role == "score" and self.fn.__annotations__.get("return") == "Tensor"
@@ -100,6 +107,8 @@ class Method:
     @property
     def takes(self) -> str:
         """Meaning of its budget, in words."""
+        if self.learned:
+            return "number of tokens a frame that it was trained for"
         if self.role in ("mass", "read"):
             return f"share of the {'attention' if self.role == 'mass' else 'keys'}"
         if self.role in ("retrieve", "select") and self.adaptive:
@@ -113,6 +122,8 @@ class Method:
     @property
     def example(self) -> str:
         """A spec string of it; "" for a head."""
+        if self.learned:
+            return f"{self.name}:1"
         repeats = self.adaptive and self.sites[0] == "pixel"  # it finds what repeats
         if self.kind == "head" or repeats:
             return "" if self.kind == "head" else self.name
@@ -156,7 +167,7 @@ def register(
 
     Args:
         name: The name in spec strings.
-        kind: `reducer`, `cache`, `head` or `prefill`.
+        kind: `reducer`, `cache`, `head`, `prefill` or `compressor`.
         paper: arXiv id, or "" for a baseline.
         needs: Signals that it reads.
         into: Where it is entered.
@@ -196,9 +207,10 @@ policy = partial(register, kind="cache", sites=("kv",))
 
 def get(name: str, kind: str = "reducer", among: Sequence[Method] = ()) -> Method:
     """Return a method; SpecError with the choices and the nearest match where there is none."""
-    if not among:
-        _load(kind)
-    rows = {m.name: m for m in among or _METHODS.values() if m.kind == kind}
+    kinds = (kind, *NAMED_TOO.get(kind, ()))
+    for each in kinds if not among else ():
+        _load(each)
+    rows = {m.name: m for m in among or _METHODS.values() if m.kind in kinds}
     if name not in rows:
         raise SpecError(unknown(kind, name, rows))
     return rows[name]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mmfast.core.errors import MmfastError, SpecError, unknown
-from mmfast.core.registry import MEDIA, TOKEN_KINDS, TOKENS, Method, get, listed
+from mmfast.core.registry import MEDIA, NAMED_TOO, TOKEN_KINDS, TOKENS, Method, get, listed
 
 if TYPE_CHECKING:
     from mmfast.core.reduction import Reduction
@@ -95,6 +95,11 @@ class Spec:
         """True if it keeps everything: a share of 1.0, which is not one token."""
         return isinstance(self.budget, float) and self.budget == 1.0
 
+    def count(self, n: int, frames: int) -> int | None:
+        """Tokens to keep of `n` in so many frames; None where the method decides."""
+        each = self.method.learned and isinstance(self.budget, int)
+        return count(self.budget * frames if each else self.budget, n)  # type: ignore[operator]
+
     @property
     def tokens(self) -> str:
         """The tokens of a prompt that it may drop: of `media`, of `text`, or `all`."""
@@ -119,7 +124,8 @@ def check_names(
     """Refuse what is wrong in the text of specs, without an import of torch (SpecError)."""
     named = [text for text in reduce if text != AUTO]
     for kind, specs in (("reducer", named), ("cache", cache), ("prefill", prefill)):
-        known = listed(kind) if (texts := [text for text in specs if text]) else []
+        texts = [text for text in specs if text]
+        known = [m for each in (kind, *NAMED_TOO.get(kind, ())) if texts for m in listed(each)]
         for text in texts:
             parse(text, kind, known)
 
@@ -157,6 +163,11 @@ def _parse_stage(text: str, kind: str, among: Sequence[Method]) -> Spec:
             f"or '{method.name}:64' for a number of tokens"
         )
     spec = Spec(method, site, layer, budget, _parse_knobs(method, match["knobs"]))
+    if method.learned and isinstance(budget, float) and not spec.whole:
+        raise SpecError(
+            f"{text!r} gives a share, and a learned compressor leaves the number of tokens a frame "
+            f"that it was trained for; write for example '{method.name}:1'"
+        )
     if spec.tokens != MEDIA and site != "llm" and "attn_ahead" not in method.needs:
         raise SpecError(
             f"{text!r} runs before the text is read; write '{method.name}@llm2' for "
@@ -245,7 +256,7 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
     from mmfast.core.reduction import Reduction
 
     method = spec.method
-    budget = count(spec.budget, tokens.n)
+    budget = spec.count(tokens.n, tokens.grid[0] if tokens.grid else 1)
     lead = tuple(tokens.x.shape[:-2])
     parity = bool(spec.knobs.get("parity"))  # reproduces the reference, wrong counts included
     if budget == tokens.n and not parity:
@@ -364,7 +375,8 @@ def wanted(spec: Spec, n: int, entered: MutableMapping[int, int]) -> int | None:
     """
     cut = spec.cut
     if cut is None:
-        return count(spec.budget, n)
+        known = spec.whole or not spec.method.learned  # else it depends on the frames
+        return count(spec.budget, n) if known else None
     first = entered.setdefault(cut.schedule, n)
     last = count(spec.budget, first)
     if last is None or cut.index == cut.of:

@@ -156,6 +156,6 @@ def _one(name: str, value: Tensor, reduction: Reduction) -> Tensor:
         return value
     if value.ndim == keep.ndim:  # [..., N]
         return value.gather(-1, keep)
-    if not value.is_floating_point():  # [..., N, d] of integers
-        return gather_rows(value, keep)
+    if not value.is_floating_point() or reduction.vectors is not None:
+        return gather_rows(value, keep)  # [..., N, d] of integers; vectors are features alone
     return reduction.apply(value)

@@ -115,6 +115,7 @@ def test_methods_of_a_session_and_of_plugins_are_listed(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["reducer", "cache"])
 def test_static_checks_say_what_the_parser_says(kind: str) -> None:
+    known = [m for each in (kind, *registry.NAMED_TOO.get(kind, ())) for m in listed(each)]
     for spec in (
         "evz:0.5",
         "evs:2.0",
@@ -122,11 +123,12 @@ def test_static_checks_say_what_the_parser_says(kind: str) -> None:
         "evs@vit:0.5",
         "evs:0.5?k=1",
         "snapkw:8",
+        "query_compressor:0.5",
         "a+b",
         "sink:0",
     ):
         texts = []
-        for among in ((), listed(kind)):
+        for among in ((), known):
             try:
                 texts.append(str(parse(spec, kind, among)))
             except Exception as error:

@@ -229,6 +229,19 @@ def _scene_columns(rows: Rows) -> Columns:
     }
 
 
+def _compressor_columns(rows: Rows) -> Columns:
+    def of(kind: str) -> Callable[[Row], str]:
+        return lambda row: f"{100 * row['by_kind'][kind]:.0f}"
+
+    kinds = rows[0]["by_kind"] if rows else ()
+    head: Columns = {
+        "spec": "`{reduce}` or all tokens",
+        "tokens a clip": "{kept:.0f}",
+        "right": score,
+    }
+    return {**head, **{kind: of(kind) for kind in kinds}}
+
+
 def _scene_note(rows: Rows) -> str:
     return f"All in per cent; in brackets the 95 % interval. {_questions('unseen media')(rows)}"
 
@@ -317,6 +330,15 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     ),
     "scenes": (
         ReportTable("eval-scenes", _scene_columns, keys=("reduce", "cache"), after=_scene_note),
+    ),
+    "compressors": (
+        ReportTable(
+            "compressors",
+            _compressor_columns,
+            keys=("reduce",),
+            lines=lambda rows: sorted(rows, key=lambda row: (-row["kept"], -row["score"])),
+            after=lambda rows: f"All in per cent. {_questions('unseen clips')(rows)}",
+        ),
     ),
     "speech": (
         ReportTable("eval-speech", _voice_columns, lines=_task("speaking")),

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from mmfast.caches.plan import CachePlan
+from mmfast.compressors.base import find
 from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.core.registry import ALL, MEDIA, TEXT, TOKENS, methods
 from mmfast.core.spec import Spec, expand
@@ -57,7 +58,7 @@ def check(
         _check_text(specs, model, encoder)
     if cache is not None:
         _check_cache(cache, model)
-    specs = [placed(spec, model) for spec in specs]
+    specs = [weighted(placed(spec, model), model) for spec in specs]
     attends = [attention_at(text, index) is not None for index in range(len(layers_of(text)))]
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
@@ -185,6 +186,31 @@ def placed(spec: Spec, model: Any) -> Spec:
             f"number of tokens; '{replace(spec, site='pre')}' interpolates their features instead"
         )
     return replace(spec, site="pre")
+
+
+def refuse_files(specs: Sequence[Spec]) -> None:
+    """Refuse stages that name a file, for callers that must not choose what is read (SpecError)."""
+    for spec in specs:
+        if spec.knobs.get("path"):
+            raise SpecError(
+                f"'{spec}' names a file, which a request must not; put the weights beside the "
+                f"served checkpoint and write '{spec.method.name}:{spec.budget}'"
+            )
+
+
+def weighted(spec: Spec, model: Any) -> Spec:
+    """Give a learned compressor the file of its weights, by default the one beside the model's."""
+    if not spec.method.learned or spec.whole:
+        return spec
+    adapter = adapter_for(model)
+    if adapter.deepstack:
+        raise ModelError(
+            f"'{spec}' replaces features, and {adapter.family!r} adds DeepStack planes to them "
+            "that no compressor has learned; use a reducer that keeps tokens, such as 'divprune'"
+        )
+    home = str(getattr(model, "name_or_path", "") or "")
+    path = spec.knobs.get("path") or find(home, spec.method.name, int(spec.budget or 0))
+    return replace(spec, knobs={**spec.knobs, "path": str(path)})
 
 
 def _check_site(spec: Spec, model: Any, layers: int) -> None:

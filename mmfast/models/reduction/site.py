@@ -12,7 +12,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import MEDIA
-from mmfast.core.spec import Spec, count, run, wanted
+from mmfast.core.spec import Spec, run, wanted
 from mmfast.core.tokens import Tokens, follow, follow_signals
 from mmfast.models.reduction.decoder_signals import AHEAD, WINDOW, WINDOWED
 
@@ -254,7 +254,7 @@ _ADVICE = {
 
 def check_signals(spec: Spec, tokens: Tokens) -> None:
     """Refuse a stage whose signals are not there (ModelError); the identity needs none."""
-    if count(spec.budget, tokens.n) == tokens.n:
+    if spec.count(tokens.n, tokens.grid[0] if tokens.grid else 1) == tokens.n:
         return  # the identity needs nothing
     for need in spec.method.needs:
         if not tokens.has(need):

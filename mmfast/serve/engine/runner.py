@@ -24,7 +24,7 @@ from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.loading import twin_model
-from mmfast.models.reduction.check import check
+from mmfast.models.reduction.check import check, refuse_files
 from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
 from mmfast.models.reduction.inputs import axes, positions_of
 from mmfast.models.reduction.record import features_given
@@ -405,6 +405,7 @@ class ModelRunner:
         """Check the specs and the latency target of a request."""
         plan, specs = served_plan(answer.cache), parse(answer.reduce)
         if specs:
+            refuse_files(specs)
             check(specs, self.model, plan)
         if (sparse := plan_prefill(answer.prefill)) is not None:
             check_prefill(sparse, self.model)

@@ -96,17 +96,23 @@ class Lesson:
 
 def answer(model: Any, lesson: Lesson, kept: Tensor) -> DecoderOutput:
     """Run the decoder on the tokens of a lesson at the indices `kept` `[B, M]`."""
-    lm, packed = model.model.language_model, lesson.packed
     shown = lesson.tokens.flatten(1, 2)  # [B, N, D]
-    batch, total, width = shown.shape
-    visual = shown.gather(1, kept[..., None].expand(-1, -1, width))
+    visual = shown.gather(1, kept[..., None].expand(-1, -1, shown.shape[-1]))
+    return answer_from(model, lesson.packed, visual, kept, shown.shape[1])
+
+
+def answer_from(
+    model: Any, packed: PackedQuestions, visual: Tensor, at: Tensor, total: int
+) -> DecoderOutput:
+    """Run the decoder on visual tokens `[B, M, D]` that stand at `at` `[B, M]` of `total`."""
+    lm, batch = model.model.language_model, len(visual)
     user = lm.embed_tokens(torch.full((batch, 1), USER))
-    newline = model.model.image_newline.expand(batch, 1, width)
+    newline = model.model.image_newline.expand(batch, 1, visual.shape[-1])
     prefix = torch.cat([user, visual, newline], 1)
     ends = torch.tensor([0, total + 1]).expand(batch, 2)
-    at = torch.cat([ends[:, :1], kept + 1, ends[:, 1:]], 1)
-    bias = packed.bias(torch.zeros(at.shape))
-    layout = DecoderLayout(at, total + 2 + packed.within, [bias])
+    places = torch.cat([ends[:, :1], at + 1, ends[:, 1:]], 1)
+    bias = packed.bias(torch.zeros(places.shape))
+    layout = DecoderLayout(places, total + 2 + packed.within, [bias])
     return run_decoder(lm, prefix, lm.embed_tokens(packed.ids), layout)
 
 

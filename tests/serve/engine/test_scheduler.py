@@ -94,6 +94,23 @@ def attached(pair: Any, request: Request) -> str:
         return stock(pair, request)
 
 
+def test_a_learned_compressor_reads_the_question_of_its_own_request() -> None:
+    questions = ("Which way does the red circle move?", "How many objects are there?")
+    requests = [
+        ask(f"{i}", clip(1), question, tokens=4, reduce="query_compressor:1")
+        for i, question in enumerate((*questions, *questions))
+    ]
+    pair = model_of(EMBEDDED)
+    expected = [attached(pair, request) for request in requests]
+    with scheduler(EMBEDDED) as engine:
+        found = answers(engine, requests)
+        assert [text for text, _ in found] == expected
+        assert {end.trace["kept_tokens"] for _, end in found} == {4}  # one of each frame
+        named = ask("file", clip(1), "what?", tokens=4, reduce="query_compressor:1?path=/x")
+        with pytest.raises(SpecError, match="a request must not"):
+            Ear(engine, named)
+
+
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
 def test_reduced_answers_are_those_of_attach(family: str) -> None:
     specs = [

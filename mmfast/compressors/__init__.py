@@ -1,0 +1,1 @@
+"""Learned compressors: trained modules between projector and language model, one file each."""

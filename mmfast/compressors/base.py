@@ -1,0 +1,171 @@
+"""Base of the learned compressors: their interface, their files, and their use as a reduction."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mmfast.core.errors import ModelError
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import get
+from mmfast.core.tokens import Tokens
+
+FOLDER = "compressors"  # beside the weights of a checkpoint
+_HEADER = "compressor"  # entry of the file's metadata that holds its configuration, as JSON
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Outputs of a compressor.
+
+    Attributes:
+        vectors: What the language model reads in place of the patches, `[..., F, k, D]`.
+        place: The patch of its frame that each stands for, ascending, `[..., F, k]`.
+        owner: The output that each patch belongs to, for pictures of it, `[..., F, P]`.
+    """
+
+    vectors: Tensor
+    place: Tensor
+    owner: Tensor
+
+    @classmethod
+    def of_cells(cls, vectors: Tensor, place: Tensor, cell: Tensor) -> Compressed:
+        """Sort one output a cell by place; `cell` `[P]` numbers the cell of each patch."""
+        order = place.argsort(-1)
+        turned = vectors.gather(-2, order[..., None].expand_as(vectors))
+        owner = order.argsort(-1)
+        return cls(turned, place.gather(-1, order), owner[..., cell])
+
+
+class Compressor(nn.Module):
+    """Base of the modules that turn the patches of each frame into `tokens` vectors.
+
+    They read projected features of one image or video and, where `asks`, the embedded text of the
+    prompt. `width` is that of the language model, `grid` the rows and columns of a frame.
+    """
+
+    kinds: ClassVar[dict[str, type[Compressor]]] = {}  # by name
+    name: ClassVar[str] = ""
+    config: dict[str, Any]  # arguments of the class
+
+    def __init_subclass__(cls, name: str, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.name, cls.kinds[name] = name, cls
+
+    def forward(
+        self, x: Tensor, question: Tensor | None = None, known: Tensor | None = None
+    ) -> Compressed:
+        """Compress features `[..., F, P, D]`.
+
+        Args:
+            x: Projected features of F frames of P patches.
+            question: Embedded text, `[..., T, D]`.
+            known: False where the question is padding, `[..., T]`; None is no padding.
+        """
+        raise NotImplementedError
+
+    def check(self, grid: tuple[int, int, int], width: int, tokens: int) -> None:
+        """Refuse features that the weights were not trained for (ModelError)."""
+        mine = self.config
+        have = (tuple(mine["grid"]), mine["width"], mine["tokens"])
+        if have != (grid[1:], width, tokens):
+            raise ModelError(
+                f"{self.name}:{tokens} meets frames of {grid[1]} x {grid[2]} tokens of width "
+                f"{width}, and its weights are for {mine['tokens']} of {have[0][0]} x {have[0][1]} "
+                f"of width {mine['width']}; train it on this model ({training(self.name, tokens)})"
+            )
+
+
+def training(name: str, tokens: int) -> str:
+    """The command that trains a compressor."""
+    return f"python -m mmfast.compressors.train --compressor {name} --tokens {tokens}"
+
+
+def file_of(folder: str | Path, name: str, tokens: int) -> Path:
+    """The file of a compressor beside a checkpoint."""
+    return Path(folder) / FOLDER / f"{name}-{tokens}.safetensors"
+
+
+def find(folder: str | Path, name: str, tokens: int) -> Path:
+    """The file of a compressor beside a checkpoint; ModelError with the command that makes it."""
+    path = file_of(folder, name, tokens)
+    if path.is_file():
+        return path
+    known = sorted(each.stem.split("-")[-1] for each in path.parent.glob(f"{name}-*.safetensors"))
+    have = f" (it has {name}:{', '.join(known)})" if known else ""
+    raise ModelError(
+        f"'{name}:{tokens}' is learned, and {str(folder)!r} has no {FOLDER}/{path.name}{have}; "
+        f"train one with `{training(name, tokens)}`, or name a file: {name}:{tokens}?path=FILE"
+    )
+
+
+def save(compressor: Compressor, path: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write a compressor as safetensors, its configuration in the metadata; folders are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        name: value.detach().to("cpu", dtype).contiguous()
+        for name, value in compressor.state_dict().items()
+    }
+    config = {"name": compressor.name, **compressor.config}
+    save_file(state, path, {_HEADER: json.dumps(config)})
+    path.chmod(0o644)
+
+
+def load(path: str | Path) -> Compressor:
+    """Read a compressor, on the CPU in float32; ModelError where the file is none."""
+    try:
+        with safe_open(path, "pt") as file:
+            config = json.loads(file.metadata()[_HEADER])
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        name = config.pop("name")
+        get(name, "compressor")  # imports all of them, and refuses an unknown name
+        found = Compressor.kinds[name](**config)
+        found.load_state_dict(state)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise ModelError(
+            f"the compressor {str(path)!r} cannot be read: {reason}; name a .safetensors file "
+            "that mmfast.compressors.base.save wrote"
+        ) from error
+    return found.float().eval().requires_grad_(False)
+
+
+@lru_cache(maxsize=8)
+def _placed(path: str, _age: int, device: torch.device, dtype: torch.dtype) -> Compressor:
+    return load(path).to(device, dtype)
+
+
+def learned(tokens: Tokens, budget: int, path: str, name: str) -> Reduction:
+    """Compress the tokens of one image or video by the weights of a file.
+
+    Args:
+        tokens: `x` `[N, D]` with its `grid`, and `query` `[T, D]`.
+        budget: Tokens to keep, a multiple of the frames.
+        path: The file; `attach` and pipelines fill it in.
+        name: The architecture that the file must hold.
+    """
+    grid = tokens.grid
+    assert grid is not None
+    frames, count = grid[0], budget // grid[0]
+    if not path:
+        find("", name, count)
+    age = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
+    compressor = _placed(path, age, tokens.x.device, tokens.x.dtype)
+    if compressor.name != name:
+        raise ModelError(f"{path!r} holds a {compressor.name!r}, not a {name!r}; write that name")
+    compressor.check(grid, tokens.x.shape[-1], count)
+    out = compressor(tokens.x.unflatten(-2, (frames, -1)), tokens.query)
+    frame = torch.arange(frames, device=tokens.x.device)[:, None]
+    keep = (out.place + frame * (grid[1] * grid[2])).flatten(-2)  # [..., F k]
+    slot = (out.owner + frame * count).flatten(-2)
+    merged = Reduction.merge(keep, keep.gather(-1, slot))
+    return replace(merged, vectors=out.vectors.flatten(-3, -2))

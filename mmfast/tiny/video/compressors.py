@@ -1,0 +1,196 @@
+"""Training of a learned compressor for the embedded video model, whose weights stay frozen.
+
+Features of the clips are projected once. A step then runs the decoder on the few vectors of each
+clip, and the loss of the answers reaches the compressor through it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmfast.compressors.base import Compressor, file_of, save
+from mmfast.core.errors import ModelError
+from mmfast.core.registry import get
+from mmfast.models.loading import load, located
+from mmfast.tiny import training
+from mmfast.tiny.video import scene, tower
+from mmfast.tiny.video.clips import make_bank
+from mmfast.tiny.video.lessons import (
+    ClipSampler,
+    Lesson,
+    PackedQuestions,
+    Weights,
+    answer_from,
+    answer_loss,
+)
+from mmfast.tiny.video.model import ASSISTANT, END, USER
+from mmfast.tiny.video.questions import KINDS
+
+CLIPS, HELD = 8, 256  # of a step, and at the end of the bank, which are never trained on
+
+
+def alone(lesson: Lesson) -> PackedQuestions:
+    """Questions of a lesson in rows of their own, `[B Q, L]`; a clip with fewer has empty rows."""
+    packed = lesson.packed
+    own = [packed.block == number for number in range(int(packed.block.max()) + 1)]
+    found = [(clip, mask[clip]) for clip in range(len(packed.ids)) for mask in own]
+    length = max(int(mask.sum()) for _, mask in found)
+
+    def rows(values: Tensor, fill: int) -> Tensor:
+        parts = [values[clip][mask] for clip, mask in found]
+        return torch.stack([pad(part, (0, length - len(part)), value=fill) for part in parts])
+
+    ids, block = rows(packed.ids, END), rows(torch.zeros_like(packed.block), -1)
+    labels = rows(packed.labels, scene.IGNORE)
+    return PackedQuestions(ids, block, rows(packed.within, 0), labels, rows(packed.named, 0))
+
+
+def respond(model: Any, compressor: Compressor, shown: Tensor, packed: PackedQuestions) -> Tensor:
+    """States of the answers `[B Q, L, D]` to Q questions each about clips `[B, F, P, D]`."""
+    embed = model.model.language_model.embed_tokens
+    ids = pad(packed.ids, (1, 0), value=USER)  # all text of the prompt, as `attach` sees it
+    inside = pad(packed.block, (1, 0), value=0) >= 0
+    ends = (ids == ASSISTANT).int()
+    known = inside & (ends.cumsum(1) - ends == 0)  # up to the answer
+    clips = (len(shown), len(ids) // len(shown))
+    text, known = embed(ids).unflatten(0, clips), known.unflatten(0, clips)
+    out = compressor(shown[:, None], text, known)  # [B, Q, F, k, D]
+    frames, patches = shown.shape[1:3]
+    at = out.place + torch.arange(frames)[:, None] * patches
+    place, visual = at.flatten(0, 1).flatten(1), out.vectors.flatten(0, 1).flatten(1, 2)
+    return answer_from(model, packed, visual, place, frames * patches).states
+
+
+class CompressorTask(training.Task):
+    """A compressor in training under a frozen model."""
+
+    def __init__(
+        self,
+        model: Any,
+        compressor: Compressor,
+        clips: ClipSampler,
+        seed: int,
+        *,
+        held: int = HELD,
+        rate: float = 1.5e-3,
+        questions: int = 8,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.compressor, self.clips, self.questions = compressor.train(), clips, questions
+        linear: list[Any] = [
+            m.weight for m in compressor.modules() if isinstance(m, torch.nn.Linear)
+        ]
+        known = {id(weight) for weight in linear}
+        rest = [each for each in compressor.parameters() if id(each) not in known]
+        self.optimiser = training.Optimiser(linear, rest, rate)
+        self.rng = torch.Generator().manual_seed(seed)
+        self.count = len(clips.bank.tables) - held
+        self.weights: Weights = dict.fromkeys(KINDS, 1.0)
+        parts = range(self.count, self.count + held, CLIPS)
+        ends = [min(start + CLIPS, self.count + held) for start in parts]
+        self.exam = [
+            clips.lesson(range(a, b), 4, self.weights) for a, b in zip(parts, ends, strict=True)
+        ]
+
+    def batches(self, step: int, done: float) -> list[Lesson]:
+        """Random clips and questions about them."""
+        chosen = torch.randint(self.count, (CLIPS,), generator=self.rng).tolist()
+        return [self.clips.lesson(chosen, self.questions, self.weights)]
+
+    def loss(self, batch: Lesson) -> tuple[Tensor, training.Figures]:
+        """Loss of the answers."""
+        packed = alone(batch)
+        states = respond(self.model, self.compressor, batch.tokens, packed)
+        loss = answer_loss(self.model, states, packed.labels)
+        return loss, {"loss": loss.item()}
+
+    @torch.no_grad()
+    def look(self) -> training.Figures:
+        """Shares answered correctly; kinds that lag are asked more from now on."""
+        marks: list[tuple[str, bool]] = []
+        for lesson in self.exam:
+            packed, kinds = alone(lesson), [kind for row in lesson.kinds for kind in row]
+            states = respond(self.model, self.compressor, lesson.tokens, packed)
+            right = packed.correct(self.model.lm_head(states).argmax(-1))
+            marks += zip(kinds, (mark for row in right for mark in row), strict=True)
+        scores = training.shares(marks, KINDS)
+        self.weights = {kind: 0.4 + 4 * min(1 - scores.get(kind, 0.0), 0.4) for kind in KINDS}
+        return {"mean": sum(mark for _, mark in marks) / len(marks), "kinds": scores}
+
+
+def run(options: argparse.Namespace, log: training.Log) -> None:
+    """Train one compressor for every number of tokens, on the same clips and for as long."""
+    get(options.compressor, "compressor")  # imports them, and refuses an unknown name
+    model, processor = load(located(options.model), "cpu", "float32")
+    if not hasattr(model.model, "image_newline"):
+        raise ModelError(
+            f"{options.model!r} is a {type(model).__name__}; the lessons are those of tiny-video: "
+            "name that, or a checkpoint of python -m mmfast.tiny.video.train"
+        )
+    with log.stage("bank", clips=options.clips):
+        show = partial(training.progress, "clips", total=options.clips)
+        bank = make_bank(options.clips, options.seed, os.cpu_count() or 1, show)
+        features = tower.encode_bank(model, bank)  # [n, F, P, D]
+    train_all(options, log, model, ClipSampler(bank, features, processor.tokenizer, options.seed))
+
+
+def train_all(
+    options: argparse.Namespace, log: training.Log, model: Any, clips: ClipSampler
+) -> None:
+    """Train on clips whose features are known."""
+    patches, width = clips.tokens.shape[-2:]
+    side = round(patches**0.5)
+    for tokens in options.tokens:
+        torch.manual_seed(options.seed)
+        compressor = Compressor.kinds[options.compressor](width, tokens, (side, side))
+        path = file_of(options.out, options.compressor, tokens)
+        task = CompressorTask(model, compressor, clips, options.seed, held=options.held)
+        course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=2.0)
+        steps = training.train(
+            task,
+            course,
+            log,
+            lambda: save(compressor, path, torch.float16),  # noqa: B023
+        )
+        size = sum(each.numel() for each in compressor.parameters())
+        log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mmfast.compressors.train", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--model", default="tiny-video", help="embedded model or checkpoint folder")
+    add("--compressor", default="query_compressor", help="name of the architecture")
+    add("--tokens", type=int, nargs="+", default=[1], help="vectors a frame; several train each")
+    add("--out", type=Path, default=Path("compressed"), help="folder that gets compressors/")
+    add("--seed", type=int, default=0)
+    add("--minutes", type=float, help="time of each training; with none --steps count")
+    add("--steps", type=int, default=600, help="of each training")
+    add("--clips", type=int, default=4256, help="of the bank, held-out ones included")
+    add("--held", type=int, default=HELD, help="clips at its end that are never trained on")
+    options = parser.parse_args(argv)
+    if options.clips < options.held + CLIPS:
+        parser.error(f"--clips {options.clips} must be at least {options.held + CLIPS}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train and write the weights and the log."""
+    options = arguments(argv)
+    log = training.Log(options.out / "compressors", fresh=False)
+    fields = ("model", "compressor", "tokens", "seed", "minutes", "steps", "clips")
+    log.start(**{name: getattr(options, name) for name in fields})
+    run(options, log)
+    log.end()

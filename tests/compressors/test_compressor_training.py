@@ -1,0 +1,108 @@
+"""The recipe of the learned compressors: lessons taken apart, and a loss that falls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmfast.compressors.base import Compressed, Compressor, load
+from mmfast.compressors.query_compressor import QueryCompressor
+from mmfast.models.loading import embedded_path
+from mmfast.models.loading import load as load_model
+from mmfast.tiny import training
+from mmfast.tiny.video import compressors as recipe
+from mmfast.tiny.video import scene, tower
+from mmfast.tiny.video.clips import Bank, make_row
+from mmfast.tiny.video.lessons import ClipSampler, answer, answer_loss
+
+HELD = 4
+
+
+@pytest.fixture(scope="module")
+def school() -> tuple[Any, ClipSampler]:
+    """The model, and sixteen clips with their features."""
+    model, processor = load_model(embedded_path("tiny-video"), "cpu", "float32")
+    rows = [make_row(scene.make_scene(scene.TRAIN, 9, number)) for number in range(16)]
+    *arrays, tables = zip(*rows, strict=True)
+    bank = Bank(*(torch.from_numpy(np.stack(each)) for each in arrays), list(tables))
+    features = tower.encode_bank(model, bank)
+    return model, ClipSampler(bank, features, processor.tokenizer, 0)
+
+
+class Everything(Compressor, name="everything"):
+    """All patches as they are."""
+
+    def forward(self, x: Any, question: Any = None, known: Any = None) -> Any:
+        x = x.expand(*question.shape[:-2], *x.shape[-3:])
+        place = torch.arange(x.shape[-2]).expand(x.shape[:-1])
+        return Compressed(x, place, place)
+
+
+@torch.no_grad()
+def test_questions_alone_are_answered_as_in_their_lesson(school: tuple[Any, ClipSampler]) -> None:
+    model, clips = school
+    lesson = clips.lesson([0, 1, 2], 5, dict.fromkeys(recipe.KINDS, 1.0))
+    packed = recipe.alone(lesson)
+    states = recipe.respond(model, Everything(), lesson.tokens, packed)
+    whole = answer(model, lesson, lesson.every).states
+    mine, theirs = packed.labels != scene.IGNORE, lesson.packed.labels != scene.IGNORE
+    assert int(mine.sum()) == int(theirs.sum()) > 0
+    torch.testing.assert_close(states[mine], whole[theirs], rtol=1e-4, atol=1e-4)
+    assert [len(row) for row in packed.correct(model.lm_head(states).argmax(-1))].count(0) == len(
+        packed.ids
+    ) - sum(map(len, lesson.kinds))
+
+
+def test_the_loss_falls_and_the_model_stays(school: tuple[Any, ClipSampler]) -> None:
+    model, clips = school
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    torch.manual_seed(0)
+    task = recipe.CompressorTask(model, QueryCompressor(192, 1, (6, 6)), clips, 0, held=HELD)
+    (lesson,) = task.batches(0, 0.0)
+
+    def loss() -> float:
+        packed = recipe.alone(lesson)
+        with torch.no_grad():
+            states = recipe.respond(model, task.compressor, lesson.tokens, packed)
+            return float(answer_loss(model, states, packed.labels))
+
+    first = loss()
+    for _ in range(5):
+        training.update(task, [lesson], 1.0)
+    assert loss() < 0.95 * first
+    for name, each in model.state_dict().items():
+        assert torch.equal(each, before[name]), name
+    assert 0 <= task.look()["mean"] <= 1
+
+
+def test_a_run_leaves_a_file_and_a_log(school: tuple[Any, ClipSampler], tmp_path: Path) -> None:
+    model, clips = school
+    options = recipe.arguments(["--out", str(tmp_path), "--tokens", "4", "--steps", "1"])
+    options.held = HELD
+    log = training.Log(tmp_path / "compressors")
+    recipe.train_all(options, log, model, clips)
+    made = load(tmp_path / "compressors" / "query_compressor-4.safetensors")
+    assert made.config["tokens"] == 4 and made.config["asks"]
+    rows = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert {"query_compressor-4", "held-out", "saved"} <= {row["stage"] for row in rows}
+
+
+def test_shipped_weights_are_small_and_say_how_they_were_made() -> None:
+    folder = embedded_path("tiny-video") / "compressors"
+    rows = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
+    for tokens in (1, 4):
+        file = folder / f"query_compressor-{tokens}.safetensors"
+        assert file.stat().st_size < 1.5e6
+        assert load(file).config["tokens"] == tokens
+        assert any(row.get("file") == file.name for row in rows)
+
+
+@pytest.mark.parametrize("text", ["--clips 20", "--tokens none", "--compresor x"])
+def test_wrong_arguments_are_refused(text: str) -> None:
+    with pytest.raises(SystemExit):
+        recipe.arguments(text.split())

@@ -1,0 +1,100 @@
+"""Slow, obvious versions of the learned compressors: loops over frames, queries, heads, patches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Weights = Mapping[str, Array]
+
+
+def softmax(scores: list[float]) -> list[float]:
+    top = max(scores)
+    powers = [math.exp(score - top) for score in scores]
+    return [power / sum(powers) for power in powers]
+
+
+def gelu(value: float) -> float:
+    return 0.5 * value * (1 + math.erf(value / math.sqrt(2)))
+
+
+def norm(x: Array, weights: Weights, name: str) -> Array:
+    gap = x - x.mean()
+    scaled = gap / math.sqrt((gap**2).mean() + 1e-5)
+    return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def linear(x: Array, weights: Weights, name: str) -> Array:
+    out = weights[f"{name}.weight"] @ x
+    return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
+
+
+def attend(query: Array, keys: list[Array], weights: Weights, name: str, heads: int) -> Array:
+    """One query over the given keys, head by head."""
+    q = linear(query, weights, f"{name}.q")
+    width = len(q) // heads
+    parts = []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        scores = [
+            float(q[part] @ linear(key, weights, f"{name}.k")[part]) / math.sqrt(width)
+            for key in keys
+        ]
+        mixed = np.zeros(width)
+        for share, key in zip(softmax(scores), keys, strict=True):
+            mixed += share * linear(key, weights, f"{name}.v")[part]
+        parts.append(mixed)
+    return linear(np.concatenate(parts), weights, f"{name}.o")
+
+
+def spot(row: int, column: int, width: int) -> Array:
+    """Sines and cosines of a place, rows first."""
+    rates = [100.0 ** (-i / (width // 4)) for i in range(width // 4)]
+    found: list[float] = []
+    for place in (row, column):
+        found += [math.sin(place * rate) for rate in rates]
+        found += [math.cos(place * rate) for rate in rates]
+    return np.array(found)
+
+
+def query_compressor(
+    weights: Weights, config: Mapping[str, Any], cells: list[list[int]], x: Array, text: Array
+) -> tuple[Array, list[list[int]]]:
+    """Outputs `[F, k, D]` and their places, for cells given as lists of patches."""
+    columns, inner, heads = config["grid"][1], config["inner"], config["heads"]
+    listened = np.zeros(inner)
+    if config["asks"]:
+        read = [linear(norm(word, weights, "read.0"), weights, "read.1") for word in text]
+        listened = attend(weights["ask"][0], read, weights, "listen", heads)
+    frames, places = [], []
+    for moment, frame in enumerate(x):
+        time = weights["time.weight"] @ spot(moment, 0, inner)
+        inside = [linear(norm(patch, weights, "enter.0"), weights, "enter.1") for patch in frame]
+        keys = [inside[p] + spot(p // columns, p % columns, inner) for p in range(len(frame))]
+        found = []
+        for number, cell in enumerate(cells):
+            mine = [keys[p] for p in cell]
+            z = sum(inside[p] for p in cell) / len(cell) + weights["learned"][number] + listened
+            z = z + time
+            z = z + attend(norm(z, weights, "before"), mine, weights, "look", heads)
+            hidden = linear(norm(z, weights, "between"), weights, "wide")
+            z = z + linear(np.array([gelu(v) for v in hidden]), weights, "narrow")
+            z = norm(z, weights, "behind")
+            chosen = linear(z, weights, "choose")
+            scores = [
+                float(chosen @ linear(key, weights, "offer")) / math.sqrt(inner) for key in mine
+            ]
+            shares = softmax(scores)
+            vector = linear(z, weights, "change")
+            for share, p in zip(shares, cell, strict=True):
+                vector = vector + share * frame[p]
+            found.append((cell[scores.index(max(scores))], vector))
+        found.sort(key=lambda pair: pair[0])
+        places.append([place for place, _ in found])
+        frames.append(np.stack([vector for _, vector in found]))
+    return np.stack(frames), places
