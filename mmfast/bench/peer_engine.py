@@ -95,7 +95,7 @@ def _generated(
     text = MEDIA.format("video") + QUESTION
     count = {"max_new_tokens": given["tokens"], "min_new_tokens": given["tokens"]}
 
-    class Streamer:
+    class PromptedStreamer:
         def __init__(self, seen: TokenTimes) -> None:
             self.seen, self.begun = seen, False
 
@@ -112,7 +112,7 @@ def _generated(
             text=[text], videos=[video], do_sample_frames=False, fps=FPS, return_tensors="pt"
         )
         with torch.no_grad(), reduced(prune) as trace:
-            model.generate(**inputs, **count, do_sample=False, streamer=Streamer(seen))
+            model.generate(**inputs, **count, do_sample=False, streamer=PromptedStreamer(seen))
         cut = sum(row.tokens_in - row.tokens_out for row in trace.rows) if trace else 0
         return int(inputs["input_ids"].shape[1]) - cut
 
@@ -190,7 +190,7 @@ def openvino_engine(given: Given) -> Answerer:
     config.apply_chat_template = False
     config.set_eos_token_id(0)  # the tokenizer has none, and none would be -1
 
-    class Streamer(genai.StreamerBase):  # type: ignore[misc]
+    class GenaiStreamer(genai.StreamerBase):  # type: ignore[misc]
         def __init__(self, seen: TokenTimes) -> None:
             super().__init__()
             self.seen = seen
@@ -207,7 +207,9 @@ def openvino_engine(given: Given) -> Answerer:
             media = {"images": [ov.Tensor(frame[None]) for frame in frames[::2].copy()]}
         else:
             media = {"videos": [ov.Tensor(frames)]}
-        found = pipe.generate(QUESTION, **media, generation_config=config, streamer=Streamer(seen))
+        found = pipe.generate(
+            QUESTION, **media, generation_config=config, streamer=GenaiStreamer(seen)
+        )
         return int(found.perf_metrics.get_num_input_tokens())
 
     return answer

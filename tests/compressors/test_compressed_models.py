@@ -108,7 +108,7 @@ def test_each_row_of_a_batch_is_compressed_for_its_own_question(
             torch.testing.assert_close(both[row], one, rtol=1e-4, atol=1e-4)
 
 
-def test_chunked_prefill_and_a_second_stage(subject: tuple[Any, Any], weights: Path) -> None:
+def test_a_second_stage_behind_it(subject: tuple[Any, Any], weights: Path) -> None:
     model, processor = subject
     inputs, spec = inputs_of(processor, QUESTIONS[:1]), f"query_compressor:2?path={weights}"
     how = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
