@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import json
 import os
+import platform
 import re
 import resource
 import subprocess
@@ -149,7 +150,7 @@ def vllm_engine(given: Given) -> Answerer:
 
     def answer(frames: np.ndarray[Any, Any], seen: TokenTimes, prune: str | None) -> int:
         count = len(frames)
-        facts = {"fps": FPS, "duration": count / FPS, "total_num_frames": count}
+        facts: dict[str, Any] = {"fps": FPS, "duration": count / FPS, "total_num_frames": count}
         facts |= {"frames_indices": [*range(count)], "video_backend": "opencv"}
         media = {"video": [(frames, facts | {"do_sample_frames": False})]}
         text = MEDIA.format("video") + QUESTION
@@ -223,6 +224,7 @@ def _convert(folder: str) -> None:
     main_export(folder, home, task=task, library_name="transformers", convert_tokenizer=True)
 
 
+SYSTEM = platform.system()
 # The module that knows the release, and what loads the engine.
 ENGINES: dict[str, tuple[str, Callable[[Given], Answerer]]] = {
     "transformers": ("transformers", transformers_engine),
@@ -252,19 +254,19 @@ def measure(
 
 
 def _reset_peak() -> None:
-    if sys.platform == "linux":
+    if SYSTEM == "Linux":
         with suppress(AttributeError):  # freed memory that the allocator holds; not in musl
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _peak_mb() -> float:
-    if sys.platform == "linux":
+    if SYSTEM == "Linux":
         status = Path("/proc/self/status").read_text(encoding="ascii")
         found = re.search(r"VmHWM:\s+(\d+)", status)
         return int(found[1]) * 1024 / 1e6 if found else 0.0
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size * (1 if sys.platform == "darwin" else 1024) / 1e6
+    return size * (1 if SYSTEM == "Darwin" else 1024) / 1e6
 
 
 def main() -> None:

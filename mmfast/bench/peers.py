@@ -158,7 +158,7 @@ class PeerProcess:
         own = python == Path(sys.executable)
         kept = {k: v for k, v in os.environ.items() if own or k != "PYTHONPATH"}
         fixed = {"OMP_NUM_THREADS": str(given["threads"]), "HF_HUB_OFFLINE": "1"}
-        words = [python, peer_engine.__file__, json.dumps(given)]
+        words = [str(python), peer_engine.__file__, json.dumps(given)]
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 words,
@@ -242,11 +242,9 @@ def peer_python(engine: str, envs: Path | None, install: bool) -> Path:
     venv.create(python.parents[1], with_pip=True)
     override = python.parents[1] / "override.txt"
     override.write_text(OVERRIDES.get(engine, "") + "\n", encoding="ascii")
-    steps = (
-        [python, "-m", "pip", "install", "-q", "uv"],
-        [python, "-m", "uv", "pip", "install", "-q", "--python", python, "--override", override],
-    )
-    for step in (steps[0], [*steps[1], *PACKAGES[engine]]):
+    pip = [str(python), "-m", "pip", "install", "-q", "uv"]
+    uv = [str(python), "-m", "uv", "pip", "install", "-q", "--python", str(python)]
+    for step in (pip, [*uv, "--override", str(override), *PACKAGES[engine]]):
         run = subprocess.run(step, capture_output=True, text=True, check=False)
         if run.returncode:
             told = run.stderr.strip().splitlines() or ["no reason given"]

@@ -144,7 +144,7 @@ def test_weights_beside_the_checkpoint_are_found(
 
 
 def test_the_shipped_weights_answer_in_a_pipeline() -> None:
-    pipe = mmfast.pipeline("video-qa", reduce="query_compressor:1")
+    pipe = mmfast.pipeline("video-qa", "tiny-video", reduce="query_compressor:1")
     answer = pipe(str(CLIP), QUESTIONS[0])
     row = next(row for row in answer.trace.rows if row.method == "query_compressor")
     assert (row.tokens_in, row.tokens_out) == (288, 8)
@@ -167,6 +167,6 @@ def test_where_it_cannot_act_it_is_refused(weights: Path) -> None:
         check(parse(spec), deep)
     with pytest.raises(SpecError, match="cannot reduce a stream"):
         mmfast.pipeline("video-stream", reduce=spec).open()
-    pipe = mmfast.pipeline("image-qa", reduce="query_compressor:1")
+    pipe = mmfast.pipeline("image-qa", "tiny-video", reduce="query_compressor:1")
     with pytest.raises(ModelError, match="full raster"):
         pipe(np.zeros((64, 64, 3), np.uint8), "What colour is it?")
