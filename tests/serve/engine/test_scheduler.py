@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from scheduling import EMBEDDED, Ear, answers, ask, clip, image, model_of, stock
 
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.models.loading import load
 from mmfast.models.prompt import chat_inputs
 from mmfast.models.reduction import inputs
 from mmfast.ops.stream_cache import RowBuffer
@@ -100,9 +101,9 @@ def test_a_learned_compressor_reads_the_question_of_its_own_request() -> None:
         ask(f"{i}", clip(1), question, tokens=4, reduce="query_compressor:1")
         for i, question in enumerate((*questions, *questions))
     ]
-    pair = model_of(EMBEDDED)
+    pair = load("tiny-video", "cpu", "float32")
     expected = [attached(pair, request) for request in requests]
-    with scheduler(EMBEDDED) as engine:
+    with closing(Scheduler(pair, chunk=48, memory="200MB")) as engine:
         found = answers(engine, requests)
         assert [text for text, _ in found] == expected
         assert {end.trace["kept_tokens"] for _, end in found} == {4}  # one of each frame
@@ -533,12 +534,12 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer() -> None:
 
 def test_stop_strings_and_length() -> None:
     pair = model_of(EMBEDDED)
-    request = ask("a", image(1, (96, 96)), image(2, (96, 96)), "compare", tokens=8)
+    request = ask("a", image(1, (96, 96)), image(2, (96, 96)), "compare", tokens=30)
     whole = stock(pair, request)
     with scheduler(EMBEDDED) as engine:
         ((text, end),) = answers(engine, [request])
         assert text == whole and isinstance(end, Finish) and end.reason == "stop"
-        sampling = SamplingOptions(max_tokens=8, stop=(whole[1:3], "nothing"))
+        sampling = SamplingOptions(max_tokens=30, stop=(whole[1:3], "nothing"))
         ((text, end),) = answers(engine, [_with(request, sampling)])
         assert text == whole[:1] and isinstance(end, Finish) and end.reason == "stop"
         ((_, end),) = answers(engine, [_with(request, SamplingOptions(max_tokens=1))])

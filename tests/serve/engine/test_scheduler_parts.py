@@ -362,6 +362,20 @@ def test_slicer_stops_between_blocks_and_can_be_left() -> None:
     slicer.close()
 
 
+def test_a_call_in_pieces_ends_when_nobody_waits_any_more() -> None:
+    """Its work still counts without a limit of time, which once sent attention round in circles."""
+    slicer, given = Slicer(), torch.rand(3, 4, 2, 30, 8).unbind()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    slicer.allow(60.0, 1e4)
+    steps = slicer.run(lambda: attend(*given) + attend(*given), [])
+    next(steps)
+    slicer.allow(None, 1e4)
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert torch.allclose(end.value.value, 2 * attend(*given), atol=1e-6)
+    slicer.close()
+
+
 # --- anything may come and go -------------------------------------------------------------------
 
 KINDS = ("text", "long", "image", "reduced", "solo")
