@@ -33,7 +33,7 @@ def saved(family: str, seed: int, targets: str = TEXT, **config: Any) -> Path:
     """A folder with random matrices that change the answers."""
     torch.manual_seed(seed)
     made = LoraConfig(
-        r=4 + seed, lora_alpha=16, target_modules=targets, init_lora_weights=False, **config
+        r=4 + seed, lora_alpha=64, target_modules=targets, init_lora_weights=False, **config
     )
     folder = Path(tempfile.mkdtemp(prefix="mmfast-lora-"))
     get_peft_model(copy.deepcopy(model_of(family)[0]), made).save_pretrained(folder)
