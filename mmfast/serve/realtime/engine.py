@@ -128,7 +128,7 @@ class EngineVoices(ChatterVoices):
         super().__init__(Cascade(speech, lambda turns: "", speech))
         self.executor, self.config, self.metrics = executor, config, metrics
         self.defaults = dict(defaults or {})
-        # the embedded model knows single questions alone
+        # the embedded model was trained on two turns at most, and not on spoken ones
         self.follows = config.model is not None
         pair = getattr(executor, "pair", None)
         self.processor = read_processor(config.model or embedded_path()) if not pair else pair[1]
