@@ -170,9 +170,7 @@ def endless_model() -> Iterator[Path]:
     """Copy the embedded model without its end token: its answers are one word."""
     with tempfile.TemporaryDirectory(prefix="mmfast-") as folder:
         path = Path(folder) / "endless"
-        path.mkdir()
-        for source in embedded_path("tiny-video").iterdir():
-            shutil.copyfile(source, path / source.name)
+        shutil.copytree(embedded_path("tiny-video"), path)
         config = path / "generation_config.json"
         options = json.loads(config.read_text(encoding="utf-8"))
         config.write_text(json.dumps({**options, "eos_token_id": None}), encoding="utf-8")
