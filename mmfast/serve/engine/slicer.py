@@ -135,13 +135,18 @@ class Slicer:
 
     def room(self, row: float, rows: int) -> int:
         """Return how many of so many rows to compute next; `row` is the work on each."""
-        if self.budget is None or self._whole:
+        if self.fits(row, rows):
             return rows
         fit = (self.work - self.done) / max(1.0, row)
         if fit < min(_LEAST, rows) and self.done:
             self.stop()
             return self.room(row, rows)
-        return max(1, min(rows, int(min(fit, rows))))
+        return max(1, int(fit))
+
+    def fits(self, row: float, rows: int) -> bool:
+        """Return True where nothing stops the next rows from being computed at once."""
+        free = self.budget is None or self._whole
+        return free or (self.work - self.done) / max(1.0, row) >= rows
 
     def _run(self) -> None:
         while True:
@@ -188,7 +193,7 @@ def _linear(
     weight = args[0] if args else more["weight"]
     rows = x.numel() // max(1, x.shape[-1])
     work = float(weight.numel())
-    if x.ndim < 2 or slicer.done + rows * work <= slicer.work:
+    if x.ndim < 2 or slicer.fits(work, rows):
         slicer.done += rows * work
         return stock(x, *args, **more)
     pieces, start, flat = list[Tensor](), 0, x.reshape(rows, x.shape[-1])
@@ -207,7 +212,7 @@ def _product(
         return stock(a, b, *args, **more)
     batch = math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     rows, work = a.shape[-2], float(batch * a.shape[-1] * b.shape[-1])
-    if args or slicer.done + rows * work <= slicer.work:
+    if args or slicer.fits(work, rows):
         slicer.done += rows * work
         return stock(a, b, *args, **more)
     out: Tensor | None = more.get("out")
@@ -251,7 +256,7 @@ def _attention(
     items, rows, size = len(query), query.shape[-2], key.shape[-2]
     work = float(query[0].numel() // max(1, rows) * (size + size))  # on one query of one item
     given = (query, key, value, attn_mask, dropout_p, is_causal)
-    if dropout_p or slicer.done + items * rows * work <= slicer.work:
+    if dropout_p or slicer.fits(rows * work, items):
         slicer.done += items * rows * work
         return stock(*given, **more)
     if items > 1:
@@ -259,9 +264,6 @@ def _attention(
         found, start = list[Tensor](), 0
         while start < items:
             n = slicer.room(rows * work, items - start)
-            if n == items:  # all of them may run as one
-                slicer.done += items * rows * work
-                return stock(*given, **more)
             part = slice(start, start + n)
             mask = attn_mask[part] if masks and attn_mask is not None else attn_mask
             both = key[part], value[part], mask

@@ -373,6 +373,15 @@ def test_a_call_in_pieces_ends_when_nobody_waits_any_more() -> None:
     with pytest.raises(StopIteration) as end:
         next(steps)
     assert torch.allclose(end.value.value, 2 * attend(*given), atol=1e-6)
+
+    def locked() -> torch.Tensor:  # as where other calls wait for what it holds
+        with slicer.whole():
+            return attend(*given)
+
+    slicer.allow(60.0, 1e4)
+    with pytest.raises(StopIteration) as end:
+        next(slicer.run(locked, []))
+    assert torch.equal(end.value.value, attend(*given))
     slicer.close()
 
 
