@@ -176,9 +176,11 @@ def openvino_engine(given: Given) -> Answerer:
     import openvino as ov
     import openvino_genai as genai
 
-    home = Path(given["folder"], "openvino")
+    form = given["weights"]
+    home = Path(given["folder"], "-".join(filter(None, ("openvino", form))))
     if not (home / "openvino_detokenizer.xml").is_file():
-        words = [sys.executable, __file__, json.dumps({"convert": given["folder"]})]
+        order = {"convert": given["folder"], "home": str(home), "weights": form}
+        words = [sys.executable, __file__, json.dumps(order)]
         subprocess.run(words, check=True)  # whose memory is not the engine's
     memory = genai.SchedulerConfig()
     memory.enable_prefix_caching, memory.cache_size = False, 1
@@ -216,12 +218,16 @@ def openvino_engine(given: Given) -> Answerer:
     return answer
 
 
-def _convert(folder: str) -> None:
+def _convert(folder: str, home: str, weights: str | None) -> None:
+    """Export for OpenVINO, its weights rounded by NNCF where a form is named."""
     from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
-    task = "image-text-to-text"
-    home = Path(folder, "openvino")
-    main_export(folder, home, task=task, library_name="transformers", convert_tokenizer=True)
+    how: dict[str, Any] = {"task": "image-text-to-text", "library_name": "transformers"}
+    if weights is not None:
+        bits = OVWeightQuantizationConfig(bits=int(weights.removeprefix("int")))
+        how["ov_config"] = OVConfig(quantization_config=bits)
+    main_export(folder, home, convert_tokenizer=True, **how)
 
 
 SYSTEM = platform.system()
@@ -275,7 +281,7 @@ def main() -> None:
     os.dup2(2, 1)
     given = json.loads(sys.argv[1])
     if "convert" in given:
-        return _convert(given["convert"])
+        return _convert(given["convert"], given["home"], given["weights"])
     module, load = ENGINES[given["engine"]]
     answer = load(given)
 

@@ -88,7 +88,7 @@ class PeerJob:
     engine: str
     dtype: str
     prune: str | None = None  # a spec of ours, or the name of the engine's own method
-    weights: str | None = None  # packed weights of ours
+    weights: str | None = None  # rounded weights, of ours or of OpenVINO's compression
 
     @property
     def name(self) -> str:
@@ -116,7 +116,7 @@ def peer_jobs(reduces: Sequence[str] = REDUCES, engines: Sequence[str] = ()) -> 
     own = [
         (None, None),
         *((spec, None) for spec in reduces),
-        *((spec, FASTEST) for spec in reduces[:1]),
+        *((spec, form) for spec in reduces[:1] for form in (FASTEST, "int4")),
     ]
     jobs = [
         *(PeerJob("transformers", dtype) for dtype in (full, half)),
@@ -125,6 +125,7 @@ def peer_jobs(reduces: Sequence[str] = REDUCES, engines: Sequence[str] = ()) -> 
         PeerJob("vllm", half, "EVS"),
         PeerJob("openvino", half),
         PeerJob("openvino", half, "CDPruner"),
+        PeerJob("openvino", half, "CDPruner", "int8"),
         PeerJob("mmfast", full),
         *(PeerJob("mmfast", half, *each) for each in own),
     ]

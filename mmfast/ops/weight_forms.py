@@ -4,17 +4,19 @@ A step of decoding reads every weight once for one row of activations: bytes set
 form here computes `x W^T` for few rows by the kernel that was fastest, and for many rows, where
 arithmetic sets the time, on weights that are turned back into numbers first.
 
-`int8` rounds each output's weights to 8 bits by one scale. Wide layers go through FBGEMM, whose
-kernel takes activations of 7 bits alone: a row enters twice, once rounded and once as what rounding
-left, which together are 13 bits, so that only the weights are rounded. `int4` rounds groups of 32
-inputs to 4 bits by a scale and a middle each. `int8-dynamic` rounds activations to 7 bits, too, by
-the largest number of each row, so that no row depends on those beside it.
+`bfloat16` is laid out once for oneDNN where the processor multiplies it. `int8` rounds each
+output's weights to 8 bits by one scale. Wide layers, but those of bfloat16 on AVX-512, go through
+FBGEMM, whose kernel takes activations of 7 bits alone: a row enters twice, once rounded and once as
+what rounding left, which together are 13 bits, so that only the weights are rounded. `int4` rounds
+groups of 32 inputs to 4 bits by a scale and a middle each. `int8-dynamic` rounds activations to 7
+bits, too, by the largest number of each row, so that no row depends on those beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,7 +26,7 @@ from torch.nn import functional as F
 from mmfast.core.errors import ModelError, unknown
 
 FEW = 16  # rows up to which a step reads weights; drafts that are verified are as few
-WIDE = 2048  # outputs from which FBGEMM is faster than `_weight_int8pack_mm`, both measured
+WIDE = 2048  # outputs from which FBGEMM is faster than `_weight_int8pack_mm`, both measured on AVX2
 BLOCK = 32  # numbers that `_weight_int8pack_mm` takes at a time, along both sides
 GROUP = 32  # inputs that share a scale of int4
 _HALF = 63  # largest activation: with one more bit, sums of AVX2 in 16 bits would overflow
@@ -55,6 +57,23 @@ def has_fbgemm() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
+def has_avx512() -> bool:
+    """Return whether torch runs its AVX-512 kernels here."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+@cache
+def has_onednn() -> bool:
+    """Return whether oneDNN multiplies bfloat16 here, on weights that it lays out once.
+
+    Both names are private to torch, so a build without them counts as one without oneDNN.
+    """
+    found: Any = torch.ops.mkldnn
+    needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+    fits = torch.backends.mkldnn.is_available() and all(hasattr(found, name) for name in needed)
+    return fits and bool(found._is_mkldnn_bf16_supported())
+
+
 @contextmanager
 def _fbgemm() -> Iterator[None]:
     """Pack for FBGEMM; what was packed stays of its engine."""
@@ -75,20 +94,28 @@ class HalfWeights:
     """bfloat16 weights and activations."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight.to(torch.bfloat16)
+        self._shape, self._weight = weight.shape, weight.to(torch.bfloat16).contiguous()
+        self._onednn = has_onednn()
+        if self._onednn:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, FEW)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
-        return self._weight.nbytes
+        return 2 * self._shape.numel()
 
     def product(self, x: Tensor) -> Tensor:
         """See `WeightForm`."""
-        return F.linear(x.to(torch.bfloat16), self._weight).to(x.dtype)
+        half = x.to(torch.bfloat16)
+        if not self._onednn:
+            return F.linear(half, self._weight).to(x.dtype)
+        run = torch.ops.mkldnn._linear_pointwise
+        return cast(Tensor, run(half, self._weight, None, "none", [], "")).to(x.dtype)
 
     def weight(self) -> Tensor:
         """See `WeightForm`."""
-        return self._weight.float()
+        whole = self._weight.to_dense() if self._onednn else self._weight
+        return whole.float()
 
 
 class Float16Weights:
@@ -158,12 +185,14 @@ class Int8Weights:
         outputs, inputs = weight.shape
         # Its kernel reads past the end of weights that are no whole blocks.
         self._blocks = outputs % BLOCK == 0 and inputs % BLOCK == 0
-        fits = has_fbgemm() and (outputs >= WIDE or not self._blocks)
+        rounded_rows = weight.dtype is torch.bfloat16 and has_avx512()
+        wide = outputs >= WIDE and not rounded_rows
+        fits = has_fbgemm() and (wide or not self._blocks)
         self._packed = _pack_int8(self._whole, self._scale) if fits else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held: a wide layer twice, for few rows and for many."""
+        """Bytes that are held: twice where few rows go through FBGEMM and many do not."""
         twice = 1 if self._packed is None else 2
         return twice * self._whole.nbytes + _bytes(self._scale, self._narrow)
 
@@ -171,7 +200,7 @@ class Int8Weights:
         """See `WeightForm`."""
         if len(x) > FEW or (self._packed is None and not self._blocks):
             return F.linear(x, self._whole.to(x.dtype)).mul_(self._scale.to(x.dtype))
-        if self._packed is None:  # in float32 this kernel is not vectorised on AVX2
+        if self._packed is None:  # in float32 this kernel is not vectorised
             run = torch.ops.aten._weight_int8pack_mm
             return cast(Tensor, run(x.to(torch.bfloat16), self._whole, self._narrow)).to(x.dtype)
         return self._in_two_parts(x.float()).to(x.dtype)

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.ops import weight_forms
-from mmfast.ops.weight_forms import FEW, FORMS, GROUP, WIDE, Int4Weights, Int8Weights, pack
+from mmfast.ops.weight_forms import (
+    FEW,
+    FORMS,
+    GROUP,
+    WIDE,
+    Int4Weights,
+    Int8Weights,
+    has_fbgemm,
+    pack,
+)
 
 # Largest relative error of a product with its own weights, and with those it was made of.
 KERNEL = {"bfloat16": 6e-3, "float16": 1e-5, "int8": 6e-3, "int8-dynamic": 0.03, "int4": 6e-3}
@@ -127,6 +136,32 @@ def test_bytes_are_counted() -> None:
     assert sizes["int8"] == pytest.approx(2, abs=0.1)  # few rows and many
     assert sizes["int4"] == pytest.approx(1.125, abs=0.01)
     assert pack("int8", _drawn(64, 64)).nbytes / 4096 == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("avx512", [False, True])
+def test_wide_layers_of_bfloat16_are_held_once_on_avx512(
+    monkeypatch: pytest.MonkeyPatch, avx512: bool
+) -> None:
+    monkeypatch.setattr(weight_forms, "has_avx512", lambda: avx512)
+    weight, x = _drawn(WIDE, 64).bfloat16(), _drawn(3, 64, seed=1).bfloat16()
+    form = pack("int8", weight)
+    twice = has_fbgemm() and not avx512
+    assert form.nbytes / weight.numel() == pytest.approx(1 + twice, abs=0.1)
+    assert _error(form.product(x), x.double() @ form.weight().double().t()) < KERNEL["int8"]
+
+
+@pytest.mark.parametrize("rows", [1, FEW, 40])
+def test_bfloat16_is_the_same_with_and_without_onednn(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    weight, x = _drawn(100, 70), _drawn(rows, 70, seed=1)
+    laid_out = pack("bfloat16", weight)
+    monkeypatch.setattr(weight_forms, "has_onednn", lambda: False)
+    plain = pack("bfloat16", weight)
+    assert torch.equal(laid_out.weight(), plain.weight())
+    assert torch.equal(plain.weight(), weight.bfloat16().float())
+    torch.testing.assert_close(laid_out.product(x), plain.product(x), rtol=0.02, atol=0.02)
+    assert laid_out.nbytes == plain.nbytes == 2 * weight.numel()
 
 
 def test_processors_without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> None:
