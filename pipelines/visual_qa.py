@@ -25,6 +25,7 @@ from mmfast.frontends.video.reader import read_video
 from mmfast.models.attention import with_attn
 from mmfast.models.cost import FirstToken, encoder_timer
 from mmfast.models.families.adapter import add_views, check_media, token_counts
+from mmfast.models.kv.growing import growing_cache
 from mmfast.models.loading import load
 from mmfast.models.prompt import (
     MediaPart,
@@ -504,9 +505,10 @@ class VisualQA:
             how["custom_generate"] = seeded(seed, how.get("streamer"))
         if how.get("stop_strings"):
             how["tokenizer"] = self.processor.tokenizer
+        cache = growing_cache(self.model, {**inputs, **how})
         with torch.inference_mode():
             output: torch.Tensor = self.model.generate(
-                **inputs, suppress_tokens=sorted(blocked) or None, **how
+                **inputs, **cache, suppress_tokens=sorted(blocked) or None, **how
             )
         return output
 

@@ -12,6 +12,7 @@ import torch
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Turn
 from mmfast.models import loading
+from mmfast.models.kv.growing import growing_cache
 from mmfast.models.text_stream import stream_text
 
 LONGEST = 256  # tokens of an answer, unless the checkpoint says another number
@@ -42,7 +43,8 @@ class TextChat:
             return_tensors="pt",
         ).to(self.model.device)
         config = self.model.generation_config
-        most = {} if config.max_new_tokens else {"max_new_tokens": LONGEST}
+        most: dict[str, Any] = {} if config.max_new_tokens else {"max_new_tokens": LONGEST}
+        most |= growing_cache(self.model, {})
 
         def generate(streamer: Any, criteria: Any) -> None:
             with self.lock, torch.inference_mode():

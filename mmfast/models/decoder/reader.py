@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE
+from mmfast.models.reduction.cache_layers import is_short, plain_kind
 from mmfast.models.reduction.call import is_static
 
 # Arguments of the prompt's length: the model reads those of the new tokens alone.
@@ -102,7 +103,10 @@ class SequenceReader:
         return (
             self._attention in ("sdpa", "eager")
             and self._kwargs.get("attention_mask") is None
-            and all(type(layer) is DynamicLayer for layer in self.cache.layers)
+            and all(
+                plain_kind(layer) is DynamicLayer and not is_short(layer)
+                for layer in self.cache.layers
+            )
             and not getattr(self.model.config.get_text_config(), "sliding_window", None)
         )
 

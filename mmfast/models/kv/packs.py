@@ -23,7 +23,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
-from mmfast.models.reduction.cache_layers import Shorter, StoreLayer, is_short, regroup, shorten
+from mmfast.models.reduction.cache_layers import Shorter, StoreLayer, plain_kind, regroup, shorten
 from mmfast.ops.quantisation import PackedTensor, dequantise_row
 from mmfast.ops.ragged import RaggedRows, ThinRows
 from mmfast.ops.ranking import complement
@@ -327,11 +327,9 @@ _SHRINKABLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 def shrinkable(cache: Any, index: int) -> Any:
     """Layer `index` of a cache, made able to lose entries; ModelError for a kind that cannot."""
     layer = cache.layers[index]
-    if isinstance(layer, PackedLayer) or type(layer) in _SHRINKABLE:
+    kind = plain_kind(layer)
+    if kind in _SHRINKABLE and not isinstance(layer, StoreLayer):
         return shorten(cache, index)
-    kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
-    if is_short(layer) and kind in _SHRINKABLE and not isinstance(layer, StoreLayer):
-        return layer
     raise ModelError(
         f"cache layer {index} is a {kind.__name__}, which cannot lose entries; leave out "
         "cache_implementation (write 'quant:8' into the cache spec for fewer bits), or pass "

@@ -94,7 +94,7 @@ class RoomyLayer:
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store new entries `[B, H, m, d]`; returns all keys and values."""
         layer: Any = self
-        if key_states.requires_grad:
+        if key_states.requires_grad or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)

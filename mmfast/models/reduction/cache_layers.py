@@ -182,6 +182,11 @@ def adopt(cache: Any, index: int, mixin: type) -> Any:
     return adopted
 
 
+def plain_kind(layer: Any) -> type:
+    """The class of transformers that a cache layer is of, whatever has adopted it."""
+    return next(c for c in type(layer).__mro__ if c.__module__.startswith("transformers"))
+
+
 def is_short(layer: Any) -> bool:
     """This cache layer was adopted by `shorten`."""
     return isinstance(layer, Shorter)
