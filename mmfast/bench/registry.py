@@ -29,7 +29,7 @@ SUITES = {
     ),
     "serve": (*_SERVE, "serve_realtime", "serve_hostile", "vllm_load"),
     "kernels": ("kernels", "column_sums", "selection"),
-    "decode": ("decode", "drafts", "kvpress_side", "step_selection", "weights"),
+    "decode": ("decode", "drafts", "kvpress_side", "step_selection", "weights", "growing"),
     "prefill": ("sparse_prefill",),
     "encoder": ("vision",),
     "train": ("training",),

@@ -82,22 +82,22 @@ def test_bytes_of_a_packed_window_stay(bits: int) -> None:
     engine = Engine(model_of(family))
     held: dict[str, list[int]] = {}
     for store in ("", f"+quant:{bits}?residual=0&group=4"):
-        memory = engine.memory(plan_cache(f"sink:6+window:960{store}"))
+        memory = engine.memory(plan_cache(f"sink:6+window:480{store}"))
         engine.append(memory, text(family, engine.model, 6, 0))
         held[store] = []
-        for i in range(240):
+        for i in range(130):
             engine.append(memory, frame(family, engine.model, i))
             held[store].append(memory.stats()["bytes"])
-            assert memory.tokens() <= 966
+            assert memory.tokens() <= 486
     plain, packed = held.values()
-    assert max(packed[90:]) <= max(packed[80:90])
+    assert max(packed[50:]) <= max(packed[40:50])
     rows = engine.memory(None)
     engine.append(rows, frame(family, engine.model, 0))
     pack = Quantiser(bits, 4).pack
     keys, values = (rows.buffers[0].read(p) for p in (RAW, VALUES))
     of_frame = pack(keys, keys=True).nbytes + pack(values).nbytes
     latest = memory.buffers[0].latest.nbytes  # rows as they are: one frame, and room for a question
-    assert max(packed) <= len(memory.buffers) * (of_frame * (966 / N_FRAME + 1) + latest)
+    assert max(packed) <= len(memory.buffers) * (of_frame * (486 / N_FRAME + 1) + latest)
     assert max(plain) - max(packed) > (plain[-1] - latest * len(memory.buffers)) / 3
     engine.close()
 

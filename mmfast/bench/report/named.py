@@ -376,6 +376,12 @@ DECODE = {
         "shape: {note} | policy: `{job}` | press: {press} | ours, ms: {median_ms:.1f} | "
         "theirs, ms: {theirs_ms:.1f} | theirs / ours: {speedup:.2f}x | same entries: {alike:.1%}",
     ),
+    "growing": (
+        "A step on the cache of pipelines, which grows in place, beside the stock cache, which is "
+        "copied at every step",
+        "shape: {preset}, {dtype} | answers at once: {batch} | entries of each: {tokens:,} | "
+        "cache: {job} | step, ms: {median_ms:.0f} | faster: {gain}",
+    ),
     "weights": (
         "Weight-only rounding: a step and a prompt of the 0.5B shape on packed weights",
         _WEIGHTS,
