@@ -97,7 +97,8 @@ def _with_knobs(spec: str, plan: ReusePlan, knobs: str) -> ReusePlan:
     pairs = [each.partition("=") for each in knobs.split("&")]
     numbers = {name: int(n) for name, _, n in pairs if n.isdecimal() and n.isascii()}
     if plan.corrected and len(numbers) == len(pairs) and numbers.keys() <= {"anchors", "least"}:
-        plan = replace(plan, **numbers)
+        most, least = numbers.get("anchors", plan.anchors), numbers.get("least", plan.least)
+        plan = replace(plan, anchors=most, least=least)
         if 1 <= plan.least <= plan.anchors:
             return plan
     raise SpecError(
