@@ -243,7 +243,7 @@ class MediaReuse:
                 exact = False
 
     def _elsewhere(self, place: str) -> Any:
-        """What is kept of media that were seen, wherever; None if they were not."""
+        """Return what is kept of media that were seen, wherever; None if they were not."""
         at = self.store.get(place)
         return None if at is None else self.store.get(at, self.model.device)
 
