@@ -162,7 +162,8 @@ class VisualQA:
         reuse: What is kept of media for later questions: `"encoder"` (outputs of the tower),
             `"prefix"` (and keys and values of a shared beginning, bit for bit) or `"blend:0.15"`
             (and of pictures seen elsewhere, of which every layer reads that share of the tokens
-            again). Questions of a batch are then asked one by one.
+            again; with `"kvcomm"` none, but offsets that other pictures tell). Questions of a
+            batch are then asked one by one.
         store: A `mmfast.ReuseStore` that pipelines share, or a folder of one; None: 1 GB of main
             memory.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
@@ -474,7 +475,7 @@ class VisualQA:
             with attach(self.model, reduce, *inside) as trace:
                 yield trace, inputs
             return
-        check_beside(self.reuse.plan, reduce, self.cache)
+        check_beside(self.reuse.plan, reduce, self.cache, generate=how)
         specs = check(parse(reduce), self.model, self.cache, self.encoder)
         behind = () if self.reuse.plan.prefix else [s for s in specs if s.site != "vit"]
         with attach(self.model, behind, *self._inside) as trace:

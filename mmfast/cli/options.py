@@ -108,7 +108,7 @@ Caches = Annotated[
 Reuse = Annotated[
     str | None,
     typer.Option(
-        help="Keep what media cost for later questions: encoder, prefix or blend:0.15.",
+        help="Keep what media cost for later questions: encoder, prefix, blend:0.15, or kvcomm.",
     ),
 ]
 ReuseFolder = Annotated[

@@ -52,8 +52,9 @@ class ServerConfig:
         model: Checkpoint directory or hub id; None is the embedded model.
         reduce: Spec string of reducers for requests that name none.
         cache: Spec string of cache policies for requests that name none.
-        reuse: Keep what media cost for later requests: `encoder`, `prefix`, `blend:0.15` or
-            `craft:0.15`, the last two at any place of a prompt. In one process alone.
+        reuse: Keep what media cost for later requests: `encoder`, `prefix`, `blend:0.15`,
+            `craft:0.15` or `kvcomm`, the last three at any place of a prompt. In one process
+            alone.
         reuse_folder: Where `reuse` keeps it for later processes, 10 GB at most; None keeps nothing
             on disk.
         reuse_memory: Bytes of main memory in which `reuse` keeps it.

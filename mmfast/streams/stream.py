@@ -41,6 +41,7 @@ class WeightChecksum:
     """Checksum of all weights of a model; 2 GB a second, computed anew only after a change.
 
     A change is a tensor in the place of another, or an in-place operation that autograd counts.
+    Which adapters of PEFT act, and how much, is a part of it, since no weight tells.
     """
 
     def __init__(self, model: Any) -> None:
@@ -62,7 +63,21 @@ class WeightChecksum:
                         row = name, str(part.dtype), list(part.shape), _crc(part)
                         whole.update(repr(row).encode())
                 self._value, self._seen = whole.hexdigest()[:16], seen
-            return self._value
+            acting = _adapters(self._model)
+            if not acting:
+                return self._value
+            return hashlib.sha256(repr((self._value, acting)).encode()).hexdigest()[:16]
+
+
+def _adapters(model: Any) -> list[tuple[str, ...]]:
+    """Layers of PEFT, the adapters that act in them, and their factors."""
+    return [
+        (name, *(repr(getattr(part, a, None)) for a in ("active_adapters", "scaling")))
+        for name, part in model.named_modules()
+        if hasattr(part, "active_adapters")
+        and not getattr(part, "disable_adapters", False)
+        and hasattr(part, "base_layer")
+    ]
 
 
 _Seen = Sequence[tuple["weakref.ref[Tensor]", int]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,20 @@ def test_what_does_not_act_is_refused(stock: Any, options: Any, said: str) -> No
         _pipe(stock, **options)
 
 
+@pytest.mark.parametrize(
+    "options", [{"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}]
+)
+def test_options_that_want_a_cache_of_their_own(stock: Any, options: Any) -> None:
+    """Stock `generate` refuses the first in words of its own, and answers wrongly by the second."""
+    (name,) = options
+    for given in ({}, options):  # in a call, and for all calls
+        with pytest.raises(mmfast.MmfastError, match=f"leave {name} out"):
+            pipe = _pipe(stock, reuse="prefix", **given)
+            pipe(CLIP, QUESTIONS[0], **({} if given else options))
+    found = _pipe(stock, reuse="encoder")(CLIP, QUESTIONS[0], **options).text
+    assert found == stock(CLIP, QUESTIONS[0]).text
+
+
 def test_encoder_output_beside_what_acts_inside(stock: Any) -> None:
     options = {"reduce": "fastv@llm2:0.5", "cache": "snapkv:128"}
     pipe, other = _pipe(stock, reuse="encoder", **options), _pipe(stock, **options)
@@ -130,6 +146,41 @@ def test_encoder_outputs_of_every_container(family: str) -> None:
     for _ in range(2):
         assert torch.equal(generate(this, reuse.encoded(inputs)).sequences, stock)
     assert reuse.store.hits
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_one_adapter_wrote_is_not_read_under_another() -> None:
+    """Setting an adapter of PEFT changes no weight, and turning it off neither."""
+    peft = pytest.importorskip("peft")
+    import torch
+    from tiny_models import generate
+
+    from mmfast.streams.reuse.media import MediaReuse
+    from mmfast.streams.reuse.plan import ReusePlan
+
+    this = tiny("llava_onevision")
+    model, names = copy.deepcopy(this.model), r".*language_model.*_proj"
+    for number, name in enumerate(("one", "two")):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+        if number:
+            model.add_adapter(name, config)
+        else:
+            model = peft.get_peft_model(model, config, adapter_name=name)
+    own = replace(this, model=model)
+    reuse = MediaReuse(model, this.processor, ReusePlan("prefix"), mmfast.ReuseStore())
+    inputs = this.inputs(["see {image} what"], images=this.images(1))
+    found = []
+    for turn in ("one", "two", "one", None):
+        hits = reuse.store.hits
+        if turn:
+            model.set_adapter(turn)
+        with nullcontext() if turn else model.disable_adapter():
+            stock = generate(own, inputs).sequences
+            again = generate(own, reuse.prompt(reuse.encoded(inputs))).sequences
+        assert torch.equal(stock, again)
+        found.append(reuse.store.hits - hits > 1)
+    assert found == [False, False, True, False]
 
 
 def _ask(folder: Path, *more: str) -> Any:

@@ -127,6 +127,13 @@ STREAM = {
         "| right: {accuracy:.1%} | of full: {of_full:.1%} | same answer: {same_answer:.1%} | "
         "first logits off by: {logit_gap:.1%} | questions: {n}",
     ),
+    "reuse-agents": (
+        "Agents that ask about the same pictures, each behind an opening of its own, "
+        "of which the first alone has read them",
+        "reuse: `{reuse}` or all read | agents: {agents} | tokens read: {computed:.0%} | "
+        "right: {accuracy:.1%} | same answer: {same_answer:.1%} | first logits off by: "
+        "{logit_gap:.1%} | keys and values off by: {kv_gap:.1%} | questions: {n}",
+    ),
     "reuse-clip": (
         "A clip asked five questions",
         "reuse: `{reuse}` or none | calls of the tower: {tower_calls} | "

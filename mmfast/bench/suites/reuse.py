@@ -21,8 +21,9 @@ from mmfast.bench.timing import ON_ONE_THREAD, compare_jobs, one_thread
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.frontends.image import read_image
+from mmfast.models.cache_name import CACHE
 from mmfast.models.loading import embedded_path, load
-from mmfast.models.prompt import Shot, build_inputs
+from mmfast.models.prompt import Shot, build_inputs, chat_inputs
 from mmfast.models.reduction.inputs import PromptRows
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.plan import ReusePlan, parse_reuse
@@ -138,6 +139,8 @@ class _Asked:
         self.logits: list[Tensor] = []
         self.right: list[bool] = []
         self.gaps: list[float] = []
+        self.kv: list[Tensor] = []  # of the last prompt
+        self.kv_gaps: list[float] = []
         self.shares: list[float] = []
 
     def look(self, store: ReuseStore, shots: Sequence[Shot]) -> None:
@@ -147,11 +150,19 @@ class _Asked:
 
     def ask(self, case: SuiteCase, shots: Sequence[Shot], store: ReuseStore, full: _Asked) -> None:
         """Answer a case; a full prefill has a store of its own, where nothing was seen."""
+        self.answer(case, self._inputs(shots, case.question), store, full)
+
+    def answer(
+        self, case: SuiteCase, inputs: Mapping[str, Any], store: ReuseStore, full: _Asked
+    ) -> None:
+        """The same, of a prompt that is made already."""
         self.media.store = ReuseStore() if self.spec is None else store
         trace = Trace()
-        given = self.media.encoded(self._inputs(shots, case.question))
-        answer, logits = self._answer(self.media.prompt(given, trace=trace))
+        given = self.media.prompt(self.media.encoded(inputs), trace=trace)
+        self.kv = [torch.cat([each.keys, each.values]) for each in given[CACHE].layers]
+        answer, logits = self._answer(given)
         self.answers.append(answer)
+        self.kv_gaps += [statistics.mean(map(_relative, self.kv, full.kv))]
         self.logits.append(logits)
         self.right.append(answer == case.answer)
         read = next(row for row in trace.rows if row.stage == "reuse kv")
@@ -182,7 +193,57 @@ class _Asked:
         row |= {"accuracy": right / n}
         row |= {"interval": interval(right, n), "of_full": right / max(1, sum(full.right))}
         row |= {"same_answer": same / n, "logit_gap": statistics.median(self.gaps)}
+        row |= {"kv_gap": statistics.mean(self.kv_gaps)}
         return row | {"computed": statistics.mean(self.shares), "device": "cpu", "dtype": "float32"}
+
+
+AGENTS = (
+    "You look at colours and answer in one word.",
+    "You count what you see, one after the other, and say which of it moves and which does not.",
+    "You check what others have said about a picture. They are often wrong, so look for yourself.",
+)
+AGENTS_CHECKED = (None, "blend:0", "blend:0.15", "craft:0.15", "kvcomm")
+PICTURES, WARM = 30, 10
+
+
+@benchmark("stream", "reuse-agents")
+def reuse_agents(tick: Tick, n: int = PICTURES) -> list[Row]:
+    """Let three agents, each with an opening of its own, ask about the same pictures.
+
+    The first agent reads a picture in full, the others take what it kept: rotated alone
+    (`blend:0`), with a share of the tokens read again, or with the offsets of pictures before.
+    Answers of the others count, behind `WARM` pictures.
+    """
+    pair = load(embedded_path(MODEL), "cpu", "float32")
+    cases = list(itertools.islice(suite_of("image").cases(SEED), n))
+    stores = {spec: ReuseStore(host=None) for spec in AGENTS_CHECKED}
+    asked: dict[str | None, _Asked] = {}
+    for done, case in enumerate(cases):
+        tick("agents", done, n)
+        if done in (0, WARM):
+            asked = {spec: _Asked(pair, spec) for spec in AGENTS_CHECKED}
+        with one_thread():
+            _agents_ask(pair, case, asked, stores)
+    return [{"agents": len(AGENTS), **each.row(asked[None])} for each in asked.values()]
+
+
+def _agents_ask(
+    pair: tuple[Any, Any],
+    case: SuiteCase,
+    asked: Mapping[str | None, _Asked],
+    stores: Mapping[str | None, ReuseStore],
+) -> None:
+    picture = Shot("image", read_image(case.media[0]), None)
+    for number, agent in enumerate(AGENTS):
+        chat = [{"role": "system", "content": [agent]}]
+        chat.append({"role": "user", "content": [picture, case.question]})
+        inputs = chat_inputs(pair[1], [chat], torch.device("cpu"))
+        for spec, each in asked.items():
+            if number:
+                each.answer(case, inputs, stores[spec], asked[None])
+            elif spec is not None:
+                each.media.store = stores[spec]
+                each.media.prompt(each.media.encoded(inputs))
 
 
 QUESTIONS = (

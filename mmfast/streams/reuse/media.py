@@ -6,7 +6,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -27,8 +27,9 @@ from mmfast.models.reduction.record import features_given
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.site import Chain
 from mmfast.models.vision.units import MediaUnit, Merge, UnitFeatures, encode, joined, units
-from mmfast.models.wrappers import base_of
+from mmfast.models.wrappers import base_of, stock_model
 from mmfast.streams.archive.files import value
+from mmfast.streams.reuse.anchors import AnchorPool, SegmentContext, mean_of
 from mmfast.streams.reuse.plan import ReusePlan
 from mmfast.streams.reuse.prefill import PrefilledPrompt, ReusePrefill, SeenPart
 from mmfast.streams.reuse.store import ReuseStore, digest, key_of
@@ -66,10 +67,11 @@ class MediaReuse:
         store: ReuseStore,
         weights: WeightChecksum | None = None,  # of a model with the same ones
     ) -> None:
-        self.model, self.processor, self.plan, self.store = model, processor, plan, store
-        self.base, self.adapter = base_of(model), adapter_for(model)
-        self._weights = weights or WeightChecksum(model)
-        self.prefill = ReusePrefill(model) if plan.prefix else None
+        self.model, self.processor = stock_model(model), processor
+        self.plan, self.store = plan, store
+        self.base, self.adapter = base_of(self.model), adapter_for(self.model)
+        self._weights = weights or WeightChecksum(self.model)
+        self.prefill = ReusePrefill(self.model) if plan.prefix else None
 
     @cached_property
     def _settings(self) -> str:
@@ -217,13 +219,15 @@ class MediaReuse:
     ) -> tuple[PrefilledPrompt, int]:
         """Keys and values of all tokens of a prompt but the last, and how many these are."""
         assert self.prefill is not None
-        length = len(ids) - 1
-        every = self._pieces(rows, ids, sequences, self.fingerprint(reduce, owner))
+        length, head = len(ids) - 1, self.fingerprint(reduce, owner)
+        every = self._pieces(rows, ids, sequences, head)
         pieces = [piece for piece in every if piece.stop <= length]
         seen = list(self._seen(pieces))
+        if self.plan.corrected:
+            seen = self._corrected(seen, rows, head)
         known = self.prefill.run(rows, seen, self.plan, length)
         if all(part.exact for part in seen):  # what follows an approximation is one
-            self._keep(pieces, known, rows)
+            self._keep(pieces, known, rows, head)
         return known, length
 
     def _seen(self, pieces: Sequence[PromptSegment]) -> Iterator[SeenPart]:
@@ -232,15 +236,48 @@ class MediaReuse:
             held = self.store.get(piece.chain, device) if exact else None
             exact = held is not None
             if held is None and self.plan.anywhere and piece.place is not None:
-                at = self.store.get(piece.place)
-                held = None if at is None else self.store.get(at, device)
+                held = self._elsewhere(piece.place)
             if held is not None and held["block"].n == piece.stop - piece.start:
-                yield SeenPart(piece.start, held["block"], exact, held["impact"])
+                yield SeenPart(piece.start, held["block"], exact, held["impact"], held.get("mean"))
             else:
                 exact = False
 
+    def _elsewhere(self, place: str) -> Any:
+        """Return what is kept of media that were seen, wherever; None if they were not."""
+        at = self.store.get(place)
+        return None if at is None else self.store.get(at, self.model.device)
+
+    def _corrected(self, seen: Sequence[SeenPart], rows: PromptRows, head: str) -> list[SeenPart]:
+        """All that was seen, as anchors expect it here; the exact alone if they do not tell.
+
+        Nothing is taken from elsewhere beside media that are read in full: what was read behind it
+        could not become an anchor.
+        """
+        exact = [part for part in seen if part.exact]
+        first = max((part.stop for part in exact), default=0)
+        found = list(exact)
+        if int(rows.visual[first:].sum()) > sum(p.block.n for p in seen if not p.exact):
+            return exact
+        for part in seen[len(exact) :]:
+            pool = AnchorPool(self.store, head, part.block.relative, self.plan)
+            context = self._context(rows, part.start, part.stop, part.mean)
+            block = None if context is None else pool.moved(part.block, context)
+            if block is None:
+                return exact
+            found.append(replace(part, block=block))
+        return found
+
+    def _context(
+        self, rows: PromptRows, start: int, stop: int, base: Tensor | None
+    ) -> SegmentContext | None:
+        if base is None:
+            return None
+        content = rows.hidden[start:stop].detach().cpu()
+        before = mean_of(rows.hidden, start).cpu()
+        return SegmentContext(content, base.cpu(), before)
+
     def _keep(
-        self, pieces: Sequence[PromptSegment], known: PrefilledPrompt, rows: PromptRows
+        self, pieces: Sequence[PromptSegment], known: PrefilledPrompt, rows: PromptRows, head: str
     ) -> None:
         assert self.prefill is not None
         for piece in pieces:
@@ -248,9 +285,18 @@ class MediaReuse:
                 continue
             span = piece.start, piece.stop
             impact = known.impact(*span, self.prefill.scaling) if piece.place else None
-            block = known.part(*span, rows.positions)
-            self.store.put(piece.chain, {"block": block, "impact": impact})
-            if piece.place is not None:
+            block, older = known.part(*span, rows.positions), None
+            if self.plan.corrected and piece.place is not None:
+                older = self._elsewhere(piece.place)
+                context = self._context(rows, *span, (older or {}).get("mean"))
+                if context is None:  # never seen, or kept without its beginning
+                    older = None
+                elif self.store.get(piece.place) != piece.chain:
+                    pool = AnchorPool(self.store, head, block.relative, self.plan)
+                    pool.learn(older["block"], block, context)
+            mean = mean_of(rows.hidden, piece.start) if piece.place else None
+            self.store.put(piece.chain, {"block": block, "impact": impact, "mean": mean})
+            if piece.place is not None and older is None:  # offsets lead from the first place
                 self.store.put(piece.place, piece.chain)
 
     def _pieces(

@@ -1,9 +1,9 @@
-"""Specs of what later requests reuse: `encoder`, `prefix`, `blend:0.15`, `craft:0.15`."""
+"""Specs of what later requests reuse: `encoder`, `prefix`, `blend:0.15`, `craft:0.15`, `kvcomm`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmfast.core.errors import SpecError, unknown
@@ -11,6 +11,7 @@ from mmfast.core.spec import Spec, parse
 from mmfast.models.reduction.decoder_signals import AHEAD
 
 SHARE = 0.15
+ENTROPY, ANCHORS, LEAST = 1.0, 20, 8  # of `kvcomm`
 MODES = {
     "encoder": "outputs of the vision tower",
     "prefix": "these, and keys and values of a prompt's beginning, bit for bit",
@@ -18,15 +19,23 @@ MODES = {
     "in the first layers are recomputed (CacheBlend, 2405.16444)",
     "craft": "the same; tokens that once looked most at what stood before them are recomputed "
     "(Cache-Craft, 2502.15734)",
+    "kvcomm": "the same, and none is recomputed: keys and values are corrected by what the same "
+    "change of beginnings did to other media (KVCOMM, 2510.12872)",
 }
 
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """One mode, and the share of tokens of media seen elsewhere that every layer recomputes."""
+    """One mode, and the share of tokens of media seen elsewhere that every layer recomputes.
+
+    Of `kvcomm` the share is that of the largest entropy up to which anchors are believed, of which
+    there are `anchors` at most and must be `least`.
+    """
 
     mode: str
     share: float = SHARE
+    anchors: int = ANCHORS
+    least: int = LEAST
 
     @property
     def prefix(self) -> bool:
@@ -36,10 +45,24 @@ class ReusePlan:
     @property
     def anywhere(self) -> bool:
         """Media are reused behind another beginning, too."""
-        return self.mode in ("blend", "craft")
+        return self.mode in ("blend", "craft", "kvcomm")
+
+    @property
+    def corrected(self) -> bool:
+        """They are taken with an offset, or not at all."""
+        return self.mode == "kvcomm"
+
+    @property
+    def recomputed(self) -> float:
+        """Share of tokens of media seen elsewhere that every layer recomputes."""
+        return 0.0 if self.corrected else self.share
 
     def __str__(self) -> str:
-        return f"{self.mode}:{self.share:g}" if self.anywhere else self.mode
+        given = {"anchors": self.anchors, "least": self.least}
+        usual = {"anchors": ANCHORS, "least": LEAST}
+        changed = [f"{name}={n}" for name, n in given.items() if n != usual[name]]
+        knobs = f"?{'&'.join(changed)}" if changed else ""
+        return f"{self.mode}:{self.share:g}{knobs}" if self.anywhere else self.mode
 
 
 def parse_reuse(spec: Any) -> ReusePlan | None:
@@ -48,10 +71,14 @@ def parse_reuse(spec: Any) -> ReusePlan | None:
         return spec or None
     if not isinstance(spec, str):
         raise SpecError(f"reuse={spec!r} is no spec; choices: {', '.join(MODES)}")
-    name, colon, given = spec.strip().partition(":")
+    body, asks, knobs = spec.strip().partition("?")
+    name, colon, given = body.partition(":")
     if name not in MODES:
         raise SpecError(unknown("reuse", name, MODES))
-    plan = ReusePlan(name)
+    usual = ENTROPY if name == "kvcomm" else SHARE
+    plan = ReusePlan(name, usual)
+    if asks:
+        plan = _with_knobs(spec, plan, knobs)
     if not colon:
         return plan
     if not plan.anywhere:
@@ -61,8 +88,33 @@ def parse_reuse(spec: Any) -> ReusePlan | None:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise SpecError(f"reuse={spec!r}: {given!r} is no share from 0 to 1; write {name}:{SHARE}")
-    return ReusePlan(name, share)
+        raise SpecError(f"reuse={spec!r}: {given!r} is no share from 0 to 1; write {name}:{usual}")
+    return replace(plan, share=share)
+
+
+def _with_knobs(spec: str, plan: ReusePlan, knobs: str) -> ReusePlan:
+    """The plan with `anchors=20&least=8`; SpecError where that is wrong."""
+    pairs = [each.partition("=") for each in knobs.split("&")]
+    numbers = {name: int(n) for name, _, n in pairs if n.isdecimal() and n.isascii()}
+    if plan.corrected and len(numbers) == len(pairs) and numbers.keys() <= {"anchors", "least"}:
+        most, least = numbers.get("anchors", plan.anchors), numbers.get("least", plan.least)
+        plan = replace(plan, anchors=most, least=least)
+        if 1 <= plan.least <= plan.anchors:
+            return plan
+    raise SpecError(
+        f"reuse={spec!r}: {knobs!r} are no knobs of {plan.mode}; kvcomm alone has some, of anchors "
+        f"at most and at least: write 'kvcomm?anchors={ANCHORS}&least={LEAST}'"
+    )
+
+
+# Options of `generate` that make a cache themselves, or draft with one that they must have filled.
+_OWN_CACHE = (
+    "cache_implementation",
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+)
 
 
 def check_beside(
@@ -71,6 +123,7 @@ def check_beside(
     cache: Any = None,
     decode: Any = None,
     prefill: Any = None,
+    generate: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuse (SpecError) what gives every layer other tokens beside reused keys and values."""
     if plan is None or not plan.prefix:
@@ -97,3 +150,9 @@ def check_beside(
             f"reuse={str(plan)!r} does not act beside prefill={str(prefill)!r}, under which keys "
             "depend on the whole prompt; use reuse='encoder', or leave prefill out"
         )
+    for name in _OWN_CACHE:
+        if (generate or {}).get(name) is not None:
+            raise SpecError(
+                f"reuse={str(plan)!r} does not act beside {name}={(generate or {})[name]!r}, which "
+                f"wants a cache of its own; use reuse='encoder', or leave {name} out"
+            )

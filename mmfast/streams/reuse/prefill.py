@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.models.cache_name import CACHE
+from mmfast.models.decoder.grouped import grouped
 from mmfast.models.decoder.rotary import Raw
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import Pair, cache_over
@@ -42,13 +43,15 @@ class SeenPart:
     """Keys and values that were stored, and the first of the places `start:stop` they go to.
 
     `exact` says that all before them is the same as it was; `impact` `[n]` is the share of
-    attention that each token paid to what stood before the part.
+    attention that each token paid to what stood before the part, `mean` `[D]` the mean embedding of
+    what that was.
     """
 
     start: int
     block: KVBlock
     exact: bool
     impact: Tensor | None = None
+    mean: Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -98,7 +101,7 @@ class PrefilledPrompt:
         """A cache of transformers with the first `length` tokens."""
         found = DynamicCache(config=config)
         for i, layer in enumerate(self.layers):
-            found.update(*layer[:, None, :, :length].clone().unbind(0), i)
+            found.update(*layer[:, None, :, :length].unbind(0), i)  # which copies
         return found
 
 
@@ -164,15 +167,16 @@ class _Run:
         self.elsewhere = [part for part in seen if not part.exact]
         self.rows: Tensor | None = None  # of the tokens that run, ascending, from `first` on
         last = engine.turner.layers - 1
-        craft = plan is not None and plan.mode == "craft"
         self._narrow: dict[int, float] = {}
-        if not craft:
+        if plan is None or plan.mode == "blend":
             self._narrow = {i: much for i, much in NARROW.items() if i <= last} or {0: 1.0}
             self._narrow[max(self._narrow)] = 1.0
-        self._look = min(LOOK, last)
+        self._look, self._last = min(LOOK, last), last
         self._reused = torch.zeros(n, dtype=torch.bool, device=prompt.hidden.device)
         for part in self.elsewhere:
             self._reused[part.start : part.stop] = True
+        self._moved = sum(part.block.n for part in self.elsewhere)
+        self.computed = n - first
         self._choosing = self._owned = False
         self._mask: Any = None
         self._angles: tuple[Any, ...] | None = None
@@ -183,6 +187,7 @@ class _Run:
             score = torch.cat([_impact_of(part) for part in self.elsewhere])
             places = self._reused.nonzero()[:, 0]
             self._choose(places, score.to(places.device), 1.0)
+        self.layers = self._loaded() if self.seen else []
         engine, prompt, new = self.engine, self.prompt, slice(self.first, self.n)
         places = prompt.positions[:, new]
         weight = engine.decoder.get_input_embeddings().weight
@@ -200,24 +205,25 @@ class _Run:
                 **self._planes(),
             ).last_hidden_state
         keys = {layer: each[0] for layer, each in raw.keys.items()}
-        computed = self.n - self.first if self.rows is None else len(self.rows)
         query = raw.queries.get(self._look)
         if query is not None:
             query = engine.turner.rotate(self._look, query[0], places)
-        return PrefilledPrompt(self.layers, self.first, computed, hidden[0, -1], keys, query)
+        return PrefilledPrompt(self.layers, self.first, self.computed, hidden[0, -1], keys, query)
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> Pair:
         """Store keys and values `[1, H, q, d]` of the tokens that run; return those of all."""
-        if layer == len(self.layers):
-            self.layers.append(self._loaded(layer, keys))
+        if layer == len(self.layers):  # nothing was seen
+            self.layers.append(keys.new_empty(2, keys.shape[1], self.n, keys.shape[3]))
         own = self.layers[layer]
         at = self._at.to(own.device)
-        if self._choosing:
+        much, score = self._narrow.get(layer), None
+        if self._choosing and much is not None:
             score = self._deviation(own, at, keys[0], values[0])
         own[0].index_copy_(1, at, keys[0])
         own[1].index_copy_(1, at, values[0])
+        if score is not None and much is not None:
+            self._choose(self._at, score, much)
         if self._choosing:
-            self._choose(self._at, score, self._narrow[layer])
             raise _Chosen
         return own[0][None], own[1][None]
 
@@ -228,18 +234,28 @@ class _Run:
             return torch.arange(self.first, self.n, device=self._reused.device)
         return self.rows + self.first
 
-    def _loaded(self, layer: int, like: Tensor) -> Tensor:
-        """Room for a layer `[2, H, n, d]`, with all that was seen at its new place."""
-        own = like.new_zeros(2, like.shape[1], self.n, like.shape[3])
-        if self.seen:
-            spans = [torch.arange(part.start, part.stop) for part in self.seen]
-            at = torch.cat(spans).to(own.device)
-            pairs = [(part.block.keys[layer], part.block.values[layer]) for part in self.seen]
-            keys, values = (torch.cat(each, 1).to(own) for each in zip(*pairs, strict=True))
-            where = self.prompt.positions[:, at.to(self.prompt.positions.device)]
-            own[0].index_copy_(1, at, self.engine.turner.rotate(layer, keys, where))
-            own[1].index_copy_(1, at, values)
-        return own
+    def _loaded(self) -> list[Tensor]:
+        """Room for all layers, `[2, H, n, d]` each, with all that was seen at its new place.
+
+        Layers of one device lie in one tensor, and keys of a part turn in one operation there.
+        """
+        turner, first = self.engine.turner, self.seen[0].block
+        rooms: dict[Any, list[int]] = {}
+        for layer, keys in enumerate(first.keys):
+            rooms.setdefault((turner.device(layer), keys.shape[0], keys.shape[2]), []).append(layer)
+        found: dict[int, Tensor] = {}
+        for (device, heads, width), group in rooms.items():
+            room = first.keys[group[0]].new_empty(
+                len(group), 2, heads, self.n, width, device=device
+            )
+            for part in self.seen:
+                own = room[:, :, :, part.start : part.stop]
+                raw = torch.stack([part.block.keys[i].to(device) for i in group])
+                where = self.prompt.positions[:, part.start : part.stop]
+                own[:, 0] = turner.rotate(group[0], raw, where)
+                torch.stack([part.block.values[i].to(device) for i in group], out=own[:, 1])
+            found |= dict(zip(group, room, strict=True))
+        return [found[layer] for layer in range(turner.layers)]
 
     def _deviation(self, own: Tensor, at: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Return how far stored keys and values at places `[q]` are from those made here, `[q]`."""
@@ -253,28 +269,42 @@ class _Run:
     def _choose(self, at: Tensor, score: Tensor, much: float) -> None:
         """Let all run that is not seen, and those of the rest `at` places with the top scores."""
         assert self.plan is not None
-        count = math.ceil(min(1.0, much * self.plan.share) * int(self._reused.sum()))
+        count = math.ceil(min(1.0, much * self.plan.recomputed) * self._moved)
         score = score.to(at.device).masked_fill(~self._reused[at], -torch.inf)
-        runs = ~self._reused
-        runs[: self.first] = False
-        runs[at[score.topk(count).indices]] = True
-        self.rows = runs.nonzero()[:, 0] - self.first
-        self._angles = None
+        runs = (~self._reused).float()
+        runs[: self.first] = 0
+        runs[at[score.topk(count).indices]] = 1
+        self.computed = self.n - self.first - self._moved + count  # known without asking a device
+        self._run_on(runs.topk(self.computed).indices.sort().values - self.first)
+
+    def _run_on(self, rows: Tensor) -> None:
+        self.rows, self._angles = rows, None
 
     @contextmanager
     def _partly(self) -> Iterator[None]:
         """Let layers behind the choice run on the chosen tokens alone."""
         with ExitStack() as stack:
+            stack.enter_context(grouped(self.engine.model))
             for index, layer in enumerate(self.engine.decoder.layers):
                 stack.enter_context(override(layer, "forward", partial(self._layer, index)))
+            for index in {*self._narrow, self._last}:
+                asks: Any = getattr(self.engine.attentions[index], "q_proj", None)
+                if hasattr(asks, "out_features"):
+                    stack.enter_context(override(asks, "forward", partial(self._queries, asks)))
             yield
+
+    def _queries(self, module: Any, stock: Callable[..., Any], hidden: Tensor) -> Any:
+        """No queries are made where only keys and values are asked for."""
+        if not self._choosing or threading.get_ident() != self._thread:
+            return stock(hidden)
+        return hidden.new_zeros(*hidden.shape[:-1], module.out_features)
 
     def _layer(
         self, index: int, stock: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if threading.get_ident() != self._thread:
             return stock(hidden, *args, **kwargs)
-        if index in self._narrow:
+        if index in self._narrow or index == self._last:
             self._choosing = True
             try:  # stops once keys and values of all tokens are known, before any attention
                 self._through(stock, hidden, *args, **kwargs)
@@ -284,6 +314,8 @@ class _Run:
                 self._choosing = False
         if self.rows is None:
             return stock(hidden, *args, **kwargs)
+        if index == self._last:  # nothing reads what this layer makes of other tokens
+            self._run_on(self.rows[-1:])
         if not self._owned:  # from here on rows are written in place
             hidden, self._owned = hidden.clone(), True
         found = self._through(stock, hidden, *args, **kwargs)
@@ -309,10 +341,8 @@ class _Run:
     def _sees(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The mask `[1, 1, rows, n]`: a token sees all up to itself, taken or read."""
         places = torch.arange(self.n, device=rows.device)
-        sees = (places <= rows[:, None] + self.first)[None, None]
-        if self.engine.decoder.config._attn_implementation == "sdpa":
-            return sees
-        return torch.zeros_like(sees, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
+        hidden = (places > rows[:, None] + self.first)[None, None]
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
 
     def _planes(self) -> dict[str, Any]:
         """DeepStack features of the tokens that are read."""

@@ -111,9 +111,12 @@ class MediaFolder:
                 found[path] = state.st_mtime, state.st_size
         return found
 
-    def write(self, key: str, tree: Any) -> None:
-        """Write a value; the oldest files make room. OSError: the disk is full or gone."""
-        if self.file(key).exists():
+    def write(self, key: str, tree: Any, anew: bool = False) -> None:
+        """Write a value; the oldest files make room. OSError: the disk is full or gone.
+
+        A value that is there stays as it is, unless it is written `anew`.
+        """
+        if self.file(key).exists() and not anew:
             return
         buffers = files.encode([key, tree])
         need, known = sum(map(len, buffers)), self.sizes()
@@ -183,6 +186,7 @@ class ReuseStore:
             self.quotas.limit("device"), lambda key, value: self._host.put(key, _placed(value, CPU))
         )
         self._due: OrderedDict[str, files.FlatTree] = OrderedDict()  # not on disk yet
+        self._changed: set[str] = set()  # of these, those that replace a file
         self._folder: MediaFolder | None = None
         if self.quotas.folder is not None and self.quotas.disk != 0:
             try:
@@ -209,14 +213,15 @@ class ReuseStore:
             tensors = [tensor.to(device) for tensor in found.tensors]
         return files.unflatten(found.skeleton, tensors.__getitem__)
 
-    def put(self, key: str, tree: Any) -> None:
-        """Keep a value; `flush` writes it to the disk."""
+    def put(self, key: str, tree: Any, anew: bool = False) -> None:
+        """Keep a value; `flush` writes it to the disk, in the place of an older one if `anew`."""
         flat = files.flatten(tree)
         own = files.FlatTree(flat.skeleton, [files.compact(x) for x in flat.tensors], [])
         with self._lock:
             self._device.put(key, own)
             if self._folder is not None:
                 self._due[key] = own
+                self._changed |= {key} if anew else set()
 
     def _from_disk(self, key: str) -> files.FlatTree | None:
         if self._folder is None:
@@ -243,12 +248,13 @@ class ReuseStore:
         """Write what is not on disk yet: after an answer, so that none waits for the disk."""
         with self._lock:
             due, self._due = self._due, OrderedDict()
+            changed, self._changed = self._changed, set()
         for key, flat in due.items():
             try:
                 assert self._folder is not None
                 tree = files.unflatten(flat.skeleton, flat.tensors.__getitem__)
                 tree = tree if self.bits is None else with_coded(tree, self.bits)
-                self._folder.write(self._name(key), tree)
+                self._folder.write(self._name(key), tree, key in changed)
             except OSError as error:
                 self._warn("disk_errors", f"cannot write ({error.strerror}); nothing is kept there")
 

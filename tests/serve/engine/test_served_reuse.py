@@ -29,7 +29,7 @@ from mmfast.streams.reuse.plan import parse_reuse
 from mmfast.streams.reuse.store import ReuseStore
 from mmfast.streams.stream import WeightChecksum
 
-MODES = ("prefix", "blend:0.15", "craft:0.3")
+MODES = ("prefix", "blend:0.15", "craft:0.3", "kvcomm?least=1")
 LONG = 2000  # letters of a text that is read in many chunks
 
 

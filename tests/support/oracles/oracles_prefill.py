@@ -267,3 +267,28 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, mask: n
         share = np.exp(logits - logits.max())
         out[h, g, i] = share / share.sum() @ v[h, seen]
     return out
+
+
+def kvcomm(block: Any, asked: Any, anchors: Any) -> dict[str, list[Any]]:
+    """Keys and values with the mean offset of anchors `(context, base, now)` of one agent.
+
+    A weight falls by e for every 0.2 that an anchor's embeddings are further away, as a share of
+    the larger norm.
+    """
+    powers = []
+    for context, _, _ in anchors:
+        here, there = (x.content.double().flatten().tolist() for x in (asked, context))
+        sizes = [math.sqrt(sum(x * x for x in each)) for each in (here, there)]
+        gap = math.sqrt(sum((a - b) ** 2 for a, b in zip(here, there, strict=True)))
+        powers.append(math.exp(-gap / max(sizes) / 0.2))
+    shares = [each / sum(powers) for each in powers]
+    found: dict[str, list[Any]] = {}
+    for name in ("keys", "values"):
+        found[name] = []
+        for layer, own in enumerate(getattr(block, name)):
+            total = own.numpy().copy()
+            for share, (_, base, now) in zip(shares, anchors, strict=True):
+                was, is_now = (getattr(each, name)[layer].numpy() for each in (base, now))
+                total += share * (is_now - was)
+            found[name].append(total)
+    return found
