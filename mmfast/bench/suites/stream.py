@@ -42,7 +42,7 @@ from mmfast.bench.timing import (
     timed,
 )
 from mmfast.caches.plan import plan_cache
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.tokens import Tokens
 from mmfast.frontends.clip import Frame
 from mmfast.frontends.video.reader import iter_video, read_video
@@ -229,9 +229,13 @@ _COUNTED = 20  # frames whose operations are counted, early and late
 
 
 @benchmark("stream", "score")
-def score(tick: Tick) -> Iterator[Row]:
+def score(tick: Tick, only: Sequence[str] | None = None) -> Iterator[Row]:
     """Watch 20,000 random frames under every score policy: the bound must hold at every step."""
     known = sorted(score_policies(), key=lambda name: name not in _ASKED_FOR)
+    for name in only or ():
+        if name not in known:
+            raise MmfastError(unknown("score policy of a stream", name, known))
+    known = known if only is None else list(only)
     for done, name in enumerate(known):
         yield score_row(name, FRAMES, tick=partial(tick, name))
         tick(name, done + 1, len(known))
