@@ -288,9 +288,7 @@ _Peer = Annotated[
     Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
 ]
 
-_Only = Annotated[
-    str | None, typer.Option(help="Cases to run: snapkv,keynorm of --stream score.")
-]
+_Only = Annotated[str | None, typer.Option(help="Cases to run: snapkv,keynorm of --stream score.")]
 
 # What else each way to measure takes, beside --json; the last one is without any of the others.
 _TAKES = {

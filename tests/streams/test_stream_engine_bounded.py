@@ -26,7 +26,7 @@ CLOSE = {"atol": 5e-5, "rtol": 5e-5}
 SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
 UNEVEN = {"pyramidkv", "simlayerkv"}
 # They see prompts alone.
-BLIND = {"criticalkv", "expected_attention", "qfilter", "finch", "compactor", "kvzip", "kvsquared"}
+BLIND = {"criticalkv", "qfilter", "finch", "compactor", "kvzip", "kvsquared"}
 POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipvl"})
 
 
@@ -294,7 +294,9 @@ def test_attention_is_that_of_the_stock_model(family: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("policy", ["snapkv:48", "lookm:48", "keynorm:48+rekv:2"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:48", "lookm:48", "expected_attention:48", "keynorm:48+rekv:2"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_memory_by_score_goes_on_bit_for_bit(family: str, policy: str) -> None:
     engine, spec = Engine(model_of(family)), plan_cache(f"sink:6+{policy}")

@@ -224,7 +224,10 @@ def _copies(job: Callable[[], None], rounds: int) -> Row:
 
 HELD, OPENING = 256, 16  # tokens that a score policy holds, and of the opening text
 # These first.
-_ASKED_FOR = ("snapkv", "keynorm", "infinipot_v", "streammem", "livevlm", "lookm")
+_ASKED_FOR = (
+    *("snapkv", "keynorm", "infinipot_v", "streammem", "livevlm", "lookm"),
+    "expected_attention",
+)
 _COUNTED = 20  # frames whose operations are counted, early and late
 
 
