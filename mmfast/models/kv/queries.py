@@ -93,9 +93,10 @@ class QuerySums:
     @classmethod
     def of(cls, tree: Mapping[str, Any], device: torch.device) -> QuerySums:
         """Return what `to_dict` gave, on a device."""
-        rows = (tree[field.name] for field in fields(cls) if field.name != "angles")
+        names = ("read", "count", "total", "products")
+        read, count, total, products = (tree[name].to(device) for name in names)
         cos, sin = (each.to(device) for each in tree["angles"])
-        return cls(*(each.to(device) for each in rows), (cos, sin))
+        return cls(read, count, total, products, (cos, sin))
 
 
 class Expectation:
