@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -77,17 +77,23 @@ def named_rows(
     progress: Tick | None = None,
     peer: str | None = None,
     sink: Callable[[Row], None] = lambda row: None,
+    only: Sequence[str] | None = None,
 ) -> list[Row]:
     """Run one benchmark; return its rows with the environment that repeats them.
 
     `peer` is a folder with other code to measure beside; an MmfastError where there is no such job.
-    `sink` is given every row as soon as the benchmark has it.
+    `sink` is given every row as soon as the benchmark has it; `only` names the cases to run, of a
+    benchmark that is run in parts.
     """
     run: Callable[..., Iterable[Row]] = find(suite, name)
     if peer is not None:
         if "peer" not in inspect.signature(run).parameters:
             raise MmfastError(f"--{suite} {name} has no peer; leave --peer out")
         run = partial(run, peer=peer)
+    if only is not None:
+        if "only" not in inspect.signature(run).parameters:
+            raise MmfastError(f"--{suite} {name} runs as a whole; leave --only out")
+        run = partial(run, only=only)
     shared = {"suite": suite, "bench": name, **environment()}
     rows = []
     for row in run(progress or quiet):

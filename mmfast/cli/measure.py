@@ -85,15 +85,22 @@ def completer(suite: str) -> Callable[[str], list[str]]:
 
 
 def bench_named(
-    suite: str, name: str, out: Path | None, as_json: bool, peer: Path | None = None
+    suite: str,
+    name: str,
+    out: Path | None,
+    as_json: bool,
+    peer: Path | None = None,
+    only: str | None = None,
 ) -> None:
-    """Measure `name` of `suite`, append the rows to `out`, print them."""
+    """Measure `name` of `suite`, or `only` some cases, append the rows to `out`, print them."""
     from mmfast.bench.registry import named_rows
 
     with output.progress(name) as tick:
         told = lambda label, done, total: tick(done, total, label)
         keep = lambda row: output.keep_rows(out, [row])  # what takes hours may be cut short
-        rows = named_rows(suite, name, told, None if peer is None else str(peer), keep)
+        rows = named_rows(
+            suite, name, told, None if peer is None else str(peer), keep, only and only.split(",")
+        )
     keys = [key for key in dict.fromkeys(k for row in rows for k in row) if key not in _HIDDEN]
     output.print_table(rows, as_json, keys, [[row.get(key) for key in keys] for row in rows])
 
@@ -281,6 +288,8 @@ _Peer = Annotated[
     Path | None, typer.Option(help="A checkout of ToMe, measured beside --encoder timm.")
 ]
 
+_Only = Annotated[str | None, typer.Option(help="Cases to run: snapkv,keynorm of --stream score.")]
+
 # What else each way to measure takes, beside --json; the last one is without any of the others.
 _TAKES = {
     "compare": {"fail_above", "out"},  # --out is refused with a reason
@@ -291,6 +300,7 @@ _TAKES = {
     | {"prefill", "attn"},
     "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "encoder": {"out", "peer"},
+    "stream": {"out", "only"},
     "decode": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},
@@ -335,6 +345,7 @@ def bench(
     prefill: Annotated[str | None, _named("prefill", "sparse prefill")] = None,
     encoder: Annotated[str | None, _named("encoder", "the encoder")] = None,
     peer: _Peer = None,
+    only: _Only = None,
     train: Annotated[str | None, _named("train", "training")] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
@@ -350,7 +361,7 @@ def bench(
     _check_given(context, way)
     output.keep_rows(out, [])
     if way in SUITES:
-        return bench_named(way, context.params[way], out, as_json, peer)
+        return bench_named(way, context.params[way], out, as_json, peer, only)
     if compare is not None:
         return bench_compare(compare, fail_above, out, as_json)
     if full:

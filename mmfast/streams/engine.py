@@ -28,6 +28,7 @@ from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.rotary import Raw, RawCapture, Rotary, check_rotation
+from mmfast.models.kv.queries import Expectation, StreamQueries
 from mmfast.models.reduction.cache_layers import Pair, cache_over
 from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.probe import intercepting
@@ -264,7 +265,8 @@ def fitting(
 
 _KNOWN = {"x", "values", "kind", "layer", "layers"}
 _ATTENTION = {"attn_sum", "attn_window", "attn_vision"}
-_HELD = _KNOWN | _ATTENTION | {"frame", "spot"}  # where there is no window
+_FUTURE = {"query_mean", "query_cov"}
+_HELD = _KNOWN | _ATTENTION | _FUTURE | {"frame", "spot"}  # where there is no window
 
 
 def score_policies() -> list[str]:
@@ -304,9 +306,9 @@ def check_score(plan: CachePlan | None) -> None:
 
 
 def attended(plan: CachePlan | None) -> bool:
-    """Tell whether a score policy of a stream reads the attention of new tokens."""
+    """Tell whether a score policy of a stream reads the queries of new tokens."""
     needs = plan.needs if plan is not None and held_by_score(plan) else ()
-    return bool(_ATTENTION & set(needs))
+    return bool((_ATTENTION | _FUTURE) & set(needs))
 
 
 def score(memory: Memory, block: LiveBlock) -> LiveBlock:
@@ -394,7 +396,10 @@ class Engine:
             device = self.turner.device(0)
             retriever, store = plan.retriever(), plan.quantiser()
             archive = Archive(retriever, self.turner.layers, device, tiers, store)
-        return Memory(self.turner, plan, archive, slack)
+        queries = None
+        if plan is not None and plan.future is not None and held_by_score(plan):
+            queries = StreamQueries(Expectation(self.decoder, *plan.future), self.attentions)
+        return Memory(self.turner, plan, archive, slack, queries)
 
     def append(self, memory: Memory, piece: Piece) -> None:
         """Prefill a piece at a stream's end, then drop what no longer fits.
@@ -424,6 +429,10 @@ class Engine:
         buffer, n = memory.buffers[layer], block.n
         module: Any = self.attentions[layer]
         needs = memory.plan.needs
+        if memory.queries is not None:
+            memory.queries.arrive(layer, queries, block.positions(layer))
+        if not _ATTENTION & set(needs):
+            return
         total, vision = "attn_sum" in needs, "attn_vision" in needs
         last = n if total or vision else min(n, memory.plan.window)
         turned = self.turner.rotate(layer, queries, block.positions(layer))[:, n - last :]

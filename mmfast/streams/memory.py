@@ -17,11 +17,14 @@ from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.tokens import Tokens
-from mmfast.ops.eviction import evict
+from mmfast.models.kv.queries import StreamQueries
+from mmfast.ops.eviction import call, evict
+from mmfast.ops.ranking import snap, stable_topk
 from mmfast.ops.stream_cache import RowBuffer, Span
 from mmfast.streams.archive.archive import Archive
 from mmfast.streams.buffers import (
     RAW,
+    ROTATED,
     VALUES,
     Cursor,
     LayerBuffer,
@@ -222,7 +225,12 @@ class Memory:
     """
 
     def __init__(
-        self, turner: Turner, plan: CachePlan | None, archive: Archive | None, slack: float
+        self,
+        turner: Turner,
+        plan: CachePlan | None,
+        archive: Archive | None,
+        slack: float,
+        queries: StreamQueries | None = None,
     ) -> None:
         check_plan(plan)
         self.plan = plan
@@ -237,6 +245,7 @@ class Memory:
         self.buffers = [_buffer(plan, turner, layer) for layer in range(turner.layers)]
         self.number = 0  # of the next block
         self.stored = -1  # newest number in the archive
+        self.queries = queries  # of a policy that expects those to come
         self.masses: list[dict[str, Tensor]] = [{} for _ in self.buffers]  # attention, by signal
         self._known: dict[tuple[bytes, ...], list[int]] = {}
         self.counts = {"evicted_blocks": 0, "evicted_tokens": 0, "rebases": 0}
@@ -335,6 +344,8 @@ class Memory:
         Its heads hold the same tokens, side by side.
         """
         assert self.plan is not None and self.plan.score is not None
+        if self.queries is not None:
+            return self._expect(layer, self.queries, rows.shape[1], first)
         planes = (self.buffers[layer].read(plane, first, rows.shape[1]) for plane in (RAW, VALUES))
         keys, values = (rearrange(each, "h m d -> m (h d)") for each in planes)
         number, _, kinds, spots = rows[:PLACE, first:].to(keys.device)
@@ -350,6 +361,20 @@ class Memory:
             **{name: mass[first:] for name, mass in self.masses[layer].items()},
         }
         return evict(self.plan.score, Tokens(keys, signals=signals))
+
+    def _expect(self, layer: int, queries: StreamQueries, n: int, first: int) -> Reduction:
+        """Choice by what is expected to be looked at, of which the heads of a layer have a sum.
+
+        Keys are those at the places where the tokens stand now, which queries to come will see.
+        """
+        assert self.plan is not None and self.plan.score is not None
+        spec, buffer = self.plan.score, self.buffers[layer]
+        keys, values = (buffer.read(plane, first, n) for plane in (ROTATED, VALUES))
+        signals = {"values": values, **queries.expected(layer, len(keys))}
+        scores: Tensor = call(spec, Tokens(keys, signals=signals), int(spec.budget or 0))
+        return Reduction.prune(
+            stable_topk(snap(scores.logsumexp(0)), int(spec.budget or 0)), n - first
+        )
 
     def _thin(self, layer: int, rows: LiveRows, first: int, chosen: Reduction, n: int) -> None:
         buffer = self.buffers[layer]
@@ -431,6 +456,7 @@ class Memory:
                 "blocks": list(self.blocks),
                 "layers": [copy_of(buffer) for buffer in self.buffers],
                 "masses": [dict(masses) for masses in self.masses],
+                "queries": None if self.queries is None else self.queries.snapshot(),
                 "number": self.number,
                 "stored": self.stored,
                 "counts": dict(self.counts),
@@ -459,6 +485,8 @@ class Memory:
             for layer, masses in enumerate(tree.get("masses", ())):
                 device = self.turner.device(layer)
                 self.masses[layer] = {name: mass.to(device) for name, mass in masses.items()}
+            if self.queries is not None and tree.get("queries") is not None:
+                self.queries.restore(tree["queries"])
             self.number, self.stored = tree["number"], tree["stored"]
             self.counts = dict(tree["counts"])
             if self.archive is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from stream_checks import FAMILIES, frame, model_of, positions, same, state, stock, stream, text
@@ -16,6 +17,7 @@ from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods, register, unregister
 from mmfast.core.tokens import Tokens
+from mmfast.models.kv import queries as kv_queries
 from mmfast.ops.eviction import evict
 from mmfast.streams.buffers import RAW, ROTATED, VALUES
 from mmfast.streams.engine import Engine, score_policies
@@ -26,7 +28,7 @@ CLOSE = {"atol": 5e-5, "rtol": 5e-5}
 SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
 UNEVEN = {"pyramidkv", "simlayerkv"}
 # They see prompts alone.
-BLIND = {"criticalkv", "expected_attention", "qfilter", "finch", "compactor", "kvzip", "kvsquared"}
+BLIND = {"criticalkv", "qfilter", "finch", "compactor", "kvzip", "kvsquared"}
 POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipvl"})
 
 
@@ -244,6 +246,94 @@ def test_what_stays_is_what_the_policy_keeps(policy: str) -> None:
     engine.close()
 
 
+def _turned(rows: np.ndarray, places: np.ndarray, theta: float) -> np.ndarray:
+    """Rows `[.., n, d]` rotated to places `[n]`, by the definition of RoPE."""
+    half = rows.shape[-1] // 2
+    angle = places[:, None] * theta ** (-np.arange(half) / half)
+    a, b, cos, sin = rows[..., :half], rows[..., half:], np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _expected(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, at: int, theta: float, future: int
+) -> np.ndarray:
+    """Expected attention times value length `[N]`, added up over the key heads of a layer."""
+    heads, n, d = keys.shape
+    ahead = np.arange(at + 1, at + 1 + future)
+    one = np.eye(d)[:, None].repeat(future, 1)  # where each coordinate goes at every place ahead
+    turn = _turned(one, ahead, theta).mean(1).T
+    total = np.zeros(n)
+    group = len(queries) // heads
+    for head, mine in enumerate(queries):
+        mean, cov = turn @ mine.mean(0), turn @ np.cov(mine.T, bias=True) @ turn.T
+        key = keys[head // group]
+        logits = key @ mean / d**0.5 + np.einsum("nd,de,ne->n", key, cov, key) / d / 2
+        logits[:4] = -np.inf  # they stay
+        power = np.exp(logits - logits.max())
+        total += power / power.sum() / group * np.linalg.norm(values[head // group], axis=-1)
+    return total
+
+
+def test_expected_attention_keeps_what_all_queries_of_the_stream_expect() -> None:
+    """Layer 0 alone, by definition: its queries do not depend on what has left."""
+    family, future = "llava_onevision", 24
+    engine = Engine(build(family).model)
+    module, theta = engine.attentions[0], engine.decoder.config.rope_parameters["rope_theta"]
+    for each in (module.q_proj, module.k_proj):  # small weights would leave nothing to choose by
+        each.weight.data *= 20
+    seen: dict[str, list[Tensor]] = {name: [] for name in ("q_proj", "k_proj", "v_proj")}
+    for name, outputs in seen.items():
+        getattr(module, name).register_forward_hook(lambda *call, o=outputs: o.append(call[2][0]))
+    memory = engine.memory(plan_cache(f"sink:6+expected_attention:48?future={future}"))
+    kept, dropped, recent = np.arange(0), 0, 0
+    for piece in stream(family, engine.model, 24):
+        held = [block.positions(0)[0] for block in memory.blocks]
+        start, n = memory.next_start[0], len(piece.embeds)
+        engine.append(memory, piece)
+        q, k, v = (
+            torch.cat(outputs).unflatten(1, (-1, module.head_dim)).transpose(0, 1).double().numpy()
+            for outputs in seen.values()
+        )
+        kept = np.concatenate([kept, np.arange(k.shape[1] - n, k.shape[1])])
+        if len(kept) > 54:
+            places = torch.cat([*held, start + piece.relative[0]]).numpy()
+            keys = _turned(k[:, kept], places, theta)[:, 6:]
+            at = (q[:, 4:], keys, v[:, kept[6:]], int(places[-1]), theta, future)
+            score = _expected(*at)
+            score[:4] = np.inf
+            chosen = np.sort(np.argsort(-score, kind="stable")[:48])
+            dropped += len(kept) - 54
+            recent += int((chosen >= len(score) - 6).sum())
+            kept = np.concatenate([kept[:6], kept[6:][chosen]])
+        raw = memory.buffers[0].read(RAW).double().numpy()
+        np.testing.assert_allclose(raw, k[:, kept], rtol=1e-5, atol=1e-6)
+    assert dropped > 100 and recent < dropped  # not a window
+    engine.close()
+
+
+def test_sums_of_queries_forget_half_and_never_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_queries, "_MANY", 64)
+    family = "llava_onevision"
+    engine = Engine(model_of(family))
+    memory = engine.memory(plan_cache("sink:6+expected_attention:48?future=1&sink=0"))
+    queries, gen = memory.queries, torch.Generator().manual_seed(0)
+    assert queries is not None
+    heads, d = engine.decoder.config.num_attention_heads, engine.attentions[0].head_dim
+    weights, rows = np.zeros(0), np.zeros((heads, 0, d))
+    for step in range(40):
+        new = torch.randn(heads, 12, d, generator=gen) + step / 10
+        queries.arrive(0, new, torch.arange(12)[None])
+        weights = np.concatenate([weights, np.ones(12)])
+        rows = np.concatenate([rows, new.double().numpy()], 1)
+        if weights.sum() >= 128:
+            weights /= 2
+        sums = queries.sums[0]
+        assert sums is not None and sums.most() < 128
+        mean = (rows * weights[:, None]).sum(1) / weights.sum()
+        np.testing.assert_allclose((sums.total[0] / sums.count[0]).numpy(), mean, rtol=1e-4)
+    engine.close()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_that_of_the_stock_model(family: str) -> None:
     """Nothing has left yet: sums and means of the weights that eager attention reports."""
@@ -294,7 +384,9 @@ def test_attention_is_that_of_the_stock_model(family: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("policy", ["snapkv:48", "lookm:48", "keynorm:48+rekv:2"])
+@pytest.mark.parametrize(
+    "policy", ["snapkv:48", "lookm:48", "expected_attention:48", "keynorm:48+rekv:2"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_memory_by_score_goes_on_bit_for_bit(family: str, policy: str) -> None:
     engine, spec = Engine(model_of(family)), plan_cache(f"sink:6+{policy}")

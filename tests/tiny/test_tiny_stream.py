@@ -18,6 +18,8 @@ from mmfast.bench.results import load as load_rows
 from mmfast.cli import main as cli
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
+from mmfast.streams.frontend import FrameEncoder
+from mmfast.streams.memory import Memory
 from mmfast.tiny.card import write_card
 from mmfast.tiny.stream.lessons import (
     PATCHES,
@@ -223,6 +225,32 @@ def test_a_run_that_is_killed_leaves_its_finished_rows(tmp_path: Path) -> None:
     assert len(rows) >= 2 and [row["memory"] for row in rows[:2]] == [None, MEMORIES[1]]
     assert [row["score"] for row in load_rows(out)][:2] == [row["accuracy"] for row in rows[:2]]
     assert len(rows) < 4  # it was killed before the end
+
+
+def test_a_row_tells_the_most_tokens_held_and_frames_are_encoded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, encode = list[int](), FrameEncoder._encode
+    monkeypatch.setattr(
+        FrameEncoder, "_encode", lambda self, *given: calls.append(1) or encode(self, *given)
+    )
+    specs = ("sink:64+window:288", "sink:64+expected_attention:256", "sink:64+livevlm:256")
+    asked = {"n": 4, "seed": 5, "setting": Setting(48.0)}
+    rows = run_needles(specs, **asked)["rows"]
+    free, *bounded = [row["most_tokens"] for row in rows]
+    frames = len(calls)  # of four memories
+    assert bounded[0] <= 352 and bounded[1:] == [320, 320] and free > 36 * (frames - 1)
+    calls.clear()
+    (alone,) = run_needles(specs[2:], unbounded=False, **asked)["rows"]
+    assert len(calls) == frames  # of one
+    assert alone["by_age"] == rows[-1]["by_age"] and alone["by_kind"] == rows[-1]["by_kind"]
+
+
+def test_a_memory_beyond_its_bound_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = Memory.tokens
+    monkeypatch.setattr(Memory, "tokens", lambda self: tokens(self) + 1)
+    with pytest.raises(MmfastError, match="held 129 tokens"):
+        run_needles(["sink:64+keynorm:64"], 3, setting=Setting(24.0), unbounded=False)
 
 
 def test_nothing_asked_is_refused() -> None:

@@ -33,6 +33,8 @@ def expected_attention(
     Devoto et al. (2025): queries before RoPE are nearly normally distributed. Turned by the mean
     rotation of the positions to come, their mean and covariance give the mean of the exponential of
     each logit, which is softmaxed over the tokens and averaged over the query heads of a key head.
+    As the bound of a stream it reads all queries that came, and the heads of a layer, which keep
+    the same tokens there, add up their scores.
 
     Args:
         tokens: Keys `x` and `values` `[..., H, N, d]`; `query_mean` `[..., H, G, d]` and

@@ -149,7 +149,9 @@ def seen(
         if "values_out" in plan.needs:
             signals["values_out"] = added_lengths(layers[index], values)
         if expectation is not None:
-            signals |= expectation.expected(layer, row, index, layers[index])
+            signals |= expectation.expected(
+                layer.pending, row, index, layers[index], layer.keys.shape[1]
+            )
         signals |= known_heads(plan.needs, layers[index])
     return keys, signals, shared
 

@@ -319,7 +319,8 @@ class KVStage:
             part, kinds = self._state.part, notes.kinds_of(sequences)
             end = count - (part.drafts if part else 0)  # what may be taken back is not read
             turned = expected_angles(turned, count, end, self._layers[index])
-            self._expectation.arrive(layer, raw[1][:, :, :end], kinds[:, :end], turned)
+            queries, kinds = raw[1][:, :, :end], kinds[:, :end]
+            layer.pending = self._expectation.arrive(layer.pending, queries, kinds, turned)
         if self._reading is not None:
             assert raw is not None
             self._reading.arrive(layer, sequences, *raw)

@@ -1,11 +1,11 @@
-"""Queries of a prompt before RoPE: what was read, and what is expected to follow it."""
+"""Queries before RoPE, of a prompt or a stream: what was read, and what is expected to follow."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,27 @@ class QuerySums:
     products: Tensor  # [B, Hq, d, d]
     angles: Angles  # [B, 1, w] each
 
+    def most(self) -> int:
+        """Queries in the sums of the row that has most."""
+        return int(self.count.max())
+
+    def halved(self) -> QuerySums:
+        """Return sums with the same mean and covariance that weigh half."""
+        total, products = self.total / 2, self.products / 2
+        return replace(self, count=self.count / 2, total=total, products=products)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all as plain containers and tensors."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any], device: torch.device) -> QuerySums:
+        """Return what `to_dict` gave, on a device."""
+        names = ("read", "count", "total", "products")
+        read, count, total, products = (tree[name].to(device) for name in names)
+        cos, sin = (each.to(device) for each in tree["angles"])
+        return cls(read, count, total, products, (cos, sin))
+
 
 class Expectation:
     """Mean and covariance of the queries to come, as those of the prompt at later positions.
@@ -91,13 +112,14 @@ class Expectation:
         """Cosines and sines of positions `[A, n]` in a layer."""
         return self._rotary.angles(positions, like, index)
 
-    def arrive(self, layer: Any, queries: Tensor, kinds: Tensor, angles: Angles) -> None:
-        """Add the queries `[B, Hq, n, d]` of a part of a prompt to the sums on its cache layer.
+    def arrive(
+        self, before: QuerySums | None, queries: Tensor, kinds: Tensor, angles: Angles
+    ) -> QuerySums:
+        """Return the sums of a layer with the queries `[B, Hq, n, d]` of a part of a prompt.
 
         `kinds` `[B or 1, n]` say what is padding; `angles` `[B or 1, n, w]` are those of all
         tokens, or of the last one alone.
         """
-        before: QuerySums | None = layer.pending
         batch, _, n, _ = queries.shape
         real = (kinds != PADDING).expand(batch, n).to(queries.device)
         seen = real.cumsum(1)
@@ -115,15 +137,16 @@ class Expectation:
         )
         if before is not None:
             sums = before.count + sums[0], before.total + sums[1], before.products + sums[2]
-        layer.pending = QuerySums(read, *sums, (turned[0], turned[1]))
+        return QuerySums(read, *sums, (turned[0], turned[1]))
 
-    def expected(self, layer: Any, row: int, index: int, attention: Any) -> dict[str, Tensor]:
+    def expected(
+        self, sums: QuerySums, row: int, index: int, attention: Any, heads: int
+    ) -> dict[str, Tensor]:
         """Signals on one row behind its prompt: `query_mean` `[H, G, d]`, `query_cov` `[.., d, d]`.
 
         Both are on the scale of logits: the product of a key and the mean is the mean of its
-        logits.
+        logits. `heads` are those of keys.
         """
-        sums: QuerySums = layer.pending
         count = sums.count[row].clamp_min(1)
         mean = sums.total[row] / count  # [Hq, d]
         cov = sums.products[row] / count - mean[:, :, None] * mean[:, None]
@@ -133,7 +156,6 @@ class Expectation:
         for _ in range(2):
             cov = self._rotary.turn(attention, cov, angles).transpose(1, 2)
         scale = float(getattr(attention, "scaling", mean.shape[-1] ** -0.5))
-        heads = layer.keys.shape[1]
         return {
             "query_mean": (mean * scale).unflatten(0, (heads, -1)),
             "query_cov": (cov * scale**2).unflatten(0, (heads, -1)),
@@ -147,6 +169,51 @@ class Expectation:
         ahead = [(x[1:] / scale).mean(0, keepdim=True) for x in (cos, sin)]
         c, s = last[0].float(), last[1].float()
         return (c * ahead[0] - s * ahead[1])[None], (s * ahead[0] + c * ahead[1])[None]
+
+
+_MANY = 1 << 17  # queries: an hour of small frames at one a second
+
+
+class StreamQueries:
+    """Sums over the queries of a stream, layer by layer, and what is expected to follow them.
+
+    From `_MANY` queries on, all that came weighs half whenever as many have come again: sums stay
+    exact over days, and a stream that has changed is seen as it is now.
+    """
+
+    def __init__(self, expectation: Expectation, attentions: Sequence[Any]) -> None:
+        self._expectation, self._attentions = expectation, attentions
+        self.sums: list[QuerySums | None] = [None] * len(attentions)
+
+    def arrive(self, layer: int, queries: Tensor, positions: Tensor) -> None:
+        """Add the queries `[Hq, n, d]` of a piece at positions `[A, n]`."""
+        kinds = torch.zeros(1, queries.shape[1], dtype=torch.int64, device=queries.device)
+        angles = self._expectation.angles(positions[:, -1:], queries, layer)
+        found = self._expectation.arrive(self.sums[layer], queries[None], kinds, angles)
+        if found.most() >= 2 * _MANY:
+            found = found.halved()
+        self.sums[layer] = found
+
+    def expected(self, layer: int, heads: int) -> dict[str, Tensor]:
+        """Signals of a layer at the end of the stream; see `Expectation.expected`."""
+        sums, attention = self.sums[layer], self._attentions[layer]
+        assert sums is not None
+        return self._expectation.expected(sums, 0, layer, attention, heads)
+
+    def snapshot(self) -> list[Any]:
+        """All sums as plain containers and tensors."""
+        return [None if sums is None else sums.to_dict() for sums in self.sums]
+
+    def restore(self, tree: Sequence[Any]) -> None:
+        """Take over what `snapshot` gave."""
+        self.sums = [
+            None if row is None else QuerySums.of(row, self._device(layer))
+            for layer, row in enumerate(tree)
+        ]
+
+    def _device(self, layer: int) -> torch.device:
+        found: torch.device = next(self._attentions[layer].parameters()).device
+        return found
 
 
 def expected_angles(angles: Angles | None, n: int, end: int, layer: Any) -> Angles:

@@ -19,7 +19,10 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.models.loading import embedded_path, load
 from mmfast.streams.archive.tiers import TierQuotas
-from mmfast.streams.memory import check_plan
+from mmfast.streams.memory import budget, check_plan
+from mmfast.streams.reuse.media import MediaReuse
+from mmfast.streams.reuse.plan import ReusePlan
+from mmfast.streams.reuse.store import ReuseStore
 from mmfast.streams.session import Session
 from mmfast.streams.stream import StreamModel
 from mmfast.tiny.evaluate import interval
@@ -174,17 +177,19 @@ def run_needles(
     parse(reduce)
     for spec in specs:
         check_plan(plan_cache(spec))
-    source = embedded_path(MODEL) if model is None else model
-    watcher = StreamModel(*load(str(source), "cpu", "auto"), fps=setting.fps, reduce=reduce)
+    pair = load(str(embedded_path(MODEL) if model is None else model), "cpu", "auto")
+    # All memories watch the same frames: those of an hour take 0.1 GB, encoded once.
+    reuse = MediaReuse(*pair, ReusePlan("encoder"), ReuseStore(host="2GB"))
+    watcher = StreamModel(*pair, fps=setting.fps, reduce=reduce, reuse=reuse)
     name = MODEL if model is None else str(model)
     head, rows = {"suite": "stream", "n": n, "seed": seed, "model": name}, list[dict[str, Any]]()
     for spec in specs:
-        marks, spent, streams = _ask(watcher, spec, n, seed, setting, progress)
+        marks, spent, most, streams = _ask(watcher, spec, n, seed, setting, progress)
         row = row_of(spec, reduce, marks, spent)
         rows.append(row)
         row["relative"] = relative(row, rows[0]) if unbounded else None
         row |= {"seconds": setting.seconds, "fps": setting.fps, "window": WINDOW}
-        row["streams"] = streams
+        row |= {"streams": streams, "most_tokens": most}
         sink({**head, "rows": [row]})
     return {**head, "rows": rows}
 
@@ -196,35 +201,43 @@ def _ask(
     seed: int,
     setting: Setting,
     progress: Progress | None,
-) -> tuple[list[Mark], list[float], int]:
-    """Marks and times of a memory, and the number of streams watched."""
-    marks, spent, streams = list[Mark](), list[float](), 0
+) -> tuple[list[Mark], list[float], int, int]:
+    """Marks and times of a memory, most tokens that it held, and the number of streams watched."""
+    marks, spent, most, streams = list[Mark](), list[float](), 0, 0
     while len(marks) < n:
         world = setting.world(1000 * seed + streams)
-        for needle, answer, ms in watch(model, spec, world, setting, n - len(marks)):
+        for needle, answer, ms, held in watch(model, spec, world, setting, n - len(marks)):
             question = needle.question
             marks.append((needle.band, question.kind, answer == question.answer))
             spent.append(ms)
+            most = max(most, held)
             if progress is not None:
                 progress(spec or "unbounded", len(marks), n)
         streams += 1
-    return marks, spent, streams
+    return marks, spent, most, streams
 
 
 def watch(
     model: StreamModel, memory: str | None, world: World, setting: Setting, most: int
-) -> Iterator[tuple[Needle, str, float]]:
-    """Answers of a session that watches a world, with the milliseconds to the first delta."""
-    todo = needles(world, setting)[:most]
+) -> Iterator[tuple[Needle, str, float, int]]:
+    """Answers of a session that watches a world, with the milliseconds to the first delta.
+
+    Behind them the most tokens of the stream that it has held behind any frame until then;
+    MmfastError where they are more than the spec lets live.
+    """
+    todo, bound, held = needles(world, setting)[:most], budget(plan_cache(memory)), 0
     # Hours fit: what retrieval may read again is bounded by its own quota, here by none.
     with Session(model, memory, quotas=TierQuotas.of(0, None, 0, None)) as session:
         for number in range(todo[-1].frame + 1):
             at = number / setting.fps
             session.push(world.frame(at), at)
+            held = max(held, session.stream.memory.tokens())
+            if bound and held > bound:
+                raise MmfastError(f"{memory!r} held {held} tokens; run pytest tests/streams")
             while todo and todo[0].frame == number:
                 needle = todo.pop(0)
                 start = time.perf_counter()
                 deltas = iter(session.ask(needle.question.text, max_new_tokens=8))
                 first = next(deltas, "")
                 ms = (time.perf_counter() - start) * 1e3
-                yield needle, (first + "".join(deltas)).strip().lower(), ms
+                yield needle, (first + "".join(deltas)).strip().lower(), ms, held

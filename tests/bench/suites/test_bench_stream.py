@@ -155,3 +155,16 @@ def test_a_benchmark_of_hours_keeps_every_row_as_soon_as_it_is_known(
     assert ran.exit_code != 0
     kept = [json.loads(line)["memory"] for line in out.read_text().splitlines()]
     assert kept == seen and set(kept) < set(stream.score_policies())
+
+
+def test_a_benchmark_of_hours_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "score_row", lambda name, *_, **__: {"memory": name})
+    ask = ["bench", "--stream", "score", "--json", "--only"]
+    ran = CliRunner().invoke(app, [*ask, "tova,expected_attention"])
+    assert [row["memory"] for row in json.loads(ran.stdout)] == ["tova", "expected_attention"]
+    for name, only, said in (
+        ("score", "tova,kvzip", "unknown score policy of a stream 'kvzip'"),
+        ("ask", "tova", "runs as a whole; leave --only out"),
+    ):
+        ran = CliRunner().invoke(app, ["bench", "--stream", name, "--only", only])
+        assert ran.exit_code != 0 and said in str(ran.exception)
