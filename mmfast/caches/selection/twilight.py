@@ -13,7 +13,7 @@ from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.reduction import gather_rows
 from mmfast.core.registry import policy
 from mmfast.core.spec import Budget
-from mmfast.ops.pages import PageTable, four_bit_logits, four_bits, heaviest
+from mmfast.ops.pages import PageTable, heaviest, level_codes, level_logits
 
 
 @policy("twilight", paper="2502.02770", needs=(), role="select", moment="always", adaptive=True)
@@ -54,6 +54,7 @@ class MassCover:
     skip: int = 2
     alone: bool = False
     across: bool = False
+    host: bool = False
 
     def check(self, depths: int) -> None:
         """Refuse to skip every layer."""
@@ -80,10 +81,10 @@ class MassCover:
 
     def _mass(self, step: LayerStep, pages: Tensor, count: int) -> tuple[Tensor, int]:
         """Attention `[B, H, G, P * page + t]` to candidates and the newest page; bytes read."""
-        table = step.memory.setdefault("codes", PageTable(self.page, four_bits))
+        table = step.memory.setdefault("codes", PageTable(self.page, level_codes))
         codes = gather_rows(table.grow(step.keys, count), pages)
         bounds = gather_rows(step.memory["bounds"].grow(step.keys, count), pages)
-        estimated = four_bit_logits(step.query, codes, bounds, self.page)
+        estimated = level_logits(step.query, codes, bounds, self.page)
         newest = step.query.float() @ step.keys[:, :, count * self.page :].float().transpose(2, 3)
         mass = torch.cat([estimated, newest], -1).mul_(step.scale).softmax(-1)
         return mass, codes.numel() + bounds.numel() * bounds.element_size()
