@@ -147,6 +147,8 @@ class LayerStep:
         scale: Factor of the logits.
         depth: Number of the layer among the `depths` that the policy acts on.
         stays: `[n]` bool, entries that are read anyway; None where there are none.
+        sentence: `[1 or H, n]`, number of the sentence, frame or picture of each entry, of one row,
+            ascending, -1 where it is not known; for methods that need it.
         memory: State that the method keeps with the entries of this layer. Its values have
             `trim(entries) -> bool`, which is called when entries at the end are taken back and
             tells whether the state is still of use. All of it goes when entries change otherwise.
@@ -159,6 +161,7 @@ class LayerStep:
     depth: int
     depths: int
     stays: Tensor | None = None
+    sentence: Tensor | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
 

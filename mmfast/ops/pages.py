@@ -195,3 +195,15 @@ def heaviest(mass: Tensor, share: float) -> Tensor:
     sums = ordered.cumsum(-1)
     last = (sums < share * sums[..., -1:]).sum(-1, keepdim=True).clamp_max(mass.shape[-1] - 1)
     return mass >= ordered.gather(-1, last)
+
+
+def marked_places(marks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Places `[B, H, m]` that `marks` `[B, H, n]` has True, m of the head with the most.
+
+    At least one. Also False at fillers of heads with fewer, None where there are none.
+    """
+    counts = marks.sum(-1, keepdim=True)
+    most = max(1, int(counts.max()))
+    order = marks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
+    real = torch.arange(most, device=order.device) < counts
+    return order, None if bool(real.all()) else real

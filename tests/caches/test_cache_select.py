@@ -37,7 +37,9 @@ SPECS = (
     "sink:2+kinetics:0.6?page=4&skip=1",
     "sink:2+window:6+specache:0.2?group=4",
     "specache:9?bits=4&group=8",
+    "sink:2+sentencekv:0.3?ends=57_71_9_83_36_11",
 )
+ENDS = {57, 71, 9, 83, 36, 11}
 QUICK = ("llama", "gpt_oss", "qwen3_next")  # plain, with windows and sinks, hybrid
 MORE = ("gemma3", "gpt_neox", "falcon_h1", "qwen2", "gemma2", "gpt2", "opt", "lfm2", "jamba")
 
@@ -58,16 +60,24 @@ class SlowSelection:
         self.votes: dict[int, tuple[np.ndarray, set[int], int]] = {}
         self.tidal: list[set[int]] = []
         self.read: list[int] = []
+        self.asked: dict[int, list[tuple[int, np.ndarray]]] = {}
+        self.ids: list[int] = []
+        self.model = model
         self.guessed: dict[int, list[set[int]]] = {}
 
     def __enter__(self) -> SlowSelection:
         around = {m: partial(self.around, self.layers.index(i)) for m, i in self.modules.items()}
         self.stack = intercepting(around)
         self.stack.__enter__()
+        self.hook = self.model.model.register_forward_pre_hook(self.see, with_kwargs=True)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.hook.remove()
         self.stack.__exit__(*error)
+
+    def see(self, _: Any, args: Any, kwargs: Any) -> None:
+        self.ids += kwargs["input_ids"][0].tolist()
 
     def around(self, depth: int, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, mask, *rest = args
@@ -114,6 +124,12 @@ class SlowSelection:
                 before = self.guessed.get(depth, mine)
                 self.guessed[depth] = [each | {n} for each in mine]
                 return before
+            case 9:
+                numbers = oracles.sentences(self.ids, ENDS)
+                asked = self.asked.setdefault(depth, [])
+                asked.append((numbers[-1], q))
+                now = [query for number, query in asked if number == numbers[-1]]
+                return oracles.sentencekv(now, k, numbers, 0.3, {0, 1})
         return oracles.twilight(q, k, 0.6, 0.6, 4, scale)
 
 

@@ -24,11 +24,14 @@ from mmfast.core.errors import ModelError
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.trace import Row, StepRead, Trace
 from mmfast.models.kv.host_entries import fetch
-from mmfast.models.kv.notes import KIND, fill
+from mmfast.models.kv.notes import KIND, SENTENCE, fill, kinds_of
 from mmfast.models.kv.packs import shrinkable
+from mmfast.models.kv.retrieval import WHOLE, frames_of
+from mmfast.models.kv.sentences import Sentences
 from mmfast.models.reduction.cache_layers import adopt
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import Around, intercepting
+from mmfast.models.reduction.sequence import Sequences
 from mmfast.ops.pages import selected, selected_attention, selected_bias
 
 _SPARE = 256  # entries of room for new ones, at least
@@ -172,6 +175,7 @@ class Asked:
 
 class _Steps(threading.local):
     step: StepAccount | None = None
+    ids: Tensor | None = None  # `[B, n]` of the call
     row: Row | None = None  # of the answer at hand
     sums: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)  # its steps, and what they read
 
@@ -191,8 +195,10 @@ class Selection:
         layers: Collection[int],
         state: PassState,
         trace: Trace,
+        sentences: Sentences | None,
     ) -> None:
         selector.check(len(layers))
+        self._sentences = sentences
         self._selector, self._plan, self._state, self._trace = selector, plan, state, trace
         self._depths = {index: depth for depth, index in enumerate(layers)}
         self._by_kind = any(spec.method.needs for spec in plan.position)
@@ -201,13 +207,21 @@ class Selection:
 
     @classmethod
     def of(
-        cls, plan: CachePlan, layers: Collection[int], state: PassState, trace: Trace
+        cls,
+        plan: CachePlan,
+        layers: Collection[int],
+        state: PassState,
+        trace: Trace,
+        model: Any,
     ) -> Selection | None:
         """Return the policy of a plan; None where it has none, or one that reads everything."""
         selector = plan.selector()
         if selector is None or plan.select is None or plan.select.whole:
             return None
-        return cls(selector, plan, layers, state, trace)
+        method, knobs, sentences = plan.select.method, plan.select.knobs, None
+        if SENTENCE in method.needs:
+            sentences = Sentences(model, method.name, knobs.get("ends", ""))
+        return cls(selector, plan, layers, state, trace, sentences)
 
     @contextmanager
     def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
@@ -217,10 +231,10 @@ class Selection:
         with intercepting(mine, innermost=True):
             yield
 
-    def enter(self, cache: Any, decoding: bool) -> None:
-        """A call begins, of a decode step or of a part of a prompt."""
+    def enter(self, cache: Any, decoding: bool, ids: Tensor | None) -> None:
+        """A call begins, of a decode step or of a part of a prompt, of tokens `ids` `[B, n]`."""
         local = self._local
-        local.step = None
+        local.step, local.ids = None, ids
         if not decoding:
             local.row = None
         if cache is None or not decoding:
@@ -231,6 +245,29 @@ class Selection:
                 adopt(cache, index, RoomyLayer)
         self._fetching(cache, self._selector.host)
         local.step = StepAccount(cache)
+
+    def arrive(self, layer: Any, sequences: Sequences) -> None:
+        """Note the sentences of a part of a prompt that a layer has just got."""
+        ids = self._local.ids
+        if self._sentences is None:
+            return
+        if ids is not None and sequences.index is not None:
+            ids = ids.gather(1, sequences.index.to(ids.device).clamp_min(0))
+        self._sentences.arrive(layer, ids, frames_of(sequences, WHOLE), kinds_of(sequences))
+
+    def _continue(self, layer: Any) -> None:
+        """Note the sentences of new tokens of an answer."""
+        ids = self._local.ids
+        if self._sentences is None:
+            return
+        if layer.notes is None or SENTENCE not in layer.notes:
+            self._trace.warn(
+                f"cache '{self._plan}' reads everything: the prompt of this cache was read before "
+                "attach(); attach first"
+            )
+            return
+        frames = torch.full((1, 1), -1) if ids is None else torch.full_like(ids, -1)
+        self._sentences.arrive(layer, ids, frames, torch.zeros_like(frames))
 
     def leave(self) -> None:
         """A call has ended, perhaps with an exception."""
@@ -281,6 +318,8 @@ class Selection:
                 f"cache '{self._plan}' cannot cut a flex attention mask; call "
                 "model.set_attn_implementation('sdpa')"
             )
+
+        self._continue(layer)
 
         def stock(*given: Any) -> Any:
             return call(module, *given, *args, **kwargs)[0]
@@ -384,6 +423,7 @@ class Selection:
             depth=self._depths[asked.index],
             depths=len(self._depths),
             stays=self._stays(asked.layer, part, keys.shape[2], query.device),
+            sentence=self._sentence(asked.layer, part, keys.shape[2], query.device),
             memory=self._memory(asked.layer, part),
             shared=step.shared.setdefault((part.rows.start, asked.turn), {}),
         )
@@ -418,6 +458,15 @@ class Selection:
             where = mine.nonzero()[:, 0] if gaps else None
             found.append(Part(slice(b, b + 1), 0 if gaps else start, where))
         return found
+
+    def _sentence(self, layer: Any, part: Part, n: int, device: torch.device) -> Tensor | None:
+        """Numbers `[1 or H, n]` of the sentences of a row; None where none is known."""
+        if self._sentences is None or layer.notes is None or SENTENCE not in layer.notes:
+            return None
+        codes = layer.notes[SENTENCE][part.rows.start].to(device)
+        where = part.where
+        mine = codes[:, part.start :] if where is None else codes[:, where.to(device)]
+        return mine[:, :n] >> 1
 
     def _stays(self, layer: Any, part: Part, n: int, device: torch.device) -> Tensor | None:
         """Entries `[n]` that position policies always read."""

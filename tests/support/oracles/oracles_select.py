@@ -207,3 +207,42 @@ def specache(
         rest = sorted((i for i in range(count) if i not in forced), key=lambda i: -means[i])
         found.append(forced | set(rest[:wanted]) | set(range(count, n)))
     return found
+
+
+def sentences(ids: list[int], ends: set[int], frames: list[int] | None = None) -> list[int]:
+    """Number of the sentence of each token; a frame is one, and -1 is text."""
+    numbers, frames = [], frames or [-1] * len(ids)
+    for i in range(len(ids)):
+        over = i and (frames[i] != frames[i - 1] or (frames[i - 1] < 0 and ids[i - 1] in ends))
+        numbers.append(0 if not i else numbers[-1] + bool(over))
+    return numbers
+
+
+def sentencekv(
+    asked: list[np.ndarray],
+    keys: np.ndarray,
+    numbers: list[int],
+    budget: int | float,
+    stays: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[set[int]]:
+    """Places that each head reads; `asked` are the queries `[Hq, d]` of the sentence so far."""
+    heads, n, width = keys.shape
+    wanted, now, found = tokens_of(budget, n), numbers[-1], []
+    if wanted >= n - 1 or now < 1:
+        return [set(range(n))] * heads
+    parts = [[i for i in range(n) if numbers[i] == s] for s in range(now)]
+    for head in range(heads):
+        mine = [q for queries in asked for q in group_of(queries, head, heads)]
+        query = [sum(q[c] for q in mine) / len(mine) for c in range(width)]
+        score = []
+        for part in parts:
+            mean = [sum(keys[head, i, c] for i in part) / max(1, len(part)) for c in range(width)]
+            score.append(sum(a * b for a, b in zip(query, mean, strict=True)) if part else -1e30)
+        read, room = {i for i in range(n) if numbers[i] == now} | set(stays), wanted
+        for rank, s in enumerate(sorted(range(now), key=lambda s: -score[s])):
+            room -= len(parts[s])
+            if rank and room < 0:
+                break
+            read |= set(parts[s])
+        found.append(read)
+    return found
