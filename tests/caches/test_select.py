@@ -184,6 +184,47 @@ def test_specache_asks_anew_where_the_asking_query_is_taken_back() -> None:
         assert found == [each | set(range(50, n)) for each in want]
 
 
+@pytest.mark.parametrize("budget", [0.3, 14])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_sentencekv_is_its_oracle(budget: float | int, by_head: bool) -> None:
+    """Tokens come one by one, and some are taken back; heads may hold other tokens."""
+    generator, ends = torch.Generator().manual_seed(5), {0, 1}
+    method, memory, n = selector(f"sentencekv:{budget}").choose, dict[str, Any](), 30
+    _, keys = make(90)
+    rows = H if by_head else 1
+    ids = torch.randint(0, 9, (90,), generator=generator).tolist()
+    queries, least = {i: make(1, seed=100 + i)[0] for i in range(91)}, 90
+    numbers = torch.tensor([oracles.sentences(ids, ends)] * rows)
+    if by_head:  # a policy before has left the second head other entries
+        numbers[1] = numbers[1].where(numbers[1] != 1, 2)
+    for turn in range(40):
+        stays = torch.zeros(n, dtype=torch.bool)
+        stays[3] = turn % 2 == 0
+        sentence, query = numbers[:, :n], queries[n]
+        given = {"memory": memory, "stays": stays, "sentence": sentence}
+        found = read(method(step(query, keys[:, :, :n], **given)), n)
+        least = min(least, min(map(len, found)))
+        now = int(sentence[0, -1])
+        same = [m for m in range(30, n + 1) if int(numbers[0, m - 1]) == now]
+        asked = [arrays(queries[m], keys)[0] for m in same]
+        for head in range(H):
+            mine = sentence[head % rows].tolist()
+            forced = {3} if turn % 2 == 0 else set()
+            want = oracles.sentencekv(
+                [q[head * G : head * G + G] for q in asked],
+                keys[0, head : head + 1, :n].double().numpy(),
+                mine,
+                budget,
+                forced,
+            )
+            assert found[head] == want[0], (turn, head)
+        n += 1
+        if turn in (9, 20, 30):
+            n -= 4
+            assert all(state.trim(n - 1) for state in memory.values())
+    assert least < 25
+
+
 def test_flat_attention_reads_more_than_sharp() -> None:
     query, keys = make(200)
     method = selector("twilight:0.8?base=0.9&page=4")
@@ -296,15 +337,18 @@ FAULTS = {
         query, codes.roll(1, 2), bounds, page, bits
     ),
     "key_bounds": lambda part: pages_bounds(part * 2),
+    "marked_places": lambda marks: pages_marked(marks.roll(1, -1)),
     "heaviest": lambda mass, share: pages_heaviest(mass, min(1.0, share + 0.2)),
 }
 pages_bound, pages_codes, pages_heaviest = pages.bound_scores, pages.level_codes, pages.heaviest
+pages_marked = pages.marked_places
 pages_mean, pages_logits, pages_bounds = pages.mean_scores, pages.level_logits, pages.key_bounds
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     homes = {"bound_scores": "quest", "mean_scores": "kinetics", "pages_paid": "kinetics"}
+    homes |= {"marked_places": "sentencekv"}
     homes |= {"level_logits": "specache", "key_bounds": "specache"}
     home = homes.get(name, "twilight")
     monkeypatch.setattr(f"mmfast.caches.selection.{home}.{name}", FAULTS[name])
@@ -315,6 +359,8 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
             test_kinetics_is_its_oracle(333, 0.5, 4)
         if home == "specache":
             test_specache_is_its_oracle(65, 2, 4)
+        if home == "sentencekv":
+            test_sentencekv_is_its_oracle(0.3, False)
         for n in (21, 64):
             test_twilight_is_its_oracle(0.7, n)
 
@@ -328,6 +374,7 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
         ("kinetics:0.03", "no more than the search, which costs 0.03125"),
         ("kinetics:0.1+quant:8", "unpacks all entries"),
         ("specache:0.1?bits=8", "bits=8, group=64; choose 4, 2 or 1 bits"),
+        ("sentencekv:0.1+quant:8", "unpacks all entries"),
         ("specache:0.1?group=0", "at least 1 token"),
         ("specache:0.1+quant:8", "unpacks all entries"),
         ("snapkv:0.5?every=8+specache:0.1", "write 'snapkv:0.5\\+specache:0.1'"),
@@ -361,7 +408,15 @@ def test_streams_and_the_server_refuse() -> None:
 
 def test_every_method_of_the_role_is_named_here() -> None:
     found = {method.name for method in methods("cache") if method.role == "select"}
-    assert found == {"quest", "tokenselect", "tidaldecode", "twilight", "kinetics", "specache"}
+    assert found == {
+        "quest",
+        "tokenselect",
+        "tidaldecode",
+        "twilight",
+        "kinetics",
+        "specache",
+        "sentencekv",
+    }
     assert get("quest", "cache").example == "quest:0.1"
     assert get("twilight", "cache").example == "twilight:0.85"
     assert str(plan_cache("sink:4+quest:0.1?page=8")) == "sink:4+quest:0.1?page=8"

@@ -62,6 +62,7 @@ class Sentences:
         last = place[:, 0, -count - 1] if known and place is not None else frames[:, 0]
         turns = frames != torch.cat([last.to(frames)[:, None], frames[:, :-1]], 1)
         turns[:, 1:] |= ends[:, :-1]
+        turns[:, 0] &= (start & 1) == 0  # what has ended is counted below
         first = (start.clamp_min(0) >> 1) + (start.clamp_min(0) & 1)
         codes = 2 * (first[:, None] + turns.cumsum(1)) + ends
         notes.mark(layer, notes.FRAME, frames)
