@@ -80,7 +80,7 @@ _KNOWN = 24  # sums of queries that are kept, in case entries are taken back
 
 
 @dataclass(eq=False)
-class Asked:
+class SentenceQuery:
     """Queries of the sentence being written: entries, sentence, sum `[1, H, G, d]` and number."""
 
     sums: list[tuple[int, int, Tensor, int]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class MeanSentences:
         heads, wanted = step.keys.shape[1], tokens_of(self.budget, step.n)
         number = step.sentence.expand(heads, -1)  # [H, n]
         newest = int(number[:, -1].max())
-        query = step.memory.setdefault("asked", Asked()).mean(step.query, step.n, newest)
+        query = step.memory.setdefault("asked", SentenceQuery()).mean(step.query, step.n, newest)
         if wanted >= step.n - 1 or newest < 1:
             return StepChoice()
         if "means" not in step.memory:
