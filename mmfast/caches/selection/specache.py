@@ -45,7 +45,7 @@ _KNOWN = 24  # guesses that are kept, in case entries are taken back
 
 @dataclass(eq=False)
 class Guesses:
-    """What was fetched for the step with so many entries."""
+    """Choices that were fetched, by the number of entries of the step they are for."""
 
     made: dict[int, StepChoice] = field(default_factory=dict)
 

@@ -463,7 +463,7 @@ class Selection:
         """Numbers `[1 or H, n]` of the sentences of a row; None where none is known."""
         if self._sentences is None or layer.notes is None or SENTENCE not in layer.notes:
             return None
-        codes = layer.notes[SENTENCE][part.rows.start].to(device)
+        codes: Tensor = layer.notes[SENTENCE][part.rows.start].to(device)
         where = part.where
         mine = codes[:, part.start :] if where is None else codes[:, where.to(device)]
         return mine[:, :n] >> 1
