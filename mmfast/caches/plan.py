@@ -357,6 +357,11 @@ def _check_select(plan: CachePlan) -> None:
             f"{plan.position[0].method.name!r} says what {name!r} always reads, and "
             f"{score.method.name!r} evicts beside it; drop one of the two"
         )
+    if score is not None and selector.host and (plan.every or score.method.moment == "always"):
+        raise SpecError(
+            f"{score.method.name!r} chooses while an answer is written, and {name!r} has all keys "
+            f"in host memory; write 'snapkv:0.5+{chosen}'".replace("@kv", "")
+        )
     if score is not None and selector.across:
         raise SpecError(
             f"{score.method.name!r} leaves other entries in each layer, and {name!r} reads at the "

@@ -112,6 +112,8 @@ class StepChoice:
         tail: Entries from this one on are read.
         real: `[B, 1 or H, P]`, False at fillers of heads that read fewer; None without any.
         nbytes: Bytes that were read in order to choose.
+        ahead: What the next step will read, which is fetched from host memory meanwhile; it has
+            to return the same `pages`.
     """
 
     pages: Tensor | None = None
@@ -119,6 +121,7 @@ class StepChoice:
     tail: int = 0
     real: Tensor | None = None
     nbytes: int = 0
+    ahead: StepChoice | None = None
 
     def entries(self, n: int) -> tuple[Tensor, Tensor | None]:
         """Return the places `[B, 1 or H, m]` among n entries, and False where one is a filler."""
@@ -139,10 +142,13 @@ class LayerStep:
 
     Attributes:
         query: `[B, H, G, d]` behind RoPE, the G query heads that share a key head side by side.
-        keys: `[B, H, n, d]` of all entries in order of time, the newest among them; no padding.
+        keys: `[B, H, n, d]` of all entries in order of time, the newest among them; no padding. In
+            host memory under a method with `host`.
         scale: Factor of the logits.
         depth: Number of the layer among the `depths` that the policy acts on.
         stays: `[n]` bool, entries that are read anyway; None where there are none.
+        sentence: `[1 or H, n]`, number of the sentence, frame or picture of each entry, of one row,
+            ascending, -1 where it is not known; for methods that need it.
         memory: State that the method keeps with the entries of this layer. Its values have
             `trim(entries) -> bool`, which is called when entries at the end are taken back and
             tells whether the state is still of use. All of it goes when entries change otherwise.
@@ -155,6 +161,7 @@ class LayerStep:
     depth: int
     depths: int
     stays: Tensor | None = None
+    sentence: Tensor | None = None
     memory: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
 
@@ -178,6 +185,10 @@ class StepSelector(Protocol):
     @property
     def across(self) -> bool:
         """Layers read at places that others chose, so that all have to hold the same entries."""
+
+    @property
+    def host(self) -> bool:
+        """Keys and values lie in host memory, and what is read is fetched from there."""
 
     def check(self, depths: int) -> None:
         """Refuse (SpecError) a model with so many layers, of which none would read a part."""

@@ -189,12 +189,15 @@ class StepRead:
     """Part of a cache that one decode step read under a policy that chooses at every step.
 
     `held` and `read` are entries of a layer and KV head, means over both and over rows; `nbytes`
-    are those of all keys and values read, and of what was read in order to choose.
+    are those of all keys and values read, and of what was read in order to choose. `fetched` bytes
+    of them came from host memory, and `awaited` of these were not on their way before the step.
     """
 
     held: float
     read: float
     nbytes: int
+    fetched: int = 0
+    awaited: int = 0
 
 
 @dataclass

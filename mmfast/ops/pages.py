@@ -1,4 +1,4 @@
-"""Pages of cache entries: bounds of their keys, a copy in four bits, attention to some of them."""
+"""Pages of cache entries: bounds of their keys, a copy in few bits, attention to some of them."""
 
 from __future__ import annotations
 
@@ -98,11 +98,15 @@ class PageTable:
         self._page, self._describe = page, describe
         self._count, self._rows = 0, torch.empty(0)
 
-    def grow(self, keys: Tensor, count: int) -> Tensor:
-        """Return the facts `[B, H, count, w]` about the first pages of keys `[B, H, n, d]`."""
+    def grow(self, keys: Tensor, count: int, device: torch.device | None = None) -> Tensor:
+        """Return the facts `[B, H, count, w]` about the first pages of keys `[B, H, n, d]`.
+
+        They lie on `device`; None is where the keys are.
+        """
         new = count - self._count
         if new > 0:
             part = keys[:, :, self._count * self._page : count * self._page]
+            part = part if device is None else part.to(device)
             self._append(self._describe(part.unflatten(2, (new, self._page))))
         return self._rows[:, :, :count]
 
@@ -151,29 +155,33 @@ def mean_scores(query: Tensor, means: Tensor) -> Tensor:
     return (wide @ means.float().transpose(2, 3))[:, :, 0]
 
 
-def four_bits(pages: Tensor) -> Tensor:
-    """Codes `[..., page * d / 2]` uint8 of pages `[..., page, d]`, two in a byte.
+def level_codes(pages: Tensor, bits: int = 4) -> Tensor:
+    """Codes `[..., page * d * bits / 8]` uint8 of pages `[..., page, d]`, several in a byte.
 
-    Each channel of a page has 16 even levels between its bounds; the width is even.
+    Each channel of a page has 2^bits even levels between its bounds; a byte holds whole numbers.
     """
+    most = 2**bits - 1
     low, high = pages.amin(-2, keepdim=True).float(), pages.amax(-2, keepdim=True).float()
-    step = ((high - low) / 15).masked_fill(high == low, 1.0)
-    codes = ((pages.float() - low) / step).round_().clamp_(0, 15).to(torch.uint8)
-    first, second = codes.chunk(2, -1)  # [..., page, d / 2]
-    return (first | second << 4).flatten(-2)
+    step = ((high - low) / most).masked_fill(high == low, 1.0)
+    codes = ((pages.float() - low) / step).round_().clamp_(0, most).to(torch.uint8)
+    first, *rest = codes.chunk(8 // bits, -1)  # [..., page, d * bits / 8]
+    for number, part in enumerate(rest, 1):
+        first = first | part << bits * number
+    return first.flatten(-2)
 
 
-def four_bit_logits(query: Tensor, codes: Tensor, bounds: Tensor, page: int) -> Tensor:
-    """Products `[B, H, G, P * page]` of queries `[B, H, G, d]` and keys in four bits.
+def level_logits(query: Tensor, codes: Tensor, bounds: Tensor, page: int, bits: int = 4) -> Tensor:
+    """Products `[B, H, G, P * page]` of queries `[B, H, G, d]` and keys in few bits.
 
-    `codes` `[B, H, P, page * d / 2]` and `bounds` `[B, H, P, 2 d]` are those of `four_bits` and
-    `key_bounds`.
+    `codes` `[B, H, P, page * d * bits / 8]` and `bounds` `[B, H, P, 2 d]` are those of
+    `level_codes` and `key_bounds`.
     """
     high, low = bounds.float().chunk(2, -1)  # [B, H, P, d]
-    wide = query.float()
-    steps = wide[:, :, None] * ((high - low) / 15)[:, :, :, None]  # [B, H, P, G, d]
+    most, wide = 2**bits - 1, query.float()
+    steps = wide[:, :, None] * ((high - low) / most)[:, :, :, None]  # [B, H, P, G, d]
     bytes_ = codes.unflatten(-1, (page, -1))
-    levels = torch.cat([bytes_ & 15, bytes_ >> 4], -1).float()  # [B, H, P, page, d]
+    parts = [bytes_ >> shift & most for shift in range(0, 8, bits)]
+    levels = torch.cat(parts, -1).float()  # [B, H, P, page, d]
     inside = steps @ levels.transpose(3, 4)  # [B, H, P, G, page]
     return (inside.transpose(2, 3) + (wide @ low.transpose(2, 3))[..., None]).flatten(3)
 
@@ -187,3 +195,15 @@ def heaviest(mass: Tensor, share: float) -> Tensor:
     sums = ordered.cumsum(-1)
     last = (sums < share * sums[..., -1:]).sum(-1, keepdim=True).clamp_max(mass.shape[-1] - 1)
     return mass >= ordered.gather(-1, last)
+
+
+def marked_places(marks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Places `[B, H, m]` that `marks` `[B, H, n]` has True, m of the head with the most.
+
+    At least one. Also False at fillers of heads with fewer, None where there are none.
+    """
+    counts = marks.sum(-1, keepdim=True)
+    most = max(1, int(counts.max()))
+    order = marks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
+    real = torch.arange(most, device=order.device) < counts
+    return order, None if bool(real.all()) else real

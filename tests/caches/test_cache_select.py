@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,9 +17,12 @@ from cache_runs import close, rows, run
 from text_zoo import padded, prompt, text_model, written
 from tiny_models import tiny
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaForCausalLM
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
+from mmfast.models.kv import host_entries
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.wrappers import attention_at
 
@@ -31,7 +35,11 @@ SPECS = (
     "tidaldecode:0.2?skip=0&again=0",
     "twilight:0.6?base=0.6&page=4&skip=0",
     "sink:2+kinetics:0.6?page=4&skip=1",
+    "sink:2+window:6+specache:0.2?group=4",
+    "specache:9?bits=4&group=8",
+    "sink:2+sentencekv:0.3?ends=57_71_9_83_36_11",
 )
+ENDS = {57, 71, 9, 83, 36, 11}
 QUICK = ("llama", "gpt_oss", "qwen3_next")  # plain, with windows and sinks, hybrid
 MORE = ("gemma3", "gpt_neox", "falcon_h1", "qwen2", "gemma2", "gpt2", "opt", "lfm2", "jamba")
 
@@ -52,15 +60,24 @@ class SlowSelection:
         self.votes: dict[int, tuple[np.ndarray, set[int], int]] = {}
         self.tidal: list[set[int]] = []
         self.read: list[int] = []
+        self.asked: dict[int, list[tuple[int, np.ndarray]]] = {}
+        self.ids: list[int] = []
+        self.model = model
+        self.guessed: dict[int, list[set[int]]] = {}
 
     def __enter__(self) -> SlowSelection:
         around = {m: partial(self.around, self.layers.index(i)) for m, i in self.modules.items()}
         self.stack = intercepting(around)
         self.stack.__enter__()
+        self.hook = self.model.model.register_forward_pre_hook(self.see, with_kwargs=True)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.hook.remove()
         self.stack.__exit__(*error)
+
+    def see(self, _: Any, args: Any, kwargs: Any) -> None:
+        self.ids += kwargs["input_ids"][0].tolist()
 
     def around(self, depth: int, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, mask, *rest = args
@@ -101,6 +118,18 @@ class SlowSelection:
                 return everything
             case 6:
                 return everything if depth < 1 else oracles.kinetics(q, k, 0.6, 4, {0, 1})
+            case 7 | 8 as number:
+                knobs = (0.2, 2, 4, {0, 1, *range(n - 6, n)}) if number == 7 else (9, 4, 8)
+                mine = oracles.specache(q, k, scale, *knobs)  # of this query
+                before = self.guessed.get(depth, mine)
+                self.guessed[depth] = [each | {n} for each in mine]
+                return before
+            case 9:
+                numbers = oracles.sentences(self.ids, ENDS)
+                asked = self.asked.setdefault(depth, [])
+                asked.append((numbers[-1], q))
+                now = [query for number, query in asked if number == numbers[-1]]
+                return oracles.sentencekv(now, k, numbers, 0.3, {0, 1})
         return oracles.twilight(q, k, 0.6, 0.6, 4, scale)
 
 
@@ -165,7 +194,7 @@ def test_the_oracle_sees_planted_faults(fault: str) -> None:
 def test_a_share_of_one_is_the_stock_model(name: str) -> None:
     model, ids = text_model(name), {"input_ids": prompt(LENGTH)}
     stock = written(model, ids, STEPS)[1]
-    for method in ("quest", "tokenselect", "tidaldecode", "twilight", "kinetics"):
+    for method in ("quest", "tokenselect", "tidaldecode", "twilight", "kinetics", "specache"):
         with attach(model, cache=f"{method}:1.0"):
             assert torch.equal(written(model, ids, STEPS)[1], stock), method
     with attach(model, cache="quest:9999?skip=0"):  # more than there are
@@ -278,3 +307,66 @@ def test_nothing_is_left_behind() -> None:
         written(model, ids, STEPS)
     assert torch.equal(written(model, ids, STEPS)[1], stock)
     assert isinstance(stock, Tensor)
+
+
+class _AtOnce:
+    """A fake mode cannot be entered by two threads."""
+
+    def submit(self, work: Any, *args: Any) -> Future[Any]:
+        done = Future[Any]()
+        done.set_result(work(*args))
+        return done
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_entries_lie_in_host_memory_and_are_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is faked, any operation on tensors of two devices is an error."""
+    monkeypatch.setattr(host_entries, "_worker", _AtOnce)
+    config = text_model("llama").config
+    with FakeTensorMode(), torch.no_grad():
+        with torch.device("cuda"):
+            model, ids = LlamaForCausalLM(config), torch.zeros(1, LENGTH, dtype=torch.long)
+        with attach(model, cache="specache:9?group=8"):
+            cache = model(ids, use_cache=True).past_key_values
+            assert cache.layers[0].keys.device.type == "cuda"
+            for _ in range(3):
+                logits = model(ids[:, :1], past_key_values=cache).logits
+                assert {layer.keys.device.type for layer in cache.layers} == {"cpu"}
+                assert logits.device.type == "cuda"
+            assert model(ids[:, :5], past_key_values=cache).logits.device.type == "cuda"  # a prompt
+            (memory,) = cache.layers[0].room.memory.values()
+            assert memory["codes"].grow(cache.layers[0].keys, 5).device.type == "cuda"
+        assert model(ids[:, :1], past_key_values=cache).logits.device.type == "cuda"  # detached
+
+
+def test_fetched_entries_and_those_waited_for_are_counted() -> None:
+    """A step waits for its newest entry alone; the first one for all, and each after a crop."""
+    model, ids = text_model("llama"), prompt(LENGTH)
+    token, groups = 4 * 2 * 2 * 8 * 8, (LENGTH // 8, 8)  # of all layers and heads, in doubles
+    with attach(model, cache="specache:9?group=8") as trace:
+        cache = model(ids, use_cache=True).past_key_values
+        for turn in range(5):
+            if turn == 3:
+                cache.crop(-1)
+            model(ids[:, :1], past_key_values=cache)
+    copy_bytes = 4 * 2 * groups[0] * (8 * 8 * 2 // 8 + 2 * 8 * 8)
+    held = [LENGTH + 1, LENGTH + 2, LENGTH + 3, LENGTH + 3, LENGTH + 4]
+    for turn, (each, n) in enumerate(zip(trace.reads, held, strict=True)):
+        read = 9 + n - groups[0] * groups[1]
+        assert (each.held, each.read) == (n, read)
+        assert each.nbytes == read * token + copy_bytes and each.fetched == read * token
+        assert each.awaited == (read if turn in (0, 3) else 1) * token
+
+
+def test_what_was_fetched_for_other_entries_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: a fetch that is taken for that of any choice."""
+    model, ids = text_model("llama"), {"input_ids": prompt(LENGTH)}
+    spec = SPECS[7]
+    with SlowSelection(model, spec):
+        want = written(model, ids, 8)[1]
+    with attach(model, cache=spec):
+        found = written(model, ids, 8, prompt_lookup_num_tokens=3)[1]
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=0)
+    monkeypatch.setattr(host_entries.Fetch, "of", lambda self, _: self._count - 3)
+    with attach(model, cache=spec), pytest.raises(AssertionError):
+        torch.testing.assert_close(written(model, ids, 8)[1], want, atol=1e-5, rtol=0)

@@ -149,6 +149,82 @@ def test_twilight_is_its_oracle(share: float, n: int) -> None:
     assert read(found, n) == oracles.twilight(*arrays(query, keys), share, 0.5, 4, SCALE)
 
 
+@pytest.mark.parametrize("n", [3, 21, 65])
+@pytest.mark.parametrize(("bits", "group"), [(4, 4), (2, 4), (1, 8)])
+def test_specache_is_its_oracle(n: int, bits: int, group: int) -> None:
+    """A step reads what the query of the step before sent for, and what came since."""
+    choose, memory = selector(f"specache:0.2?bits={bits}&group={group}").choose, dict[str, Any]()
+    last: Any = None
+    for count in range(n, n + 7):
+        query, _ = make(1, seed=count)
+        keys = make(n + 7)[1][:, :, :count]
+        stays = torch.zeros(count, dtype=torch.bool)
+        stays[[0, count // 2]] = True
+        found = choose(step(query, keys, memory=memory, stays=stays))
+        forced = {0, count // 2}
+        mine = oracles.specache(*arrays(query, keys), SCALE, 0.2, bits, group, forced)
+        want = mine if last is None else [each | {count - 1} for each in last]
+        assert read(found, count) == want, count
+        full = (count - 1) // group
+        size = group * D * bits // 8 + 2 * D * keys.element_size()
+        assert found.nbytes == (H * full * size if found.pages is not None else 0)
+        last = mine if found.pages is not None else None
+
+
+def test_specache_asks_anew_where_the_asking_query_is_taken_back() -> None:
+    _, keys = make(60)
+    choose, memory = selector("specache:5?group=4").choose, dict[str, Any]()
+    first, other = make(1, seed=7)[0], make(1, seed=8)[0]
+    choose(step(first, keys[:, :, :50], memory=memory))
+    choose(step(other, keys[:, :, :51], memory=memory))
+    for n, asks in ((51, first), (50, other)):  # back to 50 entries, then to 49
+        assert all(state.trim(n - 1) for state in memory.values())
+        found = read(choose(step(other, keys[:, :, :n], memory=memory)), n)
+        want = oracles.specache(*arrays(asks, keys[:, :, :50]), SCALE, 5, 2, 4)
+        assert found == [each | set(range(50, n)) for each in want]
+
+
+@pytest.mark.parametrize("budget", [0.3, 14])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_sentencekv_is_its_oracle(budget: float | int, by_head: bool) -> None:
+    """Tokens come one by one, and some are taken back; heads may hold other tokens."""
+    generator, ends = torch.Generator().manual_seed(5), {0, 1}
+    method, memory, n = selector(f"sentencekv:{budget}").choose, dict[str, Any](), 30
+    _, keys = make(90)
+    rows = H if by_head else 1
+    ids = torch.randint(0, 9, (90,), generator=generator).tolist()
+    queries, least = {i: make(1, seed=100 + i)[0] for i in range(91)}, 90
+    numbers = torch.tensor([oracles.sentences(ids, ends)] * rows)
+    if by_head:  # a policy before has left the second head other entries
+        numbers[1] = numbers[1].where(numbers[1] != 1, 2)
+    for turn in range(40):
+        stays = torch.zeros(n, dtype=torch.bool)
+        stays[3] = turn % 2 == 0
+        sentence, query = numbers[:, :n], queries[n]
+        given = {"memory": memory, "stays": stays, "sentence": sentence}
+        found = read(method(step(query, keys[:, :, :n], **given)), n)
+        least = min(least, min(map(len, found)))
+        now = int(sentence[0, -1])
+        same = [m for m in range(30, n + 1) if int(numbers[0, m - 1]) == now]
+        asked = [arrays(queries[m], keys)[0] for m in same]
+        for head in range(H):
+            mine = sentence[head % rows].tolist()
+            forced = {3} if turn % 2 == 0 else set()
+            want = oracles.sentencekv(
+                [q[head * G : head * G + G] for q in asked],
+                keys[0, head : head + 1, :n].double().numpy(),
+                mine,
+                budget,
+                forced,
+            )
+            assert found[head] == want[0], (turn, head)
+        n += 1
+        if turn in (9, 20, 30):
+            n -= 4
+            assert all(state.trim(n - 1) for state in memory.values())
+    assert least < 25
+
+
 def test_flat_attention_reads_more_than_sharp() -> None:
     query, keys = make(200)
     method = selector("twilight:0.8?base=0.9&page=4")
@@ -159,7 +235,14 @@ def test_flat_attention_reads_more_than_sharp() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["quest:0.2?page=4", "twilight:0.8?page=4", "tokenselect:0.2", "kinetics:0.3?page=4"]
+    "spec",
+    (
+        "quest:0.2?page=4",
+        "twilight:0.8?page=4",
+        "tokenselect:0.2",
+        "kinetics:0.3?page=4",
+        "specache:0.2?group=4",
+    ),
 )
 def test_a_batch_is_its_rows(spec: str) -> None:
     query, keys = make(70, batch=3)
@@ -207,13 +290,14 @@ def test_bounds_hold_and_are_found_once() -> None:
     assert bool((products <= scores[..., None] + 1e-5).all())
 
 
-def test_four_bits_are_within_half_a_level() -> None:
+@pytest.mark.parametrize("bits", [4, 2, 1])
+def test_few_bits_are_within_half_a_level(bits: int) -> None:
     query, keys = make(64)
     parts = keys.unflatten(2, (8, 8))
-    bounds, codes = pages.key_bounds(parts), pages.four_bits(parts)
-    assert codes.dtype == torch.uint8 and codes.shape == (1, H, 8, 8 * D // 2)
-    logits = pages.four_bit_logits(query, codes, bounds, 8)
-    level = (parts.amax(3) - parts.amin(3)).amax() / 15
+    bounds, codes = pages.key_bounds(parts), pages.level_codes(parts, bits)
+    assert codes.dtype == torch.uint8 and codes.shape == (1, H, 8, 8 * D * bits // 8)
+    logits = pages.level_logits(query, codes, bounds, 8, bits)
+    level = (parts.amax(3) - parts.amin(3)).amax() / (2**bits - 1)
     off = (logits - query @ keys.transpose(2, 3)).abs()
     assert bool((off <= query.abs().sum(-1, keepdim=True) * level / 2 + 1e-5).all())
 
@@ -248,16 +332,24 @@ FAULTS = {
     "bound_scores": lambda query, bounds: pages_bound(query, bounds.roll(D, -1)),
     "mean_scores": lambda query, means: pages_mean(query, means.roll(1, 2)),
     "pages_paid": lambda cost, n, page: int((cost - n % page) // page),  # a search for nothing
-    "four_bits": lambda part: pages_codes(part.flip(-1)),
+    "level_codes": lambda part: pages_codes(part.flip(-1)),
+    "level_logits": lambda query, codes, bounds, page, bits: pages_logits(
+        query, codes.roll(1, 2), bounds, page, bits
+    ),
+    "key_bounds": lambda part: pages_bounds(part * 2),
+    "marked_places": lambda marks: pages_marked(marks.roll(1, -1)),
     "heaviest": lambda mass, share: pages_heaviest(mass, min(1.0, share + 0.2)),
 }
-pages_bound, pages_codes, pages_heaviest = pages.bound_scores, pages.four_bits, pages.heaviest
-pages_mean = pages.mean_scores
+pages_bound, pages_codes, pages_heaviest = pages.bound_scores, pages.level_codes, pages.heaviest
+pages_marked = pages.marked_places
+pages_mean, pages_logits, pages_bounds = pages.mean_scores, pages.level_logits, pages.key_bounds
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     homes = {"bound_scores": "quest", "mean_scores": "kinetics", "pages_paid": "kinetics"}
+    homes |= {"marked_places": "sentencekv"}
+    homes |= {"level_logits": "specache", "key_bounds": "specache"}
     home = homes.get(name, "twilight")
     monkeypatch.setattr(f"mmfast.caches.selection.{home}.{name}", FAULTS[name])
     with pytest.raises(AssertionError):
@@ -265,6 +357,10 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
             test_quest_is_its_oracle(100, 0.1, 4)
         if home == "kinetics":
             test_kinetics_is_its_oracle(333, 0.5, 4)
+        if home == "specache":
+            test_specache_is_its_oracle(65, 2, 4)
+        if home == "sentencekv":
+            test_sentencekv_is_its_oracle(0.3, False)
         for n in (21, 64):
             test_twilight_is_its_oracle(0.7, n)
 
@@ -277,6 +373,12 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
         ("kinetics:0.1?skip=-1", "skip=-1"),
         ("kinetics:0.03", "no more than the search, which costs 0.03125"),
         ("kinetics:0.1+quant:8", "unpacks all entries"),
+        ("specache:0.1?bits=8", "bits=8, group=64; choose 4, 2 or 1 bits"),
+        ("sentencekv:0.1+quant:8", "unpacks all entries"),
+        ("specache:0.1?group=0", "at least 1 token"),
+        ("specache:0.1+quant:8", "unpacks all entries"),
+        ("snapkv:0.5?every=8+specache:0.1", "write 'snapkv:0.5\\+specache:0.1'"),
+        ("h2o:0.5+specache:0.1", "all keys in host memory"),
         ("tidaldecode:0.1?again=1.5", "again=1.5"),
         ("twilight:64", "a share of the attention"),
         ("twilight:0.8?base=2.0", "base=2.0"),
@@ -306,7 +408,15 @@ def test_streams_and_the_server_refuse() -> None:
 
 def test_every_method_of_the_role_is_named_here() -> None:
     found = {method.name for method in methods("cache") if method.role == "select"}
-    assert found == {"quest", "tokenselect", "tidaldecode", "twilight", "kinetics"}
+    assert found == {
+        "quest",
+        "tokenselect",
+        "tidaldecode",
+        "twilight",
+        "kinetics",
+        "specache",
+        "sentencekv",
+    }
     assert get("quest", "cache").example == "quest:0.1"
     assert get("twilight", "cache").example == "twilight:0.85"
     assert str(plan_cache("sink:4+quest:0.1?page=8")) == "sink:4+quest:0.1?page=8"

@@ -35,6 +35,7 @@ _ALL = (
     "tidaldecode:0.1",
     "twilight:0.85?base=0.1",
     "kinetics:0.1",
+    "specache:0.1",
 )
 PRESET = "llava-onevision-0.5b"
 

@@ -51,6 +51,7 @@ class PaidPages:
     skip: int = 0
     alone: bool = False
     across: bool = False
+    host: bool = False
 
     def check(self, depths: int) -> None:
         """Refuse to skip every layer."""

@@ -48,6 +48,7 @@ class BoundedPages:
     skip: int = 2
     alone: bool = False
     across: bool = False
+    host: bool = False
 
     def check(self, depths: int) -> None:
         """Refuse to skip every layer."""

@@ -46,6 +46,7 @@ class EarlierLayers:
     again: float = 0.5
     alone: bool = False
     across: bool = True
+    host: bool = False
 
     def check(self, depths: int) -> None:
         """Refuse a model in which no layer follows the one that chooses."""

@@ -52,6 +52,7 @@ class SoftVotes:
     similar: float = 0.9
     alone: bool = True  # each row votes when its own query has changed
     across: bool = False
+    host: bool = False
 
     def check(self, depths: int) -> None:
         """Every layer chooses."""

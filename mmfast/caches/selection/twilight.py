@@ -13,7 +13,7 @@ from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.reduction import gather_rows
 from mmfast.core.registry import policy
 from mmfast.core.spec import Budget
-from mmfast.ops.pages import PageTable, four_bit_logits, four_bits, heaviest
+from mmfast.ops.pages import PageTable, heaviest, level_codes, level_logits, marked_places
 
 
 @policy("twilight", paper="2502.02770", needs=(), role="select", moment="always", adaptive=True)
@@ -54,6 +54,7 @@ class MassCover:
     skip: int = 2
     alone: bool = False
     across: bool = False
+    host: bool = False
 
     def check(self, depths: int) -> None:
         """Refuse to skip every layer."""
@@ -71,19 +72,16 @@ class MassCover:
         places = (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(2)
         if step.stays is not None:
             needed |= step.stays[places]
-        counts = needed.sum(-1, keepdim=True)
-        most = max(1, int(counts.max()))
-        order = needed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-        real = torch.arange(most, device=order.device) < counts
+        order, real = marked_places(needed)
         chosen = places.gather(-1, order)
-        return StepChoice(chosen, 1, count * page, None if real.all() else real, nbytes + copied)
+        return StepChoice(chosen, 1, count * page, real, nbytes + copied)
 
     def _mass(self, step: LayerStep, pages: Tensor, count: int) -> tuple[Tensor, int]:
         """Attention `[B, H, G, P * page + t]` to candidates and the newest page; bytes read."""
-        table = step.memory.setdefault("codes", PageTable(self.page, four_bits))
+        table = step.memory.setdefault("codes", PageTable(self.page, level_codes))
         codes = gather_rows(table.grow(step.keys, count), pages)
         bounds = gather_rows(step.memory["bounds"].grow(step.keys, count), pages)
-        estimated = four_bit_logits(step.query, codes, bounds, self.page)
+        estimated = level_logits(step.query, codes, bounds, self.page)
         newest = step.query.float() @ step.keys[:, :, count * self.page :].float().transpose(2, 3)
         mass = torch.cat([estimated, newest], -1).mul_(step.scale).softmax(-1)
         return mass, codes.numel() + bounds.numel() * bounds.element_size()

@@ -46,6 +46,9 @@ BASIS = "basis"
 # `[B, 1, n]`: the cluster that finds an entry again, -1 at what is always read; the frame it came
 # with, until the prompt ends; and whether it is read.
 CLUSTER, FRAME, READ = "cluster", "frame", "read"
+# `[B, 1 or H, n]`: twice the number of its sentence, frame or picture in the row, and one more at a
+# token that ends a sentence; -1 where it is not known.
+SENTENCE = "sentence"
 # `[B, 1 or H, n]`: the place of an entry in its frame, -1 where it has none.
 SPOT = "spot"
 _FILL = {
@@ -61,6 +64,7 @@ _FILL = {
     CLUSTER: -1,
     FRAME: -1,
     SPOT: -1,
+    SENTENCE: -1,
     READ: True,
 }
 

@@ -107,7 +107,7 @@ class KVStage:
             self._repetition = Repetition(
                 model, self._modules, plan.repeats, trace, state, plan.asks
             )
-        self._selection = Selection.of(plan, self._layers, state, trace)
+        self._selection = Selection.of(plan, self._layers, state, trace, model)
         self._prompts, self._account = PromptTracker(), _Account()
         self._arming = Arming(self._on_layers)
 
@@ -160,7 +160,8 @@ class KVStage:
         if cache is not None and self._settles:
             self._settle(cache, state.part is None or state.part.first)
         if self._selection is not None:
-            self._selection.enter(cache, state.part is None)
+            ids = args[0] if args else kwargs.get("input_ids")
+            self._selection.enter(cache, state.part is None, ids)
 
     def _keeps_nothing(self, base: nn.Module, kwargs: dict[str, Any]) -> bool:
         if base.training and any(
@@ -314,6 +315,8 @@ class KVStage:
         ):
             if name in self._plan.needs:
                 notes.mark(layer, name, numbers(sequences))
+        if self._selection is not None:
+            self._selection.arrive(layer, sequences)
         if self._expectation is not None:
             assert raw is not None
             part, kinds = self._state.part, notes.kinds_of(sequences)

@@ -23,11 +23,15 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.trace import Row, StepRead, Trace
-from mmfast.models.kv.notes import KIND, fill
+from mmfast.models.kv.host_entries import fetch
+from mmfast.models.kv.notes import KIND, SENTENCE, fill, kinds_of
 from mmfast.models.kv.packs import shrinkable
+from mmfast.models.kv.retrieval import WHOLE, frames_of
+from mmfast.models.kv.sentences import Sentences
 from mmfast.models.reduction.cache_layers import adopt
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import Around, intercepting
+from mmfast.models.reduction.sequence import Sequences
 from mmfast.ops.pages import selected, selected_attention, selected_bias
 
 _SPARE = 256  # entries of room for new ones, at least
@@ -41,9 +45,10 @@ class Room:
     their place, which takes entries back, or others, which makes the room void.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, device: torch.device | None = None) -> None:
         # Weak, and compared by identity: a copy of the layer does not write into this room.
         self._layer: Callable[[], Any] = weakref.ref(layer)
+        self._device = device  # of the buffers; None is where the entries come from
         self._buffers: tuple[Tensor, ...] = ()
         self._held = 0
         self.memory: dict[Any, dict[str, Any]] = {}
@@ -66,7 +71,8 @@ class Room:
         total = before + new[0].shape[2]
         if not self._buffers or self._buffers[0].shape[2] < total:
             wider = total + max(_SPARE, total // 8)
-            grown = tuple(x.new_empty(*x.shape[:2], wider, x.shape[3]) for x in new)
+            device = self._device
+            grown = tuple(x.new_empty(*x.shape[:2], wider, x.shape[3], device=device) for x in new)
             for buffer, x in zip(grown, old, strict=True):
                 if before:
                     buffer[:, :, :before] = x
@@ -90,6 +96,8 @@ class RoomyLayer:
     """Mixed into the class of cache layers whose new entries are written in place."""
 
     room: Room | None = None
+    host = False  # entries lie in host memory
+    fetched = False  # in a step that fetches what it reads from there
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store new entries `[B, H, m, d]`; returns all keys and values."""
@@ -100,9 +108,11 @@ class RoomyLayer:
             layer.lazy_initialization(key_states, value_states)
         before = layer.keys.shape[2] if layer.keys.numel() else 0
         if self.room is None or not self.room.holds(layer):
-            self.room = Room(layer)
+            self.room = Room(layer, torch.device("cpu") if self.host else None)
         self.room.write(before, (layer.keys, layer.values), (key_states, value_states))
         layer.keys, layer.values = self.room.views()
+        if self.host and not self.fetched:
+            return layer.keys.to(key_states.device), layer.values.to(key_states.device)
         return layer.keys, layer.values
 
 
@@ -116,6 +126,8 @@ class StepAccount:
     held: int = 0
     read: int = 0
     nbytes: int = 0
+    fetched: int = 0
+    awaited: int = 0
     ms: float = 0.0
 
 
@@ -131,7 +143,7 @@ class Part:
         """Keys or values `[b, H, n, d]` of these rows."""
         mine = x[self.rows] if len(x) > 1 else x
         if self.where is not None:
-            return mine.index_select(2, self.where)
+            return mine.index_select(2, self.where.to(x.device))
         return mine[:, :, self.start :] if self.start else mine
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
@@ -139,7 +151,9 @@ class Part:
         if bias is None:
             return None
         mine = bias[self.rows] if len(bias) > 1 else bias
-        return mine[..., self.start :] if self.where is None else mine.index_select(2, self.where)
+        if self.where is None:
+            return mine[..., self.start :]
+        return mine.index_select(2, self.where.to(bias.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +175,7 @@ class Asked:
 
 class _Steps(threading.local):
     step: StepAccount | None = None
+    ids: Tensor | None = None  # `[B, n]` of the call
     row: Row | None = None  # of the answer at hand
     sums: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)  # its steps, and what they read
 
@@ -180,8 +195,10 @@ class Selection:
         layers: Collection[int],
         state: PassState,
         trace: Trace,
+        sentences: Sentences | None,
     ) -> None:
         selector.check(len(layers))
+        self._sentences = sentences
         self._selector, self._plan, self._state, self._trace = selector, plan, state, trace
         self._depths = {index: depth for depth, index in enumerate(layers)}
         self._by_kind = any(spec.method.needs for spec in plan.position)
@@ -190,13 +207,21 @@ class Selection:
 
     @classmethod
     def of(
-        cls, plan: CachePlan, layers: Collection[int], state: PassState, trace: Trace
+        cls,
+        plan: CachePlan,
+        layers: Collection[int],
+        state: PassState,
+        trace: Trace,
+        model: Any,
     ) -> Selection | None:
         """Return the policy of a plan; None where it has none, or one that reads everything."""
         selector = plan.selector()
         if selector is None or plan.select is None or plan.select.whole:
             return None
-        return cls(selector, plan, layers, state, trace)
+        method, knobs, sentences = plan.select.method, plan.select.knobs, None
+        if SENTENCE in method.needs:
+            sentences = Sentences(model, method.name, knobs.get("ends", ""))
+        return cls(selector, plan, layers, state, trace, sentences)
 
     @contextmanager
     def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
@@ -206,10 +231,10 @@ class Selection:
         with intercepting(mine, innermost=True):
             yield
 
-    def enter(self, cache: Any, decoding: bool) -> None:
-        """A call begins, of a decode step or of a part of a prompt."""
+    def enter(self, cache: Any, decoding: bool, ids: Tensor | None) -> None:
+        """A call begins, of a decode step or of a part of a prompt, of tokens `ids` `[B, n]`."""
         local = self._local
-        local.step = None
+        local.step, local.ids = None, ids
         if not decoding:
             local.row = None
         if cache is None or not decoding:
@@ -218,15 +243,42 @@ class Selection:
             if index < len(cache.layers) and not isinstance(cache.layers[index], RoomyLayer):
                 shrinkable(cache, index)
                 adopt(cache, index, RoomyLayer)
+        self._fetching(cache, self._selector.host)
         local.step = StepAccount(cache)
+
+    def arrive(self, layer: Any, sequences: Sequences) -> None:
+        """Note the sentences of a part of a prompt that a layer has just got."""
+        ids = self._local.ids
+        if self._sentences is None:
+            return
+        if ids is not None and sequences.index is not None:
+            ids = ids.gather(1, sequences.index.to(ids.device).clamp_min(0))
+        self._sentences.arrive(layer, ids, frames_of(sequences, WHOLE), kinds_of(sequences))
+
+    def _continue(self, layer: Any) -> None:
+        """Note the sentences of new tokens of an answer."""
+        ids = self._local.ids
+        if self._sentences is None:
+            return
+        if layer.notes is None or SENTENCE not in layer.notes:
+            self._trace.warn(
+                f"cache '{self._plan}' reads everything: the prompt of this cache was read before "
+                "attach(); attach first"
+            )
+            return
+        frames = torch.full((1, 1), -1) if ids is None else torch.full_like(ids, -1)
+        self._sentences.arrive(layer, ids, frames, torch.zeros_like(frames))
 
     def leave(self) -> None:
         """A call has ended, perhaps with an exception."""
         local = self._local
         step, local.step = local.step, None
+        if step is not None and self._selector.host:
+            self._fetching(step.cache, False)
         if step is None or not step.heads:
             return
-        read = StepRead(step.held / step.heads, step.read / step.heads, step.nbytes)
+        held, mean = step.held / step.heads, step.read / step.heads
+        read = StepRead(held, mean, step.nbytes, step.fetched, step.awaited)
         self._trace.reads.append(read)
         if local.row is None:
             local.row, local.sums = Row("select", method=str(self._plan)), (0, 0.0, 0.0, 0)
@@ -238,6 +290,12 @@ class Selection:
         row.ms += step.ms
         row.tokens_in, row.tokens_out = round(held / steps), round(mean / steps)
         row.peak_bytes = nbytes // steps
+
+    def _fetching(self, cache: Any, now: bool) -> None:
+        """Say whether layers hand out entries where they lie; outside a step they bring them."""
+        for layer in cache.layers:
+            if isinstance(layer, RoomyLayer):
+                layer.host, layer.fetched = layer.host or now, now
 
     def _attend(
         self,
@@ -261,6 +319,8 @@ class Selection:
                 "model.set_attn_implementation('sdpa')"
             )
 
+        self._continue(layer)
+
         def stock(*given: Any) -> Any:
             return call(module, *given, *args, **kwargs)[0]
 
@@ -281,23 +341,33 @@ class Selection:
         self, asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Outputs `[B, 1, Hq, d]` of one query per row."""
-        parts = self._parts(mask, len(key), key.device)
+        parts = self._parts(mask, len(key), query.device)
         choices = [self._chosen(asked, part, query, part.of(key)) for part in parts]
         token = (key.shape[-1] + value.shape[-1]) * key.element_size()
         if all(choice.pages is None for choice in choices):
             for part in parts:
                 shape = part.of(key).shape
                 self._count(shape[0] * shape[1], shape[2], shape[0] * shape[1] * shape[2], token)
-            whole: Tensor = asked.stock(query, key, value, mask)
+            if self._selector.host:
+                self._count_fetched(
+                    key.numel() // key.shape[-1], key.numel() // key.shape[-1], token
+                )
+            device = query.device
+            whole: Tensor = asked.stock(query, key.to(device), value.to(device), mask)
             return whole
         bias, outputs = _bias(mask), list[Tensor]()
         for part, choice in zip(parts, choices, strict=True):
             keys, values = part.of(key), part.of(value)
-            index, real = _entries(choice, keys)
+            index, real = _entries(choice, keys, query.device)
             heads, n = keys.shape[0] * keys.shape[1], keys.shape[2]
             read = heads * index.shape[-1] if real is None else int(real.sum())
             self._count(heads, n, read, token)
-            mine = query[part.rows], keys, values, index, real, part.bias(bias)
+            both = keys, values
+            if self._selector.host:
+                memory = self._memory(asked.layer, part)
+                both, awaited = fetch(choice, index, *both, memory, query.device)
+                self._count_fetched(heads * index.shape[-1], heads * awaited, token)
+            mine = query[part.rows], *both, index, real, part.bias(bias)
             outputs.append(self._read(asked, *mine))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -311,11 +381,19 @@ class Selection:
         real: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """Attention to the chosen entries, by the stock function where it does more than sdpa."""
-        if asked.plain:
+        """Attention to the chosen entries, by the stock function where it does more than sdpa.
+
+        Of entries in host memory, `keys` and `values` are the chosen ones.
+        """
+        host = self._selector.host
+        if asked.plain and not host:
             read = partial(selected_attention, query, keys, values, index)
             return read(real=real, bias=bias, scale=asked.scale).transpose(1, 2)
         mask = selected_bias(index, real, bias, query, keys.shape[1])
+        if asked.plain:
+            added = None if mask is None else mask.flatten(1, 2)
+            read = partial(selected_attention, query, keys, values, bias=added)
+            return read(scale=asked.scale).transpose(1, 2)
         if mask is not None and asked.kind != "eager":
             raise ModelError(
                 f"heads or rows read different numbers of entries under cache '{self._plan}', "
@@ -323,7 +401,14 @@ class Selection:
             )
         if mask is not None:
             mask = mask.flatten(1, 2)[:, :, None].clamp_min(torch.finfo(query.dtype).min)
-        found: Tensor = asked.stock(query, *selected(keys, values, index), mask)
+        both = (keys, values) if host else selected(keys, values, index)
+        found: Tensor = asked.stock(query, *both, mask)
+        return found
+
+    def _memory(self, layer: Any, part: Part) -> dict[str, Any]:
+        """The state of the method beside the entries of some rows of a layer."""
+        key = self._selector, part.rows.start, part.start
+        found: dict[str, Any] = layer.room.memory.setdefault(key, {})
         return found
 
     def _chosen(self, asked: Asked, part: Part, query: Tensor, keys: Tensor) -> StepChoice:
@@ -331,16 +416,16 @@ class Selection:
         step = self._local.step
         assert step is not None
         begin = time.perf_counter()
-        row, start = part.rows.start, part.start
         given = LayerStep(
             query=query[part.rows].unflatten(1, (keys.shape[1], -1))[:, :, :, 0],
             keys=keys,
             scale=asked.scale,
             depth=self._depths[asked.index],
             depths=len(self._depths),
-            stays=self._stays(asked.layer, part, keys),
-            memory=asked.layer.room.memory.setdefault((self._selector, row, start), {}),
-            shared=step.shared.setdefault((row, asked.turn), {}),
+            stays=self._stays(asked.layer, part, keys.shape[2], query.device),
+            sentence=self._sentence(asked.layer, part, keys.shape[2], query.device),
+            memory=self._memory(asked.layer, part),
+            shared=step.shared.setdefault((part.rows.start, asked.turn), {}),
         )
         choice = self._selector.choose(given)
         step.nbytes += choice.nbytes
@@ -353,6 +438,12 @@ class Selection:
         assert step is not None
         step.heads, step.held = step.heads + heads, step.held + heads * held
         step.read, step.nbytes = step.read + read, step.nbytes + read * token
+
+    def _count_fetched(self, fetched: int, awaited: int, token: int) -> None:
+        """Count entries that came from host memory, and those that were waited for."""
+        step = self._local.step
+        assert step is not None
+        step.fetched, step.awaited = step.fetched + fetched * token, step.awaited + awaited * token
 
     def _parts(self, mask: Tensor | None, batch: int, device: torch.device) -> list[Part]:
         """Rows that are chosen for together; a row with padding stands alone, without it."""
@@ -368,14 +459,22 @@ class Selection:
             found.append(Part(slice(b, b + 1), 0 if gaps else start, where))
         return found
 
-    def _stays(self, layer: Any, part: Part, keys: Tensor) -> Tensor | None:
+    def _sentence(self, layer: Any, part: Part, n: int, device: torch.device) -> Tensor | None:
+        """Numbers `[1 or H, n]` of the sentences of a row; None where none is known."""
+        if self._sentences is None or layer.notes is None or SENTENCE not in layer.notes:
+            return None
+        codes: Tensor = layer.notes[SENTENCE][part.rows.start].to(device)
+        where = part.where
+        mine = codes[:, part.start :] if where is None else codes[:, where.to(device)]
+        return mine[:, :n] >> 1
+
+    def _stays(self, layer: Any, part: Part, n: int, device: torch.device) -> Tensor | None:
         """Entries `[n]` that position policies always read."""
         if not self._plan.position:
             return None
-        n, device = keys.shape[2], keys.device
         if self._by_kind and layer.notes is not None:
             kinds = fill(layer)[KIND][part.rows.start, 0].to(device).long()
-            kinds = kinds[part.start :] if part.where is None else kinds[part.where]
+            kinds = kinds[part.start :] if part.where is None else kinds[part.where.to(device)]
             return self._plan.standing(kinds[:n])
         known = self._known.get((n, device))
         if known is None:  # the same for all layers of a step
@@ -387,11 +486,13 @@ class Selection:
 _OWN = ("softcap", "s_aux", "position_bias")  # what some families add to attention
 
 
-def _entries(choice: StepChoice, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+def _entries(
+    choice: StepChoice, keys: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """Places `[b, H, m]` of the entries that are read, and False where one is a filler."""
     shape = (len(keys), keys.shape[1], -1)
     if choice.pages is None:
-        return torch.arange(keys.shape[2], device=keys.device).expand(shape), None
+        return torch.arange(keys.shape[2], device=device).expand(shape), None
     index, real = choice.entries(keys.shape[2])
     return index.expand(shape), None if real is None else real.expand(shape)
 

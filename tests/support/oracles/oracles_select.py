@@ -20,7 +20,7 @@ def bound(query: np.ndarray, keys: np.ndarray) -> float:
     return total
 
 
-def group(queries: np.ndarray, head: int, heads: int) -> np.ndarray:
+def group_of(queries: np.ndarray, head: int, heads: int) -> np.ndarray:
     """The query heads of `[Hq, d]` that share a key head."""
     size = len(queries) // heads
     return queries[head * size : (head + 1) * size]
@@ -52,7 +52,7 @@ def quest(
         return [set(range(n))] * heads
     found = []
     for head in range(heads):
-        pages = best_pages(group(queries, head, heads), keys[head], wanted, page, stays)
+        pages = best_pages(group_of(queries, head, heads), keys[head], wanted, page, stays)
         read = {i * page + j for i in pages for j in range(page)}
         found.append(read | set(range(count * page, n)))
     return found
@@ -77,7 +77,7 @@ def kinetics(
                 float(sum(keys[head, start + j, c] for j in range(page))) / page
                 for c in range(width)
             ]
-            mine = group(queries, head, heads)
+            mine = group_of(queries, head, heads)
             score.append(sum(float(q @ np.array(mean)) for q in mine) / len(mine))
         falling = sorted(range(count), key=lambda i: -score[i])
         forced = {place // page for place in stays if place < count * page}
@@ -112,7 +112,7 @@ def votes_of_all(queries: np.ndarray, keys: np.ndarray, scale: float) -> list[fl
     """Attention to each place, added over all query heads."""
     heads = len(keys)
     rows = [
-        row for h in range(heads) for row in attention(group(queries, h, heads), keys[h], scale)
+        row for h in range(heads) for row in attention(group_of(queries, h, heads), keys[h], scale)
     ]
     return [sum(row[i] for row in rows) for i in range(keys.shape[1])]
 
@@ -136,19 +136,19 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
 def tidaldecode(queries: np.ndarray, keys: np.ndarray, wanted: int, scale: float) -> list[set[int]]:
     """TidalDecode's choice: in every head the most attention, mean over its query heads."""
     heads = len(keys)
-    rows = [attention(group(queries, h, heads), keys[h], scale) for h in range(heads)]
+    rows = [attention(group_of(queries, h, heads), keys[h], scale) for h in range(heads)]
     means = [[sum(column) / len(mine) for column in zip(*mine, strict=True)] for mine in rows]
     return [most(mean, wanted) for mean in means]
 
 
-def four_bits(keys: np.ndarray) -> np.ndarray:
-    """A page `[page, d]` with each channel at one of 16 even levels between its extremes."""
-    out = np.array(keys, dtype=np.float64)
+def few_bits(keys: np.ndarray, bits: int = 4) -> np.ndarray:
+    """A page `[page, d]` with each channel at one of 2^bits even levels between its extremes."""
+    out, most = np.array(keys, dtype=np.float64), 2**bits - 1
     for channel in range(keys.shape[1]):
         low, high = keys[:, channel].min(), keys[:, channel].max()
         for i, x in enumerate(keys[:, channel]):
-            level = 0 if high == low else round((x - low) / (high - low) * 15)
-            out[i, channel] = low + level * (high - low) / 15
+            level = 0 if high == low else round((x - low) / (high - low) * most)
+            out[i, channel] = low + level * (high - low) / most
     return out
 
 
@@ -172,13 +172,77 @@ def twilight(
         return [set(range(n))] * heads
     wanted, found = min(count, max(1, round(max(1, round(base * n)) / page))), []
     for head in range(heads):
-        mine, queried = keys[head], group(queries, head, heads)
+        mine, queried = keys[head], group_of(queries, head, heads)
         pages = best_pages(queried, mine, wanted, page, set())
-        rough = [row for i in pages for row in four_bits(mine[i * page : (i + 1) * page])]
+        rough = [row for i in pages for row in few_bits(mine[i * page : (i + 1) * page])]
         places = [i * page + j for i in pages for j in range(page)]
         tail = list(range(count * page, n))
         read = set(tail)
         for row in attention(queried, np.array([*rough, *mine[count * page :]]), scale):
             read |= {[*places, *tail][i] for i in cover(row, share)}
+        found.append(read)
+    return found
+
+
+def specache(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    scale: float,
+    budget: int | float,
+    bits: int = 2,
+    group: int = 64,
+    stays: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[set[int]]:
+    """Places that queries `[Hq, d]` send for, by a copy of all full groups of keys `[H, n, d]`."""
+    heads, n, _ = keys.shape
+    count, wanted, found = (n - 1) // group * group, tokens_of(budget, n), []
+    if wanted >= count:
+        return [set(range(n))] * heads
+    for head in range(heads):
+        starts = range(0, count, group)
+        copy = [row for i in starts for row in few_bits(keys[head, i : i + group], bits)]
+        rows = attention(group_of(queries, head, heads), np.array(copy), scale)
+        means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        forced = {place for place in stays if place < count}
+        rest = sorted((i for i in range(count) if i not in forced), key=lambda i: -means[i])
+        found.append(forced | set(rest[:wanted]) | set(range(count, n)))
+    return found
+
+
+def sentences(ids: list[int], ends: set[int], frames: list[int] | None = None) -> list[int]:
+    """Number of the sentence of each token; a frame is one, and -1 is text."""
+    numbers, frames = [], frames or [-1] * len(ids)
+    for i in range(len(ids)):
+        over = i and (frames[i] != frames[i - 1] or (frames[i - 1] < 0 and ids[i - 1] in ends))
+        numbers.append(0 if not i else numbers[-1] + bool(over))
+    return numbers
+
+
+def sentencekv(
+    asked: list[np.ndarray],
+    keys: np.ndarray,
+    numbers: list[int],
+    budget: int | float,
+    stays: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[set[int]]:
+    """Places that each head reads; `asked` are the queries `[Hq, d]` of the sentence so far."""
+    heads, n, width = keys.shape
+    wanted, now, found = tokens_of(budget, n), numbers[-1], []
+    if wanted >= n - 1 or now < 1:
+        return [set(range(n))] * heads
+    parts = [[i for i in range(n) if numbers[i] == s] for s in range(now)]
+    for head in range(heads):
+        mine = [q for queries in asked for q in group_of(queries, head, heads)]
+        query = [sum(q[c] for q in mine) / len(mine) for c in range(width)]
+        score = []
+        for part in parts:
+            mean = [sum(keys[head, i, c] for i in part) / max(1, len(part)) for c in range(width)]
+            score.append(sum(a * b for a, b in zip(query, mean, strict=True)) if part else -1e30)
+        read, room = {i for i in range(n) if numbers[i] == now} | set(stays), wanted
+        for rank, s in enumerate(sorted(range(now), key=lambda s: -score[s])):
+            room -= len(parts[s])
+            if rank and room < 0:
+                break
+            read |= set(parts[s])
         found.append(read)
     return found
