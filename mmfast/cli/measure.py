@@ -101,13 +101,14 @@ def bench_named(
 def _suites(incomplete: str) -> list[str]:
     from mmfast.tiny.suites import SUITES
 
-    return [name for name in (*SUITES, "scenes", "stream", "speech") if name.startswith(incomplete)]
+    others = ("scenes", "stream", "speech", "needles")
+    return [name for name in (*SUITES, *others) if name.startswith(incomplete)]
 
 
 _Suite = Annotated[
     str,
     typer.Option(
-        help="video, image, multi-image, document, scenes, stream, speech.",
+        help="video, image, multi-image, document, scenes, stream, speech, needles.",
         autocompletion=_suites,
     ),
 ]
@@ -134,6 +135,12 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
     suite: _Suite = "video",
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of documents; 4096 (--suite needles).")
+    ] = None,
+    aware: Annotated[
+        bool, typer.Option("--aware", help="Ask before the cache is cut (--suite needles).")
+    ] = False,
     model: Model = None,
     weights: Weights = None,
     prefill: Prefill = None,
@@ -161,11 +168,16 @@ def evaluate(
     from mmfast.caches.plan import call_plan, plan_cache
 
     asked: dict[str, Any] = {"weights": weights, "prefill": prefill, "attn": attn}
-    _check_suite(suite, asked, reduce or cache)
+    _check_suite(suite, asked, reduce, cache)
+    if suite != "needles" and (length is not None or aware):
+        raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
     for spec in cache or []:  # a stream reads again what its score policy has let go
         plan_cache(spec) if suite == "stream" else call_plan(spec)
     if suite == "stream":
         return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
+    if suite == "needles":
+        documents = (n, seed, 4096 if length is None else length, model, aware)
+        return eval_needles(cache or [], documents, out, as_json)
     if suite == "speech":
         return eval_speech(n, seed, model, out, as_json)
     if suite == "scenes":
@@ -187,7 +199,9 @@ def evaluate(
     output.print_eval(document, as_json)
 
 
-def _check_suite(suite: str, given: dict[str, str | None], reduced: Any) -> None:
+def _check_suite(
+    suite: str, given: dict[str, str | None], reduce: list[str] | None, cache: list[str] | None
+) -> None:
     """Refuse an unknown form of weights, method or back end, and what a suite would ignore."""
     from mmfast.models.attention import check_attn
     from mmfast.models.packing import plan_weights
@@ -195,10 +209,12 @@ def _check_suite(suite: str, given: dict[str, str | None], reduced: Any) -> None
 
     for name, check in (("weights", plan_weights), ("prefill", plan_prefill), ("attn", check_attn)):
         check(given[name])
-    if suite == "speech" and reduced:
+    if suite == "speech" and (reduce or cache):
         raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
+    if suite == "needles" and reduce:
+        raise MmfastError("--suite needles takes no --reduce; leave it out, or give --cache")
     for name, value in given.items():
-        if value is not None and suite in ("scenes", "stream", "speech"):
+        if value is not None and suite in ("scenes", "stream", "speech", "needles"):
             raise MmfastError(f"--suite {suite} takes no --{name}; leave it out")
 
 
@@ -288,6 +304,7 @@ _TAKES = {
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
     "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out", "weights"}
+    | {"length", "aware"}
     | {"prefill", "attn"},
     "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "encoder": {"out", "peer"},
@@ -462,6 +479,29 @@ def eval_scenes(
             output.keep_rows(out, [{**row, **environ}])
     cells = [[*(row[key] for key in _SCENES[:3]), *_parts(row)] for row in rows]
     output.print_table(rows, as_json, _SCENES, cells)
+
+
+def eval_needles(
+    caches: Sequence[str],
+    asked: tuple[int, int, int, str | None, bool],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Ask about long documents with the whole cache and under each cache policy."""
+    from mmfast.bench.results import environment
+    from mmfast.tiny.text.evaluate import needle_rows
+
+    environ, rows = environment(), list[dict[str, Any]]()
+    with output.progress("eval") as tick:
+        for row in needle_rows(caches, *asked, lambda label, done, total: tick(done, total, label)):
+            rows.append(row)
+            output.keep_rows(out, [{**row, **environ}])
+    kinds, cells = rows[0]["by_kind"], list[list[Any]]()
+    for row in rows:
+        low, high = row["interval"]
+        shares = (row["accuracy"], row["kept"], *(row["by_kind"].get(kind) for kind in kinds))
+        cells.append([row["cache"], f"{low:.3f} to {high:.3f}", *map(_share, shares)])
+    output.print_table(rows, as_json, ("cache", "interval", "right", "kept", *kinds), cells)
 
 
 def _parts(row: dict[str, Any]) -> list[Any]:
