@@ -17,40 +17,40 @@ from mmfast.models.loading import EMBEDDED_TEXT, embedded_path
 from mmfast.models.text_chat import load_text
 from mmfast.tiny.card import write_card
 from mmfast.tiny.text import evaluate
-from mmfast.tiny.text.evaluate import Reader, documents, needle_rows
+from mmfast.tiny.text.evaluate import DocumentReader, documents, needle_rows
 from mmfast.tiny.text.haystack import (
     HOPS,
     KINDS,
-    Document,
-    Facts,
+    FactCounts,
+    Haystack,
     make_document,
     vocabulary,
     words_of,
 )
-from mmfast.tiny.text.train import IGNORE, SPECIAL, Sampler, make_tokenizer
+from mmfast.tiny.text.train import IGNORE, SPECIAL, TextSampler, make_tokenizer
 
 HOME = embedded_path(EMBEDDED_TEXT)
 
 
 @pytest.fixture(scope="module")
-def reader() -> Reader:
-    return Reader(*load_text(EMBEDDED_TEXT, "cpu", "float32"))
+def reader() -> DocumentReader:
+    return DocumentReader(*load_text(EMBEDDED_TEXT, "cpu", "float32"))
 
 
 def solve(text: str, asked: str) -> str:
     """The answer, found by searching the text of a document with regular expressions."""
     if asked == "password":
-        return re.findall(r"password (\w+ \w+)\.", text)[0]
+        return re.findall(r"password (\w+)\.", text)[0]
     if times := len(re.findall(rf"one {asked} came by\.", text)):
         return str(times)
-    if things := re.findall(rf"key {asked} (\w+ \w+)\.", text):
+    if things := re.findall(rf"key {asked} (\w+)\.", text):
         return str(things[0])
     value = re.findall(rf"let {asked} (\w+)\.", text)[0]
     return str(value) if value.isdigit() else solve(text, value)
 
 
-def some_document(length: int, seed: int, facts: Facts | None = None) -> Document:
-    return make_document(length, np.random.default_rng(seed), facts or Facts())
+def some_document(length: int, seed: int, facts: FactCounts | None = None) -> Haystack:
+    return make_document(length, np.random.default_rng(seed), facts or FactCounts())
 
 
 @pytest.mark.parametrize("length", [512, 1000, 4096])
@@ -90,7 +90,7 @@ def test_words_of_facts_stand_elsewhere_too() -> None:
     document = some_document(4096, 1)
     thing = next(q.answer for q in document.questions if q.kind == "single")
     words = words_of(document.text)
-    assert all(words.count(word) > 1 for word in thing.split())
+    assert words.count(thing) > 1
 
 
 def test_every_word_is_one_token_and_comes_back() -> None:
@@ -104,15 +104,15 @@ def test_every_word_is_one_token_and_comes_back() -> None:
     )
 
 
-def test_the_shipped_tokenizer_is_that_of_the_recipe(reader: Reader) -> None:
+def test_the_shipped_tokenizer_is_that_of_the_recipe(reader: DocumentReader) -> None:
     assert reader.words.get_vocab() == make_tokenizer().get_vocab()
-    text = "key bati quiet castle. question bati? bati"
+    text = "key bati castle. question bati? bati"
     assert reader.words(text).input_ids == make_tokenizer()(text).input_ids
     assert reader.model.config.vocab_size == len(reader.words)
 
 
 def test_lessons_teach_the_answers_of_their_documents() -> None:
-    lesson, words = Sampler(0).lesson(512), make_tokenizer()
+    lesson, words = TextSampler(0).lesson(512), make_tokenizer()
     for ids, answers, kinds in zip(lesson.ids, lesson.answers, lesson.kinds, strict=True):
         said = answers != IGNORE
         assert torch.equal(ids[said], answers[said])
@@ -125,31 +125,31 @@ def test_lessons_teach_the_answers_of_their_documents() -> None:
 
 
 def test_places_part_sentences_and_nothing_else() -> None:
-    lesson, words = Sampler(1).lesson(256), make_tokenizer()
+    lesson, words = TextSampler(1).lesson(256), make_tokenizer()
     stops = {words.convert_tokens_to_ids(mark) for mark in (".", "<s>", "<pad>")}
     for ids, places in zip(lesson.ids.tolist(), lesson.places.tolist(), strict=True):
         for before, one, two in zip(ids, places, places[1:], strict=False):
             assert two - one == 1 or before in stops
-    reach = max(int(Sampler(seed).lesson(256).places.max()) for seed in range(8))
+    reach = max(int(TextSampler(seed).lesson(256).places.max()) for seed in range(8))
     assert reach > 4096  # short documents reach over the distances of long ones
 
 
 @pytest.mark.parametrize("aware", [False, True])
-def test_answers_are_those_of_stock_generation(reader: Reader, aware: bool) -> None:
+def test_answers_are_those_of_stock_generation(reader: DocumentReader, aware: bool) -> None:
     document = next(documents(11, 600))
     found, kept = reader.answers(document, document.questions, None, aware)
     assert kept == 1.0
     for question, text in zip(document.questions, found, strict=True):
         prompt = f"{document.text} {question.text} {question.lead}"
         ids = reader.words(prompt, return_tensors="pt").input_ids
-        out = reader.model.generate(ids, max_new_tokens=3, do_sample=False)
+        out = reader.model.generate(ids, max_new_tokens=2, do_sample=False)
         wanted = reader.words.decode(out[0, ids.shape[1] :]).split(".")[0].strip()
         assert text == wanted
 
 
 @pytest.mark.parametrize("aware", [False, True])
 def test_a_whole_share_changes_nothing_and_a_small_one_is_exact(
-    reader: Reader, aware: bool
+    reader: DocumentReader, aware: bool
 ) -> None:
     document = next(documents(12, 600))
     full, _ = reader.answers(document, document.questions, None, aware)

@@ -23,20 +23,27 @@ from mmfast.core.errors import MmfastError
 from mmfast.models.cache_name import CACHE, returned_cache
 from mmfast.models.text_chat import load_text
 from mmfast.tiny.evaluate import interval
-from mmfast.tiny.text.haystack import KINDS, LONGEST, Document, Facts, Question, make_document
+from mmfast.tiny.text.haystack import (
+    KINDS,
+    LONGEST,
+    FactCounts,
+    Haystack,
+    NeedleQuestion,
+    make_document,
+)
 from mmfast.tiny.training import shares
 from mmfast.tiny.video.scene import EVAL
 
 NAME = "tiny-text"
-FACTS = Facts()
+FACTS = FactCounts()
 SHORTEST = 512  # tokens of a document, half of which its facts take
 WINDOW = 29  # last tokens of a document that are read with a question: 32 in all
 BATCH = 9  # questions answered side by side
-MOST = 3  # tokens of an answer, the mark behind it included
+MOST = 2  # tokens of an answer, the mark behind it included
 Progress = Callable[[str, int, int], None]
 
 
-def documents(seed: int, length: int) -> Iterator[Document]:
+def documents(seed: int, length: int) -> Iterator[Haystack]:
     """Endless documents of the evaluation, of a length in tokens; the same for the same seed."""
     if not SHORTEST <= length <= LONGEST:
         raise MmfastError(
@@ -48,7 +55,7 @@ def documents(seed: int, length: int) -> Iterator[Document]:
 
 
 @dataclass(frozen=True)
-class Reader:
+class DocumentReader:
     """A causal language model of text and its tokenizer."""
 
     model: Any
@@ -64,14 +71,18 @@ class Reader:
         return out.logits[:, -1], returned_cache(out)
 
     def answers(
-        self, document: Document, asked: Sequence[Question], spec: str | None, aware: bool = False
+        self,
+        document: Haystack,
+        asked: Sequence[NeedleQuestion],
+        spec: str | None,
+        aware: bool = False,
     ) -> tuple[list[str], float]:
         """Answers to questions about a document, and the share of its entries that stayed."""
         return (self._informed if aware else self._later)(document, asked, spec)
 
     @torch.inference_mode()
     def _later(
-        self, document: Document, asked: Sequence[Question], spec: str | None
+        self, document: Haystack, asked: Sequence[NeedleQuestion], spec: str | None
     ) -> tuple[list[str], float]:
         """Read, cut, then ask: token by token, as a prompt of several would be cut again."""
         found = list[str]()
@@ -86,7 +97,7 @@ class Reader:
 
     @torch.inference_mode()
     def _informed(
-        self, document: Document, asked: Sequence[Question], spec: str | None
+        self, document: Haystack, asked: Sequence[NeedleQuestion], spec: str | None
     ) -> tuple[list[str], float]:
         """Read all but the end of a document, its end with a question, cut, then answer."""
         ids, found = self._ids([document.text], start=True), list[str]()
@@ -114,7 +125,7 @@ class Reader:
         return nullcontext() if spec is None else attach(self.model, cache=spec)
 
 
-def _batches(asked: Sequence[Question]) -> Iterator[Sequence[Question]]:
+def _batches(asked: Sequence[NeedleQuestion]) -> Iterator[Sequence[NeedleQuestion]]:
     for at in range(0, len(asked), BATCH):
         yield asked[at : at + BATCH]
 
@@ -144,7 +155,7 @@ def needle_rows(
     """Rows of results about the same documents: the whole cache, then each policy."""
     source = documents(seed, length)
     first = next(source)  # refuses a wrong length before a model is loaded
-    reader = Reader(*load_text(model or NAME, "cpu", "float32"))
+    reader = DocumentReader(*load_text(model or NAME, "cpu", "float32"))
     papers, many = [first], len(first.questions)
     while many < n:
         papers.append(next(source))

@@ -46,7 +46,7 @@ GLUE = _words("the a one key password let came by question . ?")
 
 
 @dataclass(frozen=True)
-class Question:
+class NeedleQuestion:
     """A question about a document, what stands before its answer, and its only right answer."""
 
     kind: Kind
@@ -60,7 +60,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Facts:
+class FactCounts:
     """How many facts of each kind a document has."""
 
     keys: int = 8
@@ -69,11 +69,11 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Document:
+class Haystack:
     """Sentences of a document, in order, and a question about every fact in it."""
 
     sentences: tuple[str, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[NeedleQuestion, ...]
 
     @property
     def text(self) -> str:
@@ -92,7 +92,7 @@ def vocabulary() -> list[str]:
     return [*dict.fromkeys(word for table in tables for word in table), *map(str, range(NUMBERS))]
 
 
-def make_document(length: int, rng: np.random.Generator, facts: Facts) -> Document:
+def make_document(length: int, rng: np.random.Generator, facts: FactCounts) -> Haystack:
     """Document of at most `length` tokens, by less than a sentence, its facts at random places.
 
     Links of a chain stand in their order. Questions come in random order.
@@ -116,18 +116,20 @@ def make_document(length: int, rng: np.random.Generator, facts: Facts) -> Docume
         at += len(group)
     for slot, sentence in zip(slots[at:], around, strict=True):
         sentences[slot] = sentence
-    return Document(tuple(sentences), tuple(questions[i] for i in order))
+    return Haystack(tuple(sentences), tuple(questions[i] for i in order))
 
 
-def _facts(rng: np.random.Generator, facts: Facts) -> tuple[list[list[str]], list[Question]]:
+def _facts(
+    rng: np.random.Generator, facts: FactCounts
+) -> tuple[list[list[str]], list[NeedleQuestion]]:
     """Groups of sentences that keep their order, and the questions."""
-    thing = _thing(rng)
+    thing = _one(NOUNS, rng)
     told = [[f"password {thing}."]]
-    questions = [Question("single", "question password?", thing)]
+    questions = [NeedleQuestion("single", "question password?", thing)]
     for key in _some(KEYS, facts.keys, rng):
-        thing = _thing(rng)
+        thing = _one(NOUNS, rng)
         told.append([f"key {key} {thing}."])
-        questions.append(Question("keys", f"question {key}?", thing))
+        questions.append(NeedleQuestion("keys", f"question {key}?", thing))
     names = _some(VARIABLES, facts.chains * HOPS, rng)
     for chain in range(facts.chains):
         links, number = names[chain * HOPS : (chain + 1) * HOPS], str(rng.integers(NUMBERS))
@@ -135,11 +137,11 @@ def _facts(rng: np.random.Generator, facts: Facts) -> tuple[list[list[str]], lis
             f"let {name} {value}."
             for name, value in zip(links, (number, *links[:-1]), strict=True)
         ])  # fmt: skip
-        questions += [Question("variables", f"question {name}?", number) for name in links]
+        questions += [NeedleQuestion("variables", f"question {name}?", number) for name in links]
     for animal in _some(ANIMALS, facts.animals, rng):
         times = int(rng.integers(1, MOST + 1))
         told.append([f"one {animal} came by."] * times)
-        questions.append(Question("count", f"question {animal}?", str(times)))
+        questions.append(NeedleQuestion("count", f"question {animal}?", str(times)))
     return told, questions
 
 

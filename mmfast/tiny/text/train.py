@@ -29,7 +29,7 @@ from mmfast.tiny.text.haystack import (
     HOPS,
     KINDS,
     LONGEST,
-    Facts,
+    FactCounts,
     make_document,
     vocabulary,
     words_of,
@@ -126,7 +126,7 @@ def wire(model: LlamaForCausalLM) -> None:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TextLesson:
     """Documents with all their questions and answers, `[B, T]` each."""
 
     ids: Tensor
@@ -135,28 +135,28 @@ class Lesson:
     kinds: Tensor  # number of the kind of question at answers, IGNORE elsewhere
 
 
-class Sampler:
+class TextSampler:
     """Endless documents of the training split, as lessons."""
 
     def __init__(self, seed: int, step: int = 0) -> None:
         self.rng = np.random.default_rng([seed, 61, step])
         self.index = {word: i for i, word in enumerate((*SPECIAL, *vocabulary()))}
 
-    def lesson(self, length: int) -> Lesson:
+    def lesson(self, length: int) -> TextLesson:
         """As many documents of `length` tokens, their questions included, as make a step."""
         rows = [self._row(length) for _ in range(max(1, TOKENS // length))]
-        return Lesson(*(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)))
+        return TextLesson(*(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)))
 
-    def _facts(self, length: int) -> Facts:
+    def _facts(self, length: int) -> FactCounts:
         """As many facts as leave half of the document to other sentences."""
         most = max(1, length // 128)
         limits = (min(4 * most, 32), min(1 + most, 6), min(most, 6))
-        return Facts(*(int(self.rng.integers(1, 1 + limit)) for limit in limits))
+        return FactCounts(*(int(self.rng.integers(1, 1 + limit)) for limit in limits))
 
     def _row(self, length: int) -> tuple[np.ndarray, ...]:
         facts = self._facts(length)
         asked = 1 + facts.keys + facts.chains * HOPS + facts.animals
-        document = make_document(length - 7 * asked - 1, self.rng, facts)
+        document = make_document(length - 6 * asked - 1, self.rng, facts)
         ids, starts = [1], [0]
         for sentence in document.sentences:
             starts.append(len(ids))
@@ -200,17 +200,17 @@ class TextTask(training.Task):
         self.words = make_tokenizer()
         self.model = make_model(self.words, seed)
         self.optimiser = training.Optimiser.of(self.model, [], rate)
-        self.sampler, self.length, self.longest = Sampler(seed), START, longest
+        self.sampler, self.length, self.longest = TextSampler(seed), START, longest
         self.lately = deque[float](maxlen=PATIENCE)
         self.seed = seed
-        held = Sampler(seed, EXAM)
+        held = TextSampler(seed, EXAM)
         self.exam = [held.lesson(length) for length in (1024, 4096)]
 
     def resume(self, step: int) -> None:
         """Draw other documents than before the interruption."""
-        self.sampler = Sampler(self.seed, step)
+        self.sampler = TextSampler(self.seed, step)
 
-    def batches(self, step: int, done: float) -> list[Lesson]:
+    def batches(self, step: int, done: float) -> list[TextLesson]:
         """A lesson for each thread; documents grow once nearly all answers have been right."""
         if len(self.lately) == PATIENCE and sum(self.lately) > GROWN * PATIENCE:
             self.length = min(2 * self.length, self.longest)
@@ -221,7 +221,7 @@ class TextTask(training.Task):
             length = int(np.exp(draw.uniform(np.log(low), np.log(length + 1))))
         return [self.sampler.lesson(length) for _ in range(training.THREADS)]
 
-    def loss(self, batch: Lesson) -> tuple[Tensor, training.Figures]:
+    def loss(self, batch: TextLesson) -> tuple[Tensor, training.Figures]:
         """Mean loss over the words of answers, and the share that is right."""
         scores, wanted, kinds = self._scores(batch)
         loss = cross_entropy(scores, wanted, ignore_index=IGNORE)
@@ -231,7 +231,7 @@ class TextTask(training.Task):
         figures = {"length": batch.ids.shape[1], "loss": loss.item(), "plain": plain.item()}
         return loss + PLAIN * plain, {**figures, "right": _by_kind(right, kinds)}
 
-    def _scores(self, batch: Lesson) -> tuple[Tensor, Tensor, Tensor]:
+    def _scores(self, batch: TextLesson) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of the next tokens `[n, V]`, answers among these, and kinds of questions."""
         with torch.autocast("cpu", torch.bfloat16, enabled=batch.ids.shape[1] > SHORT):
             logits = self.model(input_ids=batch.ids, position_ids=batch.places).logits
