@@ -58,7 +58,7 @@ def test_documents_hold_every_answer_once(length: int) -> None:
     for seed in range(4):
         document = some_document(length, seed)
         assert length - 16 < len(words_of(document.text)) <= length
-        assert len({q.text for q in document.questions}) == len(document.questions) == 18
+        assert len({q.text for q in document.questions}) == len(document.questions) == 19
         for question in document.questions:
             assert solve(document.text, question.lead) == question.answer, question
         assert {q.kind for q in document.questions} == set(KINDS)
@@ -81,7 +81,7 @@ def test_facts_lie_anywhere_and_links_keep_their_order() -> None:
             _, name, value, _ = words_of(sentence)
             assert value.isdigit() or value in known
             known.add(name)
-        assert len(known) == 3 * HOPS
+        assert len(known) == HOPS
     assert min(places) < 0.15 and max(places) > 0.85
     assert 0.35 < sum(places) / len(places) < 0.65
 
@@ -160,11 +160,13 @@ def test_a_whole_share_changes_nothing_and_a_small_one_is_exact(
 
 
 def test_the_shipped_model_answers_about_unseen_documents() -> None:
-    (row,) = needle_rows([], 54, 4321, 1024)
-    assert row["interval"][1] > FLOOR < row["accuracy"], row
+    (row,) = needle_rows([], 57, 4321, 1024)
+    found = row["retrieved"]
+    assert found["n"] == 45 and found["accuracy"] > FLOOR and found["interval"][0] > 0.8, row
+    assert row["by_kind"]["single"] == 1.0
 
 
-FLOOR = 0.85  # of right answers at 1,024 tokens
+FLOOR = 0.93  # of passwords and keys at 1,024 tokens
 
 
 def test_a_cache_that_lost_the_document_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +180,8 @@ def test_a_cache_that_lost_the_document_is_seen(monkeypatch: pytest.MonkeyPatch)
         return mine
 
     monkeypatch.setattr(evaluate, "_copies", emptied)
-    (row,) = needle_rows([], 18, 4321, 600)
-    assert row["accuracy"] < 0.5
+    (row,) = needle_rows([], 19, 4321, 600)
+    assert row["retrieved"]["accuracy"] < 0.3
 
 
 def test_the_suite_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -246,6 +246,10 @@ def _scene_note(rows: Rows) -> str:
     return f"All in per cent; in brackets the 95 % interval. {_questions('unseen media')(rows)}"
 
 
+def _retrieved(row: Row) -> str:
+    return score(row["retrieved"], "accuracy", 0)
+
+
 def _needle_length(rows: Rows) -> int:
     """Tokens of the documents that cache policies were measured on last."""
     return next((int(row["length"]) for row in reversed(rows) if row["cache"]), 0)
@@ -262,21 +266,21 @@ def _needle_policies(rows: Rows) -> list[Row]:
             line[float(part), row["aware"]] = row
     lines = [{"name": name, "at": line} for name, line in found.items()]
     return sorted(lines, key=lambda line: -max(
-        (row["score"] for (part, aware), row in line["at"].items() if part == 0.25 and not aware),
+        (row["retrieved"]["accuracy"] for (part, aware), row in line["at"].items() if part == 0.25 and not aware),
         default=0.0,
     ))  # fmt: skip
 
 
 def _needle_columns(rows: Rows) -> Columns:
-    shares = {f"{100 * s:.0f} %": at((s, False)) for s in SHARES}
-    known = {f"{100 * s:.0f} %, asked first": at((s, True), score) for s in SHARES[1:]}
+    shares = {f"{100 * s:.0f} %": at((s, False), _retrieved) for s in SHARES}
+    known = {f"{100 * s:.0f} %, asked first": at((s, True), _retrieved) for s in SHARES[1:]}
     return {"policy": "`{name}`", **shares, **known}
 
 
 def _needle_whole(rows: Rows) -> str:
     length = _needle_length(rows)
     whole = [r for r in rows if not r["cache"] and r["length"] == length]
-    shown = {r["aware"]: score(r) for r in whole}
+    shown = {r["aware"]: _retrieved(r) for r in whole}
     return (
         f"Documents of {length:,} tokens. The whole cache: {shown.get(False, NOT_MEASURED)}; "
         f"with the question read before the cut: {shown.get(True, NOT_MEASURED)}."
@@ -288,7 +292,7 @@ def _needle_kinds(rows: Rows) -> Columns:
         return lambda row: f"{100 * row['by_kind'][kind]:.0f}"
 
     kinds = rows[0]["by_kind"] if rows else ()
-    return {"tokens": "{length:,}", "questions": "{n}", "right": score,
+    return {"tokens": "{length:,}", "questions": "{n}", "passwords and keys": _retrieved,
             **{kind: share(kind) for kind in kinds}}  # fmt: skip
 
 

@@ -63,9 +63,9 @@ class NeedleQuestion:
 class FactCounts:
     """How many facts of each kind a document has."""
 
-    keys: int = 8
-    chains: int = 3
-    animals: int = 3
+    keys: int = 14
+    chains: int = 1
+    animals: int = 2
 
 
 @dataclass(frozen=True)
