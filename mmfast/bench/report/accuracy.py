@@ -264,11 +264,12 @@ def _needle_policies(rows: Rows) -> list[Row]:
             part, _, knobs = rest.partition("?")
             line = found.setdefault(f"{name}?{knobs}" if knobs else name, {})
             line[float(part), row["aware"]] = row
-    lines = [{"name": name, "at": line} for name, line in found.items()]
-    return sorted(lines, key=lambda line: -max(
-        (row["retrieved"]["accuracy"] for (part, aware), row in line["at"].items() if part == 0.25 and not aware),
-        default=0.0,
-    ))  # fmt: skip
+
+    def lost(line: Row) -> float:
+        row = line["at"].get((0.25, False))
+        return 1.0 - row["retrieved"]["accuracy"] if row else 1.0
+
+    return sorted(({"name": name, "at": line} for name, line in found.items()), key=lost)
 
 
 def _needle_columns(rows: Rows) -> Columns:

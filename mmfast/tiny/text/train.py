@@ -266,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--minutes", type=float, default=35.0)
     add("--rate", type=float, default=3e-3, help="peak learning rate")
     add("--longest", type=int, default=4096, help="tokens of the longest documents")
-    add("--questions", type=int, default=90, help="of the final evaluation, at each length")
+    add("--questions", type=int, default=95, help="of the final evaluation, at each length")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(os.cpu_count() or 1, 8))))
