@@ -98,11 +98,13 @@ def bench_named(
     output.print_table(rows, as_json, keys, [[row.get(key) for key in keys] for row in rows])
 
 
+_OTHERS = ("scenes", "stream", "speech", "needles")  # suites with a command of their own
+
+
 def _suites(incomplete: str) -> list[str]:
     from mmfast.tiny.suites import SUITES
 
-    others = ("scenes", "stream", "speech", "needles")
-    return [name for name in (*SUITES, *others) if name.startswith(incomplete)]
+    return [name for name in (*SUITES, *_OTHERS) if name.startswith(incomplete)]
 
 
 _Suite = Annotated[
@@ -112,6 +114,8 @@ _Suite = Annotated[
         autocompletion=_suites,
     ),
 ]
+_Length = Annotated[int, typer.Option(help="Tokens of documents (--suite needles).")]
+_Aware = Annotated[bool, typer.Option("--aware", help="Ask before the cut (--suite needles).")]
 _Data = Annotated[
     Path | None,
     typer.Option(
@@ -135,12 +139,8 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
     suite: _Suite = "video",
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens of documents; 4096 (--suite needles).")
-    ] = None,
-    aware: Annotated[
-        bool, typer.Option("--aware", help="Ask before the cache is cut (--suite needles).")
-    ] = False,
+    length: _Length = 4096,
+    aware: _Aware = False,
     model: Model = None,
     weights: Weights = None,
     prefill: Prefill = None,
@@ -168,20 +168,11 @@ def evaluate(
     from mmfast.caches.plan import call_plan, plan_cache
 
     asked: dict[str, Any] = {"weights": weights, "prefill": prefill, "attn": attn}
-    _check_suite(suite, asked, reduce, cache)
-    if suite != "needles" and (length is not None or aware):
-        raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
+    _check_suite(suite, context.params)
     for spec in cache or []:  # a stream reads again what its score policy has let go
         plan_cache(spec) if suite == "stream" else call_plan(spec)
-    if suite == "stream":
-        return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
-    if suite == "needles":
-        documents = (n, seed, 4096 if length is None else length, model, aware)
-        return eval_needles(cache or [], documents, out, as_json)
-    if suite == "speech":
-        return eval_speech(n, seed, model, out, as_json)
-    if suite == "scenes":
-        return eval_scenes(reduce or [], cache or [], (n, seed, model), out, as_json)
+    if suite in _OTHERS:
+        return _eval_other(suite, context.params)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import suite_of
@@ -199,9 +190,21 @@ def evaluate(
     output.print_eval(document, as_json)
 
 
-def _check_suite(
-    suite: str, given: dict[str, str | None], reduce: list[str] | None, cache: list[str] | None
-) -> None:
+def _eval_other(suite: str, given: dict[str, Any]) -> None:
+    """Run a suite that asks in a way of its own."""
+    reduce, caches = given["reduce"] or [], given["cache"] or []
+    asked, end = (given["n"], given["seed"], given["model"]), (given["out"], given["as_json"])
+    if suite == "stream":
+        return eval_stream(reduce, caches, *asked[:2], given["seconds"], asked[2], *end)
+    if suite == "needles":
+        documents = (*asked[:2], given["length"], asked[2], given["aware"])
+        return eval_needles(caches, documents, *end)
+    if suite == "speech":
+        return eval_speech(*asked, *end)
+    return eval_scenes(reduce, caches, asked, *end)
+
+
+def _check_suite(suite: str, given: dict[str, Any]) -> None:
     """Refuse an unknown form of weights, method or back end, and what a suite would ignore."""
     from mmfast.models.attention import check_attn
     from mmfast.models.packing import plan_weights
@@ -209,12 +212,14 @@ def _check_suite(
 
     for name, check in (("weights", plan_weights), ("prefill", plan_prefill), ("attn", check_attn)):
         check(given[name])
-    if suite == "speech" and (reduce or cache):
+    if suite != "needles" and (given["aware"] or given["length"] != 4096):
+        raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
+    if suite == "speech" and (given["reduce"] or given["cache"]):
         raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
-    if suite == "needles" and reduce:
+    if suite == "needles" and given["reduce"]:
         raise MmfastError("--suite needles takes no --reduce; leave it out, or give --cache")
-    for name, value in given.items():
-        if value is not None and suite in ("scenes", "stream", "speech", "needles"):
+    for name in ("weights", "prefill", "attn"):
+        if given[name] is not None and suite in _OTHERS:
             raise MmfastError(f"--suite {suite} takes no --{name}; leave it out")
 
 
@@ -482,10 +487,7 @@ def eval_scenes(
 
 
 def eval_needles(
-    caches: Sequence[str],
-    asked: tuple[int, int, int, str | None, bool],
-    out: Path | None,
-    as_json: bool,
+    caches: Sequence[str], asked: tuple[Any, ...], out: Path | None, as_json: bool
 ) -> None:
     """Ask about long documents with the whole cache and under each cache policy."""
     from mmfast.bench.results import environment

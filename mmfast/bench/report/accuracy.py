@@ -288,6 +288,13 @@ def _needle_whole(rows: Rows) -> str:
     )
 
 
+def _needle_lengths(rows: Rows) -> list[Row]:
+    """The whole cache at each length: the run with the most questions."""
+    mine = [row for row in rows if not row["cache"] and not row["aware"]]
+    found = {row["length"]: row for row in sorted(mine, key=lambda row: int(row["n"]))}
+    return [found[length] for length in sorted(found)]
+
+
 def _needle_kinds(rows: Rows) -> Columns:
     def share(kind: str) -> Callable[[Row], str]:
         return lambda row: f"{100 * row['by_kind'][kind]:.0f}"
@@ -386,11 +393,8 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
         ReportTable(
             "needles",
             _needle_kinds,
-            keys=("length", "aware", "cache"),
-            lines=lambda rows: sorted(
-                (row for row in rows if not row["cache"] and not row["aware"]),
-                key=lambda row: int(row["length"]),
-            ),
+            keys=("length", "aware", "cache", "n"),
+            lines=_needle_lengths,
         ),
         ReportTable(
             "needles",
