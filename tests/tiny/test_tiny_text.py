@@ -199,7 +199,7 @@ def test_the_suite_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_p
     assert [row["score"] for row in kept] == [row["accuracy"] for row in (whole, sink, half)]
     assert all(row["versions"] and row["model"] == EMBEDDED_TEXT for row in kept)
     code, said, _ = run(capsys, *asked[:5], "--length", "600", "--aware", "--cache", "tova:0.5")
-    assert code == 0 and "tova:0.5" in said and "variables" in said
+    assert code == 0 and "tova:0.5" in said and "keys" in said
 
 
 @pytest.mark.parametrize(
