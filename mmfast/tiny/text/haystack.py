@@ -20,7 +20,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 Kind = Literal["single", "keys", "variables", "count"]
 KINDS: tuple[Kind, ...] = ("single", "keys", "variables", "count")
-LONGEST = 16_384  # tokens that the embedded model is made for
+LONGEST = 16_384  # tokens whose distances training stretches over
 HOPS = 2  # variables of a chain; the first of them has the number
 MOST = 5  # times that an animal comes by, at most
 NUMBERS = 100
