@@ -61,7 +61,7 @@ class NeedleQuestion:
 
 @dataclass(frozen=True)
 class FactCounts:
-    """How many facts of each kind a document has."""
+    """Numbers of facts of each kind in a document."""
 
     keys: int = 14
     chains: int = 1
