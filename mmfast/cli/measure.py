@@ -105,19 +105,24 @@ def bench_named(
     output.print_table(rows, as_json, keys, [[row.get(key) for key in keys] for row in rows])
 
 
+_OTHERS = ("scenes", "stream", "speech", "needles")  # suites with a command of their own
+
+
 def _suites(incomplete: str) -> list[str]:
     from mmfast.tiny.suites import SUITES
 
-    return [name for name in (*SUITES, "scenes", "stream", "speech") if name.startswith(incomplete)]
+    return [name for name in (*SUITES, *_OTHERS) if name.startswith(incomplete)]
 
 
 _Suite = Annotated[
     str,
     typer.Option(
-        help="video, image, multi-image, document, scenes, stream, speech.",
+        help="video, image, multi-image, document, scenes, stream, speech, needles.",
         autocompletion=_suites,
     ),
 ]
+_Length = Annotated[int, typer.Option(help="Tokens of documents (--suite needles).")]
+_Aware = Annotated[bool, typer.Option("--aware", help="Ask before the cut (--suite needles).")]
 _Data = Annotated[
     Path | None,
     typer.Option(
@@ -141,6 +146,8 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
     suite: _Suite = "video",
     seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
+    length: _Length = 4096,
+    aware: _Aware = False,
     model: Model = None,
     weights: Weights = None,
     prefill: Prefill = None,
@@ -168,15 +175,11 @@ def evaluate(
     from mmfast.caches.plan import call_plan, plan_cache
 
     asked: dict[str, Any] = {"weights": weights, "prefill": prefill, "attn": attn}
-    _check_suite(suite, asked, reduce or cache)
+    _check_suite(suite, context.params)
     for spec in cache or []:  # a stream reads again what its score policy has let go
         plan_cache(spec) if suite == "stream" else call_plan(spec)
-    if suite == "stream":
-        return eval_stream(reduce or [], cache or [], n, seed, seconds, model, out, as_json)
-    if suite == "speech":
-        return eval_speech(n, seed, model, out, as_json)
-    if suite == "scenes":
-        return eval_scenes(reduce or [], cache or [], (n, seed, model), out, as_json)
+    if suite in _OTHERS:
+        return _eval_other(suite, context.params)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import suite_of
@@ -194,7 +197,21 @@ def evaluate(
     output.print_eval(document, as_json)
 
 
-def _check_suite(suite: str, given: dict[str, str | None], reduced: Any) -> None:
+def _eval_other(suite: str, given: dict[str, Any]) -> None:
+    """Run a suite that asks in a way of its own."""
+    reduce, caches = given["reduce"] or [], given["cache"] or []
+    asked, end = (given["n"], given["seed"], given["model"]), (given["out"], given["as_json"])
+    if suite == "stream":
+        return eval_stream(reduce, caches, *asked[:2], given["seconds"], asked[2], *end)
+    if suite == "needles":
+        documents = (*asked[:2], given["length"], asked[2], given["aware"])
+        return eval_needles(caches, documents, *end)
+    if suite == "speech":
+        return eval_speech(*asked, *end)
+    return eval_scenes(reduce, caches, asked, *end)
+
+
+def _check_suite(suite: str, given: dict[str, Any]) -> None:
     """Refuse an unknown form of weights, method or back end, and what a suite would ignore."""
     from mmfast.models.attention import check_attn
     from mmfast.models.packing import plan_weights
@@ -202,10 +219,14 @@ def _check_suite(suite: str, given: dict[str, str | None], reduced: Any) -> None
 
     for name, check in (("weights", plan_weights), ("prefill", plan_prefill), ("attn", check_attn)):
         check(given[name])
-    if suite == "speech" and reduced:
+    if suite != "needles" and (given["aware"] or given["length"] != 4096):
+        raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
+    if suite == "speech" and (given["reduce"] or given["cache"]):
         raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
-    for name, value in given.items():
-        if value is not None and suite in ("scenes", "stream", "speech"):
+    if suite == "needles" and given["reduce"]:
+        raise MmfastError("--suite needles takes no --reduce; leave it out, or give --cache")
+    for name in ("weights", "prefill", "attn"):
+        if given[name] is not None and suite in _OTHERS:
             raise MmfastError(f"--suite {suite} takes no --{name}; leave it out")
 
 
@@ -297,6 +318,7 @@ _TAKES = {
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
     "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out", "weights"}
+    | {"length", "aware"}
     | {"prefill", "attn"},
     "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "encoder": {"out", "peer"},
@@ -473,6 +495,26 @@ def eval_scenes(
             output.keep_rows(out, [{**row, **environ}])
     cells = [[*(row[key] for key in _SCENES[:3]), *_parts(row)] for row in rows]
     output.print_table(rows, as_json, _SCENES, cells)
+
+
+def eval_needles(
+    caches: Sequence[str], asked: tuple[Any, ...], out: Path | None, as_json: bool
+) -> None:
+    """Ask about long documents with the whole cache and under each cache policy."""
+    from mmfast.bench.results import environment
+    from mmfast.tiny.text.evaluate import needle_rows
+
+    environ, rows = environment(), list[dict[str, Any]]()
+    with output.progress("eval") as tick:
+        for row in needle_rows(caches, *asked, lambda label, done, total: tick(done, total, label)):
+            rows.append(row)
+            output.keep_rows(out, [{**row, **environ}])
+    kinds, cells = rows[0]["by_kind"], list[list[Any]]()
+    for row in rows:
+        low, high = row["interval"]
+        shares = (row["accuracy"], row["kept"], *(row["by_kind"].get(kind) for kind in kinds))
+        cells.append([row["cache"], f"{low:.3f} to {high:.3f}", *map(_share, shares)])
+    output.print_table(rows, as_json, ("cache", "interval", "right", "kept", *kinds), cells)
 
 
 def _parts(row: dict[str, Any]) -> list[Any]:

@@ -24,6 +24,7 @@ from mmfast.frontends.codecs.semantic import higgs_codec, xcodec2_codec, xcodec_
 EMBEDDED = "tiny-scenes"
 # Checkpoints in the package that answer about pictures and clips, by name.
 EMBEDDED_NAMES = ("tiny-video", "tiny-scenes", "tiny-stream", "tiny-document")
+EMBEDDED_TEXT = "tiny-text"  # the one that reads text alone
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # A checkpoint may be hostile: its code is never run, and its weights are read from safetensors.
 FIXED: Mapping[str, bool] = {"trust_remote_code": False, "use_safetensors": True}

@@ -53,6 +53,29 @@ class TextChat:
         return stream_text(self.tokenizer, generate)
 
 
+def load_text(
+    model: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer: "tiny-text", a directory or a hub id.
+
+    ModelError where files are missing.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where, given = str(model), dict(model_kwargs or {})
+    if where == loading.EMBEDDED_TEXT and not Path(where).exists():
+        where = str(loading.embedded_path(where))
+    place, how = loading.pick_device(device), loading.pick_dtype(dtype)
+    hub = {name: given[name] for name in loading.HUB if name in given}
+    with loading.loading(f"model {where!r}"):
+        loaded = loading.from_pretrained(AutoModelForCausalLM, where, place, how, given)
+        words = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **hub)
+    return loaded, words
+
+
 def load_text_chat(
     model: str | Path,
     device: str | torch.device | None = None,
@@ -60,12 +83,4 @@ def load_text_chat(
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> TextChat:
     """Load a directory or hub id with its tokenizer; ModelError where files are missing."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where, given = str(model), dict(model_kwargs or {})
-    place, how = loading.pick_device(device), loading.pick_dtype(dtype)
-    hub = {name: given[name] for name in loading.HUB if name in given}
-    with loading.loading(f"model {where!r}"):
-        loaded = loading.from_pretrained(AutoModelForCausalLM, where, place, how, given)
-        words = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **hub)
-    return TextChat(loaded, words)
+    return TextChat(*load_text(model, device, dtype, model_kwargs))

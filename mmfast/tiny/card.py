@@ -218,6 +218,24 @@ def _translate(folder: Path, log: list[Row]) -> Row:
     }
 
 
+def _text(folder: Path, log: list[Row]) -> Row:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found, run = _rows(log, "evaluation"), _rows(log, "text")[-1]
+    lines = []
+    for row in found:
+        low, high = row["retrieved"]["interval"]
+        right = f"{_percent(row['retrieved']['accuracy'])} ({100 * low:.0f} to {100 * high:.0f})"
+        kinds = (_percent(share, 0) for share in row["by_kind"].values())
+        lines.append((f"{row['length']:,}", str(row["n"]), right, *kinds))
+    return {
+        "size": (folder / "model.safetensors").stat().st_size / 1e6,
+        **{name: config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")},
+        "run": f"{run['step']} steps in {_minutes(run)}",
+        "longest": f"{max(row['longest'] for row in _rows(log, 'start')):,}",
+        "table": _table(("tokens", "questions", "passwords and keys", *found[0]["by_kind"]), lines),
+    }
+
+
 FIGURES: dict[str, Callable[[Path, list[Row]], Row]] = {
     "tiny-video": _video,
     "tiny-scenes": _scenes,
@@ -225,4 +243,5 @@ FIGURES: dict[str, Callable[[Path, list[Row]], Row]] = {
     "tiny-stream": _stream,
     "tiny-speech": _speech,
     "tiny-translate": _translate,
+    "tiny-text": _text,
 }

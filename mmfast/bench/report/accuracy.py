@@ -246,6 +246,64 @@ def _scene_note(rows: Rows) -> str:
     return f"All in per cent; in brackets the 95 % interval. {_questions('unseen media')(rows)}"
 
 
+def _retrieved(row: Row) -> str:
+    return score(row["retrieved"], "accuracy", 0)
+
+
+def _needle_length(rows: Rows) -> int:
+    """Tokens of the documents that cache policies were measured on last."""
+    return next((int(row["length"]) for row in reversed(rows) if row["cache"]), 0)
+
+
+def _needle_policies(rows: Rows) -> list[Row]:
+    """Cache policies on long documents, the best at a quarter of the cache first."""
+    found, length = dict[str, dict[Any, Row]](), _needle_length(rows)
+    for row in rows:
+        if row["cache"] and row["length"] == length and _known(row["cache"]):
+            name, _, rest = row["cache"].partition(":")
+            part, _, knobs = rest.partition("?")
+            line = found.setdefault(f"{name}?{knobs}" if knobs else name, {})
+            line[float(part), row["aware"]] = row
+
+    def lost(line: Row) -> float:
+        row = line["at"].get((0.25, False))
+        return 1.0 - row["retrieved"]["accuracy"] if row else 1.0
+
+    return sorted(({"name": name, "at": line} for name, line in found.items()), key=lost)
+
+
+def _needle_columns(rows: Rows) -> Columns:
+    shares = {f"{100 * s:.0f} %": at((s, False), _retrieved) for s in SHARES}
+    known = {f"{100 * s:.0f} %, asked first": at((s, True), _retrieved) for s in SHARES[1:]}
+    return {"policy": "`{name}`", **shares, **known}
+
+
+def _needle_whole(rows: Rows) -> str:
+    length = _needle_length(rows)
+    whole = [r for r in rows if not r["cache"] and r["length"] == length]
+    shown = {r["aware"]: _retrieved(r) for r in whole}
+    return (
+        f"Documents of {length:,} tokens. The whole cache: {shown.get(False, NOT_MEASURED)}; "
+        f"with the question read before the cut: {shown.get(True, NOT_MEASURED)}."
+    )
+
+
+def _needle_lengths(rows: Rows) -> list[Row]:
+    """The whole cache at each length: the run with the most questions."""
+    mine = [row for row in rows if not row["cache"] and not row["aware"]]
+    found = {row["length"]: row for row in sorted(mine, key=lambda row: int(row["n"]))}
+    return [found[length] for length in sorted(found)]
+
+
+def _needle_kinds(rows: Rows) -> Columns:
+    def share(kind: str) -> Callable[[Row], str]:
+        return lambda row: f"{100 * row['by_kind'][kind]:.0f}"
+
+    kinds = rows[0]["by_kind"] if rows else ()
+    return {"tokens": "{length:,}", "questions": "{n}", "passwords and keys": _retrieved,
+            **{kind: share(kind) for kind in kinds}}  # fmt: skip
+
+
 def _voice_columns(rows: Rows) -> Columns:
     voices = list(rows[0]["by_voice"]) if rows else []
     named = {"recordings": "espeak-ng itself", "codec": "the codec alone"}
@@ -330,6 +388,22 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     ),
     "scenes": (
         ReportTable("eval-scenes", _scene_columns, keys=("reduce", "cache"), after=_scene_note),
+    ),
+    "needles": (
+        ReportTable(
+            "needles",
+            _needle_kinds,
+            keys=("length", "aware", "cache", "n"),
+            lines=_needle_lengths,
+        ),
+        ReportTable(
+            "needles",
+            _needle_columns,
+            keys=("length", "aware", "cache"),
+            lines=_needle_policies,
+            before=_needle_whole,
+            after=_questions("unseen documents"),
+        ),
     ),
     "compressors": (
         ReportTable(

@@ -1,0 +1,1 @@
+"""Embedded model of text: retrieval from long documents, in the manner of RULER."""

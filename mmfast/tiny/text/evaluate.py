@@ -1,0 +1,181 @@
+"""The `needles` suite: questions about long documents, with the whole cache and under policies.
+
+A document is read once; every question goes on from its own copy of what the policy left. Nobody
+knows the question then, as when a document is kept for many users. With `aware` the question is
+read before the cache is cut, with the last WINDOW tokens of the document, as SnapKV assumes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmfast.attach import attach
+from mmfast.core.errors import MmfastError
+from mmfast.models.cache_name import CACHE, returned_cache
+from mmfast.models.text_chat import load_text
+from mmfast.tiny.evaluate import interval
+from mmfast.tiny.text.haystack import (
+    KINDS,
+    LONGEST,
+    FactCounts,
+    Haystack,
+    NeedleQuestion,
+    make_document,
+)
+from mmfast.tiny.training import shares
+from mmfast.tiny.video.scene import EVAL
+
+NAME = "tiny-text"
+FACTS = FactCounts()
+SHORTEST = 512  # tokens of a document, half of which its facts take
+WINDOW = 29  # last tokens of a document that are read with a question: 32 in all
+BATCH = 10  # questions answered side by side
+MOST = 2  # tokens of an answer, the mark behind it included
+RETRIEVAL = ("single", "keys")  # kinds whose answer is a word of the document beside what is asked
+Progress = Callable[[str, int, int], None]
+
+
+def documents(seed: int, length: int) -> Iterator[Haystack]:
+    """Endless documents of the evaluation, of a length in tokens; the same for the same seed."""
+    if not SHORTEST <= length <= LONGEST:
+        raise MmfastError(
+            f"--length {length} is no length of a document; give {SHORTEST} to {LONGEST} tokens"
+        )
+    rng = np.random.default_rng([EVAL, seed, length])
+    while True:
+        yield make_document(length, rng, FACTS)
+
+
+@dataclass(frozen=True)
+class DocumentReader:
+    """A causal language model of text and its tokenizer."""
+
+    model: Any
+    words: Any
+
+    def _ids(self, texts: Sequence[str], start: bool = False) -> Tensor:
+        ids = self.words(list(texts), add_special_tokens=start, return_tensors="pt").input_ids
+        return ids.to(self.model.device)  # type: ignore[no-any-return]
+
+    def _read(self, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Logits `[B, V]` behind ids `[B, T]`, and the cache with them."""
+        out = self.model(input_ids=ids, use_cache=True, **({} if cache is None else {CACHE: cache}))
+        return out.logits[:, -1], returned_cache(out)
+
+    def answers(
+        self,
+        document: Haystack,
+        asked: Sequence[NeedleQuestion],
+        spec: str | None,
+        aware: bool = False,
+    ) -> tuple[list[str], float]:
+        """Answers to questions about a document, and the share of its entries that stayed."""
+        return (self._informed if aware else self._later)(document, asked, spec)
+
+    @torch.inference_mode()
+    def _later(
+        self, document: Haystack, asked: Sequence[NeedleQuestion], spec: str | None
+    ) -> tuple[list[str], float]:
+        """Read, cut, then ask: token by token, as a prompt of several would be cut again."""
+        found = list[str]()
+        with self._policy(spec) as trace:
+            _, read = self._read(self._ids([document.text], start=True), None)
+            for some in _batches(asked):
+                cache = _copies(read, len(some))
+                for column in self._ids([f"{q.text} {q.lead}" for q in some]).T:
+                    logits, cache = self._read(column[:, None], cache)
+                found += self._write(logits, cache)
+        return found, _kept(trace)
+
+    @torch.inference_mode()
+    def _informed(
+        self, document: Haystack, asked: Sequence[NeedleQuestion], spec: str | None
+    ) -> tuple[list[str], float]:
+        """Read all but the end of a document, its end with a question, cut, then answer."""
+        ids, found = self._ids([document.text], start=True), list[str]()
+        _, read = self._read(ids[:, :-WINDOW], None)
+        with self._policy(spec) as trace:
+            for some in _batches(asked):
+                end = ids[:, -WINDOW:].expand(len(some), -1)
+                question = self._ids([q.text for q in some])
+                _, cache = self._read(torch.cat([end, question], 1), _copies(read, len(some)))
+                lead = self._ids([q.lead for q in some])
+                logits, cache = self._read(lead, cache)
+                found += self._write(logits, cache)
+        return found, _kept(trace)
+
+    def _write(self, logits: Tensor, cache: Any) -> list[str]:
+        """Greedy answers behind logits `[B, V]`, up to the first mark."""
+        ids = [logits.argmax(-1)]
+        while len(ids) < MOST:
+            logits, cache = self._read(ids[-1][:, None], cache)
+            ids.append(logits.argmax(-1))
+        texts = self.words.batch_decode(torch.stack(ids, 1), clean_up_tokenization_spaces=False)
+        return [text.split(".")[0].strip() for text in texts]
+
+    def _policy(self, spec: str | None) -> AbstractContextManager[Any]:
+        return nullcontext() if spec is None else attach(self.model, cache=spec)
+
+
+def _batches(asked: Sequence[NeedleQuestion]) -> Iterator[Sequence[NeedleQuestion]]:
+    for at in range(0, len(asked), BATCH):
+        yield asked[at : at + BATCH]
+
+
+def _copies(cache: Any, many: int) -> Any:
+    """A cache of one row as one of many, of its own."""
+    mine = copy.deepcopy(cache)
+    mine.reorder_cache(torch.zeros(many, dtype=torch.long))
+    return mine
+
+
+def _kept(trace: Any) -> float:
+    rows = [row for row in trace.rows if row.stage == "kv"] if trace is not None else []
+    before = sum(row.tokens_in for row in rows)
+    return sum(row.tokens_out for row in rows) / before if before else 1.0
+
+
+def needle_rows(
+    caches: Sequence[str],
+    n: int,
+    seed: int,
+    length: int,
+    model: str | Path | None = None,
+    aware: bool = False,
+    progress: Progress | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Rows of results about the same documents: the whole cache, then each policy."""
+    source = documents(seed, length)
+    first = next(source)  # refuses a wrong length before a model is loaded
+    reader = DocumentReader(*load_text(model or NAME, "cpu", "float32"))
+    papers, many = [first], len(first.questions)
+    while many < n:
+        papers.append(next(source))
+        many += len(papers[-1].questions)
+    for spec in (None, *caches):
+        marks, kept = list[tuple[str, bool]](), list[float]()
+        for paper in papers:
+            asked = paper.questions[: n - len(marks)]
+            texts, share = reader.answers(paper, asked, spec, aware)
+            marks += [(q.kind, q.answer == t) for q, t in zip(asked, texts, strict=True)]
+            kept.append(share)
+            if progress is not None:
+                progress(spec or "the whole cache", len(marks), n)
+        right, facts = sum(mark for _, mark in marks), [m for kind, m in marks if kind in RETRIEVAL]
+        yield {
+            "suite": "needles", "n": n, "seed": seed, "model": Path(model or NAME).name,
+            "length": length, "aware": aware, "reduce": None, "cache": spec,
+            "score": right / n, "accuracy": right / n, "interval": interval(right, n),
+            "retrieved": {"n": len(facts), "accuracy": sum(facts) / max(len(facts), 1),
+                          "interval": interval(sum(facts), max(len(facts), 1))},
+            "by_kind": shares(marks, KINDS), "kept": sum(kept) / len(kept),
+        }  # fmt: skip
