@@ -28,7 +28,7 @@ from mmfast.models.kv.notes import KIND, SENTENCE, fill, kinds_of
 from mmfast.models.kv.packs import shrinkable
 from mmfast.models.kv.retrieval import WHOLE, frames_of
 from mmfast.models.kv.sentences import Sentences
-from mmfast.models.reduction.cache_layers import adopt
+from mmfast.models.reduction.cache_layers import adopt, is_short
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import Around, intercepting
 from mmfast.models.reduction.sequence import Sequences
@@ -240,8 +240,9 @@ class Selection:
         if cache is None or not decoding:
             return
         for index in self._depths:
-            if index < len(cache.layers) and not isinstance(cache.layers[index], RoomyLayer):
+            if index < len(cache.layers) and not is_short(cache.layers[index]):
                 shrinkable(cache, index)
+            if index < len(cache.layers) and not isinstance(cache.layers[index], RoomyLayer):
                 adopt(cache, index, RoomyLayer)
         self._fetching(cache, self._selector.host)
         local.step = StepAccount(cache)
