@@ -28,7 +28,7 @@ from mmfast.models.prompt import Shot, chat_inputs
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.scenes import looks, outside
 from mmfast.tiny.scenes.facts import clip_items, picture_items
-from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, STILL_KINDS, SceneItem, spelled
+from mmfast.tiny.scenes.questions import ABSENT, CLIP_KINDS, OUTSIDE, STILL_KINDS, SceneItem, spelled
 from mmfast.tiny.scenes.scoring import calibration, is_right, made_up, pope, refused, score
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
@@ -100,7 +100,8 @@ def scene_cases(
             view, drawing, table = _view(seed, next(indices))
             at = int(rng.integers(scene.SAMPLED))
             items = picture_items(view, table, at) if still else clip_items(view, table, True)
-            known = [item for item in items if item.kind == kind or kind in (OUTSIDE, STRANGE)]
+            known = [item for item in items if item.kind == kind
+                     or kind in (OUTSIDE, STRANGE) and item.kind != ABSENT]  # fmt: skip
             if known:
                 break
         frames, zoom = drawing.frames, view.look.zoom
