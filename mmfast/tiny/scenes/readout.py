@@ -55,7 +55,7 @@ class SceneReadout(nn.Module):
         self.values[self.digits] = torch.arange(10)
 
     def edges(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and places at which boxes begin, and their edges: labels `[B, L]`, edges `[n, 4]`."""
+        """Rows, places and edges `[n, 4]` of the boxes that begin there: labels `[B, L]`."""
         mark = labels == self.comma
         begins = mark[:, 2:-9] & mark[:, 5:-6] & mark[:, 8:-3]
         rows, places = begins.nonzero(as_tuple=True)

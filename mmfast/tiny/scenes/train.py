@@ -35,6 +35,7 @@ from mmfast.tiny.scenes.lessons import (
 )
 from mmfast.tiny.scenes.looks import BACKGROUNDS
 from mmfast.tiny.scenes.model import START, make_model, make_processor
+from mmfast.tiny.scenes.questions import ABSENT
 from mmfast.tiny.scenes.readout import SceneReadout
 from mmfast.tiny.video import tower
 from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
@@ -270,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> training.Figures:
     log.start(seed=options.seed)
     run(options, log)
     result = run_scenes(options.out, options.questions, seed=options.seed)
+    absent = run_scenes(options.out, options.questions // 4, options.seed, kinds=(ABSENT,))
+    result["absent"] = {key: absent[key] for key in ("n", "accuracy", "interval")}
     log({"stage": "evaluation", **result, "model": "this checkpoint"})
     log.end()
     write_card(options.out, NAME)
