@@ -112,8 +112,8 @@ def _absent(
         for known in _drawn(rng, there, 1):
             (name,) = _drawn(rng, near, 1)
             time = (START, END)[int(rng.integers(2))] if frame is None else STILL
-            slots = (name, known) if rng.random() < 0.5 else (known, name)
-            slots = (*slots, time) if form == "relation" else slots
+            pair = (name, known) if rng.random() < 0.5 else (known, name)
+            slots = (*pair, time) if form == "relation" else pair
             yield SceneItem(ABSENT, slots, f"there is no {name}.", form)
     for shape in _drawn(rng, [s for s in SHAPES if s not in shapes], 2):
         yield item("colour", shape)

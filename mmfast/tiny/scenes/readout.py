@@ -26,7 +26,7 @@ WEIGHT = 4.0  # of a mean distance, which is a few hundredths
 
 
 def thing_numbers(table: Table, frame: int | None = None) -> Tensor:
-    """What the name of each thing should tell, nan = unknown: `[1 + THINGS, FACTS]`, none first."""
+    """Numbers that the names of things should tell, nan = unknown: `[1 + THINGS, FACTS]`."""
     found = np.full((1 + THINGS, FACTS), np.nan, np.float32)
     for i in range(table.count):
         if frame is not None:
