@@ -1,9 +1,11 @@
 """The larger world: what is asked agrees with what is drawn, and its recipe runs."""
 
 import json
+import math
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from mmfast.cli import app
 from mmfast.models.loading import EMBEDDED_NAMES, load, located
 from mmfast.models.prompt import Shot, chat_inputs
 from mmfast.tiny.scenes import evaluate, looks, outside, train
-from mmfast.tiny.scenes.bank import SceneBank, make_bank, view_row
+from mmfast.tiny.scenes.bank import TRAINED, SceneBank, make_bank, view_row
 from mmfast.tiny.scenes.evaluate import (
     STRANGE,
     TURNS,
@@ -29,10 +31,10 @@ from mmfast.tiny.scenes.evaluate import (
     scene_rows,
 )
 from mmfast.tiny.scenes.facts import clip_items, picture_items
-from mmfast.tiny.scenes.lessons import Encoded, SceneSampler, picture_frames, token_weights
+from mmfast.tiny.scenes.lessons import KINDS, Encoded, SceneSampler, picture_frames, token_weights
 from mmfast.tiny.scenes.model import make_model, make_processor
 from mmfast.tiny.scenes.questions import (
-    CLIP_KINDS,
+    ABSENT,
     KEPT,
     OUTSIDE,
     STILL_KINDS,
@@ -41,6 +43,7 @@ from mmfast.tiny.scenes.questions import (
     spelled,
     varied,
 )
+from mmfast.tiny.scenes.readout import BLUR, SceneReadout
 from mmfast.tiny.scenes.scoring import (
     calibration,
     facts_found,
@@ -53,7 +56,7 @@ from mmfast.tiny.scenes.scoring import (
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.lessons import pack
 from mmfast.tiny.video.model import ASSISTANT
-from mmfast.tiny.video.scene import IGNORE
+from mmfast.tiny.video.scene import COLOURS, IGNORE, SHAPES
 
 VIEWS = [looks.make_view(scene.EVAL, 3, index) for index in range(14)]
 
@@ -129,6 +132,27 @@ def test_half_of_the_existence_questions_are_answered_yes(drawn: list[Any]) -> N
     assert words.count("yes") == words.count("no") > 40
 
 
+def test_what_is_taken_for_granted_is_absent(drawn: list[Any]) -> None:
+    forms, words = set(), {word for view in VIEWS for word in ("number", "object")}
+    for number, (view, _, table) in enumerate(drawn):
+        still = bool(number % 2)
+        there = {table.name(i) for i in range(table.count) if not still or table.alive[i, 3]}
+        there |= {word for name in there for word in (*name.split(), f"{name.split()[0]} object")}
+        there |= {"number"} if (table.shown[3] if still else table.shown.any()) else set()
+        items = picture_items(view, table, 3) if still else clip_items(view, table)
+        for item in items:
+            if item.kind != ABSENT:
+                continue
+            name = item.answer.removeprefix("there is no ").removesuffix(".")
+            assert name not in there and {*name.split()} <= {*COLOURS, *SHAPES, *words}
+            assert name.split()[0] in item.worded(0).lower(), item
+            others = [slot for slot in item.slots if " " in slot and slot[0] != " "]
+            assert all(slot in there or slot == name for slot in others), item
+            forms.add(item.form)
+    assert forms == {"position", "where", "when", "direction", "relation", "speed", "first",
+                     "colour", "shape", "number"}  # fmt: skip
+
+
 def test_wordings_are_many_and_two_are_kept_back() -> None:
     for row, words in WORDINGS.items():
         item = SceneItem("colour", ("star",), "red", row)
@@ -176,7 +200,8 @@ def test_the_outside_is_outside(processor: Any) -> None:
     rng = np.random.default_rng(2)
     trained, kept = ({outside.question(rng, way) for _ in range(300)} for way in (False, True))
     assert not trained & kept and not any("{" in text for text in trained | kept)
-    for kind in outside.PICTURES:
+    assert not {*outside.KEPT_PICTURES} & {*TRAINED}
+    for kind in (*outside.PICTURES, *outside.PRACTICE):
         frames = outside.pictures(kind, rng)
         assert frames.shape[0] == scene.FRAMES and frames.dtype == np.uint8
     tokenizer = processor.tokenizer
@@ -224,19 +249,65 @@ def test_second_turns_have_the_tokens_of_the_chat_template(
 
 
 def test_lessons_ask_strangers_and_the_world(sampler: SceneSampler) -> None:
-    weights = dict.fromkeys((*CLIP_KINDS, OUTSIDE), 1.0) | {"where": 50.0}
+    weights = dict.fromkeys(KINDS, 1.0) | {"where": 50.0}
     lesson = sampler.clips([0, 1, 5], 12, weights)
     refusal = sampler.tokenizer.encode(outside.REFUSAL)
     assert set(lesson.kinds[2]) == {OUTSIDE} and "where" in lesson.kinds[0] + lesson.kinds[1]
     labels = lesson.packed.labels[2]
     assert labels[labels != IGNORE].tolist()[: len(refusal)] == refusal
     shown = sampler.pictures([0, len(sampler.encoded.frames) - 1], 8, weights)
-    assert set(shown.kinds[0]) <= {*STILL_KINDS, OUTSIDE} and set(shown.kinds[1]) == {OUTSIDE}
+    assert set(shown.kinds[0]) <= {*STILL_KINDS, OUTSIDE, ABSENT} and set(shown.kinds[1]) == {
+        OUTSIDE
+    }
 
 
 def test_long_answers_weigh_as_the_root_of_their_length() -> None:
     packed = pack([[([5], [6]), ([5], [6] * 8)], [([5], [7, 7, 7])]])
     assert token_weights(packed).tolist() == pytest.approx([2**-0.5] * 2 + [1 / 3] * 9 + [0.5] * 4)
+
+
+def test_edges_of_boxes_are_blurred_and_other_tokens_are_not(processor: Any) -> None:
+    """Against loops over all numbers, from a head that is the identity on known logits."""
+    ids = processor.tokenizer.convert_tokens_to_ids([*"0123456789", ","])
+    read = SceneReadout(8, ids[:10], ids[10])
+    texts = ("red", "03,40,59,98", "there is no red star, but")
+    packed = pack([[([5], processor.tokenizer.encode(text)) for text in texts]])
+    rows, places, edges = read.edges(packed.labels)
+    assert rows.tolist() == [0] and edges.tolist() == [[3, 40, 59, 98]]
+    size = len(processor.tokenizer)
+    states = torch.randn(1, packed.ids.shape[1], size, generator=torch.Generator().manual_seed(3))
+    found = read.answers(SimpleNamespace(lm_head=torch.nn.Identity()), states, packed)
+    asked = packed.labels != IGNORE
+    sure = states.log_softmax(-1)
+    truth = sure.gather(-1, packed.labels.clamp(min=0)[..., None])[..., 0].neg()
+    for number, edge in enumerate((3, 40, 59, 98)):
+        mass = [math.exp(-0.5 * ((n - edge) / BLUR) ** 2) for n in range(100)]
+        at = int(places[0]) + 3 * number
+        tens = [sum(mass[10 * t : 10 * t + 10]) / sum(mass) for t in range(10)]
+        decade = mass[edge // 10 * 10 : edge // 10 * 10 + 10]
+        units = [m / sum(decade) for m in decade]
+        for spot, target in ((at, tens), (at + 1, units)):
+            truth[0, spot] = -sum(q * sure[0, spot, ids[d]] for d, q in enumerate(target))
+    torch.testing.assert_close(found, truth[asked])
+
+
+def test_names_in_lessons_know_their_things(sampler: SceneSampler) -> None:
+    lesson = sampler.clips([0, 1, 5], 16, dict.fromkeys(KINDS, 1.0))
+    names = 0
+    for line, clip in enumerate((0, 1)):
+        table, numbers = sampler.bank.clips.tables[clip], lesson.things["numbers"][line]
+        ids, named = lesson.packed.ids[line], lesson.packed.named[line]
+        for place in named.nonzero()[:, 0].tolist():
+            thing = int(named[place]) - 1
+            assert sampler.tokenizer.decode(ids[place - 1 : place + 1]).strip() == table.name(thing)
+            names += 1
+        for i in range(table.count):
+            ends = numbers[1 + i, :4].view(2, 2) * scene.SIDE
+            seen = table.place[i, table.alive[i]][[0, -1]]
+            backwards = np.abs(ends.numpy() - seen).max() > 0.01
+            assert np.allclose(ends.numpy(), seen[::-1] if backwards else seen, atol=0.01)
+    assert names > 4 and lesson.things["numbers"][2].isnan().all()
+    assert not lesson.packed.named[2].any()
 
 
 def test_the_model_starts_as_tiny_video(processor: Any) -> None:
@@ -306,6 +377,7 @@ def test_the_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
     model, _ = load(str(tmp_path), "cpu", "auto")
     card = (tmp_path / "README.md").read_text()
     assert not model.training and all(f"| {kind} |" in card for kind in TURNS)
+    assert found["absent"]["n"] == 4 and "| takes for granted what is absent (4 more" in card
     assert (tmp_path / "model.safetensors").stat().st_size < 24e6
 
 

@@ -20,7 +20,8 @@ from mmfast.tiny.scenes import looks, outside
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import Bank, ClipRow, decode, encode, shrink
 
-TRAINED = tuple(kind for kind in outside.PICTURES if kind not in outside.KEPT_PICTURES)
+_KNOWN = tuple(kind for kind in outside.PICTURES if kind not in outside.KEPT_PICTURES)
+TRAINED = (*_KNOWN, *outside.PRACTICE)
 _TABLE = tuple(field.name for field in fields(scene.Table))
 
 

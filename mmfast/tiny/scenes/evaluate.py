@@ -28,7 +28,14 @@ from mmfast.models.prompt import Shot, chat_inputs
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.scenes import looks, outside
 from mmfast.tiny.scenes.facts import clip_items, picture_items
-from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, STILL_KINDS, SceneItem, spelled
+from mmfast.tiny.scenes.questions import (
+    ABSENT,
+    CLIP_KINDS,
+    OUTSIDE,
+    STILL_KINDS,
+    SceneItem,
+    spelled,
+)
 from mmfast.tiny.scenes.scoring import calibration, is_right, made_up, pope, refused, score
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
@@ -95,12 +102,13 @@ def scene_cases(
     for number in count():
         kind, kept = kinds[number % len(kinds)], bool(number // len(kinds) % 2)
         lap = number // len(kinds) + number
-        still = stills and lap % 3 == 0 and (kind in STILL_KINDS or kind in (OUTSIDE, STRANGE))
+        still = stills and lap % 3 == 0 and kind in (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT)
         while True:
             view, drawing, table = _view(seed, next(indices))
             at = int(rng.integers(scene.SAMPLED))
             items = picture_items(view, table, at) if still else clip_items(view, table, True)
-            known = [item for item in items if item.kind == kind or kind in (OUTSIDE, STRANGE)]
+            known = [item for item in items if item.kind == kind
+                     or (kind in (OUTSIDE, STRANGE) and item.kind != ABSENT)]  # fmt: skip
             if known:
                 break
         frames, zoom = drawing.frames, view.look.zoom
@@ -216,10 +224,15 @@ def judge(cases: Sequence[SceneCase], said: Sequence[SceneAnswer]) -> dict[str, 
 
 
 def run_scenes(
-    model: Any, n: int = 400, seed: int = 1000, control: str = "", report: Report | None = None
+    model: Any,
+    n: int = 400,
+    seed: int = 1000,
+    control: str = "",
+    report: Report | None = None,
+    kinds: Sequence[str] = TURNS,
 ) -> dict[str, Any]:
     """Ask a model (a name, a folder or a pair) `n` questions about unseen media."""
-    cases = list(islice(scene_cases(seed), n))
+    cases = list(islice(scene_cases(seed, kinds), n))
     found = measure(cases, answers(load(model, "cpu", "float32"), cases, control, report))
     return {"seed": seed, "control": control or None, **found}
 
@@ -264,9 +277,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--n", type=int, default=400, help="questions")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
+    note = 'of questions; "absent" asks about what is not there'
+    parser.add_argument("--kinds", nargs="+", choices=(*TURNS, ABSENT), default=TURNS, help=note)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    found = run_scenes(options.model, options.n, options.seed, options.control)
+    choices = options.model, options.n, options.seed, options.control
+    found = run_scenes(*choices, kinds=options.kinds)
     found = {"model": Path(options.model).name, **found}
     print(json.dumps(found))
     return found

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from mmfast.tiny.scenes.looks import SceneView
-from mmfast.tiny.scenes.questions import SceneItem
+from mmfast.tiny.scenes.questions import ABSENT, SceneItem
 from mmfast.tiny.video import questions
 from mmfast.tiny.video.scene import COLOURS, SAMPLED, SHAPES, Table, corner_of
 
@@ -37,7 +37,10 @@ def clip_items(view: SceneView, table: Table, margin: bool = False) -> list[Scen
     ways = {item.slots[0]: item.answer for item in found if item.kind == "direction"}
     if set(ways) == {table.name(i) for i in range(table.count)}:
         found.append(SceneItem("describe", (), describe_clip(view, table, ways)))
-    return [*found, *_followups(found, ways)]
+    found += _followups(found, ways)
+    if len(sure) == table.count:
+        found += _absent(view, [table.looks[i] for i in sure], bool(table.shown.any()))
+    return found
 
 
 def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
@@ -55,8 +58,11 @@ def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
         looks = [table.looks[i] for i in there]
         found += _exists(view, looks, bool(table.shown[frame]))
         found.append(SceneItem("describe", (), describe_picture(view, table, frame, there)))
-    found += _spatial(view, table, frame, STILL)
-    return [*found, *_followups(found, {})]
+    found += [*_spatial(view, table, frame, STILL)]
+    found += _followups(found, {})
+    if there == clear:
+        found += _absent(view, [table.looks[i] for i in there], bool(table.shown[frame]), frame)
+    return found
 
 
 def _exists(view: SceneView, looks: Sequence[questions.Look], number: bool) -> Iterator[SceneItem]:
@@ -83,6 +89,40 @@ def _exists(view: SceneView, looks: Sequence[questions.Look], number: bool) -> I
 
 def _drawn(rng: np.random.Generator, names: Sequence[str], most: int) -> list[str]:
     return [names[i] for i in rng.permutation(len(names))[:most]]
+
+
+def _absent(
+    view: SceneView, looks: Sequence[questions.Look], number: bool, frame: int | None = None
+) -> Iterator[SceneItem]:
+    """Questions that take for granted a thing that is not there, half of them nearly there."""
+    rng = np.random.default_rng([view.look.seed, 7])
+    shapes, colours = {shape for shape, _ in looks}, {colour for _, colour in looks}
+    there = [f"{colour} {shape}" for shape, colour in looks]
+    missing = [f"{c} {s}" for c in COLOURS for s in SHAPES if f"{c} {s}" not in there]
+    near = [n for n in missing if n.split()[0] in colours or n.split()[1] in shapes] or missing
+
+    def item(form: str, name: str, *slots: str) -> SceneItem:
+        return SceneItem(ABSENT, (name, *slots), f"there is no {name}.", form)
+
+    for form in ("position", "where", *(() if frame is not None else ("when", "direction"))):
+        for name in (*_drawn(rng, near, 1), *_drawn(rng, missing, 1)):
+            time = (START, END)[int(rng.integers(2))] if frame is None else STILL
+            yield item(form, name, *((time,) if form in ("position", "where") else ()))
+    for form in ("relation", *(() if frame is not None else ("speed", "first"))):
+        for known in _drawn(rng, there, 1):
+            (name,) = _drawn(rng, near, 1)
+            time = (START, END)[int(rng.integers(2))] if frame is None else STILL
+            pair = (name, known) if rng.random() < 0.5 else (known, name)
+            slots = (*pair, time) if form == "relation" else pair
+            yield SceneItem(ABSENT, slots, f"there is no {name}.", form)
+    for shape in _drawn(rng, [s for s in SHAPES if s not in shapes], 2):
+        yield item("colour", shape)
+    for colour in _drawn(rng, [c for c in COLOURS if c not in colours], 2):
+        yield SceneItem(ABSENT, (colour,), f"there is no {colour} object.", "shape")
+    if not number:
+        yield SceneItem(ABSENT, (), "there is no number.", "number")
+        if frame is None:
+            yield item("when", "number")
 
 
 def _spatial(view: SceneView, table: Table, frame: int, time: str) -> Iterator[SceneItem]:

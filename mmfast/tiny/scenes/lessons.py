@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from mmfast.tiny.scenes import outside
 from mmfast.tiny.scenes.bank import SceneBank
 from mmfast.tiny.scenes.facts import clip_items, picture_items
-from mmfast.tiny.scenes.questions import CLIP_KINDS, OUTSIDE, SceneItem, varied
+from mmfast.tiny.scenes.questions import ABSENT, CLIP_KINDS, OUTSIDE, SceneItem, varied
+from mmfast.tiny.scenes.readout import FACTS, SceneReadout, thing_numbers
 from mmfast.tiny.training import shares
 from mmfast.tiny.video.lessons import Lesson, PackedQuestions, Weights, answer, laid_out, pack
 from mmfast.tiny.video.model import ASSISTANT, END, USER
-from mmfast.tiny.video.scene import IGNORE, SAMPLED
+from mmfast.tiny.video.scene import COLOURS, IGNORE, SAMPLED, SHAPES, THINGS, Table
 
-KINDS = (*CLIP_KINDS, OUTSIDE)
+KINDS = (*CLIP_KINDS, OUTSIDE, ABSENT)
 LONG = ("where", "describe")  # scored in training by tokens
 LEAST = 0.4  # weight of a kind that is always right
+FEW = 8  # questions about a clip outside the world
 Pair = tuple[list[int], list[int]]  # ids of a question and its answer
 
 
@@ -44,12 +45,14 @@ class SceneSampler:
         self.bank, self.encoded, self.newline, self.tokenizer = bank, encoded, newline, tokenizer
         self.rng = np.random.default_rng([seed, 2])
         self.known: dict[tuple[int, bool | int], list[SceneItem]] = {}
+        ids = (self._encode(f" {c} {s}") for s in SHAPES for c in COLOURS)
+        self.names = {tuple(pair): number for number, pair in enumerate(ids)}
 
     def clips(
         self, chosen: Sequence[int], questions: int, weights: Weights, kept: bool = False
     ) -> Lesson:
         """A batch of clips; `kept` asks in the wordings that training does not show."""
-        tokens, rows, kinds = [], [], []
+        tokens, rows, kinds, tables = [], [], [], list[tuple[Table | None, int | None]]()
         for clip in chosen:
             back = bool(self.rng.random() < 0.5)
             shown = self.encoded.clips[clip].float()
@@ -57,7 +60,9 @@ class SceneSampler:
             row, names = self._row(self._clip(clip, back), questions, weights, kept)
             rows.append(row)
             kinds.append(names)
-        return Lesson(torch.stack(tokens), pack(rows), kinds)
+            table = self._table(clip)
+            tables.append((table.backwards() if table and back else table, None))
+        return self._lesson(torch.stack(tokens), rows, kinds, tables)
 
     def pictures(self, chosen: Sequence[int], questions: int, weights: Weights) -> Lesson:
         """A batch of pictures."""
@@ -66,7 +71,40 @@ class SceneSampler:
             for i in chosen
         ]
         shown = laid_out(self.encoded.pictures[list(chosen)].float(), self.newline)
-        return Lesson(shown, pack([row for row, _ in found]), [names for _, names in found])
+        tables = [(self._table(self.encoded.frames[i][0]), self.encoded.frames[i][1])
+                  for i in chosen]  # fmt: skip
+        rows, kinds = [row for row, _ in found], [names for _, names in found]
+        return self._lesson(shown, rows, kinds, tables)
+
+    def _lesson(
+        self,
+        shown: Tensor,
+        rows: list[list[Pair]],
+        kinds: list[list[str]],
+        tables: Sequence[tuple[Table | None, int | None]],
+    ) -> Lesson:
+        """A batch that knows which thing of its table a name means."""
+        marks, numbers = list[list[dict[int, int]]](), []
+        for row, (table, frame) in zip(rows, tables, strict=True):
+            marks.append([self._marks(pair, table) for pair in row])
+            unknown = torch.full((1 + THINGS, FACTS), float("nan"))
+            numbers.append(unknown if table is None else thing_numbers(table, frame))
+        return Lesson(shown, pack(rows, marks), kinds, things={"numbers": torch.stack(numbers)})
+
+    def _marks(self, pair: Pair, table: Table | None) -> dict[int, int]:
+        if table is None:
+            return {}
+        text, found = [*pair[0], ASSISTANT, *pair[1]], dict[int, int]()
+        things = {int(table.shape[i]) * len(COLOURS) + int(table.colour[i]): i + 1
+                  for i in range(table.count)}  # fmt: skip
+        for place in range(1, len(text)):
+            name = self.names.get((text[place - 1], text[place]))
+            if name in things:
+                found[place] = things[name]
+        return found
+
+    def _table(self, clip: int) -> Table | None:
+        return self.bank.clips.tables[clip] if clip < len(self.bank.views) else None
 
     def _clip(self, clip: int, back: bool) -> list[SceneItem]:
         if clip >= len(self.bank.views):
@@ -92,7 +130,7 @@ class SceneSampler:
         """Ids and kinds of the questions asked about a medium, none of whose items is outside."""
         strange = not items
         if strange:  # anything that could be asked of another clip
-            items, most = self._clip(int(self.rng.integers(len(self.bank.views))), False), 5
+            items, most = self._clip(int(self.rng.integers(len(self.bank.views))), False), FEW
         chosen = self._choose(items, most, weights)
         found = [(self._ids(item, kept, strange), OUTSIDE if strange else item.kind)
                  for item in chosen]  # fmt: skip
@@ -146,13 +184,11 @@ def token_weights(packed: PackedQuestions) -> Tensor:
     return torch.bincount(answers)[answers].float().rsqrt()
 
 
-def scene_loss(model: Any, states: Tensor, packed: PackedQuestions) -> Tensor:
+def scene_loss(
+    model: Any, states: Tensor, packed: PackedQuestions, readout: SceneReadout
+) -> Tensor:
     """Weighted mean loss of the answer tokens: states `[B, L, D]`."""
-    asked = packed.labels != IGNORE
-    each = cross_entropy(
-        model.lm_head(states[asked]).float(), packed.labels[asked], reduction="none"
-    )
-    weights = token_weights(packed)
+    each, weights = readout.answers(model, states, packed), token_weights(packed)
     return (each * weights).sum() / weights.sum()
 
 

@@ -109,6 +109,7 @@ sum = two plus two | seven times eight | 12 + 30 | 99 / 3 | the square root of 8
 """)
 PICTURES = ("noise", "blank", "text", "empty", "shuffled", "stripes")
 KEPT_PICTURES = ("stripes", "shuffled")  # never in training
+PRACTICE = ("mosaic", "rings", "strokes", "checks", "torn")  # only in training
 
 
 def question(rng: np.random.Generator, kept: bool = False) -> str:
@@ -152,7 +153,16 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
         on = (np.sin((np.cos(angle) * x + np.sin(angle) * y) * wave) > 0)[..., None]
         ink, paper = rng.uniform(0, 255, (2, 3))
         return _clip(np.where(on, ink, paper)[np.newaxis], height, width)
+    if kind in _PATTERNS:
+        return _clip(_PATTERNS[kind](rng, height, width)[np.newaxis], height, width)
     seed = int(rng.integers(2**31))
+    if kind == "torn":  # every row of a scene moved sideways: its colours, but no shapes
+        drawn = looks.draw(looks.make_view(7, 0, seed)).frames
+        high = int(rng.integers(1, 5))
+        shifts = rng.integers(drawn.shape[2], size=-(-drawn.shape[1] // high)).repeat(high)
+        rows = np.arange(drawn.shape[1])[:, None]
+        columns = (np.arange(drawn.shape[2]) + shifts[: drawn.shape[1], None]) % drawn.shape[2]
+        return np.ascontiguousarray(drawn[:, rows, columns])
     if kind == "shuffled":  # cells of a scene in another order: colours, but no shapes
         drawn = looks.draw(looks.make_view(5, 0, seed)).frames[:, :144, :144]
         cells = drawn.reshape(FRAMES, 24, 6, 24, 6, 3).transpose(0, 1, 3, 2, 4, 5)
@@ -164,6 +174,45 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
     tints = np.broadcast_to(tints, (3, 3))
     look = looks.SceneLook(background, tints, seed, width, height, 1.0)
     return _clip(looks.backdrop(look)[None, :height, :width], height, width)
+
+
+def _mosaic(rng: np.random.Generator, height: int, width: int) -> Floats:
+    """Large tiles of random tints."""
+    high, wide = (int(side) for side in rng.integers(8, 40, 2))
+    tiles = rng.uniform(0, 255, (-(-height // high), -(-width // wide), 3))
+    return np.asarray(tiles.repeat(high, 0).repeat(wide, 1)[:height, :width])
+
+
+def _rings(rng: np.random.Generator, height: int, width: int) -> Floats:
+    """Rings or rays around a point."""
+    y, x = np.mgrid[:height, :width] - rng.uniform(0, 1, (2, 1, 1)) * [[[height]], [[width]]]
+    rays = rng.random() < 0.3
+    wave = np.arctan2(y, x) * int(rng.integers(6, 20)) if rays else np.hypot(x, y)
+    on = np.sin(wave * (1 if rays else rng.uniform(0.1, 0.8))) > rng.uniform(-0.5, 0.5)
+    ink, paper = rng.uniform(0, 255, (2, 3))
+    return np.where(on[..., None], ink, paper)
+
+
+def _strokes(rng: np.random.Generator, height: int, width: int) -> Floats:
+    """Many lines from anywhere to anywhere."""
+    paper = Image.new("RGB", (width, height), tuple(rng.integers(0, 256, 3).tolist()))
+    pen = ImageDraw.Draw(paper)
+    for _ in range(int(rng.integers(20, 120))):
+        ends = (rng.uniform(-0.2, 1.2, (2, 2)) * [width, height]).ravel().tolist()
+        pen.line(ends, tuple(rng.integers(0, 256, 3).tolist()), int(rng.integers(1, 6)))
+    return np.asarray(paper, np.float64)
+
+
+def _checks(rng: np.random.Generator, height: int, width: int) -> Floats:
+    """A chessboard, sometimes leaning."""
+    y, x = np.mgrid[:height, :width]
+    lean, (high, wide) = rng.uniform(-0.5, 0.5), rng.uniform(3, 24, 2)
+    on = (np.floor((y + lean * x) / high) + np.floor((x - lean * y) / wide)) % 2 > 0
+    ink, paper = rng.uniform(0, 255, (2, 3))
+    return np.where(on[..., None], ink, paper)
+
+
+_PATTERNS = {"mosaic": _mosaic, "rings": _rings, "strokes": _strokes, "checks": _checks}
 
 
 def _page(rng: np.random.Generator, height: int, width: int) -> Floats:

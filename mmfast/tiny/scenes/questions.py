@@ -257,6 +257,7 @@ CLIP_KINDS = (
 )  # fmt: skip
 STILL_KINDS = tuple(k for k in CLIP_KINDS if k not in ("direction", "speed", "first", "when"))
 OUTSIDE = "outside"  # kind of questions, or of media, that get the refusal
+ABSENT = "absent"  # kind of questions that take for granted what is not there
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from mmfast.tiny.scenes.evaluate import NAME, run_scenes
 from mmfast.tiny.scenes.lessons import (
     KINDS,
     LEAST,
+    LONG,
     Encoded,
     SceneSampler,
     picture_frames,
@@ -34,6 +35,8 @@ from mmfast.tiny.scenes.lessons import (
 )
 from mmfast.tiny.scenes.looks import BACKGROUNDS
 from mmfast.tiny.scenes.model import START, make_model, make_processor
+from mmfast.tiny.scenes.questions import ABSENT
+from mmfast.tiny.scenes.readout import SceneReadout
 from mmfast.tiny.video import tower
 from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
 from mmfast.tiny.video.scene import IGNORE
@@ -42,12 +45,21 @@ HELD = 96  # clips of the world that are never trained on, for looks
 BATCH, QUESTIONS = 12, 12  # of each thread
 STILLS, WHOLE = 0.25, 0.5  # shares of steps with pictures, and with all visual tokens
 KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
-STRANGERS = 1  # clips outside the world in a batch
+STRANGERS = 2  # clips outside the world in a batch
 
 
 def fast() -> Any:
     """Compute in bfloat16, which newer processors multiply three times as fast."""
     return torch.autocast("cpu", torch.bfloat16)
+
+
+class FastOptimiser(training.Optimiser):
+    """The same with Muon's products in bfloat16, while which one of two cores waits."""
+
+    def step(self, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """Update all parameters at `factor` times the peak rates."""
+        with fast():
+            super().step(gradients, factor)
 
 
 class SceneTower(tower.TowerTask):
@@ -100,7 +112,10 @@ class SceneLanguage(training.Task):
     def __init__(self, model: Any, sampler: SceneSampler, seed: int, rate: float) -> None:
         self.model, self.sampler, self.best, self.fresh = model.train(), sampler, -1.0, False
         lm = model.model.language_model
-        self.optimiser = training.Optimiser.of(lm, [model.model.image_newline], rate)
+        digits = sampler.tokenizer.convert_tokens_to_ids([*"0123456789", ","])
+        self.readout = SceneReadout(lm.config.hidden_size, digits[:10], digits[10])
+        rest = [model.model.image_newline, *self.readout.parameters()]
+        self.optimiser = FastOptimiser.of(lm, rest, rate)
         self.rng = torch.Generator().manual_seed(seed)
         self.weights = dict.fromkeys(KINDS, 1.0)
         total, inside = len(sampler.encoded.clips), len(sampler.bank.views)
@@ -144,16 +159,18 @@ class SceneLanguage(training.Task):
         """Loss of the answers."""
         lesson, kept = batch
         with fast():
-            states = answer(self.model, lesson, kept).states
-            loss = scene_loss(self.model, states, lesson.packed)
-        return loss, {"loss": loss.item(), "kept": kept.shape[1]}
+            found = answer(self.model, lesson, kept)
+            loss = scene_loss(self.model, found.states, lesson.packed, self.readout)
+            read = self.readout.loss(found.layers, lesson.packed, lesson.things["numbers"])
+        return loss + read, {"loss": loss.item(), "read": read.item(), "kept": kept.shape[1]}
 
     def look(self) -> training.Figures:
         """Shares answered correctly; kinds that lag are asked more from now on."""
         with fast():
             kept = scene_score(self.model, self.exam[:1])
             scores = scene_score(self.model, self.exam[1:])
-        self.weights = {k: LEAST + 3 * min(1 - scores.get(k, 0.0), 0.4) for k in KINDS}
+        least = {k: 3 * LEAST if k in LONG else LEAST for k in KINDS}
+        self.weights = {k: least[k] + 3 * min(1 - scores.get(k, 0.0), 0.4) for k in KINDS}
         mean = sum(scores.values()) / len(scores)
         self.best, self.fresh = max(mean, self.best), mean >= self.best
         return {"mean": mean, "kept": sum(kept.values()) / len(kept), "kinds": scores}
@@ -230,8 +247,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--bank", type=Path, help="file that keeps the drawn clips; OUT/bank.npz by default")
     add("--clips", type=int, default=3000, help="clips of the world")
     add("--decoder-clips", type=int, default=3000, help="of them for the decoder")
-    add("--strangers", type=int, default=400, help="clips outside it")
-    add("--pictures", type=int, default=2000, help="single frames that are pictures")
+    add("--strangers", type=int, default=800, help="clips outside it")
+    add("--pictures", type=int, default=3000, help="single frames that are pictures")
     add("--tower-steps", type=int, default=2000)
     add("--tower-minutes", type=float, help="fit the tower's stage into this time instead")
     add("--steps", type=int, default=2400, help="decoder steps")
@@ -254,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> training.Figures:
     log.start(seed=options.seed)
     run(options, log)
     result = run_scenes(options.out, options.questions, seed=options.seed)
+    absent = run_scenes(options.out, options.questions // 4, options.seed, kinds=(ABSENT,))
+    result["absent"] = {key: absent[key] for key in ("n", "accuracy", "interval")}
     log({"stage": "evaluation", **result, "model": "this checkpoint"})
     log.end()
     write_card(options.out, NAME)

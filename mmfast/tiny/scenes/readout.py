@@ -1,0 +1,100 @@
+"""Extra losses of the decoder's training: things by name, and edges of boxes as numbers.
+
+A box is four numbers of two digits. Cross entropy takes 39 for as wrong as 00 where 40 is right,
+so the digits of a box have a target that is blurred over the numbers around the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, rms_norm
+
+from mmfast.tiny.scenes.facts import born, gone
+from mmfast.tiny.video.lessons import PackedQuestions
+from mmfast.tiny.video.scene import IGNORE, SAMPLED, SIDE, THINGS, Table
+
+FACTS = 8  # numbers about a thing: first place, last place, velocity, when it comes and goes
+BLUR = 1.5  # standard deviation of the targets of edges, which are 00 to 99
+STRIDE = 8.0  # velocity of a fast thing, in units of a 96 picture and frame
+LAYERS = (2, 3)  # after which a name is read, after which a box is read
+WEIGHT = 4.0  # of a mean distance, which is a few hundredths
+
+
+def thing_numbers(table: Table, frame: int | None = None) -> Tensor:
+    """Numbers that the names of things should tell, nan = unknown: `[1 + THINGS, FACTS]`."""
+    found = np.full((1 + THINGS, FACTS), np.nan, np.float32)
+    for i in range(table.count):
+        if frame is not None:
+            if table.alive[i, frame]:
+                found[1 + i, :4] = np.tile(table.place[i, frame] / SIDE, 2)
+            continue
+        if not table.alive[i].any():
+            continue
+        first, end = born(table, i), gone(table, i)
+        speed = (table.world[i, 1] - table.world[i, 0]) / STRIDE
+        places = (table.place[i, first] / SIDE, table.place[i, end - 1] / SIDE)
+        found[1 + i] = [*places[0], *places[1], *speed, first / SAMPLED, end / SAMPLED]
+    return torch.from_numpy(found)
+
+
+class SceneReadout(nn.Module):
+    """Reads numbers from the decoder's states; of no use after the training."""
+
+    def __init__(self, width: int, digits: Sequence[int], comma: int) -> None:
+        super().__init__()
+        self.names, self.boxes = nn.Linear(width, FACTS), nn.Linear(width, 4)
+        for read in (self.names, self.boxes):  # at first the decoder feels nothing of them
+            nn.init.zeros_(read.weight)
+        self.digits, self.comma = torch.tensor(digits), comma
+        self.values = torch.full((int(self.digits.max()) + 1,), -1)
+        self.values[self.digits] = torch.arange(10)
+
+    def edges(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, places and edges `[n, 4]` of the boxes that begin there: labels `[B, L]`."""
+        mark = labels == self.comma
+        begins = mark[:, 2:-9] & mark[:, 5:-6] & mark[:, 8:-3]
+        rows, places = begins.nonzero(as_tuple=True)
+        at = places[:, None] + 3 * torch.arange(4)
+        tens, units = (self.values[labels[rows[:, None], at + k]] for k in (0, 1))
+        return rows, places, 10 * tens + units
+
+    def answers(self, model: Any, states: Tensor, packed: PackedQuestions) -> Tensor:
+        """Loss of each answer token, blurred for edges: states `[B, L, D]` to `[n]`."""
+        asked = packed.labels != IGNORE
+        logits = model.lm_head(states[asked]).float()
+        each = cross_entropy(logits, packed.labels[asked], reduction="none")
+        rows, places, edges = self.edges(packed.labels)
+        if not len(rows):
+            return each
+        order = torch.full(asked.shape, -1)
+        order[asked] = torch.arange(int(asked.sum()))
+        at = order[rows, places][:, None] + 3 * torch.arange(4)  # [n, 4]
+        gap = torch.arange(100) - edges[..., None]
+        mass = torch.exp(-0.5 * (gap / BLUR) ** 2).unflatten(-1, (10, 10))  # tens, units
+        units = mass.gather(-2, (edges // 10)[..., None, None].expand(-1, -1, 1, 10)).squeeze(-2)
+        for shift, target in ((0, mass.sum(-1)), (1, units)):
+            spots = (at + shift).flatten()
+            guess = logits[spots].log_softmax(-1)[:, self.digits]
+            wanted = (target / target.sum(-1, keepdim=True)).flatten(0, 1)
+            each = each.index_put((spots,), -(wanted * guess).sum(-1))
+        return each
+
+    def loss(self, layers: Sequence[Tensor], packed: PackedQuestions, things: Tensor) -> Tensor:
+        """Mean distance of what names and boxes tell: states of layers `[B, P + L, D]`."""
+        split = layers[0].shape[1] - packed.ids.shape[1]
+        states = (layers[at][:, split:].float() for at in LAYERS)
+        named, boxed = (rms_norm(x, x.shape[-1:]) for x in states)
+        lines, at = packed.named.nonzero(as_tuple=True)
+        truth = things[lines, packed.named[lines, at]]
+        known = ~truth.isnan()
+        rows, places, edges = self.edges(packed.labels)
+        gaps = [
+            (self.names(named[lines, at]).float() - truth.nan_to_num())[known],
+            (self.boxes(boxed[rows, places]).float() - edges / 100).flatten(),
+        ]
+        return WEIGHT * sum((gap.abs().mean() for gap in gaps if len(gap)), named.new_zeros(()))
