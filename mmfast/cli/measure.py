@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from mmfast.cli import options, output
 from mmfast.cli.options import (
@@ -23,6 +22,7 @@ from mmfast.cli.options import (
     Weights,
     complete_preset,
 )
+from mmfast.cli.own_suites import eval_own_suite
 from mmfast.core.errors import MmfastError
 
 
@@ -179,7 +179,7 @@ def evaluate(
     for spec in cache or []:  # a stream reads again what its score policy has let go
         plan_cache(spec) if suite == "stream" else call_plan(spec)
     if suite in _OTHERS:
-        return _eval_other(suite, context.params)
+        return eval_own_suite(suite, context.params)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import suite_of
@@ -195,20 +195,6 @@ def evaluate(
             sink=lambda document: output.keep_rows(out, eval_rows(document, environ)),
         )
     output.print_eval(document, as_json)
-
-
-def _eval_other(suite: str, given: dict[str, Any]) -> None:
-    """Run a suite that asks in a way of its own."""
-    reduce, caches = given["reduce"] or [], given["cache"] or []
-    asked, end = (given["n"], given["seed"], given["model"]), (given["out"], given["as_json"])
-    if suite == "stream":
-        return eval_stream(reduce, caches, *asked[:2], given["seconds"], asked[2], *end)
-    if suite == "needles":
-        documents = (*asked[:2], given["length"], asked[2], given["aware"])
-        return eval_needles(caches, documents, *end)
-    if suite == "speech":
-        return eval_speech(*asked, *end)
-    return eval_scenes(reduce, caches, asked, *end)
 
 
 def _check_suite(suite: str, given: dict[str, Any]) -> None:
@@ -454,158 +440,3 @@ def _tell(notes: tuple[str, ...], only_old: tuple[str, ...], only_new: tuple[str
         for name in names:
             text = f"only in the {label} file: {name}"
             console.print(text, style="dim", highlight=False, markup=False)
-
-
-def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json: bool) -> None:
-    """Run the suite and print a table a task."""
-    from mmfast.bench.results import environment
-    from mmfast.bench.suites.speech_quality import run_speech_eval, speech_eval_rows
-
-    environ = environment()
-    with output.progress("eval") as tick:
-        document = run_speech_eval(
-            n, seed, model, progress=lambda label, done, total: tick(done, total, label)
-        )
-    if out is not None:
-        output.keep_rows(out, speech_eval_rows(document, environ))
-    output.print_json(document) if as_json else _show(document["rows"])
-
-
-_SCENES = "reduce", "cache", "accuracy", "interval", "new wordings", "facts", "overlap", "refused"
-
-
-def eval_scenes(
-    reduce: Sequence[str],
-    caches: Sequence[str],
-    asked: tuple[int, int, str | None],
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Ask about the larger world with all tokens, under each reducer and each cache policy."""
-    from mmfast.bench.results import environment
-    from mmfast.tiny.scenes.evaluate import scene_rows
-
-    environ = environment()
-    with output.progress("eval") as tick:
-        rows = []
-        for row in scene_rows(
-            reduce, caches, *asked, lambda label, done, total: tick(done, total, label)
-        ):
-            rows.append(row)
-            output.keep_rows(out, [{**row, **environ}])
-    cells = [[*(row[key] for key in _SCENES[:3]), *_parts(row)] for row in rows]
-    output.print_table(rows, as_json, _SCENES, cells)
-
-
-def eval_needles(
-    caches: Sequence[str], asked: tuple[Any, ...], out: Path | None, as_json: bool
-) -> None:
-    """Ask about long documents with the whole cache and under each cache policy."""
-    from mmfast.bench.results import environment
-    from mmfast.tiny.text.evaluate import needle_rows
-
-    environ, rows = environment(), list[dict[str, Any]]()
-    with output.progress("eval") as tick:
-        for row in needle_rows(caches, *asked, lambda label, done, total: tick(done, total, label)):
-            rows.append(row)
-            output.keep_rows(out, [{**row, **environ}])
-    kinds, cells = rows[0]["by_kind"], list[list[Any]]()
-    for row in rows:
-        low, high = row["interval"]
-        shares = (row["accuracy"], row["kept"], *(row["by_kind"].get(kind) for kind in kinds))
-        cells.append([row["cache"], f"{low:.3f} to {high:.3f}", *map(_share, shares)])
-    output.print_table(rows, as_json, ("cache", "interval", "right", "kept", *kinds), cells)
-
-
-def _parts(row: dict[str, Any]) -> list[Any]:
-    kinds = row["by_kind"]
-    refused = [kinds[name] for name in ("outside", "strange media") if name in kinds]
-    kept = row.get("kept_back", {}).get("accuracy")
-    mean = sum(refused) / len(refused) if refused else None
-    low, high = row["interval"]
-    return [f"{low:.3f} to {high:.3f}", kept, row["facts"], row["overlap"], mean]
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    said = [row for row in rows if row["task"] == "speaking"]
-    heard = [row for row in rows if row["task"] == "listening"]
-    replied = [row for row in rows if row["task"] == "replies"]
-    if said:
-        voices = list(said[0]["by_voice"])
-        table = Table("said", "word errors", *voices, "tokens per pass", "as vanilla")
-        for row in said:
-            each = [_share(row["by_voice"].get(name)) for name in voices]
-            many = f"{row['tokens_per_pass']:.2f}" if "tokens_per_pass" in row else ""
-            alike = _share(row.get("identical"))
-            table.add_row(row["mode"], _share(row["wer"]), *each, many, alike)
-        Console().print(table)
-    if heard:
-        table = Table("questions", "right", "of typed", "word errors", "heard without error")
-        for row in heard:
-            figures = (row["accuracy"], row.get("relative"), row.get("wer"), row.get("exact"))
-            table.add_row(row["mode"], *map(_share, figures))
-        Console().print(table)
-    if replied:
-        table = Table("replies to", "right", "weakest kind", "heard without error")
-        for row in replied:
-            kind, worst = min(row["by_kind"].items(), key=lambda item: float(item[1]))
-            weakest = f"{kind} {_share(worst)}"
-            table.add_row(row["mode"], _share(row["accuracy"]), weakest, _share(row.get("exact")))
-        Console().print(table)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
-def eval_stream(
-    reduce: Sequence[str],
-    memories: Sequence[str],
-    n: int,
-    seed: int,
-    seconds: float,
-    model: str | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Run the suite for each reducer (none by default) and print a line a memory.
-
-    Streams of more than LONGEST seconds are too long for an unbounded cache, which is left out.
-    """
-    specs: list[str | None] = [*reduce] or [None]
-    from mmfast.bench.results import environment, eval_rows
-    from mmfast.tiny.stream.needles import LONGEST, MEMORIES, Setting, run_needles
-
-    environ, stdout = environment(), output.JsonRows()
-
-    def keep(found: dict[str, Any]) -> None:
-        output.keep_rows(out, eval_rows(found, environ))
-        if as_json:
-            stdout.add(found)
-
-    with output.progress("eval") as tick:
-        documents = [
-            run_needles(
-                memories or MEMORIES,
-                n,
-                seed,
-                model,
-                setting=Setting(seconds),
-                reduce=spec,
-                unbounded=seconds <= LONGEST,
-                progress=lambda memory, done, total: tick(done, total, memory),
-                sink=keep,
-            )
-            for spec in specs
-        ]
-    if as_json:
-        return stdout.end()
-    document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
-    bands = list(dict.fromkeys(band for row in document["rows"] for band in row["by_age"]))
-    cells = []
-    for row in document["rows"]:
-        ages = [row["by_age"].get(band) for band in bands]
-        shares = [f"{100 * age['accuracy']:.1f} % of {age['n']}" if age else "" for age in ages]
-        names = row["memory"] or "unbounded", row["reduce"] or ""
-        cells.append((*names, *shares, _share(row["relative"])))
-    output.print_rows(("memory", "reduce", *bands, "of unbounded"), cells)

@@ -167,7 +167,8 @@ def level_codes(pages: Tensor, bits: int = 4) -> Tensor:
     first, *rest = codes.chunk(8 // bits, -1)  # [..., page, d * bits / 8]
     for number, part in enumerate(rest, 1):
         first = first | part << bits * number
-    return first.flatten(-2)
+    packed: Tensor = first.flatten(-2)
+    return packed
 
 
 def level_logits(query: Tensor, codes: Tensor, bounds: Tensor, page: int, bits: int = 4) -> Tensor:
@@ -183,7 +184,8 @@ def level_logits(query: Tensor, codes: Tensor, bounds: Tensor, page: int, bits: 
     parts = [bytes_ >> shift & most for shift in range(0, 8, bits)]
     levels = torch.cat(parts, -1).float()  # [B, H, P, page, d]
     inside = steps @ levels.transpose(3, 4)  # [B, H, P, G, page]
-    return (inside.transpose(2, 3) + (wide @ low.transpose(2, 3))[..., None]).flatten(3)
+    found: Tensor = (inside.transpose(2, 3) + (wide @ low.transpose(2, 3))[..., None]).flatten(3)
+    return found
 
 
 def heaviest(mass: Tensor, share: float) -> Tensor:

@@ -235,7 +235,7 @@ def _agents_ask(
 ) -> None:
     picture = Shot("image", read_image(case.media[0]), None)
     for number, agent in enumerate(AGENTS):
-        chat = [{"role": "system", "content": [agent]}]
+        chat: list[dict[str, Any]] = [{"role": "system", "content": [agent]}]
         chat.append({"role": "user", "content": [picture, case.question]})
         inputs = chat_inputs(pair[1], [chat], torch.device("cpu"))
         for spec, each in asked.items():

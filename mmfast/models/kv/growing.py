@@ -20,7 +20,7 @@ _SEVERAL = ("num_beams", "num_return_sequences")
 
 
 def growing_cache(model: Any, how: Mapping[str, Any]) -> dict[str, Any]:
-    """What to give `generate` beside `how` for a cache that grows in place.
+    """Return what `generate` is to be given beside `how`: a cache that grows in place.
 
     Nothing where the call or the model wants another cache, with beams, which reorder it at every
     step, and for models that make their own.

@@ -194,7 +194,7 @@ def test_unknown_names_are_one_line():
 
 
 def test_the_command_prints_a_document(monkeypatch, capsys, tmp_path):
-    from mmfast.cli import measure
+    from mmfast.cli import own_suites
 
     lines = unseen_lines(2, 7)
     real = run_speech_eval
@@ -205,11 +205,11 @@ def test_the_command_prints_a_document(monkeypatch, capsys, tmp_path):
         )
 
     monkeypatch.setattr(speech_quality, "run_speech_eval", fake)
-    measure.eval_speech(2, 7, None, tmp_path / "rows.jsonl", True)
+    own_suites.eval_speech(2, 7, None, tmp_path / "rows.jsonl", True)
     printed = json.loads(capsys.readouterr().out)
     assert [row["mode"] for row in printed["rows"]] == ["recordings", "codec", "vanilla"]
     assert len(load(tmp_path / "rows.jsonl")) == 3
-    measure.eval_speech(2, 7, None, None, False)
+    own_suites.eval_speech(2, 7, None, None, False)
     assert "vanilla" in capsys.readouterr().out
 
 
