@@ -125,7 +125,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
                 "not possible with replicas=2",
             ),
             (["--model", "./nowhere"], "./nowhere"),
-            (["--reuse", "all"], "choices: blend, craft, encoder, prefix"),
+            (["--reuse", "all"], "choices: blend, craft, encoder, kvcomm, prefix"),
             (["--reuse", "prefix", "--engine", "ray"], "give --engine inproc"),
             (["--reuse", "prefix", "--cache", "snapkv:64"], "cache policy"),
             (["--reuse", "prefix", "--prefill", "minference:0.3"], "leave prefill out"),
