@@ -335,7 +335,7 @@ ENCODER = {
 }
 _WEIGHTS = (
     "shape: {preset}, {device} | weights: `{job}` | step, ms: {median_ms:.0f} | faster: {gain} | "
-    "prompt, ms: {prefill_ms:.0f} | faster: {prefill_speedup:.2f}x | "
+    "prompt, ms: {prefill_ms:.0f} | prompt faster: {prefill_speedup:.2f}x | "
     "layers and head, MB: {weights_mb:.0f} | error of logits: {logit_error:.2%}"
 )
 _SELECTION = (
@@ -445,5 +445,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     "encoder": _named("encoder", ("job", "shape", "tower", "device", "dtype"), ENCODER),
     "train": _named("train", ("job", "reduce", "device"), TRAIN),
     "prefill": _named("prefill", ("job", "tokens"), PREFILL),
-    "decode": _named("decode", ("preset", "device", "job", "reduce", "batch", "rows"), DECODE),
+    "decode": _named(
+        "decode", ("preset", "device", "job", "reduce", "batch", "rows", "tokens"), DECODE
+    ),
 }

@@ -140,6 +140,9 @@ class ReportTable:
     def _columns(self, rows: Rows) -> Columns:
         columns = self.columns(rows) if callable(self.columns) else self.columns
         if isinstance(columns, str):
-            pairs = (column.split(": ", 1) for column in columns.split(" | "))
-            return {head.strip(): cell for head, cell in pairs}
+            pairs = [column.split(": ", 1) for column in columns.split(" | ")]
+            found = {head.strip(): cell for head, cell in pairs}
+            if len(found) < len(pairs):  # the latter would stand under the name of the former
+                raise ValueError(f"two columns of one head: {columns}")
+            return found
         return columns

@@ -13,7 +13,7 @@ from mmfast.bench import full
 from mmfast.bench.report import accuracy, docs
 from mmfast.bench.report.charts import accuracy_svg, speed_svg, speeds
 from mmfast.bench.report.docs import TABLES, render, write_table
-from mmfast.bench.report.table import stamp
+from mmfast.bench.report.table import ReportTable, stamp
 from mmfast.bench.results import append, bench_rows, environment, eval_rows, load
 from mmfast.core.errors import MmfastError
 from mmfast.core.registry import methods
@@ -313,3 +313,9 @@ def test_a_stamp_names_all_that_was_measured() -> None:
     assert stamp(last, first) == "2026-11-20 to 2026-11-22, commits `ddd`, `aaa`"
     assert stamp(first, *between, last) == "2026-11-20 to 2026-11-22, commits `aaa` to `ddd`"
     assert stamp({**first, "commit": None}) == "2026-11-20, commit `none`"
+
+
+def test_two_columns_of_one_head_are_no_table() -> None:
+    table = ReportTable("decode", "step: {a} | faster: {b} | prompt: {c} | faster: {d}")
+    with pytest.raises(ValueError, match="two columns of one head"):
+        table.markdown([{"a": 1, "b": 2, "c": 3, "d": 4}])
