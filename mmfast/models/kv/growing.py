@@ -1,7 +1,7 @@
 """A dynamic cache for `generate` that writes new entries behind the old ones.
 
-The stock cache joins old and new entries at every step, which reads and writes all of it: a sixth of
-a step behind 16,384 tokens of the 0.5B shape, and nothing to be seen behind a thousand.
+The stock cache joins old and new entries at every step, which reads and writes all of it: a sixth
+of a step behind 16,384 tokens of the 0.5B shape, and nothing to be seen behind a thousand.
 """
 
 from __future__ import annotations
