@@ -69,7 +69,7 @@ class SlowSelection:
         around = {m: partial(self.around, self.layers.index(i)) for m, i in self.modules.items()}
         self.stack = intercepting(around)
         self.stack.__enter__()
-        self.hook = self.model.model.register_forward_pre_hook(self.see, with_kwargs=True)
+        self.hook = self.model.register_forward_pre_hook(self.see, with_kwargs=True)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -77,7 +77,7 @@ class SlowSelection:
         self.stack.__exit__(*error)
 
     def see(self, _: Any, args: Any, kwargs: Any) -> None:
-        self.ids += kwargs["input_ids"][0].tolist()
+        self.ids += (args[0] if args else kwargs["input_ids"])[0].tolist()
 
     def around(self, depth: int, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         query, key, value, mask, *rest = args
