@@ -250,42 +250,42 @@ def _retrieved(row: Row) -> str:
     return score(row["retrieved"], "accuracy", 0)
 
 
-def _needle_length(rows: Rows) -> int:
-    """Tokens of the documents that cache policies were measured on last."""
-    return next((int(row["length"]) for row in reversed(rows) if row["cache"]), 0)
-
-
 def _needle_policies(rows: Rows) -> list[Row]:
-    """Cache policies on long documents, the best at a quarter of the cache first."""
-    found, length = dict[str, dict[Any, Row]](), _needle_length(rows)
+    """Cache policies on documents of each length, the best at a quarter of the cache first."""
+    found = dict[tuple[int, str], dict[Any, Row]]()
     for row in rows:
-        if row["cache"] and row["length"] == length and _known(row["cache"]):
+        if row["cache"] and _known(row["cache"]):
             name, _, rest = row["cache"].partition(":")
             part, _, knobs = rest.partition("?")
-            line = found.setdefault(f"{name}?{knobs}" if knobs else name, {})
-            line[float(part), row["aware"]] = row
+            key = int(row["length"]), f"{name}?{knobs}" if knobs else name
+            found.setdefault(key, {})[float(part), row["aware"]] = row
 
-    def lost(line: Row) -> float:
+    def order(line: Row) -> tuple[int, float]:
         row = line["at"].get((0.25, False))
-        return 1.0 - row["retrieved"]["accuracy"] if row else 1.0
+        return line["length"], 1.0 - row["retrieved"]["accuracy"] if row else 1.0
 
-    return sorted(({"name": name, "at": line} for name, line in found.items()), key=lost)
+    lines = ({"length": n, "name": name, "at": line} for (n, name), line in found.items())
+    return sorted(lines, key=order)
 
 
 def _needle_columns(rows: Rows) -> Columns:
     shares = {f"{100 * s:.0f} %": at((s, False), _retrieved) for s in SHARES}
     known = {f"{100 * s:.0f} %, asked first": at((s, True), _retrieved) for s in SHARES[1:]}
-    return {"policy": "`{name}`", **shares, **known}
+    return {"tokens": "{length:,}", "policy": "`{name}`", **shares, **known}
 
 
 def _needle_whole(rows: Rows) -> str:
-    length = _needle_length(rows)
-    whole = [r for r in rows if not r["cache"] and r["length"] == length]
-    shown = {r["aware"]: _retrieved(r) for r in whole}
-    return (
-        f"Documents of {length:,} tokens. The whole cache: {shown.get(False, NOT_MEASURED)}; "
-        f"with the question read before the cut: {shown.get(True, NOT_MEASURED)}."
-    )
+    told = list[str]()
+    for length in sorted({int(row["length"]) for row in rows if row["cache"]}):
+        many = [r["n"] for r in rows if r["cache"] and r["length"] == length]
+        whole = [r for r in rows if not r["cache"] and r["length"] == length]
+        shown = {r["aware"]: _retrieved(r) for r in whole}
+        told.append(
+            f"{max(many)} questions about documents of {length:,} tokens. "
+            f"The whole cache: {shown.get(False, NOT_MEASURED)}; "
+            f"with the question read before the cut: {shown.get(True, NOT_MEASURED)}."
+        )
+    return " ".join(told)
 
 
 def _needle_lengths(rows: Rows) -> list[Row]:
@@ -402,7 +402,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             keys=("length", "aware", "cache"),
             lines=_needle_policies,
             before=_needle_whole,
-            after=_questions("unseen documents"),
+            after=lambda rows: f"Seed {rows[-1]['seed']}, model `tiny-text`, {stamp(*rows)}.",
         ),
     ),
     "compressors": (
