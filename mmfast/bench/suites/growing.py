@@ -5,19 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 from mmfast.bench import timing
 from mmfast.bench.cases import Case, build
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
+from mmfast.bench.suites.step_selection import filled, steps
 from mmfast.models.cache_name import CACHE
 from mmfast.models.kv.growing import growing_cache
 
 PRESET = "llava-onevision-0.5b"
 SIZES = ((1, 1024), (1, 4096), (1, 16384), (8, 1024))  # answers at once, entries of each
-ROUNDS, STEPS = 5, 3
+ROUNDS = 5
 STOCK, OURS = "stock", "growing"
 
 
@@ -41,9 +40,11 @@ def growing_rows(
 
 
 def _rows(case: Case, preset: str, batch: int, tokens: int, rounds: int) -> list[Row]:
+    own = growing_cache(case.model, {})[CACHE]
+    caches = {STOCK: None, timing.AGAIN: None, OURS: own}
     ways = {
-        name: partial(_steps, case, _filled(case, batch, tokens, name != OURS), batch)
-        for name in (STOCK, timing.AGAIN, OURS)
+        name: partial(steps, case, filled(case, tokens, batch, cache))
+        for name, cache in caches.items()
     }
     for run in ways.values():  # the room of the cache is made once
         run()
@@ -51,27 +52,3 @@ def _rows(case: Case, preset: str, batch: int, tokens: int, rounds: int) -> list
     shared: Row = {"preset": preset, "device": "cpu", "dtype": dtype_name(torch.bfloat16)}
     shared |= {"tokens": tokens, "batch": batch, **timing.ON_ONE_THREAD}
     return [{**shared, **times.row(name)} for name in (STOCK, OURS)]
-
-
-def _filled(case: Case, batch: int, tokens: int, stock: bool) -> DynamicCache:
-    """A cache of so many random entries in every layer."""
-    text = case.model.config.get_text_config()
-    cache = DynamicCache(config=text) if stock else growing_cache(case.model, {})[CACHE]
-    width = text.hidden_size // text.num_attention_heads
-    source = torch.Generator().manual_seed(tokens)
-    for index in range(text.num_hidden_layers):
-        shape = (batch, text.num_key_value_heads, tokens, width)
-        pair = [torch.randn(shape, generator=source).bfloat16() for _ in range(2)]
-        cache.update(*pair, index)
-    return cache
-
-
-def _steps(case: Case, cache: DynamicCache, batch: int) -> timing.Sample:
-    ids: Tensor = torch.arange(batch)[:, None] + int(cache.get_seq_length())
-    clock, _ = timing.clock_of(case.device, 1)
-
-    def run() -> None:
-        for _ in range(STEPS):
-            case.model(input_ids=ids, **{CACHE: cache}, use_cache=True)
-
-    return {"ms": timing.timed(run, clock)[1] / STEPS}

@@ -118,16 +118,17 @@ def _rows(case: Case, preset: str, long: LongCache) -> list[Row]:
     return found
 
 
-def filled(case: Case, tokens: int) -> Any:
-    """A cache of so many random entries in every layer."""
+def filled(case: Case, tokens: int, batch: int = 1, cache: Any = None) -> Any:
+    """A cache, the stock one if none is given, with so many random entries in every layer."""
     from transformers import DynamicCache
 
     text = get_text(case)
     heads, layers = text.num_key_value_heads, text.num_hidden_layers
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    source, cache = torch.Generator().manual_seed(tokens), DynamicCache()
+    source = torch.Generator().manual_seed(tokens)
+    cache = DynamicCache() if cache is None else cache
     for index in range(layers):
-        shape = (1, heads, tokens, width)
+        shape = (batch, heads, tokens, width)
         pair = (torch.randn(shape, generator=source).to(case.visual.dtype) for _ in range(2))
         cache.update(*pair, index)
     return cache
@@ -144,8 +145,8 @@ def steps(case: Case, cache: Any) -> timing.Sample:
     def run(count: int) -> None:
         for _ in range(count):
             held = int(cache.get_seq_length())
-            token = 1000 + held * 7919 % 50_000
-            ids = torch.tensor([[token]])
+            token = (1000 + held * 7919 % 50_000) % get_text(case).vocab_size
+            ids = torch.full((len(cache.layers[0].keys), 1), token)
             case.model(input_ids=ids, **{CACHE: cache}, use_cache=True)
 
     run(1)
