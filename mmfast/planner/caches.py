@@ -32,7 +32,7 @@ from mmfast.planner.cost import Cost
 
 # Sums of all attention need scores of a whole prompt at once, repeated ones a second reading of it,
 # and the others a calibration.
-_COSTLY = {"attn_sum", "attn_repeated", "query_filter", "query_reach"}
+_COSTLY = {"attn_sum", "attn_repeated", "query_filter", "query_reach", "key_gate"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from cli_runs import CLIP, QUESTION, fails, run
 
 import mmfast
-from mmfast.models.kv.calibration import FILE, HeadPatterns
+from mmfast.models.kv.patterns import FILE, HeadPatterns
 from mmfast.models.loading import load
 
 SIZE = ("--count", "1", "--length", "144")
