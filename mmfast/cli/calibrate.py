@@ -52,9 +52,7 @@ def calibrate(
     elif suite is not None:
         prompts = suite_prompts(pair, suite, count, length)
     home = Path(model) if out is None else out
-    found = calibrate_heads(
-        pair[0], prompts, save=home, count=count, length=length, gates=gates
-    )
+    found = calibrate_heads(pair[0], prompts, save=home, count=count, length=length, gates=gates)
     rows = {str(i): [round(float(x), 4) for x in reach] for i, reach in found.reach.items()}
     told = {"file": str(home / FILE), "gates": len(found.gates)}
     if as_json:

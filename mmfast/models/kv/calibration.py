@@ -83,7 +83,9 @@ def calibrate_heads(
     found = HeadPatterns(
         {index: each.filters() for index, each in sums.items()},
         {index: (each.reach / each.count).float().cpu() for index, each in sums.items()},
-        {i: lessons.learn(i, each.groups, steps, seed) for i, each in sums.items()} if gates else {},
+        {i: lessons.learn(i, each.groups, steps, seed) for i, each in sums.items()}
+        if gates
+        else {},
     )
     found.use(model)
     if save is not None:
