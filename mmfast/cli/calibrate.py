@@ -31,7 +31,7 @@ def calibrate(
     ] = None,
     as_json: shared.Json = False,
 ) -> None:
-    """Find heads that retrieve, the way queries point, and gates: duo_attention, qfilter, fastkvzip."""
+    """Find what duo_attention, qfilter and, with --gates, fastkvzip read of a model's heads."""
     if not Path(model).is_dir():
         raise MmfastError(f"{model!r} is no folder of a model; give one with a config.json")
     if min(count, length) < 1:

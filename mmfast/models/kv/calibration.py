@@ -83,9 +83,7 @@ def calibrate_heads(
     found = HeadPatterns(
         {index: each.filters() for index, each in sums.items()},
         {index: (each.reach / each.count).float().cpu() for index, each in sums.items()},
-        {i: lessons.learn(i, each.groups, steps, seed) for i, each in sums.items()}
-        if gates
-        else {},
+        lessons.learn({i: each.groups for i, each in sums.items()}, steps, seed) if gates else {},
     )
     found.use(model)
     if save is not None:
@@ -111,10 +109,13 @@ class _Lessons:
                 scores = layer.notes[REPEATED][0].T.clamp(0, 1)  # [n, H]
                 self._seen[index].append((states[0].cpu(), scores.cpu()))
 
-    def learn(self, index: int, groups: int, steps: int, seed: int) -> KeyGate:
-        """Train the gate of a layer."""
-        states, scores = map(torch.cat, zip(*self._seen[index], strict=True))
-        return train_gate(states, scores, groups, steps, seed)
+    def learn(self, groups: Mapping[int, int], steps: int, seed: int) -> dict[int, KeyGate]:
+        """Train the gates of all layers, with as many query heads for a key head as `groups` say."""
+        made = dict[int, KeyGate]()
+        for index, many in groups.items():
+            states, scores = map(torch.cat, zip(*self._seen[index], strict=True))
+            made[index] = train_gate(states, scores, many, steps, seed)
+        return made
 
 
 class _Sums:

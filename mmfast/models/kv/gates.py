@@ -57,7 +57,8 @@ class KeyGate(nn.Module):
         key = F.rms_norm(key, (rank,), self.key_scale, _LITTLE)
         own = (query * key).sum(-1) / rank**0.5 + self.bias
         others = torch.einsum("...hgr,hsr->...hgs", query, self.sinks) / rank**0.5
-        return own - others.logsumexp(-1)
+        found: Tensor = own - others.logsumexp(-1)
+        return found
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> KeyGate:

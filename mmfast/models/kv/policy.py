@@ -231,7 +231,7 @@ class KVStage:
             self.prompt_ends(cache, index, drafts)
 
     def _count_step(self, layer: Any, index: int, masses: dict[str, Tensor]) -> None:
-        """Note what a later choice reads of a decode step: the attention of its query, its score."""
+        """Note what a later choice reads of a decode step: attention of its query, its score."""
         if not is_short(layer) or layer.notes is None:
             return
         if self._gating is not None:

@@ -437,10 +437,8 @@ def gate(states: np.ndarray, parts: Mapping[str, np.ndarray]) -> np.ndarray:
                 start = (head * groups + group) * rank
                 asks = _levelled(query[start:][:rank], parts["query_scale"])
                 mine = math.exp(float(asks @ own) / math.sqrt(rank) + parts["bias"][head, group])
-                sinks = sum(
-                    math.exp(float(asks @ s) / math.sqrt(rank)) for s in parts["sinks"][head]
-                )
-                found[head, place] += mine / (mine + sinks) / groups
+                others = [float(asks @ s) / math.sqrt(rank) for s in parts["sinks"][head]]
+                found[head, place] += mine / (mine + sum(map(math.exp, others))) / groups
     return found
 
 
