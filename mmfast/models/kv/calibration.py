@@ -110,7 +110,7 @@ class _Lessons:
                 self._seen[index].append((states[0].cpu(), scores.cpu()))
 
     def learn(self, groups: Mapping[int, int], steps: int, seed: int) -> dict[int, KeyGate]:
-        """Train the gates of all layers, with as many query heads for a key head as `groups` say."""
+        """Train the gates of all layers, which have `groups` query heads for each key head."""
         made = dict[int, KeyGate]()
         for index, many in groups.items():
             states, scores = map(torch.cat, zip(*self._seen[index], strict=True))
