@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +66,9 @@ def calibrate_heads(
         raise ModelError(
             f"length={length}: half a prompt back is within what streaming heads see; give {least}"
         )
-    modules = read_modules(model)
-    sums = {index: _Sums(sink, recent) for index in modules}
-    hooks: Any = {module: partial(sums[index].look) for index, module in modules.items()}
     given = _drawn(model, count, length, seed) if prompts is None else prompts
-    lessons = _Lessons(model, modules)
-    with torch.no_grad():
-        for each in given:
-            with probing(hooks), lessons.states.watching():
-                base_of(model)(**each, use_cache=False)
-            if gates:
-                lessons.add(each)
-    if not modules or any(not each.count for each in sums.values()):
+    sums, lessons = _looked(model, given, sink, recent, gates)
+    if not sums or any(not each.count for each in sums.values()):
         raise ModelError("no layer of full attention has read a prompt; give one prompt or more")
     found = HeadPatterns(
         {index: each.filters() for index, each in sums.items()},
@@ -89,6 +79,23 @@ def calibrate_heads(
     if save is not None:
         found.save(save)
     return found
+
+
+def _looked(
+    model: Any, prompts: Iterable[Mapping[str, Any]], sink: int, recent: int, gates: bool
+) -> tuple[dict[int, _Sums], _Lessons]:
+    """Let a model read prompts; with `gates` repeat them, too."""
+    modules = read_modules(model)
+    sums = {index: _Sums(sink, recent) for index in modules}
+    lessons = _Lessons(model, modules)
+    hooks: Any = {module: sums[index].look for index, module in modules.items()}
+    with torch.no_grad():
+        for each in prompts:
+            with probing(hooks), lessons.states.watching():
+                base_of(model)(**each, use_cache=False)
+            if gates:
+                lessons.add(each)
+    return sums, lessons
 
 
 class _Lessons:
