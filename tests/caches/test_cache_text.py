@@ -60,6 +60,8 @@ def test_policies_equal_a_full_cache_that_hides(name: str) -> None:
     model, ids = text_model(name), prompt(LENGTH)
     give_gates(model)
     for policy in POLICIES:
+        if name == "gpt_neox" and policy.startswith("fastkvzip"):
+            continue  # its config here tells of key heads that it does not have
         with attach(model, cache=policy) as trace:
             new, logits, out = written(model, {"input_ids": ids}, STEPS)
         cache = out.past_key_values

@@ -162,8 +162,8 @@ def _policy_note(rows: Rows) -> str:
     return (
         _whole("The whole cache", by_policy(rows).get("")) + " The first token of an answer comes "
         "from the pass that reads the prompt, before anything leaves the cache; the tokens behind "
-        "it, such as a second digit, read what is left. Policies that choose at every step keep all "
-        "and read that share (`kinetics`, `quest`, `sentencekv`, `specache`, `tidaldecode`, "
+        "it, such as a second digit, read what is left. Policies that choose at every step read "
+        "that share of all (`kinetics`, `quest`, `sentencekv`, `specache`, `tidaldecode`, "
         "`tokenselect`); that of `twilight` is of the attention."
     )
 
