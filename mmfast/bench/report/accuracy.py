@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -134,7 +135,8 @@ def _kind_columns(rows: Rows) -> Columns:
 
 def _policies(rows: Rows) -> list[Row]:
     found = by_policy(rows)
-    names = [m.name for m in methods("cache") if m.role in ("position", "score")]
+    roles = ("position", "score", "heads", "select")
+    names = [m.name for m in methods("cache") if m.role in roles]
     shares = {name: {s: f"{name}:{s}" for s in SHARES[:3]} for name in names}
     return [
         {"name": name, "at": {s: found[spec] for s, spec in specs.items() if spec in found}}
@@ -160,7 +162,9 @@ def _policy_note(rows: Rows) -> str:
     return (
         _whole("The whole cache", by_policy(rows).get("")) + " The first token of an answer comes "
         "from the pass that reads the prompt, before anything leaves the cache; the tokens behind "
-        "it, such as a second digit, read what is left."
+        "it, such as a second digit, read what is left. Policies that choose at every step read "
+        "that share of all (`kinetics`, `quest`, `sentencekv`, `specache`, `tidaldecode`, "
+        "`tokenselect`); that of `twilight` is of the attention."
     )
 
 
@@ -255,9 +259,8 @@ def _needle_policies(rows: Rows) -> list[Row]:
     found = dict[tuple[int, str], dict[Any, Row]]()
     for row in rows:
         if row["cache"] and _known(row["cache"]):
-            name, _, rest = row["cache"].partition(":")
-            part, _, knobs = rest.partition("?")
-            key = int(row["length"]), f"{name}?{knobs}" if knobs else name
+            name, part, rest = re.split(r":([\d.]+)", row["cache"], maxsplit=1)
+            key = int(row["length"]), name + rest
             found.setdefault(key, {})[float(part), row["aware"]] = row
 
     def order(line: Row) -> tuple[int, float]:
