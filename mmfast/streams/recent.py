@@ -1,9 +1,10 @@
 """Recent frames of a stream as pictures, for questions that its model cannot answer.
 
-The embedded model of streams was trained on an endless world and no longer answers questions about
-movement, speed and order, nor any in words it has not read; the embedded model of clips does. A
-stream of the first therefore keeps its last seconds as pictures, and such a question is put to the
-second, about a clip of them.
+The embedded model of streams was trained on an endless world: it remembers, but no longer answers
+questions about movement, speed and order, counts badly, has never been asked for yes or no, and
+knows few words. The embedded model of clips does all that. A stream of the first therefore keeps
+its last seconds as pictures, and a question about the present is put to the second, about a clip
+of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ _MOTION = re.compile(
     r"|slow(?:er|est)?|speed|first|earlier|later)\b",
     re.IGNORECASE,
 )
+# What asks about the present without motion: by its time, for a number of things, for yes or no.
+_PRESENT = re.compile(
+    r"\b(?:now|currently|at the moment|how many|count|number of)\b"
+    r"|^\W*(?:is|are|does|do|can) ",
+    re.IGNORECASE,
+)
 _ENDS = re.compile(r"\bat the (?:start|beginning|end)\b", re.IGNORECASE)
+# A place changes within the clip, whose model tells its beginning and its end, but not a now.
+_PLACE = re.compile(r"\b(?:where|corner|position|lie)\b", re.IGNORECASE)
+_NOW = re.compile(r"\s*\b(?:right )?now\b", re.IGNORECASE)
 
 
 class RecentFrames:
@@ -62,12 +72,21 @@ class RecentFrames:
     def asked(self, question: str, strange: bool = False) -> bool:
         """Return True for a question that a clip of these frames answers.
 
-        `strange` tells that the model of the stream has never read such words.
+        That is one about the present or in words that the model of the stream has never read
+        (`strange`); one about motion as soon as there are two frames.
         """
-        if len(self._kept) < 2:
+        if not self._kept:
             return False
-        moves = _MOTION.search(question) is not None
-        return strange or moves or (self.whole and _ENDS.search(question) is not None)
+        if _MOTION.search(question):
+            return len(self._kept) > 1
+        present = _PRESENT.search(question) is not None
+        return strange or present or (self.whole and _ENDS.search(question) is not None)
+
+    def worded(self, question: str) -> str:
+        """Return a question in the words of a clip: the place of a thing now is that at its end."""
+        if _PLACE.search(question) and not _MOTION.search(question):
+            return _NOW.sub(" at the end", question)
+        return question
 
     def clip(self) -> tuple[list[Any], list[float]]:
         """Return at most `CLIP` frames and their seconds, of all that is kept or of its end."""

@@ -245,11 +245,11 @@ class Session:
             self._check_open()
             if remember:  # what waits for its partner belongs before the question
                 self.stream.flush()
-            stream = self.stream.answering(text, trace)
+            stream, wording = self.stream.answering(text, trace)
             model = stream.model
             sampler = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
-            prompt = stream.words(text)
-            branch, logits = stream.branch(text, trace)
+            prompt = stream.words(wording)
+            branch, logits = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
             # the branch of another stream cannot be kept in this one: it is written anew
             version = self.stream.version if stream is self.stream else -1

@@ -268,6 +268,7 @@ class Stream:
         self.memory = model.engine.memory(plan_cache(spec), tiers=quotas)
         self.timeline = Timeline()
         self.recent = None if model.clips is None else RecentFrames()
+        self._clip: tuple[list[float], Stream] | None = None  # the last one, with its times
         self.seen = model.frontend.start()
         self.written = WrittenState()
         self.version = 0
@@ -296,19 +297,25 @@ class Stream:
         if self.recent is not None:
             self.recent.add(frame, time)
 
-    def answering(self, question: str, trace: Trace) -> Stream:
-        """Return the stream that answers a question: this one, or a clip of its last frames."""
+    def answering(self, question: str, trace: Trace) -> tuple[Stream, str]:
+        """Return the stream that answers a question, and its words there.
+
+        It is this one, or a clip of its last frames, kept for the next question about them.
+        """
         if self.recent is None or self.model.clips is None:
-            return self
+            return self, question
         strange = bool(unknown_words(self.model.tokenizer, question))
         if not self.recent.asked(question, strange):
-            return self
+            return self, question
         with trace.stage("clip") as row:
-            clip = Stream(self.model.clips(), None, None)
             frames, times = self.recent.clip()
-            clip.take(frames, times)
+            if self._clip is None or self._clip[0] != times:
+                clip = Stream(self.model.clips(), None, None)
+                clip.take(frames, times)
+                self._clip = times, clip
+            clip = self._clip[1]
             row.tokens_in, row.tokens_out = len(frames), clip.counts["tokens"]
-        return clip
+        return clip, self.recent.worded(question)
 
     def flush(self) -> None:
         """Write frames that wait for a partner, the last one doubled."""
@@ -398,6 +405,7 @@ class Stream:
         self.counts, self.spent = dict(tree["counts"]), dict(tree["spent"])
         if self.recent is not None and tree.get("recent"):
             self.recent.restore(tree["recent"])
+            self._clip = None
         archive = self.memory.archive
         if archive is None:
             return 0
