@@ -20,6 +20,7 @@ from PIL import Image
 GAP = 0.25  # seconds between two frames that are kept, as between those of a trained clip
 MOST = 32  # frames that are kept
 CLIP = 8  # frames of a clip that the model was trained on
+STEP = 0.5  # seconds at least between two frames of a clip of the end of a stream
 SIDE = 192  # pixels; twice the side of the encoder's input
 # Seconds between two frames, and median change of colour (0 to 1) over cells of coarse pictures,
 # above which they are of different scenes.
@@ -91,10 +92,15 @@ class RecentFrames:
     def clip(self) -> tuple[list[Any], list[float]]:
         """Return at most `CLIP` frames and their seconds, of all that is kept or of its end."""
         kept = list(self._kept)
-        if len(kept) > CLIP:
-            last = len(kept) - 1
-            whole = np.linspace(0, last, CLIP).round().astype(int)
-            kept = [kept[i] for i in whole] if self.whole else kept[-CLIP:]
+        if len(kept) > CLIP and self.whole:
+            spread = np.linspace(0, len(kept) - 1, CLIP).round().astype(int)
+            kept = [kept[i] for i in spread]
+        elif len(kept) > CLIP:
+            end = [kept.pop()]
+            while kept and len(end) < CLIP:
+                each = kept.pop()
+                end += [each] if each[0] <= end[-1][0] - STEP + 1e-3 else []
+            kept = end[::-1]
         return [frame for _, frame in kept], [time for time, _ in kept]
 
     def snapshot(self) -> dict[str, Any]:
