@@ -105,7 +105,14 @@ def bench_named(
     output.print_table(rows, as_json, keys, [[row.get(key) for key in keys] for row in rows])
 
 
-_OTHERS = ("scenes", "stream", "present", "history", "speech", "needles")  # suites with a command of their own
+_OTHERS = (
+    "scenes",
+    "stream",
+    "present",
+    "history",
+    "speech",
+    "needles",
+)  # suites with a command of their own
 
 
 def _suites(incomplete: str) -> list[str]:

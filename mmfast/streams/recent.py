@@ -57,13 +57,13 @@ class RecentFrames:
         """Take a frame `[H, W, 3]` uint8 and its seconds; one too close to the last is left out."""
         if self._kept and time < self._kept[-1][0] + GAP - 1e-3:
             return
-        small = _small(np.asarray(frame))
+        shown = small_picture(np.asarray(frame))
         if self._kept and (
-            time > self._kept[-1][0] + APART or _change(self._kept[-1][1], small) > CUT
+            time > self._kept[-1][0] + APART or colour_change(self._kept[-1][1], shown) > CUT
         ):
             self.cut()
         self.whole = self.whole and len(self._kept) < MOST
-        self._kept.append((time, small))
+        self._kept.append((time, shown))
 
     def cut(self) -> None:
         """Forget what is kept, since another scene begins."""
@@ -115,7 +115,7 @@ class RecentFrames:
         self.whole = tree["whole"]
 
 
-def _small(frame: Any) -> Any:
+def small_picture(frame: Any) -> Any:
     """Return a picture with no side above `SIDE`; a small one is only copied."""
     height, width = frame.shape[:2]
     most = max(height, width)
@@ -125,7 +125,8 @@ def _small(frame: Any) -> Any:
     return np.array(Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC))
 
 
-def _change(before: Any, after: Any) -> float:
+def colour_change(before: Any, after: Any) -> float:
+    """Return the median change of colour, 0 to 1, over the cells of two coarse pictures."""
     if before.shape != after.shape:
         return 1.0  # a source of another size
     both = (Image.fromarray(each).resize(_COARSE, Image.Resampling.BOX) for each in (before, after))

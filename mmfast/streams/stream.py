@@ -32,6 +32,7 @@ from mmfast.streams.engine import Engine
 from mmfast.streams.families import prove, script_for
 from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer
 from mmfast.streams.memory import AUTO, auto_memory
+from mmfast.streams.moments import MomentAlbum
 from mmfast.streams.recent import RecentFrames
 from mmfast.streams.reply import Reply, placeholders, stop_ids
 from mmfast.streams.script import EncodedUnit, Script, WrittenState
@@ -257,17 +258,25 @@ class Stream:
     """The state of a session, changed by one thread at a time.
 
     `spec` has the cache policies, None forgets nothing; `quotas` are bytes per tier of what left
-    the window. `seen` is the state of gate, frame cache and reducer, and frames that wait for a
+    the window, `history` those of small pictures of all that was seen (0 keeps none, None sets no
+    limit), which `album` holds. `seen` is the state of gate, frame cache and reducer, and frames that wait for a
     partner; `written` tells how far the conversation is written; `version` counts what was written,
     to see whether the stream went on; `spent` are milliseconds by stage.
     """
 
-    def __init__(self, model: StreamModel, spec: str | None, quotas: TierQuotas | None) -> None:
+    def __init__(
+        self,
+        model: StreamModel,
+        spec: str | None,
+        quotas: TierQuotas | None,
+        history: int | None = 0,
+    ) -> None:
         spec = model.auto_memory() if spec == AUTO else spec
         self.model, self.spec, self.quotas = model, spec, quotas or TierQuotas()
         self.memory = model.engine.memory(plan_cache(spec), tiers=quotas)
         self.timeline = Timeline()
         self.recent = None if model.clips is None else RecentFrames()
+        self.album = None if history == 0 else MomentAlbum(history)
         self._clip: tuple[list[float], Stream] | None = None  # the last one, with its times
         self.seen = model.frontend.start()
         self.written = WrittenState()
@@ -283,6 +292,8 @@ class Stream:
             if now is not None:
                 shots.append((frame, now))
                 self.glance(frame, now)
+                if self.album is not None:
+                    self.album.add(frame, now)
         start = time.perf_counter()
         self.seen, units = self.model.frontend.step(self.seen, shots)
         self.spent["encode_ms"] += (time.perf_counter() - start) * 1e3
@@ -385,6 +396,8 @@ class Stream:
             "spent": dict(self.spent),
             "memory": self.memory.snapshot(),
             "recent": None if self.recent is None else self.recent.snapshot(),
+            "history": 0 if self.album is None else self.album.limit,
+            "album": None if self.album is None else self.album.snapshot(),
         }
 
     def restore(self, tree: dict[str, Any]) -> int:
@@ -406,6 +419,8 @@ class Stream:
         if self.recent is not None and tree.get("recent"):
             self.recent.restore(tree["recent"])
             self._clip = None
+        if self.album is not None and tree.get("album"):
+            self.album.restore(tree["album"])
         archive = self.memory.archive
         if archive is None:
             return 0
@@ -425,6 +440,7 @@ class Stream:
             "gated": self.seen.gated,
             **{name: round(ms, 3) for name, ms in self.spent.items()},
             "memory": self.memory.stats(),
+            "history": None if self.album is None else self.album.stats(),
         }
 
 
