@@ -2,17 +2,18 @@
 
 A question is read by its form, such as "How long was the red circle on the screen?". Which moments
 show the thing is found in two steps. The memory of the stream retrieves frames for a question about
-the thing, as for any question; the moments of these frames, and those that are still in the window,
-are looked at: their pictures are put to the model as a clip, which is asked whether the thing is
-there. Where that is so for more than half of what retrieval has found, there may be more than it
-finds, and every moment is looked at; so it is without retrieval. The answer is then arithmetic of
-times. What no form fits is refused.
+the thing, as for any question; the moments whose frames most layers read, and those that are still
+in the window, are looked at: some of their pictures are put to the model as a clip, which is asked
+whether the thing is there. Where that is so for more than half of what retrieval has found, there
+may be more than it finds, and every moment is looked at; so it is without retrieval. The answer is
+then arithmetic of times. What no form fits is refused.
 """
 
 from __future__ import annotations
 
 import re
 import time as clocks
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,27 +25,26 @@ from mmfast.streams.moments import StreamMoment
 from mmfast.streams.recent import APART
 
 NUMBERS = "number"  # the thing that is read, and counted by what it says
-_SHOWN = r"(?:shown|seen|visible|there|on (?:the )?screen|in (?:the )?(?:video|picture|view))"
-_BE = r"(?:was|were|is|has been|have been|has|have|did)"
-_THING = r"(?:the |an? )?(?P<{}>[\w -]+?)"
-_ONE, _TWO = _THING.format("one"), _THING.format("two")
-_END = r"(?: so far| until now| up to now)?\W*$"
+_SHOWN = (
+    r"(?:been )?(?:shown|seen|visible|there|on (?:the )?screen|in (?:the )?(?:video|picture|view)"
+    r"|come|came|appear|appeared)"
+)
+_BE = r"(?:was|were|is|has|have|did)"
+_ONE, _TWO = r"(?:the |an? )?(?P<one>[\w -]+?)", r"(?:the |an? )?(?P<two>[\w -]+?)"
+_END = r"(?: so far| until now| up to now| before)?\W*$"
 _FORMS = {
     "order": (
-        rf"^(?:which|what|who) (?:of the two )?(?:{_BE} )?(?:object |thing )?(?:came|come|appeared|appear|{_SHOWN})"
-        rf" (?P<end>first|last|earlier|later)[,:]? {_ONE} or {_TWO}{_END}",
+        rf"^(?:which|what) (?:of the two )?(?:{_BE} )?(?:object |thing )?{_SHOWN} "
+        rf"(?P<end>first|last|earlier|later)[,:]? {_ONE} or {_TWO}{_END}",
     ),
     "count": (
-        rf"^how (?:many times|often) {_BE} {_ONE} (?:been )?(?:{_SHOWN}|appear|appeared|come){_END}",
-        rf"^how many (?P<one>[\w -]+?) {_BE} (?:been )?(?:{_SHOWN}|appear|appeared|come){_END}",
-        rf"^how many (?P<one>[\w -]+?) (?:appeared|came){_END}",
+        rf"^how (?:many times|often) {_BE} {_ONE} {_SHOWN}{_END}",
+        rf"^how many (?P<many>[\w -]+?) (?:(?:were|have|has) {_SHOWN}|appeared|came){_END}",
     ),
-    "duration": (rf"^(?:for )?how (?:long|many seconds) {_BE} {_ONE} (?:been )?{_SHOWN}{_END}",),
-    "when": (
-        rf"^(?:when|at (?:which|what) (?:second|time)) {_BE} {_ONE} (?:been )?(?:{_SHOWN}|appear){_END}",
-    ),
-    "ever": (rf"^(?:was there|has there been|have you seen) {_ONE}(?: before)?{_END}",),
-}  # fmt: skip
+    "duration": (rf"^(?:for )?how (?:long|many seconds) {_BE} {_ONE} {_SHOWN}{_END}",),
+    "when": (rf"^(?:when|at (?:which|what) (?:second|time)) {_BE} {_ONE} {_SHOWN}{_END}",),
+    "ever": (rf"^(?:was there|has there been|have you seen) {_ONE}{_END}",),
+}
 _PATTERNS = [(kind, re.compile(form, re.I)) for kind, forms in _FORMS.items() for form in forms]
 EXAMPLES = (
     "Which came first, the red circle or the blue square?", "How many numbers have been shown?",
@@ -52,7 +52,9 @@ EXAMPLES = (
     "When was the green star shown?", "Has there been a green star?",
 )  # fmt: skip
 _DIFFERENT = re.compile(r"^(?:different|distinct) ", re.I)
-LOOK = 4  # pictures of a moment that are looked at for one thing
+_VAGUE = {"object", "thing", "shape", "item", "figure", "one", "it"}
+LOOK = 3  # pictures of a moment that are looked at for one thing
+BEST = 8  # moments that are looked at first, of those that retrieval finds
 SURE = 0.5  # probability of yes from which on a moment shows a thing
 Yes = Callable[[Any, str], float]  # of a clip and a thing
 Read = Callable[[Any, str], str]  # answer of a clip to a question
@@ -74,12 +76,10 @@ class HistoryQuestion:
             if found is None:
                 continue
             parts = found.groupdict()
-            things = [parts[name] for name in ("one", "two") if parts.get(name)]
-            things = [_DIFFERENT.sub("", thing.strip().lower()) for thing in things]
-            if kind == "count" and text.lower().lstrip().startswith("how many "):
-                things = [thing if "time" in text.lower()[:15] else singular(thing)
-                          for thing in things]  # fmt: skip
-            if NUMBERS in things and kind != "count":
+            things = [parts[name].lower() for name in ("one", "two") if parts.get(name)]
+            if many := parts.get("many"):
+                things = [singular(_DIFFERENT.sub("", many.lower()))]
+            if _VAGUE & {*things} or (NUMBERS in things and kind != "count"):
                 return None  # which of them is not said
             return cls(kind, tuple(things), parts.get("end") in ("last", "later"))
         return None
@@ -130,13 +130,14 @@ class History:
 class HistorySearch:
     """Moments that show things: what retrieval finds, looked at.
 
-    `recalled` are seconds of frames that were retrieved for each thing, or that are in the window;
-    None where nothing retrieves. `clip` makes what `yes` and `read` ask, from pictures and their
-    seconds.
+    `recalled` has for each thing the frames that were retrieved, by their seconds, with the number
+    of layers that read each; None where nothing retrieves. `live` are seconds of the frames that
+    are in the window. `clip` makes what `yes` and `read` ask, from pictures and their seconds.
     """
 
     moments: Sequence[StreamMoment]
-    recalled: dict[str, list[float]] | None
+    recalled: dict[str, dict[float, int]] | None
+    live: Sequence[float]
     clip: Callable[[list[Any], list[float]], Any]
     yes: Yes
     read: Read
@@ -147,29 +148,35 @@ class HistorySearch:
 
     def showing(self, thing: str) -> list[bool]:
         """Tell of each moment whether it shows a thing, hidden for one moment included."""
+        every = set(range(len(self.moments)))
         if self.recalled is None or thing == NUMBERS:
-            near = set(range(len(self.moments)))
+            near = every
         else:
-            near = self._near(self.recalled[thing])
-            self.found |= near
-        shown = {i: self._shows(i, thing) for i in sorted(near)}
-        if sum(shown.values()) > len(shown) / 2:
-            near = set(range(len(self.moments)))
-        else:  # what it shows may have begun before and gone on behind what was found
-            near |= {j for i in near if shown[i] for j in self._beside(i, thing)}
-        shown = {i: self._shows(i, thing) for i in sorted(near)}
-        every = [shown.get(i, False) for i in range(len(self.moments))]
-        hidden = [i for i in range(1, len(every) - 1)
-                  if every[i - 1] and every[i + 1] and not self._parted(i)
-                  and not self._parted(i + 1)]  # fmt: skip
-        return [shows or i in hidden for i, shows in enumerate(every)]
-
-    def _near(self, times: Sequence[float]) -> set[int]:
-        return {
+            best = self._best(self.recalled[thing])
+            self.found |= best
+            near = best | {i for i in every if self._holds(i, self.live)}
+            if sum(self._shows(i, thing) for i in best) > len(best) / 2:
+                near = every
+            else:  # what it shows may have begun before and gone on behind what was found
+                near |= {j for i in near if self._shows(i, thing) for j in self._beside(i, thing)}
+        seen = [i in near and self._shows(i, thing) for i in range(len(self.moments))]
+        hidden = {
             i
-            for i, moment in enumerate(self.moments)
-            if any(moment.start <= time <= moment.times[-1] for time in times)
+            for i in range(1, len(seen) - 1)
+            if seen[i - 1] and seen[i + 1] and not self._parted(i) and not self._parted(i + 1)
         }
+        return [shows or i in hidden for i, shows in enumerate(seen)]
+
+    def _best(self, recalled: dict[float, int]) -> set[int]:
+        """Return the moments whose frames most layers have read."""
+        votes = Counter[int]()
+        for i, moment in enumerate(self.moments):
+            inside = (n for t, n in recalled.items() if moment.start <= t <= moment.times[-1])
+            votes[i] = sum(inside)
+        return {i for i, count in votes.most_common(BEST) if count}
+
+    def _holds(self, at: int, times: Sequence[float]) -> bool:
+        return any(self.moments[at].start <= time <= self.moments[at].times[-1] for time in times)
 
     def _beside(self, at: int, thing: str) -> set[int]:
         found = set[int]()

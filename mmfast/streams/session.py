@@ -319,24 +319,25 @@ class Session:
         return self._history(history_question(question))
 
     def _history(self, question: HistoryQuestion) -> History:
-        trace, recalled = Trace(), None
+        trace, live = Trace(), list[float]()
+        recalled: dict[str, dict[float, int]] | None = None
         with self.turns.question():
             self._check_open()
             stream, album = self.stream, self.stream.album
             if album is None:
                 raise MmfastError("this session keeps no history; open(history='64MB') does")
             if stream.memory.archive is not None:
-                live = [each.time for each in stream.memory.blocks if each.kind == "frame"]
-                recalled = dict[str, list[float]]()
+                times = [each.time for each in stream.memory.blocks if each.kind == "frame"]
+                live, recalled = [time for time in times if time is not None], {}
                 for thing in {*question.things} - {NUMBERS}:
                     branch, _ = stream.branch(f"Where is the {thing}?", trace)
-                    times = [*live, *(frame.time for frame in recalled_frames(branch))]
-                    recalled[thing] = [time for time in times if time is not None]
+                    found = recalled_frames(branch)
+                    recalled[thing] = {f.time: f.layers for f in found if f.time is not None}
             stream.counts["questions"] += 1
             moments, whole = album.moments(), album.whole
         model = self.model if self.model.clips is None else self.model.clips()
         search = HistorySearch(
-            moments, recalled, partial(_clip_of, model), _probability, _answer_of
+            moments, recalled, live, partial(_clip_of, model), _probability, _answer_of
         )
         return tell(question, search, whole, trace)
 

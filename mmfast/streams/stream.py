@@ -259,9 +259,9 @@ class Stream:
 
     `spec` has the cache policies, None forgets nothing; `quotas` are bytes per tier of what left
     the window, `history` those of small pictures of all that was seen (0 keeps none, None sets no
-    limit), which `album` holds. `seen` is the state of gate, frame cache and reducer, and frames that wait for a
-    partner; `written` tells how far the conversation is written; `version` counts what was written,
-    to see whether the stream went on; `spent` are milliseconds by stage.
+    limit), which `album` holds. `seen` is the state of gate, frame cache and reducer, and frames
+    that wait for a partner; `written` tells how far the conversation is written; `version` counts
+    what was written, to see whether the stream went on; `spent` are milliseconds by stage.
     """
 
     def __init__(
