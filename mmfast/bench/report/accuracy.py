@@ -199,6 +199,51 @@ def _stream(rows: Rows) -> str:
     )
 
 
+def _kinds_by_way(rows: Rows) -> list[Row]:
+    """A line a kind of question, with the marks of each way under its name."""
+    kinds = dict.fromkeys(kind for row in rows for kind in row["by_kind"])
+    return [
+        {"kind": kind, "of": {row["way"]: row["by_kind"].get(kind) for row in rows}}
+        for kind in kinds
+    ]
+
+
+def _mark(way: str, key: str) -> Callable[[Row], str]:
+    def text(line: Row) -> str:
+        mark = line["of"][way]
+        return "" if not mark or mark[key] is None else f"{100 * mark[key]:.1f} %"
+
+    return text
+
+
+def _asked(line: Row) -> str:
+    return str(next(mark["n"] for mark in line["of"].values() if mark))
+
+
+def _present_columns(rows: Rows) -> Columns:
+    found: dict[str, Any] = {"question": "{kind}", "asked": _asked}
+    for row in rows[:1]:
+        found["clip of the same seconds"] = _mark(row["way"], "clip")
+    for row in rows:
+        found[f"session, {row['way']}"] = _mark(row["way"], "right")
+        found[f"of the clip, {row['way']}"] = _mark(row["way"], "relative")
+    return found
+
+
+def _history_columns(rows: Rows) -> Columns:
+    ways = {f"right, {row['way']}": _mark(row["way"], "right") for row in rows}
+    return {"question": "{kind}", "asked": _asked, **ways}
+
+
+def _history_note(rows: Rows) -> str:
+    row = rows[0]
+    return (
+        f"Streams of {row['seconds'] / 60:.0f} minutes at 1 frame/s with `{row['memory']}` and "
+        f"{row['bytes'] / 1e6:.1f} MB of pictures; {row['looked']:.0f} of {row['moments']:.0f} "
+        f"moments were looked at for a question. {_questions('{streams} unseen streams')(rows)}"
+    )
+
+
 def _scene_columns(rows: Rows) -> Columns:
     def share(*path: str) -> Callable[[Row], str]:
         def text(row: Row) -> str:
@@ -384,6 +429,24 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             lines=_ages,
             before=_stream,
             after=_questions("{streams} unseen streams"),
+        ),
+    ),
+    "present": (
+        ReportTable(
+            "eval-present",
+            _present_columns,
+            keys=("way",),
+            lines=_kinds_by_way,
+            after=_questions("{streams} unseen streams, `{memory}`"),
+        ),
+    ),
+    "history": (
+        ReportTable(
+            "eval-history",
+            _history_columns,
+            keys=("way",),
+            lines=_kinds_by_way,
+            after=_history_note,
         ),
     ),
     "scenes": (
