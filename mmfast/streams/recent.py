@@ -20,7 +20,7 @@ from PIL import Image
 GAP = 0.25  # seconds between two frames that are kept, as between those of a trained clip
 MOST = 32  # frames that are kept
 CLIP = 8  # frames of a clip that the model was trained on
-STEP = 0.5  # seconds at least between two frames of a clip of the end of a stream
+STEP = 1.0  # seconds at least between two frames of a clip of the end of a stream
 SIDE = 192  # pixels; twice the side of the encoder's input
 # Seconds between two frames, and median change of colour (0 to 1) over cells of coarse pictures,
 # above which they are of different scenes.

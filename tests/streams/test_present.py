@@ -85,7 +85,7 @@ def test_a_row_has_both_and_their_ratio_and_makes_a_table() -> None:
     assert row["by_kind"]["probe"]["relative"] is None and row["accuracy"] == 2 / 3
     stamp = {"n": 3, "seed": 0, "model": "m", "streams": 1, "date": "2026-01-01", "commit": "c"}
     text = "\n".join(write_table("present", [{**row, **stamp}]))
-    assert "| count | 2 | 100.0 % | 50.0 % | 50.0 % |" in text
+    assert "| count | 2 | 100.0 | 50.0 | 50.0 |" in text
     assert len({PresentQuestion("a", "b", "c", "d")} | {PresentQuestion("a", "b", "c", "d")}) == 1
 
 

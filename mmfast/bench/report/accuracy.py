@@ -211,28 +211,31 @@ def _kinds_by_way(rows: Rows) -> list[Row]:
 def _mark(way: str, key: str) -> Callable[[Row], str]:
     def text(line: Row) -> str:
         mark = line["of"][way]
-        return "" if not mark or mark[key] is None else f"{100 * mark[key]:.1f} %"
+        return "" if not mark or mark[key] is None else f"{100 * mark[key]:.1f}"
 
     return text
 
 
-def _asked(line: Row) -> str:
-    return str(next(mark["n"] for mark in line["of"].values() if mark))
+def _asked(way: str) -> Callable[[Row], str]:
+    return lambda line: str(line["of"][way]["n"]) if line["of"][way] else ""
 
 
 def _present_columns(rows: Rows) -> Columns:
-    found: dict[str, Any] = {"question": "{kind}", "asked": _asked}
-    for row in rows[:1]:
-        found["clip of the same seconds"] = _mark(row["way"], "clip")
+    found: dict[str, Any] = {"question": "{kind}"}
     for row in rows:
-        found[f"session, {row['way']}"] = _mark(row["way"], "right")
-        found[f"of the clip, {row['way']}"] = _mark(row["way"], "relative")
+        way = row["way"]
+        found[f"{way}: asked"] = _asked(way)
+        found[f"{way}: clip of the same seconds, %"] = _mark(way, "clip")
+        found[f"{way}: session, %"] = _mark(way, "right")
+        found[f"{way}: of the clip, %"] = _mark(way, "relative")
     return found
 
 
 def _history_columns(rows: Rows) -> Columns:
-    ways = {f"right, {row['way']}": _mark(row["way"], "right") for row in rows}
-    return {"question": "{kind}", "asked": _asked, **ways}
+    found: dict[str, Any] = {"question": "{kind}"}
+    if rows:
+        found["asked"] = _asked(rows[0]["way"])
+    return found | {f"{row['way']}, % right": _mark(row["way"], "right") for row in rows}
 
 
 def _history_note(rows: Rows) -> str:
@@ -437,7 +440,10 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             _present_columns,
             keys=("way",),
             lines=_kinds_by_way,
-            after=_questions("{streams} unseen streams, `{memory}`"),
+            after=lambda rows: (
+                f"Memory `{rows[0]['memory']}`, seed {rows[0]['seed']}, models `tiny-stream` and "
+                f"`tiny-scenes`, {stamp(*rows)}."
+            ),
         ),
     ),
     "history": (

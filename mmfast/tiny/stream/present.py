@@ -20,8 +20,7 @@ from mmfast.streams.stream import StreamModel
 from mmfast.streams.subscription import SpeakRule
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.stream.world import NAMES, EndlessScene, World, present_questions
-from mmfast.tiny.video.questions import DIRECTIONS
-from mmfast.tiny.video.scene import EVAL
+from mmfast.tiny.video.scene import DIRECTIONS, EVAL
 
 STREAMS, CLIPS = "tiny-stream", "tiny-scenes"
 MEMORY = "sink:64+window:1152+retrieve:16"
