@@ -203,6 +203,54 @@ def _stream(rows: Rows) -> str:
     )
 
 
+def _kinds_by_way(rows: Rows) -> list[Row]:
+    """A line a kind of question, with the marks of each way under its name."""
+    kinds = dict.fromkeys(kind for row in rows for kind in row["by_kind"])
+    return [
+        {"kind": kind, "of": {row["way"]: row["by_kind"].get(kind) for row in rows}}
+        for kind in kinds
+    ]
+
+
+def _mark(way: str, key: str) -> Callable[[Row], str]:
+    def text(line: Row) -> str:
+        mark = line["of"][way]
+        return "" if not mark or mark[key] is None else f"{100 * mark[key]:.1f}"
+
+    return text
+
+
+def _asked(way: str) -> Callable[[Row], str]:
+    return lambda line: str(line["of"][way]["n"]) if line["of"][way] else ""
+
+
+def _present_columns(rows: Rows) -> Columns:
+    found: dict[str, Any] = {"question": "{kind}"}
+    for row in rows:
+        way = row["way"]
+        found[f"{way}: asked"] = _asked(way)
+        found[f"{way}: clip of the same seconds, %"] = _mark(way, "clip")
+        found[f"{way}: session, %"] = _mark(way, "right")
+        found[f"{way}: of the clip, %"] = _mark(way, "relative")
+    return found
+
+
+def _history_columns(rows: Rows) -> Columns:
+    found: dict[str, Any] = {"question": "{kind}"}
+    if rows:
+        found["asked"] = _asked(rows[0]["way"])
+    return found | {f"{row['way']}, % right": _mark(row["way"], "right") for row in rows}
+
+
+def _history_note(rows: Rows) -> str:
+    row = rows[0]
+    return (
+        f"Streams of {row['seconds'] / 60:.0f} minutes at 1 frame/s with `{row['memory']}` and "
+        f"{row['bytes'] / 1e6:.1f} MB of pictures; {row['looked']:.0f} of {row['moments']:.0f} "
+        f"moments were looked at for a question. {_questions('{streams} unseen streams')(rows)}"
+    )
+
+
 def _scene_columns(rows: Rows) -> Columns:
     def share(*path: str) -> Callable[[Row], str]:
         def text(row: Row) -> str:
@@ -387,6 +435,27 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             lines=_ages,
             before=_stream,
             after=_questions("{streams} unseen streams"),
+        ),
+    ),
+    "present": (
+        ReportTable(
+            "eval-present",
+            _present_columns,
+            keys=("way",),
+            lines=_kinds_by_way,
+            after=lambda rows: (
+                f"Memory `{rows[0]['memory']}`, seed {rows[0]['seed']}, models `tiny-stream` and "
+                f"`tiny-scenes`, {stamp(*rows)}."
+            ),
+        ),
+    ),
+    "history": (
+        ReportTable(
+            "eval-history",
+            _history_columns,
+            keys=("way",),
+            lines=_kinds_by_way,
+            after=_history_note,
         ),
     ),
     "scenes": (
