@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mmfast.decoding.serialised import HEARD, SAID, serialise
 from mmfast.tiny.translation.grammar import AlignedPair
 
-LATES = range(9)  # words read beyond those needed
+LATES = range(7)  # words read beyond those needed
 WRITE, READ, END, JOINT = "<write>", "<read>", "<end>", "<joint>"
 LAST = "</s>"
 

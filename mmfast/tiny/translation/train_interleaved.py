@@ -7,6 +7,7 @@ lesson is a new sentence of the grammar at a random latency; one of four writes 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,8 @@ from mmfast.tiny.translation.train import BATCH, LOST, SPECIAL, word_tokenizer
 
 WIDTH, LAYERS, HEADS, INNER = 128, 4, 4, 384
 EXAM = 120  # sentences
-PARTS = 4  # batches of a step, each of sentences of like lengths
-JOINT = 0.25  # share of the lessons with a transcript
+PARTS = training.THREADS  # batches of a step, each of sentences of like lengths
+JOINT = 0.2  # share of the lessons with a transcript
 LONGEST = 512  # tokens of a sequence
 BEGIN = "<s>"
 
@@ -75,7 +76,7 @@ class InterleavedTask(training.Task):
 
     def batches(self, step: int, done: float) -> list[dict[str, Tensor]]:
         """Batches of new sentences of like lengths, in which some source words are unknown."""
-        drawn = sorted(self._lessons(self.rng, BATCH * training.THREADS, "train"), key=len)
+        drawn = sorted(self._lessons(self.rng, BATCH, "train"), key=len)
         size = len(drawn) // PARTS
         return [self._batch(drawn[i * size : (i + 1) * size], LOST) for i in range(PARTS)]
 
@@ -144,14 +145,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=14.0)
     parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--note", help="a sentence about the run for the model card")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     log = training.Log(options.out)
-    log.start(seed=options.seed, minutes=options.minutes)
+    note = {} if options.note is None else {"note": options.note}
+    log.start(seed=options.seed, minutes=options.minutes, **note)
     task = InterleavedTask(options.seed, options.rate)
     save = partial(save_checkpoint, options.out, task)
     training.train(task, training.Course("interleaved", options.minutes, watch=2), log, save)
-    log.end()
+    log.end(processor_seconds=round(time.process_time()))
     write_card(options.out, "tiny-interleaved")
 
 
