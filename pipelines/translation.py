@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,19 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.decoding.simultaneous import WritePolicy, average_lagging, write_policy
 from mmfast.frontends.audio.reader import iter_audio, load_audio
-from mmfast.models.translation import load_translator
+from mmfast.models.interleaved import InterleavedTranslator
+from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, load_translator
 from mmfast.pipelines.options import checked, within
 from mmfast.pipelines.registry import task
 from mmfast.voice import models
 from mmfast.voice.ear import RATE
-from mmfast.voice.interpreter import Interpreter, Translated, joined, word_by_word
+from mmfast.voice.interpreter import (
+    Interpreter,
+    Translated,
+    joined,
+    sentence_writer,
+    word_by_word,
+)
 
 CHUNK = RATE // 10  # samples of a recording that are read at once
 
@@ -62,12 +70,15 @@ class SpeechTranslation:
     """Translate speech while it is said, with a listener and a stock model that translates text.
 
     Args:
-        model: None (embedded: English to the generated language Velda), a directory or hub id of an
-            encoder-decoder (Marian, T5, NLLB, M2M100, BART), a `(model, tokenizer)` pair, or a
-            `Translator`.
+        model: None (embedded: English to the generated language Velda), a directory or hub id of
+            an encoder-decoder (Marian, T5, NLLB, M2M100, BART) or of a causal model that reads and
+            writes in one sequence (such as "tiny-interleaved"), a `(model, tokenizer)` pair, or a
+            translator.
         listener: As the model of `speech-to-text`.
         policy: Which words are written before the end: "agreement:N", "wait:K", "confidence:P",
-            "greedy" or "offline"; see `mmfast.decoding.simultaneous.write_policy`.
+            "greedy" or "offline", of a causal model "interleaved:N" or "joint:N"; None (what the
+            model takes: "confidence:0.99" or "interleaved:1"). See
+            `mmfast.decoding.simultaneous.write_policy`.
         every: Seconds of speech between two hearings.
         silence: Seconds of silence that end a sentence.
         source, target: Languages, for tokenizers with codes such as "eng_Latn".
@@ -91,7 +102,7 @@ class SpeechTranslation:
         model: Any = None,
         *,
         listener: Any = None,
-        policy: str | WritePolicy = "confidence:0.99",
+        policy: str | WritePolicy | None = None,
         every: float = 0.4,
         silence: float = 0.5,
         source: str | None = None,
@@ -104,18 +115,37 @@ class SpeechTranslation:
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         languages: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
         with within(self.task):
-            self.policy = write_policy(policy)
-            self.translator = load_translator(
-                model, **place, model_kwargs=model_kwargs, **languages
+            chosen = None if policy is None else write_policy(policy)
+            self._load = partial(load_translator, **place, model_kwargs=model_kwargs, **languages)
+            self._embedded = dict[bool, AnyTranslator]()  # by whether it is the interleaved one
+            late = chosen is not None and chosen.late is not None
+            self.translator = self._load(
+                model if model is not None or not late else EMBEDDED_INTERLEAVED
             )
+            if model is None:
+                self._embedded[late] = self.translator
+            usual = (
+                "interleaved"
+                if isinstance(self.translator, InterleavedTranslator)
+                else "confidence"
+            )
+            self.policy = chosen or write_policy(usual)
             self.listener = models.can(models.load_voice(listener, **place), "transcribe")
         self._pace = {"every": every, "silence": silence}
         self._open(None)  # refuses a pace that there is not
 
     def _open(self, policy: str | WritePolicy | None) -> Interpreter:
         with within(self.task):
-            chosen = self.policy if policy is None else write_policy(policy)
-            return Interpreter(self.listener, self.translator, chosen, **self._pace)
+            chosen, translator = self._chosen(policy)
+            return Interpreter(self.listener, translator, chosen, **self._pace)
+
+    def _chosen(self, policy: str | WritePolicy | None) -> tuple[WritePolicy, AnyTranslator]:
+        """Return a policy and the model for it: without a named one, the embedded one it needs."""
+        chosen = self.policy if policy is None else write_policy(policy)
+        late = chosen.late is not None
+        if self._embedded and late not in self._embedded:
+            self._embedded[late] = self._load(EMBEDDED_INTERLEAVED if late else None)
+        return chosen, self._embedded.get(late, self.translator)
 
     def open(self, policy: str | WritePolicy | None = None) -> Interpreter:
         """Return an `Interpreter`, a session that takes sound at 16 kHz as it comes."""
@@ -187,5 +217,6 @@ class SpeechTranslation:
             policy: Instead of the pipeline's.
         """
         with within(self.task):
-            chosen = self.policy if policy is None else write_policy(policy)
-        return word_by_word(self.translator, chosen, words)
+            chosen, translator = self._chosen(policy)
+            sentence_writer(translator, chosen)  # refuses a policy of another model now
+        return word_by_word(translator, chosen, words)

@@ -258,8 +258,11 @@ def translate(
     model: Model = None,
     listener: Listener = None,
     policy: Annotated[
-        str, typer.Option(help="agreement:N, wait:K, confidence:P, greedy or offline.")
-    ] = "confidence:0.99",
+        str | None,
+        typer.Option(
+            help="agreement:N, wait:K, confidence:P, greedy, offline, interleaved:N or joint:N."
+        ),
+    ] = None,
     source: Annotated[
         str | None, typer.Option(help="Language, where the tokenizer has codes: eng_Latn.")
     ] = None,
@@ -286,10 +289,16 @@ def translate(
     if stream and (as_json or len(files) > 1):
         raise MmfastError("--stream prints the words of one source; leave --json and others out")
     check_recordings(files)
-    write_policy(policy)
+    if policy is not None:
+        write_policy(policy)
     from mmfast.pipelines import pipeline
 
-    options = {"source": source, "target": target, "prefix": prefix, "policy": policy}
+    options: dict[str, Any] = {
+        "source": source,
+        "target": target,
+        "prefix": prefix,
+        "policy": policy,
+    }
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     pipe = pipeline("speech-translation", model, listener=listener, **options, **place)
     if stream:

@@ -1,7 +1,7 @@
 """Several texts in one stream of words with marks of the task, and back: serialised output.
 
-The stream is that of joint t-SOT (Papi et al. 2023, 2307.03354): the words of a transcript and of its
-translation alternate, and a mark tells whose words follow.
+The stream is that of joint t-SOT (Papi et al. 2023, 2307.03354): the words of a transcript and of
+its translation alternate, and a mark tells whose words follow.
 """
 
 from __future__ import annotations

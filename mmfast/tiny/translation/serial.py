@@ -1,8 +1,8 @@
 """Sequences of reading and writing, from sentences whose words are aligned.
 
-Source and target share one sequence with marks of reading and writing, as in interleaved simultaneous
-translation (2504.09570); a joint sequence writes the transcript in front of the words of the
-translation that it decides, with marks of the task, as joint t-SOT does (2307.03354).
+Source and target share one sequence with marks of reading and writing, as in interleaved
+simultaneous translation (2504.09570); a joint sequence writes the transcript in front of the words
+of the translation that it decides, with marks of the task, as joint t-SOT does (2307.03354).
 """
 
 from __future__ import annotations
@@ -10,18 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmfast.decoding.serialised import HEARD, SAID, serialise
+from mmfast.models.interleaved import END, JOINT, READ, WRITE, late_mark
 from mmfast.tiny.translation.grammar import AlignedPair
 
 LATES = range(7)  # words read beyond those needed
-WRITE, READ, END, JOINT = "<write>", "<read>", "<end>", "<joint>"
 LAST = "</s>"
-
-
-def late_mark(words: int) -> str:
-    """Return the mark that sets the latency of a sequence."""
-    return f"<late:{words}>"
-
-
 MARKS = (WRITE, READ, END, JOINT, HEARD, SAID, *(late_mark(n) for n in LATES))
 
 

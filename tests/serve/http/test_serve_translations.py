@@ -108,7 +108,9 @@ def test_the_stock_client_over_a_real_connection() -> None:
         assert ask.create(**asked, response_format="text") == f"{first} {second}\n"
         with ask.with_streaming_response.create(**asked, extra_body={"stream": True}) as stream:
             lines = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
-        assert json.loads(lines[0])["delta"] == first and json.loads(lines[1])["delta"][1:] == second
+        assert (
+            json.loads(lines[0])["delta"] == first and json.loads(lines[1])["delta"][1:] == second
+        )
         with pytest.raises(openai.NotFoundError, match="tiny-translate"):
             ask.create(model="gpt-9", file=asked["file"])
 
