@@ -221,6 +221,24 @@ def _translate(folder: Path, log: list[Row]) -> Row:
     }
 
 
+def _interleaved(folder: Path, log: list[Row]) -> Row:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    marks = (token["content"] for token in words["added_tokens"])
+    late = sorted(int(mark[6:-1]) for mark in marks if mark.startswith("<late:"))
+    run, held = _rows(log, "interleaved")[-1], _rows(log, "held-out")[-1]["interleaved"]
+    return {
+        "size": (folder / "model.safetensors").stat().st_size / 1e6,
+        **{name: config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")},
+        "latencies": f"{late[0]} to {late[-1]}",
+        "run": f"{run['step']} steps in {_minutes(run)}",
+        "processor": round(_rows(log, "end")[-1]["processor_seconds"] / 60),
+        "words": _percent(held[1]),
+        "choices": _percent(held[2]),
+        "whole": _percent(held[3]),
+    }
+
+
 def _text(folder: Path, log: list[Row]) -> Row:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found, run = _rows(log, "evaluation"), _rows(log, "text")[-1]
@@ -246,5 +264,6 @@ FIGURES: dict[str, Callable[[Path, list[Row]], Row]] = {
     "tiny-stream": _stream,
     "tiny-speech": _speech,
     "tiny-translate": _translate,
+    "tiny-interleaved": _interleaved,
     "tiny-text": _text,
 }

@@ -100,7 +100,9 @@ def test_speech_is_translated_before_it_ends(pipe: SpeechTranslation, recording:
     assert found.trace.rows[0].tokens_in > late.trace.rows[0].tokens_in == 1
 
 
-@pytest.mark.parametrize("policy", ["agreement:2", "wait:4", "greedy", "confidence:0.9"])
+@pytest.mark.parametrize(
+    "policy", ["agreement:2", "wait:4", "greedy", "confidence:0.9", "learned:0.9", "interleaved:1"]
+)
 def test_a_stream_is_the_recording(pipe: SpeechTranslation, recording: Path, policy: str) -> None:
     """Cut anywhere, the sound gives the same pieces at the same times."""
     pcm = say(f"{SENTENCE}.").pcm
@@ -128,6 +130,45 @@ def test_nothing_said_is_nothing_translated(pipe: SpeechTranslation, sound: str)
         pcm = 0.01 * torch.randn(3 * RATE, generator=torch.Generator().manual_seed(0))
     found = pipe((pcm.numpy(), RATE))
     assert found.text == "" == found.heard and found.lag == 0
+
+
+def test_a_model_that_reads_and_writes_in_one_sequence(
+    pipe: SpeechTranslation, recording: Path
+) -> None:
+    """The pipeline that translates by another model takes the embedded one for such a policy."""
+    found = pipe(recording, policy="interleaved:1")
+    assert found.text == VELDA and found.heard == SENTENCE
+    assert 0 < found.lag < pipe(recording, policy="offline").lag / 2
+    both = pipe(recording, policy="joint:1")
+    assert both.text == VELDA and both.heard == SENTENCE
+    own = mmfast.pipeline("speech-translation", "tiny-interleaved")
+    assert own.policy.name == "interleaved:1" and own.translate(SENTENCE) == VELDA
+    lags = []
+    for late in (0, 2, 5):
+        pieces = list(own.stream_text(SENTENCE.split(), policy=f"interleaved:{late}"))
+        assert joined(pieces) == VELDA
+        lags.append(sum(piece.at * piece.words for piece in pieces))
+    assert lags == sorted(set(lags))
+
+
+def test_a_joint_stream_has_the_words_that_were_lost(pipe: SpeechTranslation) -> None:
+    """The transcript is the model's own: a word that it cannot read is one of the grammar's."""
+    heard = SENTENCE.replace("next to", "nexd to")
+    pieces = list(pipe.stream_text(heard.split(), policy="joint:1"))
+    assert joined(pieces) == VELDA and pieces[-1].heard == SENTENCE != heard
+    starts = [piece.heard for piece in pieces]
+    assert all(SENTENCE.startswith(start) for start in starts) and starts[0] != SENTENCE
+
+
+def test_a_policy_without_its_head_is_refused() -> None:
+    words = make_tokenizer()
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIGS["marian"](len(words))).eval()
+    bare = mmfast.pipeline("speech-translation", (model, words))
+    with pytest.raises(SpecError, match="train_stability"):
+        bare.stream_text(["a"], policy="learned:0.9")
+    with pytest.raises(SpecError, match="tiny-interleaved"):
+        bare.stream_text(["a"], policy="interleaved:1")
 
 
 def test_words_that_are_typed(pipe: SpeechTranslation) -> None:
@@ -177,6 +218,10 @@ def test_stock_classes_from_folders(folder: Path, monkeypatch: pytest.MonkeyPatc
         ({"target": "deu_Latn"}, ModelError, "deu_Latn"),
         ({"model": "assets/models/tiny-video"}, ModelError, "no encoder-decoder"),
         ({"model": "./nowhere"}, ModelError, "nowhere"),
+        ({"model": "assets/models/tiny-text"}, ModelError, "no encoder-decoder"),
+        ({"model": "tiny-translate", "policy": "interleaved:1"}, SpecError, "tiny-interleaved"),
+        ({"model": "tiny-interleaved", "policy": "wait:3"}, SpecError, "interleaved:N"),
+        ({"policy": "interleaved:9"}, SpecError, "latency"),
         ({"listener": "assets/models/tiny-video"}, ModelError, "llava_onevision"),
     ],
 )
@@ -207,6 +252,8 @@ def test_command(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("translate", str(recording))[:2] == (0, f"{VELDA}\n")
     code, out, _ = run("translate", str(recording), "--policy", "wait:3", "--stream")
     assert code == 0 and out.count("\n") == 1 and out.startswith("ronda ruva ")
+    for policy in ("interleaved:1", "learned:0.9", "joint"):
+        assert run("translate", str(recording), "--policy", policy)[:2] == (0, f"{VELDA}\n")
     code, out, _ = run("translate", str(recording), "--json")
     found = json.loads(out)
     assert code == 0 and found["text"] == VELDA and found["pieces"][-1]["final"]
