@@ -151,7 +151,7 @@ def test_learned_words_are_those_that_stay() -> None:
         found[policy] = []
         for _ in range(40):
             writer = SentenceWriter(translator, write_policy(policy))  # type: ignore[arg-type]
-            text, words = writer.read(["a"])
+            _, words = writer.read(["a"])
             found[policy].append(words)
     again, wanted = WaveringTranslator(5), []
     for _ in range(40):

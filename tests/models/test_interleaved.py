@@ -111,7 +111,7 @@ def test_models_without_marks_are_refused() -> None:
     with pytest.raises(ModelError, match="<write>"):
         InterleavedTranslator(model, plain_tokenizer())
     translator = random_translator("llama")
-    with pytest.raises(SpecError, match="latency '9'.*'6'|latency '9'"):
+    with pytest.raises(SpecError, match="latency '9'"):
         translator.open(9)
     with pytest.raises(ModelError, match="LlamaForCausalLM has no languages"):
         load_translator((translator.model, translator.tokenizer), target="deu_Latn")

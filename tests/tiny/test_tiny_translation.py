@@ -59,7 +59,7 @@ def test_sequences_hold_both_texts(late: int, joint: bool) -> None:
                 assert word == pair.english.split()[read]
                 read += 1
             elif word not in ("<write>", "<read>", "<end>", "</s>"):
-                mark = parts.push(word if joint else word, read) if joint else SAID
+                mark = parts.push(word, read) if joint else SAID
                 due += [(word, read)] if mark == SAID else []
         target, last = pair.velda.split(), len(pair.english.split())
         times = [min(need + late, last) for need in pair.needs]

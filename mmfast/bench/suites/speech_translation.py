@@ -20,6 +20,7 @@ from mmfast.models.translation import (
     EMBEDDED,
     EMBEDDED_INTERLEAVED,
     AnyTranslator,
+    Translator,
     load_translator,
 )
 from mmfast.tiny.evaluate import interval
