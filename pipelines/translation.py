@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from mmfast.models.interleaved import InterleavedTranslator
 from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, load_translator
 from mmfast.pipelines.options import checked, within
 from mmfast.pipelines.registry import task
+from mmfast.pipelines.speech import speech_options
 from mmfast.voice import models
+from mmfast.voice.dubbing import DubbedSentence, dub
 from mmfast.voice.ear import RATE
 from mmfast.voice.interpreter import (
     Interpreter,
@@ -113,6 +116,7 @@ class SpeechTranslation:
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._place = place
         languages: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
         with within(self.task):
             chosen = None if policy is None else write_policy(policy)
@@ -195,6 +199,27 @@ class SpeechTranslation:
         for chunk in iter_audio(media, RATE, media_rate=rate):
             yield from session.push(chunk)
         yield from session.finish()
+
+    def dub(
+        self, clip: str | Path, out: str | Path, talker: Any = None, **options: Any
+    ) -> list[DubbedSentence]:
+        """Write a clip with its sentences spoken in the other language, and subtitles beside it.
+
+        Args:
+            clip: A file with pictures and sound.
+            out: The new file, an mp4, mkv or mov; subtitles have its name with ".srt".
+            talker: As the model of `text-to-speech`.
+            **options: As of `text-to-speech`, such as `voice`.
+
+        Raises:
+            MediaError: The clip has no pictures or no sound.
+            MmfastError: The talker cannot speak, or has no such option.
+        """
+        with within(self.task):
+            given = speech_options("text-to-speech", talker, options, "speak")
+            voice = models.can(models.load_voice(talker, **self._place), "speak")
+            silence = self._pace["silence"]
+            return dub(clip, out, self.listener, self.translator, voice, given, silence)
 
     def translate(self, text: Any) -> Any:
         """Translate a whole text, or a list of texts as one batch."""

@@ -268,6 +268,14 @@ def translate(
     ] = None,
     target: Annotated[str | None, typer.Option(help="Language to translate into.")] = None,
     prefix: Annotated[str, typer.Option(help="Text in front of every source, as T5 wants.")] = "",
+    out: Annotated[
+        str | None,
+        typer.Option(help="Write a clip with the translation spoken over it, and subtitles."),
+    ] = None,
+    talker: Annotated[
+        str | None, typer.Option(help="Model that speaks for --out; the embedded one.")
+    ] = None,
+    voice: Voice = None,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print words as they are written, of one source.")
     ] = False,
@@ -289,6 +297,12 @@ def translate(
     if stream and (as_json or len(files) > 1):
         raise MmfastError("--stream prints the words of one source; leave --json and others out")
     check_recordings(files)
+    if out is None and (talker or voice):
+        raise MmfastError("--talker and --voice speak a translated clip; give --out CLIP.mp4, too")
+    if out is not None and (len(files) != 1 or stream or policy or files[0] == "-"):
+        raise MmfastError(
+            "--out takes one clip, whole sentences of it; leave --policy, --stream out"
+        )
     if policy is not None:
         write_policy(policy)
     from mmfast.pipelines import pipeline
@@ -301,6 +315,10 @@ def translate(
     }
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     pipe = pipeline("speech-translation", model, listener=listener, **options, **place)
+    if out is not None:
+        given = {} if voice is None else {"voice": voice}
+        sentences = pipe.dub(files[0], out, talker, **given)
+        return print_dubbed(files[0], out, sentences, as_json)
     if stream:
         pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0]))
         for piece in pieces:
@@ -317,6 +335,18 @@ def translate(
         print(each["text"])
         words = ", ".join(each["unknown"])
         say_note(words and f"the translator does not know: {words}")
+
+
+def print_dubbed(clip: str, out: str, sentences: Sequence[Any], as_json: bool) -> None:
+    """Print the sentences of a clip that was written in another language."""
+    from mmfast.cli.output import print_json
+    from mmfast.voice.dubbing import clock
+
+    rows = [each.to_dict() for each in sentences]
+    if as_json:
+        return print_json({"file": clip, "out": out, "sentences": rows})
+    for row in rows:
+        print(f"{clock(row['at'], '.')}  {row['text']}")
 
 
 def check_recordings(paths: Sequence[str]) -> None:

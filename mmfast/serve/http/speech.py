@@ -28,6 +28,7 @@ from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event,
 from mmfast.serve.http.exchange import ignoring, transcribed, words_of
 from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Strict, Transcription
 from mmfast.serve.http.service import VOICES, Service
+from mmfast.voice.dubbing import clock
 from mmfast.voice.ear import VoiceEar
 from mmfast.voice.models import can
 
@@ -318,15 +319,10 @@ def _document(
         return JSONResponse({**document, "usage": usage}, headers=headers)
     blocks = [] if form == "srt" else ["WEBVTT"]
     for number, row in enumerate(rows, 1):
-        times = " --> ".join(_clock(row[name], form) for name in ("start", "end"))
+        mark = "," if form == "srt" else "."
+        times = " --> ".join(clock(row[name], mark) for name in ("start", "end"))
         blocks.append("\n".join([*([str(number)] if form == "srt" else []), times, row["text"]]))
     return PlainTextResponse("\n\n".join(blocks) + "\n", headers=headers)
-
-
-def _clock(seconds: float, form: str) -> str:
-    whole, ms = divmod(round(seconds * 1000), 1000)
-    clock = f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}"
-    return f"{clock}{',' if form == 'srt' else '.'}{ms:03}"
 
 
 def heard(voice: Any, pcm: Tensor, rate: int) -> str:
