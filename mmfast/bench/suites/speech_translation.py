@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torchaudio.functional import edit_distance
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
+from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.speech import Listener
 from mmfast.decoding.simultaneous import Hypothesis, average_lagging, write_policy
 from mmfast.models.translation import (
@@ -139,10 +140,16 @@ def translation_figures(found: Sequence[JudgedTranslation]) -> Row:
 
 
 @benchmark("speech", "translation")
-def translation(tick: Tick, count: int = SENTENCES) -> list[Row]:
+def translation(
+    tick: Tick, count: int = SENTENCES, only: Sequence[str] | None = None
+) -> Iterator[Row]:
     """Measure quality against delay of the policies, on words and on speech."""
     from mmfast.models.speech.embedded import load_speech
 
+    for policy in only or ():
+        if policy not in POLICIES:
+            raise MmfastError(unknown("policy of the benchmark", policy, POLICIES))
+    known = list(only or POLICIES)
     listener = RememberingListener(load_speech())
     offline, own = (
         load_translator(name, device="cpu") for name in (EMBEDDED, EMBEDDED_INTERLEAVED)
@@ -150,9 +157,8 @@ def translation(tick: Tick, count: int = SENTENCES) -> list[Row]:
     assert isinstance(offline, Translator)
     models = (RememberingTranslator(offline), own)
     spoken = spoken_sentences(count, SEED)
-    rows: list[Row] = []
-    for number, policy in enumerate(POLICIES):
-        tick("policies", number, len(POLICIES))
+    for number, policy in enumerate(known):
+        tick("policies", number, len(known))
         translator = models[write_policy(policy).late is not None]
         ways: dict[str, Any] = {
             "text, words": partial(of_text, policy, translator),
@@ -160,8 +166,5 @@ def translation(tick: Tick, count: int = SENTENCES) -> list[Row]:
         }
         for source, judge in [*ways.items()][: 1 + (policy in SPOKEN)]:
             figures = translation_figures([judge(each) for each in spoken])
-            rows.append(
-                {"job": f"{policy}, {source}", "source": source, "policy": policy, **figures}
-            )
-    shared: dict[str, Any] = {"seed": SEED, "device": "cpu"}
-    return [{**row, **shared} for row in rows]
+            named: Row = {"job": f"{policy}, {source}", "source": source, "policy": policy}
+            yield {**named, **figures, "seed": SEED, "device": "cpu"}

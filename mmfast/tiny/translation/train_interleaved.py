@@ -1,6 +1,6 @@
 """Trains the embedded interleaved translator, a small Llama that reads and writes in one sequence.
 
-`python -m mmfast.tiny.translation.train_interleaved` takes some minutes on two CPU cores. Every
+`python -m mmfast.tiny.translation.train_interleaved` takes some minutes on a CPU core. Every
 lesson is a new sentence of the grammar at a random latency; one of four writes the transcript, too.
 """
 
@@ -32,7 +32,7 @@ from mmfast.tiny.translation.train import BATCH, LOST, SPECIAL, word_tokenizer
 
 WIDTH, LAYERS, HEADS, INNER = 128, 4, 4, 384
 EXAM = 120  # sentences
-PARTS = training.THREADS  # batches of a step, each of sentences of like lengths
+PARTS = 2  # batches of a step, each of sentences of like lengths
 JOINT = 0.2  # share of the lessons with a transcript
 LONGEST = 512  # tokens of a sequence
 BEGIN = "<s>"
@@ -64,11 +64,11 @@ def make_model(words: int, seed: int) -> LlamaForCausalLM:
 class InterleavedTask(training.Task):
     """A causal model on sequences of reading and writing, none of which comes twice."""
 
-    parallel = True
-
-    def __init__(self, seed: int, rate: float) -> None:
+    def __init__(self, seed: int, rate: float, start: Path | None = None) -> None:
         self.words = make_tokenizer()
         self.model = make_model(len(self.words), seed)
+        if start is not None:
+            self.model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
         self.optimiser = training.Optimiser.of(self.model, (), rate)
         self.rng = np.random.default_rng([seed, 54])
         exam = np.random.default_rng([seed, 55])
@@ -145,13 +145,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=14.0)
     parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--start", type=Path, help="go on from this checkpoint's weights")
     parser.add_argument("--note", help="a sentence about the run for the model card")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    log = training.Log(options.out)
+    log = training.Log(options.out, fresh=options.start is None)
     note = {} if options.note is None else {"note": options.note}
     log.start(seed=options.seed, minutes=options.minutes, **note)
-    task = InterleavedTask(options.seed, options.rate)
+    task = InterleavedTask(options.seed, options.rate, options.start)
     save = partial(save_checkpoint, options.out, task)
     training.train(task, training.Course("interleaved", options.minutes, watch=2), log, save)
     log.end(processor_seconds=round(time.process_time()))
