@@ -218,7 +218,23 @@ def _translate(folder: Path, log: list[Row]) -> Row:
         "run": f"{run['step']} steps in {_minutes(run)}",
         "words": _percent(held[1]),
         "whole": _percent(held[2]),
+        "head": _stability(folder / "stability.jsonl"),
     }
+
+
+def _stability(log: Path) -> str:
+    if not log.is_file():
+        return ""
+    row = json.loads(log.read_text(encoding="utf-8"))
+    return (
+        "\n\n`stability.safetensors` is a head on the last states of the decoder that tells which "
+        f"words stay\nwhen more of the source comes. It learned from {row['tokens']:,} words of "
+        f"the beginnings of {row['sentences']} sentences\n(`python -m "
+        f"mmfast.tiny.translation.train_stability`: {row['processor_seconds']} seconds of "
+        f"processor time, seed {row['seed']}).\nOf pairs of a word that stays and one that does "
+        f"not, in unseen sentences, it puts {_percent(row['auc'])} in order, the\nprobability of the word "
+        f"{_percent(row['auc_chance'])}."
+    )
 
 
 def _interleaved(folder: Path, log: list[Row]) -> Row:

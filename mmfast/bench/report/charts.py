@@ -87,7 +87,7 @@ def trade_svg(points: Sequence[tuple[str, float, float, Sequence[float]]], acros
 
 
 def delays(rows: Sequence[Row]) -> Points:
-    """Latest (average lagging as a share of the source, right words) of texts, by kind of policy."""
+    """Latest (average lagging as a share of the source, right words) by kind of policy."""
     mine = [r for r in rows if r.get("bench") == "translation" and r["source"] == "text, words"]
     found: dict[str, list[tuple[float, float]]] = {}
     for row in {row["policy"]: row for row in mine}.values():
