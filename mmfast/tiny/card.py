@@ -232,8 +232,8 @@ def _stability(log: Path) -> str:
         f"the beginnings of {row['sentences']} sentences\n(`python -m "
         f"mmfast.tiny.translation.train_stability`: {row['processor_seconds']} seconds of "
         f"processor time, seed {row['seed']}).\nOf pairs of a word that stays and one that does "
-        f"not, in unseen sentences, it puts {_percent(row['auc'])} in order, the\nprobability of the word "
-        f"{_percent(row['auc_chance'])}."
+        f"not, in unseen sentences, it puts {_percent(row['auc'])} in order, the\nprobability of "
+        f"the word {_percent(row['auc_chance'])}."
     )
 
 

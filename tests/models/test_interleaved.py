@@ -85,7 +85,8 @@ def test_a_growing_cache_is_full_recomputation(kind: str, joint: bool) -> None:
         assert sequence.ids[: len(begun)] == begun  # nothing that was read or written changes
         assert sequence.ids == from_nothing(translator, source, late, joint)
         assert sequence.written == found and sequence.finish() == []
-        assert len(sequence.ids) - 1 == sequence.computed  # each once, and the end not at all
+        # Each token once, and not the end; of a text that is too long, nor its last word.
+        assert len(sequence.ids) - sequence.computed in ((1,) if embedded else (1, 2))
         assert sequence.passes <= sequence.computed
 
 
