@@ -46,7 +46,7 @@ Listener = Annotated[
 Policy = Annotated[
     str | None,
     typer.Option(
-        help="agreement:N, wait:K, confidence:P, learned:P, greedy, offline, interleaved:N, joint:N."
+        help="agreement:N, wait:K, confidence:P, learned:P, interleaved:N, joint:N, greedy, offline"
     ),
 ]
 Dubbed = Annotated[
