@@ -79,8 +79,8 @@ class SpeechTranslation:
             translator.
         listener: As the model of `speech-to-text`.
         policy: Which words are written before the end: "agreement:N", "wait:K", "confidence:P",
-            "greedy" or "offline", of a causal model "interleaved:N" or "joint:N"; None (what the
-            model takes: "confidence:0.99" or "interleaved:1"). See
+            "learned:P", "greedy" or "offline", of a causal model "interleaved:N" or "joint:N";
+            None (what the model takes: "confidence:0.99" or "interleaved:1"). See
             `mmfast.decoding.simultaneous.write_policy`.
         every: Seconds of speech between two hearings.
         silence: Seconds of silence that end a sentence.
@@ -128,12 +128,8 @@ class SpeechTranslation:
             )
             if model is None:
                 self._embedded[late] = self.translator
-            usual = (
-                "interleaved"
-                if isinstance(self.translator, InterleavedTranslator)
-                else "confidence"
-            )
-            self.policy = chosen or write_policy(usual)
+            own = isinstance(self.translator, InterleavedTranslator)
+            self.policy = chosen or write_policy("interleaved" if own else "confidence")
             self.listener = models.can(models.load_voice(listener, **place), "transcribe")
         self._pace = {"every": every, "silence": silence}
         self._open(None)  # refuses a pace that there is not
