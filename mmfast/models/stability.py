@@ -25,6 +25,9 @@ class StabilityHead(nn.Module):
         width: Width of the states.
     """
 
+    mean: Tensor
+    scale: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first = nn.Linear(width + 1, WIDTH)
