@@ -17,17 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from mmfast.models.interleaved import END, WRITE
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.translation.grammar import Split, aligned
-from mmfast.tiny.translation.serial import (
-    END,
-    LATES,
-    MARKS,
-    WRITE,
-    interleaved,
-    own_places,
-)
+from mmfast.tiny.translation.serial import LATES, MARKS, interleaved, own_places
 from mmfast.tiny.translation.train import BATCH, LOST, SPECIAL, word_tokenizer
 
 WIDTH, LAYERS, HEADS, INNER = 128, 4, 4, 384
@@ -127,7 +121,7 @@ class InterleavedTask(training.Task):
     def look(self) -> training.Figures:
         """Loss, and shares on unseen sentences: words, decisions, whole sequences."""
         loss, *shares = self._judge(self.exam)
-        return {"interleaved": [round(float(value), 4) for value in (loss, *shares)]}
+        return {"interleaved": [round(float(loss), 4), *(round(share, 4) for share in shares)]}
 
 
 def save_checkpoint(folder: Path, task: InterleavedTask) -> None:
