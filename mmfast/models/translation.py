@@ -193,7 +193,8 @@ def load_translator(
     if isinstance(model, AnyTranslator):
         return model
     if isinstance(model, tuple):
-        return _translator(*model, given)
+        loaded, words = model
+        return _translator(loaded, words, given)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     embedded = model is None or model in (EMBEDDED, EMBEDDED_INTERLEAVED)
