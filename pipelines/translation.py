@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +119,11 @@ class SpeechTranslation:
         languages: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
         with within(self.task):
             chosen = None if policy is None else write_policy(policy)
-            self._load = partial(load_translator, **place, model_kwargs=model_kwargs, **languages)
+            self._how: dict[str, Any] = {**place, "model_kwargs": model_kwargs, **languages}
             self._embedded = dict[bool, AnyTranslator]()  # by whether it is the interleaved one
             late = chosen is not None and chosen.late is not None
-            self.translator = self._load(
-                model if model is not None or not late else EMBEDDED_INTERLEAVED
-            )
+            named = EMBEDDED_INTERLEAVED if model is None and late else model
+            self.translator = load_translator(named, **self._how)
             if model is None:
                 self._embedded[late] = self.translator
             own = isinstance(self.translator, InterleavedTranslator)
@@ -144,7 +142,9 @@ class SpeechTranslation:
         chosen = self.policy if policy is None else write_policy(policy)
         late = chosen.late is not None
         if self._embedded and late not in self._embedded:
-            self._embedded[late] = self._load(EMBEDDED_INTERLEAVED if late else None)
+            self._embedded[late] = load_translator(
+                EMBEDDED_INTERLEAVED if late else None, **self._how
+            )
         return chosen, self._embedded.get(late, self.translator)
 
     def open(self, policy: str | WritePolicy | None = None) -> Interpreter:
