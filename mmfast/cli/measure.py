@@ -323,6 +323,7 @@ _TAKES = {
     "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "encoder": {"out", "peer"},
     "stream": {"out", "only"},
+    "speech": {"out", "only"},
     "decode": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},
