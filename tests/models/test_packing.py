@@ -22,7 +22,7 @@ import mmfast
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.cost import linear_macs
 from mmfast.models.loading import load, twin
-from mmfast.models.packing import PackedLinear, WeightPlan, pack_weights, packed
+from mmfast.models.packing import JOINT_PAYS, PackedLinear, WeightPlan, pack_weights, packed
 from mmfast.ops.weight_forms import FORMS
 from mmfast.planner.cost import fingerprint
 
@@ -124,7 +124,10 @@ def test_copies_share_the_weights() -> None:
 def test_joint_products_are_those_of_each_layer(name: str, dtype: Any, count: int) -> None:
     """To the bit, but for bfloat16 on many rows, where oneDNN adds in the order of other tiles."""
     apart, together = (_text_model(groups=4).to(dtype) for _ in range(2))
-    with packed(apart, WeightPlan(name, name, joint=False)), packed(together, name) as found:
+    with (
+        packed(apart, WeightPlan(name, name, joint=False)),
+        packed(together, _together(name)) as found,
+    ):
         assert len(_joint(together)) == 2 * 5 and not _joint(apart)
         whole, parts = _logits(together, count), _logits(apart, count)
         layers = dict(apart.named_modules())
@@ -136,6 +139,17 @@ def test_joint_products_are_those_of_each_layer(name: str, dtype: Any, count: in
         torch.testing.assert_close(whole, parts, rtol=0.02, atol=0.02)
     else:
         assert torch.equal(whole, parts)
+
+
+def _together(name: str) -> WeightPlan:
+    return WeightPlan(name, name, joint=True)
+
+
+def test_forms_that_gain_by_it_are_joint_by_themselves() -> None:
+    for name in FORMS:
+        with packed(_text_model(), name) as found:
+            joint = [layer for *_, layer in found.places if getattr(layer, "_joint", None)]
+            assert bool(joint) == (name in JOINT_PAYS)
 
 
 def _packed_layers(model: Any) -> list[PackedLinear]:
@@ -161,7 +175,7 @@ class _Counted:
 def _pair() -> tuple[Any, Any, _Counted]:
     """Gate and up of one layer, their products counted."""
     model = _text_model()
-    pack_weights(model, "int8")
+    pack_weights(model, _together("int8"))
     gate, up = model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj
     count = _Counted(gate._forms[0])
     gate._forms = up._forms = (count, count)
@@ -224,7 +238,7 @@ def test_layers_that_do_not_read_one_input_stay_apart() -> None:
     model = _text_model()
     plain = model.model.layers[0].self_attn.q_proj
     model.model.layers[0].self_attn.v_proj = plain  # read twice: by two places
-    pack_weights(model, "int8")
+    pack_weights(model, _together("int8"))
     assert not any(each._joint for each in _packed_layers(model.model.layers[0].self_attn))
     mlp = model.model.layers[0].mlp
     stock = mlp(torch.ones(1, 64))
@@ -240,7 +254,7 @@ def test_layers_that_do_not_read_one_input_stay_apart() -> None:
     roles = ("pad", "bos", "eos", "decoder_start")
     ids = {f"{role}_token_id": 0 for role in roles} | {"suppress_tokens": []}
     other = WhisperForConditionalGeneration(WhisperConfig(**sizes, **ids))
-    pack_weights(other, "int8")
+    pack_weights(other, _together("int8"))
     assert _packed_layers(other) and not _joint(other)
 
 
