@@ -103,7 +103,7 @@ class JointProduct:
             if found is not None:
                 return found
         whole = form.product(x.reshape(-1, x.shape[-1]))
-        parts = dict(enumerate(whole.split(self.sizes, -1)))
+        parts: dict[int, Tensor] = dict(enumerate(whole.split(self.sizes, -1)))
         if len(whole) > 1:  # a cache may keep a small part for long, and with a view all of it
             small = [n for n, part in parts.items() if 2 * part.shape[-1] < whole.shape[-1]]
             parts |= {n: parts[n].contiguous() for n in small}
