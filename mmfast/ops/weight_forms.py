@@ -163,7 +163,7 @@ def _unpacked(packed: Any) -> Tensor:
 
 
 def int8_kernel(weight: Tensor, head: bool = False) -> tuple[bool, bool]:
-    """Whether weights are whole blocks, and whether few rows go through FBGEMM."""
+    """Return whether weights are whole blocks, and whether few rows go through FBGEMM."""
     outputs, inputs = weight.shape
     # `_weight_int8pack_mm` reads past the end of weights that are no whole blocks.
     blocks = outputs % BLOCK == 0 and inputs % BLOCK == 0
