@@ -62,15 +62,18 @@ def stock_entry(norms: Sequence[Any], linear: Any) -> Callable[[Tensor], Tensor]
     return enter
 
 
-def head_norm(attention: Any, queries: int, keys: int) -> Callable[[Tensor], Tensor] | None:
-    """The norms of queries and keys as one, where the layer has them."""
+def head_norm(
+    attention: Any, queries: int, keys: int, order: Tensor
+) -> Callable[[Tensor], Tensor] | None:
+    """The norms of queries and keys as one, where the layer has them; columns in this order."""
     if not hasattr(attention, "q_norm"):
         return None
     q, k = attention.q_norm, attention.k_norm
     weight = torch.cat((q.weight.expand(queries, -1), k.weight.expand(keys, -1))).detach()
+    weight = weight[:, None, None, order]
     eps = torch.tensor(q.variance_epsilon, dtype=weight.dtype)
 
-    def normed(x: Tensor) -> Tensor:  # [B, n, queries + keys, d]
+    def normed(x: Tensor) -> Tensor:  # [queries + keys, B, n, d]
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_() * weight
 
@@ -81,6 +84,8 @@ Block = Callable[[Tensor, RowBuffer, TokenPlaces], Tensor]
 
 _LEAN = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
 _LEAN_NUMBERS = 4_000_000  # of a layer; larger ones spend their time in the products
+_FEW = 16  # rows of a product that is made block by block
+_BLOCKS = (32, 40, 48, 64, 24, 80, 96, 128, 16)  # widths of blocks, the fastest first
 
 
 def lean_fits(layer: nn.Module) -> bool:
@@ -95,7 +100,12 @@ def lean_fits(layer: nn.Module) -> bool:
 
 
 class Lean:
-    """A Llama-like decoder layer on `[B, n, D]`, its weights joined and laid out for products."""
+    """A Llama-like decoder layer on `[B, n, D]`, its weights joined and laid out for products.
+
+    Columns of queries and keys that RoPE turns together lie side by side, so that turning is one
+    product of complex numbers. Of a few rows the wide products are made block by block of columns:
+    the library would copy a wide matrix first, which costs as much as reading it once more.
+    """
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -106,18 +116,20 @@ class Lean:
         self.queries = attention.q_proj.out_features // self.head
         self.turned = self.queries + self.keys
         self.scaling = attention.scaling
-        self.qkv, self.qkv_bias = _joined(parts, layer.input_layernorm)
+        pairs = torch.arange(self.head).view(2, -1).t().flatten()
+        self.qkv = _Wide(*_joined(parts, layer.input_layernorm), self.head)
         self.out, self.out_bias = _joined((attention.o_proj,))
-        self.up, self.up_bias = _joined(
-            (mlp.gate_proj, mlp.up_proj), layer.post_attention_layernorm
-        )
-        self.down, self.down_bias = _joined((mlp.down_proj,))
         self.through, self.through_bias = self._through()
+        self.qkv.sort(self.turned, pairs)
+        both, inner = (mlp.gate_proj, mlp.up_proj), mlp.gate_proj.out_features
+        block = next((c for c in _BLOCKS if inner % c == 0), inner)
+        self.up = _Wide(*_joined(both, layer.post_attention_layernorm), block)
+        self.down, self.down_bias = _joined((mlp.down_proj,))
         self.before = bare_norm(layer.input_layernorm)
         self.between = bare_norm(layer.post_attention_layernorm)
         name = type(mlp.act_fn).__name__
         self.act: Callable[[Tensor], Tensor] = F.silu if "SiLU" in name else mlp.act_fn
-        self.head_norm = head_norm(attention, self.queries, self.keys)
+        self.head_norm = head_norm(attention, self.queries, self.keys, pairs)
 
     def __call__(self, x: Tensor, slot: RowBuffer, place: TokenPlaces) -> Tensor:
         """The layer on new tokens, behind those of the slot."""
@@ -126,24 +138,32 @@ class Lean:
         if place.alone:
             flat = _added(flat, self.before(flat), self.through, self.through_bias)
         else:
-            mixed = self._mixed(flat, batch, n, slot, place)
+            mixed = self._mixed(self.before(flat), batch, n, slot, place)
             flat = _added(flat, mixed, self.out, self.out_bias)
-        gate, up = _product(self.between(flat), self.up, self.up_bias).chunk(2, -1)
-        flat = _added(flat, self.act(gate).mul_(up), self.down, self.down_bias)
-        return flat.view(batch, n, width)
+        normed = self.between(flat)
+        if 1 < len(flat) <= _FEW:
+            gate, up = self.up.blockwise(normed).chunk(2)
+            inner = self.act(gate).mul_(up).transpose(0, 1).reshape(len(flat), -1)
+        else:
+            gate, up = self.up.product(normed).chunk(2, -1)
+            inner = self.act(gate).mul_(up)
+        return _added(flat, inner, self.down, self.down_bias).view(batch, n, width)
 
     def _mixed(
-        self, flat: Tensor, batch: int, n: int, slot: RowBuffer, place: TokenPlaces
+        self, normed: Tensor, batch: int, n: int, slot: RowBuffer, place: TokenPlaces
     ) -> Tensor:
-        qkv = _product(self.before(flat), self.qkv, self.qkv_bias).view(batch, n, -1, self.head)
-        turned = qkv[:, :, : self.turned]
-        normed = turned if self.head_norm is None else self.head_norm(turned)
-        cos, sin = place.turn
-        torch.addcmul(normed * cos, normed.roll(self.head // 2, -1), sin, out=turned)
-        both = qkv[:, :, self.queries :].view(batch, n, 2, self.keys, self.head)
-        keys, values = slot.put(both.permute(2, 0, 3, 1, 4), place)
+        if 1 < len(normed) <= _FEW:
+            heads = self.qkv.blockwise(normed).view(-1, batch, n, self.head)
+        else:
+            heads = self.qkv.product(normed).view(batch, n, -1, self.head).permute(2, 0, 1, 3)
+        turned = heads[: self.turned]  # [queries + keys, B, n, d]
+        if self.head_norm is not None:
+            turned.copy_(self.head_norm(turned))
+        torch.view_as_complex(turned.unflatten(-1, (-1, 2))).mul_(place.turn)
+        both = heads[self.queries :].view(2, self.keys, batch, n, self.head)
+        keys, values = slot.put(both.transpose(1, 2), place)
         mixed = F.scaled_dot_product_attention(
-            qkv[:, :, : self.queries].transpose(1, 2),
+            heads[: self.queries].transpose(0, 1),
             keys,
             values,
             attn_mask=place.mask,
@@ -159,10 +179,10 @@ class Lean:
         rows = torch.arange(self.keys * self.head).view(self.keys, self.head)
         rows = first + rows.repeat_interleave(groups, 0).flatten()  # one per query head
         out = self.out.double()
-        through = (self.qkv[:, rows].double() @ out).to(self.out.dtype)
-        if self.qkv_bias is None:
+        through = (self.qkv.weight[:, rows].double() @ out).to(self.out.dtype)
+        if self.qkv.bias is None:
             return through, self.out_bias
-        bias = (self.qkv_bias[rows].double() @ out).to(self.out.dtype)
+        bias = (self.qkv.bias[rows].double() @ out).to(self.out.dtype)
         return through, bias if self.out_bias is None else bias + self.out_bias
 
 
@@ -205,8 +225,38 @@ def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([bias.detach() for bias in biases])
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.mm(weight) if bias is None else torch.addmm(bias, x, weight)
+class _Wide:
+    """A weight `[in, out]` with its bias, as one matrix and as blocks of columns `[G, in, c]`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, block: int) -> None:
+        self.weight, self.bias, self.block = weight, bias, block
+        self._lay()
+
+    def sort(self, count: int, order: Tensor) -> None:
+        """Put the columns of the first `count` blocks into another order."""
+        index = torch.arange(self.weight.shape[1])
+        first = index[: count * self.block].view(count, -1)
+        index = torch.cat((first[:, order].flatten(), index[count * self.block :]))
+        self.weight = self.weight[:, index].contiguous()
+        self.bias = None if self.bias is None else self.bias[index]
+        self._lay()
+
+    def _lay(self) -> None:
+        split = self.weight.unflatten(1, (-1, self.block))
+        self.blocks = split.transpose(0, 1).contiguous()
+        bias = self.bias
+        self.biases = None if bias is None else bias.view(-1, 1, self.block)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Rows `[m, in]` to `[m, out]`."""
+        return x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+    def blockwise(self, x: Tensor) -> Tensor:
+        """The same block by block, `[G, m, c]`."""
+        rows = x.expand(len(self.blocks), *x.shape)
+        if self.biases is None:
+            return torch.bmm(rows, self.blocks)
+        return torch.baddbmm(self.biases, rows, self.blocks)
 
 
 def _added(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
