@@ -28,6 +28,7 @@ from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.blocks import (
     Block,
     Lean,
+    LoneModule,
     Stock,
     lean_entry,
     lean_fits,
@@ -42,6 +43,7 @@ from mmfast.ops.stream_cache import Angles, Placer, RowBuffer, advance, empty, w
 _LAYERS = ("layers", "h")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 _INNER = ("intermediate_size", "n_inner", "moe_intermediate_size", "ffn_dim")  # widths in configs
+_SCALES = "logits_scaling", "logit_scale", "final_logit_softcapping"  # Granite, Cohere, Gemma
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; else 5e-2
 
 
@@ -91,6 +93,7 @@ class Backbone:
         self._rotary = Rotary(self.decoder, moves=False) if turns else None
         self.axes = self._rotary.axes if self._rotary is not None else 1
         self.lean = lean_fits(self.layers[0]) if lean is None else lean
+        self._scales = [getattr(self.config, name, None) for name in _SCALES]
         self._kinds = [(kind_of(self.config, i), w) for i, w in enumerate(self._windows())]
         self._placers = self._make_placers()
         self.placer = self._placers[self._kinds[-1]].with_window(0)  # modules are as the last layer
@@ -175,6 +178,11 @@ class Backbone:
     def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
         return (lean_entry if self.lean else stock_entry)(norms, linear)
 
+    def lone(
+        self, norms: Sequence[nn.Module], linear: nn.Module, layer: nn.Module
+    ) -> LoneModule | None:
+        return LoneModule(norms, linear, Lean(layer), self.final_norm) if self.lean else None
+
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
         n = x.shape[1]
         place = self.placer.even(0, n)
@@ -234,12 +242,12 @@ class Backbone:
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Products of the output head as the model makes logits of them."""
-        config = self.config
-        if scaling := getattr(config, "logits_scaling", None):  # Granite
+        scaling, scale, cap = self._scales
+        if scaling:
             logits = logits / scaling
-        if scale := getattr(config, "logit_scale", None):  # Cohere
+        if scale:
             logits = logits * scale
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        if cap:
             logits = torch.tanh(logits / cap) * cap
         return logits
 

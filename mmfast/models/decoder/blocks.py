@@ -125,6 +125,7 @@ class Lean:
         block = next((c for c in _BLOCKS if inner % c == 0), inner)
         self.up = _Wide(*_joined(both, layer.post_attention_layernorm), block)
         self.down, self.down_bias = _joined((mlp.down_proj,))
+        self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.before = bare_norm(layer.input_layernorm)
         self.between = bare_norm(layer.post_attention_layernorm)
         name = type(mlp.act_fn).__name__
@@ -184,6 +185,49 @@ class Lean:
             return through, self.out_bias
         bias = (self.qkv.bias[rows].double() @ out).to(self.out.dtype)
         return through, bias if self.out_bias is None else bias + self.out_bias
+
+
+class LoneModule:
+    """A draft module on one token of one stream, which sees itself alone, in few operations.
+
+    The module is a linear layer on the embedding and the hidden state, each normed, a Llama-like
+    layer, and the final norm. Of one token a norm is a number, the factor of the product behind it.
+    """
+
+    def __init__(self, norms: Sequence[Any], linear: Any, layer: Lean, final: Any) -> None:
+        scale = torch.cat([norm.weight.detach() for norm in norms])
+        entries = (linear.weight.detach() * scale).t().contiguous()
+        self.of_embedding, self.of_hidden = (part.t() for part in entries.chunk(2))
+        self.through, self.through_bias = layer.through.t(), layer.through_bias
+        self.up, self.up_bias = layer.up.weight.t(), layer.up.bias
+        self.down, self.down_bias = layer.down.t(), layer.down_bias
+        self.act, self.weight = layer.act, final.weight.detach()
+        self.none = self.weight.new_zeros(len(self.up))  # never read: its factor is 0
+        self.eps = [norm.variance_epsilon for norm in (*norms, *layer.norms, final)]
+
+    def __call__(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """Embedding and normed hidden state `[D]` to the next normed hidden state `[D]`."""
+        addmv, none = torch.addmv, self.none
+        e, h, before, between, final = self.eps
+        x = addmv(none[: len(hidden)], self.of_embedding, embedding, beta=0, alpha=_factor(embedding, e))
+        x = addmv(x, self.of_hidden, hidden, alpha=_factor(hidden, h))
+        x = addmv(x, self.through, x, alpha=_factor(x, before))
+        if self.through_bias is not None:
+            x.add_(self.through_bias)
+        both = addmv(none, self.up, x, beta=0, alpha=_factor(x, between))
+        if self.up_bias is not None:
+            both.add_(self.up_bias)
+        gate, up = both.chunk(2)
+        x = addmv(x, self.down, self.act(gate).mul_(up))
+        if self.down_bias is not None:
+            x.add_(self.down_bias)
+        return (x * self.weight).mul_(_factor(x, final))
+
+
+def _factor(x: Tensor, eps: float) -> float:
+    """One over the root mean square of `[D]`."""
+    square: float = torch.dot(x, x).item()
+    return (square / len(x) + eps) ** -0.5
 
 
 class Stock:
