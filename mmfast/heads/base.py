@@ -193,6 +193,8 @@ class AudioHead(nn.Module):
         """Keep the first `lengths` tokens of each stream; nothing is copied."""
         for row, length in enumerate(lengths):
             state.length[row] = min(state.length[row], length)
+        if self.window == 1:  # there are no keys
+            return
         for module, filled in enumerate(state.filled):
             for row, length in enumerate(state.length):
                 filled[row] = min(filled[row], max(0, length - 1 - module))

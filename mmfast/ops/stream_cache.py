@@ -335,8 +335,10 @@ class Placer:
             with torch.inference_mode(False), torch.no_grad():  # training may use them too
                 cos, sin = self._make(max(512, stop + stop // 2))
                 half = sin.shape[-1] // 2
-                double = (each[:, :half].to(torch.promote_types(each.dtype, torch.float32))
-                          for each in (cos, sin))
+                double = (
+                    each[:, :half].to(torch.promote_types(each.dtype, torch.float32))
+                    for each in (cos, sin)
+                )
             tables = self._tables = (cos, sin, torch.complex(*double))
         return tables
 

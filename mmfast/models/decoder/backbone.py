@@ -30,6 +30,7 @@ from mmfast.models.decoder.blocks import (
     Lean,
     LoneModule,
     Stock,
+    WideProduct,
     lean_entry,
     lean_fits,
     lean_norm,
@@ -105,7 +106,9 @@ class Backbone:
         """Read the weights anew."""
         self.blocks: list[Block] = [self.block(layer) for layer in self.layers]
         self._normed = self.normer(self.final_norm)
-        self._parts: dict[tuple[int, int], Tensor] = {}  # of the output head, laid out for products
+        self._parts: dict[
+            tuple[int, int], WideProduct
+        ] = {}  # of the output head
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -131,7 +134,7 @@ class Backbone:
 
     def embed(self, ids: Tensor) -> Tensor:
         if type(self._table) is nn.Embedding:
-            return F.embedding(ids, self._table.weight)
+            return torch.embedding(self._table.weight, ids)
         found: Tensor = self._table(ids)
         return found
 
@@ -149,9 +152,12 @@ class Backbone:
         if stop - start == self.vocabulary:
             return F.linear(hidden, weight, bias)
         if self.lean and bias is None and not torch.is_grad_enabled():
-            if (start, stop) not in self._parts:
-                self._parts[start, stop] = weight[start:stop].detach().t().contiguous()
-            return hidden @ self._parts[start, stop]
+            part = self._parts.get((start, stop))
+            if part is None:
+                part = WideProduct(weight[start:stop].detach().t().contiguous(), None)
+                self._parts[start, stop] = part
+            found = part(hidden.reshape(-1, self.width))
+            return found if hidden.ndim == 2 else found.view(*hidden.shape[:-1], -1)
         return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
 
     def new_layer(self, ffn: int | None = None) -> nn.Module:

@@ -85,7 +85,7 @@ Block = Callable[[Tensor, RowBuffer, TokenPlaces], Tensor]
 _LEAN = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
 _LEAN_NUMBERS = 4_000_000  # of a layer; larger ones spend their time in the products
 _FEW = 16  # rows of a product that is made block by block
-_BLOCKS = (32, 40, 48, 64, 24, 80, 96, 128, 16)  # widths of blocks, the fastest first
+_BLOCKS = sorted(range(16, 129), key=lambda c: abs(c - 32))  # widths of blocks, the best first
 
 
 def lean_fits(layer: nn.Module) -> bool:
@@ -117,13 +117,13 @@ class Lean:
         self.turned = self.queries + self.keys
         self.scaling = attention.scaling
         pairs = torch.arange(self.head).view(2, -1).t().flatten()
-        self.qkv = _Wide(*_joined(parts, layer.input_layernorm), self.head)
+        self.qkv = WideProduct(*_joined(parts, layer.input_layernorm), self.head)
         self.out, self.out_bias = _joined((attention.o_proj,))
         self.through, self.through_bias = self._through()
         self.qkv.sort(self.turned, pairs)
         both, inner = (mlp.gate_proj, mlp.up_proj), mlp.gate_proj.out_features
-        block = next((c for c in _BLOCKS if inner % c == 0), inner)
-        self.up = _Wide(*_joined(both, layer.post_attention_layernorm), block)
+        block = next((c for c in _BLOCKS if inner % c == 0), inner)  # of one of the two
+        self.up = WideProduct(*_joined(both, layer.post_attention_layernorm), block)
         self.down, self.down_bias = _joined((mlp.down_proj,))
         self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.before = bare_norm(layer.input_layernorm)
@@ -135,16 +135,17 @@ class Lean:
     def __call__(self, x: Tensor, slot: RowBuffer, place: TokenPlaces) -> Tensor:
         """The layer on new tokens, behind those of the slot."""
         batch, n, width = x.shape
-        flat = x.reshape(-1, width)
+        rows = batch * n
+        flat = x.view(rows, width) if x.is_contiguous() else x.reshape(rows, width)
         if place.alone:
             flat = _added(flat, self.before(flat), self.through, self.through_bias)
         else:
             mixed = self._mixed(self.before(flat), batch, n, slot, place)
             flat = _added(flat, mixed, self.out, self.out_bias)
         normed = self.between(flat)
-        if 1 < len(flat) <= _FEW:
+        if 1 < rows <= _FEW:
             gate, up = self.up.blockwise(normed).chunk(2)
-            inner = self.act(gate).mul_(up).transpose(0, 1).reshape(len(flat), -1)
+            inner = self.act(gate).mul_(up).transpose(0, 1).reshape(rows, -1)
         else:
             gate, up = self.up.product(normed).chunk(2, -1)
             inner = self.act(gate).mul_(up)
@@ -153,14 +154,15 @@ class Lean:
     def _mixed(
         self, normed: Tensor, batch: int, n: int, slot: RowBuffer, place: TokenPlaces
     ) -> Tensor:
-        if 1 < len(normed) <= _FEW:
+        if 1 < batch * n <= _FEW:
             heads = self.qkv.blockwise(normed).view(-1, batch, n, self.head)
         else:
             heads = self.qkv.product(normed).view(batch, n, -1, self.head).permute(2, 0, 1, 3)
         turned = heads[: self.turned]  # [queries + keys, B, n, d]
         if self.head_norm is not None:
             turned.copy_(self.head_norm(turned))
-        torch.view_as_complex(turned.unflatten(-1, (-1, 2))).mul_(place.turn)
+        pairs = turned.view(self.turned, batch, n, self.head // 2, 2)
+        torch.view_as_complex(pairs).mul_(place.turn)
         both = heads[self.queries :].view(2, self.keys, batch, n, self.head)
         keys, values = slot.put(both.transpose(1, 2), place)
         mixed = F.scaled_dot_product_attention(
@@ -202,19 +204,20 @@ class LoneModule:
         self.up, self.up_bias = layer.up.weight.t(), layer.up.bias
         self.down, self.down_bias = layer.down.t(), layer.down_bias
         self.act, self.weight = layer.act, final.weight.detach()
-        self.none = self.weight.new_zeros(len(self.up))  # never read: its factor is 0
+        # Never read: their factor is 0.
+        self.none, self.nothing = (self.weight.new_zeros(w.shape[0]) for w in (self.down, self.up))
         self.eps = [norm.variance_epsilon for norm in (*norms, *layer.norms, final)]
 
     def __call__(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """Embedding and normed hidden state `[D]` to the next normed hidden state `[D]`."""
-        addmv, none = torch.addmv, self.none
-        e, h, before, between, final = self.eps
-        x = addmv(none[: len(hidden)], self.of_embedding, embedding, beta=0, alpha=_factor(embedding, e))
+        addmv, (e, h, before, between, final) = torch.addmv, self.eps
+        factor = _factor(embedding, e)
+        x = addmv(self.none, self.of_embedding, embedding, beta=0, alpha=factor)
         x = addmv(x, self.of_hidden, hidden, alpha=_factor(hidden, h))
         x = addmv(x, self.through, x, alpha=_factor(x, before))
         if self.through_bias is not None:
             x.add_(self.through_bias)
-        both = addmv(none, self.up, x, beta=0, alpha=_factor(x, between))
+        both = addmv(self.nothing, self.up, x, beta=0, alpha=_factor(x, between))
         if self.up_bias is not None:
             both.add_(self.up_bias)
         gate, up = both.chunk(2)
@@ -227,7 +230,7 @@ class LoneModule:
 def _factor(x: Tensor, eps: float) -> float:
     """One over the root mean square of `[D]`."""
     square: float = torch.dot(x, x).item()
-    return (square / len(x) + eps) ** -0.5
+    return (square / x.shape[0] + eps) ** -0.5
 
 
 class Stock:
@@ -269,11 +272,16 @@ def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([bias.detach() for bias in biases])
 
 
-class _Wide:
-    """A weight `[in, out]` with its bias, as one matrix and as blocks of columns `[G, in, c]`."""
+class WideProduct:
+    """A weight `[in, out]` with its bias, as one matrix and as blocks of columns `[G, in, c]`.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, block: int) -> None:
-        self.weight, self.bias, self.block = weight, bias, block
+    A `block` has so many columns, None is a width that divides them.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, block: int | None = None) -> None:
+        columns = weight.shape[1]
+        fits = [c for c in _BLOCKS if columns % c == 0]
+        self.weight, self.bias, self.block = weight, bias, block or next(iter(fits), columns)
         self._lay()
 
     def sort(self, count: int, order: Tensor) -> None:
@@ -287,7 +295,7 @@ class _Wide:
 
     def _lay(self) -> None:
         split = self.weight.unflatten(1, (-1, self.block))
-        self.blocks = split.transpose(0, 1).contiguous()
+        self.blocks, self.count = split.transpose(0, 1).contiguous(), split.shape[1]
         bias = self.bias
         self.biases = None if bias is None else bias.view(-1, 1, self.block)
 
@@ -295,9 +303,15 @@ class _Wide:
         """Rows `[m, in]` to `[m, out]`."""
         return x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows `[m, in]` to `[m, out]`, in the faster way."""
+        if not 1 < x.shape[0] <= _FEW:
+            return self.product(x)
+        return self.blockwise(x).transpose(0, 1).reshape(x.shape[0], -1)
+
     def blockwise(self, x: Tensor) -> Tensor:
         """The same block by block, `[G, m, c]`."""
-        rows = x.expand(len(self.blocks), *x.shape)
+        rows = x.expand(self.count, -1, -1)
         if self.biases is None:
             return torch.bmm(rows, self.blocks)
         return torch.baddbmm(self.biases, rows, self.blocks)
