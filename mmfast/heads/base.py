@@ -115,9 +115,9 @@ class Trunk(Protocol):
         """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
 
     def lone(
-        self, norms: Sequence[nn.Module], linear: nn.Module, layer: nn.Module
+        self, norms: Sequence[nn.Module], linear: nn.Module, block: Block
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """An entry of two inputs, the layer and the final norm on one token that sees itself alone.
+        """An entry of two inputs, a layer and the final norm on one token that sees itself alone.
 
         It takes and returns `[D]`; None where the parts themselves are as fast.
         """

@@ -106,9 +106,8 @@ class Backbone:
         """Read the weights anew."""
         self.blocks: list[Block] = [self.block(layer) for layer in self.layers]
         self._normed = self.normer(self.final_norm)
-        self._parts: dict[
-            tuple[int, int], WideProduct
-        ] = {}  # of the output head
+        # Rows of the output head, laid out for products.
+        self._parts: dict[tuple[int, int], WideProduct] = {}
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -185,9 +184,11 @@ class Backbone:
         return (lean_entry if self.lean else stock_entry)(norms, linear)
 
     def lone(
-        self, norms: Sequence[nn.Module], linear: nn.Module, layer: nn.Module
+        self, norms: Sequence[nn.Module], linear: nn.Module, block: Block
     ) -> LoneModule | None:
-        return LoneModule(norms, linear, Lean(layer), self.final_norm) if self.lean else None
+        if not isinstance(block, Lean):
+            return None
+        return LoneModule(norms, linear, block, self.final_norm)
 
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
         n = x.shape[1]

@@ -273,7 +273,7 @@ def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
 
 
 class WideProduct:
-    """A weight `[in, out]` with its bias, as one matrix and as blocks of columns `[G, in, c]`.
+    """A product with a weight `[in, out]` and its bias, made block by block of a few rows.
 
     A `block` has so many columns, None is a width that divides them.
     """
@@ -282,7 +282,9 @@ class WideProduct:
         columns = weight.shape[1]
         fits = [c for c in _BLOCKS if columns % c == 0]
         self.weight, self.bias, self.block = weight, bias, block or next(iter(fits), columns)
-        self._lay()
+        self._count = columns // self.block
+        self._blocks: Tensor | None = None  # the weight as [G, in, c], once it is asked for
+        self._biases: Tensor | None = None  # [G, 1, c]
 
     def sort(self, count: int, order: Tensor) -> None:
         """Put the columns of the first `count` blocks into another order."""
@@ -291,17 +293,6 @@ class WideProduct:
         index = torch.cat((first[:, order].flatten(), index[count * self.block :]))
         self.weight = self.weight[:, index].contiguous()
         self.bias = None if self.bias is None else self.bias[index]
-        self._lay()
-
-    def _lay(self) -> None:
-        split = self.weight.unflatten(1, (-1, self.block))
-        self.blocks, self.count = split.transpose(0, 1).contiguous(), split.shape[1]
-        bias = self.bias
-        self.biases = None if bias is None else bias.view(-1, 1, self.block)
-
-    def product(self, x: Tensor) -> Tensor:
-        """Rows `[m, in]` to `[m, out]`."""
-        return x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows `[m, in]` to `[m, out]`, in the faster way."""
@@ -309,12 +300,22 @@ class WideProduct:
             return self.product(x)
         return self.blockwise(x).transpose(0, 1).reshape(x.shape[0], -1)
 
+    def product(self, x: Tensor) -> Tensor:
+        """Rows `[m, in]` to `[m, out]` at once."""
+        return x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
     def blockwise(self, x: Tensor) -> Tensor:
         """The same block by block, `[G, m, c]`."""
-        rows = x.expand(self.count, -1, -1)
-        if self.biases is None:
-            return torch.bmm(rows, self.blocks)
-        return torch.baddbmm(self.biases, rows, self.blocks)
+        if self._blocks is None:
+            with torch.inference_mode(False), torch.no_grad():
+                split = self.weight.unflatten(1, (-1, self.block))
+                if self.bias is not None:
+                    self._biases = self.bias.view(-1, 1, self.block)
+                self._blocks = split.transpose(0, 1).contiguous()
+        rows = x.expand(self._count, -1, -1)
+        if self._biases is None:
+            return torch.bmm(rows, self._blocks)
+        return torch.baddbmm(self._biases, rows, self._blocks)
 
 
 def _added(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
