@@ -235,7 +235,7 @@ DEFAULT_MODE = "exact"
 _FULL = parse_schedule((1, 10))  # behind every pass as many drafts as promise to be worth it
 MODES: dict[str, DraftMode] = {
     "exact": DraftMode(_FULL, AcceptRule("exact")),
-    "fast": DraftMode(_FULL, AcceptRule("typical", 0.2)),
+    "fast": DraftMode(_FULL, AcceptRule("typical", 0.1)),
     "turbo": DraftMode(_FULL, AcceptRule("typical", 0.01), 0.1),
 }
 
