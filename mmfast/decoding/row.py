@@ -303,8 +303,9 @@ class DecodeRow:
         """Count accepted drafts and choose the token behind, from logits `[n + 1, rows]`."""
         n = len(self.drafts)
         if self.sampling.plain:
-            typical = n and self.rule.kind == "typical"
-            peaks, best = (found := logits.softmax(-1) if typical else logits).max(-1)
+            typical, double = n and self.rule.kind == "typical", logits.dtype == torch.float64
+            found = (logits if double else logits.float()).softmax(-1) if typical else logits
+            peaks, best = found.max(-1)
             if not all(map(math.isfinite, peaks.tolist())):
                 raise ModelError(not_finite())
             likeliest = [token + start for token in best.tolist()]
