@@ -101,7 +101,7 @@ class Span:
 
 
 @dataclass
-class History:
+class HistoryAnswer:
     """An answer about the history of a stream.
 
     `spans` are the times in which each thing was shown, `readings` the numbers that were read, in
@@ -218,9 +218,11 @@ class HistorySearch:
         return list(dict.fromkeys(m.known["read"] for m, s in pairs if s and "read" in m.known))
 
 
-def tell(question: HistoryQuestion, search: HistorySearch, whole: bool, trace: Trace) -> History:
+def tell(
+    question: HistoryQuestion, search: HistorySearch, whole: bool, trace: Trace
+) -> HistoryAnswer:
     """Answer a question from the moments that show its things; `whole`: none is forgotten."""
-    found = History(question, moments=len(search.moments), trace=trace)
+    found = HistoryAnswer(question, moments=len(search.moments), trace=trace)
     started = clocks.perf_counter()
     for thing in question.things:
         shown = search.showing(thing)
@@ -238,7 +240,7 @@ def tell(question: HistoryQuestion, search: HistorySearch, whole: bool, trace: T
     return found
 
 
-def _words(found: History, search: HistorySearch) -> tuple[str, Any]:
+def _words(found: HistoryAnswer, search: HistorySearch) -> tuple[str, Any]:
     question, spans = found.question, [found.spans[thing] for thing in found.question.things]
     missing = [t for t, s in zip(question.things, spans, strict=True) if not s]
     if question.kind == "count":
@@ -258,7 +260,7 @@ def _words(found: History, search: HistorySearch) -> tuple[str, Any]:
     return _first(found, search)
 
 
-def _first(found: History, search: HistorySearch) -> tuple[str, Any]:
+def _first(found: HistoryAnswer, search: HistorySearch) -> tuple[str, Any]:
     one, two = found.question.things
     at = -1 if found.question.last else 0
     starts = [found.spans[thing][at].start for thing in (one, two)]

@@ -140,7 +140,7 @@ class Reply(Iterator[str]):
         logits: Tensor | None,
         *,
         tokenizer: Any,
-        sampler: Sampler,
+        sampler: Sampler | None,
         stops: Collection[int],
         limit: int,
         trace: Trace,
@@ -178,6 +178,7 @@ class Reply(Iterator[str]):
     def _next(self) -> str:
         if len(self.ids) >= self._limit:
             return self._end("length")
+        assert self._sampler is not None
         chosen = self._sampler(self._next_logits(), [*self._prompt, *self.ids])
         if not self.ids:
             self.ttft_ms = self._passed()

@@ -26,7 +26,7 @@ from mmfast.streams.feed import Feed
 from mmfast.streams.frontend import Frame
 from mmfast.streams.history import (
     NUMBERS,
-    History,
+    HistoryAnswer,
     HistoryQuestion,
     HistorySearch,
     history_question,
@@ -300,7 +300,7 @@ class Session:
             prompt=prompt,
         )
 
-    def history(self, question: str) -> History:
+    def history(self, question: str) -> HistoryAnswer:
         """Answer about order, count, duration or time of what the stream has shown since it began.
 
         Small pictures are kept of all that was seen, in as many bytes as `open(history=)` allows.
@@ -318,7 +318,7 @@ class Session:
         """
         return self._history(history_question(question))
 
-    def _history(self, question: HistoryQuestion) -> History:
+    def _history(self, question: HistoryQuestion) -> HistoryAnswer:
         trace, live = Trace(), list[float]()
         recalled: dict[str, dict[float, int]] | None = None
         with self.turns.question():

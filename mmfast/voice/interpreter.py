@@ -99,7 +99,7 @@ class InterleavedWriter:
 
     @property
     def calls(self) -> int:
-        """How often the model was asked."""
+        """The number of passes of the model."""
         return self._sequence.passes
 
     @property

@@ -224,13 +224,15 @@ class LoneModule:
         x = addmv(x, self.down, self.act(gate).mul_(up))
         if self.down_bias is not None:
             x.add_(self.down_bias)
-        return (x * self.weight).mul_(_factor(x, final))
+        normed: Tensor = (x * self.weight).mul_(_factor(x, final))
+        return normed
 
 
 def _factor(x: Tensor, eps: float) -> float:
     """One over the root mean square of `[D]`."""
     square: float = torch.dot(x, x).item()
-    return (square / x.shape[0] + eps) ** -0.5
+    factor: float = (square / x.shape[0] + eps) ** -0.5
+    return factor
 
 
 class Stock:
