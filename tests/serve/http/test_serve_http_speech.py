@@ -271,12 +271,12 @@ def test_fields_of_a_recording_without_effect_are_named() -> None:
 
 @given(st.integers(0, 360_000_000))
 def test_clocks_of_subtitles(ms: int) -> None:
-    from mmfast.serve.http.speech import _clock
+    from mmfast.voice.dubbing import clock as clock_of
 
     whole, rest = divmod(ms, 1000)
     clock = str(datetime.timedelta(seconds=whole % 3600)).rjust(8, "0")[3:]
-    for form, mark in (("srt", ","), ("vtt", ".")):
-        assert _clock(ms / 1000, form) == f"{whole // 3600:02}:{clock}{mark}{rest:03}"
+    for mark in (",", "."):  # of SRT and of WebVTT
+        assert clock_of(ms / 1000, mark) == f"{whole // 3600:02}:{clock}{mark}{rest:03}"
 
 
 # --- listeners and talkers by name ---
