@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +13,21 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.decoding.simultaneous import WritePolicy, average_lagging, write_policy
 from mmfast.frontends.audio.reader import iter_audio, load_audio
-from mmfast.models.translation import load_translator
+from mmfast.models.interleaved import InterleavedTranslator
+from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, load_translator
 from mmfast.pipelines.options import checked, within
 from mmfast.pipelines.registry import task
+from mmfast.pipelines.speech import speech_options
 from mmfast.voice import models
+from mmfast.voice.dubbing import DubbedSentence, dub
 from mmfast.voice.ear import RATE
-from mmfast.voice.interpreter import Interpreter, Translated, joined, word_by_word
+from mmfast.voice.interpreter import (
+    Interpreter,
+    Translated,
+    joined,
+    sentence_writer,
+    word_by_word,
+)
 
 CHUNK = RATE // 10  # samples of a recording that are read at once
 
@@ -62,12 +72,15 @@ class SpeechTranslation:
     """Translate speech while it is said, with a listener and a stock model that translates text.
 
     Args:
-        model: None (embedded: English to the generated language Velda), a directory or hub id of an
-            encoder-decoder (Marian, T5, NLLB, M2M100, BART), a `(model, tokenizer)` pair, or a
-            `Translator`.
+        model: None (embedded: English to the generated language Velda), a directory or hub id of
+            an encoder-decoder (Marian, T5, NLLB, M2M100, BART) or of a causal model that reads and
+            writes in one sequence (such as "tiny-interleaved"), a `(model, tokenizer)` pair, or a
+            translator.
         listener: As the model of `speech-to-text`.
         policy: Which words are written before the end: "agreement:N", "wait:K", "confidence:P",
-            "greedy" or "offline"; see `mmfast.decoding.simultaneous.write_policy`.
+            "learned:P", "greedy" or "offline", of a causal model "interleaved:N" or "joint:N";
+            None (what the model takes: "confidence:0.99" or "interleaved:1"). See
+            `mmfast.decoding.simultaneous.write_policy`.
         every: Seconds of speech between two hearings.
         silence: Seconds of silence that end a sentence.
         source, target: Languages, for tokenizers with codes such as "eng_Latn".
@@ -91,7 +104,7 @@ class SpeechTranslation:
         model: Any = None,
         *,
         listener: Any = None,
-        policy: str | WritePolicy = "confidence:0.99",
+        policy: str | WritePolicy | None = None,
         every: float = 0.4,
         silence: float = 0.5,
         source: str | None = None,
@@ -102,20 +115,37 @@ class SpeechTranslation:
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._place = place
         languages: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
         with within(self.task):
-            self.policy = write_policy(policy)
-            self.translator = load_translator(
-                model, **place, model_kwargs=model_kwargs, **languages
-            )
+            chosen = None if policy is None else write_policy(policy)
+            self._how: dict[str, Any] = {**place, "model_kwargs": model_kwargs, **languages}
+            self._embedded = dict[bool, AnyTranslator]()  # by whether it is the interleaved one
+            late = chosen is not None and chosen.late is not None
+            named = EMBEDDED_INTERLEAVED if model is None and late else model
+            self.translator = load_translator(named, **self._how)
+            if model is None:
+                self._embedded[late] = self.translator
+            own = isinstance(self.translator, InterleavedTranslator)
+            self.policy = chosen or write_policy("interleaved" if own else "confidence")
             self.listener = models.can(models.load_voice(listener, **place), "transcribe")
         self._pace = {"every": every, "silence": silence}
         self._open(None)  # refuses a pace that there is not
 
     def _open(self, policy: str | WritePolicy | None) -> Interpreter:
         with within(self.task):
-            chosen = self.policy if policy is None else write_policy(policy)
-            return Interpreter(self.listener, self.translator, chosen, **self._pace)
+            chosen, translator = self._chosen(policy)
+            return Interpreter(self.listener, translator, chosen, **self._pace)
+
+    def _chosen(self, policy: str | WritePolicy | None) -> tuple[WritePolicy, AnyTranslator]:
+        """Return a policy and the model for it: without a named one, the embedded one it needs."""
+        chosen = self.policy if policy is None else write_policy(policy)
+        late = chosen.late is not None
+        if self._embedded and late not in self._embedded:
+            self._embedded[late] = load_translator(
+                EMBEDDED_INTERLEAVED if late else None, **self._how
+            )
+        return chosen, self._embedded.get(late, self.translator)
 
     def open(self, policy: str | WritePolicy | None = None) -> Interpreter:
         """Return an `Interpreter`, a session that takes sound at 16 kHz as it comes."""
@@ -166,6 +196,27 @@ class SpeechTranslation:
             yield from session.push(chunk)
         yield from session.finish()
 
+    def dub(
+        self, clip: str | Path, out: str | Path, talker: Any = None, **options: Any
+    ) -> list[DubbedSentence]:
+        """Write a clip with its sentences spoken in the other language, and subtitles beside it.
+
+        Args:
+            clip: A file with pictures and sound.
+            out: The new file, an mp4, mkv or mov; subtitles have its name with ".srt".
+            talker: As the model of `text-to-speech`.
+            **options: As of `text-to-speech`, such as `voice`.
+
+        Raises:
+            MediaError: The clip has no pictures or no sound.
+            MmfastError: The talker cannot speak, or has no such option.
+        """
+        with within(self.task):
+            given = speech_options("text-to-speech", talker, options, "speak")
+            voice = models.can(models.load_voice(talker, **self._place), "speak")
+            silence = self._pace["silence"]
+            return dub(clip, out, self.listener, self.translator, voice, given, silence)
+
     def translate(self, text: Any) -> Any:
         """Translate a whole text, or a list of texts as one batch."""
         many = isinstance(text, list)
@@ -187,5 +238,6 @@ class SpeechTranslation:
             policy: Instead of the pipeline's.
         """
         with within(self.task):
-            chosen = self.policy if policy is None else write_policy(policy)
-        return word_by_word(self.translator, chosen, words)
+            chosen, translator = self._chosen(policy)
+            sentence_writer(translator, chosen)  # refuses a policy of another model now
+        return word_by_word(translator, chosen, words)

@@ -12,6 +12,7 @@ import torch
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.spec import parse
+from mmfast.core.trace import parse_bytes
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.attention import with_attn
@@ -136,6 +137,7 @@ class VideoStream:
         host_blocks: int | None = HOST_BLOCKS,
         disk_bytes: str | int | None = 0,
         folder: str | Path | None = None,
+        history: str | int | None = "64MB",
         limits: Limits = DEFAULT_LIMITS,
     ) -> Session:
         """Begin a stream.
@@ -150,6 +152,8 @@ class VideoStream:
                 no limit beside `host_bytes`. The oldest go to the disk tier, or are forgotten.
             disk_bytes: Of those in files; needs `folder`.
             folder: Where the disk tier makes a folder of its own.
+            history: Bytes of small pictures of all that was seen, for `Session.history`; None sets
+                no limit, 0 keeps none.
             limits: Of a frame's size.
 
         Raises:
@@ -157,7 +161,8 @@ class VideoStream:
             MmfastError: Wrong sizes.
         """
         quotas = TierQuotas.of(device_bytes, host_bytes, disk_bytes, folder, host_blocks)
-        return Session(self.stream_model, memory, quotas=quotas, limits=limits)
+        kept = parse_bytes(history)
+        return Session(self.stream_model, memory, quotas=quotas, limits=limits, history=kept)
 
     @checked(named(open))
     def restore(self, folder: str | Path, /, **options: Any) -> Session:
@@ -180,7 +185,8 @@ class VideoStream:
             warnings.warn(line, stacklevel=2)
         if not isinstance(tree, dict) or "spec" not in tree:
             raise MmfastError(f"{str(folder)!r} holds no saved session; name the folder of one")
-        session = self.open(tree["spec"], **{**tree["quotas"], **options})
+        kept = {**tree["quotas"], "history": tree.get("history", 0)}
+        session = self.open(tree["spec"], **{**kept, **options})
         try:
             lost = session.stream.restore(tree)
         except BaseException:

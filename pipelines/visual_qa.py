@@ -6,7 +6,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, see
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.attention import with_attn
 from mmfast.models.cost import FirstToken, encoder_timer
+from mmfast.models.decoder.grouped import grouped
 from mmfast.models.families.adapter import add_views, check_media, token_counts
 from mmfast.models.kv.growing import growing_cache
 from mmfast.models.loading import load
@@ -507,7 +508,10 @@ class VisualQA:
         if how.get("stop_strings"):
             how["tokenizer"] = self.processor.tokenizer
         cache = growing_cache(self.model, {**inputs, **how})
-        with torch.inference_mode():
+        # The last bits of a model on rounded weights are not those of the stock model anyway.
+        packed = self.packing is not None and self.packing.plan
+        steps = grouped(self.model, steps=True) if packed else nullcontext()
+        with torch.inference_mode(), steps:
             output: torch.Tensor = self.model.generate(
                 **inputs, **cache, suppress_tokens=sorted(blocked) or None, **how
             )

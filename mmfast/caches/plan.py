@@ -75,10 +75,10 @@ class CachePlan:
     def rereads(self) -> int | None:
         """Last tokens of a prompt that must pass the model though their keys and values are known.
 
-        None means all of them: the plan reads queries, or sums of all attention.
+        None means all of them: the plan reads queries, states, or sums of all attention.
         """
         sums = self.retrieve is not None or self.future or self.mutual or "attn_sum" in self.needs
-        if sums or self.repeats or self.vision:
+        if sums or self.repeats or self.vision or self.gated:
             return None
         pruner = self.pruner()
         return max(self.window, 0 if pruner is None else pruner.window)
@@ -121,6 +121,11 @@ class CachePlan:
     def vision(self) -> int:
         """Last visual tokens that `attn_vision` is of; 0 where nothing reads it."""
         return int(self._knob("window", 32)) if "attn_vision" in self.needs else 0
+
+    @property
+    def gated(self) -> bool:
+        """`key_gate` is read: what gates of the model say of the states of tokens."""
+        return "key_gate" in self.needs
 
     @property
     def repeats(self) -> int:
@@ -394,6 +399,11 @@ def served_plan(text: str | None) -> CachePlan | None:
         raise SpecError(
             f"cache {text!r} reads the prompt a second time, which the engine of `mmfast serve` "
             "does not; use 'snapkv:1024', or mmfast.attach and generate()"
+        )
+    if plan is not None and plan.gated:
+        raise SpecError(
+            f"cache {text!r} reads the states of tokens, which the engine of `mmfast serve` does "
+            "not; use 'snapkv:1024', or mmfast.attach and generate()"
         )
     if plan is not None and plan.pruner() is not None:
         raise SpecError(

@@ -17,27 +17,48 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the patterns; that of the model if left out.")
     ] = None,
-    count: Annotated[int, typer.Option(help="Prompts that are made.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of each.")] = 256,
+    count: Annotated[int, typer.Option(help="Prompts, at most.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of each one that is made or cut.")] = 256,
+    gates: Annotated[
+        bool, typer.Option("--gates", help="Train gates for fastkvzip, too; give prompts.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prompts of your own: a .txt, or questions as in eval --data."),
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="Prompts of a generated suite, such as video or needles.")
+    ] = None,
     as_json: shared.Json = False,
 ) -> None:
-    """Find the heads that retrieve and the way queries point, for duo_attention and qfilter."""
+    """Find what duo_attention, qfilter and, with --gates, fastkvzip read of a model's heads."""
     if not Path(model).is_dir():
         raise MmfastError(f"{model!r} is no folder of a model; give one with a config.json")
-    if count < 1:
-        raise MmfastError(f"--count {count} reads nothing; give 1 or more")
-    from mmfast.models.kv.calibration import FILE, calibrate_heads
-    from mmfast.models.loading import load
+    if min(count, length) < 1:
+        raise MmfastError(f"--count {count} --length {length} reads nothing; give 1 or more")
+    if data is not None and suite is not None:
+        raise MmfastError(f"--data {data} and --suite {suite} both give prompts; drop one")
+    if gates and data is None and suite is None:
+        raise MmfastError("--gates learn from real prompts; give --data FILE or --suite NAME")
+    from mmfast.bench.prompts import load_pair, own_prompts, suite_prompts
+    from mmfast.models.kv.calibration import calibrate_heads
+    from mmfast.models.kv.patterns import FILE
     from mmfast.models.quiet import quiet
 
     quiet()
-    loaded, _ = load(model, None, "auto")
+    pair, prompts = load_pair(model), None
+    if data is not None:
+        prompts = own_prompts(pair, data, count, length)
+    elif suite is not None:
+        prompts = suite_prompts(pair, suite, count, length)
     home = Path(model) if out is None else out
-    found = calibrate_heads(loaded, save=home, count=count, length=length)
+    found = calibrate_heads(pair[0], prompts, save=home, count=count, length=length, gates=gates)
     rows = {str(i): [round(float(x), 4) for x in reach] for i, reach in found.reach.items()}
+    told = {"file": str(home / FILE), "gates": len(found.gates)}
     if as_json:
-        return print_json({"file": str(home / FILE), "reach": rows})
-    print_rows(("file", str(home / FILE)), [])
+        return print_json({**told, "reach": rows})
+    for name, value in told.items():
+        print_rows((name, str(value)), [])
     print_rows(
         ("layer", "reach of its heads"), [(i, " ".join(map(str, r))) for i, r in rows.items()]
     )

@@ -105,7 +105,14 @@ def bench_named(
     output.print_table(rows, as_json, keys, [[row.get(key) for key in keys] for row in rows])
 
 
-_OTHERS = ("scenes", "stream", "speech", "needles")  # suites with a command of their own
+_OTHERS = (
+    "scenes",
+    "stream",
+    "present",
+    "history",
+    "speech",
+    "needles",
+)  # suites with a command of their own
 
 
 def _suites(incomplete: str) -> list[str]:
@@ -117,11 +124,13 @@ def _suites(incomplete: str) -> list[str]:
 _Suite = Annotated[
     str,
     typer.Option(
-        help="video, image, multi-image, document, scenes, stream, speech, needles.",
+        help="video, image, multi-image, document, scenes, stream, present, history, speech, "
+        "needles.",
         autocompletion=_suites,
     ),
 ]
 _Length = Annotated[int, typer.Option(help="Tokens of documents (--suite needles).")]
+_Seconds = Annotated[float, typer.Option(help="Length of streams (--suite stream, history).")]
 _Aware = Annotated[bool, typer.Option("--aware", help="Ask before the cut (--suite needles).")]
 _Data = Annotated[
     Path | None,
@@ -145,7 +154,7 @@ def evaluate(
     n: Annotated[int, typer.Option(help="Questions.")] = 400,
     seed: Annotated[int, typer.Option(help="Seed of the unseen clips.")] = 1000,
     suite: _Suite = "video",
-    seconds: Annotated[float, typer.Option(help="Length of streams (--suite stream).")] = 960,
+    seconds: _Seconds = 960,
     length: _Length = 4096,
     aware: _Aware = False,
     model: Model = None,
@@ -209,6 +218,11 @@ def _check_suite(suite: str, given: dict[str, Any]) -> None:
         raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
     if suite == "speech" and (given["reduce"] or given["cache"]):
         raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
+    if suite in ("present", "history") and (given["reduce"] or given["cache"] or given["model"]):
+        raise MmfastError(
+            f"--suite {suite} asks the embedded models of streams and of clips in one memory; "
+            "leave --reduce, --cache and --model out"
+        )
     if suite == "needles" and given["reduce"]:
         raise MmfastError("--suite needles takes no --reduce; leave it out, or give --cache")
     for name in ("weights", "prefill", "attn"):
@@ -309,6 +323,7 @@ _TAKES = {
     "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
     "encoder": {"out", "peer"},
     "stream": {"out", "only"},
+    "speech": {"out", "only"},
     "decode": {"out", "peer"},
     "bench": {"preset", "reduce", "frames", "keep", "stages", "device", "dtype", "threads", "iters"}
     | {"out"},

@@ -1,4 +1,4 @@
-"""Suites of `mmfast eval` that ask in a way of their own: streams, speech, scenes, needles."""
+"""Suites of `mmfast eval` that ask in a way of their own: streams, speech, scenes and so on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def eval_own_suite(suite: str, given: dict[str, Any]) -> None:
     asked, end = (given["n"], given["seed"], given["model"]), (given["out"], given["as_json"])
     if suite == "stream":
         return eval_stream(reduce, caches, *asked[:2], given["seconds"], asked[2], *end)
+    if suite in ("present", "history"):
+        return eval_moments(suite, *asked[:2], given["seconds"], *end)
     if suite == "needles":
         documents = (*asked[:2], given["length"], asked[2], given["aware"])
         return eval_needles(caches, documents, *end)
@@ -182,3 +184,36 @@ def eval_stream(
         names = row["memory"] or "unbounded", row["reduce"] or ""
         cells.append((*names, *shares, _share(row["relative"])))
     output.print_rows(("memory", "reduce", *bands, "of unbounded"), cells)
+
+
+def eval_moments(
+    suite: str, n: int, seed: int, seconds: float, out: Path | None, as_json: bool
+) -> None:
+    """Ask sessions about the present of endless worlds, or about their history."""
+    from mmfast.bench.results import environment, eval_rows
+    from mmfast.tiny.stream.history import run_history
+    from mmfast.tiny.stream.present import run_present
+
+    environ = environment()
+    with output.progress("eval") as tick:
+
+        def report(label: str, done: int, total: int) -> None:
+            tick(done, total, label)
+
+        if suite == "present":
+            document = run_present(n, seed, report=report)
+        else:
+            document = run_history(n, seed, seconds, report=report)
+    output.keep_rows(out, eval_rows(document, environ))
+    kinds = list(dict.fromkeys(kind for row in document["rows"] for kind in row["by_kind"]))
+    cells = []
+    for row in document["rows"]:
+        marks = [row["by_kind"].get(kind) for kind in kinds]
+        shares = [f"{_share(mark['right'])} of {mark['n']}" if mark else "" for mark in marks]
+        if suite == "present":
+            shares = [
+                f"{share} ({_share(mark['relative'])})" if mark else ""
+                for share, mark in zip(shares, marks, strict=True)
+            ]
+        cells.append((row["way"], _share(row["accuracy"]), *shares))
+    output.print_table(document["rows"], as_json, ("way", "right", *kinds), cells)

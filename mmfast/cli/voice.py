@@ -43,6 +43,15 @@ Listener = Annotated[
     str | None,
     typer.Option(help="Model that writes speech down, such as Whisper: directory or hub id."),
 ]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help="agreement:N, wait:K, confidence:P, learned:P, interleaved:N, joint:N, greedy, offline"
+    ),
+]
+Dubbed = Annotated[
+    str | None, typer.Option(help="Write a clip: translation spoken over it, subtitles beside.")
+]
 Talker = Annotated[
     str | None, typer.Option(help="Model that speaks, such as CSM: directory or hub id.")
 ]
@@ -257,14 +266,15 @@ def translate(
     text: Annotated[str | None, typer.Option(help="A text instead of recordings.")] = None,
     model: Model = None,
     listener: Listener = None,
-    policy: Annotated[
-        str, typer.Option(help="agreement:N, wait:K, confidence:P, greedy or offline.")
-    ] = "confidence:0.99",
+    policy: Policy = None,
     source: Annotated[
         str | None, typer.Option(help="Language, where the tokenizer has codes: eng_Latn.")
     ] = None,
     target: Annotated[str | None, typer.Option(help="Language to translate into.")] = None,
     prefix: Annotated[str, typer.Option(help="Text in front of every source, as T5 wants.")] = "",
+    out: Dubbed = None,
+    talker: Talker = None,
+    voice: Voice = None,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print words as they are written, of one source.")
     ] = False,
@@ -273,7 +283,6 @@ def translate(
     as_json: Json = False,
 ) -> None:
     """Translate recordings as if they were said now, or a text; a line each."""
-    from mmfast.cli.output import print_json, say_note
     from mmfast.decoding.simultaneous import write_policy
     from mmfast.models.quiet import quiet
 
@@ -285,18 +294,33 @@ def translate(
         raise MmfastError("translate takes recordings or --text; give one of them")
     if stream and (as_json or len(files) > 1):
         raise MmfastError("--stream prints the words of one source; leave --json and others out")
+    if out is None and (talker or voice):
+        raise MmfastError("--talker and --voice speak a translated clip; give --out CLIP.mp4, too")
+    if out is not None and (len(files) != 1 or stream or policy or files[0] == "-"):
+        raise MmfastError("--out takes one clip, by whole sentences; leave --policy, --stream out")
     check_recordings(files)
-    write_policy(policy)
+    if policy is not None:
+        write_policy(policy)
     from mmfast.pipelines import pipeline
 
-    options = {"source": source, "target": target, "prefix": prefix, "policy": policy}
-    place: dict[str, Any] = {"device": device, "dtype": dtype}
-    pipe = pipeline("speech-translation", model, listener=listener, **options, **place)
-    if stream:
-        pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0]))
-        for piece in pieces:
-            print(piece.text, end="", flush=True)
-        return print()
+    options: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
+    options |= {"policy": policy, "device": device, "dtype": dtype}
+    pipe = pipeline("speech-translation", model, listener=listener, **options)
+    if out is not None:
+        given = {} if voice is None else {"voice": voice}
+        return print_dubbed(files[0], out, pipe.dub(files[0], out, talker, **given), as_json)
+    if not stream:
+        return print_translated(pipe, files, text, as_json)
+    pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0]))
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+    print()
+
+
+def print_translated(pipe: Any, files: Sequence[str], text: str | None, as_json: bool) -> None:
+    """Translate files or a text and print a line each, or one document."""
+    from mmfast.cli.output import print_json, say_note
+
     if text is not None:
         unknown = pipe.translator.unknown(text)
         found = [{"text": pipe.translate(text), "source": text, "unknown": unknown}]
@@ -308,6 +332,18 @@ def translate(
         print(each["text"])
         words = ", ".join(each["unknown"])
         say_note(words and f"the translator does not know: {words}")
+
+
+def print_dubbed(clip: str, out: str, sentences: Sequence[Any], as_json: bool) -> None:
+    """Print the sentences of a clip that was written in another language."""
+    from mmfast.cli.output import print_json
+    from mmfast.voice.dubbing import clock
+
+    rows = [each.to_dict() for each in sentences]
+    if as_json:
+        return print_json({"file": clip, "out": out, "sentences": rows})
+    for row in rows:
+        print(f"{clock(row['at'], '.')}  {row['text']}")
 
 
 def check_recordings(paths: Sequence[str]) -> None:

@@ -78,17 +78,16 @@ def accept_sampled(
     return accepted, draw(wanted, v)
 
 
-def accept_typical(drafts: Tensor, p: Tensor, counts: Tensor, epsilon: float) -> Tensor:
-    """Keep drafts `[B, n]` that are likely enough for how open the place is; counts them `[B]`.
+def accept_typical(drafts: Tensor, p: Tensor, epsilon: float) -> int:
+    """Count the drafts `[n]` of a stream that are likely enough for how open the place is.
 
     A draft stands where `p(d) >= min(epsilon, sqrt(epsilon) * exp(-H(p)))`: the more certain the
-    backbone, the likelier a draft must be. `p` `[B, n or more, V]` are probabilities of the
-    backbone, `counts` `[B]` drafts of each stream.
+    backbone, the likelier a draft must be. `p` `[n, V]` are probabilities of the backbone.
     """
-    here = p[:, : drafts.shape[1]]
-    entropy = torch.special.entr(here).sum(-1)  # [B, n]
-    least = (epsilon**0.5 * torch.exp(-entropy)).clamp(max=epsilon)
-    return _leading(here.gather(-1, drafts[..., None]).squeeze(-1) >= least, counts)
+    entropy = torch.special.entr(p).sum(-1)  # [n]
+    least = entropy.neg_().exp_().mul_(epsilon**0.5).clamp_(max=epsilon)
+    stand: list[bool] = (p.gather(-1, drafts[:, None]).squeeze(-1) >= least).tolist()
+    return stand.index(False) if False in stand else len(stand)
 
 
 def _leading(stand: Tensor, counts: Tensor) -> Tensor:

@@ -60,9 +60,15 @@ class _DraftRun:
         self.peaks: list[Tensor] = []
         self.chosen: list[Tensor] = []
         self.made = [0] * len(rows)
+        self._rows: list[slice] = []
 
     def rows_at(self, i: int) -> slice:
         """Rows of draft i: all of them where streams differ, and where chances are compared."""
+        while len(self._rows) <= i:
+            self._rows.append(self._rows_of(len(self._rows)))
+        return self._rows[i]
+
+    def _rows_of(self, i: int) -> slice:
         every = self.rows[0].guide.draft_rows
         if self.none or not self.plain:
             return every
@@ -229,7 +235,7 @@ DEFAULT_MODE = "exact"
 _FULL = parse_schedule((1, 10))  # behind every pass as many drafts as promise to be worth it
 MODES: dict[str, DraftMode] = {
     "exact": DraftMode(_FULL, AcceptRule("exact")),
-    "fast": DraftMode(_FULL, AcceptRule("typical", 0.2)),
+    "fast": DraftMode(_FULL, AcceptRule("typical", 0.1)),
     "turbo": DraftMode(_FULL, AcceptRule("typical", 0.01), 0.1),
 }
 

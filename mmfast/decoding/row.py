@@ -302,15 +302,24 @@ class DecodeRow:
     def judge(self, logits: Tensor, start: int) -> tuple[int, int]:
         """Count accepted drafts and choose the token behind, from logits `[n + 1, rows]`."""
         n = len(self.drafts)
-        if self.sampling.plain and self.rule.kind != "typical":
-            peaks, best = logits.max(-1)
+        if self.sampling.plain:
+            typical, double = n and self.rule.kind == "typical", logits.dtype == torch.float64
+            found = (logits if double else logits.float()).softmax(-1) if typical else logits
+            peaks, best = found.max(-1)
             if not all(map(math.isfinite, peaks.tolist())):
                 raise ModelError(not_finite())
-            return self._leading([token + start for token in best.tolist()])
-        prefixes = [self.history + self.drafts[:i] for i in range(n + 1)]
+            likeliest = [token + start for token in best.tolist()]
+            if not typical:
+                return self._leading(likeliest)
+            accepted = self._typical(found, start)
+            return accepted, likeliest[accepted]
+        prefixes: list[Sequence[int]] = []
+        if self.sampling.penalty != 1 or self.sampling.processors:
+            prefixes = [self.history + self.drafts[:i] for i in range(n + 1)]
         found = self._processed(logits, prefixes, start)
         if self.rule.kind == "typical":
-            accepted, token = self._typical(found, start)
+            accepted = self._typical(p := found.softmax(-1), start)
+            token = int(self._draw(p[accepted])) + start
         elif self.sampling.greedy:
             likeliest = [token + start for token in found.argmax(-1).tolist()]
             accepted, token = self._leading(likeliest)
@@ -336,14 +345,14 @@ class DecodeRow:
             accepted += 1
         return accepted, best[accepted]
 
-    def _typical(self, found: Tensor, start: int) -> tuple[int, int]:
-        p, n = found.softmax(-1), len(self.drafts)
-        drafts = torch.tensor([self.drafts], device=p.device, dtype=torch.int64) - start
-        count = torch.tensor([n], device=p.device)
-        accepted = int(accept_typical(drafts, p[None], count, self.rule.epsilon)) if n else 0
-        here = p[accepted]
-        token = here.argmax() if self.sampling.greedy else draw(here, self._uniforms(1, here)[0])
-        return accepted, int(token) + start
+    def _typical(self, p: Tensor, start: int) -> int:
+        if not self.drafts:
+            return 0
+        places = torch.tensor(self.drafts, device=p.device).sub_(start)
+        return accept_typical(places, p[:-1], self.rule.epsilon)
+
+    def _draw(self, p: Tensor) -> Tensor:
+        return p.argmax() if self.sampling.greedy else draw(p, self._uniforms(1, p)[0])
 
     def _sampled(self, p: Tensor, start: int) -> tuple[int, int]:
         n = len(self.drafts)
@@ -365,15 +374,16 @@ class DecodeRow:
 
     def draw_draft(self, logits: Tensor, start: int, doubts: bool = True) -> int | None:
         """A draft from logits `[rows]`, remembered with its chances; None where it is in doubt."""
-        prefix = self.history + self.drafts
-        found = self._processed(logits[None], [prefix], start)[0]
+        asked = self.sampling.penalty != 1 or self.sampling.processors
+        prefixes = [self.history + self.drafts] if asked else []
+        found = self._processed(logits[None], prefixes, start)[0]
         if self.sampling.processors and found.amax() == -torch.inf:
             return None
         q = found.softmax(-1)
         confidence = float(q.max())
         if doubts and self.length.doubts(confidence):
             return None
-        place = int(q.argmax() if self.sampling.greedy else draw(q, self._uniforms(1, q)[0]))
+        place = int(self._draw(q))
         self.chances.append(q)
         self.keep_draft(place + start, confidence)
         return place + start

@@ -3,13 +3,14 @@
 A hypothesis is what an offline model makes of the source read so far, behind what was written. What
 has been written stays. The rules are wait-k (Ma et al. 2019, 1810.08398), local agreement (Liu et
 al. 2020) and those of Dugan et al. 2023 (2306.01201): greedy, offline, confidence and consensus,
-which is agreement over several hypotheses.
+which is agreement over several hypotheses. A model that reads and writes in one sequence decides by
+itself (Fu et al. 2025, 2504.09570); its policy is the latency that it is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mmfast.core.errors import SpecError, unknown
 
@@ -22,11 +23,13 @@ class Hypothesis:
         words: The words, without those written before.
         chances: Least probability of a token, for each word.
         ids: Tokens of each word.
+        stays: Chance that each word stays when more of the source comes; () where nothing tells.
     """
 
     words: tuple[str, ...]
     chances: tuple[float, ...]
     ids: tuple[tuple[int, ...], ...]
+    stays: tuple[float, ...] = ()
 
 
 # (words of the newest hypotheses, which all begin with those written, oldest first; chances of the
@@ -36,11 +39,23 @@ Rule = Callable[[Sequence[Sequence[str]], Sequence[float], int, int], int]
 
 @dataclass(frozen=True)
 class WritePolicy:
-    """A rule by its name, such as "agreement:2"; `past` is how many hypotheses it compares."""
+    """A rule by its name, such as "agreement:2".
+
+    Attributes:
+        name: As `write_policy` takes it.
+        rule: How many words to write.
+        past: How many hypotheses it compares.
+        late: Words that a model which decides by itself reads beyond those needed; else None.
+        joint: Whether such a model writes the transcript, too.
+        learned: Whether the chances that it is given are those that words stay.
+    """
 
     name: str
     rule: Rule
     past: int = 1
+    late: int | None = None
+    joint: bool = False
+    learned: bool = False
 
     def count(
         self, found: Sequence[Sequence[str]], chances: Sequence[float], read: int, written: int
@@ -79,6 +94,10 @@ def _confidence(least: float) -> WritePolicy:
     return WritePolicy(f"confidence:{least:g}", rule)
 
 
+def _learned(least: float) -> WritePolicy:
+    return replace(_confidence(least), name=f"learned:{least:g}", learned=True)
+
+
 def _agreement(times: float) -> WritePolicy:
     most = int(times)
 
@@ -92,11 +111,22 @@ def _agreement(times: float) -> WritePolicy:
     return WritePolicy(f"agreement:{times:g}", rule, most)
 
 
+def _interleaved(late: float) -> WritePolicy:
+    return WritePolicy(f"interleaved:{late:g}", _offline, late=int(late))
+
+
+def _joint(late: float) -> WritePolicy:
+    return WritePolicy(f"joint:{late:g}", _offline, late=int(late), joint=True)
+
+
 # By name: the numbers allowed from, to, whether whole, and the usual one.
 NUMBERED: dict[str, tuple[Callable[[float], WritePolicy], float, float, bool, float]] = {
     "wait": (_wait, 1, 1000, True, 3),
     "confidence": (_confidence, 0, 1, False, 0.99),
     "agreement": (_agreement, 2, 1000, True, 2),
+    "learned": (_learned, 0, 1, False, 0.9),
+    "interleaved": (_interleaved, 0, 1000, True, 1),
+    "joint": (_joint, 0, 1000, True, 1),
 }
 PLAIN = {"greedy": _greedy, "offline": _offline}
 
@@ -107,7 +137,10 @@ def write_policy(spec: str | WritePolicy) -> WritePolicy:
     Args:
         spec: "wait:K" writes a word for every word read, K words late; "agreement:N" what the last
             N hypotheses agree on (consensus); "confidence:P" while tokens have a probability of P;
-            "greedy" all at once; "offline" nothing before the end. Without a number: 3, 2, 0.99.
+            "learned:P" while words stay with a chance of P, as a head on the decoder learned;
+            "greedy" all at once; "offline" nothing before the end; "interleaved:N" what a model
+            that reads and writes in one sequence decides, N words late, "joint:N" with its
+            transcript. Without a number: 3, 2, 0.99, 0.9, 1, 1.
 
     Raises:
         SpecError: An unknown name, or a number that it does not have.

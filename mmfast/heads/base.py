@@ -114,6 +114,14 @@ class Trunk(Protocol):
     def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
         """A linear layer on inputs `[.., k D]` side by side, each through its own norm."""
 
+    def lone(
+        self, norms: Sequence[nn.Module], linear: nn.Module, block: Block
+    ) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """An entry of two inputs, a layer and the final norm on one token that sees itself alone.
+
+        It takes and returns `[D]`; None where the parts themselves are as fast.
+        """
+
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
         """The layer on whole sequences `[B, T, D]`, causal, differentiable."""
 
@@ -155,6 +163,7 @@ class AudioHead(nn.Module):
         self.layers = nn.ModuleList(trunk.new_layer(ffn) for _ in range(modules))
         self._placer: Placer | None = None
         self._blocks: list[Block] = []
+        self._lone: list[Callable[[Tensor, Tensor], Tensor]] = []  # modules, where they can be
 
     # --- drafting -----------------------------------------------------------------------------
 
@@ -184,6 +193,8 @@ class AudioHead(nn.Module):
         """Keep the first `lengths` tokens of each stream; nothing is copied."""
         for row, length in enumerate(lengths):
             state.length[row] = min(state.length[row], length)
+        if self.window == 1:  # there are no keys
+            return
         for module, filled in enumerate(state.filled):
             for row, length in enumerate(state.length):
                 filled[row] = min(filled[row], max(0, length - 1 - module))
@@ -235,12 +246,26 @@ class AudioHead(nn.Module):
         starts = [end - 1 for end in state.length]
         room(state, max(state.length) + 1)
         blocks, placer = self._ready()
+        if len(starts) == 1 and self._lone:
+            return self._draft_lone(state.hidden[0, starts[0]], token, limit, rows_at, pick)
         place, hidden = placer.place(starts, 1), at(state.hidden, starts)  # [B, D]
         for module in range(limit):
             x = self._enter_alone(module, token, hidden)[:, None]
             raw = blocks[module](x, state.slots[module], place)
             hidden, normed = self._leave(module, raw[:, 0])
             chosen = pick(self.output(module, normed, rows_at(module)), module)
+            if chosen is None:
+                return module + 1
+            token = chosen
+        return limit
+
+    def _draft_lone(
+        self, hidden: Tensor, token: Tensor, limit: int, rows_at: RowsAt, pick: Pick
+    ) -> int:
+        """The same of one stream, from its last hidden state `[D]`."""
+        for module in range(limit):
+            hidden = self._lone[module](self.trunk.embed(token)[0], hidden)
+            chosen = pick(self.output(module, hidden[None], rows_at(module)), module)
             if chosen is None:
                 return module + 1
             token = chosen

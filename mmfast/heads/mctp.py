@@ -68,6 +68,9 @@ class Mctp(AudioHead):
             self.trunk.entry((e, h), proj)
             for e, h, proj in zip(self.norms_e, self.norms_h, self.projs, strict=True)
         ]
+        parts = zip(self.norms_e, self.norms_h, self.projs, self._blocks, strict=True)
+        lone = [self.trunk.lone((e, h), proj, block) for e, h, proj, block in parts]
+        self._lone = [each for each in lone if each is not None] if self.window == 1 else []
 
     def _take(self, state: HeadState, module: int, token: Tensor) -> None:
         embeds = self.trunk.embed(token)

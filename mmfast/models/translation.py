@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmfast.core.errors import ModelError, unknown
 from mmfast.decoding.simultaneous import Hypothesis
 from mmfast.models import loading
+from mmfast.models.interleaved import WRITE, InterleavedTranslator
+from mmfast.models.stability import StabilityHead, load_head
 
-EMBEDDED = "tiny-translate"
+EMBEDDED, EMBEDDED_INTERLEAVED = "tiny-translate", "tiny-interleaved"
 LONGEST = 256  # tokens of a translation
 
 
@@ -25,6 +28,7 @@ class Translator:
         tokenizer: Its tokenizer.
         source, target: Codes of the languages, for tokenizers that have them, such as "eng_Latn".
         prefix: Text in front of every source, such as "translate English to German: ".
+        head: What tells the words that stay, for the policy "learned:P".
 
     Raises:
         ModelError: The tokenizer does not have such a language, or has none to choose.
@@ -37,8 +41,10 @@ class Translator:
         source: str | None = None,
         target: str | None = None,
         prefix: str = "",
+        head: StabilityHead | None = None,
     ) -> None:
         self.model, self.tokenizer, self.prefix = model, tokenizer, prefix
+        self.head = None if head is None else head.to(model.device)
         self._lock = threading.Lock()  # languages are a state of the tokenizer
         config = model.generation_config
         start = getattr(model.config, "decoder_start_token_id", None)
@@ -72,7 +78,7 @@ class Translator:
     def translate(self, texts: Sequence[str]) -> list[str]:
         """Translate whole texts as one batch; "" stays ""."""
         said = [text for text in texts if text.strip()]
-        rows = iter(self._generate(said, self._start)[0] if said else ())
+        rows = iter(self._generate(said, self._start).sequences if said else ())
         begun = len(self._start)
         return [self.text(next(rows)[begun:].tolist()) if text.strip() else "" for text in texts]
 
@@ -84,15 +90,37 @@ class Translator:
     def hypothesis(self, source: str, written: Sequence[int] = ()) -> Hypothesis:
         """Return how the translation of a text goes on behind the tokens written."""
         begin = [*self._start, *written]
-        rows, scores = self._generate([source], begin)
-        ids = rows[0, len(begin) :].tolist()
-        chances = [float(row[0].softmax(-1)[i]) for row, i in zip(scores, ids, strict=False)]
+        made = self._generate([source], begin, states=self.head is not None)
+        rows, states, chances = self._traced(made, len(begin))
+        ids, stays = rows[0].tolist(), chances[0]
+        if self.head is not None:
+            with torch.inference_mode():
+                stays = self.head(states[0], chances[0]).sigmoid()
         words = list(self._words(ids))
+        sure = [[float(row[i]) for i in range(len(ids))] for row in (chances[0], stays)]
         return Hypothesis(
             tuple(self.text([ids[i] for i in word]) for word in words),
-            tuple(min(chances[i] for i in word) for word in words),
+            tuple(min(sure[0][i] for i in word) for word in words),
             tuple(tuple(ids[i] for i in word) for word in words),
+            tuple(min(sure[1][i] for i in word) for word in words) if self.head else (),
         )
+
+    def traced(self, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """Translate texts as one batch, and tell how.
+
+        Returns:
+            Tokens `[B, T]`, the last state of the decoder that each came of `[B, T, D]`, and its
+            chance `[B, T]`.
+        """
+        made = self._generate([*texts], self._start, states=True)
+        return self._traced(made, len(self._start))
+
+    def _traced(self, made: Any, begun: int) -> tuple[Tensor, Tensor, Tensor]:
+        ids = made.sequences[:, begun:]
+        chances = torch.stack([step.float().softmax(-1) for step in made.logits], 1)
+        chances = chances.gather(-1, ids[..., None])[..., 0]
+        steps = [layers[-1][:, -1] for layers in made.decoder_hidden_states or ()]
+        return ids, torch.stack(steps, 1) if steps else chances, chances
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -123,7 +151,7 @@ class Translator:
         return bool(both[len(alone) :][:1].isspace())
 
     @torch.inference_mode()
-    def _generate(self, texts: list[str], begin: Sequence[int]) -> tuple[Any, Any]:
+    def _generate(self, texts: list[str], begin: Sequence[int], states: bool = False) -> Any:
         with self._lock:
             if self._source is not None:
                 self.tokenizer.src_lang = self._source
@@ -132,7 +160,7 @@ class Translator:
             ).to(self.model.device)
             inputs.pop("token_type_ids", None)
             first = torch.tensor([list(begin)] * len(texts), device=self.model.device)
-            made = self.model.generate(
+            return self.model.generate(
                 **inputs,
                 decoder_input_ids=first,
                 forced_bos_token_id=None,
@@ -140,9 +168,12 @@ class Translator:
                 do_sample=False,
                 num_beams=1,
                 output_logits=True,
+                output_hidden_states=states,
                 return_dict_in_generate=True,
             )
-        return made.sequences, made.logits
+
+
+AnyTranslator = Translator | InterleavedTranslator
 
 
 def load_translator(
@@ -151,24 +182,23 @@ def load_translator(
     dtype: str | torch.dtype = "auto",
     model_kwargs: Mapping[str, Any] | None = None,
     **languages: Any,
-) -> Translator:
+) -> AnyTranslator:
     """Load a directory or hub id with its tokenizer, or None, the embedded model.
 
-    A `Translator`, or a `(model, tokenizer)` pair, is taken as it is. `languages` are the options
-    of `Translator`. ModelError where files are missing, or the model is no encoder-decoder.
+    A translator, or a `(model, tokenizer)` pair, is taken as it is; embedded ones go by name, too.
+    `languages` are the options of `Translator`. ModelError where files are missing, or the model is
+    neither an encoder-decoder nor a causal model with marks of reading and writing.
     """
     given = {name: value for name, value in languages.items() if value}
-    if isinstance(model, Translator):
+    if isinstance(model, AnyTranslator):
         return model
     if isinstance(model, tuple):
-        return Translator(*model, **given)
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as KINDS,
-    )
+        loaded, words = model
+        return _translator(loaded, words, given)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    embedded = model is None or model == EMBEDDED
-    where: str | Path = loading.embedded_path(EMBEDDED) if embedded else model
+    embedded = model is None or model in (EMBEDDED, EMBEDDED_INTERLEAVED)
+    where: str | Path = loading.embedded_path(model or EMBEDDED) if embedded else model
     kwargs = loading.check_kwargs(str(where), device, dtype, model_kwargs)
     hub = {name: kwargs[name] for name in loading.HUB if name in kwargs}
     place, how = loading.pick_device(device), loading.pick_dtype(dtype)
@@ -176,11 +206,42 @@ def load_translator(
         how = torch.float32  # its file has half of that
     with loading.loading(f"model {str(where)!r}"):
         kind = AutoConfig.from_pretrained(str(where), trust_remote_code=False, **hub).model_type
-        if kind not in KINDS:
-            raise ModelError(
-                f"{str(where)!r} is of type {kind!r}, which is no encoder-decoder of text; give "
-                "one such as Marian, T5, NLLB, M2M100 or BART"
-            )
-        loaded = loading.from_pretrained(AutoModelForSeq2SeqLM, str(where), place, how, kwargs)
+        made = _class(str(where), kind)
         words = AutoTokenizer.from_pretrained(str(where), trust_remote_code=False, **hub)
-    return Translator(loaded, words, **given)
+        if made is AutoModelForCausalLM and WRITE not in words.get_vocab():
+            raise ModelError(no_translator(str(where), kind))
+        loaded = loading.from_pretrained(made, str(where), place, how, kwargs)
+    if (head := load_head(where)) is not None and made is not AutoModelForCausalLM:
+        given["head"] = head
+    return _translator(loaded, words, given)
+
+
+def no_translator(where: str, kind: str) -> str:
+    """Return what to say of a model that cannot translate."""
+    return (
+        f"{where!r} is of type {kind!r}, which is no encoder-decoder of text; give one such as "
+        "Marian, T5, NLLB, M2M100 or BART, or a causal model with the marks of "
+        f"{EMBEDDED_INTERLEAVED}"
+    )
+
+
+def _class(where: str, kind: str) -> Any:
+    """Return the class of transformers that loads a model of this type."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers.models.auto import modeling_auto as classes
+
+    if kind in classes.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForSeq2SeqLM
+    if kind in classes.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    raise ModelError(no_translator(where, kind))
+
+
+def _translator(model: Any, words: Any, languages: Mapping[str, Any]) -> AnyTranslator:
+    if model.config.is_encoder_decoder:
+        return Translator(model, words, **languages)
+    if languages:
+        raise ModelError(
+            f"{', '.join(languages)}: {type(model).__name__} has no languages; leave it out"
+        )
+    return InterleavedTranslator(model, words)

@@ -38,7 +38,7 @@ class TokenPlaces:
     stop: int  # behind the last new token, of the latest stream
     first: int  # the oldest position that is read
     n: int  # new tokens per stream
-    turn: Angles  # cosines and signed sines `[.., n, 1, r]`: the first half of the sines negated
+    turn: Tensor  # cosines and sines as complex numbers `[.., n, r / 2]`, a pair each
     angles: Angles  # cosines and sines `[1 or B, n, r]` as stock layers take them
     mask: Tensor | None  # added to scores, `[n, keys]` or `[B, 1, n, keys]`; None if all visible
     causal: bool  # the pass starts at the first key: plain causal attention
@@ -117,10 +117,10 @@ class RowBuffer:
             self._grow(both, both.shape[:-2], place.start, place.stop - place.start)
         assert self.data is not None
         if place.at is None:
-            self.data[:, :, :, place.start : place.stop].copy_(both)
+            self.data.narrow(3, place.start, place.n).copy_(both)
         else:
             self.scatter(both, place.at)
-        keys, values = self.data[:, :, :, place.first : place.stop].unbind(0)
+        keys, values = self.data.narrow(3, place.first, place.stop - place.first).unbind(0)
         return keys, values
 
     def put_two(self, keys: Tensor, values: Tensor, place: TokenPlaces) -> tuple[Tensor, Tensor]:
@@ -271,7 +271,7 @@ class Placer:
     ) -> None:
         self._make, self._device, self._dtype = angles, device, dtype
         self.window, self.explicit = window, explicit
-        self._tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._tables: tuple[Tensor, Tensor, Tensor] | None = None
         self._strip: Tensor | None = None
 
     def with_window(self, window: int) -> Placer:
@@ -285,13 +285,13 @@ class Placer:
         stop = start + n
         if self.window:
             first = max(first, start - self.window + 1)
-        cos, sin, cos4, sin4 = self._rotation(stop)
+        cos, sin, pairs = self._rotation(stop)
         causal = n > 1 and first == start and not (self.explicit or 0 < self.window < n)
         mask = None if causal or n == 1 else self._band(start - first, n)
-        turn = (cos4[start:stop], sin4[start:stop])
         angles = (cos[None, start:stop], sin[None, start:stop])
+        alone = self.window == 1
         return TokenPlaces(
-            start, stop, first, n, turn, angles, mask, causal, None, self.window == 1
+            start, stop, first, n, pairs[start:stop], angles, mask, causal, None, alone
         )
 
     def uneven(
@@ -310,13 +310,12 @@ class Placer:
         seen |= keys == at[..., None]
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
         mask.masked_fill_(~seen, -torch.inf)
-        cos, sin, cos4, sin4 = (table[at] for table in self._rotation(stop))
+        cos, sin, pairs = (table[at] for table in self._rotation(stop))
         rows = torch.arange(len(starts), device=self._device)[:, None]
-        turn, angles = (cos4, sin4), (cos, sin)
-        alone = self.window == 1
         return TokenPlaces(
-            min(starts), stop, 0, n, turn, angles, mask[:, None], False, (rows, at), alone
-        )
+            min(starts), stop, 0, n, pairs, (cos, sin), mask[:, None], False, (rows, at),
+            self.window == 1,
+        )  # fmt: skip
 
     def place(
         self, starts: Sequence[int], n: int, firsts: Sequence[int] | None = None
@@ -330,14 +329,17 @@ class Placer:
         )
         return self.even(start, n, first) if same else self.uneven(starts, n, firsts)
 
-    def _rotation(self, stop: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _rotation(self, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         tables = self._tables
         if tables is None or stop > len(tables[0]):
             with torch.inference_mode(False), torch.no_grad():  # training may use them too
                 cos, sin = self._make(max(512, stop + stop // 2))
                 half = sin.shape[-1] // 2
-                signed = torch.cat((-sin[:, :half], sin[:, half:]), -1)
-            tables = self._tables = (cos, sin, cos[:, None], signed[:, None])
+                double = (
+                    each[:, :half].to(torch.promote_types(each.dtype, torch.float32))
+                    for each in (cos, sin)
+                )
+            tables = self._tables = (cos, sin, torch.complex(*double))
         return tables
 
     def _band(self, past: int, n: int) -> Tensor:

@@ -14,7 +14,7 @@ bits, too, by the largest number of each row, so that no row depends on those be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol, cast
@@ -157,6 +157,21 @@ def _pack_int8(whole: Tensor, scale: Tensor) -> Any:
         return _kernels().linear_prepack(make(whole, scale.double(), zeros, 0), None)
 
 
+def _unpacked(packed: Any) -> Tensor:
+    with _fbgemm():
+        return cast(Tensor, _kernels().linear_unpack(packed)[0].dequantize())
+
+
+def int8_kernel(weight: Tensor, head: bool = False) -> tuple[bool, bool]:
+    """Return whether weights are whole blocks, and whether few rows go through FBGEMM."""
+    outputs, inputs = weight.shape
+    # `_weight_int8pack_mm` reads past the end of weights that are no whole blocks.
+    blocks = outputs % BLOCK == 0 and inputs % BLOCK == 0
+    rounded_rows = weight.dtype is torch.bfloat16 and has_avx512()
+    wide = outputs >= WIDE and (head or not rounded_rows)
+    return blocks, has_fbgemm() and (wide or not blocks)
+
+
 def _multiplied(x: Tensor, step: float, packed: Any) -> Tensor:
     """The product with activations rounded to multiples of `step`, 64 below zero to 63 above."""
     run = _kernels().linear_with_input_q_dq_qweight_dq_output_fp32
@@ -177,32 +192,32 @@ def _one_step(x: Tensor) -> float:
 
 
 class Int8Weights:
-    """Int8 weights, activations as they are."""
+    """Int8 weights, activations as they are; `head` is for layers that see few rows alone."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._whole, self._scale = rounded(weight)
+    def __init__(self, weight: Tensor, head: bool = False) -> None:
+        whole, self._scale = rounded(weight)
         self._narrow = self._scale.to(torch.bfloat16)
-        outputs, inputs = weight.shape
-        # Its kernel reads past the end of weights that are no whole blocks.
-        self._blocks = outputs % BLOCK == 0 and inputs % BLOCK == 0
-        rounded_rows = weight.dtype is torch.bfloat16 and has_avx512()
-        wide = outputs >= WIDE and not rounded_rows
-        fits = has_fbgemm() and (wide or not self._blocks)
-        self._packed = _pack_int8(self._whole, self._scale) if fits else None
+        self._count, (self._blocks, fits) = whole.numel(), int8_kernel(weight, head)
+        self._packed = _pack_int8(whole, self._scale) if fits else None
+        # A head is held once: its rare passes of many rows go through FBGEMM, too.
+        self._whole = None if fits and head else whole
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held: twice where few rows go through FBGEMM and many do not."""
-        twice = 1 if self._packed is None else 2
-        return twice * self._whole.nbytes + _bytes(self._scale, self._narrow)
+        twice = (self._packed is not None) + (self._whole is not None)
+        return twice * self._count + _bytes(self._scale, self._narrow)
 
     def product(self, x: Tensor) -> Tensor:
         """See `WeightForm`."""
+        whole = self._whole
+        if whole is None:
+            return self._in_two_parts(x.float()).to(x.dtype)
         if len(x) > FEW or (self._packed is None and not self._blocks):
-            return F.linear(x, self._whole.to(x.dtype)).mul_(self._scale.to(x.dtype))
+            return F.linear(x, whole.to(x.dtype)).mul_(self._scale.to(x.dtype))
         if self._packed is None:  # in float32 this kernel is not vectorised
             run = torch.ops.aten._weight_int8pack_mm
-            return cast(Tensor, run(x.to(torch.bfloat16), self._whole, self._narrow)).to(x.dtype)
+            return cast(Tensor, run(x.to(torch.bfloat16), whole, self._narrow)).to(x.dtype)
         return self._in_two_parts(x.float()).to(x.dtype)
 
     def _in_two_parts(self, x: Tensor) -> Tensor:
@@ -220,6 +235,8 @@ class Int8Weights:
 
     def weight(self) -> Tensor:
         """See `WeightForm`."""
+        if self._whole is None:
+            return _unpacked(self._packed)
         return self._whole * self._scale[:, None]
 
 
@@ -245,8 +262,7 @@ class DynamicWeights:
 
     def weight(self) -> Tensor:
         """See `WeightForm`."""
-        with _fbgemm():
-            return cast(Tensor, _kernels().linear_unpack(self._packed)[0].dequantize())
+        return _unpacked(self._packed)
 
 
 class Int4Weights:
@@ -268,8 +284,11 @@ class Int4Weights:
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(flat, 2)
         pair = torch.cat([scale, middle], -1)  # [N, groups, 2]
         self.scales = pair.transpose(0, 1).contiguous().to(torch.bfloat16)
-        small = flat.to(torch.uint8)
-        self._pairs = small[:, ::2] | small[:, 1::2] << 4  # the order of the kernel is its own
+        # The order of the kernel is its own. Outputs lie side by side here, so that scales are
+        # read along them, and a number of two's complement unpacks by shifts.
+        small = (whole - 8).to(torch.int8).permute(1, 2, 0)  # [groups, 32, N]
+        low, high = small.chunk(2, 1)
+        self._pairs = (low & 15 | high << 4).contiguous()  # [groups, 16, N]
 
     @property
     def nbytes(self) -> int:
@@ -279,18 +298,23 @@ class Int4Weights:
     def product(self, x: Tensor) -> Tensor:
         """See `WeightForm`."""
         if len(x) > FEW:
-            return F.linear(x, self.weight().to(x.dtype))
+            return x @ self._columns(x.dtype)
         run = torch.ops.aten._weight_int4pack_mm_for_cpu
         found: Tensor = run(x.to(torch.bfloat16), self.packed, GROUP, self.scales)
         return found.to(x.dtype)
 
+    def _columns(self, dtype: torch.dtype) -> Tensor:
+        """The weights as they count, transposed `[K, N]`; in bfloat16 rounded once."""
+        groups, half, outputs = self._pairs.shape
+        scale, middle = (each.contiguous()[:, None] for each in self.scales.to(dtype).unbind(-1))
+        found = torch.empty(groups, 2 * half, outputs, dtype=dtype)
+        for part, numbers in enumerate((self._pairs << 4 >> 4, self._pairs >> 4)):
+            torch.addcmul(middle, numbers.to(dtype), scale, out=found[:, half * part :][:, :half])
+        return found.reshape(-1, outputs)
+
     def weight(self) -> Tensor:
         """See `WeightForm`."""
-        low, high = self._pairs & 15, self._pairs >> 4
-        rows, half = low.shape
-        whole = torch.stack([low, high], -1).reshape(rows, 2 * half // GROUP, GROUP).float()
-        scale, middle = self.scales.transpose(0, 1).float().split(1, -1)  # [N, groups, 1]
-        return whole.sub_(8).mul_(scale).add_(middle).reshape(rows, 2 * half)
+        return self._columns(torch.float32).t().contiguous()
 
 
 FORMS: dict[str, Callable[[Tensor], WeightForm]] = {
@@ -303,10 +327,11 @@ FORMS: dict[str, Callable[[Tensor], WeightForm]] = {
 _FBGEMM_ALONE = ("float16", "int8-dynamic")
 
 
-def pack(name: str, weight: Tensor) -> WeightForm:
+def pack(name: str, weight: Tensor, head: bool = False) -> WeightForm:
     """Weights `[N, K]` in a form by name; ModelError for an unknown one, or one not in torch here.
 
     Shapes that the kernel of int4 does not take (inputs in groups of 32, outputs of 64) are int8.
+    A `head` is read by few rows nearly always.
     """
     if name not in FORMS:
         raise ModelError(unknown("form of weights", name, FORMS))
@@ -314,7 +339,28 @@ def pack(name: str, weight: Tensor) -> WeightForm:
         raise ModelError(
             f"weights={name!r} needs FBGEMM, which torch has on x86 alone; use weights='int8'"
         )
-    rows, width = weight.shape
-    if name == "int4" and (width % GROUP or rows % 64):
+    if name == "int4" and not _fits_int4(weight):
         name = "int8"
-    return FORMS[name](weight.detach())
+    plain = weight.detach()
+    return Int8Weights(plain, head) if name == "int8" else FORMS[name](plain)
+
+
+def _fits_int4(weight: Tensor) -> bool:
+    rows, width = weight.shape
+    return not (width % GROUP or rows % 64)
+
+
+def pack_joint(name: str, weights: Sequence[Tensor]) -> WeightForm | None:
+    """One form of weights that multiply the same rows, `[N1 + N2 + .., K]`.
+
+    None where each would have a kernel of its own, so that numbers stay those of each alone.
+    """
+    whole = torch.cat([each.detach() for each in weights])
+
+    def kernel(weight: Tensor) -> tuple[bool, ...]:
+        small = name == "int4" and _fits_int4(weight)
+        return (small, *(int8_kernel(weight) if name in ("int8", "int4") and not small else ()))
+
+    if any(kernel(each) != kernel(whole) for each in weights):
+        return None
+    return pack(name, whole)

@@ -113,9 +113,8 @@ def fastest(model: Any, wanted: FastestSpec | None = None) -> WeightPlan:
     if step in prompt and prompt[step][0] <= GAIN * prompt[chosen["prefill"]][0]:
         chosen["prefill"] = step  # as fast, and weights are held once
     words = [f"{part} {_said(chosen[part], found[part])}" for part in chosen]
-    names = {"prefill": "many", "decode": "few", "tower": "tower"}
-    forms = {names[part]: form for part, form in chosen.items()}
-    return WeightPlan(**forms, why=f"error at most {limit:.2g}: {', '.join(words)}")
+    few, many, tower = (chosen.get(part, STOCK) for part in ("decode", "prefill", "tower"))
+    return WeightPlan(few, many, tower, why=f"error at most {limit:.2g}: {', '.join(words)}")
 
 
 def choose(times: Mapping[str, tuple[float, float]], limit: float) -> str:

@@ -32,7 +32,7 @@ from mmfast.planner.cost import Cost
 
 # Sums of all attention need scores of a whole prompt at once, repeated ones a second reading of it,
 # and the others a calibration.
-_COSTLY = {"attn_sum", "attn_repeated", "query_filter", "query_reach"}
+_COSTLY = {"attn_sum", "attn_repeated", "query_filter", "query_reach", "key_gate"}
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def _read(rows: Sequence[Row]) -> tuple[tuple[Curve, ...], tuple[tuple[str, floa
             plan = plan_cache(str(row["cache"]))
         except MmfastError:
             continue  # a policy that has left the package
-        if plan is None or len(plan.parts) != 1:
-            continue
+        if plan is None or len(plan.parts) != 1 or plan.pruner() is not None:
+            continue  # what leaves out channels is not priced
         (spec,), score = plan.parts, float(row["score"])
         if plan.store is not None:
             packs[str(plan)] = score

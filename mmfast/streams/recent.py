@@ -1,9 +1,10 @@
 """Recent frames of a stream as pictures, for questions that its model cannot answer.
 
-The embedded model of streams was trained on an endless world and no longer answers questions about
-movement, speed and order, nor any in words it has not read; the embedded model of clips does. A
-stream of the first therefore keeps its last seconds as pictures, and such a question is put to the
-second, about a clip of them.
+The embedded model of streams was trained on an endless world: it remembers, but no longer answers
+questions about movement, speed and order, counts badly, has never been asked for yes or no, and
+knows few words. The embedded model of clips does all that. A stream of the first therefore keeps
+its last seconds as pictures, and a question about the present is put to the second, about a clip
+of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from PIL import Image
 GAP = 0.25  # seconds between two frames that are kept, as between those of a trained clip
 MOST = 32  # frames that are kept
 CLIP = 8  # frames of a clip that the model was trained on
+STEP = 1.0  # seconds at least between two frames of a clip of the end of a stream
 SIDE = 192  # pixels; twice the side of the encoder's input
 # Seconds between two frames, and median change of colour (0 to 1) over cells of coarse pictures,
 # above which they are of different scenes.
@@ -29,7 +31,16 @@ _MOTION = re.compile(
     r"|slow(?:er|est)?|speed|first|earlier|later)\b",
     re.IGNORECASE,
 )
+# What asks about the present without motion: by its time, for a number of things, for yes or no.
+_PRESENT = re.compile(
+    r"\b(?:now|currently|at the moment|how many|count|number of)\b"
+    r"|^\W*(?:is|are|does|do|can) ",
+    re.IGNORECASE,
+)
 _ENDS = re.compile(r"\bat the (?:start|beginning|end)\b", re.IGNORECASE)
+# A place changes within the clip, whose model tells its beginning and its end, but not a now.
+_PLACE = re.compile(r"\b(?:where|corner|position|lie)\b", re.IGNORECASE)
+_NOW = re.compile(r"\s*\b(?:right )?now\b", re.IGNORECASE)
 
 
 class RecentFrames:
@@ -46,13 +57,13 @@ class RecentFrames:
         """Take a frame `[H, W, 3]` uint8 and its seconds; one too close to the last is left out."""
         if self._kept and time < self._kept[-1][0] + GAP - 1e-3:
             return
-        small = _small(np.asarray(frame))
+        shown = small_picture(np.asarray(frame))
         if self._kept and (
-            time > self._kept[-1][0] + APART or _change(self._kept[-1][1], small) > CUT
+            time > self._kept[-1][0] + APART or colour_change(self._kept[-1][1], shown) > CUT
         ):
             self.cut()
         self.whole = self.whole and len(self._kept) < MOST
-        self._kept.append((time, small))
+        self._kept.append((time, shown))
 
     def cut(self) -> None:
         """Forget what is kept, since another scene begins."""
@@ -62,20 +73,34 @@ class RecentFrames:
     def asked(self, question: str, strange: bool = False) -> bool:
         """Return True for a question that a clip of these frames answers.
 
-        `strange` tells that the model of the stream has never read such words.
+        That is one about the present or in words that the model of the stream has never read
+        (`strange`); one about motion as soon as there are two frames.
         """
-        if len(self._kept) < 2:
+        if not self._kept:
             return False
-        moves = _MOTION.search(question) is not None
-        return strange or moves or (self.whole and _ENDS.search(question) is not None)
+        if _MOTION.search(question):
+            return len(self._kept) > 1
+        present = _PRESENT.search(question) is not None
+        return strange or present or (self.whole and _ENDS.search(question) is not None)
+
+    def worded(self, question: str) -> str:
+        """Return a question in the words of a clip: the place of a thing now is that at its end."""
+        if _PLACE.search(question) and not _MOTION.search(question):
+            return _NOW.sub(" at the end", question)
+        return question
 
     def clip(self) -> tuple[list[Any], list[float]]:
         """Return at most `CLIP` frames and their seconds, of all that is kept or of its end."""
         kept = list(self._kept)
-        if len(kept) > CLIP:
-            last = len(kept) - 1
-            whole = np.linspace(0, last, CLIP).round().astype(int)
-            kept = [kept[i] for i in whole] if self.whole else kept[-CLIP:]
+        if len(kept) > CLIP and self.whole:
+            spread = np.linspace(0, len(kept) - 1, CLIP).round().astype(int)
+            kept = [kept[i] for i in spread]
+        elif len(kept) > CLIP:
+            end = [kept.pop()]
+            while kept and len(end) < CLIP:
+                each = kept.pop()
+                end += [each] if each[0] <= end[-1][0] - STEP + 1e-3 else []
+            kept = end[::-1]
         return [frame for _, frame in kept], [time for time, _ in kept]
 
     def snapshot(self) -> dict[str, Any]:
@@ -90,7 +115,7 @@ class RecentFrames:
         self.whole = tree["whole"]
 
 
-def _small(frame: Any) -> Any:
+def small_picture(frame: Any) -> Any:
     """Return a picture with no side above `SIDE`; a small one is only copied."""
     height, width = frame.shape[:2]
     most = max(height, width)
@@ -100,7 +125,8 @@ def _small(frame: Any) -> Any:
     return np.array(Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC))
 
 
-def _change(before: Any, after: Any) -> float:
+def colour_change(before: Any, after: Any) -> float:
+    """Return the median change of colour, 0 to 1, over the cells of two coarse pictures."""
     if before.shape != after.shape:
         return 1.0  # a source of another size
     both = (Image.fromarray(each).resize(_COARSE, Image.Resampling.BOX) for each in (before, after))

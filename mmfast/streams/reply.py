@@ -137,10 +137,10 @@ class Reply(Iterator[str]):
     def __init__(
         self,
         branch: Any,
-        logits: Tensor,
+        logits: Tensor | None,
         *,
         tokenizer: Any,
-        sampler: Sampler,
+        sampler: Sampler | None,
         stops: Collection[int],
         limit: int,
         trace: Trace,
@@ -150,7 +150,7 @@ class Reply(Iterator[str]):
     ) -> None:
         self.branch = branch  # of the stream, a `mmfast.streams.engine.Branch`
         self.trace = trace
-        self.recalled: list[RecalledFrame] = recalled_frames(branch)
+        self.recalled: list[RecalledFrame] = [] if branch is None else recalled_frames(branch)
         self.ids: list[int] = []
         self.ttft_ms = 0.0
         self.ms: float | None = None
@@ -178,6 +178,7 @@ class Reply(Iterator[str]):
     def _next(self) -> str:
         if len(self.ids) >= self._limit:
             return self._end("length")
+        assert self._sampler is not None
         chosen = self._sampler(self._next_logits(), [*self._prompt, *self.ids])
         if not self.ids:
             self.ttft_ms = self._passed()
@@ -235,3 +236,26 @@ class Reply(Iterator[str]):
 
     def __str__(self) -> str:
         return self.text
+
+
+class ToldReply(Reply):
+    """An answer whose text is known as a whole, such as one from the history of a stream."""
+
+    def __init__(
+        self, told: str, *, trace: Trace, started: float, ended: Callable[[Reply], None]
+    ) -> None:
+        """Give this text as one delta."""
+        way: dict[str, Any] = {"trace": trace, "started": started, "ended": ended}
+        super().__init__(None, None, tokenizer=None, sampler=None, stops=(), limit=1, **way)
+        self._told = told
+
+    def _next(self) -> str:
+        if self._parts:
+            return self._end("stop")
+        self.ttft_ms = self._passed()
+        return self._told
+
+    def _end(self, finished: str) -> str:
+        self.finished, self.ms = finished, self._passed()
+        self._ended(self)
+        return ""

@@ -8,6 +8,7 @@ import time as clocks
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,16 @@ from mmfast.streams import snapshots
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.feed import Feed
 from mmfast.streams.frontend import Frame
+from mmfast.streams.history import (
+    NUMBERS,
+    HistoryAnswer,
+    HistoryQuestion,
+    HistorySearch,
+    history_question,
+    tell,
+)
 from mmfast.streams.recent import GAP
-from mmfast.streams.reply import Reply, Sampler
+from mmfast.streams.reply import Reply, Sampler, ToldReply, recalled_frames
 from mmfast.streams.stream import Clock, Stream, StreamModel
 from mmfast.streams.subscription import (
     NO,
@@ -133,6 +142,23 @@ def read_frames(frame: Any, time: Any, limits: Limits) -> tuple[list[Frame], lis
     return [picture(each, "the frame", limits) for each in frames], times
 
 
+def _clip_of(model: StreamModel, pictures: list[Any], times: list[float]) -> Session:
+    """Return a session that has seen nothing but these pictures."""
+    clip = Session(model)
+    clip.push(pictures, times)
+    return clip
+
+
+def _probability(clip: Session, thing: str) -> float:
+    """Return the probability of yes to whether a thing is there."""
+    look = Look(PROBE.replace("{condition}", f"there is a {thing}"))
+    return look.probability(clip.model, clip.stream.branch(look.question)[1])
+
+
+def _answer_of(clip: Session, question: str) -> str:
+    return clip.ask(question, max_new_tokens=12).read().lower()
+
+
 class Session:
     """A stream: frames go in, questions are answered from what was seen, memory stays bounded.
 
@@ -149,9 +175,10 @@ class Session:
         *,
         quotas: TierQuotas | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        history: int | None = 0,
     ) -> None:
         self.model, self.limits = model, limits
-        self.stream = Stream(model, memory, quotas)
+        self.stream = Stream(model, memory, quotas, history)
         self.subscriptions: list[Subscription] = []
         self.sources = Sources()
         self.turns, self.closed = TurnLock(), False
@@ -225,7 +252,8 @@ class Session:
     ) -> Reply:
         """Ask about what was seen so far; iterate over the text deltas of the answer.
 
-        The question is a branch: the stream goes on as if it had not been asked.
+        The question is a branch: the stream goes on as if it had not been asked. The embedded
+        model of streams has its answers about order, count, duration and time from `history`.
 
         Args:
             question: A question.
@@ -241,15 +269,21 @@ class Session:
         started, text, trace = clocks.perf_counter(), check_question(question), Trace()
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise MmfastError(f"max_new_tokens={max_new_tokens!r}; give a whole number from 1")
+        if self.stream.recent is not None and not self.stream.recent.whole:
+            past = HistoryQuestion.of(text) if self.stream.album is not None else None
+            if past is not None:
+                told = self._history(past)
+                ended = partial(self._ended, question=text if remember else None, version=-1)
+                return ToldReply(told.text, trace=told.trace, started=started, ended=ended)
         with self.turns.question():
             self._check_open()
             if remember:  # what waits for its partner belongs before the question
                 self.stream.flush()
-            stream = self.stream.answering(text, trace)
+            stream, wording = self.stream.answering(text, trace)
             model = stream.model
             sampler = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
-            prompt = stream.words(text)
-            branch, logits = stream.branch(text, trace)
+            prompt = stream.words(wording)
+            branch, logits = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
             # the branch of another stream cannot be kept in this one: it is written anew
             version = self.stream.version if stream is self.stream else -1
@@ -265,6 +299,47 @@ class Session:
             ended=lambda reply: self._ended(reply, text if remember else None, version),
             prompt=prompt,
         )
+
+    def history(self, question: str) -> HistoryAnswer:
+        """Answer about order, count, duration or time of what the stream has shown since it began.
+
+        Small pictures are kept of all that was seen, in as many bytes as `open(history=)` allows.
+        Those of the moments that retrieval finds for the things in the question are put to the
+        model as clips, which it is asked about; see `mmfast.streams.history`.
+
+        Args:
+            question: Such as "Which came first, the red circle or the blue square?", "How many
+                numbers have been shown?", "How many times was the red circle shown?", "How long
+                was the red circle on the screen?", "When was the green star shown?", "Has there
+                been a green star?".
+
+        Raises:
+            MmfastError: The question has none of these forms, or the session keeps no history.
+        """
+        return self._history(history_question(question))
+
+    def _history(self, question: HistoryQuestion) -> HistoryAnswer:
+        trace, live = Trace(), list[float]()
+        recalled: dict[str, dict[float, int]] | None = None
+        with self.turns.question():
+            self._check_open()
+            stream, album = self.stream, self.stream.album
+            if album is None:
+                raise MmfastError("this session keeps no history; open(history='64MB') does")
+            if stream.memory.archive is not None:
+                times = [each.time for each in stream.memory.blocks if each.kind == "frame"]
+                live, recalled = [time for time in times if time is not None], {}
+                for thing in {*question.things} - {NUMBERS}:
+                    branch, _ = stream.branch(f"Where is the {thing}?", trace)
+                    found = recalled_frames(branch)
+                    recalled[thing] = {f.time: f.layers for f in found if f.time is not None}
+            stream.counts["questions"] += 1
+            moments, whole = album.moments(), album.whole
+        model = self.model if self.model.clips is None else self.model.clips()
+        search = HistorySearch(
+            moments, recalled, live, partial(_clip_of, model), _probability, _answer_of
+        )
+        return tell(question, search, whole, trace)
 
     def _ended(self, reply: Reply, question: str | None, version: int) -> None:
         with self.turns.question():

@@ -32,6 +32,7 @@ from mmfast.streams.engine import Engine
 from mmfast.streams.families import prove, script_for
 from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer
 from mmfast.streams.memory import AUTO, auto_memory
+from mmfast.streams.moments import MomentAlbum
 from mmfast.streams.recent import RecentFrames
 from mmfast.streams.reply import Reply, placeholders, stop_ids
 from mmfast.streams.script import EncodedUnit, Script, WrittenState
@@ -257,17 +258,26 @@ class Stream:
     """The state of a session, changed by one thread at a time.
 
     `spec` has the cache policies, None forgets nothing; `quotas` are bytes per tier of what left
-    the window. `seen` is the state of gate, frame cache and reducer, and frames that wait for a
-    partner; `written` tells how far the conversation is written; `version` counts what was written,
-    to see whether the stream went on; `spent` are milliseconds by stage.
+    the window, `history` those of small pictures of all that was seen (0 keeps none, None sets no
+    limit), which `album` holds. `seen` is the state of gate, frame cache and reducer, and frames
+    that wait for a partner; `written` tells how far the conversation is written; `version` counts
+    what was written, to see whether the stream went on; `spent` are milliseconds by stage.
     """
 
-    def __init__(self, model: StreamModel, spec: str | None, quotas: TierQuotas | None) -> None:
+    def __init__(
+        self,
+        model: StreamModel,
+        spec: str | None,
+        quotas: TierQuotas | None,
+        history: int | None = 0,
+    ) -> None:
         spec = model.auto_memory() if spec == AUTO else spec
         self.model, self.spec, self.quotas = model, spec, quotas or TierQuotas()
         self.memory = model.engine.memory(plan_cache(spec), tiers=quotas)
         self.timeline = Timeline()
         self.recent = None if model.clips is None else RecentFrames()
+        self.album = None if history == 0 else MomentAlbum(history)
+        self._clip: tuple[list[float], Stream] | None = None  # the last one, with its times
         self.seen = model.frontend.start()
         self.written = WrittenState()
         self.version = 0
@@ -282,6 +292,8 @@ class Stream:
             if now is not None:
                 shots.append((frame, now))
                 self.glance(frame, now)
+                if self.album is not None:
+                    self.album.add(frame, now)
         start = time.perf_counter()
         self.seen, units = self.model.frontend.step(self.seen, shots)
         self.spent["encode_ms"] += (time.perf_counter() - start) * 1e3
@@ -296,19 +308,25 @@ class Stream:
         if self.recent is not None:
             self.recent.add(frame, time)
 
-    def answering(self, question: str, trace: Trace) -> Stream:
-        """Return the stream that answers a question: this one, or a clip of its last frames."""
+    def answering(self, question: str, trace: Trace) -> tuple[Stream, str]:
+        """Return the stream that answers a question, and its words there.
+
+        It is this one, or a clip of its last frames, kept for the next question about them.
+        """
         if self.recent is None or self.model.clips is None:
-            return self
+            return self, question
         strange = bool(unknown_words(self.model.tokenizer, question))
         if not self.recent.asked(question, strange):
-            return self
+            return self, question
         with trace.stage("clip") as row:
-            clip = Stream(self.model.clips(), None, None)
             frames, times = self.recent.clip()
-            clip.take(frames, times)
+            if self._clip is None or self._clip[0] != times:
+                clip = Stream(self.model.clips(), None, None)
+                clip.take(frames, times)
+                self._clip = times, clip
+            clip = self._clip[1]
             row.tokens_in, row.tokens_out = len(frames), clip.counts["tokens"]
-        return clip
+        return clip, self.recent.worded(question)
 
     def flush(self) -> None:
         """Write frames that wait for a partner, the last one doubled."""
@@ -378,6 +396,8 @@ class Stream:
             "spent": dict(self.spent),
             "memory": self.memory.snapshot(),
             "recent": None if self.recent is None else self.recent.snapshot(),
+            "history": 0 if self.album is None else self.album.limit,
+            "album": None if self.album is None else self.album.snapshot(),
         }
 
     def restore(self, tree: dict[str, Any]) -> int:
@@ -398,6 +418,9 @@ class Stream:
         self.counts, self.spent = dict(tree["counts"]), dict(tree["spent"])
         if self.recent is not None and tree.get("recent"):
             self.recent.restore(tree["recent"])
+            self._clip = None
+        if self.album is not None and tree.get("album"):
+            self.album.restore(tree["album"])
         archive = self.memory.archive
         if archive is None:
             return 0
@@ -417,6 +440,7 @@ class Stream:
             "gated": self.seen.gated,
             **{name: round(ms, 3) for name, ms in self.spent.items()},
             "memory": self.memory.stats(),
+            "history": None if self.album is None else self.album.stats(),
         }
 
 

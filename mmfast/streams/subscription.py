@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.trace import Trace
 from mmfast.models.prompt import check_question
 from mmfast.streams.reply import Sampler
 from mmfast.streams.stream import Stream, StreamModel
@@ -191,8 +192,9 @@ class Subscription(Iterator[Event]):
         """Look at a stream that has come to `time`; `answer` gives the text of an event."""
         if self.cancelled or not self.ready.due(self.rule, time):
             return []
-        _, logits = stream.branch(self._look.question)
-        self.probability = self._look.probability(stream.model, logits)
+        asked, question = stream.answering(self._look.question, Trace())
+        _, logits = asked.branch(question)
+        self.probability = self._look.probability(asked.model, logits)
         self.asked += 1
         if self.probability < self.rule.threshold:
             self.since = None

@@ -218,6 +218,40 @@ def _translate(folder: Path, log: list[Row]) -> Row:
         "run": f"{run['step']} steps in {_minutes(run)}",
         "words": _percent(held[1]),
         "whole": _percent(held[2]),
+        "head": _stability(folder / "stability.jsonl"),
+    }
+
+
+def _stability(log: Path) -> str:
+    if not log.is_file():
+        return ""
+    row = json.loads(log.read_text(encoding="utf-8"))
+    return (
+        "\n\n`stability.safetensors` is a head on the last states of the decoder that tells which "
+        f"words stay\nwhen more of the source comes. It learned from {row['tokens']:,} words of "
+        f"the beginnings of {row['sentences']} sentences\n(`python -m "
+        f"mmfast.tiny.translation.train_stability`: {row['processor_seconds']} seconds of "
+        f"processor time, seed {row['seed']}).\nOf pairs of a word that stays and one that does "
+        f"not, in unseen sentences, it puts {_percent(row['auc'])} in order, the\nprobability of "
+        f"the word {_percent(row['auc_chance'])}."
+    )
+
+
+def _interleaved(folder: Path, log: list[Row]) -> Row:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    marks = (token["content"] for token in words["added_tokens"])
+    late = sorted(int(mark[6:-1]) for mark in marks if mark.startswith("<late:"))
+    run, held = _rows(log, "interleaved")[-1], _rows(log, "held-out")[-1]["interleaved"]
+    return {
+        "size": (folder / "model.safetensors").stat().st_size / 1e6,
+        **{name: config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")},
+        "latencies": f"{late[0]} to {late[-1]}",
+        "run": f"{run['step']} steps in {_minutes(run)}",
+        "processor": round(_rows(log, "end")[-1]["processor_seconds"] / 60),
+        "words": _percent(held[1]),
+        "choices": _percent(held[2]),
+        "whole": _percent(held[3]),
     }
 
 
@@ -246,5 +280,6 @@ FIGURES: dict[str, Callable[[Path, list[Row]], Row]] = {
     "tiny-stream": _stream,
     "tiny-speech": _speech,
     "tiny-translate": _translate,
+    "tiny-interleaved": _interleaved,
     "tiny-text": _text,
 }

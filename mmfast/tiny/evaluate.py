@@ -53,8 +53,8 @@ class Subject:
 
     def __init__(
         self,
-        model: str | Path | None = None,
-        device: str = "cpu",
+        model: Any = None,
+        device: str | None = "cpu",
         asked: Suite | None = None,
         weights: str | None = None,
         attn: str | None = None,

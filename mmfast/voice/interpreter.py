@@ -14,9 +14,11 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.trace import Trace
+from mmfast.decoding.serialised import HEARD, SAID, Demultiplexer
 from mmfast.decoding.simultaneous import WritePolicy, write_policy
 from mmfast.frontends.audio.turns import TurnCutter, TurnEvent
-from mmfast.models.translation import Translator
+from mmfast.models.interleaved import InterleavedTranslator
+from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, Translator
 from mmfast.voice.ear import RATE
 
 UNSURE = 1  # last words of what is still being said, which may be the beginning of others
@@ -44,6 +46,9 @@ class Translated:
 class SentenceWriter:
     """Translation of one sentence that grows: what is written stays."""
 
+    settles = False  # whether hearing the same again tells it something
+    transcript: str | None = None  # of a model that writes one
+
     def __init__(self, translator: Translator, policy: WritePolicy) -> None:
         self._translator, self._policy = translator, policy
         self._past: deque[tuple[str, ...]] = deque(maxlen=policy.past)
@@ -63,11 +68,113 @@ class SentenceWriter:
         count, written = len(found.words), len(self._words)
         self._past.append((*self._words, *found.words))
         if not over:
-            count = self._policy.count([*self._past], found.chances, len(words), written)
+            sure = found.stays if self._policy.learned else found.chances
+            count = self._policy.count([*self._past], sure, len(words), written)
         before = self._translator.text(self._ids)
         self._words = (*self._words, *found.words[:count])
         self._ids += [token for word in found.ids[:count] for token in word]
         return self._translator.text(self._ids)[len(before) :], count
+
+
+class InterleavedWriter:
+    """The same by a model that reads and writes in one sequence: what is read stays, too.
+
+    Args:
+        translator: The model.
+        policy: Its latency.
+        settle: Read a word only when it was heard twice at its place, as hearings differ.
+    """
+
+    def __init__(
+        self, translator: InterleavedTranslator, policy: WritePolicy, settle: bool = False
+    ) -> None:
+        assert policy.late is not None
+        self._translator, self.settles = translator, settle
+        self._sequence = translator.open(policy.late, policy.joint)
+        self._parts = Demultiplexer() if policy.joint else None
+        self._marks = {translator.number(mark): mark for mark in (HEARD, SAID) if policy.joint}
+        self._heard: Sequence[str] = ()
+        self._read = list[str]()
+        self._said = list[int]()
+
+    @property
+    def calls(self) -> int:
+        """The number of passes of the model."""
+        return self._sequence.passes
+
+    @property
+    def transcript(self) -> str | None:
+        """The source as the model wrote it down so far; None where it writes none."""
+        return None if self._parts is None else self._parts.text(HEARD)
+
+    def read(self, words: Sequence[str], over: bool = False) -> tuple[str, int]:
+        """Return the text to write behind the source so far, and the number of its words."""
+        sure = len(words)
+        if self.settles and not over:
+            pairs = enumerate(zip(words, self._heard, strict=False))
+            sure = next((i for i, pair in pairs if pair[0] != pair[1]), min(sure, len(self._heard)))
+        self._heard = list(words)
+        new = list(words[place_of(self._read, words) :][: max(0, sure - len(self._read))])
+        new = list(words[place_of(self._read, words) :]) if over else new
+        self._read += new
+        found = self._sequence.read(new)
+        if over and self._read:
+            found += self._sequence.finish()
+        return self._tell(found)
+
+    def _tell(self, ids: Sequence[int]) -> tuple[str, int]:
+        before = self._translator.text(self._said)
+        for token in ids:
+            mark = SAID
+            if self._parts is not None:
+                word = self._marks.get(token) or self._translator.text([token])
+                mark = self._parts.push(word, float(len(self._read))) or ""
+            self._said += [token] if mark == SAID else []
+        text = self._translator.text(self._said)[len(before) :]
+        return text, len(text.split())
+
+
+def place_of(read: Sequence[str], words: Sequence[str]) -> int:
+    """Return how many words of a new hearing stand for those read before.
+
+    That beginning of the hearing which differs least by edits; of several, one as long as `read`.
+    """
+    costs = list(range(len(words) + 1))
+    for row, before in enumerate(read, 1):
+        last, costs = costs, [row]
+        for column, word in enumerate(words, 1):
+            changed = last[column - 1] + (word != before)
+            costs.append(min(changed, last[column] + 1, costs[-1] + 1))
+    return min(range(len(costs)), key=lambda place: (costs[place], abs(place - len(read))))
+
+
+def sentence_writer(
+    translator: AnyTranslator, policy: WritePolicy, settle: bool = False
+) -> SentenceWriter | InterleavedWriter:
+    """Return what translates one sentence by a policy.
+
+    Raises:
+        SpecError: The policy is not of such a model.
+    """
+    if isinstance(translator, InterleavedTranslator):
+        if policy.late is None:
+            raise SpecError(
+                f"policy={policy.name!r}: {type(translator.model).__name__} reads and writes in "
+                "one sequence and decides by itself; choose interleaved:N"
+            )
+        return InterleavedWriter(translator, policy, settle)
+    if policy.late is not None:
+        raise SpecError(
+            f"policy={policy.name!r} needs a causal model that reads and writes in one sequence, "
+            f"such as {EMBEDDED_INTERLEAVED}; {type(translator.model).__name__} takes agreement:N, "
+            "wait:K, confidence:P"
+        )
+    if policy.learned and translator.head is None:
+        raise SpecError(
+            f"policy={policy.name!r} needs a head that learned which words stay; train it with "
+            "python -m mmfast.tiny.translation.train_stability, or choose confidence:P"
+        )
+    return SentenceWriter(translator, policy)
 
 
 def joined(pieces: Sequence[Translated]) -> str:
@@ -82,17 +189,17 @@ def joined(pieces: Sequence[Translated]) -> str:
 
 
 def word_by_word(
-    translator: Translator, policy: WritePolicy, source: Iterable[str]
+    translator: AnyTranslator, policy: WritePolicy, source: Iterable[str]
 ) -> Iterator[Translated]:
     """Translate one sentence of text while its words, or pieces of it, come; `at` counts words."""
-    writer, read = SentenceWriter(translator, policy), list[str]()
+    writer, read = sentence_writer(translator, policy), list[str]()
     for word in (word for piece in source for word in piece.split()):
         read.append(word)
         text, count = writer.read(read)
         if count:
-            yield Translated(text, len(read), count, " ".join(read))
+            yield Translated(text, len(read), count, writer.transcript or " ".join(read))
     text, count = writer.read(read, over=True)
-    yield Translated(text, len(read), count, " ".join(read), final=True)
+    yield Translated(text, len(read), count, writer.transcript or " ".join(read), final=True)
 
 
 class Interpreter:
@@ -100,7 +207,7 @@ class Interpreter:
 
     Args:
         listener: A `Listener`; it hears what was said of a sentence again and again.
-        translator: A `Translator`.
+        translator: A `Translator` or an `InterleavedTranslator`.
         policy: As of `write_policy`.
         every: Seconds of speech between two hearings.
         silence: Seconds of silence that end a sentence.
@@ -112,7 +219,7 @@ class Interpreter:
     def __init__(
         self,
         listener: Any,
-        translator: Translator,
+        translator: AnyTranslator,
         policy: str | WritePolicy = "confidence:0.99",
         every: float = 0.4,
         silence: float = 0.5,
@@ -130,7 +237,7 @@ class Interpreter:
 
     def _begin(self) -> None:
         self._sound, self._unheard = list[Tensor](), 0
-        self._writer = SentenceWriter(self._translator, self._policy)
+        self._writer = sentence_writer(self._translator, self._policy, settle=True)
         self._heard: list[str] = []
 
     def push(self, pcm: Tensor) -> list[Translated]:
@@ -164,7 +271,7 @@ class Interpreter:
             if self._unheard >= self._every and self._policy.name != "offline":
                 self._unheard = 0
                 words = self._words(torch.cat(self._sound))[:-UNSURE]
-                if words != self._heard:
+                if words != self._heard or self._writer.settles:
                     self._heard = words
                     piece = self._write(event.at_ms)
                     if piece.words:
@@ -180,7 +287,8 @@ class Interpreter:
         start = time.perf_counter()
         text, words = self._writer.read(self._heard, over)
         self._count("translate", start)
-        return Translated(text, at_ms / 1000, words, " ".join(self._heard), over)
+        heard = self._writer.transcript or " ".join(self._heard)
+        return Translated(text, at_ms / 1000, words, heard, over)
 
     def _count(self, stage: str, start: float) -> None:
         self._ms[stage] += (time.perf_counter() - start) * 1e3

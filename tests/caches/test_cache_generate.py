@@ -11,6 +11,7 @@ import model_oracle as oracle
 import pytest
 import torch
 from cache_runs import MORE, close, new, rows, run
+from gate_models import give_gates
 from tiny_models import ALL_FAMILIES, FAMILIES, generate, tiny
 from transformers import DynamicCache, StaticCache
 
@@ -26,6 +27,7 @@ WHOLE = (
     "compactor:1.0",
     "kvzip:1.0",
     "kvsquared:1.0",
+    "fastkvzip:1.0",
     "keynorm:1.0",
     "sink:2+window:4000",
     "streamingvlm:1.0+keyformer:1.0",
@@ -62,6 +64,7 @@ SCORES = (
     "compactor:0.4?chunk=7&sink=3",
     "kvzip:0.4?chunk=9",
     "kvsquared:0.4?chunk=9&asks=0.3",
+    "fastkvzip:0.4",
     "tova:0.25",
     "keydiff:0.4",
     "lagkv:0.5?sink=2&lag=4",
@@ -86,6 +89,7 @@ PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_budget_that_keeps_all_changes_no_bit(family: str) -> None:
     this = tiny(family)
+    give_gates(this.model)
     for numbers in ([1], [0, 1]):
         inputs = rows(this, numbers)
         stock = generate(this, inputs, 4)
@@ -110,6 +114,7 @@ IN_TURN = [
 @pytest.mark.parametrize("family, spec", IN_TURN)
 def test_a_ragged_batch_equals_single_rows(family: str, spec: str) -> None:
     this = tiny(family)
+    give_gates(this.model)
     batch = rows(this, [0, 1, 2, 3])
     together = run(this, batch, spec)
     for row in range(4):
@@ -141,6 +146,7 @@ def _text(model: Any, ids: list[list[int]], spec: str | None) -> Any:
 def test_a_model_of_text_alone(spec: str) -> None:
     """A ragged batch equals its rows alone, and a budget that keeps all changes no bit."""
     model = decode_models.tiny().eval()
+    give_gates(model)
     ids = [[1 + (i * k) % 23 for i in range(n)] for n, k in ((31, 5), (24, 7), (40, 11))]
     together, held = _text(model, ids, spec)
     alone = [_text(model, [row], spec) for row in ids]

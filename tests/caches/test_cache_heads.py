@@ -18,7 +18,7 @@ from mmfast.attach import attach
 from mmfast.caches.plan import call_plan, plan_cache, served_plan
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.tokens import Tokens
-from mmfast.models.kv.calibration import FILE
+from mmfast.models.kv.patterns import FILE
 from mmfast.ops.eviction import call
 from mmfast.ops.ragged import RaggedRows
 

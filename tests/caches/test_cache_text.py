@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gate_models import give_gates
 from text_steps import hidden_steps
 from text_zoo import DENSE, HYBRID, TEXTS, padded, prompt, text_model, written
 from torch import Tensor
@@ -28,6 +29,7 @@ POLICIES = (
     "kvzip:0.5?chunk=12",
     "kvsquared:0.5?chunk=12&asks=0.2",
     "livevlm:0.5",
+    "fastkvzip:0.5",
 )
 QUICK = ("llama", "gemma3", "gpt_neox", "gpt_oss", "qwen3_next", "falcon_h1")
 ABLE = [name for name in TEXTS if name != "mistral_window"]
@@ -56,7 +58,10 @@ def slow_unless(names: Any, quick: Any) -> list[Any]:
 @pytest.mark.parametrize("name", slow_unless(ABLE, QUICK))
 def test_policies_equal_a_full_cache_that_hides(name: str) -> None:
     model, ids = text_model(name), prompt(LENGTH)
+    give_gates(model)
     for policy in POLICIES:
+        if name == "gpt_neox" and policy.startswith("fastkvzip"):
+            continue  # its config here tells of key heads that it does not have
         with attach(model, cache=policy) as trace:
             new, logits, out = written(model, {"input_ids": ids}, STEPS)
         cache = out.past_key_values

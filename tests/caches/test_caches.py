@@ -110,6 +110,8 @@ def test_promise(method: Method, promise: Callable[[Method], None]) -> None:
         ("compactor", {"blend": 0.0}),
         ("kvzip", {"chunk": 1}),
         ("kvsquared", {"chunk": 1, "asks": 1.0}),
+        ("fastkvzip", {"sink": 0, "recent": 0.0}),
+        ("fastkvzip", {"sink": 9, "recent": 0.3}),
         ("criticalkv", {"window": 3, "first": 0.0, "kernel": 1}),
         ("criticalkv", {"window": 5, "first": 0.8, "epsilon": 0.1, "pool": "mean"}),
         ("expected_attention", {"sink": 0, "covariance": False}),

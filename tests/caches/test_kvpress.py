@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mmfast.attach import attach
 from mmfast.models.kv import repetition
-from mmfast.models.kv.calibration import HeadPatterns
+from mmfast.models.kv.patterns import HeadPatterns
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/kvpress.json").read_text("utf-8"))
 

@@ -12,8 +12,11 @@ import torch
 from cli_runs import CLIP, QUESTION, fails, run
 
 import mmfast
-from mmfast.models.kv.calibration import FILE, HeadPatterns
+from mmfast.bench.prompts import load_pair, own_prompts, suite_prompts
+from mmfast.models.kv.patterns import FILE, HeadPatterns
 from mmfast.models.loading import load
+from mmfast.models.text_chat import load_text
+from mmfast.tiny.text.evaluate import documents
 
 SIZE = ("--count", "1", "--length", "144")
 
@@ -22,7 +25,7 @@ SIZE = ("--count", "1", "--length", "144")
 def folder(tmp_path: Path) -> Path:
     """The embedded model in a folder of its own, which nobody has calibrated."""
     home = tmp_path / "model"
-    shutil.copytree("assets/models/tiny-video", home)
+    shutil.copytree("assets/models/tiny-video", home, ignore=shutil.ignore_patterns(FILE))
     return home
 
 
@@ -67,9 +70,41 @@ def test_another_folder_and_a_table(
     assert str(round(float(reach[0][0]), 4)) in shown
 
 
+def test_gates_learn_from_a_text_and_are_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    home, text = tmp_path / "model", tmp_path / "mine.txt"
+    shutil.copytree("assets/models/tiny-text", home, ignore=shutil.ignore_patterns(FILE))
+    text.write_text(next(documents(3, 512)).text)
+    given = ("--gates", "--data", str(text), "--count", "2", "--length", "200", "--json")
+    code, out, error = run(capsys, "calibrate", str(home), *given)
+    assert code == 0, error
+    assert json.loads(out)["gates"] == 3 == len(HeadPatterns.load(home).gates)
+    model, _ = load_text(home, "cpu")
+    with mmfast.attach(model, cache="fastkvzip:16") as trace:
+        model(torch.arange(40)[None], use_cache=True)
+    assert [row.tokens_out for row in trace.rows] == [16]
+
+
+def test_questions_and_suites_are_prompts(tmp_path: Path) -> None:
+    pair = load_pair("assets/models/tiny-video")
+    asked = {"media": str(Path(CLIP).resolve()), "question": QUESTION, "answer": "left"}
+    (tmp_path / "mine.jsonl").write_text(f"{json.dumps(asked)}\n" * 3)
+    own = list(own_prompts(pair, tmp_path / "mine.jsonl", 2, 9))
+    made = list(suite_prompts(pair, "image", 2, 9))
+    assert len(own) == len(made) == 2 and "pixel_values_videos" in own[0]
+    assert own[0]["input_ids"].shape[1] > 288 and "pixel_values" in made[0]
+    assert not torch.equal(made[0]["pixel_values"], made[1]["pixel_values"])
+
+
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert "'nowhere' is no folder" in fails(capsys, "calibrate", "nowhere")
     assert "--count 0" in fails(capsys, "calibrate", str(folder), "--count", "0")
+    assert "give --data FILE or --suite NAME" in fails(capsys, "calibrate", str(folder), "--gates")
+    both = ("--data", "a.txt", "--suite", "video")
+    assert "drop one" in fails(capsys, "calibrate", str(folder), *both)
+    assert "unknown suite 'vdeo'" in fails(capsys, "calibrate", str(folder), "--suite", "vdeo")
+    assert "cannot read 'a.txt'" in fails(capsys, "calibrate", str(folder), *both[:2])
     assert "length=9" in fails(capsys, "calibrate", str(folder), "--length", "9")
     (folder / FILE).write_bytes(b"no tensors")
     refused = fails(capsys, "ask", CLIP, QUESTION, "--model", str(folder), "--cache", "qfilter:0.5")

@@ -129,11 +129,14 @@ def test_equal_up_to_rounding_never_leaves_nothing_to_say() -> None:
 
 
 def test_typical_asks_for_more_where_the_backbone_is_sure() -> None:
-    sure = torch.tensor([[[0.9, 0.06, 0.02, 0.02]]])
-    open_ = torch.tensor([[[0.28, 0.26, 0.24, 0.22]]])
-    one = torch.tensor([1])
+    sure = torch.tensor([[0.9, 0.06, 0.02, 0.02]])
+    open_ = torch.tensor([[0.28, 0.26, 0.24, 0.22]])
     for p, token, want in ((sure, 0, 1), (sure, 1, 0), (open_, 3, 1)):
-        assert accept_typical(torch.tensor([[token]]), p, one, 0.3).tolist() == [want]
+        assert accept_typical(torch.tensor([token]), p, 0.3) == want
+    # What stands behind a draft that falls does not count.
+    both = torch.cat((open_, sure, open_))
+    for tokens, want in (([3, 0, 0], 3), ([3, 1, 0], 1), ([0, 0, 2], 3)):
+        assert accept_typical(torch.tensor(tokens), both, 0.3) == want
     entropy = -(open_ * open_.log()).sum()
     least = 0.3**0.5 * torch.exp(-entropy)
     assert 0.06 < least < 0.22

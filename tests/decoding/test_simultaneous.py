@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mmfast.core.errors import SpecError
 from mmfast.decoding.simultaneous import Hypothesis, average_lagging, write_policy
-from mmfast.voice.interpreter import SentenceWriter
+from mmfast.voice.interpreter import InterleavedWriter, SentenceWriter, place_of
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=6)
 
@@ -53,6 +53,7 @@ def test_greedy_writes_all_and_offline_nothing() -> None:
     ("spec", "words"),
     [
         ("wait", "wait:3"), ("agreement", "agreement:2"), ("confidence", "confidence:0.99"),
+        ("learned", "learned:0.9"), ("interleaved", "interleaved:1"), ("joint:3", "joint:3"),
     ],
 )  # fmt: skip
 def test_usual_numbers(spec: str, words: str) -> None:
@@ -63,7 +64,8 @@ def test_usual_numbers(spec: str, words: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     ["", "waits:3", "wait:0", "wait:1.5", "wait:x", "wait:-2", "wait:", "agreement:1",
-     "confidence:1.1", "confidence:nan", "greedy:1", "offline:"],
+     "confidence:1.1", "confidence:nan", "greedy:1", "offline:", "learned:2", "interleaved:-1",
+     "interleaved:0.5", "joint:x"],
 )  # fmt: skip
 def test_other_policies_are_refused_in_one_line(spec: str) -> None:
     with pytest.raises(SpecError) as caught:
@@ -90,8 +92,13 @@ def test_lagging_of_waiting_is_k() -> None:
     assert average_lagging([], 20) == 0
 
 
+POLICIES = ["greedy", "offline", "wait:2", "agreement:2", "confidence:0.4", "learned:0.4"]
+
+
 class WaveringTranslator:
     """Makes a new sentence for each source, but for what was written; tokens are its words."""
+
+    head = model = object()
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -101,13 +108,14 @@ class WaveringTranslator:
         self.asked.append((source, tuple(written)))
         ids = [int(i) for i in self.rng.integers(2, size=int(self.rng.integers(5)))]
         chances = tuple(float(c) for c in self.rng.random(len(ids)))
-        return Hypothesis(tuple(f"w{i}" for i in ids), chances, tuple((i,) for i in ids))
+        words, stays = tuple(f"w{i}" for i in ids), tuple(1 - chance for chance in chances)
+        return Hypothesis(words, chances, tuple((i,) for i in ids), stays)
 
     def text(self, ids: Sequence[int]) -> str:
         return " ".join(f"w{i}" for i in ids)
 
 
-@pytest.mark.parametrize("policy", ["greedy", "offline", "wait:2", "agreement:2", "confidence:0.4"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_written_stays(policy: str) -> None:
     for seed in range(20):
         translator = WaveringTranslator(seed)
@@ -133,3 +141,70 @@ def test_nothing_heard_asks_nobody() -> None:
     writer = SentenceWriter(translator, write_policy("greedy"))  # type: ignore[arg-type]
     assert writer.read([]) == ("", 0) == writer.read([], over=True)
     assert not translator.asked and not writer.calls
+
+
+def test_learned_words_are_those_that_stay() -> None:
+    """The rule is that of confidence, over what the head tells and not over the chances."""
+    found: dict[str, list[int]] = {}
+    for policy in ("confidence:0.6", "learned:0.6"):
+        translator = WaveringTranslator(5)
+        found[policy] = []
+        for _ in range(40):
+            writer = SentenceWriter(translator, write_policy(policy))  # type: ignore[arg-type]
+            _, words = writer.read(["a"])
+            found[policy].append(words)
+    again, wanted = WaveringTranslator(5), []
+    for _ in range(40):
+        chances = again.hypothesis("a").chances
+        wanted.append(next((i for i, c in enumerate(chances) if 1 - c < 0.6), len(chances)))
+    assert found["learned:0.6"] == wanted != found["confidence:0.6"]
+
+
+WORDS = st.lists(st.sampled_from("abc"), max_size=6)
+
+
+@given(WORDS, WORDS)
+def test_the_place_of_what_was_read_by_trying_all(read: list[str], words: list[str]) -> None:
+    def edits(one: Sequence[str], other: Sequence[str]) -> int:
+        if not one or not other:
+            return len(one) + len(other)
+        least = edits(one[1:], other[1:]) + (one[0] != other[0])
+        return min(least, 1 + edits(one[1:], other), 1 + edits(one, other[1:]))
+
+    costs = [edits(read, words[:place]) for place in range(len(words) + 1)]
+    found = place_of(read, words)
+    assert costs[found] == min(costs)
+    assert all(
+        abs(found - len(read)) <= abs(place - len(read))
+        for place, cost in enumerate(costs)
+        if cost == min(costs)
+    )
+
+
+class Parrot:
+    """A sequence that writes each word it reads, in capitals."""
+
+    passes = 0
+
+    def open(self, late: int, joint: bool) -> Parrot:
+        return self
+
+    def read(self, words: Sequence[str]) -> list[str]:
+        return [word.upper() for word in words]
+
+    def finish(self) -> list[str]:
+        return ["END"]
+
+    def text(self, ids: Sequence[str]) -> str:
+        return " ".join(ids)
+
+
+def test_what_is_heard_must_be_heard_twice() -> None:
+    writer = InterleavedWriter(Parrot(), write_policy("interleaved:1"), settle=True)  # type: ignore[arg-type]
+    assert writer.read(["the", "bread"]) == ("", 0)
+    assert writer.read(["the", "red", "circle"]) == ("THE", 1)
+    assert writer.read(["the", "red", "circle"]) == (" RED CIRCLE", 2)
+    assert writer.read(["the", "rat", "circle", "is"]) == ("", 0)  # what is read stays
+    assert writer.read(["a", "the", "red", "circle", "is", "big"], over=True) == (" IS BIG END", 3)
+    silent = InterleavedWriter(Parrot(), write_policy("interleaved"))  # type: ignore[arg-type]
+    assert silent.read([], over=True) == ("", 0)

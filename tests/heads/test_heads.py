@@ -160,6 +160,25 @@ def _drafts(head: Any, state: Any, token: Tensor, limit: int) -> Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_one_stream_in_few_operations_drafts_what_the_modules_do(family: str) -> None:
+    """Biases of all layers included; the stock layers are the reference."""
+    more = {"mlp_bias": True} if family == "llama" else {}
+    model, found = small.tiny(family, seed=2, **more).double(), []
+    for lean in (False, True):
+        backbone = Backbone(model, lean=lean)
+        torch.manual_seed(6)
+        head = make_head("mctp", backbone, modules=4, window=1, ffn=24, start="random").eval()
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        state = head.init_state(1, 8)
+        hidden, embeds = small.read(backbone, torch.tensor([[3, 9, 4]]), head.reads)
+        head.observe(state, embeds, hidden, [3])
+        found.append(_drafts(head, state, torch.tensor([7]), 4))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_drafting_computes_what_training_did(name: str) -> None:
     backbone, head = _made(name)

@@ -22,6 +22,7 @@ from mmfast.ops.weight_forms import (
     Int8Weights,
     has_fbgemm,
     pack,
+    pack_joint,
 )
 
 # Largest relative error of a product with its own weights, and with those it was made of.
@@ -121,6 +122,42 @@ def test_any_shape_and_scale(name: str, outputs: int, inputs: int, rows: int, si
     far = (form.product(x).double() - exact).norm()
     # Against what cannot cancel: a product of few numbers may be small by chance.
     assert far <= 0.03 * x.double().norm() * form.weight().double().norm()
+
+
+@pytest.mark.parametrize("outputs", [64, WIDE])
+def test_int4_of_many_rows_multiplies_the_weights_of_few(outputs: int) -> None:
+    """Transposed and rounded to bfloat16 once, each is the number that `weight` returns."""
+    form = pack("int4", _drawn(outputs, 96))
+    rows = torch.eye(96, dtype=torch.bfloat16)
+    assert torch.equal(form.product(rows).t(), form.weight().bfloat16())
+
+
+@pytest.mark.parametrize("rows", [1, FEW, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_int8_are_held_once(rows: int, dtype: torch.dtype) -> None:
+    weight, x = _drawn(WIDE, 64).to(dtype), _drawn(rows, 64, seed=1).to(dtype)
+    form, layer = pack("int8", weight, head=True), pack("int8", weight)
+    assert form.nbytes / weight.numel() == pytest.approx(1, abs=0.1)
+    torch.testing.assert_close(form.weight(), layer.weight(), rtol=1e-6, atol=0)
+    exact = x.double() @ form.weight().double().t()
+    assert _error(form.product(x), exact) < (5e-4 if dtype is torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_joint_weights_are_one_below_the_other(name: str) -> None:
+    parts = [_drawn(64, 96, seed=n) for n in range(3)]
+    whole = pack_joint(name, parts)
+    assert whole is not None
+    each = [pack(name, part) for part in parts]
+    assert torch.equal(whole.weight(), torch.cat([form.weight() for form in each]))
+
+
+def test_weights_of_different_kernels_are_not_joined() -> None:
+    assert pack_joint("int4", [_drawn(64, 64), _drawn(32, 64)]) is None  # int8 has the second
+    assert pack_joint("int8", [_drawn(64, 64), _drawn(60, 64)]) is None  # no whole blocks
+    if has_fbgemm():
+        assert pack_joint("int8", [_drawn(WIDE, 64), _drawn(64, 64)]) is None
+        assert pack_joint("int8", [_drawn(WIDE // 2, 64), _drawn(WIDE // 2, 64)]) is None
 
 
 def test_shapes_that_int4_cannot_take_are_int8() -> None:

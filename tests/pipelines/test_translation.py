@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,24 @@ from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.translation import Translator
 from mmfast.pipelines.translation import SpeechTranslation
 from mmfast.tiny.speech.recordings import RATE, say
-from mmfast.tiny.translation.grammar import sentence
+from mmfast.tiny.translation.grammar import (
+    COLOURS,
+    DIGITS,
+    MOVES,
+    PACES,
+    SHAPES,
+    SIDES,
+    SIZES,
+    TENS,
+    sentence,
+)
 from mmfast.tiny.translation.train import make_tokenizer
 from mmfast.voice.interpreter import joined
 
 SENTENCE = "the red circle is next to the blue star and the big green square moves left"
+# Words of English sentences: those of the grammar that are none of Velda's
+TABLES = (*SHAPES, *COLOURS, *SIZES, *DIGITS, *TENS, *MOVES, *SIDES, *PACES, "the is next to and a")
+TABLES += ("up down from faster than appears before after i like but not has there are on screen",)
 VELDA = "ronda ruva stela bima apud esa e kado gelo grano levo mira"
 SMALL = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
 SMALL |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16}
@@ -100,7 +114,9 @@ def test_speech_is_translated_before_it_ends(pipe: SpeechTranslation, recording:
     assert found.trace.rows[0].tokens_in > late.trace.rows[0].tokens_in == 1
 
 
-@pytest.mark.parametrize("policy", ["agreement:2", "wait:4", "greedy", "confidence:0.9"])
+@pytest.mark.parametrize(
+    "policy", ["agreement:2", "wait:4", "greedy", "confidence:0.9", "learned:0.9", "interleaved:1"]
+)
 def test_a_stream_is_the_recording(pipe: SpeechTranslation, recording: Path, policy: str) -> None:
     """Cut anywhere, the sound gives the same pieces at the same times."""
     pcm = say(f"{SENTENCE}.").pcm
@@ -128,6 +144,46 @@ def test_nothing_said_is_nothing_translated(pipe: SpeechTranslation, sound: str)
         pcm = 0.01 * torch.randn(3 * RATE, generator=torch.Generator().manual_seed(0))
     found = pipe((pcm.numpy(), RATE))
     assert found.text == "" == found.heard and found.lag == 0
+
+
+def test_a_model_that_reads_and_writes_in_one_sequence(
+    pipe: SpeechTranslation, recording: Path
+) -> None:
+    """The pipeline that translates by another model takes the embedded one for such a policy."""
+    found = pipe(recording, policy="interleaved:1")
+    assert found.text == VELDA and found.heard == SENTENCE
+    assert 0 < found.lag < pipe(recording, policy="offline").lag / 2
+    own = mmfast.pipeline("speech-translation", "tiny-interleaved")
+    assert own.policy.name == "interleaved:1" and own.translate(SENTENCE) == VELDA
+    lags = []
+    for late in (0, 2, 5):
+        pieces = list(own.stream_text(SENTENCE.split(), policy=f"interleaved:{late}"))
+        assert joined(pieces) == VELDA
+        lags.append(sum(piece.at * piece.words for piece in pieces))
+    assert lags == sorted(set(lags))
+
+
+def test_a_joint_stream_is_parted_into_transcript_and_translation(
+    pipe: SpeechTranslation,
+) -> None:
+    """Each text has words of its own language alone, and no marks; what was written stays."""
+    pieces = list(pipe.stream_text(SENTENCE.split(), policy="joint:1"))
+    english = {word for one in TABLES for word in one.split()}
+    assert set(pieces[-1].heard.split()) <= english and not set(joined(pieces).split()) & english
+    assert len(pieces) > 2 and pieces[-1].final
+    starts = [piece.heard for piece in pieces]
+    assert all(later.startswith(one) for one, later in pairwise(starts)) and starts[0]
+
+
+def test_a_policy_without_its_head_is_refused() -> None:
+    words = make_tokenizer()
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIGS["marian"](len(words))).eval()
+    bare = mmfast.pipeline("speech-translation", (model, words))
+    with pytest.raises(SpecError, match="train_stability"):
+        bare.stream_text(["a"], policy="learned:0.9")
+    with pytest.raises(SpecError, match="tiny-interleaved"):
+        bare.stream_text(["a"], policy="interleaved:1")
 
 
 def test_words_that_are_typed(pipe: SpeechTranslation) -> None:
@@ -177,6 +233,10 @@ def test_stock_classes_from_folders(folder: Path, monkeypatch: pytest.MonkeyPatc
         ({"target": "deu_Latn"}, ModelError, "deu_Latn"),
         ({"model": "assets/models/tiny-video"}, ModelError, "no encoder-decoder"),
         ({"model": "./nowhere"}, ModelError, "nowhere"),
+        ({"model": "assets/models/tiny-text"}, ModelError, "no encoder-decoder"),
+        ({"model": "tiny-translate", "policy": "interleaved:1"}, SpecError, "tiny-interleaved"),
+        ({"model": "tiny-interleaved", "policy": "wait:3"}, SpecError, "interleaved:N"),
+        ({"policy": "interleaved:9"}, SpecError, "latency"),
         ({"listener": "assets/models/tiny-video"}, ModelError, "llava_onevision"),
     ],
 )
@@ -207,6 +267,10 @@ def test_command(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("translate", str(recording))[:2] == (0, f"{VELDA}\n")
     code, out, _ = run("translate", str(recording), "--policy", "wait:3", "--stream")
     assert code == 0 and out.count("\n") == 1 and out.startswith("ronda ruva ")
+    for policy in ("interleaved:1", "learned:0.9"):
+        assert run("translate", str(recording), "--policy", policy)[:2] == (0, f"{VELDA}\n")
+    code, out, _ = run("translate", str(recording), "--policy", "joint")
+    assert code == 0 and len(out.split()) > 5 and "<" not in out
     code, out, _ = run("translate", str(recording), "--json")
     found = json.loads(out)
     assert code == 0 and found["text"] == VELDA and found["pieces"][-1]["final"]

@@ -28,7 +28,7 @@ CLOSE = {"atol": 5e-5, "rtol": 5e-5}
 SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
 UNEVEN = {"pyramidkv", "simlayerkv"}
 # They see prompts alone.
-BLIND = {"criticalkv", "qfilter", "finch", "compactor", "kvzip", "kvsquared"}
+BLIND = {"criticalkv", "qfilter", "finch", "compactor", "kvzip", "kvsquared", "fastkvzip"}
 POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipvl"})
 
 

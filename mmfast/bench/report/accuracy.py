@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -134,7 +135,8 @@ def _kind_columns(rows: Rows) -> Columns:
 
 def _policies(rows: Rows) -> list[Row]:
     found = by_policy(rows)
-    names = [m.name for m in methods("cache") if m.role in ("position", "score")]
+    roles = ("position", "score", "heads", "select")
+    names = [m.name for m in methods("cache") if m.role in roles]
     shares = {name: {s: f"{name}:{s}" for s in SHARES[:3]} for name in names}
     return [
         {"name": name, "at": {s: found[spec] for s, spec in specs.items() if spec in found}}
@@ -160,7 +162,9 @@ def _policy_note(rows: Rows) -> str:
     return (
         _whole("The whole cache", by_policy(rows).get("")) + " The first token of an answer comes "
         "from the pass that reads the prompt, before anything leaves the cache; the tokens behind "
-        "it, such as a second digit, read what is left."
+        "it, such as a second digit, read what is left. Policies that choose at every step read "
+        "that share of all (`kinetics`, `quest`, `sentencekv`, `specache`, `tidaldecode`, "
+        "`tokenselect`); that of `twilight` is of the attention."
     )
 
 
@@ -196,6 +200,54 @@ def _stream(rows: Rows) -> str:
         f"Streams of {last['seconds'] / 60:.0f} minutes at {last['fps']:g} frame/s, window "
         f"{last['window']} frames; age of the fact in windows. Right answers in per cent, in "
         "brackets the 95 % interval."
+    )
+
+
+def _kinds_by_way(rows: Rows) -> list[Row]:
+    """A line a kind of question, with the marks of each way under its name."""
+    kinds = dict.fromkeys(kind for row in rows for kind in row["by_kind"])
+    return [
+        {"kind": kind, "of": {row["way"]: row["by_kind"].get(kind) for row in rows}}
+        for kind in kinds
+    ]
+
+
+def _mark(way: str, key: str) -> Callable[[Row], str]:
+    def text(line: Row) -> str:
+        mark = line["of"][way]
+        return "" if not mark or mark[key] is None else f"{100 * mark[key]:.1f}"
+
+    return text
+
+
+def _asked(way: str) -> Callable[[Row], str]:
+    return lambda line: str(line["of"][way]["n"]) if line["of"][way] else ""
+
+
+def _present_columns(rows: Rows) -> Columns:
+    found: dict[str, Any] = {"question": "{kind}"}
+    for row in rows:
+        way = row["way"]
+        found[f"{way}: asked"] = _asked(way)
+        found[f"{way}: clip of the same seconds, %"] = _mark(way, "clip")
+        found[f"{way}: session, %"] = _mark(way, "right")
+        found[f"{way}: of the clip, %"] = _mark(way, "relative")
+    return found
+
+
+def _history_columns(rows: Rows) -> Columns:
+    found: dict[str, Any] = {"question": "{kind}"}
+    if rows:
+        found["asked"] = _asked(rows[0]["way"])
+    return found | {f"{row['way']}, % right": _mark(row["way"], "right") for row in rows}
+
+
+def _history_note(rows: Rows) -> str:
+    row = rows[0]
+    return (
+        f"Streams of {row['seconds'] / 60:.0f} minutes at 1 frame/s with `{row['memory']}` and "
+        f"{row['bytes'] / 1e6:.1f} MB of pictures; {row['looked']:.0f} of {row['moments']:.0f} "
+        f"moments were looked at for a question. {_questions('{streams} unseen streams')(rows)}"
     )
 
 
@@ -255,9 +307,8 @@ def _needle_policies(rows: Rows) -> list[Row]:
     found = dict[tuple[int, str], dict[Any, Row]]()
     for row in rows:
         if row["cache"] and _known(row["cache"]):
-            name, _, rest = row["cache"].partition(":")
-            part, _, knobs = rest.partition("?")
-            key = int(row["length"]), f"{name}?{knobs}" if knobs else name
+            name, part, rest = re.split(r":([\d.]+)", row["cache"], maxsplit=1)
+            key = int(row["length"]), name + rest
             found.setdefault(key, {})[float(part), row["aware"]] = row
 
     def order(line: Row) -> tuple[int, float]:
@@ -384,6 +435,27 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             lines=_ages,
             before=_stream,
             after=_questions("{streams} unseen streams"),
+        ),
+    ),
+    "present": (
+        ReportTable(
+            "eval-present",
+            _present_columns,
+            keys=("way",),
+            lines=_kinds_by_way,
+            after=lambda rows: (
+                f"Memory `{rows[0]['memory']}`, seed {rows[0]['seed']}, models `tiny-stream` and "
+                f"`tiny-scenes`, {stamp(*rows)}."
+            ),
+        ),
+    ),
+    "history": (
+        ReportTable(
+            "eval-history",
+            _history_columns,
+            keys=("way",),
+            lines=_kinds_by_way,
+            after=_history_note,
         ),
     ),
     "scenes": (

@@ -86,6 +86,30 @@ def trade_svg(points: Sequence[tuple[str, float, float, Sequence[float]]], acros
     return _svg(3.6, paint, across, "accuracy")
 
 
+def delays(rows: Sequence[Row]) -> Points:
+    """Latest (average lagging as a share of the source, right words) by kind of policy."""
+    mine = [r for r in rows if r.get("bench") == "translation" and r["source"] == "text, words"]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in {row["policy"]: row for row in mine}.values():
+        kind = row["policy"].partition(":")[0]
+        found.setdefault(kind, []).append((row["lag_share"], row["score"]))
+    return {kind: sorted(points) for kind, points in found.items()}
+
+
+def delay_svg(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Draw a line of (delay, right words) a kind of policy; "" without points."""
+    if not series:
+        return ""
+
+    def paint(axes: Any) -> None:
+        for name, pts in series.items():
+            axes.plot(*zip(*pts, strict=True), marker="o", markersize=4, label=name)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    return _svg(4.2, paint, "average lagging, of the source", "right words")
+
+
 def _svg(height: float, paint: Callable[[Any], None], across: str, up: str) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ from typing import Any
 from mmfast.bench.report import accuracy, catalogue, named, ranking, speed
 from mmfast.bench.report.accuracy import SHARES, Points, by_policy, by_share, points
 from mmfast.bench.report.catalogue import ROOT, acts, paper, sites, vectors
-from mmfast.bench.report.charts import accuracy_svg, speed_svg, speeds
+from mmfast.bench.report.charts import accuracy_svg, delay_svg, delays, speed_svg, speeds
 from mmfast.bench.report.table import EMPTY, NOT_MEASURED, ReportTable, markdown, score, stamp
 from mmfast.bench.results import Row, load, share
 from mmfast.core.errors import MmfastError, unknown
@@ -61,7 +61,7 @@ def render(text: str, folder: Path) -> str:
     return _MARKER.sub(fill, text)
 
 
-CHARTS = ("accuracy.svg", "speed.svg")
+CHARTS = ("accuracy.svg", "speed.svg", "translation.svg")
 BEST, BASELINES = 7, ("random", "uniform", "pool", "downsample")  # lines of the accuracy chart
 SUITES = {
     "eval-video": "clips",
@@ -310,6 +310,7 @@ def outputs(root: Path) -> dict[Path, str]:
     charts = (
         accuracy_svg(drawn(points(read_rows(folder, "eval-video")))),
         speed_svg(*speeds(read_rows(folder, "bench"))),
+        delay_svg(delays(read_rows(folder, "speech"))),
     )
     files = {}
     for name, chart in zip(CHARTS, charts, strict=True):

@@ -397,6 +397,14 @@ DECODE = {
         "float16 weights, and activations rounded, too: the same",
         _WEIGHTS,
     ),
+    "weights-joint": (
+        "Layers that read the same input as one product, beside one product each; of queries, keys "
+        "and values, and of gate and up",
+        "shape: {preset}, {dtype} | weights: `{job}` | step of several, ms: {base_ms:.0f} | "
+        "of one, ms: {median_ms:.0f} | faster: {speedup:.3f}x | A/A noise: {noise:.1%} | "
+        "prompt, ms: {prefill_ms:.0f} | prompt faster: {prefill_speedup:.2f}x | "
+        "its noise: {prefill_noise:.1%}",
+    ),
     "weight-kernels": (
         "One product of the 0.5B shape by kernel, those of torch that lose among them; names in "
         "code are what `weights=` runs",

@@ -15,6 +15,8 @@ from mmfast.bench.cases import Case, build
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
 from mmfast.models.cache_name import CACHE
+from mmfast.models.packing import PackedLinear, PackedWeights, packed
+from mmfast.ops.weight_forms import GROUP
 
 STEPS = 2  # of a sample, behind one that is not timed
 FLOOR = 16  # entries of the cache that stands for none
@@ -26,6 +28,7 @@ class LongCache(NamedTuple):
     tokens: int
     specs: tuple[str, ...]
     rounds: int = 3
+    packed: tuple[tuple[str, str], ...] = ()  # a form of weights beside a policy
 
 
 _ALL = (
@@ -37,6 +40,8 @@ _ALL = (
     "kinetics:0.1",
     "specache:0.1",
 )
+# The whole path: what a step reads of weights in fewer bits, and of the cache in part.
+_PACKED = tuple((form, "quest:0.1?skip=0") for form in ("int8", "int4"))
 PRESET = "llava-onevision-0.5b"
 
 
@@ -46,13 +51,13 @@ def selection(tick: Tick) -> list[Row]:
 
     The cache is filled with random keys and values, and every step reads another random token.
     """
-    return selection_rows(PRESET, torch.float32, LongCache(16384, _ALL), tick)
+    return selection_rows(PRESET, torch.float32, LongCache(16384, _ALL, packed=_PACKED), tick)
 
 
 @benchmark("decode", "selection-bfloat16")
 def selection_bfloat16(tick: Tick) -> list[Row]:
     """Compare the same in bfloat16."""
-    return selection_rows(PRESET, torch.bfloat16, LongCache(16384, _ALL), tick)
+    return selection_rows(PRESET, torch.bfloat16, LongCache(16384, _ALL, packed=_PACKED), tick)
 
 
 @benchmark("decode", "selection-32k")
@@ -75,19 +80,32 @@ def selection_rows(
 def _rows(case: Case, preset: str, long: LongCache) -> list[Row]:
     stock, mine = (filled(case, long.tokens) for _ in range(2))
     floor = filled(case, FLOOR)
-    reads: dict[str, list[Any]] = {spec: [] for spec in long.specs}
+    reads: dict[str, list[Any]] = {}
 
-    def policy(spec: str) -> timing.Sample:
+    packs: dict[str, PackedWeights] = {}
+    for form, _ in long.packed:
+        with packed(case.model, form) as packs[form]:
+            pass
+    beside = {f"{spec}, weights {form}": (form, spec) for form, spec in long.packed}
+    weights = dict.fromkeys(("no cache", *long.specs), decoder_bytes(case.model))
+    weights |= {way: step_bytes(packs[form]) for way, (form, _) in beside.items()}
+
+    def policy(way: str, spec: str) -> timing.Sample:
         with attach(case.model, cache=spec) as trace:
             sample = steps(case, mine)
-        reads[spec] += trace.reads[1:]
+        reads.setdefault(way, []).extend(trace.reads[1:])
         return sample
+
+    def both(way: str, form: str, spec: str) -> timing.Sample:
+        with packed(case.model, packs[form]):
+            return policy(way, spec)
 
     ways: dict[str, Callable[[], timing.Sample]] = {
         "stock": partial(steps, case, stock),
         timing.AGAIN: partial(steps, case, stock),
         "no cache": partial(steps, case, floor),
-        **{spec: partial(policy, spec) for spec in long.specs},
+        **{spec: partial(policy, spec, spec) for spec in long.specs},
+        **{way: partial(both, way, *parts) for way, parts in beside.items()},
     }
     for run in ways.values():
         run()
@@ -96,23 +114,24 @@ def _rows(case: Case, preset: str, long: LongCache) -> list[Row]:
     base, least = times.pop("stock"), median(times["no cache"])
     again = times.pop(timing.AGAIN)
     noise = median(abs(a - b) / b for a, b in zip(again, base, strict=True))
-    weights = decoder_bytes(case.model)
+    stock_bytes = weights["no cache"]
     whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
     shared: Row = {"preset": preset, "device": "cpu", "dtype": dtype_name(case.visual.dtype)}
     shared |= {"tokens": long.tokens, "clock": timing.PROCESSOR_CLOCK, "threads": 1}
     shared |= {"n": long.rounds, "stock_ms": median(base), "noise": noise}
-    shared |= {"weights_mb": weights / 1e6, "cache_mb": whole / 1e6}
+    shared |= {"cache_mb": whole / 1e6}
     found = []
     for way, ms in times.items():
         seen = reads.get(way, [])
         nbytes = sum(each.nbytes for each in seen) / len(seen) if seen else 0
         row = {**shared, "job": way, "step_ms": median(ms), "read_mb": nbytes / 1e6}
-        row["speedup"] = timing.paired(base, ms)
-        row["ideal"] = (weights + whole) / (weights + nbytes)
+        row |= {"weights_mb": weights[way] / 1e6, "speedup": timing.paired(base, ms)}
+        row["ideal"] = (stock_bytes + whole) / (weights[way] + nbytes)
         # The stock cache is copied at every step: read, written, and read by attention.
-        row["ideal_copied"] = (weights + 3 * whole) / (weights + nbytes)
+        row["ideal_copied"] = (stock_bytes + 3 * whole) / (weights[way] + nbytes)
         if seen:
             row["read_share"] = sum(each.read / each.held for each in seen) / len(seen)
+        if seen and way not in beside:  # the rest of the step is another one there
             row["attention_speedup"] = (median(base) - least) / max(1e-3, median(ms) - least)
         found.append(row)
     return found
@@ -152,6 +171,14 @@ def steps(case: Case, cache: Any) -> timing.Sample:
     run(1)
     _, ms = timing.timed(partial(run, STEPS), timing.clock_of(case.device, 1)[0])
     return {"ms": ms / STEPS}
+
+
+def step_bytes(found: PackedWeights) -> int:
+    """Bytes of packed weights that a step reads: those for prompts are held beside some."""
+    share = {"Int8Weights": 1.0, "Int4Weights": 0.5 + 4 / GROUP}  # a scale and a middle a group
+    layers = {id(layer): layer for *_, layer in found.places if isinstance(layer, PackedLinear)}
+    sizes = ((each, each.in_features * each.out_features) for each in layers.values())
+    return int(sum(share[each.kinds.split(", ")[0]] * numbers for each, numbers in sizes))
 
 
 def decoder_bytes(model: Any) -> int:

@@ -20,11 +20,12 @@ from mmfast.bench.cases import Case, build
 from mmfast.bench.registry import Tick, benchmark, over, quiet
 from mmfast.bench.results import Row
 from mmfast.models.cache_name import CACHE, returned_cache
-from mmfast.models.packing import PackedWeights, packed
+from mmfast.models.packing import PackedWeights, WeightPlan, packed
 from mmfast.ops.weight_forms import GROUP, Int4Weights, pack, rounded
 
 SHAPE = "llava-onevision-0.5b"
 FORMS = ("int8", "int4", "float16", "int8-dynamic")
+JOINT_FORMS = ("bfloat16", "int8", "int4", "int8-dynamic")
 
 
 @benchmark("decode", "weights")
@@ -40,6 +41,46 @@ def weights(tick: Tick) -> list[Row]:
 def more_weights(tick: Tick) -> list[Row]:
     """The same of float16, which rounds next to nothing, and of rounded activations."""
     return weight_rows(SHAPE, 1, FORMS[2:], 5, tick=tick)
+
+
+@benchmark("decode", "weights-joint")
+def joint_weights(tick: Tick) -> list[Row]:
+    """Time steps and prompts with layers that read the same input as one product, and as several.
+
+    The model is in bfloat16; the baseline of each form is that form with separate products.
+    """
+    return joint_rows(SHAPE, 1, JOINT_FORMS, 7, tick)
+
+
+def joint_rows(
+    preset: str, frames: int, forms: Sequence[str], rounds: int, tick: Tick = quiet
+) -> list[Row]:
+    """Compare both for each form on one shape."""
+    case = build(preset, ("llm", "decode"), frames, dtype=torch.bfloat16)
+    found = list[Row]()
+    with torch.no_grad(), timing.one_thread(), timing.frozen():
+        exact, cache = _prefill(case)
+        for number, form in enumerate(forms):
+            tick(f"{preset} {form}", number, len(forms))
+            packs: dict[str, PackedWeights] = {}
+            for name, joint in (("separate", False), (form, True)):
+                with packed(case.model, WeightPlan(form, form, joint=joint)) as packs[name]:
+                    pass
+            packs = {"separate": packs["separate"], timing.AGAIN: packs["separate"], **packs}
+
+            def compared(
+                job: Callable[[], timing.Sample], count: int, packs: Any = packs
+            ) -> timing.PairedTimes:
+                jobs = {name: partial(_inside, case, each, job) for name, each in packs.items()}
+                return timing.PairedTimes.of(timing.interleave(jobs, count))
+
+            steps = compared(partial(_steps, case, cache, 4), rounds)
+            prompts = compared(partial(_timed_prefill, case, exact), timing.FEWEST)
+            row: Row = {"preset": preset, "visual": case.n, "dtype": "bfloat16"}
+            row |= {**timing.ON_ONE_THREAD, **steps.row(form), "base_ms": median(steps.base)}
+            row |= {"prefill_ms": median(prompts.times[form]), "prefill_noise": prompts.noise}
+            found.append(row | {"prefill_speedup": prompts.speedup(form)})
+    return found
 
 
 def weight_rows(

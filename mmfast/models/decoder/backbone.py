@@ -28,7 +28,9 @@ from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.blocks import (
     Block,
     Lean,
+    LoneModule,
     Stock,
+    WideProduct,
     lean_entry,
     lean_fits,
     lean_norm,
@@ -42,6 +44,7 @@ from mmfast.ops.stream_cache import Angles, Placer, RowBuffer, advance, empty, w
 _LAYERS = ("layers", "h")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 _INNER = ("intermediate_size", "n_inner", "moe_intermediate_size", "ffn_dim")  # widths in configs
+_SCALES = "logits_scaling", "logit_scale", "final_logit_softcapping"  # Granite, Cohere, Gemma
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; else 5e-2
 
 
@@ -91,6 +94,7 @@ class Backbone:
         self._rotary = Rotary(self.decoder, moves=False) if turns else None
         self.axes = self._rotary.axes if self._rotary is not None else 1
         self.lean = lean_fits(self.layers[0]) if lean is None else lean
+        self._scales = [getattr(self.config, name, None) for name in _SCALES]
         self._kinds = [(kind_of(self.config, i), w) for i, w in enumerate(self._windows())]
         self._placers = self._make_placers()
         self.placer = self._placers[self._kinds[-1]].with_window(0)  # modules are as the last layer
@@ -102,7 +106,8 @@ class Backbone:
         """Read the weights anew."""
         self.blocks: list[Block] = [self.block(layer) for layer in self.layers]
         self._normed = self.normer(self.final_norm)
-        self._parts: dict[tuple[int, int], Tensor] = {}  # of the output head, laid out for products
+        # Rows of the output head, laid out for products.
+        self._parts: dict[tuple[int, int], WideProduct] = {}
 
     # --- streams ------------------------------------------------------------------------------
 
@@ -128,7 +133,7 @@ class Backbone:
 
     def embed(self, ids: Tensor) -> Tensor:
         if type(self._table) is nn.Embedding:
-            return F.embedding(ids, self._table.weight)
+            return torch.embedding(self._table.weight, ids)
         found: Tensor = self._table(ids)
         return found
 
@@ -146,9 +151,12 @@ class Backbone:
         if stop - start == self.vocabulary:
             return F.linear(hidden, weight, bias)
         if self.lean and bias is None and not torch.is_grad_enabled():
-            if (start, stop) not in self._parts:
-                self._parts[start, stop] = weight[start:stop].detach().t().contiguous()
-            return hidden @ self._parts[start, stop]
+            part = self._parts.get((start, stop))
+            if part is None:
+                part = WideProduct(weight[start:stop].detach().t().contiguous(), None)
+                self._parts[start, stop] = part
+            found = part(hidden.reshape(-1, self.width))
+            return found if hidden.ndim == 2 else found.view(*hidden.shape[:-1], -1)
         return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
 
     def new_layer(self, ffn: int | None = None) -> nn.Module:
@@ -174,6 +182,13 @@ class Backbone:
 
     def entry(self, norms: Sequence[nn.Module], linear: nn.Module) -> Callable[[Tensor], Tensor]:
         return (lean_entry if self.lean else stock_entry)(norms, linear)
+
+    def lone(
+        self, norms: Sequence[nn.Module], linear: nn.Module, block: Block
+    ) -> LoneModule | None:
+        if not isinstance(block, Lean):
+            return None
+        return LoneModule(norms, linear, block, self.final_norm)
 
     def whole(self, layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
         n = x.shape[1]
@@ -234,12 +249,12 @@ class Backbone:
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Products of the output head as the model makes logits of them."""
-        config = self.config
-        if scaling := getattr(config, "logits_scaling", None):  # Granite
+        scaling, scale, cap = self._scales
+        if scaling:
             logits = logits / scaling
-        if scale := getattr(config, "logit_scale", None):  # Cohere
+        if scale:
             logits = logits * scale
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+        if cap:
             logits = torch.tanh(logits / cap) * cap
         return logits
 

@@ -62,15 +62,18 @@ def stock_entry(norms: Sequence[Any], linear: Any) -> Callable[[Tensor], Tensor]
     return enter
 
 
-def head_norm(attention: Any, queries: int, keys: int) -> Callable[[Tensor], Tensor] | None:
-    """The norms of queries and keys as one, where the layer has them."""
+def head_norm(
+    attention: Any, queries: int, keys: int, order: Tensor
+) -> Callable[[Tensor], Tensor] | None:
+    """The norms of queries and keys as one, where the layer has them; columns in this order."""
     if not hasattr(attention, "q_norm"):
         return None
     q, k = attention.q_norm, attention.k_norm
     weight = torch.cat((q.weight.expand(queries, -1), k.weight.expand(keys, -1))).detach()
+    weight = weight[:, None, None, order]
     eps = torch.tensor(q.variance_epsilon, dtype=weight.dtype)
 
-    def normed(x: Tensor) -> Tensor:  # [B, n, queries + keys, d]
+    def normed(x: Tensor) -> Tensor:  # [queries + keys, B, n, d]
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_() * weight
 
@@ -81,6 +84,8 @@ Block = Callable[[Tensor, RowBuffer, TokenPlaces], Tensor]
 
 _LEAN = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
 _LEAN_NUMBERS = 4_000_000  # of a layer; larger ones spend their time in the products
+_FEW = 16  # rows of a product that is made block by block
+_BLOCKS = sorted(range(16, 129), key=lambda c: abs(c - 32))  # widths of blocks, the best first
 
 
 def lean_fits(layer: nn.Module) -> bool:
@@ -95,7 +100,12 @@ def lean_fits(layer: nn.Module) -> bool:
 
 
 class Lean:
-    """A Llama-like decoder layer on `[B, n, D]`, its weights joined and laid out for products."""
+    """A Llama-like decoder layer on `[B, n, D]`, its weights joined and laid out for products.
+
+    Columns of queries and keys that RoPE turns together lie side by side, so that turning is one
+    product of complex numbers. Of a few rows the wide products are made block by block of columns:
+    the library would copy a wide matrix first, which costs as much as reading it once more.
+    """
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -106,44 +116,57 @@ class Lean:
         self.queries = attention.q_proj.out_features // self.head
         self.turned = self.queries + self.keys
         self.scaling = attention.scaling
-        self.qkv, self.qkv_bias = _joined(parts, layer.input_layernorm)
+        pairs = torch.arange(self.head).view(2, -1).t().flatten()
+        self.qkv = WideProduct(*_joined(parts, layer.input_layernorm), self.head)
         self.out, self.out_bias = _joined((attention.o_proj,))
-        self.up, self.up_bias = _joined(
-            (mlp.gate_proj, mlp.up_proj), layer.post_attention_layernorm
-        )
-        self.down, self.down_bias = _joined((mlp.down_proj,))
         self.through, self.through_bias = self._through()
+        self.qkv.sort(self.turned, pairs)
+        both, inner = (mlp.gate_proj, mlp.up_proj), mlp.gate_proj.out_features
+        block = next((c for c in _BLOCKS if inner % c == 0), inner)  # of one of the two
+        self.up = WideProduct(*_joined(both, layer.post_attention_layernorm), block)
+        self.down, self.down_bias = _joined((mlp.down_proj,))
+        self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.before = bare_norm(layer.input_layernorm)
         self.between = bare_norm(layer.post_attention_layernorm)
         name = type(mlp.act_fn).__name__
         self.act: Callable[[Tensor], Tensor] = F.silu if "SiLU" in name else mlp.act_fn
-        self.head_norm = head_norm(attention, self.queries, self.keys)
+        self.head_norm = head_norm(attention, self.queries, self.keys, pairs)
 
     def __call__(self, x: Tensor, slot: RowBuffer, place: TokenPlaces) -> Tensor:
         """The layer on new tokens, behind those of the slot."""
         batch, n, width = x.shape
-        flat = x.reshape(-1, width)
+        rows = batch * n
+        flat = x.view(rows, width) if x.is_contiguous() else x.reshape(rows, width)
         if place.alone:
             flat = _added(flat, self.before(flat), self.through, self.through_bias)
         else:
-            mixed = self._mixed(flat, batch, n, slot, place)
+            mixed = self._mixed(self.before(flat), batch, n, slot, place)
             flat = _added(flat, mixed, self.out, self.out_bias)
-        gate, up = _product(self.between(flat), self.up, self.up_bias).chunk(2, -1)
-        flat = _added(flat, self.act(gate).mul_(up), self.down, self.down_bias)
-        return flat.view(batch, n, width)
+        normed = self.between(flat)
+        if 1 < rows <= _FEW:
+            gate, up = self.up.blockwise(normed).chunk(2)
+            inner = self.act(gate).mul_(up).transpose(0, 1).reshape(rows, -1)
+        else:
+            gate, up = self.up.product(normed).chunk(2, -1)
+            inner = self.act(gate).mul_(up)
+        return _added(flat, inner, self.down, self.down_bias).view(batch, n, width)
 
     def _mixed(
-        self, flat: Tensor, batch: int, n: int, slot: RowBuffer, place: TokenPlaces
+        self, normed: Tensor, batch: int, n: int, slot: RowBuffer, place: TokenPlaces
     ) -> Tensor:
-        qkv = _product(self.before(flat), self.qkv, self.qkv_bias).view(batch, n, -1, self.head)
-        turned = qkv[:, :, : self.turned]
-        normed = turned if self.head_norm is None else self.head_norm(turned)
-        cos, sin = place.turn
-        torch.addcmul(normed * cos, normed.roll(self.head // 2, -1), sin, out=turned)
-        both = qkv[:, :, self.queries :].view(batch, n, 2, self.keys, self.head)
-        keys, values = slot.put(both.permute(2, 0, 3, 1, 4), place)
+        if 1 < batch * n <= _FEW:
+            heads = self.qkv.blockwise(normed).view(-1, batch, n, self.head)
+        else:
+            heads = self.qkv.product(normed).view(batch, n, -1, self.head).permute(2, 0, 1, 3)
+        turned = heads[: self.turned]  # [queries + keys, B, n, d]
+        if self.head_norm is not None:
+            turned.copy_(self.head_norm(turned))
+        pairs = turned.view(self.turned, batch, n, self.head // 2, 2)
+        torch.view_as_complex(pairs).mul_(place.turn)
+        both = heads[self.queries :].view(2, self.keys, batch, n, self.head)
+        keys, values = slot.put(both.transpose(1, 2), place)
         mixed = F.scaled_dot_product_attention(
-            qkv[:, :, : self.queries].transpose(1, 2),
+            heads[: self.queries].transpose(0, 1),
             keys,
             values,
             attn_mask=place.mask,
@@ -159,11 +182,57 @@ class Lean:
         rows = torch.arange(self.keys * self.head).view(self.keys, self.head)
         rows = first + rows.repeat_interleave(groups, 0).flatten()  # one per query head
         out = self.out.double()
-        through = (self.qkv[:, rows].double() @ out).to(self.out.dtype)
-        if self.qkv_bias is None:
+        through = (self.qkv.weight[:, rows].double() @ out).to(self.out.dtype)
+        if self.qkv.bias is None:
             return through, self.out_bias
-        bias = (self.qkv_bias[rows].double() @ out).to(self.out.dtype)
+        bias = (self.qkv.bias[rows].double() @ out).to(self.out.dtype)
         return through, bias if self.out_bias is None else bias + self.out_bias
+
+
+class LoneModule:
+    """A draft module on one token of one stream, which sees itself alone, in few operations.
+
+    The module is a linear layer on the embedding and the hidden state, each normed, a Llama-like
+    layer, and the final norm. Of one token a norm is a number, the factor of the product behind it.
+    """
+
+    def __init__(self, norms: Sequence[Any], linear: Any, layer: Lean, final: Any) -> None:
+        scale = torch.cat([norm.weight.detach() for norm in norms])
+        entries = (linear.weight.detach() * scale).t().contiguous()
+        self.of_embedding, self.of_hidden = (part.t() for part in entries.chunk(2))
+        self.through, self.through_bias = layer.through.t(), layer.through_bias
+        self.up, self.up_bias = layer.up.weight.t(), layer.up.bias
+        self.down, self.down_bias = layer.down.t(), layer.down_bias
+        self.act, self.weight = layer.act, final.weight.detach()
+        # Never read: their factor is 0.
+        self.none, self.nothing = (self.weight.new_zeros(w.shape[0]) for w in (self.down, self.up))
+        self.eps = [norm.variance_epsilon for norm in (*norms, *layer.norms, final)]
+
+    def __call__(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """Embedding and normed hidden state `[D]` to the next normed hidden state `[D]`."""
+        addmv, (e, h, before, between, final) = torch.addmv, self.eps
+        factor = _factor(embedding, e)
+        x = addmv(self.none, self.of_embedding, embedding, beta=0, alpha=factor)
+        x = addmv(x, self.of_hidden, hidden, alpha=_factor(hidden, h))
+        x = addmv(x, self.through, x, alpha=_factor(x, before))
+        if self.through_bias is not None:
+            x.add_(self.through_bias)
+        both = addmv(self.nothing, self.up, x, beta=0, alpha=_factor(x, between))
+        if self.up_bias is not None:
+            both.add_(self.up_bias)
+        gate, up = both.chunk(2)
+        x = addmv(x, self.down, self.act(gate).mul_(up))
+        if self.down_bias is not None:
+            x.add_(self.down_bias)
+        normed: Tensor = (x * self.weight).mul_(_factor(x, final))
+        return normed
+
+
+def _factor(x: Tensor, eps: float) -> float:
+    """One over the root mean square of `[D]`."""
+    square: float = torch.dot(x, x).item()
+    factor: float = (square / x.shape[0] + eps) ** -0.5
+    return factor
 
 
 class Stock:
@@ -205,8 +274,50 @@ def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([bias.detach() for bias in biases])
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.mm(weight) if bias is None else torch.addmm(bias, x, weight)
+class WideProduct:
+    """A product with a weight `[in, out]` and its bias, made block by block of a few rows.
+
+    A `block` has so many columns, None is a width that divides them.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, block: int | None = None) -> None:
+        columns = weight.shape[1]
+        fits = [c for c in _BLOCKS if columns % c == 0]
+        self.weight, self.bias, self.block = weight, bias, block or next(iter(fits), columns)
+        self._count = columns // self.block
+        self._blocks: Tensor | None = None  # the weight as [G, in, c], once it is asked for
+        self._biases: Tensor | None = None  # [G, 1, c]
+
+    def sort(self, count: int, order: Tensor) -> None:
+        """Put the columns of the first `count` blocks into another order."""
+        index = torch.arange(self.weight.shape[1])
+        first = index[: count * self.block].view(count, -1)
+        index = torch.cat((first[:, order].flatten(), index[count * self.block :]))
+        self.weight = self.weight[:, index].contiguous()
+        self.bias = None if self.bias is None else self.bias[index]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows `[m, in]` to `[m, out]`, in the faster way."""
+        if not 1 < x.shape[0] <= _FEW:
+            return self.product(x)
+        return self.blockwise(x).transpose(0, 1).reshape(x.shape[0], -1)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Rows `[m, in]` to `[m, out]` at once."""
+        return x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+    def blockwise(self, x: Tensor) -> Tensor:
+        """The same block by block, `[G, m, c]`."""
+        if self._blocks is None:
+            with torch.inference_mode(False), torch.no_grad():
+                split = self.weight.unflatten(1, (-1, self.block))
+                if self.bias is not None:
+                    self._biases = self.bias.view(-1, 1, self.block)
+                self._blocks = split.transpose(0, 1).contiguous()
+        rows = x.expand(self._count, -1, -1)
+        if self._biases is None:
+            return torch.bmm(rows, self._blocks)
+        return torch.baddbmm(self._biases, rows, self._blocks)
 
 
 def _added(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

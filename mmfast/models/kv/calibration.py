@@ -1,123 +1,25 @@
-"""Patterns of the heads of a model, found once by a few prompts and stored beside the model.
-
-Two facts about each key head: the direction that its queries share, which `qfilter` projects keys
-on, and how much its output needs what lies far back, by which `duo_attention` tells retrieval heads
-from those that stream.
-"""
+"""One look at a model over a few prompts, for the patterns of its heads (`models.kv.patterns`)."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mmfast.attach import attach
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import returned_cache
+from mmfast.models.kv.gates import KeyGate, StateRecorder, train_gate
+from mmfast.models.kv.notes import REPEATED
+from mmfast.models.kv.patterns import HeadPatterns, read_modules
 from mmfast.models.reduction.probe import bias_of, probing, softmax_rows
-from mmfast.models.wrappers import KEEPS_ALL, attention_at, base_of, decoder_of, kind_of, layers_of
+from mmfast.models.wrappers import base_of
 
-FILE = "mmfast_heads.safetensors"
-FILTER, REACH = "query_filter", "query_reach"
-SIGNALS = {FILTER, REACH}
-# By attention module: the signals of its layer.
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 _ROWS = 64  # queries compared at once
-
-
-@dataclass(frozen=True, eq=False)
-class HeadPatterns:
-    """Facts about the key heads of the layers of full attention of a model, by decoder layer.
-
-    Attributes:
-        filters: `[Hkv, d]` the common direction of the queries that read a head, mean over them.
-        reach: `[Hkv]` relative change of what a head gives where only its first and recent tokens
-            are seen: large in a head that retrieves, small in one that streams.
-    """
-
-    filters: Mapping[int, Tensor]
-    reach: Mapping[int, Tensor]
-
-    def save(self, home: str | Path) -> Path:
-        """Write them beside a model, into its folder `home`."""
-        path = Path(home) / FILE
-        tensors = {f"filter.{i}": x.contiguous() for i, x in self.filters.items()}
-        tensors |= {f"reach.{i}": x.contiguous() for i, x in self.reach.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path)
-        return path
-
-    @classmethod
-    def load(cls, home: str | Path) -> HeadPatterns:
-        """Read those of a folder; ModelError where there are none, or the file is damaged."""
-        path = Path(home) / FILE
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"cannot read {str(path)!r} ({error}); make it with mmfast.calibrate_heads"
-            ) from None
-        parts: dict[str, dict[int, Tensor]] = {"filter": {}, "reach": {}}
-        for name, value in found.items():
-            kind, _, index = name.partition(".")
-            if kind not in parts or not index.isdigit():
-                raise ModelError(f"{str(path)!r} has {name!r}, which is no pattern; make it anew")
-            parts[kind][int(index)] = value
-        return cls(parts["filter"], parts["reach"])
-
-    def use(self, model: Any) -> None:
-        """Give them to a model; ModelError where its layers or heads are others."""
-        modules = _modules(model)
-        heads = {i: len(x) for i, x in self.reach.items()}
-        if {*modules} != {*heads} or any(
-            heads[i] != int(getattr(module.config, "num_key_value_heads", heads[i]) or heads[i])
-            for i, module in modules.items()
-        ):
-            raise ModelError(
-                f"head patterns of layers {sorted(heads)} do not fit a model with layers "
-                f"{sorted(modules)}; calibrate this model with mmfast.calibrate_heads"
-            )
-        every = torch.cat([self.reach[i] for i in sorted(modules)]).double()
-        order = every.argsort(descending=True, stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        start = 0
-        for index in sorted(modules):
-            stop = start + heads[index]
-            rank = (place[start:stop].double() + 1) / len(order)
-            _KNOWN[modules[index]] = {FILTER: self.filters[index], REACH: rank}
-            start = stop
-
-
-def known_heads(needs: Iterable[str], module: Any) -> dict[str, Tensor]:
-    """Signals on the heads of one attention module, of those that a policy needs.
-
-    `query_filter` is `[Hkv, d]`; `query_reach` `[Hkv]` is the share of the heads of the model that
-    retrieve no less than this one.
-    """
-    wanted = SIGNALS & set(needs)
-    if not wanted:
-        return {}
-    found, device = _KNOWN[module], next(module.parameters()).device
-    return {name: found[name].to(device) for name in wanted}
-
-
-def require_heads(model: Any, policy: str) -> None:
-    """Find the patterns of a model, in its folder if need be; ModelError where there are none."""
-    if all(module in _KNOWN for module in _modules(model).values()):
-        return
-    home = str(getattr(model, "name_or_path", "") or "")
-    if not home or not (Path(home) / FILE).is_file():
-        raise ModelError(
-            f"{policy} reads patterns of the heads, which this model has none of; call "
-            "mmfast.calibrate_heads(model), or 'mmfast calibrate' on its folder"
-        )
-    HeadPatterns.load(home).use(model)
+_TEACHER = f"kvzip:{1 << 30}"  # scores everything, and nothing leaves
 
 
 def calibrate_heads(
@@ -130,8 +32,14 @@ def calibrate_heads(
     count: int = 4,
     length: int = 256,
     seed: int = 0,
+    gates: bool = False,
+    steps: int = 600,
 ) -> HeadPatterns:
     """Find the patterns of the heads of a model, which `qfilter` and `duo_attention` read.
+
+    With `gates`, train those that `fastkvzip` reads as well: every prompt is read three times more
+    for the scores of `kvzip`. They tell apart what they have seen: give prompts like yours, some
+    ten thousand tokens in all, as drawn ones have no meaning.
 
     Args:
         model: A stock model of transformers, of text or with media.
@@ -144,7 +52,9 @@ def calibrate_heads(
         recent: Recent tokens that a streaming head sees.
         count: Prompts that are made.
         length: Tokens of each.
-        seed: Seed of the draw, made on the CPU.
+        seed: Seed of the draw and of training, made on the CPU.
+        gates: Train gates, too.
+        steps: Steps of their training, 1,024 tokens each.
 
     Returns:
         The patterns, which the model knows from now on.
@@ -156,23 +66,63 @@ def calibrate_heads(
         raise ModelError(
             f"length={length}: half a prompt back is within what streaming heads see; give {least}"
         )
-    modules = _modules(model)
-    sums = {index: _Sums(sink, recent) for index in modules}
-    hooks: Any = {module: partial(sums[index].look) for index, module in modules.items()}
     given = _drawn(model, count, length, seed) if prompts is None else prompts
-    with torch.no_grad(), probing(hooks):
-        for each in given:
-            base_of(model)(**each, use_cache=False)
-    if not modules or any(not each.count for each in sums.values()):
+    sums, lessons = _looked(model, given, sink, recent, gates)
+    if not sums or any(not each.count for each in sums.values()):
         raise ModelError("no layer of full attention has read a prompt; give one prompt or more")
     found = HeadPatterns(
         {index: each.filters() for index, each in sums.items()},
         {index: (each.reach / each.count).float().cpu() for index, each in sums.items()},
+        lessons.learn({i: each.groups for i, each in sums.items()}, steps, seed) if gates else {},
     )
     found.use(model)
     if save is not None:
         found.save(save)
     return found
+
+
+def _looked(
+    model: Any, prompts: Iterable[Mapping[str, Any]], sink: int, recent: int, gates: bool
+) -> tuple[dict[int, _Sums], _Lessons]:
+    """Let a model read prompts; with `gates` repeat them, too."""
+    modules = read_modules(model)
+    sums = {index: _Sums(sink, recent) for index in modules}
+    lessons = _Lessons(model, modules)
+    hooks: Any = {module: sums[index].look for index, module in modules.items()}
+    with torch.no_grad():
+        for each in prompts:
+            with probing(hooks), lessons.states.watching():
+                base_of(model)(**each, use_cache=False)
+            if gates:
+                lessons.add(each)
+    return sums, lessons
+
+
+class _Lessons:
+    """Tokens that gates learn from: the states that enter each layer, and the scores of `kvzip`."""
+
+    def __init__(self, model: Any, modules: Mapping[int, nn.Module]) -> None:
+        self._model, self.states = model, StateRecorder(modules)
+        self._seen: dict[int, list[tuple[Tensor, Tensor]]] = {index: [] for index in modules}
+
+    def add(self, prompt: Mapping[str, Any]) -> None:
+        """Let the model repeat a prompt that it has just read."""
+        seen = {index: self.states.take(index) for index in self._seen}
+        with attach(self._model, cache=_TEACHER):
+            out = base_of(self._model)(**prompt, use_cache=True)
+        for index, layer in enumerate(returned_cache(out).layers):
+            states = seen.get(index)
+            if states is not None:
+                scores = layer.notes[REPEATED][0].T.clamp(0, 1)  # [n, H]
+                self._seen[index].append((states[0].cpu(), scores.cpu()))
+
+    def learn(self, groups: Mapping[int, int], steps: int, seed: int) -> dict[int, KeyGate]:
+        """Train the gates of all layers, which have `groups` query heads for each key head."""
+        made = dict[int, KeyGate]()
+        for index, many in groups.items():
+            states, scores = map(torch.cat, zip(*self._seen[index], strict=True))
+            made[index] = train_gate(states, scores, many, steps, seed)
+        return made
 
 
 class _Sums:
@@ -197,7 +147,7 @@ class _Sums:
     ) -> None:
         """Add the queries `[1, H, L, d]` of a prompt."""
         rows = query[:1].double()[0]
-        self._heads = key.shape[1]
+        self._heads, self.groups = key.shape[1], query.shape[1] // key.shape[1]
         self.gram = self.gram + rows.transpose(1, 2) @ rows
         self.total = self.total + rows.sum(1)
         length, size = query.shape[2], key.shape[2]
@@ -226,17 +176,6 @@ class _Sums:
             0, (self._heads, -1)
         )
         return found.mean(1).float().cpu()
-
-
-def _modules(model: Any) -> dict[int, nn.Module]:
-    """Attention modules of the layers that keep everything, by decoder layer."""
-    text = decoder_of(model)
-    found = {
-        index: attention_at(text, index)
-        for index in range(len(layers_of(text)))
-        if kind_of(text.config, index) in KEEPS_ALL
-    }
-    return {index: module for index, module in found.items() if module is not None}
 
 
 def _drawn(model: Any, count: int, length: int, seed: int) -> Iterable[dict[str, Tensor]]:

@@ -22,12 +22,12 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
-from mmfast.models.kv.calibration import SIGNALS, known_heads
 from mmfast.models.kv.heads import alike, evict_heads, held_by_heads, of_head
 from mmfast.models.kv.notes import (
     BASIS,
     COUNTED,
     FRAME,
+    GATED,
     KIND,
     MUTUAL,
     PADDING,
@@ -44,6 +44,7 @@ from mmfast.models.kv.notes import (
 )
 from mmfast.models.kv.output import added_lengths
 from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
+from mmfast.models.kv.patterns import SIGNALS, known_heads
 from mmfast.models.kv.queries import Expectation
 from mmfast.models.reduction.cache_layers import is_short, regroup
 from mmfast.models.reduction.call import PassState
@@ -158,6 +159,7 @@ def seen(
 
 _NOTED = (
     (COUNTED, "attn_counted"),
+    (GATED, "key_gate"),
     (MUTUAL, "attn_mutual"),
     (REPEATED, "attn_repeated"),
     (VISION, "attn_vision"),
@@ -419,7 +421,7 @@ class Eviction:
         """All layers of a prompt can be chosen from at once, and later numbers alone count."""
         specs = (*self._plan.position, *((self._plan.score,) if self._plan.score else ()))
         lone = {"layer", "depth", "values_out", "query_mean", FRAME}
-        queried = {"attn_mutual", "attn_repeated", "attn_vision"}
+        queried = {"attn_mutual", "attn_repeated", "attn_vision", "key_gate"}
         apart = (lone | queried | SIGNALS) & set(self._plan.needs)
         uneven = self.by_head or any(s.budget is None or s.method.uneven for s in specs)
         fixed = not apart and not uneven

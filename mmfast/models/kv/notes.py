@@ -37,6 +37,9 @@ VISION = "vision"
 # `[B, H, n]` float32: the largest attention received while the prompt was repeated, 1 where it was
 # not; and `[B, 1 or H, n]` the number of a token among those of the prompt, until it ends.
 REPEATED, NUMBER = "repeated", "number"
+# `[B, H, n]` float32: how much the gate of the layer says that heads will need an entry, 1 where it
+# was not asked.
+GATED = "gated"
 # No note, but the queries `[B, Hq, n, d]` of a part of a prompt, for `MUTUAL` or `VISION`.
 QUERIES = "queries"
 # Neither: the squares `[B, H, d]` of the last queries, by which `think` leaves out channels.
@@ -60,6 +63,7 @@ _FILL = {
     MUTUAL: 0.0,
     VISION: 0.0,
     REPEATED: 1.0,
+    GATED: 1.0,
     NUMBER: -1,
     CLUSTER: -1,
     FRAME: -1,
@@ -146,6 +150,16 @@ def mark(layer: Any, name: str, numbers: Tensor) -> None:
         old = torch.full((shape[0], 1, shape[2]), _FILL[name], device=numbers.device)
     new = numbers[:, None].to(old.device).expand(*old.shape[:-1], n)
     layer.notes = {**notes, name: torch.cat([old[..., : old.shape[-1] - n].to(new), new], -1)}
+
+
+def score_new(layer: Any, name: str, scores: Tensor) -> None:
+    """Note `scores` `[B, H, n]` of the n entries that a call has just stored."""
+    notes, n = fill(layer), scores.shape[-1]
+    old = notes.get(name)
+    if old is None:
+        shape = (*scores.shape[:2], notes[KIND].shape[-1])
+        old = torch.full(shape, _FILL[name], dtype=torch.float32, device=scores.device)
+    layer.notes = {**notes, name: torch.cat([old[..., : old.shape[-1] - n], scores], -1)}
 
 
 def remember_basis(layer: Any) -> None:

@@ -19,8 +19,8 @@ from mmfast.core.trace import Row, Trace
 from mmfast.models.cache_name import cache_of
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
-from mmfast.models.kv.calibration import SIGNALS, require_heads
 from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
+from mmfast.models.kv.gates import Gating
 from mmfast.models.kv.packs import (
     PackedLayer,
     RowPacker,
@@ -31,6 +31,7 @@ from mmfast.models.kv.packs import (
     shrinkable,
     split_packs,
 )
+from mmfast.models.kv.patterns import SIGNALS, gates_of, require_heads
 from mmfast.models.kv.queries import Expectation, RawPrompt, expected_angles
 from mmfast.models.kv.repetition import Repetition
 from mmfast.models.kv.retrieval import (
@@ -92,6 +93,10 @@ class KVStage:
         self._modules = {index: attention_at(text, index) for index in self._layers}
         if SIGNALS & set(plan.needs):
             require_heads(model, str(plan))
+        self._gating = None
+        if plan.gated:
+            require_heads(model, str(plan), gates=True)
+            self._gating = Gating(self._modules, gates_of(self._modules), state)
         self._eviction = Eviction(plan, state, self._modules)
         self._packing = Packing(plan, self._eviction.always)
         self._settles = self._eviction.always or self._packing.packs
@@ -138,6 +143,8 @@ class KVStage:
                 stack.enter_context(self._attention.watching(modules))
             if self._raw is not None:
                 stack.enter_context(self._raw.capturing())
+            if self._gating is not None:
+                stack.enter_context(self._gating.watching())
             stack.enter_context(self._eviction.masking(modules))
             yield
 
@@ -200,12 +207,14 @@ class KVStage:
         if cache is None:
             return
         if part is None:
-            self._count_step(cache.layers[index], masses)
+            self._count_step(cache.layers[index], index, masses)
             return
         assert call is not None and call.step is not None
         raw = None if self._raw is None else self._raw.captured(index)
         turned = kwargs.get("position_embeddings")
         self.arrive(cache, index, call.step.sequences, masses, raw, call.step.past, turned)
+        if self._gating is not None:
+            self._gating.arrive(cache.layers[index], index)
         if self._repetition is not None:
             self._repetition.arrive(cache, index, call, part)
             if part.last and index == max(self._layers):
@@ -221,9 +230,13 @@ class KVStage:
         for index in self._layers:
             self.prompt_ends(cache, index, drafts)
 
-    def _count_step(self, layer: Any, masses: dict[str, Tensor]) -> None:
-        """Note the attention of the query of a decode step, where a later choice reads it."""
-        if not masses or not is_short(layer) or layer.notes is None:
+    def _count_step(self, layer: Any, index: int, masses: dict[str, Tensor]) -> None:
+        """Note what a later choice reads of a decode step: attention of its query, its score."""
+        if not is_short(layer) or layer.notes is None:
+            return
+        if self._gating is not None:
+            self._gating.arrive(layer, index)
+        if not masses:
             return
         if notes.WINDOW in masses and not self._eviction.votes(layer):
             del masses[notes.WINDOW]
@@ -236,7 +249,7 @@ class KVStage:
             self._attention.look(index, module, *attention)
         finally:
             self._state.active = False
-        self._count_step(layer, self._attention.take(index))
+        self._count_step(layer, index, self._attention.take(index))
 
     @property
     def _looks(self) -> bool:

@@ -26,7 +26,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
-from mmfast.models.kv.calibration import SIGNALS
+from mmfast.models.kv.patterns import SIGNALS
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.reduction.cache_layers import shorten
 from mmfast.models.reduction.call import PassState
@@ -89,7 +89,7 @@ def view_plan(score: str, budget: Budget) -> ViewPlan:
             f"decode 'self' cannot choose by {score!r}, which reads or parts the heads of a model; "
             "use 'attention' or 'snapkv'"
         )
-    reads = plan.future or plan.mutual or plan.repeats or plan.vision
+    reads = plan.future or plan.mutual or plan.repeats or plan.vision or plan.gated
     if plan.every or plan.bits or reads or plan.score is None:
         raise SpecError(
             f"decode 'self' cannot choose by {score!r}, which does more than to choose behind a "

@@ -7,7 +7,7 @@ import base64
 import math
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event,
 from mmfast.serve.http.exchange import ignoring, transcribed, words_of
 from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Strict, Transcription
 from mmfast.serve.http.service import VOICES, Service
+from mmfast.voice.dubbing import clock
 from mmfast.voice.ear import VoiceEar
 from mmfast.voice.models import can
 
@@ -200,13 +201,7 @@ async def transcriptions(
     """Write a recording down; the language is that of the speech model."""
     service: Service = http.app.state.service
     known = (service.listener_model, "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe")
-    if model not in known:
-        text = unknown("model", model[:80], known)
-        raise ApiError(404, text, code="model_not_found", param="model")
-    choices = FORMATS[:2] if stream else FORMATS
-    if response_format not in choices:
-        text = unknown("response_format", response_format[:80], choices)
-        raise bad_request(f"{text}{' with stream' * stream}", "invalid_value", "response_format")
+    _checked(model, known, response_format, stream)
     headers = ignoring(_idle(await http.form()), service.config)
     data = await file.read()
     if stream or response_format not in FORMATS[:2]:
@@ -222,7 +217,7 @@ async def transcriptions(
 @router.post(
     "/v1/audio/translations",
     response_model=Transcription,
-    responses={**ERRORS, 200: {"content": {"text/plain": {}}}},
+    responses={**ERRORS, 200: {"content": {"text/plain": {}, EVENTS: {"schema": EVENT_SCHEMA}}}},
     summary="Translate a recording",
 )
 async def translations(
@@ -230,32 +225,41 @@ async def translations(
     file: Annotated[UploadFile, File()],
     model: Annotated[str, Form(min_length=1, max_length=256)],
     response_format: Annotated[str, Form()] = "json",
+    stream: Annotated[bool, Form()] = False,
 ) -> Response:
     """Translate a recording sentence by sentence, into the language of `--translator`."""
     service: Service = http.app.state.service
-    known = (service.translator_model, "whisper-1")
+    _checked(model, (service.translator_model, "whisper-1"), response_format, stream)
+    headers = ignoring(_idle(await http.form()), service.config)
+    work = _translated(service, await file.read(), response_format, stream, headers)
+    return await while_connected(http.receive, work)
+
+
+def _checked(model: str, known: Sequence[str], form: str, stream: bool) -> None:
+    """Raise `ApiError` for a model or a format that there is not."""
     if model not in known:
         text = unknown("model", model[:80], known)
         raise ApiError(404, text, code="model_not_found", param="model")
-    if response_format not in FORMATS:
-        text = unknown("response_format", response_format[:80], FORMATS)
-        raise bad_request(text, "invalid_value", "response_format")
-    headers = ignoring(_idle(await http.form()), service.config)
-    return await while_connected(
-        http.receive, _translated(service, await file.read(), response_format, headers)
-    )
+    choices = FORMATS[:2] if stream else FORMATS
+    if form not in choices:
+        text = unknown("response_format", form[:80], choices)
+        raise bad_request(f"{text}{' with stream' * stream}", "invalid_value", "response_format")
 
 
 async def _translated(
-    service: Service, data: bytes, form: str, headers: dict[str, str]
+    service: Service, data: bytes, form: str, stream: bool, headers: dict[str, str]
 ) -> Response:
     pcm, rate = await load_sound(data, service.config, param="file")
-    translator, rows = await service.translator(), list[dict[str, Any]]()
-    async for row in segments(service, pcm, rate, heard):
-        said = await service.in_voice_thread(partial(translator.translate, [row["text"]]))
-        rows.append({**row, "text": said[0]})
+    translator = await service.translator()
+
+    async def sentences() -> AsyncGenerator[dict[str, Any]]:
+        async for row in segments(service, pcm, rate, heard):
+            said = await service.in_voice_thread(partial(translator.translate, [row["text"]]))
+            yield {**row, "text": said[0]}
+
     language = "velda" if service.config.translator is None else "unknown"
-    return _document(rows, len(pcm) / rate, form, headers, ("translate", language))
+    task = "translate", language
+    return await _reply(sentences(), len(pcm) / rate, form, stream, headers, task)
 
 
 def _idle(form: FormData) -> Strict:
@@ -273,14 +277,26 @@ async def _by_segments(
 ) -> Response:
     """Write a recording down in a format that tells times, or as a stream."""
     pcm, rate = await load_sound(data, service.config, param="file")
+    embedded = (service.config.listener or service.config.speech) is None
+    task = "transcribe", "english" if embedded else "unknown"
     found = segments(service, pcm, rate)
+    return await _reply(found, len(pcm) / rate, form, stream, headers, task)
+
+
+async def _reply(
+    found: AsyncGenerator[dict[str, Any]],
+    seconds: float,
+    form: str,
+    stream: bool,
+    headers: dict[str, str],
+    task: tuple[str, str],
+) -> Response:
+    """Return segments as a stream, or as a document of `task` (its name, the language)."""
     first = await anext(found)  # an early error has a status of its own
     if stream:
         return StreamedReply(_deltas(first, found), EVENTS, lambda: None, headers)
     rows = [first, *[each async for each in found]]
-    embedded = (service.config.listener or service.config.speech) is None
-    task = "transcribe", "english" if embedded else "unknown"
-    return _document(rows, len(pcm) / rate, form, headers, task)
+    return _document(rows, seconds, form, headers, task)
 
 
 def _document(
@@ -303,15 +319,10 @@ def _document(
         return JSONResponse({**document, "usage": usage}, headers=headers)
     blocks = [] if form == "srt" else ["WEBVTT"]
     for number, row in enumerate(rows, 1):
-        times = " --> ".join(_clock(row[name], form) for name in ("start", "end"))
+        mark = "," if form == "srt" else "."
+        times = " --> ".join(clock(row[name], mark) for name in ("start", "end"))
         blocks.append("\n".join([*([str(number)] if form == "srt" else []), times, row["text"]]))
     return PlainTextResponse("\n\n".join(blocks) + "\n", headers=headers)
-
-
-def _clock(seconds: float, form: str) -> str:
-    whole, ms = divmod(round(seconds * 1000), 1000)
-    clock = f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}"
-    return f"{clock}{',' if form == 'srt' else '.'}{ms:03}"
 
 
 def heard(voice: Any, pcm: Tensor, rate: int) -> str:

@@ -38,6 +38,14 @@ class EndlessScene:
     texture: int
     since: float  # seconds of the stream at which its age is 0
 
+    def centre(self, thing: scene.Thing, time: float) -> scene.Floats:
+        """Return the centre of a thing at a time: a triangle wave, exact at any age."""
+        low = thing.radius + 2
+        span = scene.SIDE - 2 * low
+        way = np.asarray(thing.velocity) * (time - self.since)
+        way = (np.asarray(thing.start) - low + way) % (2 * span)
+        return np.asarray(low + np.minimum(way, 2 * span - way))
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -91,7 +99,7 @@ def show(place: EndlessScene, time: float) -> Moment:
     dx, dy = (scene.MARGIN - np.round(shift * scene.SCALE)).astype(int)
     picture = _ground(place.texture)[dy : dy + scene.PIXELS, dx : dx + scene.PIXELS].copy()
     owner = np.zeros((scene.PIXELS, scene.PIXELS), np.uint8)
-    centres = np.array([_centre(thing, age) for thing in place.things]) + shift
+    centres = np.array([place.centre(thing, time) for thing in place.things]) + shift
     whole = [
         scene.paint(picture, owner, thing, i, centres[i] * scene.SCALE)
         for i, thing in enumerate(place.things)
@@ -123,14 +131,6 @@ def _mover(rng: np.random.Generator, name: Name) -> scene.Thing:
     angle, speed = rng.uniform(0, 2 * np.pi), rng.uniform(2.0, 8.0)  # units per second
     velocity = (float(speed * np.cos(angle)), float(speed * np.sin(angle)))
     return scene.Thing(name[1], name[0], radius, start, velocity, 0, 1)
-
-
-def _centre(thing: scene.Thing, age: float) -> scene.Floats:
-    """Centre on a straight path reflected at the edges: a triangle wave, exact at any age."""
-    low = thing.radius + 2
-    span = scene.SIDE - 2 * low
-    way = (np.asarray(thing.start) - low + np.asarray(thing.velocity) * age) % (2 * span)
-    return np.asarray(low + np.minimum(way, 2 * span - way))
 
 
 FACTS = 20  # names kept for facts; the other ten are those of the ordinary scenes

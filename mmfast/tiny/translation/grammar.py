@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -72,7 +73,28 @@ CLAUSES = (
     ("the video ends <order> <number> <unit>", "video <unit> <number> <order> fina"),
 )  # fmt: skip
 SLOT = re.compile(r"<([a-z]+)( \d)?>")
+PART = re.compile(r"(<[a-z]+(?: \d)?>|\w+)\w*")  # a slot, or a word of its own
+# Words of clauses outside of slots, and the last English word that they need
+ALIGNED = {
+    "al": "to", "ama": "like", "apara": "appears", "apud": "next", "del": "from", "dona": "please",
+    "e": "and", "esa": "is", "fina": "ends", "hava": "has", "kolora": "colour", "mi": "i",
+    "mia": "my", "mo": "but", "ne": "not", "numer": "number", "paza": "wait", "pli": "faster",
+    "posta": "after", "rapo": "faster", "skrin": "screen", "stopa": "stops", "sur": "on",
+    "vada": "goes", "vida": "see", "video": "video",
+}  # fmt: skip
 Pair = tuple[str, str]
+
+
+class AlignedPair(NamedTuple):
+    """A sentence with `needs`: how many English words decide each Velda word and those before it.
+
+    A number that ends in tens needs the word behind it, since units may follow; so a word at the
+    end of a sentence may need one word more than there are.
+    """
+
+    english: str
+    velda: str
+    needs: tuple[int, ...]
 
 
 def pick(table: dict[str, str], rng: np.random.Generator) -> Pair:
@@ -132,15 +154,24 @@ def phrase(kind: str, rng: np.random.Generator) -> Pair:
     return shapes(rng) if kind == "shapes" else number(rng)
 
 
-def clause(rng: np.random.Generator) -> Pair:
+def clause(rng: np.random.Generator) -> AlignedPair:
     """A clause in both languages."""
     english, velda = CLAUSES[int(rng.integers(len(CLAUSES)))]
     found = {slot[0]: phrase(slot[1], rng) for slot in SLOT.finditer(english)}
+    ends, read = dict[str, int](), 0
+    for part in PART.findall(english):
+        words = found.get(part, (part, ""))[0]
+        read += len(words.split())
+        ends[part] = read + (words in TENS)  # units may follow
+    needs = list[int]()
+    for part in PART.findall(velda):
+        word = "are" if part == "esa" and "is" not in ends else ALIGNED.get(part, part)
+        needs += [ends[word]] * len(found.get(part, (part, part))[1].split())
     first, second = (
         SLOT.sub(lambda slot, side=side: found[slot[0]][side], text)  # type: ignore[misc]
         for side, text in enumerate((english, velda))
     )
-    return first, second
+    return AlignedPair(first, second, tuple(accumulate(needs, max)))
 
 
 def split_of(english: str) -> Split:
@@ -148,13 +179,25 @@ def split_of(english: str) -> Split:
     return "eval" if zlib.crc32(english.encode()) % SHARE == 0 else "train"
 
 
-def sentence(rng: np.random.Generator, split: Split = "train") -> Pair:
-    """A sentence of one to three clauses, in English and in Velda."""
+def aligned(rng: np.random.Generator, split: Split = "train") -> AlignedPair:
+    """A sentence of one to three clauses, in English and in Velda, word by word."""
     while True:
         parts = [clause(rng) for _ in range(1 + int(rng.integers(3)))]
-        english, velda = " and ".join(p[0] for p in parts), " e ".join(p[1] for p in parts)
+        english, velda = " and ".join(p.english for p in parts), " e ".join(p.velda for p in parts)
         if split_of(english) == split:
-            return english, velda
+            break
+    needs, read = list[int](), 0
+    for part in parts:
+        needs += [read] * bool(read)  # "e" for "and"
+        needs += [read + need for need in part.needs]
+        read += len(part.english.split()) + 1
+    return AlignedPair(english, velda, tuple(accumulate(needs, max)))
+
+
+def sentence(rng: np.random.Generator, split: Split = "train") -> Pair:
+    """A sentence of one to three clauses, in English and in Velda."""
+    found = aligned(rng, split)
+    return found.english, found.velda
 
 
 def vocabulary() -> list[str]:

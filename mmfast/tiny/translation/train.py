@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,22 +29,38 @@ SPECIAL = ("<pad>", "</s>", "<unk>")
 LOST = 0.01  # share of the words that are unknown in training, as what is misheard may be
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of whole words in both languages."""
+def word_tokenizer(
+    special: Sequence[str], form: str, begin: str | None = None
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole words in both languages.
+
+    Args:
+        special: Marks, the first numbers.
+        form: Template of a text, such as "$A </s>".
+        begin: The mark that opens a text.
+    """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-    words = {word: i for i, word in enumerate((*SPECIAL, *vocabulary()))}
+    words = {word: i for i, word in enumerate((*special, *vocabulary()))}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.normalizer = normalizers.Sequence(
         [normalizers.Lowercase(), normalizers.Replace(",", " "), normalizers.Replace(".", " ")]
     )
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    ends = [("</s>", words["</s>"])]
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=ends)
+    ends = [(mark, words[mark]) for mark in special if mark in form]
+    made.post_processor = processors.TemplateProcessing(single=form, special_tokens=ends)
     names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    names |= {} if begin is None else {"bos_token": begin}
+    more = [mark for mark in special if mark not in names.values()]
+    given: dict[str, Any] = {**names, **({"extra_special_tokens": more} if more else {})}
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, model_input_names=["input_ids", "attention_mask"], **names
+        tokenizer_object=made, model_input_names=["input_ids", "attention_mask"], **given
     )
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole words in both languages."""
+    return word_tokenizer(SPECIAL, "$A </s>")
 
 
 def make_model(words: int, seed: int) -> MarianMTModel:

@@ -11,7 +11,7 @@ import pytest
 
 from mmfast.bench import full
 from mmfast.bench.report import accuracy, docs
-from mmfast.bench.report.charts import accuracy_svg, speed_svg, speeds
+from mmfast.bench.report.charts import accuracy_svg, delay_svg, delays, speed_svg, speeds
 from mmfast.bench.report.docs import TABLES, render, write_table
 from mmfast.bench.report.table import ReportTable, stamp
 from mmfast.bench.results import append, bench_rows, environment, eval_rows, load
@@ -187,6 +187,19 @@ def test_chart_is_well_formed_and_complete() -> None:
     assert {"evs", "fastv@llm3", "a<b&c", "all tokens", "25%"} <= texts
     assert chart == accuracy_svg(points | {"a<b&c": [(0.05, 0.5)]})  # equal bytes
     assert accuracy_svg({}) == accuracy_svg({"all tokens": [(1.0, 0.9)]}) == ""
+
+
+def test_delays_are_lines_of_policies() -> None:
+    def row(policy: str, lag: float, score: float, source: str = "text, words") -> dict[str, Any]:
+        figures = {"lag_share": lag, "score": score, "source": source, "policy": policy}
+        return {"bench": "translation", **figures}
+
+    rows = [row("wait:5", 0.3, 0.1), row("wait:5", 0.3, 0.8), row("wait:3", 0.1, 0.6)]
+    rows += [row("offline", 1.0, 1.0), row("wait:3", 0.2, 0.5, "speech, s"), {"bench": "modes"}]
+    assert delays(rows) == {"wait": [(0.1, 0.6), (0.3, 0.8)], "offline": [(1.0, 1.0)]}
+    chart = delay_svg(delays(rows))
+    assert {"wait", "offline", "right words"} <= _texts(chart) and chart == delay_svg(delays(rows))
+    assert delay_svg({}) == ""
 
 
 def _cache_rows() -> list[dict[str, Any]]:

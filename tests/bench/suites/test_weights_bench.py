@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mmfast.bench.report.docs import write_table
-from mmfast.bench.suites.weights import product_rows, weight_rows
+from mmfast.bench.suites.step_selection import LongCache, selection_rows
+from mmfast.bench.suites.weights import joint_rows, product_rows, weight_rows
 
 
 def test_steps_and_prompts() -> None:
@@ -18,6 +20,32 @@ def test_steps_and_prompts() -> None:
     shared = {"suite": "decode", "bench": "weights", "processor": "p", "date": "d", "commit": "c"}
     table = "\n".join(write_table("decode", [{**shared, **row} for row in rows]))
     assert "| tiny, cpu | `int8` |" in table
+
+
+def test_joint_products_beside_separate_ones() -> None:
+    rows = joint_rows("tiny", 2, ("int8", "bfloat16"), 3)
+    assert [row["job"] for row in rows] == ["int8", "bfloat16"]
+    for row in rows:
+        assert row["n"] == 3 and row["base_ms"] > 0 and row["prefill_speedup"] > 0
+    shared = {"suite": "decode", "bench": "weights-joint", "processor": "p", "date": "d"}
+    table = "\n".join(write_table("decode", [{**shared, "commit": "c", **row} for row in rows]))
+    assert "| tiny, bfloat16 | `int8` |" in table
+
+
+def test_selection_beside_packed_weights() -> None:
+    """What a step reads of both is counted, and compared with the stock step in float32."""
+    cache = LongCache(96, ("quest:0.5",), 2, (("int8", "quest:0.5"), ("int4", "quest:0.5")))
+    floor, plain, eight, four = selection_rows("tiny", torch.float32, cache)
+    assert floor["job"] == "no cache" and plain["job"] == "quest:0.5"
+    assert eight["job"] == "quest:0.5, weights int8" and "attention_speedup" not in eight
+    assert plain["weights_mb"] > 4 * eight["weights_mb"] > 4 * four["weights_mb"] > 0
+    whole = plain["weights_mb"] + plain["cache_mb"]
+    read = eight["weights_mb"] + eight["read_mb"]
+    assert eight["ideal"] == pytest.approx(whole / read, rel=1e-3)
+    assert eight["speedup"] > 0 and 0 < eight["read_share"] < 1
+    table = {"suite": "decode", "bench": "selection", "processor": "p", "date": "d", "commit": "c"}
+    told = "\n".join(write_table("decode", [{**table, **row} for row in (floor, plain, eight)]))
+    assert "| `quest:0.5, weights int8` |" in told
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -22,6 +22,7 @@ from transformers import (
 
 from mmfast.core.errors import ModelError
 from mmfast.models.decoder.backbone import Backbone
+from mmfast.models.decoder.blocks import WideProduct
 
 IDS = torch.randint(0, small.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3))
 FORMS = [(f, a, lean) for f in small.FAMILIES for a in ("sdpa", "eager") for lean in (False, True)]
@@ -162,3 +163,20 @@ def test_learned_positions_end() -> None:
         with pytest.raises(ModelError, match="12 positions") as error:
             backbone.run(state, backbone.embed(IDS[:, :1]), [1, 1])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("columns", [96, 516, 13, 131])
+@pytest.mark.parametrize("biased", [False, True])
+@torch.no_grad()
+def test_a_product_block_by_block_is_the_product(columns: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn(24, columns, generator=generator, dtype=torch.float64)
+    bias = torch.randn(columns, generator=generator, dtype=torch.float64) if biased else None
+    product = WideProduct(weight, bias)
+    assert columns % product.block == 0
+    for rows in (1, 2, 16, 17):
+        x = torch.randn(rows, 24, generator=generator, dtype=torch.float64)
+        want = (x[:, :, None] * weight).sum(1) + (0 if bias is None else bias)
+        blocks = product.blockwise(x).transpose(0, 1).reshape(rows, -1)
+        for found in (product(x), blocks):
+            torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-12)

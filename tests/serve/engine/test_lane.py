@@ -317,12 +317,12 @@ def test_every_policy_at_once_answers_as_alone() -> None:
     """All policies of KV memory at their usual budgets, in one engine.
 
     Refused in one line are those that choose what a step reads, as test_select.py shows, those by
-    head, as test_cache_heads.py shows, and `think`, `kvzip` and `kvsquared`, as their own tests
-    show; the model here has no patterns of heads for `qfilter`.
+    head, as test_cache_heads.py shows, and `think`, `kvzip`, `kvsquared` and `fastkvzip`, as
+    their own tests show; the model here has no patterns of heads for `qfilter`.
     """
     family, made = "llava_onevision", engine("llava_onevision", queue=64)
     known = [m for m in methods("cache") if m.role not in ("select", "heads")]
-    refused = ("think", "kvzip", "kvsquared")
+    refused = ("think", "kvzip", "kvsquared", "fastkvzip")
     served = [m for m in known if "query_filter" not in m.needs and m.name not in refused]
     specs = [method.example for method in served]
     requests = [ask(str(i), clip(i, 4), "what?", cache=s, tokens=9) for i, s in enumerate(specs)]

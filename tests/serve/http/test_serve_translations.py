@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from serve_tools import Hum, app_of, client_of, saying, wav
+from serve_tools import Hum, app_of, client_of, running, saying, wav
 
 from mmfast.models.translation import load_translator
 from mmfast.serve.config import ServerConfig
@@ -44,11 +45,14 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech, "VoiceEar", TwoSentences)
 
 
-def translated(form: str | None = None, model: str = "whisper-1", **options: Any) -> Any:
+def translated(
+    form: str | None = None, model: str = "whisper-1", stream: bool = False, **options: Any
+) -> Any:
     async def go() -> Any:
         async with client_of(app_of(saying(), Listener(), **options)) as client:
             files = {"file": ("a.wav", wav(5.0), "audio/wav")}
             data = {"model": model} | ({} if form is None else {"response_format": form})
+            data |= {"stream": "true"} if stream else {}
             return await client.post("/v1/audio/translations", files=files, data=data)
 
     return asyncio.run(go())
@@ -73,6 +77,42 @@ def test_every_format_holds_the_translation_of_each_sentence() -> None:
     from openai._models import validate_type
 
     validate_type(type_=audio.TranslationVerbose, value=found)
+
+
+def test_a_stream_gives_each_sentence_as_it_is_translated() -> None:
+    first, second = load_translator().translate([*SAID[:2]])
+    found = translated(stream=True)
+    assert found.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(line[6:]) for line in found.text.split("\n") if line.startswith("data: ")]
+    assert [(e["type"], e.get("delta")) for e in events] == [
+        ("transcript.text.delta", first),
+        ("transcript.text.delta", f" {second}"),
+        ("transcript.text.done", None),
+    ]
+    assert events[-1]["text"] == f"{first} {second}"
+    wrong = translated("srt", stream=True)
+    assert wrong.status_code == 400 and "with stream" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # in the newest client
+def test_the_stock_client_over_a_real_connection() -> None:
+    openai = pytest.importorskip("openai")
+    first, second = load_translator().translate([*SAID[:2]])
+    app = app_of(saying(), Listener())
+    with running(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-") as client:
+        asked = {"model": "whisper-1", "file": ("a.wav", wav(5.0))}
+        ask = client.audio.translations
+        assert ask.create(**asked).text == f"{first} {second}"
+        told = ask.create(**asked, response_format="verbose_json")
+        assert (told.language, [row.text for row in told.segments]) == ("velda", [first, second])
+        assert ask.create(**asked, response_format="text") == f"{first} {second}\n"
+        with ask.with_streaming_response.create(**asked, extra_body={"stream": True}) as stream:
+            lines = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+        assert (
+            json.loads(lines[0])["delta"] == first and json.loads(lines[1])["delta"][1:] == second
+        )
+        with pytest.raises(openai.NotFoundError, match="tiny-translate"):
+            ask.create(model="gpt-9", file=asked["file"])
 
 
 def test_wrong_requests_are_told() -> None:

@@ -103,7 +103,12 @@ def test_a_session_tells_what_auto_has_chosen(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "store", ["window:160+retrieve:2+quant:4?residual=8", "snapkv:160+retrieve:2"]
+    "store",
+    [
+        "window:160+retrieve:2+quant:4?residual=8",
+        "snapkv:160+retrieve:2",
+        "livevlm:160?window=9+retrieve:2",
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_and_scored_sessions_are_asked_saved_and_go_on(

@@ -51,6 +51,7 @@ def make(kind: str, heads: int, n: int, width: int = 8, seed: int = 0) -> Tokens
         "attn_counted": 9 * total.flip(-1),
         "attn_mutual": 2 * window.roll(3, -1),
         "attn_repeated": (window + total.flip(-1)) / 2,
+        "key_gate": (window.roll(2, -1) + total) / 2,
         "attn_vision": (window.roll(5, -1) + total) / 2,
         "attn_sum": total,
         "layer": torch.tensor(seed % 5),
@@ -89,6 +90,7 @@ def layer_of(tokens: Tokens) -> Layer:
         mutual=wide("attn_mutual"),
         repeated=wide("attn_repeated"),
         vision=wide("attn_vision"),
+        gated=wide("key_gate"),
     )
 
 

@@ -12,6 +12,7 @@ import model_oracle as oracle
 import numpy as np
 import repeat_walk
 import torch
+from gate_models import by_hand, give_gates
 from oracles_caches import ORACLES, Layer, mutual, visual_attention
 from tiny_models import Tiny, build
 
@@ -46,6 +47,7 @@ SCORES = {
     ),
     "kvzip:0.4?chunk=9": ("kvzip", 0.4, {"chunk": 9}),
     "kvsquared:0.4?chunk=9&asks=0.3": ("kvsquared", 0.4, {"chunk": 9, "asks": 0.3}),
+    "fastkvzip:0.4?sink=2&recent=0.1": ("fastkvzip", 0.4, {"sink": 2, "recent": 0.1}),
     "pyramidkv:0.5?window=3&kernel=3": ("pyramidkv", 0.5, {"window": 3, "kernel": 3}),
     "simlayerkv:0.4?threshold=0&window=3": ("simlayerkv", 0.4, {"threshold": 0.0, "window": 3}),
     "chunkkv:0.4?window=3&chunk=4": ("chunkkv", 0.4, {"window": 3, "chunk": 4}),
@@ -120,13 +122,21 @@ def _expected(this: Tiny, walk: cache_oracle.Walk, index: int, future: int, sink
 
 @functools.cache
 def model_of(family: str, attention: str = "sdpa") -> Tiny:
-    """Keys of unlike length, in the families, too, that normalise them."""
+    """Keys of unlike length, in the families, too, that normalise them; and gates."""
     this = build(family, attention=attention)
     torch.manual_seed(1)
     for name, weight in this.model.get_decoder().named_parameters():
         if "k_norm" in name or "k_layernorm" in name:
             weight.uniform_(0.3, 1.7)
+    give_gates(this.model)
     return this
+
+
+@functools.cache
+def gates(family: str) -> dict[int, np.ndarray]:
+    """Scores `[H, L]` of every layer, of the gates of `model_of`."""
+    this = model_of(family)
+    return by_hand(this.model, ask(this), give_gates(this.model))
 
 
 @functools.cache
@@ -195,6 +205,8 @@ def layer_of(
     found.counted = (recent * (recent > 0).sum(-1, keepdims=True)).sum(1)
     if {"recent", "chunk"} <= {*knobs}:
         found.mutual = mutual(queries(this.family)[index], keys, **knobs)
+    if {*knobs} == {"sink", "recent"}:
+        found.gated = gates(this.family)[index]
     if {*knobs} == {"window", "recent"}:
         asks = [place for place, each in enumerate(kind) if each == 1][-window:]
         scale = walk.text.layers[index].self_attn.scaling

@@ -38,6 +38,7 @@ class Layer:
     mutual: np.ndarray | None = None  # [H, N]
     repeated: np.ndarray | None = None  # [H, N]
     vision: np.ndarray | None = None  # [H, N]
+    gated: np.ndarray | None = None  # [H, N]
 
     @property
     def heads(self) -> range:
@@ -410,6 +411,42 @@ def kvsquared(layer: Layer, budget: int, chunk: int = 2048, asks: float = 0.02) 
     return kvzip(layer, budget, chunk)
 
 
+def fastkvzip(layer: Layer, budget: int, sink: int = 4, recent: float = 0.02) -> Answers:
+    assert layer.gated is not None
+    first = min(sink, budget // 4)
+    last = min(math.floor(recent * layer.n), 4096, budget // 4)
+    ends = [*range(first), *range(layer.n - last, layer.n)]
+    answers = []
+    for head in layer.gated:
+        rest = [i for i in ranked([_level(float(s)) for s in head]) if i not in ends]
+        answers.append(pruned(layer.n, sorted([*ends, *rest[: budget - len(ends)]])))
+    return answers
+
+
+def gate(states: np.ndarray, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Scores `[H, N]` of states `[N, D]`: the weight of a token's own key beside the sinks."""
+    heads, groups = parts["bias"].shape
+    rank = parts["sinks"].shape[-1]
+    found = np.zeros((heads, len(states)))
+    for place, state in enumerate(states):
+        query = parts["query.weight"] @ state + parts["query.bias"]
+        key = parts["key.weight"] @ state
+        for head in range(heads):
+            own = _levelled(key[head * rank :][:rank], parts["key_scale"])
+            for group in range(groups):
+                start = (head * groups + group) * rank
+                asks = _levelled(query[start:][:rank], parts["query_scale"])
+                mine = math.exp(float(asks @ own) / math.sqrt(rank) + parts["bias"][head, group])
+                others = [float(asks @ s) / math.sqrt(rank) for s in parts["sinks"][head]]
+                found[head, place] += mine / (mine + sum(map(math.exp, others))) / groups
+    return found
+
+
+def _levelled(vector: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    mean = sum(float(x) ** 2 for x in vector) / len(vector)
+    return np.array([float(x) / math.sqrt(mean + 1e-6) for x in vector]) * scale
+
+
 def oddest(layers: list[np.ndarray], share: float) -> list[int]:
     """Tokens whose keys, of layers `[H, c, d]`, look least like the mean direction, in order."""
     count = layers[0].shape[1]
@@ -721,6 +758,7 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "curdkv": curdkv,
     "expected_attention": expected_attention,
     "fastkv": fastkv,
+    "fastkvzip": fastkvzip,
     "finch": finch,
     "h2o": h2o,
     "infinipot_v": infinipot_v,
