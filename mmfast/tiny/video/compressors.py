@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, pad
 
 from mmfast.compressors.base import Compressed, Compressor, file_of, save
+from mmfast.compressors.base import load as read_compressor
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import get
 from mmfast.models.loading import load, located
@@ -77,8 +78,8 @@ class Taught:
 def teach(model: Any, lesson: Lesson) -> Taught:
     """Run the decoder on all patches.
 
-    Cubes of attention are summed over heads and layers, since heads that look at one patch tell
-    where an answer is, and most others look everywhere.
+    Cubes of attention among the patches are summed over heads and layers, since heads that look at
+    one patch tell where an answer is, and most others look everywhere.
     """
     lm, packed, shape = model.model.language_model, lesson.packed, lesson.tokens.shape[:3]
     out, total = answer(model, lesson, lesson.every), shape[1] * shape[2]
@@ -175,6 +176,10 @@ class CompressorTask(training.Task):
 
     def loss(self, batch: Lesson) -> tuple[Tensor, training.Figures]:
         """Loss of the answers, and what the decoder's pass over all patches teaches."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return self._loss(batch)
+
+    def _loss(self, batch: Lesson) -> tuple[Tensor, training.Figures]:
         packed, taught = alone(batch), teach(self.model, batch)
         states, out = respond(self.model, self.compressor, batch.tokens, packed)
         asked = packed.labels != scene.IGNORE
@@ -226,8 +231,12 @@ def train_all(
     for tokens in options.tokens:
         torch.manual_seed(options.seed)
         compressor = Compressor.kinds[options.compressor](width, tokens, (side, side))
+        if options.start:
+            go_on(compressor, options.start)
         path = file_of(options.out, options.compressor, tokens)
-        task = CompressorTask(model, compressor, clips, options.seed, held=options.held)
+        task = CompressorTask(
+            model, compressor, clips, options.seed, held=options.held, rate=options.rate
+        )
         course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=2.0)
         steps = training.train(
             task,
@@ -237,6 +246,18 @@ def train_all(
         )
         size = sum(each.numel() for each in compressor.parameters())
         log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+
+
+@torch.no_grad()
+def go_on(compressor: Compressor, start: Path) -> None:
+    """Take the weights of a file; every token has the one learned vector of a single token."""
+    weights = read_compressor(start).state_dict()
+    own = compressor.state_dict()
+    for name, value in weights.items():
+        if name == "learned" and len(value) == 1:
+            noise = 0.02 * torch.randn(own[name].shape) if len(own[name]) > 1 else 0.0
+            weights[name] = value.expand(own[name].shape) + noise
+    compressor.load_state_dict(weights)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -249,9 +270,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compressor", default="query_compressor", help="name of the architecture")
     add("--tokens", type=int, nargs="+", default=[1], help="vectors a frame; several train each")
     add("--out", type=Path, default=Path("compressed"), help="folder that gets compressors/")
+    add("--start", type=Path, help="weights to go on from, of one token or of as many")
+    add("--rate", type=float, default=1.5e-3, help="of learning, at its peak")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, help="time of each training; with none --steps count")
-    add("--steps", type=int, default=600, help="of each training")
+    add("--steps", type=int, default=1300, help="of each training")
     add("--clips", type=int, default=4256, help="of the bank, held-out ones included")
     add("--held", type=int, default=HELD, help="clips at its end that are never trained on")
     options = parser.parse_args(argv)
