@@ -30,19 +30,24 @@ class Compressed:
         vectors: What the language model reads in place of the patches, `[..., F, k, D]`.
         place: The patch of its frame that each stands for, ascending, `[..., F, k]`.
         owner: The output that each patch belongs to, for pictures of it, `[..., F, P]`.
+        score: What its choice among the patches goes by, before the softmax, -inf where it must
+            not choose, `[..., F, k, P]`; lessons may teach it. None for one that chooses nothing.
     """
 
     vectors: Tensor
     place: Tensor
     owner: Tensor
+    score: Tensor | None = None
 
     @classmethod
-    def of_cells(cls, vectors: Tensor, place: Tensor, cell: Tensor) -> Compressed:
-        """Sort one output a cell by place; `cell` `[P]` numbers the cell of each patch."""
+    def of_cells(cls, vectors: Tensor, score: Tensor, cell: Tensor) -> Compressed:
+        """Sort one output a cell by its place; `cell` `[P]` numbers the cell of each patch."""
+        place = score.argmax(-1)
         order = place.argsort(-1)
-        turned = vectors.gather(-2, order[..., None].expand_as(vectors))
-        owner = order.argsort(-1)
-        return cls(turned, place.gather(-1, order), owner[..., cell])
+        vectors, score = (
+            each.gather(-2, order[..., None].expand_as(each)) for each in (vectors, score)
+        )
+        return cls(vectors, place.gather(-1, order), order.argsort(-1)[..., cell], score)
 
 
 class Compressor(nn.Module):

@@ -52,15 +52,34 @@ class CrossAttention(nn.Module):
         return found
 
 
+class PatchLayer(nn.Module):
+    """A transformer layer over the patches of a frame."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.look = CrossAttention(width, heads)
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix patches `[..., P, C]`, then change each alone."""
+        seen = self.before(x)
+        x = x + self.look(seen, seen)
+        changed: Tensor = self.narrow(gelu(self.wide(self.between(x))))
+        return x + changed
+
+
 class QueryCompressor(Compressor, name="query_compressor"):
     """Cross-attention of one query a cell to the patches of its cell, then a soft choice of one.
 
-    A query is the mean of its cell (the low-resolution view of mPLUG-DocOwl2, whose queries see
-    their own region alone), a learned vector, the number of its frame, so that frames may tell
-    different things of a still scene, and where it `asks` a summary of the text (the query of the
-    one-token scaling law). Each output is a convex sum of its cell's features, so that a
-    frozen language model reads what it knows, plus a learned change that starts at zero; it stands
-    at the place of the patch with the greatest share.
+    Patches first read their frame (the fusion layers of LLaVA-Mini), since what tells the left
+    digit from the right one lies beside it. A query is the mean of its cell (the low-resolution
+    view of mPLUG-DocOwl2, whose queries see their own region alone), a learned vector, the number
+    of its frame, and where it `asks` a summary of the text (the query of the one-token scaling
+    law); queries of all frames read each other, so that frames may tell different things of a still
+    scene. Each output is a convex sum of its cell's features, so that a frozen language model
+    reads what it knows, plus a learned change that starts at zero; it stands at the place of the
+    patch with the greatest share.
     """
 
     def __init__(
@@ -72,11 +91,12 @@ class QueryCompressor(Compressor, name="query_compressor"):
         inner: int = 192,
         heads: int = 6,
         asks: bool = True,
+        depth: int = 2,
     ) -> None:
         super().__init__()
         grid = (grid[0], grid[1])
         self.config = {"width": width, "tokens": tokens, "grid": list(grid), "inner": inner}
-        self.config |= {"heads": heads, "asks": asks}
+        self.config |= {"heads": heads, "asks": asks, "depth": depth}
         self.cell: Tensor
         self.seen: Tensor
         cell = cells_of(grid, tokens)
@@ -91,8 +111,10 @@ class QueryCompressor(Compressor, name="query_compressor"):
             self.read = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner))
             self.ask = nn.Parameter(0.02 * torch.randn(1, inner))
             self.listen = CrossAttention(inner, heads)
-        self.look = CrossAttention(inner, heads)
-        self.before, self.between, self.behind = (nn.LayerNorm(inner) for _ in range(3))
+        self.layers = nn.ModuleList(PatchLayer(inner, heads) for _ in range(depth))
+        self.look, self.mix = CrossAttention(inner, heads), CrossAttention(inner, heads)
+        self.before, self.ahead = nn.LayerNorm(inner), nn.LayerNorm(inner)
+        self.between, self.behind = nn.LayerNorm(inner), nn.LayerNorm(inner)
         self.wide, self.narrow = nn.Linear(inner, 2 * inner), nn.Linear(2 * inner, inner)
         self.choose, self.offer = (nn.Linear(inner, inner, bias=False) for _ in range(2))
         self.change, self.time = nn.Linear(inner, width), nn.Linear(inner, inner, bias=False)
@@ -105,6 +127,8 @@ class QueryCompressor(Compressor, name="query_compressor"):
         """Compress `[..., F, P, D]`; arguments are those of `Compressor.forward`."""
         inside = self.enter(x)
         keys = inside + self.spots  # [..., F, P, C]
+        for layer in self.layers:
+            keys = layer(keys)
         queries = self.mean @ inside + self.learned  # [..., F, k, C]
         frames = sin_cos((x.shape[-3], 1), keys.shape[-1]).to(keys)
         queries = queries + self.time(frames)[:, None]
@@ -116,12 +140,14 @@ class QueryCompressor(Compressor, name="query_compressor"):
             asked = self.ask.expand(*text.shape[:-2], -1, -1)
             queries = queries + self.listen(asked, text, seen)[..., None, :, :]
         queries = queries + self.look(self.before(queries), keys, self.seen)
+        every = self.ahead(queries).flatten(-3, -2)  # [..., F k, C]
+        queries = queries + self.mix(every, every).unflatten(-2, queries.shape[-3:-1])
         queries = queries + self.narrow(gelu(self.wide(self.between(queries))))
         queries = self.behind(queries)
         score = self.choose(queries) @ self.offer(keys).mT / math.sqrt(keys.shape[-1])
         score = score.masked_fill(~self.seen, float("-inf"))  # [..., F, k, P]
         vectors = score.softmax(-1) @ x + self.change(queries)
-        return Compressed.of_cells(vectors, score.argmax(-1), self.cell)
+        return Compressed.of_cells(vectors, score, self.cell)
 
 
 @register("query_compressor", kind="compressor", paper="2409.03420", needs=("x", "grid", "query"))

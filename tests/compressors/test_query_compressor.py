@@ -75,6 +75,9 @@ def test_oracle(tokens: int, asks: bool) -> None:
     [
         "listen.k.weight",
         "look.v.weight",
+        "mix.k.weight",
+        "layers.0.look.q.weight",
+        "layers.1.narrow.bias",
         "choose.weight",
         "time.weight",
         "change.bias",

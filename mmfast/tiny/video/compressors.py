@@ -1,7 +1,10 @@
 """Training of a learned compressor for the embedded video model, whose weights stay frozen.
 
 Features of the clips are projected once. A step then runs the decoder on the few vectors of each
-clip, and the loss of the answers reaches the compressor through it.
+clip, and the loss of the answers reaches the compressor through it. Two more losses come from the
+decoder's own pass over all patches: the distribution of its answers, and the patches that they look
+at, which the compressor learns to choose (words of an answer take the frames in turn, so that one
+frame keeps the left digit and the next one the right).
 """
 
 from __future__ import annotations
@@ -9,15 +12,18 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, kl_div, pad
 
-from mmfast.compressors.base import Compressor, file_of, save
+from mmfast.compressors.base import Compressed, Compressor, file_of, save
+from mmfast.compressors.base import load as read_compressor
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import get
 from mmfast.models.loading import load, located
@@ -29,20 +35,25 @@ from mmfast.tiny.video.lessons import (
     Lesson,
     PackedQuestions,
     Weights,
+    answer,
     answer_from,
-    answer_loss,
 )
-from mmfast.tiny.video.model import ASSISTANT, END, USER
+from mmfast.tiny.video.model import ASSISTANT, END, USER, rotate
 from mmfast.tiny.video.questions import KINDS
 
 CLIPS, HELD = 8, 256  # of a step, and at the end of the bank, which are never trained on
 
 
-def alone(lesson: Lesson) -> PackedQuestions:
-    """Questions of a lesson in rows of their own, `[B Q, L]`; a clip with fewer has empty rows."""
-    packed = lesson.packed
+def questions_of(packed: PackedQuestions) -> list[tuple[int, Tensor]]:
+    """Clip and mask `[L]` of every question; a clip with fewer than others has empty masks."""
     own = [packed.block == number for number in range(int(packed.block.max()) + 1)]
-    found = [(clip, mask[clip]) for clip in range(len(packed.ids)) for mask in own]
+    return [(clip, mask[clip]) for clip in range(len(packed.ids)) for mask in own]
+
+
+def alone(lesson: Lesson) -> PackedQuestions:
+    """Questions of a lesson in rows of their own, `[B Q, L]`; empty rows where a clip has fewer."""
+    packed = lesson.packed
+    found = questions_of(packed)
     length = max(int(mask.sum()) for _, mask in found)
 
     def rows(values: Tensor, fill: int) -> Tensor:
@@ -54,7 +65,62 @@ def alone(lesson: Lesson) -> PackedQuestions:
     return PackedQuestions(ids, block, rows(packed.within, 0), labels, rows(packed.named, 0))
 
 
-def respond(model: Any, compressor: Compressor, shown: Tensor, packed: PackedQuestions) -> Tensor:
+@dataclass(frozen=True)
+class Taught:
+    """What the decoder makes of all patches of a lesson."""
+
+    logits: Tensor  # at the tokens of answers, question by question. `[n, V]`
+    share: Tensor  # of each patch of a frame in what the answer looks at. `[B Q, F, P]`
+    mass: Tensor  # of each frame in it; zero in empty rows. `[B Q, F]`
+
+
+@torch.no_grad()
+def teach(model: Any, lesson: Lesson) -> Taught:
+    """Run the decoder on all patches.
+
+    Cubes of attention among the patches are summed over heads and layers, since heads that look at
+    one patch tell where an answer is, and most others look everywhere.
+    """
+    lm, packed, shape = model.model.language_model, lesson.packed, lesson.tokens.shape[:3]
+    out, total = answer(model, lesson, lesson.every), shape[1] * shape[2]
+    at, text_at = pad(lesson.every + 1, (1, 0)), total + 2 + packed.within
+    looked = torch.zeros(())
+    for layer, keys, queries in zip(lm.layers[1:], out.keys[1:], out.queries[1:], strict=True):
+        key, query = (
+            rearrange(each, "b n (h d) -> b h n d", d=layer.self_attn.head_dim)
+            for each in (keys[:, : total + 1], queries)
+        )
+        key = rotate(key, lm.rotary_emb(keys, at))
+        query = rotate(query, lm.rotary_emb(keys, text_at))
+        score = query @ key.mT / key.shape[-1] ** 0.5
+        looked = looked + score.softmax(-1)[..., 1:].pow(3).sum(1)  # [B, L, N]
+    found = questions_of(packed)
+    answers = [mask & (packed.labels[clip] != scene.IGNORE) for clip, mask in found]
+    states = [out.states[clip][own] for (clip, _), own in zip(found, answers, strict=True)]
+    share = torch.zeros(len(found), *shape[1:])
+    for row, ((clip, _), own) in enumerate(zip(found, answers, strict=True)):
+        words = looked[clip][own & (packed.labels[clip] != END)].unflatten(-1, shape[1:])
+        for frame in range(shape[1] if len(words) else 0):
+            share[row, frame] = words[frame % len(words), frame]
+    mass = share.sum(-1)
+    share = share / mass[..., None].clamp(min=1e-20)
+    mass = mass / mass.sum(-1, keepdim=True).clamp(min=1e-20)
+    return Taught(model.lm_head(torch.cat(states)), share, mass)
+
+
+def guidance(score: Tensor, taught: Taught) -> Tensor:
+    """Mean cross-entropy of scores `[B Q, F, k, P]` to what the decoder looks at in each cell."""
+    allowed = score.isfinite()
+    target = taught.share[:, :, None] * allowed
+    weight = target.sum(-1) * taught.mass[..., None]  # [B Q, F, k]
+    logs = score.log_softmax(-1).masked_fill(~allowed, 0.0)
+    gap = -(target / target.sum(-1, keepdim=True).clamp(min=1e-20) * logs).sum(-1)
+    return (gap * weight).sum() / weight.sum().clamp(min=1e-20)
+
+
+def respond(
+    model: Any, compressor: Compressor, shown: Tensor, packed: PackedQuestions
+) -> tuple[Tensor, Compressed]:
     """States of the answers `[B Q, L, D]` to Q questions each about clips `[B, F, P, D]`."""
     embed = model.model.language_model.embed_tokens
     ids = pad(packed.ids, (1, 0), value=USER)  # all text of the prompt, as `attach` sees it
@@ -67,7 +133,7 @@ def respond(model: Any, compressor: Compressor, shown: Tensor, packed: PackedQue
     frames, patches = shown.shape[1:3]
     at = out.place + torch.arange(frames)[:, None] * patches
     place, visual = at.flatten(0, 1).flatten(1), out.vectors.flatten(0, 1).flatten(1, 2)
-    return answer_from(model, packed, visual, place, frames * patches).states
+    return answer_from(model, packed, visual, place, frames * patches).states, out
 
 
 class CompressorTask(training.Task):
@@ -93,6 +159,7 @@ class CompressorTask(training.Task):
         rest = [each for each in compressor.parameters() if id(each) not in known]
         self.optimiser = training.Optimiser(linear, rest, rate)
         self.rng = torch.Generator().manual_seed(seed)
+        self.lead = 1.0  # weight of the patches to choose; they matter less once they are known
         self.count = len(clips.bank.tables) - held
         self.weights: Weights = dict.fromkeys(KINDS, 1.0)
         parts = range(self.count, self.count + held, CLIPS)
@@ -103,15 +170,27 @@ class CompressorTask(training.Task):
 
     def batches(self, step: int, done: float) -> list[Lesson]:
         """Random clips and questions about them."""
+        self.lead = max(0.1, 1 - 2 * done)
         chosen = torch.randint(self.count, (CLIPS,), generator=self.rng).tolist()
         return [self.clips.lesson(chosen, self.questions, self.weights)]
 
     def loss(self, batch: Lesson) -> tuple[Tensor, training.Figures]:
-        """Loss of the answers."""
-        packed = alone(batch)
-        states = respond(self.model, self.compressor, batch.tokens, packed)
-        loss = answer_loss(self.model, states, packed.labels)
-        return loss, {"loss": loss.item()}
+        """Loss of the answers, and what the decoder's pass over all patches teaches."""
+        with torch.autocast("cpu", torch.bfloat16):
+            return self._loss(batch)
+
+    def _loss(self, batch: Lesson) -> tuple[Tensor, training.Figures]:
+        packed, taught = alone(batch), teach(self.model, batch)
+        states, out = respond(self.model, self.compressor, batch.tokens, packed)
+        asked = packed.labels != scene.IGNORE
+        logits = self.model.lm_head(states[asked])
+        right = cross_entropy(logits, packed.labels[asked])
+        like = kl_div(logits.log_softmax(-1), taught.logits.softmax(-1), reduction="batchmean")
+        total, figures = right + like, {"loss": right.item(), "like": like.item()}
+        if out.score is not None:
+            look = guidance(out.score.flatten(0, 1), taught)
+            total, figures = total + self.lead * look, figures | {"look": look.item()}
+        return total, figures
 
     @torch.no_grad()
     def look(self) -> training.Figures:
@@ -119,7 +198,7 @@ class CompressorTask(training.Task):
         marks: list[tuple[str, bool]] = []
         for lesson in self.exam:
             packed, kinds = alone(lesson), [kind for row in lesson.kinds for kind in row]
-            states = respond(self.model, self.compressor, lesson.tokens, packed)
+            states, _ = respond(self.model, self.compressor, lesson.tokens, packed)
             right = packed.correct(self.model.lm_head(states).argmax(-1))
             marks += zip(kinds, (mark for row in right for mark in row), strict=True)
         scores = training.shares(marks, KINDS)
@@ -152,8 +231,12 @@ def train_all(
     for tokens in options.tokens:
         torch.manual_seed(options.seed)
         compressor = Compressor.kinds[options.compressor](width, tokens, (side, side))
+        if options.start:
+            go_on(compressor, options.start)
         path = file_of(options.out, options.compressor, tokens)
-        task = CompressorTask(model, compressor, clips, options.seed, held=options.held)
+        task = CompressorTask(
+            model, compressor, clips, options.seed, held=options.held, rate=options.rate
+        )
         course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=2.0)
         steps = training.train(
             task,
@@ -163,6 +246,18 @@ def train_all(
         )
         size = sum(each.numel() for each in compressor.parameters())
         log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+
+
+@torch.no_grad()
+def go_on(compressor: Compressor, start: Path) -> None:
+    """Take the weights of a file; every token has the one learned vector of a single token."""
+    weights = read_compressor(start).state_dict()
+    own = compressor.state_dict()
+    for name, value in weights.items():
+        if name == "learned" and len(value) == 1:
+            noise = 0.02 * torch.randn(own[name].shape) if len(own[name]) > 1 else 0.0
+            weights[name] = value.expand(own[name].shape) + noise
+    compressor.load_state_dict(weights)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -175,9 +270,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compressor", default="query_compressor", help="name of the architecture")
     add("--tokens", type=int, nargs="+", default=[1], help="vectors a frame; several train each")
     add("--out", type=Path, default=Path("compressed"), help="folder that gets compressors/")
+    add("--start", type=Path, help="weights to go on from, of one token or of as many")
+    add("--rate", type=float, default=1.5e-3, help="of learning, at its peak")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, help="time of each training; with none --steps count")
-    add("--steps", type=int, default=600, help="of each training")
+    add("--steps", type=int, default=1300, help="of each training")
     add("--clips", type=int, default=4256, help="of the bank, held-out ones included")
     add("--held", type=int, default=HELD, help="clips at its end that are never trained on")
     options = parser.parse_args(argv)

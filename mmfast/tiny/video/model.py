@@ -192,17 +192,17 @@ def run_decoder(lm: Any, prefix: Tensor, text: Tensor, layout: DecoderLayout) ->
         keys.append(k[:, :split])
         queries.append(q[:, split:])
         q, k, v = (rearrange(t, "b n (h d) -> b h n d", d=attention.head_dim) for t in (q, k, v))
-        own_k = _rotate(k[:, :, :split], own_turn)
+        own_k = rotate(k[:, :, :split], own_turn)
         moved = own_k
         if layout.moved is not None:
-            moved = _rotate(k[:, :, :split], lm.rotary_emb(x, layout.moved[number]))
-        known = torch.cat([moved, _rotate(k[:, :, split:], text_turn)], 2)
+            moved = rotate(k[:, :, :split], lm.rotary_emb(x, layout.moved[number]))
+        known = torch.cat([moved, rotate(k[:, :, split:], text_turn)], 2)
         bias = layout.seen[number % len(layout.seen)]
-        mixed = _attend(_rotate(q[:, :, split:], text_turn), known, v, bias)
+        mixed = _attend(rotate(q[:, :, split:], text_turn), known, v, bias)
         if last:  # nothing reads the prefix any more
             x = x[:, split:]
         else:
-            own_q, own_v = _rotate(q[:, :, :split], own_turn), v[:, :, :split]
+            own_q, own_v = rotate(q[:, :, :split], own_turn), v[:, :, :split]
             mixed = torch.cat([_attend(own_q, own_k, own_v, layout.own), mixed], 1)
         x = x + attention.o_proj(mixed)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -211,7 +211,8 @@ def run_decoder(lm: Any, prefix: Tensor, text: Tensor, layout: DecoderLayout) ->
     return DecoderOutput(lm.norm(x), layers, keys, queries)
 
 
-def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn queries or keys `[B, h, n, d]` by cosines and sines `[B, n, d]` of their positions."""
     cos, sin = (part[:, None] for part in turn)  # [B, 1, n, d]
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin

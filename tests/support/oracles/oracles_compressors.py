@@ -62,6 +62,17 @@ def spot(row: int, column: int, width: int) -> Array:
     return np.array(found)
 
 
+def layer(patches: list[Array], weights: Weights, name: str, heads: int) -> list[Array]:
+    """A transformer layer over the patches of one frame."""
+    seen = [norm(patch, weights, f"{name}.before") for patch in patches]
+    out = []
+    for patch, own in zip(patches, seen, strict=True):
+        z = patch + attend(own, seen, weights, f"{name}.look", heads)
+        hidden = linear(norm(z, weights, f"{name}.between"), weights, f"{name}.wide")
+        out.append(z + linear(np.array([gelu(v) for v in hidden]), weights, f"{name}.narrow"))
+    return out
+
+
 def query_compressor(
     weights: Weights, config: Mapping[str, Any], cells: list[list[int]], x: Array, text: Array
 ) -> tuple[Array, list[list[int]]]:
@@ -71,27 +82,37 @@ def query_compressor(
     if config["asks"]:
         read = [linear(norm(word, weights, "read.0"), weights, "read.1") for word in text]
         listened = attend(weights["ask"][0], read, weights, "listen", heads)
-    frames, places = [], []
+    asked: list[list[Array]] = []  # the queries of each frame
+    known: list[list[Array]] = []  # its patches
     for moment, frame in enumerate(x):
         time = weights["time.weight"] @ spot(moment, 0, inner)
         inside = [linear(norm(patch, weights, "enter.0"), weights, "enter.1") for patch in frame]
         keys = [inside[p] + spot(p // columns, p % columns, inner) for p in range(len(frame))]
-        found = []
+        for number in range(config["depth"]):
+            keys = layer(keys, weights, f"layers.{number}", heads)
+        mine = []
         for number, cell in enumerate(cells):
-            mine = [keys[p] for p in cell]
             z = sum(inside[p] for p in cell) / len(cell) + weights["learned"][number] + listened
             z = z + time
-            z = z + attend(norm(z, weights, "before"), mine, weights, "look", heads)
+            own = [keys[p] for p in cell]
+            mine.append(z + attend(norm(z, weights, "before"), own, weights, "look", heads))
+        asked.append(mine)
+        known.append(keys)
+    every = [norm(z, weights, "ahead") for mine in asked for z in mine]
+    frames, places = [], []
+    for frame, mine, keys in zip(x, asked, known, strict=True):
+        found = []
+        for z, cell in zip(mine, cells, strict=True):
+            z = z + attend(norm(z, weights, "ahead"), every, weights, "mix", heads)
             hidden = linear(norm(z, weights, "between"), weights, "wide")
             z = z + linear(np.array([gelu(v) for v in hidden]), weights, "narrow")
             z = norm(z, weights, "behind")
             chosen = linear(z, weights, "choose")
             scores = [
-                float(chosen @ linear(key, weights, "offer")) / math.sqrt(inner) for key in mine
+                float(chosen @ linear(keys[p], weights, "offer")) / math.sqrt(inner) for p in cell
             ]
-            shares = softmax(scores)
             vector = linear(z, weights, "change")
-            for share, p in zip(shares, cell, strict=True):
+            for share, p in zip(softmax(scores), cell, strict=True):
                 vector = vector + share * frame[p]
             found.append((cell[scores.index(max(scores))], vector))
         found.sort(key=lambda pair: pair[0])
