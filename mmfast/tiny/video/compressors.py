@@ -67,7 +67,7 @@ def alone(lesson: Lesson) -> PackedQuestions:
 
 @dataclass(frozen=True)
 class Taught:
-    """What the decoder makes of all patches of a lesson."""
+    """Logits and looks of the decoder where it sees all patches of a lesson."""
 
     logits: Tensor  # at the tokens of answers, question by question. `[n, V]`
     share: Tensor  # of each patch of a frame in what the answer looks at. `[B Q, F, P]`
