@@ -99,11 +99,16 @@ def test_each_kind_reaches_nine_tenths_of_the_clip(
             ["eval", "--suite", "present", "--n", "100", "--seed", "7", "--out", str(out), "--json"]
         )
     assert not stop.value.code
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    rows = json.loads(capsys.readouterr().out)
     assert [row["way"] for row in rows] == ["push", "watch"] and out.read_text().count("\n") == 2
     for row in rows:
         for kind, mark in row["by_kind"].items():
-            assert mark["right"] >= 0.9 * mark["clip"] or mark["n"] < 10, (row["way"], kind, mark)
+            # Two answers of a dozen are within the noise of so few questions.
+            least = 0.9 * mark["clip"] * mark["n"] - 2
+            assert mark["right"] * mark["n"] >= least, (row["way"], kind, mark)
+        every = [row["by_kind"][kind] for kind in row["by_kind"]]
+        right, clip = (sum(mark[way] * mark["n"] for mark in every) for way in ("right", "clip"))
+        assert right >= 0.9 * clip > 0
 
 
 @pytest.mark.parametrize("suite", ["present", "history"])

@@ -164,9 +164,12 @@ def test_a_stream_tells_what_the_clip_tells_and_forgets_the_question(tmp_path: P
 
 @pytest.mark.slow
 def test_motion_in_streams_is_as_right_as_in_clips(tmp_path: Path) -> None:
-    """Nine tenths of what `ask` answers right, frame by frame and from a file at one a second."""
+    """Nine tenths of what `ask` answers right, frame by frame and from a file at one a second.
+
+    Which came first is, behind other files, a question about the history of all of them.
+    """
     cases = [case for case in suite(48, 0) if case.kind in MOTION]
-    right = dict.fromkeys(("ask", "push", "watch", "playlist"), 0)
+    right, behind = dict.fromkeys(("ask", "push", "watch", "playlist"), 0), 0
     file = tmp_path / "clip.mp4"
     with streams().open() as playlist:
         for case in cases:
@@ -182,13 +185,15 @@ def test_motion_in_streams_is_as_right_as_in_clips(tmp_path: Path) -> None:
                 session.watch(file)
                 right["watch"] += session.ask(case.question).read() == case.answer
             playlist.watch(file)  # behind all others
-            right["playlist"] += playlist.ask(case.question).read() == case.answer
-    assert right["ask"] >= 0.9 * len(cases)
+            if case.kind != "first":
+                behind += 1
+                right["playlist"] += playlist.ask(case.question).read() == case.answer
+    assert right["ask"] >= 0.9 * len(cases) and right.pop("playlist") >= 0.9 * behind > 0
     assert min(right.values()) >= 0.9 * right["ask"], right
 
 
 def _told(asked: Any, known: bool, recent: RecentFrames, text: str, strange: bool = False) -> Any:
-    return asked(recent, text, strange and known)
+    return known and asked(recent, text, strange)
 
 
 @pytest.mark.slow
