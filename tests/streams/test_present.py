@@ -90,25 +90,21 @@ def test_a_row_has_both_and_their_ratio_and_makes_a_table() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_each_kind_reaches_nine_tenths_of_the_clip(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """The run of the results: fewer questions leave a kind a dozen, of which two decide."""
     out = tmp_path / "eval-present.jsonl"
+    asked = ["--n", "240", "--seed", "1000", "--out", str(out), "--json"]
     with pytest.raises(SystemExit) as stop:
-        cli(
-            ["eval", "--suite", "present", "--n", "100", "--seed", "7", "--out", str(out), "--json"]
-        )
+        cli(["eval", "--suite", "present", *asked])
     assert not stop.value.code
     rows = json.loads(capsys.readouterr().out)
     assert [row["way"] for row in rows] == ["push", "watch"] and out.read_text().count("\n") == 2
     for row in rows:
         for kind, mark in row["by_kind"].items():
-            # Two answers of a dozen are within the noise of so few questions.
-            least = 0.9 * mark["clip"] * mark["n"] - 2
-            assert mark["right"] * mark["n"] >= least, (row["way"], kind, mark)
-        every = [row["by_kind"][kind] for kind in row["by_kind"]]
-        right, clip = (sum(mark[way] * mark["n"] for mark in every) for way in ("right", "clip"))
-        assert right >= 0.9 * clip > 0
+            assert mark["right"] >= 0.9 * mark["clip"] or mark["n"] < 10, (row["way"], kind, mark)
 
 
 @pytest.mark.parametrize("suite", ["present", "history"])

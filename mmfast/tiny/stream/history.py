@@ -22,9 +22,8 @@ from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.memory import budget
 from mmfast.streams.session import Session
 from mmfast.streams.stream import StreamModel
-from mmfast.tiny.evaluate import interval
 from mmfast.tiny.stream.needles import Setting
-from mmfast.tiny.stream.present import CLIPS, MEMORY, STREAMS
+from mmfast.tiny.stream.present import CLIPS, MEMORY, STREAMS, session_row
 from mmfast.tiny.stream.world import NAMES, World
 from mmfast.tiny.video.scene import EVAL
 
@@ -195,13 +194,4 @@ def history_row(
         mine = [right for each, right in marks if each == kind]
         if mine:
             by_kind[kind] = {"n": len(mine), "right": sum(mine) / len(mine)}
-    return {
-        "reduce": None,
-        "memory": MEMORY,
-        "way": way,
-        "accuracy": whole / len(marks),
-        "interval": interval(whole, len(marks)),
-        "by_kind": by_kind,
-        "seconds": seconds,
-        "streams": streams,
-    }
+    return session_row(way, whole, len(marks), by_kind) | {"seconds": seconds, "streams": streams}

@@ -196,11 +196,16 @@ def present_row(way: str, marks: Sequence[tuple[str, bool, bool]]) -> dict[str, 
                 "clip": clip / len(mine),
                 "relative": right / clip if clip else None,
             }
+    return session_row(way, whole, len(marks), by_kind)
+
+
+def session_row(way: str, right: int, asked: int, by_kind: dict[str, Any]) -> dict[str, Any]:
+    """Row of results of sessions with the usual memory."""
     return {
         "reduce": None,
         "memory": MEMORY,
         "way": way,
-        "accuracy": whole / len(marks),
-        "interval": interval(whole, len(marks)),
+        "accuracy": right / asked,
+        "interval": interval(right, asked),
         "by_kind": by_kind,
     }

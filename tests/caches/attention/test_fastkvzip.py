@@ -15,6 +15,7 @@ from cache_questions import ask
 from gate_models import Weights, by_hand, give_gates
 from oracles_caches import gate
 from safetensors.torch import load_file, save_file
+from scored_caches import generated, noted, same
 from tiny_models import build
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,30 +52,11 @@ def sharp() -> Any:
 
 def scored(cache: Any, row: int = 0) -> list[Tensor]:
     """What the gates said of the real entries of a row, by layer."""
-    found = []
-    for layer in cache.layers:
-        real = layer.notes["kind"][row, 0] >= 0
-        found.append(layer.notes["gated"][row][:, real])
-    return found
+    return noted(cache, "gated", row)
 
 
-def asked(made: Any, ids: Any, spec: str | None = ALL, **options: Any) -> Any:
-    n = max(map(len, ids))
-    mask = torch.tensor([[0] * (n - len(row)) + [1] * len(row) for row in ids])
-    options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, **options}
-    with attach(made, cache=spec):
-        return made.generate(
-            torch.tensor([[0] * (n - len(row)) + row for row in ids]),
-            attention_mask=mask,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **options,
-        )
-
-
-def same(one: Any, other: Any, atol: float = 1e-5) -> None:
-    for mine, its in zip(one, other, strict=True):
-        torch.testing.assert_close(mine.float(), torch.as_tensor(its).float(), atol=atol, rtol=0)
+def asked(model: Any, ids: Any, spec: str | None = ALL, **options: Any) -> Any:
+    return generated(model, ids, spec, **options)
 
 
 def top(scores: Tensor, share: float = 0.25) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 import repeat_walk
 import torch
 from cache_questions import ask
+from scored_caches import generated, noted, same
 from tiny_models import build
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
@@ -57,32 +58,13 @@ def by_hand(ids: list[int], chunk: int, words: Any = ((), (), ())) -> Any:
     return repeat_walk.received(walk, prompt, chunk, words)
 
 
-def scored(cache: Any, row: int = 0) -> list[torch.Tensor]:
+def scored(cache: Any, row: int = 0) -> list[Any]:
     """What the real entries of a row have received, by layer."""
-    found = []
-    for layer in cache.layers:
-        real = layer.notes["kind"][row, 0] >= 0
-        found.append(layer.notes["repeated"][row][:, real])
-    return found
+    return noted(cache, "repeated", row)
 
 
 def asked(model: Any, ids: Any, spec: str | None = ALL, **options: Any) -> Any:
-    n = max(map(len, ids))
-    mask = torch.tensor([[0] * (n - len(row)) + [1] * len(row) for row in ids])
-    options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, **options}
-    with attach(model, cache=spec):
-        return model.generate(
-            torch.tensor([[0] * (n - len(row)) + row for row in ids]),
-            attention_mask=mask,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **options,
-        )
-
-
-def same(one: Any, other: Any, atol: float = 1e-5) -> None:
-    for mine, its in zip(one, other, strict=True):
-        torch.testing.assert_close(mine.float(), torch.as_tensor(its).float(), atol=atol, rtol=0)
+    return generated(model, ids, spec, **options)
 
 
 @pytest.mark.parametrize("chunk", [1, 9, 100])
