@@ -118,6 +118,20 @@ class Optimiser:
             part.zero_grad()
 
 
+def fast() -> Any:
+    """Compute in bfloat16, which newer processors multiply three times as fast."""
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+class FastOptimiser(Optimiser):
+    """The same with Muon's products in bfloat16, while which one of two cores waits."""
+
+    def step(self, gradients: Sequence[Tensor | None], factor: float) -> None:
+        """Update all parameters at `factor` times the peak rates."""
+        with fast():
+            super().step(gradients, factor)
+
+
 @dataclass(frozen=True)
 class Course:
     """Length and pace of a training stage."""

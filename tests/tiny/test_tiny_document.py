@@ -51,12 +51,25 @@ def test_facts_have_one_answer() -> None:
 def test_labels_point_at_what_came_before() -> None:
     page = make_page(TRAIN, 2, 3)
     labels = page_labels(page)
-    assert labels.shape == (6, 144 + SIDE * (SIDE + 1) - 1)
+    assert labels.shape == (9, 144 + SIDE * (SIDE + 1) - 1)
     tens, units = labels[2], labels[3]
     assert ((tens != IGNORE) == (units != IGNORE)).all()
     numbers = {entry.number for entry in page.entries}
     where = tens != IGNORE
     assert set((10 * tens[where] + units[where]).tolist()) <= numbers
+    own = labels[6] != IGNORE
+    assert set((10 * labels[6] + labels[7])[own].tolist()) == numbers - {None}
+
+
+def test_labels_count_things_as_they_begin() -> None:
+    for index in range(6):
+        page = make_page(TRAIN, 2, index)
+        begun = page_labels(page)[8]
+        for view in (begun[:144], begun[144:]):
+            seen = view[view != IGNORE].tolist()
+            assert seen[0] == 1 and max(seen) == len(page.entries)
+            fresh = [n for i, n in enumerate(seen) if n not in seen[:i]]
+            assert fresh == sorted(fresh) == list(range(1, max(seen) + 1))
 
 
 def test_lessons_follow_the_image_path() -> None:

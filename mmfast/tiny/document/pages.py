@@ -20,6 +20,7 @@ from mmfast.tiny.video import scene
 from mmfast.tiny.video.questions import Fact, look_facts
 
 CELLS = 3  # cells of a page in each direction, one tile each
+LEAST, MOST = 3, 6  # things on a page
 KINDS = ("entry", "colour", "shape", "count", "position")
 
 
@@ -55,7 +56,7 @@ def make_page(purpose: int, seed: int, index: int) -> Page:
     picture = scene.ground(rng, side)[:side, :side].copy()
     things, panels = np.zeros((2, CELLS * scene.PATCHES, CELLS * scene.PATCHES), np.int64)
     pairs = [(s, c) for s in scene.SHAPES for c in scene.COLOURS]
-    count = int(rng.integers(3, 7))
+    count = int(rng.integers(LEAST, MOST + 1))
     chosen = [pairs[i] for i in rng.choice(len(pairs), count, replace=False)]
     cells = rng.choice(CELLS**2, count, replace=False)
     entries = []
@@ -115,13 +116,23 @@ def page_facts(page: Page) -> Iterator[Fact]:
 PARTS = {
     "row": CELLS, "column": CELLS, "tens": 10, "units": 10,
     "colour": len(scene.COLOURS), "shape": len(scene.SHAPES),
+    "own tens": 10, "own units": 10, "begun": MOST + 1,
 }  # fmt: skip
+
+
+def _begun(things: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count at every patch of a thing the things whose first patch is not behind it."""
+    order = np.arange(things.size).reshape(things.shape)
+    first = np.array([order[things == number].min() for number in np.unique(things[things > 0])])
+    begun = (first[:, None, None] <= order).sum(0)
+    return np.where(things > 0, begun, scene.IGNORE)
 
 
 def page_labels(page: Page) -> Tensor:
     """Labels of every visual token but the last newline, `[parts, tokens]`, IGNORE where none.
 
-    A thing's token predicts its number, a number's its thing, where that came earlier.
+    A thing's token predicts its number, a number's its thing, where that came earlier; a number's
+    also the number, and a thing's how many things have begun with it.
     """
     side = CELLS * scene.PATCHES
     maps = np.full((len(PARTS), side, side), scene.IGNORE)
@@ -132,12 +143,16 @@ def page_labels(page: Page) -> Tensor:
         thing, panel = page.things == number, page.panels == number
         if entry.number is None or not thing.any() or not panel.any():
             continue
+        maps[6][panel], maps[7][panel] = divmod(entry.number, 10)
         late = thing & (order > order[panel].mean())
         maps[2][late], maps[3][late] = divmod(entry.number, 10)
         late = panel & (order > order[thing].mean())
         maps[4][late] = tuple(scene.COLOURS).index(entry.colour)
         maps[5][late] = scene.SHAPES.index(entry.shape)
+    maps[8] = _begun(page.things)
     lines = np.concatenate([maps, np.full((len(PARTS), side, 1), scene.IGNORE)], 2)  # newlines
     overview = np.full((len(PARTS), scene.PATCHES**2), scene.IGNORE)
+    small = reduce(page.things, "(y p) (x q) -> y x", "max", p=CELLS, q=CELLS)
+    overview[8] = _begun(small).ravel()
     flat = np.concatenate([overview, lines.reshape(len(PARTS), -1)[:, :-1]], 1)
     return torch.from_numpy(flat)

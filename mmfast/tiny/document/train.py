@@ -39,7 +39,8 @@ def make_pages(model: Any, processor: Any, count: int, seed: int) -> tuple[Pictu
     facts, tokens, labels = [], [], []
     for index in range(count):
         page = make_page(TRAIN, seed, index)
-        facts.append(list(page_facts(page)))
+        known = list(page_facts(page))
+        facts.append([*known, known[-1]])  # how many there are is learned last: asked twice
         pixels = processor.image_processor(page.picture, return_tensors="pt")["pixel_values"][0]
         tokens.append(model.model.multi_modal_projector(tower_features(model, pixels)).half())
         labels.append(page_labels(page))
@@ -60,7 +61,7 @@ class PageTask(training.Task):
         lm = model.model.language_model
         self.heads = [Readout(lm.config.hidden_size, PARTS) for _ in PAGE_LAYERS]
         free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
-        self.optimiser = training.Optimiser.of(lm, free, options.rate)
+        self.optimiser = training.FastOptimiser.of(lm, free, options.rate)
 
     def batches(self, step: int, done: float) -> list[Batch]:
         """Random pages, and the tokens kept of them."""
@@ -80,7 +81,12 @@ class PageTask(training.Task):
 
     def loss(self, batch: Batch) -> tuple[Tensor, training.Figures]:
         """Loss of the answers and of the read-outs."""
-        chosen, lesson, kept = batch
+        with training.fast():
+            return self._loss(*batch)
+
+    def _loss(
+        self, chosen: list[int], lesson: Lesson, kept: Tensor
+    ) -> tuple[Tensor, training.Figures]:
         found = answer(self.model, lesson, kept)
         loss = answer_loss(self.model, found.states, lesson.packed.labels)
         labels = self.labels[:, chosen].gather(2, kept.expand(len(self.labels), -1, -1))

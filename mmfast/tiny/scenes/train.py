@@ -48,20 +48,6 @@ KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
 STRANGERS = 2  # clips outside the world in a batch
 
 
-def fast() -> Any:
-    """Compute in bfloat16, which newer processors multiply three times as fast."""
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-class FastOptimiser(training.Optimiser):
-    """The same with Muon's products in bfloat16, while which one of two cores waits."""
-
-    def step(self, gradients: Sequence[Tensor | None], factor: float) -> None:
-        """Update all parameters at `factor` times the peak rates."""
-        with fast():
-            super().step(gradients, factor)
-
-
 class SceneTower(tower.TowerTask):
     """Tower and projector that know much already, at a lower rate."""
 
@@ -88,7 +74,7 @@ class SceneTower(tower.TowerTask):
 
     def loss(self, batch: Any) -> tuple[Tensor, training.Figures]:
         """Loss on patches of the tower and on pooled tokens of the projector."""
-        with fast():
+        with training.fast():
             return super().loss(batch)
 
     def judge_frames(
@@ -115,7 +101,7 @@ class SceneLanguage(training.Task):
         digits = sampler.tokenizer.convert_tokens_to_ids([*"0123456789", ","])
         self.readout = SceneReadout(lm.config.hidden_size, digits[:10], digits[10])
         rest = [model.model.image_newline, *self.readout.parameters()]
-        self.optimiser = FastOptimiser.of(lm, rest, rate)
+        self.optimiser = training.FastOptimiser.of(lm, rest, rate)
         self.rng = torch.Generator().manual_seed(seed)
         self.weights = dict.fromkeys(KINDS, 1.0)
         total, inside = len(sampler.encoded.clips), len(sampler.bank.views)
@@ -158,7 +144,7 @@ class SceneLanguage(training.Task):
     def loss(self, batch: tuple[Lesson, Tensor]) -> tuple[Tensor, training.Figures]:
         """Loss of the answers."""
         lesson, kept = batch
-        with fast():
+        with training.fast():
             found = answer(self.model, lesson, kept)
             loss = scene_loss(self.model, found.states, lesson.packed, self.readout)
             read = self.readout.loss(found.layers, lesson.packed, lesson.things["numbers"])
@@ -166,7 +152,7 @@ class SceneLanguage(training.Task):
 
     def look(self) -> training.Figures:
         """Shares answered correctly; kinds that lag are asked more from now on."""
-        with fast():
+        with training.fast():
             kept = scene_score(self.model, self.exam[:1])
             scores = scene_score(self.model, self.exam[1:])
         least = {k: 3 * LEAST if k in LONG else LEAST for k in KINDS}
@@ -192,7 +178,7 @@ def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
 
     @torch.no_grad()  # of each thread
     def one(clip: int) -> Tensor:
-        with fast():
+        with training.fast():
             pixels = tower.scale_pixels(bank.clips.frames[clip])
             tokens = project(tower.tower_features(model, pixels))
         if clip in shown:
