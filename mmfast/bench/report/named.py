@@ -445,7 +445,9 @@ TRAIN = {
         "tokens: {kept:.0f} | before: {before:.1%} | after: {after:.1%} | questions: {n}",
     ),
 }
-_STREAM_KEYS = ("job", "preset", "model", "motion", "knobs", "fps", "memory", "questions", "reuse")
+_STREAM_KEYS = (
+    "job", "preset", "model", "motion", "knobs", "fps", "memory", "questions", "reuse", "note"
+)  # fmt: skip
 TABLES: dict[str, tuple[ReportTable, ...]] = {
     "stream": _named("stream", _STREAM_KEYS, STREAM),
     "speech_cost": _named("speech", ("job", "mode", "preset", "seed"), SPEECH),
