@@ -220,12 +220,12 @@ def check(family: str, how: Any, spec: str) -> None:
                     assert torch.equal(found, this.model(**inputs).logits[0])
 
 
-# The ways to compile take half a minute each: they meet the specs in turn.
+# The ways to compile take half a minute each: they meet the specs in turn, most of them as slow.
 HELD_WITH = [
-    (how, spec)
+    pytest.param(how, spec, marks=[pytest.mark.slow] if compiles and how is not compiled else [])
     for number, how in enumerate(HELD)
     for turn, spec in enumerate(SPECS)
-    if not how.__name__.startswith("compiled") or (number + turn) % len(SPECS) == 0
+    if not (compiles := how.__name__.startswith("compiled")) or (number + turn) % len(SPECS) == 0
 ]
 
 
