@@ -255,12 +255,13 @@ def _policy_rows(method: Method, folder: Path) -> list[str]:
         for row in steps
         if _about(method.name, row["cache"]) and not row["reduce"]
     ]
-    lines += [
+    steps = [r for r in read_rows(folder, "decode") if r["bench"].startswith("selection")]
+    lines += [  # of the policy alone: what packed weights add to it stands with the results
         f"- `{row['job']}`: a decoding step of {row['preset']} behind {row['tokens']:,} tokens in "
         f"{row['dtype']} on the CPU is {row['speedup']:.2f}x faster (ideal by bytes "
         f"{row['ideal']:.2f}x), {stamp(row)}."
-        for row in read_rows(folder, "decode")
-        if row["bench"].startswith("selection") and _about(method.name, row["job"])
+        for row in steps
+        if _about(method.name, row["job"]) and ", weights " not in row["job"]
     ]
     return [*told, "\n".join(lines) or "Cost of a decoding step: not measured."]
 
