@@ -161,11 +161,15 @@ def test_sessions_and_chat_are_decoded_in_one_batch(
 ) -> None:
     """Six answers at once: the gauge of running requests and the rows of a step say so."""
     batch, rows, highest = server.engine._runner.batch, list[tuple[int, set[str]]](), 0
-    step = batch.decoder.step
+    arrived = threading.Event()
+    step, latest = batch.decoder.step, time.monotonic() + 30
 
     def counted(*given: Any, **named: Any) -> Any:
         kinds = {each.id.partition("-")[0] for each in batch.answers}
         rows.append((len(batch.decoder), kinds))
+        while not arrived.is_set() and time.monotonic() < latest:
+            known = list(server.engine._known.values())  # None while a request is being prepared
+            arrived.set() if len(known) == 6 and None not in known else time.sleep(0.002)
         time.sleep(0.02)  # so that all are there at once
         return step(*given, **named)
 
