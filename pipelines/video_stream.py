@@ -18,7 +18,7 @@ from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.attention import with_attn
 from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import embedded_path, load
-from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.models.vision.frames.cache import FrameCache
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.planner.arithmetic import use_weights

@@ -14,20 +14,13 @@ from mmfast.bench.results import Row, environment
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.models.loading import device_name
 
-_SERVE = ("serve", "serve_load", "serve_mix", "serve_paged", "serve_faults")
+_SERVE = ("chats", "load", "mix", "paged", "faults", "realtime", "hostile")
+_SPEECH = ("quality", "speed", "drafts", "replies", "soak", "translation", "turns")
 # Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
 SUITES = {
     "stream": ("stream", "stream_index", "reuse", "camera"),
-    "speech": (
-        "speech_quality",
-        "speech_speed",
-        "speech_drafts",
-        "speech_replies",
-        "speech_soak",
-        "speech_translation",
-        "speech_turns",
-    ),
-    "serve": (*_SERVE, "serve_realtime", "serve_hostile", "vllm_load"),
+    "speech": tuple(f"speech.{name}" for name in _SPEECH),
+    "serve": (*(f"serve.{name}" for name in _SERVE), "vllm_load"),
     "kernels": ("kernels", "column_sums", "selection"),
     "decode": ("decode", "drafts", "kvpress_side", "step_selection", "weights", "growing"),
     "prefill": ("sparse_prefill",),

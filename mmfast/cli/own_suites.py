@@ -31,7 +31,7 @@ def eval_own_suite(suite: str, given: dict[str, Any]) -> None:
 def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json: bool) -> None:
     """Run the suite and print a table a task."""
     from mmfast.bench.results import environment
-    from mmfast.bench.suites.speech_quality import run_speech_eval, speech_eval_rows
+    from mmfast.bench.suites.speech.quality import run_speech_eval, speech_eval_rows
 
     environ = environment()
     with output.progress("eval") as tick:

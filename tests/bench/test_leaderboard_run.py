@@ -212,8 +212,8 @@ def test_a_missing_package_is_told_before_the_work(
     with pytest.raises(MmfastError, match="--no-speed"):
         run_grid(grid, tmp_path / "cells.jsonl")
     assert not list(tmp_path.iterdir())
-    monkeypatch.setitem(sys.modules, "mmfast.bench.suites.serve_load", None)
-    with pytest.raises(MmfastError, match=r"--serve needs .*serve_load.*pip install"):
+    monkeypatch.setitem(sys.modules, "mmfast.bench.suites.serve.load", None)
+    with pytest.raises(MmfastError, match=r"--serve needs .*serve.load.*pip install"):
         names("serve")
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmfast.bench.report.docs import write_table
-from mmfast.bench.suites import speech_translation
-from mmfast.bench.suites.speech_translation import (
+from mmfast.bench.suites.speech import translation as speech_translation
+from mmfast.bench.suites.speech.translation import (
     RememberingListener,
     RememberingTranslator,
     judged,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmfast.bench.suites.speech_turns import HeardTurn, heard_turns, turn_figures
+from mmfast.bench.suites.speech.turns import HeardTurn, heard_turns, turn_figures
 from mmfast.tiny.speech.turns import Pause, PlacedTurn, SpokenTurn
 from mmfast.voice.ear import RATE, EarEvent, ProsodyEar
 
@@ -68,7 +68,7 @@ def test_the_embedded_ear_is_sooner_and_cuts_less_than_silence() -> None:
     pytest.importorskip("silero_vad")
     pytest.importorskip("espeakng_loader")
     from mmfast.bench.registry import quiet
-    from mmfast.bench.suites.speech_turns import ears, spoken_dialogues, turn_rows
+    from mmfast.bench.suites.speech.turns import ears, spoken_dialogues, turn_rows
 
     judged = {"silence": ears(None)["silence 700 ms"], "prosody": partial(ProsodyEar, "high")}
     rows = turn_rows(spoken_dialogues(30, 4, 7), judged, quiet)

@@ -71,7 +71,7 @@ def test_it_is_all_three(model: Any) -> None:
 
 def test_an_unseen_sentence_can_be_understood(model: Any) -> None:
     pytest.importorskip("pocketsphinx")
-    from mmfast.bench.suites.speech_quality import (
+    from mmfast.bench.suites.speech.quality import (
         Recogniser,
         WordErrors,
         count_errors,
@@ -87,7 +87,7 @@ def test_an_unseen_sentence_can_be_understood(model: Any) -> None:
 
 def test_it_understands_recordings(model: Any) -> None:
     pytest.importorskip("espeakng_loader")
-    from mmfast.bench.suites.speech_quality import WordErrors, count_errors, unseen_lines
+    from mmfast.bench.suites.speech.quality import WordErrors, count_errors, unseen_lines
     from mmfast.tiny.speech.recordings import say
 
     found = WordErrors()
@@ -160,7 +160,7 @@ def test_what_was_told_is_remembered(model: Any) -> None:
 
 @pytest.mark.slow
 def test_most_replies_to_unseen_questions_are_right(model: Any) -> None:
-    from mmfast.bench.suites.speech_replies import reply_rows
+    from mmfast.bench.suites.speech.replies import reply_rows
 
     single, following, other = reply_rows(model, 40, 5, lambda *_: None)
     assert single["accuracy"] >= 0.8, single

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tone_models import HumEar, HumModel, hum, read
 
-from mmfast.bench.suites.speech_soak import Soak, soak
+from mmfast.bench.suites.speech.soak import Soak, soak
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Turn
 from mmfast.voice import history

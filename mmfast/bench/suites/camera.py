@@ -22,8 +22,8 @@ from mmfast.bench.timing import ON_ONE_THREAD, frozen, one_thread
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.changes import Pixels
 from mmfast.models.loading import embedded_path, load
-from mmfast.models.vision.frame_cache import FrameCache
-from mmfast.models.vision.frame_motion import by_frame
+from mmfast.models.vision.frames.cache import FrameCache
+from mmfast.models.vision.frames.motion import by_frame
 
 CLIPS = Path(__file__).resolve().parents[3] / "assets" / "clips"
 MOTIONS = ("static", "pan 1 px", "pan 4 px", "pan a patch", "shake", "zoom", "cuts")

@@ -49,7 +49,7 @@ from mmfast.frontends.video.reader import iter_video, read_video
 from mmfast.frontends.video.threads import cores
 from mmfast.models.cache_name import CACHE
 from mmfast.models.loading import embedded_path, load
-from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.models.vision.frames.cache import FrameCache
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.streams.engine import Engine, score_policies
 from mmfast.streams.frontend import FrameEncoder, StreamReducer

@@ -9,9 +9,10 @@ from speech_fakes import RATE, Parrot, PlainCodec, random_speech_model
 
 from mmfast.bench import registry
 from mmfast.bench.report.docs import write_table
-from mmfast.bench.suites import speech_drafts, speech_speed
-from mmfast.bench.suites.speech_quality import codec_rows, mel_distance, quality, unseen_lines
-from mmfast.bench.suites.speech_speed import sound_figures, sound_rows
+from mmfast.bench.suites.speech import drafts as speech_drafts
+from mmfast.bench.suites.speech import speed as speech_speed
+from mmfast.bench.suites.speech.quality import codec_rows, mel_distance, quality, unseen_lines
+from mmfast.bench.suites.speech.speed import sound_figures, sound_rows
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound
 from mmfast.tiny.speech.recordings import say

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmfast.bench.suites import speech_drafts
+from mmfast.bench.suites.speech import drafts as speech_drafts
 
 
 @pytest.mark.filterwarnings("ignore")

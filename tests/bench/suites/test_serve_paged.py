@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmfast.bench.suites import serve_paged
+from mmfast.bench.suites.serve import paged as serve_paged
 from mmfast.core.errors import MmfastError
 
 

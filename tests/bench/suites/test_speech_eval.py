@@ -9,8 +9,8 @@ from speech_fakes import Parrot, fingerprint
 
 from mmfast.bench.report.docs import write_table
 from mmfast.bench.results import append, environment, load
-from mmfast.bench.suites import speech_quality
-from mmfast.bench.suites.speech_quality import (
+from mmfast.bench.suites.speech import quality as speech_quality
+from mmfast.bench.suites.speech.quality import (
     MODES,
     CachedRecogniser,
     run_speech_eval,
@@ -18,7 +18,7 @@ from mmfast.bench.suites.speech_quality import (
     unseen_lines,
     unseen_questions,
 )
-from mmfast.bench.suites.speech_replies import content_questions, follow_ups, reply_rows
+from mmfast.bench.suites.speech.replies import content_questions, follow_ups, reply_rows
 from mmfast.core.errors import MmfastError
 from mmfast.core.speech import Sound
 from mmfast.pipelines.omni_chat import written

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmfast.bench.suites import speech_quality
-from mmfast.bench.suites.speech_quality import (
+from mmfast.bench.suites.speech import quality as speech_quality
+from mmfast.bench.suites.speech.quality import (
     Recogniser,
     WordErrors,
     count_errors,

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.frontends.changes import Refresh, changes
-from mmfast.models.vision.frame_cache import FrameCache
-from mmfast.models.vision.frame_state import FrameCacheState
+from mmfast.models.vision.frames.cache import FrameCache
+from mmfast.models.vision.frames.state import FrameCacheState
 
 FAMILY, KIND = "llava_onevision", "video"
 THREE = pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl"])

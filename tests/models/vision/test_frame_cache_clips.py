@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlavaOnevisionForConditionalGeneration, LlavaOnevisionProcessor
 
-from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.models.vision.frames.cache import FrameCache
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 CLIPS = sorted((ASSETS / "clips").glob("*.mp4"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmfast.frontends.changes import changes
 from mmfast.models.families.adapter import tower_of
-from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.models.vision.frames.cache import FrameCache
 
 each = pytest.mark.parametrize(("family", "kind"), CASES)
 # Frames that bring a padding mask are computed whole; this one's tower always gets one.

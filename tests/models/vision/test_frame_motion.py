@@ -17,10 +17,10 @@ from mmfast.bench.suites import camera
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.changes import global_shift
 from mmfast.models.loading import embedded_path, load
-from mmfast.models.vision import frame_cache
-from mmfast.models.vision.frame_cache import FrameCache, Payoff
-from mmfast.models.vision.frame_motion import Move, PatchRaster, by_frame
-from mmfast.models.vision.frame_state import FrameCacheState, ReuseLimits
+from mmfast.models.vision.frames import cache as frame_cache
+from mmfast.models.vision.frames.cache import FrameCache, Payoff
+from mmfast.models.vision.frames.motion import Move, PatchRaster, by_frame
+from mmfast.models.vision.frames.state import FrameCacheState, ReuseLimits
 
 FAMILY, KIND, SIDE, PATCH = "llava_onevision", "video", 96, 8
 

@@ -30,7 +30,7 @@ from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.frontends.changes import changes
 from mmfast.models.families.adapter import tower_of
-from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.models.vision.frames.cache import FrameCache
 from mmfast.models.vision.merge_pass import MergePass
 
 close = partial(torch.testing.assert_close, atol=5e-5, rtol=1e-4)

@@ -428,7 +428,7 @@ def test_a_bug_in_a_method_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_bench(fake: type[Fake]) -> None:
     from mmfast.bench.registry import named_rows
-    from mmfast.bench.suites.serve import batch
+    from mmfast.bench.suites.serve.chats import batch
 
     (row,) = batch(lambda label, done, total: None, (("inproc", 1),), count=6, rounds=1)
     assert row["clips"] == 6 and row["speedup"] == 1.0 and row["clips_per_s"] > 0

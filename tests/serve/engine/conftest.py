@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="session")
 def checkpoint() -> Iterator[Path]:
     """A checkpoint that never ends an answer by itself."""
-    from mmfast.bench.suites.serve_faults import endless_model
+    from mmfast.bench.suites.serve.faults import endless_model
 
     with endless_model() as path:
         yield path

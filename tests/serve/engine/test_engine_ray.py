@@ -13,7 +13,7 @@ import psutil
 import pytest
 from engine_requests import Inbox, asked, events, eventually
 
-from mmfast.bench.suites.serve_faults import trial
+from mmfast.bench.suites.serve.faults import trial
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.serve.engine.base import BusyError, Failure, Finish
 from mmfast.serve.engine.scheduler import Scheduler

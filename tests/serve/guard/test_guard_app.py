@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mmfast.bench.suites.serve_hostile import (
+from mmfast.bench.suites.serve.hostile import (
     TIMEOUTS,
     HostileRequest,
     ServerUnderTest,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from guard_tools import PUBLIC, Elsewhere, moved, ok
 
-from mmfast.bench.suites import serve_hostile as bombs
+from mmfast.bench.suites.serve import hostile as bombs
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.guard import fetch as module
 from mmfast.serve.guard.errors import ApiError

@@ -24,7 +24,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmfast.bench.suites import serve_hostile as bombs
+from mmfast.bench.suites.serve import hostile as bombs
 from mmfast.core.errors import MediaError
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.image import read_image

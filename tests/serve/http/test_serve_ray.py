@@ -12,7 +12,12 @@ import pytest
 from engine_requests import eventually
 from serve_tools import serving
 
-from mmfast.bench.suites.serve_faults import endless_model, ray_server, server_trial, workers_of
+from mmfast.bench.suites.serve.faults import (
+    endless_model,
+    ray_server,
+    server_trial,
+    workers_of,
+)
 
 pytest.importorskip("ray", reason="needs Ray: pip install mmfast[ray]")
 httpx = pytest.importorskip("httpx")

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from realtime_checks import Rules
 from realtime_tools import News
 
-from mmfast.bench.suites.serve_realtime import listening
+from mmfast.bench.suites.serve.realtime import listening
 
 __all__ = ["Talk", "listening", "talking"]
 

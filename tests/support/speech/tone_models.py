@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmfast.bench.suites.speech_soak import (
+from mmfast.bench.suites.speech.soak import (
     RATE,
     TONE,
     HumChatter,

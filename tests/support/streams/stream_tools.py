@@ -16,7 +16,7 @@ from torch import Tensor
 import mmfast
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, chat_inputs
-from mmfast.models.vision.frame_cache import FrameCache
+from mmfast.models.vision.frames.cache import FrameCache
 
 FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 EMBEDDED = "embedded"

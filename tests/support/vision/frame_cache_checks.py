@@ -16,8 +16,8 @@ from torch import Tensor
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import attention_of
-from mmfast.models.vision.frame_cache import FrameCache
-from mmfast.models.vision.frame_state import FrameCacheState
+from mmfast.models.vision.frames.cache import FrameCache
+from mmfast.models.vision.frames.state import FrameCacheState
 
 KINDS = ("image", "video")
 CASES = [

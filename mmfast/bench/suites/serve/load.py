@@ -17,8 +17,8 @@ import torch
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.suites.serve import ChatRecord, chat, engine
-from mmfast.bench.suites.serve_mix import SPECS
+from mmfast.bench.suites.serve.chats import ChatRecord, chat, engine
+from mmfast.bench.suites.serve.mix import SPECS
 from mmfast.bench.timing import frozen, resident_bytes
 from mmfast.planner.queueing import poisson, simulate
 from mmfast.serve.engine.base import BusyError, Finish, Options, Request

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mmfast.core.kv import KVBlock
 from mmfast.frontends.changes import Refresh, changes, global_shift
-from mmfast.models.vision.frame_motion import (
+from mmfast.models.vision.frames.motion import (
     MOST,
     SCENE,
     Move,
@@ -22,7 +22,7 @@ from mmfast.models.vision.frame_motion import (
     Reuse,
     compared,
 )
-from mmfast.models.vision.frame_state import (
+from mmfast.models.vision.frames.state import (
     STEP,
     FrameCacheState,
     FramePlan,

@@ -12,8 +12,8 @@ import torch
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.suites.serve import CHATS, TimeSpent, answered, chat, reset, spent
-from mmfast.bench.suites.serve_mix import TINY, tiny
+from mmfast.bench.suites.serve.chats import CHATS, TimeSpent, answered, chat, reset, spent
+from mmfast.bench.suites.serve.mix import TINY, tiny
 from mmfast.bench.timing import frozen, paired
 from mmfast.core.errors import MmfastError
 from mmfast.models.prompt import chat_inputs

@@ -33,7 +33,7 @@ BLOCK = 0.032  # seconds of sound a message
 @benchmark("serve", "realtime")
 def realtime_rows(tick: Tick) -> list[Row]:
     """Measure replies and interruptions of one client, and of several at once."""
-    from mmfast.bench.suites.speech_quality import unseen_questions
+    from mmfast.bench.suites.speech.quality import unseen_questions
     from mmfast.models.speech.embedded import load_speech
     from mmfast.serve.http.service import load_engine
     from mmfast.serve.realtime.brain import ChatterVoices

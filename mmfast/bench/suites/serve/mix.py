@@ -16,7 +16,7 @@ from mmfast.bench.cases import fill_
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.suites.serve import CHATS, TimeSpent, answered, chat, reset, spent
+from mmfast.bench.suites.serve.chats import CHATS, TimeSpent, answered, chat, reset, spent
 from mmfast.bench.timing import frozen, paired
 from mmfast.models.loading import load
 from mmfast.models.prompt import chat_inputs

@@ -111,7 +111,7 @@ class FrameCacheState:
 
     `FrameCache.using` puts the next reference in once a pass has succeeded; tensors are replaced,
     never written, so a snapshot costs nothing. `frames` counts temporal patches where the tower
-    takes two frames at once. `flat` is the pass over a picture of one colour (see `frame_motion`),
+    takes two frames at once. `flat` is the pass over a picture of one colour (see `motion`),
     and `limits` says how far reuse may go; a cache without a goal leaves both as they are.
     """
 

@@ -14,7 +14,7 @@ import torch
 from mmfast.bench import timing
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
-from mmfast.bench.suites.speech_quality import (
+from mmfast.bench.suites.speech.quality import (
     MODES,
     RATE,
     SpokenLine,

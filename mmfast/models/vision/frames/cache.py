@@ -10,7 +10,7 @@ reference) and go through the MLP. The first published cache of this kind (STC, 
 projects fresh keys of all tokens and chooses anew in every layer: on the embedded clips features
 are no nearer for it, and it costs a third more.
 
-Under a `goal` the cache looks for motion of the whole picture (`frame_motion`), measures on frames
+Under a `goal` the cache looks for motion of the whole picture (`motion`), measures on frames
 computed whole what reuse would have cost in quality, and stands aside where it saves nothing.
 """
 
@@ -36,13 +36,13 @@ from mmfast.models.families.tower import PIXELS, Tower, attention_of, has_halves
 from mmfast.models.patching import override
 from mmfast.models.reduction.probe import AttentionCalls, intercepting
 from mmfast.models.reduction.tower_signals import KEPT, MERGED
-from mmfast.models.vision.frame_motion import (
+from mmfast.models.vision.frames.encoder_pass import Attend, FramePass
+from mmfast.models.vision.frames.motion import (
     by_frame,
     flat_picture,
     lumas,
 )
-from mmfast.models.vision.frame_pass import Attend, FramePass
-from mmfast.models.vision.frame_state import (
+from mmfast.models.vision.frames.state import (
     FrameCacheState,
     FramePlan,
     plan_pass,
@@ -131,7 +131,7 @@ class FrameCache:
                 `cut`, whole frames are computed as often as it takes: on each one the error that
                 reuse would have had is measured, and says how long and how changed the next ones
                 may be. Patches that moved with the whole picture are taken from their old place
-                (see `mmfast.models.vision.frame_motion`); calls that reuse cannot make cheaper go
+                (see `mmfast.models.vision.frames.motion`); calls that reuse cannot make cheaper go
                 to the stock tower.
             timed: Under a goal, let the clock tell whether the cache is faster than the stock tower
                 (see `Payoff`), in place of a rule of thumb. Then which frames are computed whole

@@ -17,7 +17,7 @@ from mmfast.bench import timing
 from mmfast.bench.cases import fill_, unfilled
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row, dtype_name
-from mmfast.bench.suites.speech_speed import draft_weights, trunk_weights
+from mmfast.bench.suites.speech.speed import draft_weights, trunk_weights
 from mmfast.decoding import codebooks
 from mmfast.decoding.drafting import parse_schedule
 from mmfast.decoding.loop import SingleDecoder

@@ -36,7 +36,7 @@ from mmfast.serve.guard.fetch import data_url as encode
 
 # Timeouts of the server; by default 10 and 30 seconds.
 TIMEOUTS = {"header_seconds": 1.0, "body_seconds": 3.0}
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[4]
 
 
 @benchmark("serve", "bombs")
@@ -150,7 +150,7 @@ def _bytes_in(path: str, name: str) -> int:
 @contextlib.contextmanager
 def serving(internet: int, **options: Any) -> Iterator[ServerUnderTest]:
     """Run the real server with an engine without a model, after its first requests."""
-    module = "mmfast.bench.suites.hostile_server"
+    module = "mmfast.bench.suites.serve.hostile_server"
     hosts = json.dumps({"remote_hosts": ["*"], **options})
     command = [sys.executable, "-m", module, str(internet), hosts]
     with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process:

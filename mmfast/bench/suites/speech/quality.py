@@ -24,7 +24,7 @@ from torchaudio.functional import edit_distance
 
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row
-from mmfast.bench.suites.speech_replies import reply_rows
+from mmfast.bench.suites.speech.replies import reply_rows
 from mmfast.bench.timing import PROCESSOR_CLOCK, one_thread, timed
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.speech import Sound
@@ -348,7 +348,7 @@ def run_speech_eval(
     are of MODES, all by default.
     `recognise` turns sound into text (pocketsphinx with the grammar of the domain), `answer`
     answers questions about clips (the embedded video model). Returns `suite`, `n`, `seed`, `model`
-    and `rows`; see `speaking_rows`, `listening_rows` and `speech_replies.reply_rows`.
+    and `rows`; see `speaking_rows`, `listening_rows` and `replies.reply_rows`.
     """
     for what, asked, known in (("mode", modes, tuple(MODES)), ("task", tasks, TASKS)):
         for name in set(asked) - set(known):

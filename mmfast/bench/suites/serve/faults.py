@@ -21,7 +21,7 @@ from typing import Any
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.suites.serve import TIMEOUT, ChatRecord, chat, url_of
+from mmfast.bench.suites.serve.chats import TIMEOUT, ChatRecord, chat, url_of
 from mmfast.models.loading import embedded_path
 from mmfast.serve.engine.base import BusyError, Failure, Finish
 
