@@ -63,6 +63,16 @@ def has_avx512() -> bool:
 
 
 @cache
+def has_bfloat16() -> bool:
+    """Return whether the processor itself multiplies bfloat16; others take each product apart.
+
+    The names are private to torch, so a build without them counts as one without.
+    """
+    tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in tests)
+
+
+@cache
 def has_onednn() -> bool:
     """Return whether oneDNN multiplies bfloat16 here, on weights that it lays out once.
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmfast.tiny import training
 from mmfast.tiny.evaluate import suite
 from mmfast.tiny.training import Course, Optimiser, Task, mean_figures, train
 from mmfast.tiny.video.clips import decode, encode, make_row
@@ -280,3 +281,13 @@ def test_chat_template_puts_the_video_first() -> None:
     text = processor.apply_chat_template(chat, add_generation_prompt=True)
     assert text == "<|user|><video>What?<|assistant|>"
     assert processor.tokenizer.convert_tokens_to_ids("<|assistant|>") == ASSISTANT
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_training_is_in_bfloat16_where_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(training, "has_bfloat16", lambda: native)
+    with training.fast():
+        product = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert product.dtype == (torch.bfloat16 if native else torch.float32)

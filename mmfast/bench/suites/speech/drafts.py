@@ -28,6 +28,7 @@ from mmfast.heads.depth import DepthHead
 from mmfast.heads.groups import GroupsHead
 from mmfast.models.speech.depth_weights import csm_depth
 from mmfast.ops.audio import log_mel
+from mmfast.ops.weight_forms import has_bfloat16
 from mmfast.tiny.speech.codec import fit_book, recordings
 
 ROUNDS, PROMPT = 5, 8
@@ -101,8 +102,7 @@ def shape_rows(
     shape: LanguageShape, rounds: int, tick: Tick, dtype: torch.dtype | None = None
 ) -> list[Row]:
     """Measure a shape; None is bfloat16 where the processor multiplies it, else float32."""
-    capable = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    dtype = dtype or (torch.bfloat16 if capable else torch.float32)
+    dtype = dtype or (torch.bfloat16 if has_bfloat16() else torch.float32)
     backbone, head = build_language_model(shape, dtype)
     wide = 1 + parse_schedule("1,10").most
     clocked, audio = _ClockedHead(head), slice(shape.vocabulary - shape.audio, shape.vocabulary)
