@@ -22,6 +22,7 @@ from mmfast.prefill.plan import PrefillPlan, plan_prefill
 
 PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
+_TURNS: weakref.WeakKeyDictionary[Any, AbstractContextManager[Any]] = weakref.WeakKeyDictionary()
 Stage = AbstractContextManager[None]
 # Of the base model while something is attached: the handle, and everything to be undone.
 _HANDLE, _UNDO = "_mmfast_handle", "_mmfast_undo"
@@ -270,6 +271,14 @@ def _stages(
         yield Hooks(model, sites, trace, state, whole, repeats).installed()
     if adapter.alone:  # around all others, so that it sees calls that they refuse
         yield attendance
+
+
+def turn_of(model: Any) -> AbstractContextManager[Any]:
+    """Lock of a model for calls that attach and detach, of all threads; one may take it again."""
+    from mmfast.models.wrappers import base_of
+
+    with _LOCK:
+        return _TURNS.setdefault(base_of(model), threading.RLock())
 
 
 @contextmanager

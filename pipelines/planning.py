@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from mmfast.attach import attach
+from mmfast.attach import attach, turn_of
 from mmfast.models.cost import FirstToken
 from mmfast.planner.auto import announced, row_name
 from mmfast.planner.plan import Plan
@@ -67,6 +67,7 @@ class PipelinePlanner:
 
     def _try(self, inputs: Mapping[str, Any], spec: str | None) -> float:
         first, start = FirstToken(), time.perf_counter()
-        with attach(self.pipe.model, spec, self.pipe.cache, self.pipe.encoder):
+        model = self.pipe.model
+        with turn_of(model), attach(model, spec, self.pipe.cache, self.pipe.encoder):
             self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)
         return (first.at - start) * 1e3

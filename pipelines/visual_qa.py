@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmfast.attach import attach
+from mmfast.attach import attach, turn_of
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.spec import Spec, parse
@@ -302,7 +302,7 @@ class VisualQA:
             reduce, cache = plan.spec, plan.cache
 
         def generate(streamer: Any, criteria: Any) -> None:
-            with self._attached(inputs, reduce, how, cache) as (_, given):
+            with turn_of(self.model), self._attached(inputs, reduce, how, cache) as (_, given):
                 self.run(given, how, streamer=streamer, stopping_criteria=criteria)
 
         own = how.get("stopping_criteria") or ()
@@ -435,6 +435,7 @@ class VisualQA:
                 start += measuring / 1e3
         begin = time.perf_counter()
         with (
+            turn_of(self.model),
             encoder_timer(self.model) as encode,
             self._attached(inputs, reduce, how, plan.cache if plan else None) as (trace, given),
         ):
