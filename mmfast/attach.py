@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import reprlib
 import sys
 import threading
 import warnings
@@ -156,6 +157,11 @@ def attach(
 
     specs: Any = AUTO if reduce == AUTO else parse(reduce)
     plan, drafts, model = call_plan(cache), plan_decode(decode), stock_model(model)
+    if not hasattr(model, "named_modules"):
+        raise ModelError(
+            f"attach() got {reprlib.repr(model)}, which is no model; give a loaded one, such as "
+            "AutoModelForImageTextToText.from_pretrained(…), or a pipeline or Trainer around one"
+        )
     more: dict[str, Any] = {"cache": plan, "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
     return _attached(model, reduce, specs, more)

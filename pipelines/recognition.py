@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.pipelines.options import check_names, check_values, within
@@ -83,6 +84,11 @@ class SpeechToText:
 
     def _check(self, model: Any, options: Mapping[str, Any]) -> None:
         if options and (names := models.check_options(model, "transcribe", {})) is not None:
+            if options.keys() - {*names, *PLACE} and not names:
+                raise MmfastError(
+                    f"{self.task}: this model has no option {min(options)!r}, only the listeners "
+                    "of transformers have some: give one as model=, such as openai/whisper-small"
+                )
             check_names(self.task, options, names, PLACE)
 
     def __call__(self, media: Any, **options: Any) -> Any:

@@ -36,7 +36,7 @@ from mmfast.models.prompt import (
     check_question,
     is_chat,
     read_chat,
-    scope_note,
+    scope_note_of,
     summed,
 )
 from mmfast.models.reduction.check import check
@@ -322,6 +322,11 @@ class VisualQA:
         if (given and media is not None) or (text is not None and question is not None):
             raise MmfastError(f"media and {own}=, or question and text=, are both given; give one")
         media, question = given.get(own, media), text if question is None else question
+        if isinstance(media, Mapping) and not is_chat(media):
+            raise MmfastError(
+                f"{self.task} takes no dict of {', '.join(map(repr, media))}; give the {self.kind} "
+                f"and the question one after the other, or by name: {own}=…, text=…"
+            )
         chat, fill = (media, None) if question is None else (question, media)
         chats = [chat] if is_chat(chat) else chat
         if isinstance(chats, (list, tuple)) and chats and all(map(is_chat, chats)):
@@ -392,10 +397,8 @@ class VisualQA:
 
     def _note(self, chat: list[dict[str, Any]]) -> str:
         """Return a line on what is outside the scope of the embedded model, and warn once of it."""
-        asked = [part for turn in chat if turn["role"] == "user" for part in turn["content"]]
-        shots = [part for part in asked if isinstance(part, Shot)]
-        question = " ".join(part for part in asked if isinstance(part, str))
-        note = scope_note(self.processor.tokenizer, shots, question) if self.embedded else ""
+        asked = [turn["content"] for turn in chat if turn["role"] == "user"]
+        note = scope_note_of(self.processor.tokenizer, asked) if self.embedded else ""
         if note and not self._warned:
             self._warned = True
             warnings.warn(note, ScopeWarning, stacklevel=5)
@@ -566,7 +569,7 @@ class VideoQA(VisualQA):
     def _read(self, media: Any) -> list[Shot]:
         media = _encoded(media)
         if kind_of(media) == "image":
-            raise MediaError("this is a still picture, not a video: use image-qa")
+            raise MediaError("this is a still picture, not a video: give a video, or take image-qa")
         sampling: dict[str, Any] = {"fps": self.fps} if self.fps else {"frames": self.frames}
         clip = read_video(media, **sampling)
         return [Shot("video", clip.frames, clip.metadata())]

@@ -52,6 +52,8 @@ def profile(
     check_names([reduce], [cache], [prefill])
     if flame is not None and flame.suffix not in (".svg", ".html"):
         raise MmfastError(f"--flame {str(flame)!r}: write a .svg or .html file")
+    if flame is not None and not flame.parent.is_dir():
+        raise MmfastError(f"--flame {str(flame)!r}: give a file in an existing folder")
     if threads is not None and threads < 1:
         raise MmfastError(f"--threads {threads} computes nothing; give at least 1")
     quiet()

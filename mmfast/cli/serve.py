@@ -6,6 +6,7 @@ import inspect
 import sys
 from dataclasses import fields
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -118,6 +119,10 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.prefill.plan import plan_prefill
 
         plan_prefill(config.prefill)
+    if config.engine == "ray" and not config.replicas:
+        from mmfast.serve.ray.engine import check_parts
+
+        check_parts(config.reduce, config.cache, config.prefill)
     if config.engine == "vllm":
         if config.attn is not None:
             raise MmfastError("--attn: vLLM chooses its attention itself; leave it out")
@@ -142,7 +147,15 @@ def _welcome(url: str, config: ServerConfig) -> str:
     from mmfast.serve.http.service import name_of
 
     key = ' -H "Authorization: Bearer $MMFAST_API_KEY"' if config.api_keys else ""
-    asked = f'"model": "{name_of(config)}", "messages": [{{"role": "user", "content": "Hello?"}}]'
+    content = '"Hello?"'
+    if config.model is None:  # it knows nothing but what it sees
+        from mmfast.demos.examples import CLIPS
+
+        read = f"base64 < {quote(str(CLIPS / 'picture.jpg'))} | tr -d '\\n'"
+        picture = f"data:image/jpeg;base64,'$({read})'"
+        content = f'[{{"type": "image_url", "image_url": {{"url": "{picture}"}}}}, '
+        content += '{"type": "text", "text": "What colour is the square?"}]'
+    asked = f'"model": "{name_of(config)}", "messages": [{{"role": "user", "content": {content}}}]'
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
     page = f", demo at {url}/demo" if config.demo else ""
     return f"ready: {url}/v1 (described by {url}/openapi.json{page})\n  {curl} -d '{{{asked}}}'"

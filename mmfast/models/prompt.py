@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,10 +248,18 @@ def scope_note(tokenizer: Any, shots: Sequence[Shot], question: str) -> str:
     """Return one line on what is unlike the training data of an embedded model, or ""."""
     other = unknown_words(tokenizer, question)
     parts = [f"this question ({', '.join(other)})"] if other else []
+    parts += [] if shots else ["a question without an image or a clip"]
     parts += [f"this {shot.kind}" for shot in shots if is_foreign(shot.pixels)][:1]
     told = "the embedded model was trained on drawn shapes, numbers and colours alone; "
     end = " is outside of that, so the answer means little: name a model"
     return told + " and ".join(parts) + end if parts else ""
+
+
+def scope_note_of(tokenizer: Any, contents: Iterable[Sequence[Any]]) -> str:
+    """Return the same of the contents of all messages of a user, `Shot` or text each."""
+    parts = [part for content in contents for part in content]
+    shots = [part for part in parts if isinstance(part, Shot)]
+    return scope_note(tokenizer, shots, " ".join(p for p in parts if isinstance(p, str)))
 
 
 def is_foreign(pixels: Any) -> bool:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 import mmfast
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import embedded_path
-from mmfast.models.prompt import ScopeWarning, Shot, is_foreign, scope_note
+from mmfast.models.prompt import ScopeWarning, Shot, is_foreign, scope_note, unknown_words
 from mmfast.tiny.scenes.outside import REFUSAL
 from mmfast.tiny.stream.world import World
 from mmfast.tiny.suites import SUITES, Suite, SuiteCase
@@ -90,8 +90,8 @@ def test_the_vocabulary_is_that_of_the_grammar(tokenizer: Any) -> None:
         for first, second in zip(names[::4], names[3::4], strict=False):
             for end in ("start", "end"):
                 text = wording.format(first, end if "at the {1}" in wording else second)
-                assert not scope_note(tokenizer, [], text)
-                assert not scope_note(tokenizer, [], text.rstrip("?").lower())
+                assert not unknown_words(tokenizer, text)
+                assert not unknown_words(tokenizer, text.rstrip("?").lower())
 
 
 @pytest.mark.parametrize("question", FOREIGN)

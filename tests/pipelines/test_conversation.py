@@ -253,7 +253,10 @@ def test_a_picture_where_clips_are_asked_about(
         "tensor": torch.from_numpy(np.array(picture)),
         "chat": asked("video", COUNT, video=path),
     }
-    with pytest.raises(MediaError, match="this is a still picture, not a video: use image-qa"):
+    with pytest.raises(
+        MediaError,
+        match="this is a still picture, not a video: give a video, or take",
+    ):
         videos(media[way]) if way == "chat" else videos(media[way], COUNT)
 
 

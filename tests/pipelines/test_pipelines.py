@@ -166,3 +166,12 @@ def test_a_model_that_the_caller_attached_is_not_waited_for() -> None:
     pipe = mmfast.pipeline("video-qa", reduce="divprune:0.25")
     with pytest.raises(MmfastError, match="attached already"), mmfast.attach(pipe.model, "evs:0.5"):
         pipe(CLIPS / "red-circle.mp4", "Which way?")
+
+
+def test_a_dict_is_no_media(pipe: Any) -> None:
+    for arguments in (
+        ({"images": str(CLIP)}, QUESTION),
+        ({"images": str(CLIP), "text": QUESTION},),
+    ):
+        with pytest.raises(MmfastError, match=r"takes no dict of 'images'.*videos=…, text=…"):
+            pipe(*arguments)

@@ -58,6 +58,8 @@ def test_it_gives_up_in_time_and_when_all_sources_have_ended() -> None:
         assert 0.25 < time.monotonic() - start < 20
         with pytest.raises(MmfastError, match="nothing is being watched"):
             session.wait_until("a", **WORDS)
+        with pytest.raises(MmfastError, match="callback 3 cannot be called"):
+            session.subscribe("a car stops", 3)  # type: ignore[arg-type]
         with pytest.raises(MmfastError, match="timeout=-1"):
             session.wait_until("a", timeout=-1)
 

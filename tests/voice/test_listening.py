@@ -198,6 +198,10 @@ def test_the_command_writes_recordings_down(run: Any, ctc_folder: str, tmp_path:
     assert run("transcribe", files[0], "--stream", *own)[:2] == (0, f"{texts[0]}\n")
     found = json.loads(run("transcribe", *files, "--json", *own)[1])
     assert [each["text"] for each in found] == texts and found[1]["file"] == files[1]
+    for option in (("--cache", "snapkv:0.5"), ("--language", "de")):  # the embedded listener
+        code, _, error = run("transcribe", files[0], *option)
+        name = option[0].removeprefix("--")
+        assert code == 2 and f"no option '{name}'" in error and "whisper" in error
     code, _, error = run("transcribe", files[0], "--reduce", "divprune:0.5", *own)
     assert code == 2 and "CTC model" in error
     code, _, error = run("transcribe", *files, "--stream", *own)

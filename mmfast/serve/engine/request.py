@@ -48,6 +48,7 @@ class ActiveRequest:
         # reserve: most tokens whose keys and values the request may hold behind its prompt,
         # piece: those of the prompt while it is read
         self.cached = self.reserve = self.piece = 0
+        self.notes: list[str] = []  # remarks that stand in the trace before those of the stages
         self.length = 0  # tokens of the prompt, where the processor has run in this process
         # the last event was sent; the receiver of the events raised an exception
         self.over = self.broken = False
@@ -115,6 +116,8 @@ class ActiveRequest:
         ]
         names = ("reductions", "visual_tokens", "kept_tokens")
         whole = {"rows": rows, **{name: trace[name] for name in names}}
+        if notes := [*self.notes, *trace.get("notes", ())]:
+            whole["notes"] = notes
         whole["ttft_ms"] = (self._first - self.began) * 1e3
         if self.waited_ms is not None:
             whole["queue_ms"] = self.waited_ms

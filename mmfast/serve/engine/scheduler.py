@@ -14,6 +14,7 @@ from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.models.loading import EMBEDDED, twin
+from mmfast.models.prompt import scope_note_of
 from mmfast.models.reduction.record import features_given
 from mmfast.planner.target import check_alone, make_target
 from mmfast.prefill.plan import plan_prefill
@@ -25,6 +26,7 @@ from mmfast.serve.engine.base import (
     Emit,
     Failure,
     Health,
+    Media,
     Options,
     Request,
     SamplingOptions,
@@ -170,6 +172,7 @@ class Scheduler:
         self.pair = twin(stock, processor)
         self._adapters = load_adapters(stock, lora or {})
         self.model = name or (EMBEDDED if model is None else str(model))
+        self._embedded = model is None
         limit = kv_limit(memory, stock.device, sharing)
         self._queue: FairQueue[ActiveRequest] = FairQueue()
         self._most, self._slots = slots + queue, slots
@@ -267,6 +270,8 @@ class Scheduler:
         runner.check(answer)
         prepared = runner.encoder.prepare(request)
         fitting(prepared.length, sampling.max_tokens, self.context)
+        if self._embedded and (note := _scope_note(runner.processor.tokenizer, request)):
+            answer.notes.append(note)
         # The inputs hold all that is needed of the messages, which can be large.
         answer.request = replace(request, messages=())
         answer.prepared, answer.length = prepared, prepared.length
@@ -388,3 +393,10 @@ class Scheduler:
             self._known.clear()
         for answer in left:
             answer.end(Failure("the engine is closed", 503))
+
+
+def _scope_note(tokenizer: Any, request: Request) -> str:
+    """Return one line on what of a request the embedded model was never trained on, or ""."""
+    asked = [message.content for message in request.messages if message.role == "user"]
+    shown = [[part.shot if isinstance(part, Media) else part for part in each] for each in asked]
+    return scope_note_of(tokenizer, shown)

@@ -179,6 +179,20 @@ def failure_of(error: BaseException) -> base.Failure:
     return base.Failure(f"the engine failed on this request ({type(error).__name__})")
 
 
+def check_parts(reduce: str | None, cache: str | None, prefill: str | None) -> None:
+    """Refuse specs that need the whole model, of which every worker runs a part (SpecError)."""
+    fix = "start the server with --replicas, whose copies run all of it, or take inproc"
+    if not early(reduce):
+        raise SpecError(
+            f"{reduce!r} acts inside the model, which Ray runs in parts; name reducers at site "
+            f"'pre', {fix}"
+        )
+    if cache:
+        raise SpecError(f"cache {cache!r} acts inside the model, which Ray runs in parts; {fix}")
+    if prefill:
+        raise SpecError(f"prefill {prefill!r} needs a prompt in one piece; {fix}")
+
+
 class RayEngine:
     """Answers requests on Ray; see `mmfast.serve.engine.base.Executor`.
 
@@ -329,22 +343,10 @@ class RayEngine:
         self._cluster.close(self._apps)
 
     def _check(self, reduce: str | None, cache: str | None, prefill: str | None) -> None:
-        """Refuse wrong specs, and those that need the whole model, with `SpecError`."""
+        """Refuse wrong specs, and those that need the whole model where it runs in parts."""
         parse(reduce), served_plan(cache), plan_prefill(prefill)
-        if self._last == WHOLE:
-            return
-        fix = "start the server with --replicas, whose copies run all of it, or take inproc"
-        if not early(reduce):
-            raise SpecError(
-                f"{reduce!r} acts inside the model, which Ray runs in parts; name reducers at site "
-                f"'pre', {fix}"
-            )
-        if cache:
-            raise SpecError(
-                f"cache {cache!r} acts inside the model, which Ray runs in parts; {fix}"
-            )
-        if prefill:
-            raise SpecError(f"prefill {prefill!r} needs a prompt in one piece; {fix}")
+        if self._last != WHOLE:
+            check_parts(reduce, cache, prefill)
 
     # --- the loop's thread --------------------------------------------------------------------
 

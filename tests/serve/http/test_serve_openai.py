@@ -84,6 +84,14 @@ def test_a_clip_is_answered_right_with_its_trace(client: Any) -> None:
     assert {row["stage"] for row in trace["rows"]} >= {"prefill"}
 
 
+def test_the_trace_says_what_the_embedded_model_was_not_trained_on(client: Any) -> None:
+    inside = ask(client, clip_part(), text(QUESTION)).model_extra["mmfast"]
+    outside = ask(client, clip_part(), text("Is the mayor happy?")).model_extra["mmfast"]
+    alone = ask(client, text("Hello?")).model_extra["mmfast"]
+    assert "notes" not in inside and "mayor" in outside["notes"][0]
+    assert len(alone["notes"]) == 1 and "without an image or a clip" in alone["notes"][0]
+
+
 def test_fewer_tokens_by_extra_body(client: Any) -> None:
     full = ask(client, clip_part(), text(QUESTION))
     less = ask(client, clip_part(), text(QUESTION), extra_body={"mmfast": {"reduce": "evs:0.25"}})
