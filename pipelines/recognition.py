@@ -18,6 +18,7 @@ from mmfast.voice import models
 from mmfast.voice.ear import RATE
 
 PLACE = ("batch_size", "device", "dtype", "model_kwargs")
+OTHERS = {"cache", "language", "max_new_tokens", "reduce"}  # what some listeners have
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class SpeechToText:
 
     def _check(self, model: Any, options: Mapping[str, Any]) -> None:
         if options and (names := models.check_options(model, "transcribe", {})) is not None:
-            if options.keys() - {*names, *PLACE} and not names:
+            if not names and (others := sorted(options.keys() & OTHERS)):
                 raise MmfastError(
-                    f"{self.task}: this model has no option {min(options)!r}, only the listeners "
-                    "of transformers have some: give one as model=, such as openai/whisper-small"
+                    f"{self.task}: this listener has no option {others[0]!r}; those of "
+                    "transformers may: give one as model=, such as openai/whisper-small"
                 )
             check_names(self.task, options, names, PLACE)
 
