@@ -153,18 +153,24 @@ def attach(
     Example:
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace: model.generate(**inputs)
     """
-    from mmfast.models.wrappers import stock_model
-
     specs: Any = AUTO if reduce == AUTO else parse(reduce)
-    plan, drafts, model = call_plan(cache), plan_decode(decode), stock_model(model)
-    if not hasattr(model, "named_modules"):
-        raise ModelError(
-            f"attach() got {reprlib.repr(model)}, which is no model; give a loaded one, such as "
-            "AutoModelForImageTextToText.from_pretrained(…), or a pipeline or Trainer around one"
-        )
+    plan, drafts, model = call_plan(cache), plan_decode(decode), _stock(model)
     more: dict[str, Any] = {"cache": plan, "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
     return _attached(model, reduce, specs, more)
+
+
+def _stock(held: Any) -> Any:
+    """The model that is held, or an error for what holds none."""
+    from mmfast.models.wrappers import stock_model
+
+    model = stock_model(held)
+    if not hasattr(model, "named_modules"):
+        raise ModelError(
+            f"attach() got {reprlib.repr(held)}, which is no model; give a loaded one, such as "
+            "AutoModelForImageTextToText.from_pretrained(…), or a pipeline or Trainer around one"
+        )
+    return model
 
 
 def _attached(model: Any, reduce: Any, specs: Any, more: Mapping[str, Any]) -> Handle:

@@ -12,6 +12,7 @@ import ast
 import importlib
 import re
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,6 +128,7 @@ def main(args: list[str] | None = None) -> None:
     # click's UsageError, wherever this typer keeps it
     usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
     KEPT.clear()
+    plain, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         code = app(args=args, prog_name="mmfast", standalone_mode=False)
     except MmfastError as error:
@@ -135,6 +137,8 @@ def main(args: list[str] | None = None) -> None:
         code = _fail(_usage(error))
     except typer.Abort:
         code = 130
+    finally:
+        warnings.formatwarning = plain
     if code == 130:  # versions of typer raise or return on Ctrl-C
         kept = "".join(f"; {number} {what}" for what, number in KEPT.items())
         print(f"mmfast: interrupted{kept}", file=sys.stderr)
@@ -148,6 +152,11 @@ def _usage(error: Any) -> str:
         known = (name for each in context.command.params for name in each.opts)
         text = unknown("option", error.option_name, [n for n in known if n.startswith("-")])
     return f"{text} (see {context.command_path if context else 'mmfast'} --help)"
+
+
+def _warning(message: Any, *_: Any) -> str:
+    """Write a warning in one line: the place in the code says nothing at a prompt."""
+    return f"mmfast: warning: {' '.join(str(message).split())}\n"
 
 
 def _fail(message: str) -> int:

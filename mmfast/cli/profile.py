@@ -50,10 +50,7 @@ def profile(
 
     open_source(media, DEFAULT_LIMITS)
     check_names([reduce], [cache], [prefill])
-    if flame is not None and flame.suffix not in (".svg", ".html"):
-        raise MmfastError(f"--flame {str(flame)!r}: write a .svg or .html file")
-    if flame is not None and not flame.parent.is_dir():
-        raise MmfastError(f"--flame {str(flame)!r}: give a file in an existing folder")
+    _check_flame(flame)
     if threads is not None and threads < 1:
         raise MmfastError(f"--threads {threads} computes nothing; give at least 1")
     quiet()
@@ -102,3 +99,10 @@ def _show(document: dict[str, Any], as_json: bool) -> None:
 
 def _rated(row: dict[str, Any]) -> str | None:
     return None if row["of_roof"] is None else f"{row['of_roof']:.1%} of {row['bound']}"
+
+
+def _check_flame(file: Path | None) -> None:
+    if file is not None and file.suffix not in (".svg", ".html"):
+        raise MmfastError(f"--flame {str(file)!r}: write a .svg or .html file")
+    if file is not None and not file.parent.is_dir():
+        raise MmfastError(f"--flame {str(file)!r}: give a file in an existing folder")

@@ -96,7 +96,8 @@ def _plan(config: ServerConfig) -> list[tuple[str, object]]:
 
 def _check_specs(config: ServerConfig) -> None:
     """Refuse wrong specs before anything is loaded."""
-    from mmfast.core.spec import check_names
+    from mmfast.core.registry import listed
+    from mmfast.core.spec import check_names, parse
 
     check_names([config.reduce], [config.cache], [config.prefill])
     if config.model is not None and config.model.startswith((".", "/", "~")):
@@ -120,9 +121,11 @@ def _check_specs(config: ServerConfig) -> None:
 
         plan_prefill(config.prefill)
     if config.engine == "ray" and not config.replicas:
-        from mmfast.serve.ray.engine import check_parts
+        specs = parse(config.reduce, among=listed("reducer"))
+        if config.cache or config.prefill or any(s.site not in ("pixel", "pre") for s in specs):
+            from mmfast.serve.ray.engine import check_parts
 
-        check_parts(config.reduce, config.cache, config.prefill)
+            check_parts(config.reduce, config.cache, config.prefill)
     if config.engine == "vllm":
         if config.attn is not None:
             raise MmfastError("--attn: vLLM chooses its attention itself; leave it out")

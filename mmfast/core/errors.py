@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -32,3 +34,18 @@ def unknown(what: str, value: object, choices: Iterable[str], more: Iterable[str
     near = difflib.get_close_matches(str(value).lstrip("-"), bare, n=1, cutoff=0.5)
     hint = f"; did you mean {bare[near[0]]!r}?" if near else ";"
     return f"unknown {what} {value!r}{hint} choices: {', '.join(names)}"
+
+
+# Packages between a warning and the line of the caller's that it is about.
+_BETWEEN = ("contextlib", "mmfast", "torch", "transformers")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the caller that stands outside mmfast and the libraries it calls.
+
+    The number of frames between them depends on decorators, hooks and how the model is called.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _BETWEEN:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -7,7 +7,6 @@ import re
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, warn
 from mmfast.core.reduction import Reduction
 
 
@@ -230,7 +229,7 @@ class Trace:
         """Note something and warn of it, the first time."""
         if note not in self.notes:
             self.notes.append(note)
-            warnings.warn(note, stacklevel=3)
+            warn(note)
 
     @contextmanager
     def stage(self, name: str, tokens_in: int = 0, tokens_out: int = 0) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from cli_runs import CLIP, QUESTION, ROOT, fails, run
 from PIL import Image
 
+from mmfast import cli
 from mmfast.cli import COMMANDS, load
 
 
@@ -149,3 +151,13 @@ def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     code, _, err = run(capsys, "bench-all")
     assert code == 2 and "No such command" in err
     assert "Did you mean 'ask'" in run(capsys, "askk")[2]
+
+
+def test_a_warning_is_one_line_without_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    before = warnings.formatwarning
+    text = cli._warning(UserWarning("a\nlong one"), UserWarning, "/deep/inside.py", 3)
+    assert text == "mmfast: warning: a long one\n"
+    with pytest.raises(SystemExit):
+        cli.main(["methods", "--kind", "head"])
+    assert warnings.formatwarning is before
+    capsys.readouterr()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 import mmfast
 from mmfast import Mix, MmfastError, Reduction, SpecError, Tokens, Trace
 from mmfast.core import registry
+from mmfast.core.errors import warn
 from mmfast.core.spec import count, parse, run
 from mmfast.core.trace import free_bytes
 
@@ -420,3 +424,20 @@ def test_free_bytes_keep_within_the_limit_of_a_container(
         assert (free_bytes(cpu, tmp_path) or 0) > 1 << 20
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 20))
     assert free_bytes(torch.device("cuda")) == 7
+
+
+def test_a_warning_stands_at_the_callers_line() -> None:
+    """Not at the frames of mmfast, torch and decorators between."""
+    code = compile("def passed_on():\n    warn('look')\n", "inside.py", "exec")
+    inside: dict[str, Any] = {"__name__": "mmfast.somewhere", "warn": warn}
+    exec(code, inside)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        inside["passed_on"]()
+        yield
+
+    for call in (inside["passed_on"], lambda: around().__enter__()):
+        with pytest.warns(UserWarning, match="look") as seen:
+            call()
+        assert Path(seen[0].filename).name == Path(__file__).name

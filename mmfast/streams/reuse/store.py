@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, warn
 from mmfast.streams.archive import files
 from mmfast.streams.archive.tiers import CPU, Reports, TierQuotas
 from mmfast.streams.reuse.coding import BITS, with_coded, with_decoded
@@ -262,7 +261,7 @@ class ReuseStore:
         first = not self.reports.counts[kind]
         self.reports.add(kind, line)
         if first:
-            warnings.warn(f"reuse store in {str(self.quotas.folder)!r}: {line}", stacklevel=4)
+            warn(f"reuse store in {str(self.quotas.folder)!r}: {line}")
 
     @property
     def nbytes(self) -> int:
