@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -79,6 +80,11 @@ class Site:
         return self.deep and any(spec.method.revives for spec in self.specs)
 
     @property
+    def halts(self) -> bool:
+        """Tokens that leave keep their state up to the end of the model."""
+        return self.deep and all(spec.method.halts for spec in self.specs)
+
+    @property
     def joint(self) -> bool:
         """A stage looks at all images of a prompt at once."""
         return any(spec.method.scope == "prompt" for spec in self.specs)
@@ -149,6 +155,11 @@ class Chain:
         for reduction in self.reductions[1:]:
             keep = keep.index_select(0, reduction.keep)
         return keep
+
+    @property
+    def owner(self) -> Tensor:
+        """`[N]` in [-1, M): the output that each token joins, -1 where it left."""
+        return reduce(Reduction.then, self.reductions).owner
 
     @property
     def pure(self) -> bool:
@@ -241,6 +252,7 @@ _ADVICE = {
     "text",
     "rope": "it exists at 'llm<K>' with K at least 1, under attach(), in models with rotary "
     "positions",
+    "drift": "it exists at 'llm<K>' only, with K at least 1, and under attach()",
     "keys": "it exists at 'pre' only: encode the media inside attach()",
     "attn_middle": "it exists at 'pre' only: encode the media inside attach()",
     "attn_first": "it exists at 'pre' only: encode the media inside attach()",
