@@ -201,6 +201,8 @@ def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> C
     ms: list[float] = []
     for spec in site.specs:
         start = time.perf_counter()
+        if reductions and not reductions[-1].m:
+            break  # all have halted
         if reductions:
             tokens = follow(tokens, reductions[-1])
         reductions.append(run_stage(spec, tokens, entered))
@@ -218,6 +220,8 @@ def run_part(
     """
     reductions: list[Reduction] = []
     for spec in site.specs:
+        if reductions and not reductions[-1].m:
+            break
         if reductions:
             tokens = follow(tokens, reductions[-1])
         whole = wanted(spec, part[2], entered)

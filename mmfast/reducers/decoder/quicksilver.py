@@ -43,7 +43,7 @@ def quicksilver(
         tokens: Hidden states `x` `[..., N, D]` and `drift` `[..., N]`, the length of a token's
             change in the layer before over that of its state; a pair has the mean of both.
         budget: Tokens that still run behind the last cut, fused ones included; ties go to the
-            lowest index. None halts all that drift less than `drift`, but for one.
+            lowest index. None halts all that drift less than `drift`.
         drift: Drift below which a token halts, without a budget.
         fuse: Distance of two neighbours, over their mean length, below which they fuse; 0 is never.
         start: Depth of the first cut, a share of the layers from 0 up to 1.
@@ -63,7 +63,7 @@ def quicksilver(
         able = running.nonzero()[:, 0]
         best = able[stable_topk(change[able], len(able) if budget is None else budget)]
         if budget is None:
-            best = best[: max(1, int((change[best] >= drift).sum()))]
+            best = best[: int((change[best] >= drift).sum())]
         joins = torch.isin(first + 1, best)
         if not bool(joins.any()):
             return Reduction.prune(best, item.n)

@@ -90,7 +90,7 @@ class PromptPolicy:
         self, model: Any, lane: Lane, recipe: PromptRecipe, most: int, last: Tensor
     ) -> None:
         self.step = ForwardStep(recipe.sites, recipe.sequences, None, recipe.trace)
-        # A cut that reads what a layer changes needs what enters that layer, so reading stops there.
+        # Where a cut reads what a layer changes, reading stops before that layer, too.
         drifts = {site.layer - 1 for site in self.step.sites if DRIFT in site.needs}
         self.cuts = sorted({site.layer for site in self.step.sites} | (drifts - {-1}))
         self._last = last

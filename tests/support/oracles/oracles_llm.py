@@ -151,7 +151,7 @@ def quicksilver(
         del change[i]
     order = sorted(change, key=lambda i: (-change[i], i))
     moving = [i for i in order if change[i] >= drift]
-    answer = pruned(item.n, (moving or order[:1]) if budget is None else order[:budget])
+    answer = pruned(item.n, moving if budget is None else order[:budget])
     for _, i in pairs:
         if i + 1 in answer.groups:
             answer.groups[i + 1] = {i: 0.5, i + 1: 0.5}
