@@ -64,8 +64,9 @@ class Segments:
 
     def counts(self) -> Tensor:
         """Entries of each output, `[..., M]` int64."""
-        zeros = self.output.new_zeros(*self.output.shape[:-1], self.m)
-        return zeros.scatter_add_(-1, self.output.clamp_min(0), (self.output >= 0).to(torch.int64))
+        zeros = self.output.new_zeros(*self.output.shape[:-1], max(1, self.m))
+        there = (self.output >= 0).to(torch.int64)
+        return zeros.scatter_add_(-1, self.output.clamp_min(0), there)[..., : self.m]
 
     @cached_property
     def ordered(self) -> SortedEntries:

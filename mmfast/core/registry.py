@@ -47,6 +47,8 @@ class Method:
         scope: `item`, one image, video or sound at a time, or `prompt`, all of a prompt at once
             with the signal `image` telling them apart.
         revives: At `llm<K>` dropped tokens may come back while decoding.
+        halts: A token that leaves at `llm<K>` keeps its state up to the end of the model, and one
+            that is merged has the output of the token it joins, so logits have their full length.
         text: Inside the LLM it also prunes text, by the knob `tokens`.
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `select` (as that, anew at
@@ -76,6 +78,7 @@ class Method:
     stages: tuple[float, ...] = ()
     scope: str = "item"
     revives: bool = False
+    halts: bool = False
     text: bool = False
     role: str = ""
     moment: str = "prefill"
@@ -143,6 +146,8 @@ EVERY = "every"
 PROMPT_SIGNALS = frozenset(
     {"query_mean", "attn_counted", "attn_mutual", "attn_repeated", "attn_vision"}
 )
+# A knob of schedules: the depth, in [0, 1), before which they make no cut.
+START = "start"
 # A knob of reducers that prune text as well: the tokens of a prompt that they may drop.
 TOKENS = "tokens"
 MEDIA, TEXT, ALL = TOKEN_KINDS = ("media", "text", "all")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mmfast.core.errors import MmfastError, SpecError, unknown
-from mmfast.core.registry import MEDIA, NAMED_TOO, TOKEN_KINDS, TOKENS, Method, get, listed
+from mmfast.core.registry import MEDIA, NAMED_TOO, START, TOKEN_KINDS, TOKENS, Method, get, listed
 
 if TYPE_CHECKING:
     from mmfast.core.reduction import Reduction
@@ -358,12 +358,19 @@ def expand(
                 f"{str(spec)!r} cuts between decoder layers, but the model has {layers}; "
                 "use a model of at least 2 layers, or a method that runs at 'pre'"
             )
-        at = stage_layers(spec.method.stages, layers, able)
+        at = stage_layers(_depths(spec), layers, able)
         found += [
             replace(spec, layer=layer, cut=Cut(number, index + 1, len(at)))
             for index, layer in enumerate(at)
         ]
     return tuple(found)
+
+
+def _depths(spec: Spec) -> list[float]:
+    start = {**spec.method.knobs, **spec.knobs}.get(START, 0.0)
+    if not 0.0 <= start < 1.0:
+        raise SpecError(f"knob {START}={start} of '{spec}' is no depth; choose 0 up to 1")
+    return [depth for depth in spec.method.stages if depth >= start] or [*spec.method.stages[-1:]]
 
 
 def wanted(spec: Spec, n: int, entered: MutableMapping[int, int]) -> int | None:

@@ -78,6 +78,8 @@ def test_promise(method: Method, promise: Callable[[Method], None]) -> None:
         ("prunevid", {"tau": 0.95, "scenes": 0.5}),
         ("prunevid", {"tau": -0.5}),
         ("v_cast", {"temperature": 0.05}),
+        ("quicksilver", {"fuse": 0.9}),
+        ("quicksilver", {"fuse": 0.0}),
     ],
 )
 def test_oracle_with_knobs(name: str, knobs: dict[str, float]) -> None:
@@ -121,6 +123,9 @@ def test_oracle_holitom_adaptive() -> None:
         ("prunevid", {"tau": 0.95, "scenes": 0.4, "clusters": 0.3}),
         ("sparsevlm", {}),
         ("sparsevlm", {"rate": 0.9, "group": 3}),
+        ("quicksilver", {}),
+        ("quicksilver", {"drift": 0.6, "fuse": 0.7}),
+        ("quicksilver", {"drift": 2.0, "fuse": 0.0}),
     ],
 )
 def test_oracle_adaptive(name: str, knobs: dict[str, float], seed: int) -> None:

@@ -22,7 +22,7 @@ from mmfast.bench.report.charts import accuracy_svg, delay_svg, delays, speed_sv
 from mmfast.bench.report.table import EMPTY, NOT_MEASURED, ReportTable, markdown, score, stamp
 from mmfast.bench.results import Row, load, share
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.core.registry import EVERY, Method, methods
+from mmfast.core.registry import EVERY, START, Method, methods
 
 TABLES: dict[str, tuple[ReportTable, ...]] = {
     **catalogue.TABLES,
@@ -133,13 +133,16 @@ def _properties(method: Method) -> list[tuple[str, str]]:
     if method.kind == "prefill":
         return [("budget", method.takes), ("acts", "in parts of a prompt of `least` tokens")]
     depths = ", ".join(f"{100 * depth:g} %" for depth in method.stages)
+    cuts = f"at {depths} of the decoder's depth"
+    if START in method.knobs:
+        cuts = f"before every layer from `{START}` on"
     rows = [
         ("sites, the default first", sites(method)),
         ("signals", " ".join(f"`{need}`" for need in method.needs)),
         ("budget", method.takes),
     ]
     if method.stages and "llm" in method.sites:
-        rows.append(("cuts of a spec without a layer", f"at {depths} of the decoder's depth"))
+        rows.append(("cuts of a spec without a layer", cuts))
     if method.stream is not None:
         rows.append(("streams", "frame by frame, with a state of fixed size"))
     if method.scope == "prompt":

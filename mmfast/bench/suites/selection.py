@@ -341,6 +341,7 @@ def all_signals(grid: tuple[int, int, int], d: int) -> Tokens:
         "text_key_norm": torch.rand(_WORDS, generator=generator),
         "values": torch.randn(clip.n, 128, generator=generator),
         "text_values": torch.randn(_WORDS, 2, 64, generator=generator),
+        "drift": torch.rand(clip.n, generator=generator),
         "rope": torch.randn(clip.n, 2, generator=generator),
     }
     query = torch.randn(_WORDS, d, generator=generator)

@@ -12,7 +12,7 @@ from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.spec import Spec, wanted
 from mmfast.core.tokens import Tokens, follow
 from mmfast.core.trace import Row, Trace
-from mmfast.models.reduction.decoder_signals import ROPE, angles
+from mmfast.models.reduction.decoder_signals import DRIFT, ROPE, angles, drift
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 from mmfast.models.reduction.site import Chain, Site, run_part, run_site, run_stage
 
@@ -138,6 +138,7 @@ class SiteRunner:
         self._trace = trace
         self.noted: list[Chain] = []  # of the site that ran last
         self._first = 0  # number of the first item of that site
+        self.entered: Tensor | None = None  # `[B, n, D]` what entered the layer before that site
         self.embeddings: Sequence[Tensor] = ()  # cosines and sines of the tokens at the next site
 
     @torch.no_grad()
@@ -238,6 +239,9 @@ class SiteRunner:
             signals = {name: value.to(x.device) for name, value in known.items()}
             if ROPE in site.needs and self.embeddings:
                 signals[ROPE] = angles(self.embeddings, item).to(x.device)
+        if DRIFT in site.needs and self.entered is not None:
+            before = self.entered[item.row].to(x.device).index_select(0, item.where)
+            signals[DRIFT] = drift(before, x)
         grid = item.grid
         if item.part is not None and item.record is not None and not site.deep:
             layout = item.record.layouts[item.index]

@@ -20,6 +20,8 @@ _OF_KEYS = {"key_norm", "text_key_norm", "values", "text_values"}
 # Rotary angles at the cut itself: mean cosine and mean sine of each token, see `angles`.
 ROPE = "rope"
 INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn", ROPE, *_OF_KEYS})
+# Change of a token's hidden state in the layer before the cut, see `drift`.
+DRIFT = "drift"
 # Signal of a look ahead, a pass over the first layers before layer 0.
 AHEAD = "attn_ahead"
 _OF_TEXT = {"attn_text", "text_attn"}
@@ -144,6 +146,12 @@ def angles(embeddings: Sequence[Tensor], item: MediaItem) -> Tensor:
         mean = row.index_select(-2, item.where.to(row.device)).float().mean(-1)
         means.append(mean.reshape(-1, item.n).mean(0))
     return torch.stack(means, 1)
+
+
+def drift(before: Tensor, after: Tensor) -> Tensor:
+    """Return how far tokens `[n, D]` moved in a layer over their length before it, `[n]`."""
+    length = before.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return (after.float() - before.float()).norm(dim=-1) / length
 
 
 def _of_text(

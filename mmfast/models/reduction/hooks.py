@@ -31,7 +31,7 @@ from mmfast.models.reduction.call import (
     needs_layers,
     on_layers,
 )
-from mmfast.models.reduction.decoder_signals import INNER, LayerAttention
+from mmfast.models.reduction.decoder_signals import DRIFT, INNER, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, look_ahead
 from mmfast.models.reduction.masks import Offsets, Recount, fit_decode, forget_masks, padding_of
 from mmfast.models.reduction.probe import probing
@@ -79,10 +79,11 @@ class Hooks:
         self._recount = Recount() if renumbers else None
         self._reviver = Reviver(reviving, self._text, trace) if reviving else None
         self._looks = repeats or any(site.ahead for site in sites)
-        reads = [site.layer - 1 for site in sites if site.deep and site.needs & INNER]
+        reads = [s.layer - 1 for s in sites if s.deep and s.needs & (INNER | {DRIFT})]
         self._first = 0 if whole else max(0, min([site.layer for site in sites] + reads))
         # What is compiled for one attach() serves the next one that only looks on in steps.
-        self._key = None if whole or reviving else f"mmfast {self._first}"
+        self._halts = any(site.halts for site in sites)
+        self._key = None if whole or reviving or self._halts else f"mmfast {self._first}"
         # Only decode steps run well compiled; anything longer steps out of the compiled code.
         self._uncompiled: Any = torch.compiler.disable(apply)
         self._names = list(inspect.signature(self._base.forward).parameters)
@@ -113,7 +114,7 @@ class Hooks:
 
     def _on_layers(self) -> AbstractContextManager[None]:
         keep = self._keep if self._looks and self._text is not self._base else None
-        after = None if self._reviver is None else self._reviver.after
+        after = self._behind if self._halts or self._reviver is not None else None
         return on_layers(self._text, self._first, self._layer, self._key, keep, after)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,8 +206,8 @@ class Hooks:
             if self._recount is not None and call.step is not None:
                 cache = returned_cache(output)
                 self._recount.store(cache, call.step.shrunk)
-            if call.step is not None and (index := call.step.sequences.index) is not None:
-                self._state.left = Remainder(call.step.full, index, call.step.sequences.ok)
+            if call.step is not None and (left := call.step.left) is not None:
+                self._state.left = Remainder(call.step.full, *left)
 
     def _visual(
         self,
@@ -224,11 +225,29 @@ class Hooks:
             kwargs[name_in(kwargs)] = None  # such a layer stores nothing
         ahead = partial(self._ahead, call)
         hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)
+        step.enter(index, hidden)
         if module.training:
             note_change(index, given, step.cuts, kwargs)
         if step.reads(index):
             self._probe(call, step, index, cache_of(kwargs))
         return (hidden, *args[1:]), kwargs
+
+    def _behind(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Behind the last layer: tokens that halted come back, those called back go."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if torch.compiler.is_compiling() and hidden.shape[1] > 1:
+            return self._uncompiled(self._settle, module, args, output)
+        if torch.compiler.is_compiling() and self._reviver is None:
+            return None
+        return self._settle(module, args, output)
+
+    def _settle(self, module: nn.Module, args: Any, output: Any) -> Any:
+        call = self._state.call
+        if call is None or call.step is None:
+            return None if self._reviver is None else self._reviver.after(module, args, output)
+        hidden = output[0] if isinstance(output, tuple) else output
+        whole = call.step.rest(hidden)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     def _begin(self, call: Call) -> ForwardStep:
         """The state of a call from its first decoder layer on; its arguments are used up."""
@@ -252,7 +271,7 @@ class Hooks:
             blocks = blocks[:, call.past : call.past + length]
             blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
         step = ForwardStep(sites, sequences, past, self._trace, blocks)
-        step.turns = self._turns
+        step.turns, step.restores = self._turns, not self._text.training
         if part is not None and (part.rest or not part.first):
             refuse_parts(step.sites)
         return step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -79,6 +80,11 @@ class Site:
         return self.deep and any(spec.method.revives for spec in self.specs)
 
     @property
+    def halts(self) -> bool:
+        """Tokens that leave keep their state up to the end of the model."""
+        return self.deep and all(spec.method.halts for spec in self.specs)
+
+    @property
     def joint(self) -> bool:
         """A stage looks at all images of a prompt at once."""
         return any(spec.method.scope == "prompt" for spec in self.specs)
@@ -151,6 +157,11 @@ class Chain:
         return keep
 
     @property
+    def owner(self) -> Tensor:
+        """`[N]` in [-1, M): the output that each token joins, -1 where it left."""
+        return reduce(Reduction.then, self.reductions).owner
+
+    @property
     def pure(self) -> bool:
         """Every output is one untouched token."""
         return all(reduction.pure for reduction in self.reductions)
@@ -190,6 +201,8 @@ def run_site(site: Site, tokens: Tokens, entered: MutableMapping[int, int]) -> C
     ms: list[float] = []
     for spec in site.specs:
         start = time.perf_counter()
+        if reductions and not reductions[-1].m:
+            break  # all have halted
         if reductions:
             tokens = follow(tokens, reductions[-1])
         reductions.append(run_stage(spec, tokens, entered))
@@ -207,6 +220,8 @@ def run_part(
     """
     reductions: list[Reduction] = []
     for spec in site.specs:
+        if reductions and not reductions[-1].m:
+            break
         if reductions:
             tokens = follow(tokens, reductions[-1])
         whole = wanted(spec, part[2], entered)
@@ -241,6 +256,7 @@ _ADVICE = {
     "text",
     "rope": "it exists at 'llm<K>' with K at least 1, under attach(), in models with rotary "
     "positions",
+    "drift": "it exists at 'llm<K>' only, with K at least 1, and under attach()",
     "keys": "it exists at 'pre' only: encode the media inside attach()",
     "attn_middle": "it exists at 'pre' only: encode the media inside attach()",
     "attn_first": "it exists at 'pre' only: encode the media inside attach()",

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
-from mmfast.core.reduction import Reduction
+from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import cache_of
 from mmfast.models.reduction.cache_layers import (
@@ -25,11 +26,17 @@ from mmfast.models.reduction.cache_layers import (
     shorten,
 )
 from mmfast.models.reduction.choice import Kept, SiteRunner, acting, items_of
-from mmfast.models.reduction.decoder_signals import INNER, ROPE, LayerAttention, inner_signals
+from mmfast.models.reduction.decoder_signals import (
+    DRIFT,
+    INNER,
+    ROPE,
+    LayerAttention,
+    inner_signals,
+)
 from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import NOBODY, Leaving, keep_store
-from mmfast.models.reduction.sequence import Sequences, take
-from mmfast.models.reduction.site import Site
+from mmfast.models.reduction.sequence import MediaItem, Sequences, take
+from mmfast.models.reduction.site import Chain, Site
 from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of
 
 
@@ -51,6 +58,58 @@ class SiteCut:
         return out
 
 
+class HaltedTokens:
+    """States `[B, L, D]` of tokens that run no further, by their places before any cut.
+
+    A token that was fused has the state of the one that it joined. Tokens that had gone before the
+    first of them halted stay away.
+    """
+
+    def __init__(self, hidden: Tensor, sequences: Sequences, length: int) -> None:
+        self.states = hidden.new_zeros(len(hidden), length, hidden.shape[-1])
+        self._known = torch.zeros(self.states.shape[:2], dtype=torch.bool, device=hidden.device)
+        rows, _, places = _running(hidden, sequences)
+        # `[B, L]`: the place whose state a token has at the end, -1 without any.
+        self._path = torch.full_like(self._known, -1, dtype=torch.int64)
+        self._path[rows, places] = places
+
+    def cut(
+        self, items: Seq[MediaItem], chains: Seq[Chain], hidden: Tensor, sequences: Sequences
+    ) -> None:
+        """Note what leaves `[B, n, D]` at a cut, before it is made."""
+        self._to(hidden.device)
+        for item, chain in zip([item for item in items if item.n], chains, strict=True):
+            row, where, owner = item.row, item.where, chain.owner
+            places = where if sequences.index is None else sequences.index[row, where]
+            halts, path = owner < 0, self._path[row]
+            self.states[row, places[halts]] = hidden[row, where[halts]]
+            self._known[row, places[halts]] = True
+            joined = torch.arange(len(path), device=hidden.device)
+            joined[places[~halts]] = places[chain.keep][owner[~halts]]
+            self._path[row] = joined[path.clamp_min(0)].masked_fill(path < 0, -1)
+
+    def finish(self, hidden: Tensor, sequences: Sequences) -> Tensor:
+        """Complete the states by those that ran to the end; `[B, L]` tells which are there."""
+        self._to(hidden.device)
+        rows, at, places = _running(hidden, sequences)
+        self.states[rows, places], self._known[rows, places] = hidden[rows, at], True
+        path = self._path.clamp_min(0)
+        self.states = gather_rows(self.states, path)
+        return self._known.gather(1, path) & (self._path >= 0)
+
+    def _to(self, device: torch.device) -> None:
+        self.states, self._path = self.states.to(device), self._path.to(device)
+        self._known = self._known.to(device)
+
+
+def _running(hidden: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, places and places before any cut of the tokens of `[B, n, D]`, without padding."""
+    ok = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    rows, at = (ok if sequences.ok is None else sequences.ok.to(ok)).nonzero(as_tuple=True)
+    index = sequences.index
+    return rows, at, at if index is None else index.to(at.device)[rows, at]
+
+
 class ForwardStep:
     """State of one forward pass, in one thread, that brings more than one token.
 
@@ -64,6 +123,8 @@ class ForwardStep:
     # Cuts before layer 0, and of what they left the padding, and the places that it counts from.
     entered: tuple[list[SiteCut], Tensor | None, Tensor | None] = ([], None, None)
     turns = True  # positions are rotary, along one axis
+    restores = False  # tokens that halt come back behind the last layer
+    halted: HaltedTokens | None = None
 
     def __init__(
         self,
@@ -96,6 +157,8 @@ class ForwardStep:
         self._origins: dict[int, Tensor] = {}
         self._earlier = 0
         self.cuts: list[SiteCut] = []  # before the current layer
+        # Places of the tokens of the output and its padding, where halted ones are among them.
+        self._output: tuple[Tensor | None, Tensor | None] | None = None
 
     def reads(self, layer: int) -> set[str]:
         """Signals that a site which acts reads from the attention of this decoder layer."""
@@ -107,6 +170,11 @@ class ForwardStep:
         site = next(site for site in self.sites if site.deep and site.layer == layer + 1)
         items = items_of(site, self.sequences)
         self.inner[layer] = inner_signals(self.reads(layer), self.sequences, seen, items)
+
+    def enter(self, layer: int, hidden: Tensor) -> None:
+        """Remember what enters a layer, `[B, n, D]`, where the next cut reads what it changes."""
+        reads = any(s.deep and s.layer == layer + 1 and DRIFT in s.needs for s in self.sites)
+        self._choice.entered = hidden if reads else None
 
     def before_layer(
         self,
@@ -240,6 +308,10 @@ class ForwardStep:
             if site.ahead and ahead is not None:
                 self.inner[site.layer - 1] = ahead(site, hidden)
             kept = self._choice.run(site, hidden)
+            if site.halts and self.restores:
+                if self.halted is None:
+                    self.halted = HaltedTokens(hidden, self.sequences, self.full)
+                self.halted.cut(items, self._choice.noted, hidden, self.sequences)
             row.tokens_out = sum(len(keep) for keep, _ in kept)
             if any(
                 len(k) != item.n or f is not None for item, (k, f) in zip(items, kept, strict=True)
@@ -247,6 +319,28 @@ class ForwardStep:
                 hidden = (self._drop if site.of_text else self._shorten)(hidden, kept, site)
         self.trace.split(row, self._choice.parts(site, row))
         return hidden
+
+    @property
+    def left(self) -> tuple[Tensor, Tensor | None] | None:
+        """Places `[B, m]` of the tokens of the output, and False at padding; None for all."""
+        index, ok = self._output or (self.sequences.index, self.sequences.ok)
+        return None if index is None else (index, ok)
+
+    def rest(self, hidden: Tensor) -> Tensor:
+        """Put the tokens that halted back behind the last layer, `[B, m, D]` to `[B, M, D]`."""
+        if self.halted is None:
+            return hidden
+        there = self.halted.finish(hidden, self.sequences)
+        whole = torch.ones_like(there) if self._whole is None else self._whole.to(there.device)
+        if there.equal(whole):
+            self._output = None, None
+            return self.halted.states
+        rows = [row.nonzero()[:, 0] for row in there]
+        gaps = [max(map(len, rows)) - len(row) for row in rows]
+        index = torch.stack([F.pad(row, (gap, 0)) for row, gap in zip(rows, gaps, strict=True)])
+        ok = torch.stack([torch.arange(index.shape[1]) >= gap for gap in gaps]).to(index.device)
+        self._output = index, ok
+        return take(self.halted.states, index)
 
     def _count_anew(self) -> None:
         """Give what is left the positions of the first tokens of its row."""
@@ -272,6 +366,7 @@ class ForwardStep:
             left[keep] = False
             gone.append(item.where[left])
         before = [item.n for item in self.sequences.items]
+        places = [item.where for item in prompts]
         order, keeps = self.sequences.drop(gone)
         self._follow(order)
         for item, n, keep in zip(self.sequences.items, before, keeps, strict=True):
@@ -279,8 +374,7 @@ class ForwardStep:
                 self._choice.see(item)
                 item.chain.append(Reduction.prune(keep, n))
                 self.trace.record(site.name, item.number, item.chain[-1])
-        self.cuts.append(SiteCut(order, []))
-        return self.cuts[-1](hidden)
+        return self._change(hidden, order, prompts, places, kept)
 
     def _follow(self, order: Tensor) -> None:
         """Take note that the tokens at `order` `[B, m]` stay."""
@@ -299,6 +393,17 @@ class ForwardStep:
         before = [item.where for item in items]
         order = self.sequences.compact([keep for keep, _ in kept])
         self._follow(order)
+        return self._change(hidden, order, items, before, kept)
+
+    def _change(
+        self,
+        hidden: Tensor,
+        order: Tensor,
+        items: Seq[MediaItem],
+        before: Seq[Tensor],
+        kept: Seq[Kept],
+    ) -> Tensor:
+        """Take the tokens at `order`; `before` are the places of the items before the cut."""
         merges = [
             (item.row, places, item.where, merge)
             for item, places, (_, merge) in zip(items, before, kept, strict=True)

@@ -23,7 +23,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.kv.notes import QUERIES
 from mmfast.models.kv.policy import KVStage, Packing
 from mmfast.models.reduction.call import PassState, PromptPart
-from mmfast.models.reduction.decoder_signals import LayerAttention
+from mmfast.models.reduction.decoder_signals import DRIFT, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, signals_ahead
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.site import Site
@@ -90,7 +90,9 @@ class PromptPolicy:
         self, model: Any, lane: Lane, recipe: PromptRecipe, most: int, last: Tensor
     ) -> None:
         self.step = ForwardStep(recipe.sites, recipe.sequences, None, recipe.trace)
-        self.cuts = sorted({site.layer for site in self.step.sites})
+        # Where a cut reads what a layer changes, reading stops before that layer, too.
+        drifts = {site.layer - 1 for site in self.step.sites if DRIFT in site.needs}
+        self.cuts = sorted({site.layer for site in self.step.sites} | (drifts - {-1}))
         self._last = last
         self._lane, self._recipe, self._more = lane, recipe, most - recipe.sequences.length
         # While this layer is to be read for a reducer before the first one, nothing else counts.
@@ -152,9 +154,20 @@ class PromptPolicy:
         notes.raw += [raw] if raw is not None else []
 
     def cut(
-        self, layer: int, hidden: Tensor, keys: Tensor | None, scaling: float | None, mask: Any
+        self,
+        layer: int,
+        hidden: Tensor,
+        keys: Tensor | None,
+        scaling: float | None,
+        mask: Any,
+        entered: Tensor | None = None,
     ) -> list[SiteCut]:
-        """Reduce the whole prompt `[1, n, D]` before a layer; returns how."""
+        """Reduce the whole prompt `[1, n, D]` before a layer; returns how.
+
+        `entered` `[1, n, D]` is what entered the layer before, where reading stopped there.
+        """
+        if entered is not None:
+            self.step.enter(layer - 1, entered)
         found: list[dict[str, Tensor]] = []
         if self._queries and keys is not None:
             query = torch.cat(self._queries, 2)

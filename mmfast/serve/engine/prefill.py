@@ -521,7 +521,8 @@ class Prefiller:
             part = _Part(job, 0, job.done, 0)
             sliding = self.lane.kinds[read] == SLIDING
             mask = _Pass(self.lane, (), None)._mask(part, 0, sliding)
-        seen = hidden[None], keys, scaling, mask
+        entered = job.hidden[None] if job.low == layer - 1 else None
+        seen = hidden[None], keys, scaling, mask, entered
         cuts = policy.cut(layer, *seen)
         canvas = _canvas(job)
         for cut in cuts:

@@ -302,7 +302,8 @@ def test_a_spec_that_does_not_fit_the_prompt_fails_alone() -> None:
 def test_cuts_are_those_of_attach_and_one_that_needs_angles_is_read_there() -> None:
     made = engine("llava_onevision")
     specs = ["dart@llm2:0.4", "sparsevlm:0.3", "prunevid_inner:0.3", "framefusion@llm1:0.4"]
-    specs.append("ivc_prune:0.5")
+    specs += ["ivc_prune:0.5", "quicksilver:0.4?fuse=0.9", "quicksilver?drift=1.0&fuse=0.9"]
+    specs += ["divprune:0.5+quicksilver:0.4", "quicksilver:0.4?tokens=all"]
     requests = [ask(str(i), image(i), "what?", reduce=s, tokens=9) for i, s in enumerate(specs)]
     try:
         found = answers(made, requests)

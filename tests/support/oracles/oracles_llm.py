@@ -130,6 +130,34 @@ def lazyllm(item: Item, budget: int) -> Answer:
     return _best(item, item.attn.tolist(), budget)
 
 
+def quicksilver(
+    item: Item,
+    budget: int | None,
+    drift: float = 0.15,
+    fuse: float = 0.1,
+    start: float = 0.25,
+) -> Answer:
+    change, pairs, i = dict(enumerate(item.signals["drift"].tolist())), [], 0
+    while i + 1 < item.n:
+        a, b = item.x[i], item.x[i + 1]
+        mean = (math.sqrt(a @ a) + math.sqrt(b @ b)) / 2
+        gap = math.sqrt((a - b) @ (a - b)) / mean if mean else 0.0
+        if gap < fuse:
+            pairs.append((round(gap, 6), i))
+        i += 2 if gap < fuse else 1
+    pairs = sorted(pairs)[: item.n if budget is None else item.n - budget]
+    for _, i in pairs:  # the later one stands for both
+        change[i + 1] = (change[i] + change[i + 1]) / 2
+        del change[i]
+    order = sorted(change, key=lambda i: (-change[i], i))
+    moving = [i for i in order if change[i] >= drift]
+    answer = pruned(item.n, moving if budget is None else order[:budget])
+    for _, i in pairs:
+        if i + 1 in answer.groups:
+            answer.groups[i + 1] = {i: 0.5, i + 1: 0.5}
+    return answer
+
+
 ORACLES: Mapping[str, Callable[..., Answer]] = {
     "adaptinfer": adaptinfer,
     "dart": dart,
@@ -139,6 +167,7 @@ ORACLES: Mapping[str, Callable[..., Answer]] = {
     "lazyllm": lazyllm,
     "prunevid_inner": prunevid_inner,
     "pyramiddrop": pyramiddrop,
+    "quicksilver": quicksilver,
     "slimfer": slimfer,
     "sparsevlm": sparsevlm,
 }
