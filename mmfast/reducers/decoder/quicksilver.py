@@ -87,4 +87,5 @@ def _pairs(x: Tensor, fuse: float, most: int) -> Tensor:
     alike = gap < fuse
     run = at - (at + 1).masked_fill(alike, 0).cummax(0).values  # place in its run
     first = (alike & (run % 2 == 0)).nonzero()[:, 0]
-    return first[stable_topk(-gap[first], most)].sort().values
+    closest: Tensor = first[stable_topk(-gap[first], most)].sort().values
+    return closest
