@@ -34,8 +34,8 @@ def selective_scan(rate: Tensor, gain: Tensor) -> Tensor:
         state = factor * state + more
         states.append(state)
     carries = [torch.zeros_like(state.select(-3, 0))]
-    for arrives, state in zip(reach.select(-3, -1).unbind(-3), state.unbind(-3), strict=True):
-        carries.append(arrives * carries[-1] + state)
+    for arrives, own in zip(reach.select(-3, -1).unbind(-3), state.unbind(-3), strict=True):
+        carries.append(arrives * carries[-1] + own)
     found = torch.stack(states, -3) + reach * torch.stack(carries[:-1], -3).unsqueeze(-3)
     return found.flatten(-4, -3)[..., :length, :, :]
 
