@@ -47,6 +47,8 @@ class Method:
         scope: `item`, one image, video or sound at a time, or `prompt`, all of a prompt at once
             with the signal `image` telling them apart.
         revives: At `llm<K>` dropped tokens may come back while decoding.
+        bypasses: At `llm<K>` tokens that are not kept go on through attention alone, and their keys
+            and values leave when the prompt ends.
         text: Inside the LLM it also prunes text, by the knob `tokens`.
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `select` (as that, anew at
@@ -76,6 +78,7 @@ class Method:
     stages: tuple[float, ...] = ()
     scope: str = "item"
     revives: bool = False
+    bypasses: bool = False
     text: bool = False
     role: str = ""
     moment: str = "prefill"

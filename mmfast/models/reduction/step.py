@@ -28,7 +28,7 @@ from mmfast.models.reduction.choice import Kept, SiteRunner, acting, items_of
 from mmfast.models.reduction.decoder_signals import INNER, ROPE, LayerAttention, inner_signals
 from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import NOBODY, Leaving, keep_store
-from mmfast.models.reduction.sequence import Sequences, take
+from mmfast.models.reduction.sequence import MediaItem, Sequences, take
 from mmfast.models.reduction.site import Site
 from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of
 
@@ -96,6 +96,9 @@ class ForwardStep:
         self._origins: dict[int, Tensor] = {}
         self._earlier = 0
         self.cuts: list[SiteCut] = []  # before the current layer
+        # `[B, n]` True at tokens that pass feed-forward layers by, from here on and by layer.
+        self._skips: Tensor | None = None
+        self.skipped: dict[int, Tensor] = {}
 
     def reads(self, layer: int) -> set[str]:
         """Signals that a site which acts reads from the attention of this decoder layer."""
@@ -134,6 +137,8 @@ class ForwardStep:
                 hidden = self.reduce(site, hidden, ahead)
                 if site.renumbers(self.turns):
                     self._count_anew()
+        if self._skips is not None:
+            self.skipped[layer] = self._skips
         if layer == 0:
             self.entered = self.cuts, self.sequences.ok, self._counted
         if self.sequences.index is not None:
@@ -239,9 +244,15 @@ class ForwardStep:
         with self.trace.stage(site.name, sum(item.n for item in items)) as row:
             if site.ahead and ahead is not None:
                 self.inner[site.layer - 1] = ahead(site, hidden)
+            before = [(len(item.chain), item.part) for item in items]
             kept = self._choice.run(site, hidden)
             row.tokens_out = sum(len(keep) for keep, _ in kept)
-            if any(
+            if site.bypasses:
+                for item, (links, part) in zip(items, before, strict=True):  # nothing goes yet
+                    del item.chain[links:]
+                    item.part = part
+                self._skips = _others(hidden, items, kept)
+            elif any(
                 len(k) != item.n or f is not None for item, (k, f) in zip(items, kept, strict=True)
             ):
                 hidden = (self._drop if site.of_text else self._shorten)(hidden, kept, site)
@@ -285,6 +296,8 @@ class ForwardStep:
     def _follow(self, order: Tensor) -> None:
         """Take note that the tokens at `order` `[B, m]` stay."""
         self._embeddings = {}
+        if self._skips is not None:
+            self._skips = self._skips.to(order.device).gather(1, order)
         if self._counted is not None:
             self._counted = self._counted.to(order.device).gather(1, order)
         if self._times is not None:
@@ -327,6 +340,16 @@ class ForwardStep:
             target = hidden[item.row]
             target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
         return hidden
+
+
+def _others(hidden: Tensor, items: Seq[MediaItem], kept: Seq[Kept]) -> Tensor:
+    """Tokens of items that a site did not keep, `[B, n]`."""
+    found = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    for item, (keep, _) in zip(items, kept, strict=True):
+        left = torch.ones(item.n, dtype=torch.bool, device=hidden.device)
+        left[keep] = False
+        found[item.row, item.where] = left
+    return found
 
 
 def _short_at(cache: Any, layer: int) -> bool:
