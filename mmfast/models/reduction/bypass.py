@@ -117,7 +117,7 @@ def _real(layer: Any, step: ForwardStep, length: int, like: Tensor) -> Tensor:
 def _drop(layer: Any, keep: Tensor) -> None:
     """Keep the entries `keep` `[B, n]` of each row; rows of unequal length get padding in front."""
     most = int(keep.sum(1).max())
-    order = keep.byte().argsort(1, stable=True)[:, keep.shape[1] - most :]
+    order = keep.byte().argsort(dim=1, stable=True)[:, keep.shape[1] - most :]
     left = keep.gather(1, order)
     for name in ("keys", "values"):
         x = getattr(layer, name)

@@ -130,6 +130,11 @@ def lazyllm(item: Item, budget: int) -> Answer:
     return _best(item, item.attn.tolist(), budget)
 
 
+def skip_vision(item: Item, budget: int) -> Answer:
+    best = ranked(item.signals["attn_visual"].tolist(), list(range(item.n - 1)))
+    return pruned(item.n, [*best[: budget - 1], item.n - 1])
+
+
 ORACLES: Mapping[str, Callable[..., Answer]] = {
     "adaptinfer": adaptinfer,
     "dart": dart,
@@ -139,6 +144,7 @@ ORACLES: Mapping[str, Callable[..., Answer]] = {
     "lazyllm": lazyllm,
     "prunevid_inner": prunevid_inner,
     "pyramiddrop": pyramiddrop,
+    "skip_vision": skip_vision,
     "slimfer": slimfer,
     "sparsevlm": sparsevlm,
 }
