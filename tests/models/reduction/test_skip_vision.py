@@ -71,7 +71,6 @@ def dense(
     return eager.model.lm_head(text.norm(hidden[0])), kept
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["video", "mixed"])
 def test_every_step_equals_a_loop_over_layers(family: str, kind: str) -> None:
@@ -93,7 +92,6 @@ def test_every_step_equals_a_loop_over_layers(family: str, kind: str) -> None:
     assert not torch.allclose(stock.logits[0], out.logits[0], atol=1e-3)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("fault", ["all run", "none leave"])
 def test_the_loop_sees_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     this = tiny("llava_onevision")
@@ -110,7 +108,6 @@ def test_the_loop_sees_a_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.allclose(right[same:], wrong[same:], atol=1e-3)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_a_ragged_batch_are_those_of_one_by_one(family: str) -> None:
     this = tiny(family)
@@ -127,7 +124,6 @@ def test_rows_of_a_ragged_batch_are_those_of_one_by_one(family: str) -> None:
     torch.testing.assert_close(both[:, 2], stock[:, 0], atol=1e-4, rtol=0)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_a_prompt_in_chunks_loses_its_keys_at_its_end(family: str) -> None:
     this, eager = tiny(family), tiny(family, "eager")
@@ -144,7 +140,6 @@ def test_a_prompt_in_chunks_loses_its_keys_at_its_end(family: str) -> None:
     torch.testing.assert_close(torch.cat(out.logits), logits[start - 1 :], atol=1e-4, rtol=0)
 
 
-@torch.no_grad()
 def test_a_later_turn_goes_on_without_what_skipped() -> None:
     this, eager = tiny("llava_onevision"), tiny("llava_onevision", "eager")
     inputs = video_prompt(this)
@@ -159,7 +154,6 @@ def test_a_later_turn_goes_on_without_what_skipped() -> None:
     torch.testing.assert_close(torch.cat(two.logits), logits[ids.shape[1] - 1 :], atol=1e-4, rtol=0)
 
 
-@torch.no_grad()
 def test_stages_before_and_behind_it() -> None:
     this = tiny("qwen2_5_vl")
     inputs = video_prompt(this)
@@ -178,6 +172,7 @@ def test_stages_before_and_behind_it() -> None:
     assert "forward" not in this.model.get_decoder().layers[2].mlp.__dict__
 
 
+@torch.enable_grad()
 def test_a_model_learns_under_it() -> None:
     this = build("llava_onevision")
     this.model.requires_grad_(True)
