@@ -235,7 +235,7 @@ class Hooks:
             if any(site.bypasses for site in step.sites):
                 raise ModelError(
                     "skip_vision chooses while a prompt is read, and gradient checkpointing runs "
-                    "layers again later; call model.gradient_checkpointing_disable()"
+                    "layers again later; call model.activation_checkpointing_disable()"
                 )
         ahead = partial(self._ahead, call)
         hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)

@@ -188,8 +188,8 @@ def test_a_model_learns_under_it() -> None:
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
-        this.model.gradient_checkpointing_enable()
-        with pytest.raises(ModelError, match="gradient_checkpointing_disable"):
+        this.model.activation_checkpointing_enable()
+        with pytest.raises(ModelError, match="activation_checkpointing_disable"):
             this.model(**inputs, labels=labels)
     assert losses[-1] < 0.7 * losses[0]
 
