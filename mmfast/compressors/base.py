@@ -29,7 +29,8 @@ class Compressed:
     Attributes:
         vectors: What the language model reads in place of the patches, `[..., F, k, D]`.
         place: The patch of its frame that each stands for, ascending, `[..., F, k]`.
-        owner: The output that each patch belongs to, for pictures of it, `[..., F, P]`.
+        owner: The output that each patch belongs to, for pictures of it, `[..., F, P]`, counted
+            from the first of its frame; below 0 or from k on it is one of another frame.
         score: What its choice among the patches goes by, before the softmax, -inf where it must
             not choose, `[..., F, k, P]`; lessons may teach it. None for one that chooses nothing.
     """

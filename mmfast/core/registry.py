@@ -49,6 +49,8 @@ class Method:
         revives: At `llm<K>` dropped tokens may come back while decoding.
         halts: A token that leaves at `llm<K>` keeps its state up to the end of the model, and one
             that is merged has the output of the token it joins, so logits have their full length.
+        bypasses: At `llm<K>` tokens that are not kept go on through attention alone, and their keys
+            and values leave when the prompt ends.
         text: Inside the LLM it also prunes text, by the knob `tokens`.
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `select` (as that, anew at
@@ -79,6 +81,7 @@ class Method:
     scope: str = "item"
     revives: bool = False
     halts: bool = False
+    bypasses: bool = False
     text: bool = False
     role: str = ""
     moment: str = "prefill"

@@ -103,6 +103,7 @@ def kind_of(config: Any, layer: int) -> str:
 
 
 _LAYERS = ("layers", "h")
+_FEED_FORWARD = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
 
 
@@ -118,6 +119,12 @@ def attention_at(text: Any, index: int) -> Any:
         return None
     layer = layers_of(text)[index]
     found = (getattr(layer, name, None) for name in _ATTENTION)
+    return next((each for each in found if isinstance(each, nn.Module)), None)
+
+
+def feed_forward_at(text: Any, index: int) -> Any:
+    """Return the feed-forward module of decoder layer `index`; None where it has none by name."""
+    found = (getattr(layers_of(text)[index], name, None) for name in _FEED_FORWARD)
     return next((each for each in found if isinstance(each, nn.Module)), None)
 
 

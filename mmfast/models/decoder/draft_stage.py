@@ -52,6 +52,11 @@ def check_decode(
             f"{str(revives[0])!r} brings tokens back step by step, which cannot be undone when "
             f"drafts fall; leave out decode={plan.text!r}, or reduce at 'pre'"
         )
+    skips = [] if specs == AUTO else [s for s in specs if s.method.bypasses]  # type: ignore[union-attr]
+    if skips and plan.views:
+        raise SpecError(
+            f"'{skips[0]}' drops visual keys that decode={plan.text!r} reads; leave out one of them"
+        )
     _check_cache(plan, cache)
     if not plan.views:
         return

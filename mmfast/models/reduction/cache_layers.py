@@ -48,6 +48,7 @@ class Shorter:
         per_row: Further state of a KV policy, by name, one of each row.
         pending: State of a KV policy that it keeps until a prompt ends.
         power: Squares `[B, H, d]` of the last queries of a prompt, until it ends.
+        skipped: `[B, n]` True at entries that leave when the prompt ends (`reduction.bypass`).
         chosen: Entries, those that have gone among them, when a KV policy last chose.
     """
 
@@ -58,6 +59,7 @@ class Shorter:
     pending: Any = None
     power: Tensor | None = None
     chosen = 0
+    skipped: Tensor | None = None
     dropped = 0
     extra = 0
     valid: Tensor | None = None
@@ -79,6 +81,7 @@ class Shorter:
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
         self.store, self.notes, self.gone = None, None, 0
         self.per_row, self.pending, self.power, self.chosen = {}, None, None, 0
+        self.skipped = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -109,6 +112,8 @@ class Shorter:
     def _rows(self, change: Any) -> None:
         if self.valid is not None:
             self.valid = change(self.valid)
+        if self.skipped is not None:
+            self.skipped = change(self.skipped)
         if self.notes is not None:
             self.notes = {name: change(note) for name, note in self.notes.items()}
 

@@ -34,6 +34,7 @@ from mmfast.models.wrappers import (
     attention_at,
     base_of,
     decoder_of,
+    feed_forward_at,
     kind_of,
     layers_of,
     turns_once,
@@ -66,6 +67,7 @@ def check(
     _check_layers([spec for spec in specs if spec.site != "vit"], model)
     _check_order(specs)
     _check_revival(specs, text.config, cache)
+    _check_bypass(specs, text, cache)
     _check_tower(specs, adapter, model, encoder)
     for spec in specs:
         if AHEAD in spec.method.needs:
@@ -296,6 +298,33 @@ def _check_revival(specs: Sequence[Spec], config: Any, cache: CachePlan | None) 
             "lazyllm makes masks of its own for sdpa and eager attention, not for "
             f"{config._attn_implementation!r}; call model.set_attn_implementation('sdpa')"
         )
+
+
+def _check_bypass(specs: Sequence[Spec], text: Any, cache: CachePlan | None) -> None:
+    """Require feed-forward layers to pass by, and caches of full attention that entries leave."""
+    passing = [spec for spec in specs if spec.method.bypasses and not spec.whole]
+    if not passing:
+        return
+    spec, layer = passing[0], passing[0].layer or 0
+    if cache is not None:
+        raise SpecError(
+            f"'{spec}' drops keys when the prompt ends, which '{cache}' does not expect; leave out "
+            "one of them, or reduce with fastv"
+        )
+    beside = [o for o in specs if o is not spec and o.site == "llm" and o.layer == layer]
+    if beside or len(passing) > 1:
+        other = (beside or passing[1:])[0]
+        raise SpecError(
+            f"'{other}' beside '{spec}': one stage lets tokens skip, alone at its layer; cut at "
+            "another one"
+        )
+    for index in range(layer, len(layers_of(text))):
+        if kind_of(text.config, index) != FULL or feed_forward_at(text, index) is None:
+            raise ModelError(
+                f"'{spec}' needs full attention and a feed-forward module in every layer from "
+                f"{layer} on, and layer {index} of {type(text).__name__} is "
+                f"{kind_of(text.config, index)} or names its own otherwise; use fastv"
+            )
 
 
 def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: str | None) -> None:

@@ -18,6 +18,7 @@ from mmfast.models.cache_name import cache_of, name_in, returned_cache
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids, told_by_generate
 from mmfast.models.patching import override, stand_before, stand_behind
+from mmfast.models.reduction.bypass import Bypass
 from mmfast.models.reduction.cache_layers import held
 from mmfast.models.reduction.call import (
     Arming,
@@ -70,14 +71,18 @@ class Hooks:
         self._sites, self._trace, self._state = sites, trace, state
         self._recorder: Recorder
         self._offsets = Offsets(model, self._base) if self._adapter.mrope else None
-        # Text is cut in prompts alone, so their length has to be known; a KV policy tracks it, too.
-        self._prompts = PromptTracker() if any(site.of_text for site in sites) else None
+        # Text is cut in prompts alone, and what skipped leaves at their end, so their length has to
+        # be known; a KV policy tracks it, too.
+        ends = any(site.of_text or site.bypasses for site in sites)
+        self._prompts = PromptTracker() if ends else None
         self._tracks = self._prompts is not None and not whole
         reviving = [site.layer for site in sites if site.revives]
         self._turns = turns_once(self._text, self._adapter.mrope)
         renumbers = any(site.renumbers(self._turns) for site in sites)
         self._recount = Recount() if renumbers else None
         self._reviver = Reviver(reviving, self._text, trace) if reviving else None
+        passing = [site.layer for site in sites if site.bypasses]
+        self._bypass = Bypass(passing[0], self._text, state) if passing else None
         self._looks = repeats or any(site.ahead for site in sites)
         reads = [s.layer - 1 for s in sites if s.deep and s.needs & (INNER | {DRIFT})]
         self._first = 0 if whole else max(0, min([site.layer for site in sites] + reads))
@@ -107,6 +112,8 @@ class Hooks:
             stack.enter_context(self._loss.installed())
             if self._offsets is not None:
                 stack.enter_context(self._offsets.installed())
+            if self._bypass is not None:
+                stack.enter_context(self._bypass.installed())
             if self._adapter.deepstack:
                 around = self._deepstack
                 stack.enter_context(override(self._text, "_deepstack_process", around))
@@ -206,6 +213,9 @@ class Hooks:
             if self._recount is not None and call.step is not None:
                 cache = returned_cache(output)
                 self._recount.store(cache, call.step.shrunk)
+            cache, part = returned_cache(output), self._state.part
+            if self._bypass is not None and call.step is not None and cache is not None and part:
+                self._bypass.close(cache, call.step, part.last)
             if call.step is not None and (left := call.step.left) is not None:
                 self._state.left = Remainder(call.step.full, *left)
 
@@ -223,6 +233,11 @@ class Hooks:
         hidden = args[0] if args else kwargs.pop("hidden_states")
         if module.training and getattr(module, "gradient_checkpointing", False):
             kwargs[name_in(kwargs)] = None  # such a layer stores nothing
+            if any(site.bypasses for site in step.sites):
+                raise ModelError(
+                    "skip_vision chooses while a prompt is read, and gradient checkpointing runs "
+                    "layers again later; call model.activation_checkpointing_disable()"
+                )
         ahead = partial(self._ahead, call)
         hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)
         step.enter(index, hidden)

@@ -85,6 +85,11 @@ class Site:
         return self.deep and all(spec.method.halts for spec in self.specs)
 
     @property
+    def bypasses(self) -> bool:
+        """Tokens that are not kept stay until the prompt ends, past the feed-forward layers."""
+        return any(spec.method.bypasses for spec in self.specs)
+
+    @property
     def joint(self) -> bool:
         """A stage looks at all images of a prompt at once."""
         return any(spec.method.scope == "prompt" for spec in self.specs)

@@ -159,6 +159,9 @@ class ForwardStep:
         self.cuts: list[SiteCut] = []  # before the current layer
         # Places of the tokens of the output and its padding, where halted ones are among them.
         self._output: tuple[Tensor | None, Tensor | None] | None = None
+        # `[B, n]` True at tokens that pass feed-forward layers by, from here on and by layer.
+        self._skips: Tensor | None = None
+        self.skipped: dict[int, Tensor] = {}
 
     def reads(self, layer: int) -> set[str]:
         """Signals that a site which acts reads from the attention of this decoder layer."""
@@ -202,6 +205,8 @@ class ForwardStep:
                 hidden = self.reduce(site, hidden, ahead)
                 if site.renumbers(self.turns):
                     self._count_anew()
+        if self._skips is not None:
+            self.skipped[layer] = self._skips
         if layer == 0:
             self.entered = self.cuts, self.sequences.ok, self._counted
         if self.sequences.index is not None:
@@ -307,13 +312,19 @@ class ForwardStep:
         with self.trace.stage(site.name, sum(item.n for item in items)) as row:
             if site.ahead and ahead is not None:
                 self.inner[site.layer - 1] = ahead(site, hidden)
+            before = [(len(item.chain), item.part) for item in items]
             kept = self._choice.run(site, hidden)
             if site.halts and self.restores:
                 if self.halted is None:
                     self.halted = HaltedTokens(hidden, self.sequences, self.full)
                 self.halted.cut(items, self._choice.noted, hidden, self.sequences)
             row.tokens_out = sum(len(keep) for keep, _ in kept)
-            if any(
+            if site.bypasses:
+                for item, (links, part) in zip(items, before, strict=True):  # nothing goes yet
+                    del item.chain[links:]
+                    item.part = part
+                self._skips = _others(hidden, items, kept)
+            elif any(
                 len(k) != item.n or f is not None for item, (k, f) in zip(items, kept, strict=True)
             ):
                 hidden = (self._drop if site.of_text else self._shorten)(hidden, kept, site)
@@ -379,6 +390,8 @@ class ForwardStep:
     def _follow(self, order: Tensor) -> None:
         """Take note that the tokens at `order` `[B, m]` stay."""
         self._embeddings = {}
+        if self._skips is not None:
+            self._skips = self._skips.to(order.device).gather(1, order)
         if self._counted is not None:
             self._counted = self._counted.to(order.device).gather(1, order)
         if self._times is not None:
@@ -432,6 +445,16 @@ class ForwardStep:
             target = hidden[item.row]
             target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
         return hidden
+
+
+def _others(hidden: Tensor, items: Seq[MediaItem], kept: Seq[Kept]) -> Tensor:
+    """Tokens of items that a site did not keep, `[B, n]`."""
+    found = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    for item, (keep, _) in zip(items, kept, strict=True):
+        left = torch.ones(item.n, dtype=torch.bool, device=hidden.device)
+        left[keep] = False
+        found[item.row, item.where] = left
+    return found
 
 
 def _short_at(cache: Any, layer: int) -> bool:

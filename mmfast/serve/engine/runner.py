@@ -426,7 +426,9 @@ class ModelRunner:
         deep = tuple(
             s
             for s in inner
-            if not s.method.revives and ROPE not in s.method.needs and s.tokens == MEDIA
+            if not (s.method.revives or s.method.bypasses)
+            and ROPE not in s.method.needs
+            and s.tokens == MEDIA
         )
         inside = [spec for spec in specs if spec.site == "vit"][:1]
         known = len(between) + len(deep) + len(inside)

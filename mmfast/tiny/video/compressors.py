@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,9 @@ def respond(
     text, known = embed(ids).unflatten(0, clips), known.unflatten(0, clips)
     out = compressor(shown[:, None], text, known)  # [B, Q, F, k, D]
     frames, patches = shown.shape[1:3]
+    if out.vectors.shape[1] < clips[1]:  # the question was not read
+        each = ((way, getattr(out, way)) for way in ("vectors", "place", "owner"))
+        out = replace(out, **{way: x.expand(*clips, *x.shape[2:]) for way, x in each})
     at = out.place + torch.arange(frames)[:, None] * patches
     place, visual = at.flatten(0, 1).flatten(1), out.vectors.flatten(0, 1).flatten(1, 2)
     return answer_from(model, packed, visual, place, frames * patches).states, out

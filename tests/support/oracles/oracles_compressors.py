@@ -119,3 +119,68 @@ def query_compressor(
         places.append([place for place, _ in found])
         frames.append(np.stack([vector for _, vector in found]))
     return np.stack(frames), places
+
+
+def silu(value: float) -> float:
+    return value / (1 + math.exp(-value))
+
+
+def mamba(sequence: list[Array], weights: Weights, name: str) -> list[Array]:
+    """The plain recurrence of a selective state space, token by token, channel by channel."""
+    own = {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
+    wide, states = own["A_log"].shape
+    rank, kernel = own["dt_proj.weight"].shape[1], own["conv1d.weight"].shape[-1]
+    entered = [linear(x, own, "in_proj") for x in sequence]
+    h, out = np.zeros((wide, states)), []
+    for now in range(len(sequence)):
+        u = own["conv1d.bias"].copy()
+        for ago in range(min(kernel, now + 1)):
+            u += own["conv1d.weight"][:, 0, kernel - 1 - ago] * entered[now - ago][:wide]
+        u = np.array([silu(value) for value in u])
+        read = linear(u, own, "x_proj")
+        raw = linear(read[:rank], own, "dt_proj")
+        enter, leave = read[rank : rank + states], read[rank + states :]
+        y = np.zeros(wide)
+        for c in range(wide):
+            step = math.log1p(math.exp(raw[c]))
+            for s in range(states):
+                decay = math.exp(-step * math.exp(own["A_log"][c, s]))
+                h[c, s] = decay * h[c, s] + step * enter[s] * u[c]
+                y[c] += h[c, s] * leave[s]
+            y[c] = (y[c] + own["D"][c] * u[c]) * silu(entered[now][wide + c])
+        out.append(linear(y, own, "out_proj"))
+    return out
+
+
+def storm(
+    weights: Weights, config: Mapping[str, Any], cells: list[list[list[int]]], x: Array
+) -> list[list[tuple[int, Array]]]:
+    """Place and vector of each output of each frame; `cells` are those of 1, 2 … frames."""
+    columns, tokens, stride = config["grid"][1], config["tokens"], config["stride"]
+    frames, patches = x.shape[:2]
+    sequence = []
+    for frame in x:
+        for p in range(patches):
+            inside = linear(norm(frame[p], weights, "enter.0"), weights, "enter.1")
+            sequence.append(inside + spot(p // columns, p % columns, len(inside)))
+    for number in range(config["depth"]):
+        seen = [norm(z, weights, f"before.{number}") for z in sequence]
+        ahead = mamba(seen, weights, f"ahead.{number}.")
+        back = mamba(seen[::-1], weights, f"back.{number}.")[::-1]
+        sequence = [z + a + b for z, a, b in zip(sequence, ahead, back, strict=True)]
+    told = [norm(z, weights, "behind") for z in sequence]
+    out: list[list[tuple[int, Array]]] = []
+    for start in range(0, frames, stride):
+        group = range(start, min(start + stride, frames))
+        for turn in range(len(group)):
+            mine = []
+            for cell in cells[len(group) - 1][turn * tokens : (turn + 1) * tokens]:
+                spots = [(f, p) for f in group for p in cell]
+                mean = sum(x[f, p] for f, p in spots) / len(spots)
+                state = sum(told[f * patches + p] for f, p in spots) / len(spots)
+                middle = np.mean([(p // columns, p % columns) for p in cell], 0)
+                far = [math.dist(middle, (p // columns, p % columns)) for p in cell]
+                near = cell[next(i for i, d in enumerate(far) if d <= min(far) + 1e-12)]
+                mine.append((near, mean + linear(state, weights, "change")))
+            out.append(sorted(mine, key=lambda pair: pair[0]))
+    return out
