@@ -24,8 +24,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
 from mmfast.models.reduction.cache_layers import Shorter, StoreLayer, plain_kind, regroup, shorten
-from mmfast.ops.quantisation import PackedTensor, dequantise_row
-from mmfast.ops.ragged import RaggedRows, ThinRows
+from mmfast.ops.quantisation import PackedPart, dequantise_row
 from mmfast.ops.ranking import complement
 
 
@@ -122,9 +121,7 @@ def _size(pack: KVBlock) -> int:
     return int(pack.keys[0].shape[1])
 
 
-def _behind(
-    packs: Sequence[PackedTensor | RaggedRows | ThinRows | Tensor], n: int, recent: Tensor
-) -> Tensor:
+def _behind(packs: Sequence[PackedPart], n: int, recent: Tensor) -> Tensor:
     """Packs of n entries unpacked, and the recent ones `[H, r, d]` behind: `[H, n + r, d]`."""
     row = recent.new_empty(len(recent), n + recent.shape[1], recent.shape[2])
     dequantise_row(packs, row[:, :n])
