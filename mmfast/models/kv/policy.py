@@ -25,6 +25,7 @@ from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
 from mmfast.models.kv.gates import Gating
 from mmfast.models.kv.packs import (
     PackedLayer,
+    PackedRow,
     RowPacker,
     nbytes,
     pack_recent,
@@ -549,16 +550,25 @@ class Packing:
         return plain and layer.rows[0].live is None and not layer.front[0]
 
     def _important(self, layer: PackedLayer, index: int) -> list[Reduction]:
-        """Per row what the plan keeps, which here means: in more bits."""
+        """Per row what the plan keeps of the entries after `_known`: in more bits, that is."""
         choose = chooser(self._plan, layer, index)
         real = notes.fill(layer)[notes.KIND][:, 0] != notes.PADDING
-        return [choose(b, mine.nonzero()[:, 0]) for b, mine in enumerate(real)]
+        known = [self._known(row) for row in layer.rows]
+        return [choose(b, mine.nonzero()[known[b] :, 0]) for b, mine in enumerate(real)]
+
+    def _known(self, row: PackedRow) -> int:
+        """Return how many first entries of a row a choice leaves out: under probes those in packs.
+
+        A later turn has probes of its own, which see old and new entries alike.
+        """
+        return 0 if self._plan.probes is None else row.packed
 
     def _mixed(
         self, layer: PackedLayer, chosen: list[Reduction], row: int, keys: Tensor, values: Tensor
     ) -> tuple[list[KVBlock], Tensor]:
         assert self._plan.bits is not None
-        start, keep = layer.rows[row].packed, chosen[row].keep[0]  # the same in all heads
+        before, keep = layer.rows[row], chosen[row].keep[0]  # the same in all heads
+        start = before.packed - self._known(before)
         here = keep[(keep >= start) & (keep < start + keys.shape[1])] - start
         return self._split(keys, values, here)
 
