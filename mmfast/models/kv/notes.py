@@ -327,15 +327,10 @@ class Attention:
                     )
                     found.setdefault(note, []).append(mine)
         if self._probes is not None:
-            asking = partial(self._asking, part, query, key, mask, causal, layer)
-            asks = [asking(self._probes, row, mine) for row, mine in enumerate(places_of)]
+            asking = partial(self._asking, part, query, key, mask, causal, layer, self._probes)
+            asks = [asking(row, mine) for row, mine in enumerate(places_of)]
             if part is not None or any(map(len, asks)):
-                given = [
-                    probe_mass(query, key, row, mine, mask, scaling, causal)
-                    for row, mine in enumerate(asks)
-                ]
-                found[PROBED] = [mass for mass, _ in given]
-                found[PROBES] = [seen[None] for _, seen in given]
+                found |= _probed(query, key, asks, mask, scaling, causal)
         self._local.__dict__[str(index)] = {name: torch.stack(rows) for name, rows in found.items()}
         if self._queries:
             queries = query[:, :, :new]
@@ -367,3 +362,11 @@ class Attention:
             return places
         n = keys_seen(query, key, row, places[-1:], mask, causal)
         return places[probes.of_prompt(n + order, n + part.rest)]
+
+
+def _probed(
+    query: Tensor, key: Tensor, asks: list[Tensor], mask: Any, scaling: float | None, causal: bool
+) -> dict[str, list[Tensor]]:
+    """Notes on what the queries at places `asks` of each row give."""
+    given = [probe_mass(query, key, b, p, mask, scaling, causal) for b, p in enumerate(asks)]
+    return {PROBED: [mass for mass, _ in given], PROBES: [seen[None] for _, seen in given]}

@@ -27,6 +27,8 @@ from mmfast.models.kv.packs import (
     PackedLayer,
     PackedRow,
     RowPacker,
+    by_token,
+    in_groups,
     nbytes,
     pack_recent,
     packed_layer,
@@ -66,7 +68,7 @@ from mmfast.models.wrappers import (
     kind_of,
     layers_of,
 )
-from mmfast.ops.quantisation import Quantiser, quantise, quantise_apart
+from mmfast.ops.quantisation import Quantiser
 
 
 class _Account(threading.local):
@@ -591,17 +593,6 @@ class Packing:
 
     def _split(self, keys: Tensor, values: Tensor, chosen: Tensor) -> tuple[list[KVBlock], Tensor]:
         assert self._plan.bits is not None
-        pack = _in_bits if self._plan.probes is None else _apart
+        pack = in_groups if self._plan.probes is None else by_token
         high, low = (partial(pack, bits) for bits in self._plan.bits)
         return split_packs(keys, values, chosen, (high, low))
-
-
-def _in_bits(bits: int, x: Tensor, keys: bool) -> Any:
-    return x if bits == 16 else quantise(x, bits, 32, along_tokens=keys)
-
-
-def _apart(bits: int, x: Tensor, keys: bool) -> Any:
-    """Keys by channel, values by token, their channels apart: the scheme of ZipCache."""
-    if bits == 16:
-        return x
-    return quantise(x, bits, x.shape[1], along_tokens=True) if keys else quantise_apart(x, bits)

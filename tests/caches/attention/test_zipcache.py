@@ -21,7 +21,7 @@ from mmfast import MmfastError, SpecError
 from mmfast.attach import attach
 from mmfast.caches.plan import plan_cache, served_plan
 from mmfast.caches.quantised import Probes
-from mmfast.models.kv import notes, policy
+from mmfast.models.kv import notes, packs, policy
 from mmfast.ops.quantisation import dequantise, quantise, quantise_apart
 
 KNOBS: dict[str, Any] = {"recent": 0.1, "random": 0.2, "seed": 3, "every": 4}
@@ -104,7 +104,7 @@ FAULTS = [
     (Probes, "_drawn", _late),
     (Probes, "of_answer", _silent),
     (notes, "saliency", _summed),
-    (policy, "quantise_apart", _by_token),
+    (packs, "quantise_apart", _by_token),
 ]
 
 
