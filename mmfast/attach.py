@@ -127,7 +127,8 @@ def attach(
     `cache` decides which keys and values stay, in which precision, and which are read: by KV head,
     layer and row, in layers of full attention; entries keep their positions. Policies act at the
     end of every prompt on the tokens present, `sink`, `window` and `streamingvlm` at every step,
-    too; `quant` and `zipvl` pack once, `retrieve` chooses what is read, `quest` at every step.
+    too; `quant`, `zipvl` and `zipcache` pack once, `retrieve` chooses what is read, `quest` at
+    every step.
 
     Args:
         model: A stock transformers model, or a vision encoder alone (a ViT of timm, CLIP, SigLIP).

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmfast.caches.quantised import Probes
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.kv import StepSelector
 from mmfast.core.reduction import Reduction
@@ -78,7 +79,7 @@ class CachePlan:
         None means all of them: the plan reads queries, states, or sums of all attention.
         """
         sums = self.retrieve is not None or self.future or self.mutual or "attn_sum" in self.needs
-        if sums or self.repeats or self.vision or self.gated:
+        if sums or self.repeats or self.vision or self.gated or self.probes is not None:
             return None
         pruner = self.pruner()
         return max(self.window, 0 if pruner is None else pruner.window)
@@ -123,6 +124,14 @@ class CachePlan:
         return int(self._knob("window", 32)) if "attn_vision" in self.needs else 0
 
     @property
+    def probes(self) -> Probes | None:
+        """Queries that `attn_probed` is of; None where nothing reads it."""
+        if "attn_probed" not in self.needs:
+            return None
+        shares = (float(self._knob(name, 0.05)) for name in ("recent", "random"))
+        return Probes(*shares, int(self._knob("seed", 0)), self.every)
+
+    @property
     def gated(self) -> bool:
         """`key_gate` is read: what gates of the model say of the states of tokens."""
         return "key_gate" in self.needs
@@ -140,7 +149,7 @@ class CachePlan:
 
     @property
     def bits(self) -> tuple[int, int] | None:
-        """Bits of the tokens that `reduce` keeps and of those it does not, under `zipvl`.
+        """Bits of the tokens that `reduce` keeps and of those it does not: `zipvl`, `zipcache`.
 
         None means that the latter leave the cache. With a pair nothing leaves: keys and values of
         a layer are stored in two packs (`models.kv.packs`); 16 bits are the values as they are.
@@ -283,7 +292,7 @@ def plan_cache(text: str | None) -> CachePlan | None:
     _check_select(plan)
     if plan.every and plan.score:
         name = plan.score.method.name
-        if plan.every < 0 or plan.bits:
+        if plan.every < 0 or (plan.bits and plan.probes is None):
             reason = "is negative; choose 0 (never) or more new tokens"
             if plan.every > 0:
                 reason = "does not go with two precisions, of which nothing leaves; leave it out"
@@ -293,10 +302,10 @@ def plan_cache(text: str | None) -> CachePlan | None:
         raise SpecError(f"'{plan.store}' leaves out channels that {name!r} reads; drop one of them")
     if plan.bits and plan.store and plan.score:
         names = f"{plan.score.method.name!r} and {plan.store.method.name!r}"
-        raise SpecError(
-            f"{names} both choose bits; drop one of them, or write "
-            f"'{plan.score.method.name}?low=0' to let the other tokens go"
-        )
+        away = ""
+        if plan.probes is None:
+            away = f", or write '{plan.score.method.name}?low=0' to let the other tokens go"
+        raise SpecError(f"{names} both choose bits; drop one of them{away}")
     return plan
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,9 @@ def zipvl(
         high: Bits of important tokens, 16 (as they are), 8, 4 or 2.
         low: Bits of the others, or 0 to let them go.
     """
-    _check(mass, high, low)
+    if not 0 < mass <= 1:
+        raise SpecError(f"knob mass={mass} of 'zipvl' is no share; choose one in (0, 1]")
+    _check_pair("zipvl", high, low, least=0)
     received = tokens.need("attn_sum").double()  # [..., H, N]
     heads = received.shape[-2:-1] if tokens.x.ndim > 2 else torch.Size()
     received = received.sum(-2) if heads else received
@@ -78,11 +82,93 @@ def _holding(received: Tensor, mass: float) -> int:
     return min(int(short.sum(-1).max()) + 1, received.shape[-1])
 
 
-def _check(mass: float, high: int, low: int) -> None:
-    if not 0 < mass <= 1:
-        raise SpecError(f"knob mass={mass} of 'zipvl' is no share; choose one in (0, 1]")
-    if high not in (16, 8, 4, 2) or low not in (16, 8, 4, 2, 0):
+@policy("zipcache", paper="2405.14256", needs=("attn_probed",), role="score")
+def zipcache(
+    tokens: Tokens,
+    budget: int,
+    *,
+    recent: float = 0.05,
+    random: float = 0.05,
+    seed: int = 0,
+    every: int = 100,
+    high: int = 4,
+    low: int = 2,
+) -> Reduction:
+    """Store the tokens that a few probe queries attend to most in more bits than the others.
+
+    He et al. (NeurIPS 2024): the saliency of a token is the mean attention that it receives from
+    the probes that see it, so that early tokens do not win by being seen more often; no attention
+    but that of the probes is computed a second time. All heads of a layer agree. Keys have a scale
+    for each channel; values are divided by the root of the largest magnitude of their channel, and
+    each token then has one scale for all heads. Tokens of an answer are split and packed `every` so
+    many, by the probes among them; nothing is packed twice, and nothing leaves.
+
+    Args:
+        tokens: Keys `x` `[..., H, N, d]`, of which H and N alone are read, and `attn_probed`
+            `[..., H, N]`, the mean attention received from the probes that see each token.
+        budget: Salient tokens; a share is of all tokens, and holds for those of an answer, too.
+        recent: Share of the tokens, the last ones, whose queries are probes; one at least.
+        random: Share of the others that are probes by chance.
+        seed: Seed of that chance, a hash of the number of the token.
+        every: New tokens of an answer that are packed together; 0 leaves them as they are.
+        high: Bits of salient tokens, 16 (as they are), 8, 4 or 2.
+        low: Bits of the others, alike.
+    """
+    _check_pair("zipcache", high, low, least=2)
+    Probes(recent, random, seed, every).check()
+    saliency = tokens.need("attn_probed").double()  # [..., H, N]
+    heads = saliency.shape[-2:-1] if tokens.x.ndim > 2 else torch.Size()
+    keep = stable_topk(saliency.sum(-2) if heads else saliency, budget)
+    keep = keep[..., None, :].expand(*keep.shape[:-1], *heads, -1) if heads else keep
+    return Reduction.prune(keep, tokens.n)
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Rule that names the probes of `zipcache` among queries, by the number of their token.
+
+    A token is the same probe in whatever chunk, batch row or device it comes, padded or not.
+    """
+
+    recent: float
+    random: float
+    seed: int
+    every: int
+
+    def check(self) -> None:
+        """Refuse (SpecError) shares outside of [0, 1]."""
+        for name in ("recent", "random"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise SpecError(
+                    f"knob {name}={share} of 'zipcache' is no share; choose one in [0, 1]"
+                )
+
+    def of_prompt(self, numbers: Tensor, n: int) -> Tensor:
+        """Mark the probes `[c]` among tokens `numbers` `[c]` of a prompt that ends with token n."""
+        return (numbers >= n - self._last(n)) | self._drawn(numbers)
+
+    def of_answer(self, numbers: Tensor, places: Tensor) -> Tensor:
+        """Mark the probes `[c]` among tokens of an answer, `places` `[c]` from the last pack on."""
+        last = places % max(1, self.every) >= self.every - self._last(self.every)
+        return last | self._drawn(numbers)
+
+    def _last(self, n: int) -> int:
+        return max(1, round(self.recent * n))
+
+    def _drawn(self, numbers: Tensor) -> Tensor:
+        """Mark tokens whose hash, a number below 2^32, is below the share."""
+        mixed = numbers.long() + ((self.seed + 1) * 0x9E3779B9 & 0xFFFFFFFF)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            mixed = mixed & 0xFFFFFFFF
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        mixed = mixed & 0xFFFFFFFF
+        return mixed ^ (mixed >> 16) < round(self.random * 2**32)
+
+
+def _check_pair(name: str, high: int, low: int, least: int) -> None:
+    choices = (16, 8, 4, 2)
+    if high not in choices or (low not in choices and (low or least)):
+        away = "" if least else ", and low=0 to let tokens go"
         raise SpecError(
-            f"knobs high={high}, low={low} of 'zipvl': choose bits 16, 8, 4 or 2, and low=0 to "
-            "let tokens go"
+            f"knobs high={high}, low={low} of {name!r}: choose bits 16, 8, 4 or 2{away}"
         )

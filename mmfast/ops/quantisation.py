@@ -60,6 +60,46 @@ class PackedTensor:
         ]
 
 
+@dataclass(frozen=True, eq=False)
+class ScaledRows:
+    """Rows `[H, n, d]` in few bits, divided by a size of their channel; a token has one scale."""
+
+    rows: PackedTensor  # `[n, H * d]`
+    sizes: Tensor  # `[H, 1, d]`
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`(H, n, d)`."""
+        return int(self.sizes.shape[0]), self.rows.n, int(self.sizes.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and sizes."""
+        return self.rows.nbytes + self.sizes.nbytes
+
+    def to(self, device: torch.device) -> ScaledRows:
+        """The same on another device."""
+        return ScaledRows(self.rows.to(device), self.sizes.to(device))
+
+    def whole(self) -> Tensor:
+        """Rows `[H, n, d]`."""
+        rows = dequantise(self.rows).unflatten(1, (self.shape[0], -1))  # [n, H, d]
+        return rows.transpose(0, 1) * self.sizes
+
+
+def quantise_apart(x: Tensor, bits: int) -> ScaledRows:
+    """Divide `x` `[H, n, d]` by the root of the largest magnitude of each channel and round it.
+
+    Channel-separable tokenwise quantisation (ZipCache, He et al. 2024): a large channel no longer
+    sets the scale of the token, and only two numbers a token are stored for all heads. NaN and
+    infinity are an MmfastError.
+    """
+    sizes = x.abs().amax(1, keepdim=True).sqrt()
+    sizes = sizes.masked_fill(sizes == 0, 1)
+    rows = (x / sizes).transpose(0, 1).flatten(1)
+    return ScaledRows(quantise(rows, bits, max(1, rows.shape[1]), along_tokens=False), sizes)
+
+
 @dataclass(frozen=True)
 class Quantiser:
     """Settings of a quantised store; it holds no state."""
@@ -241,9 +281,11 @@ def dequantise_rows(
     dequantise(replace(form, codes=codes, low=low, step=step, n=n, bits=8), out)
 
 
-def dequantise_row(
-    packs: Sequence[PackedTensor | RaggedRows | ThinRows | Tensor], out: Tensor
-) -> None:
+# Parts of what a row of a cache holds, `[H, n, d]` each.
+PackedPart = PackedTensor | ScaledRows | RaggedRows | ThinRows | Tensor
+
+
+def dequantise_row(packs: Sequence[PackedPart], out: Tensor) -> None:
     """Write parts `[..., n, d]` one behind the other into `out`; tensors are copied."""
     start = 0
     for _, group in groupby(packs, _form):
@@ -265,7 +307,7 @@ def dequantise_row(
         start = stop
 
 
-def _form(packed: PackedTensor | RaggedRows | ThinRows | Tensor) -> tuple[object, ...]:
+def _form(packed: PackedPart) -> tuple[object, ...]:
     if not isinstance(packed, PackedTensor):
         return (id(packed),)
     settings = (packed.n, packed.width, packed.bits, packed.group, packed.along_tokens)

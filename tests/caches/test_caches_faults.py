@@ -155,6 +155,7 @@ FAULTS: list[Fault] = [
     ("lookm", "caches.lookm.fold_evicted", _averaged),
     ("lookm", "caches.lookm.fold_evicted", _dropped),
     ("lookm", "ops.eviction.nearest", _farthest),
+    ("zipcache", "caches.quantised.stable_topk", _least),
     ("zipvl", "caches.quantised.stable_topk", _least),
     ("zipvl", "caches.quantised._holding", _one_more),
     ("streamingvlm", "caches.position._windows", _mixed_windows),

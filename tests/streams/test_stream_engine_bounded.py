@@ -30,7 +30,7 @@ SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
 UNEVEN = {"pyramidkv", "simlayerkv"}
 # They see prompts alone.
 BLIND = {"criticalkv", "qfilter", "finch", "compactor", "kvzip", "kvsquared", "fastkvzip"}
-POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipvl"})
+POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipcache", "zipvl"})
 
 
 def long_stream(family: str, model: Any) -> list[Piece]:

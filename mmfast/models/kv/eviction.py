@@ -32,6 +32,7 @@ from mmfast.models.kv.notes import (
     MUTUAL,
     PADDING,
     PINNED,
+    PROBED,
     REPEATED,
     SPOT,
     TOTAL,
@@ -41,6 +42,7 @@ from mmfast.models.kv.notes import (
     fill,
     note_mutual,
     note_vision,
+    saliency,
 )
 from mmfast.models.kv.output import added_lengths
 from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
@@ -174,6 +176,8 @@ def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict
         signals["attn_window"] = mass / mass.sum(-1, keepdim=True).round().clamp_min(1)
     if TOTAL in notes:
         signals["attn_sum"] = notes[TOTAL]
+    if PROBED in notes:
+        signals["attn_probed"] = saliency(notes)
     for note, name in _NOTED:
         if note in notes:
             signals[name] = notes[note]

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
-from mmfast.models.reduction.call import PassState
-from mmfast.models.reduction.probe import head_mass, probing, softmax_rows
+from mmfast.caches.quantised import Probes
+from mmfast.models.reduction.call import PassState, PromptPart
+from mmfast.models.reduction.probe import head_mass, keys_seen, probe_mass, probing, softmax_rows
 from mmfast.models.reduction.sequence import Sequences
 
 PADDING, TEXT, VISUAL, MARK = -1, 0, 1, 2
@@ -34,6 +35,8 @@ WINDOW, TOTAL, COUNTED = "window", "total", "counted"
 MUTUAL = "mutual"
 # `[B, H, n]` float32: mean attention of the last visual tokens of the last prompt that has some.
 VISION = "vision"
+# `[B, H, n]` float32: attention received from probes, and `[B, 1, n]` how many of them see it.
+PROBED, PROBES = "probed", "probes"
 # `[B, H, n]` float32: the largest attention received while the prompt was repeated, 1 where it was
 # not; and `[B, 1 or H, n]` the number of a token among those of the prompt, until it ends.
 REPEATED, NUMBER = "repeated", "number"
@@ -62,6 +65,8 @@ _FILL = {
     COUNTED: 0.0,
     MUTUAL: 0.0,
     VISION: 0.0,
+    PROBED: 0.0,
+    PROBES: 0.0,
     REPEATED: 1.0,
     GATED: 1.0,
     NUMBER: -1,
@@ -235,6 +240,11 @@ def note_vision(layer: Any, keys: Tensor, window: int, drafts: int = 0) -> None:
     layer.notes = {**notes, VISION: mass}
 
 
+def saliency(notes: Mapping[str, Tensor]) -> Tensor:
+    """Mean attention `[.., H, n]` from the probes that see an entry; 0 where none does."""
+    return notes[PROBED] / notes[PROBES].clamp_min(1)
+
+
 class Attention:
     """Sums the attention that the entries of a cache receive; with `steps` in decode steps, too."""
 
@@ -246,13 +256,15 @@ class Attention:
         self._sums = {note: counted for need, note, counted in of_window if need in plan.needs}
         pruner = plan.pruner()
         self._power = 0 if pruner is None else pruner.window
+        self._probes = plan.probes
         self._steps, self._state = steps, state
         self._local = threading.local()
 
     @property
     def reads(self) -> bool:
         """The plan reads attention."""
-        return bool(self._window or self._power) or self._total or self._queries
+        sums = self._total or self._queries or self._probes is not None
+        return bool(self._window or self._power) or sums
 
     @contextmanager
     def watching(self, modules: Mapping[int, nn.Module]) -> Iterator[None]:
@@ -278,13 +290,20 @@ class Attention:
         scaling: float | None,
         causal: bool,
         lse: Tensor | None = None,
+        layer: Any = None,
     ) -> None:
-        """Sum the attention of one layer in the call at hand, for `take`."""
+        """Sum the attention of one layer in the call at hand, for `take`.
+
+        `layer` is that of the cache, in a decode step outside of the model's own call.
+        """
         part, ok = self._state.part, self._state.padding
         if not self._state.active or (part is None and not self._steps):
             return
         new = query.shape[2] - (part.drafts if part else 0)
+        if layer is None and part is None and self._state.cache is not None:
+            layer = self._state.cache.layers[index]
         found: dict[str, list[Tensor]] = {}
+        places_of = list[Tensor]()
         for row in range(len(query)):
             places = torch.arange(new, device=query.device)
             if ok is not None:
@@ -292,6 +311,8 @@ class Attention:
             if self._total:
                 mine = head_mass(query, key, row, places, mask, scaling, causal, lse)
                 found.setdefault(TOTAL, []).append(mine)
+            if self._probes is not None:
+                places_of.append(places)
             rest = 0 if part is None else part.rest
             if part is not None and rest < self._power:
                 recent = places[max(0, len(places) - self._power + rest) :]
@@ -305,9 +326,47 @@ class Attention:
                         query, key, row, recent, mask, scaling, causal, counted=counted
                     )
                     found.setdefault(note, []).append(mine)
+        if self._probes is not None:
+            asking = partial(self._asking, part, query, key, mask, causal, layer, self._probes)
+            asks = [asking(row, mine) for row, mine in enumerate(places_of)]
+            if part is not None or any(map(len, asks)):
+                found |= _probed(query, key, asks, mask, scaling, causal)
         self._local.__dict__[str(index)] = {name: torch.stack(rows) for name, rows in found.items()}
         if self._queries:
             queries = query[:, :, :new]
             if self._scaled:  # as this module divides its logits
                 queries = queries * (query.shape[-1] ** -0.5 if scaling is None else scaling)
             self._local.__dict__[str(index)][QUERIES] = queries
+
+    @staticmethod
+    def _asking(
+        part: PromptPart | None,
+        query: Tensor,
+        key: Tensor,
+        mask: Any,
+        causal: bool,
+        layer: Any,
+        probes: Probes,
+        row: int,
+        places: Tensor,
+    ) -> Tensor:
+        """Choose the probes among the queries at `places` `[c]` of a row, `[p]` of them."""
+        order = torch.arange(len(places), device=places.device) - len(places)
+        if part is None:
+            rows = getattr(layer, "rows", ())  # without any it never was packed
+            if not rows:
+                return places[:0]
+            recent = layer.keys.shape[2] - layer.front[row] + order
+            return places[probes.of_answer(rows[row].packed + recent, recent)]
+        if not len(places):
+            return places
+        n = keys_seen(query, key, row, places[-1:], mask, causal)
+        return places[probes.of_prompt(n + order, n + part.rest)]
+
+
+def _probed(
+    query: Tensor, key: Tensor, asks: list[Tensor], mask: Any, scaling: float | None, causal: bool
+) -> dict[str, list[Tensor]]:
+    """Notes on what the queries at places `asks` of each row give."""
+    given = [probe_mass(query, key, b, p, mask, scaling, causal) for b, p in enumerate(asks)]
+    return {PROBED: [mass for mass, _ in given], PROBES: [seen[None] for _, seen in given]}

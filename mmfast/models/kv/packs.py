@@ -24,8 +24,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
 from mmfast.models.reduction.cache_layers import Shorter, StoreLayer, plain_kind, regroup, shorten
-from mmfast.ops.quantisation import PackedTensor, dequantise_row
-from mmfast.ops.ragged import RaggedRows, ThinRows
+from mmfast.ops.quantisation import PackedPart, dequantise_row, quantise, quantise_apart
 from mmfast.ops.ranking import complement
 
 
@@ -122,9 +121,7 @@ def _size(pack: KVBlock) -> int:
     return int(pack.keys[0].shape[1])
 
 
-def _behind(
-    packs: Sequence[PackedTensor | RaggedRows | ThinRows | Tensor], n: int, recent: Tensor
-) -> Tensor:
+def _behind(packs: Sequence[PackedPart], n: int, recent: Tensor) -> Tensor:
     """Packs of n entries unpacked, and the recent ones `[H, r, d]` behind: `[H, n + r, d]`."""
     row = recent.new_empty(len(recent), n + recent.shape[1], recent.shape[2])
     dequantise_row(packs, row[:, :n])
@@ -154,6 +151,18 @@ def split_packs(
         if len(part)
     ]
     return packs, torch.cat(parts).argsort()
+
+
+def in_groups(bits: int, x: Tensor, keys: bool) -> PackedPart:
+    """Pack in groups of 32, as `quant` does; 16 bits are the numbers as they are."""
+    return x if bits == 16 else quantise(x, bits, 32, along_tokens=keys)
+
+
+def by_token(bits: int, x: Tensor, keys: bool) -> PackedPart:
+    """Pack keys by channel, values by token with their channels apart: the scheme of ZipCache."""
+    if bits == 16:
+        return x
+    return quantise(x, bits, x.shape[1], along_tokens=True) if keys else quantise_apart(x, bits)
 
 
 def packs_of(keys: Tensor, values: Tensor, pack: Packer, size: int | None) -> list[KVBlock]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from mmfast.caches.plan import CachePlan
 from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
+from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Row, Trace
 from mmfast.models.cache_name import cache_of
 from mmfast.models.decoder.rotary import Angles
@@ -23,7 +25,10 @@ from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
 from mmfast.models.kv.gates import Gating
 from mmfast.models.kv.packs import (
     PackedLayer,
+    PackedRow,
     RowPacker,
+    by_token,
+    in_groups,
     nbytes,
     pack_recent,
     packed_layer,
@@ -63,7 +68,7 @@ from mmfast.models.wrappers import (
     kind_of,
     layers_of,
 )
-from mmfast.ops.quantisation import Quantiser, quantise
+from mmfast.ops.quantisation import Quantiser
 
 
 class _Account(threading.local):
@@ -100,7 +105,8 @@ class KVStage:
         self._eviction = Eviction(plan, state, self._modules)
         self._packing = Packing(plan, self._eviction.always)
         self._settles = self._eviction.always or self._packing.packs
-        self._attention = notes.Attention(plan, self._eviction.rescores, state)
+        self._asks = plan.probes is not None and plan.every > 0  # probes of answers, too
+        self._attention = notes.Attention(plan, self._eviction.rescores or self._asks, state)
         self._reading = None
         self._raw = RawPrompt(text) if plan.retrieve is not None or plan.future else None
         if plan.retrieve is not None and self._raw is not None:
@@ -160,7 +166,7 @@ class KVStage:
                 f"cache {self._plan} did nothing: this call keeps no keys and values "
                 "(use_cache=False, or gradient checkpointing); leave cache= out here"
             )
-        always = self._eviction.rescores or self._eviction.by_head
+        always = self._eviction.rescores or self._eviction.by_head or self._asks
         self._arming.begin(state.part is not None or always or length > 1)
         if self._raw is not None:
             self._raw.enter(state.active and state.part is not None)
@@ -246,7 +252,7 @@ class KVStage:
         """Note the attention of a decode step of one row; see `look` for what is given."""
         self._state.active, self._state.part = True, None
         try:
-            self._attention.look(index, module, *attention)
+            self._attention.look(index, module, *attention, layer=layer)
         finally:
             self._state.active = False
         self._count_step(layer, index, self._attention.take(index))
@@ -259,7 +265,7 @@ class KVStage:
     @property
     def watches(self) -> bool:
         """The policy reads the attention of decode steps."""
-        return self._eviction.rescores and self._attention.reads
+        return (self._eviction.rescores or self._asks) and self._attention.reads
 
     def look(
         self, index: int, part: PromptPart, module: nn.Module, *attention: Any
@@ -449,10 +455,10 @@ class KVStage:
 
 
 class Packing:
-    """The store of a plan: `quant`, or the two precisions of `zipvl`.
+    """The store of a plan: `quant`, or the two precisions of `zipvl` and `zipcache`.
 
-    It packs behind a prompt, and whenever enough tokens have come since; small packs under
-    `evicting`, as entries go at every step.
+    It packs behind a prompt, and whenever enough tokens have come since (under `zipvl` never);
+    small packs under `evicting`, as entries go at every step.
     """
 
     def __init__(self, plan: CachePlan, evicting: bool) -> None:
@@ -462,6 +468,7 @@ class Packing:
         q = self.quantiser
         self._block = 0 if q is None else max(q.group, q.residual)
         self._size = self._block if evicting else None
+        self._again = plan.every if plan.bits else 0
 
     @property
     def packs(self) -> bool:
@@ -496,8 +503,12 @@ class Packing:
 
     def step(self, layer: Any) -> None:
         """Pack before a call, where enough tokens have been generated since."""
-        if self.quantiser is not None and isinstance(layer, PackedLayer):
+        if not isinstance(layer, PackedLayer):
+            return
+        if self.quantiser is not None:
             pack_recent(layer, self._plain, self.due)
+        elif self._again:
+            pack_recent(layer, partial(self._answered, layer), self.due)
 
     @property
     def full(self) -> int:
@@ -506,6 +517,8 @@ class Packing:
 
     def due(self, recent: int) -> int:
         """Return how many of the recent entries of a row are to be packed before a call."""
+        if self._again:
+            return recent // self._again * self._again
         return recent - self.full + self._block if recent >= self.full else 0
 
     def packed(self, keys: Tensor, values: Tensor) -> list[KVBlock]:
@@ -539,20 +552,47 @@ class Packing:
         return plain and layer.rows[0].live is None and not layer.front[0]
 
     def _important(self, layer: PackedLayer, index: int) -> list[Reduction]:
-        """Per row what the plan keeps, which here means: in more bits."""
+        """Per row what the plan keeps of the entries after `_known`: in more bits, that is."""
         choose = chooser(self._plan, layer, index)
         real = notes.fill(layer)[notes.KIND][:, 0] != notes.PADDING
-        return [choose(b, mine.nonzero()[:, 0]) for b, mine in enumerate(real)]
+        known = [self._known(row) for row in layer.rows]
+        return [choose(b, mine.nonzero()[known[b] :, 0]) for b, mine in enumerate(real)]
+
+    def _known(self, row: PackedRow) -> int:
+        """Return how many first entries of a row a choice leaves out: under probes those in packs.
+
+        A later turn has probes of its own, which see old and new entries alike.
+        """
+        return 0 if self._plan.probes is None else row.packed
 
     def _mixed(
         self, layer: PackedLayer, chosen: list[Reduction], row: int, keys: Tensor, values: Tensor
     ) -> tuple[list[KVBlock], Tensor]:
         assert self._plan.bits is not None
-        start, keep = layer.rows[row].packed, chosen[row].keep[0]  # the same in all heads
+        before, keep = layer.rows[row], chosen[row].keep[0]  # the same in all heads
+        start = before.packed - self._known(before)
         here = keep[(keep >= start) & (keep < start + keys.shape[1])] - start
-        high, low = (partial(_in_bits, bits) for bits in self._plan.bits)
-        return split_packs(keys, values, here, (high, low))
+        return self._split(keys, values, here)
 
+    def _answered(
+        self, layer: PackedLayer, row: int, keys: Tensor, values: Tensor
+    ) -> tuple[list[KVBlock], Tensor]:
+        """Split tokens of an answer by the share of the prompt that is salient."""
+        score, known, count = self._plan.score, notes.fill(layer), keys.shape[1]
+        assert score is not None
+        start = layer.rows[row].packed
+        real = (known[notes.KIND][row, 0] != notes.PADDING).nonzero()[:, 0]
+        here = real[start : start + count]
+        share = score.budget
+        if isinstance(share, int):
+            share = min(1.0, share / max(1, basis(layer, row)))
+        seen = {k: known[k][row].index_select(-1, here) for k in (notes.PROBED, notes.PROBES)}
+        signals = {"attn_probed": notes.saliency(seen)}
+        chosen = CachePlan(score=replace(score, budget=share)).reduce(Tokens(keys, signals=signals))
+        return self._split(keys, values, chosen.keep[0])
 
-def _in_bits(bits: int, x: Tensor, keys: bool) -> Any:
-    return x if bits == 16 else quantise(x, bits, 32, along_tokens=keys)
+    def _split(self, keys: Tensor, values: Tensor, chosen: Tensor) -> tuple[list[KVBlock], Tensor]:
+        assert self._plan.bits is not None
+        pack = in_groups if self._plan.probes is None else by_token
+        high, low = (partial(pack, bits) for bits in self._plan.bits)
+        return split_packs(keys, values, chosen, (high, low))

@@ -163,6 +163,38 @@ def head_mass(
     return total
 
 
+def probe_mass(
+    query: Tensor,
+    key: Tensor,
+    row: int,
+    places: Tensor,
+    mask: Any = None,
+    scaling: float | None = None,
+    is_causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention `[Hkv, S]` as `head_mass`, and by how many of the queries keys are seen, `[S]`."""
+    heads, size = key.shape[1], key.shape[2]
+    total = torch.zeros(heads, size, dtype=torch.float32, device=key.device)
+    seen = torch.zeros(size, dtype=torch.float32, device=key.device)
+    if not len(places):
+        return total, seen
+    for weights, bias in _row_chunks(query, key, row, places, mask, scaling, is_causal):
+        total += weights.unflatten(0, (heads, -1)).sum(2).mean(1)
+        seen += weights.shape[1] if bias is None else (bias[0] > HIDDEN / 2).any(0).sum(0)
+    return total, seen
+
+
+def keys_seen(
+    query: Tensor, key: Tensor, row: int, place: Tensor, mask: Any = None, is_causal: bool = True
+) -> int:
+    """Count the keys that the query at `place` `[1]` of one batch row may see."""
+    if not isinstance(mask, BlockMask) and mask is not None and len(mask) > 1:
+        mask = mask[row : row + 1]
+    one = slice(row, row + 1)
+    bias = bias_of(mask, query[one], key[one], place, is_causal, row)
+    return int(key.shape[2]) if bias is None else int((bias[0] > HIDDEN / 2).any(0).sum())
+
+
 def head_peak(query: Tensor, key: Tensor, scaling: float | None = None) -> Tensor:
     """Largest attention `[Hkv, S]` float32 that keys receive from any query of one row.
 

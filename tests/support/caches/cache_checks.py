@@ -117,6 +117,7 @@ def check_heads_decide_alone(method: Method) -> None:
         "keynorm",
         "simlayerkv",
         "tova",
+        "zipcache",
         "zipvl",
     ):  # all heads together, by the paper
         return

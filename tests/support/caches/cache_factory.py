@@ -53,6 +53,7 @@ def make(kind: str, heads: int, n: int, width: int = 8, seed: int = 0) -> Tokens
         "attn_repeated": (window + total.flip(-1)) / 2,
         "key_gate": (window.roll(2, -1) + total) / 2,
         "attn_vision": (window.roll(5, -1) + total) / 2,
+        "attn_probed": (window.flip(-1) + total) / 2,
         "attn_sum": total,
         "layer": torch.tensor(seed % 5),
         "depth": torch.tensor(0),  # one layer alone: its budget is the mean
@@ -91,6 +92,7 @@ def layer_of(tokens: Tokens) -> Layer:
         repeated=wide("attn_repeated"),
         vision=wide("attn_vision"),
         gated=wide("key_gate"),
+        probed=wide("attn_probed"),
     )
 
 

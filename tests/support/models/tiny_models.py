@@ -96,7 +96,7 @@ def precise(family: str) -> Tiny:
 
 def storing(family: str, spec: str) -> Tiny:
     """A model for a cache of packed numbers: a code that turns over is a whole step."""
-    return precise(family) if "quant" in spec or "zipvl" in spec else tiny(family)
+    return precise(family) if "quant" in spec or "zip" in spec else tiny(family)
 
 
 def generate(this: Tiny, inputs: dict[str, Any], tokens: int = 8, **kwargs: Any) -> Any:

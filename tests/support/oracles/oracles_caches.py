@@ -39,6 +39,7 @@ class Layer:
     repeated: np.ndarray | None = None  # [H, N]
     vision: np.ndarray | None = None  # [H, N]
     gated: np.ndarray | None = None  # [H, N]
+    probed: np.ndarray | None = None  # [H, N]
 
     @property
     def heads(self) -> range:
@@ -202,6 +203,102 @@ def zipvl(layer: Layer, budget: int | None, mass: float = 0.975) -> Answers:
             budget += 1
     score = [received[i] / (layer.n - i) for i in range(layer.n)]
     return layer.alike(ranked(score)[:budget])
+
+
+def zipcache(layer: Layer, budget: int) -> Answers:
+    assert layer.probed is not None
+    score = [float(sum(layer.probed[h, i] for h in layer.heads)) for i in range(layer.n)]
+    return layer.alike(ranked(score)[:budget])
+
+
+class ZipCache:
+    """One layer of a conversation under `zipcache`: who asks, what is salient, what is rounded."""
+
+    def __init__(self, budget: float, recent: float, random: float, seed: int, every: int) -> None:
+        self.budget, self.recent, self.random = budget, recent, random
+        self.seed, self.every = seed, every
+        self.sums: list[float] = []  # what each token got, of all heads
+        self.asked: list[int] = []
+        self.packed = self.prompt = 0
+        self.shown = 0
+
+    def draws(self, number: int) -> bool:
+        """Whether chance makes a probe of a token: the finaliser of MurmurHash3, in 32 bits."""
+        word = (number + (self.seed + 1) * 0x9E3779B9) % 2**32
+        word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
+        word = (word ^ word >> 13) * 0xC2B2AE35 % 2**32
+        return (word ^ word >> 16) < round(self.random * 2**32)
+
+    def asks(self, number: int) -> bool:
+        """Whether token `number` is a probe."""
+        if number < self.prompt:
+            last = max(1, round(self.recent * self.prompt))
+            return number >= self.prompt - last or self.draws(number)
+        last = max(1, round(self.recent * self.every))
+        return (number - self.prompt) % self.every >= self.every - last or self.draws(number)
+
+    def saw(self, weights: np.ndarray) -> None:
+        """Take the attention `[Hq, n, S]` of a prompt, or of one token of an answer."""
+        count, size = weights.shape[1:]
+        self.prompt = self.prompt or size
+        self.sums += [0.0] * (size - len(self.sums))
+        self.asked += [0] * (size - len(self.asked))
+        for row in range(count):
+            number = self.shown + row
+            if self.asks(number):
+                for i in range(min(number + 1, size)):
+                    self.sums[i] += float(weights[:, row, i].sum())
+                    self.asked[i] += 1
+        self.shown += count
+
+    def before_a_step(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Round what is due of keys and values `[H, S, d]`: the prompt, then whole blocks."""
+        if self.packed == 0:
+            due = self.prompt
+        else:
+            due = self.every if self.shown - self.packed >= self.every else 0
+        if not due:
+            return keys, values
+        block = list(range(self.packed, self.packed + due))
+        number = self.budget
+        if isinstance(number, float):
+            number = max(1, round(number * due))
+        elif due != self.prompt:
+            number = max(1, round(number / self.prompt * due))
+        score = [self.sums[i] / max(1, self.asked[i]) for i in block]
+        salient = {block[i] for i in ranked(score)[:number]}
+        for bits, part in ((4, salient), (2, set(block) - salient)):
+            where = sorted(part)
+            if where:
+                keys[:, where] = self.by_channel(keys[:, where], bits)
+                values[:, where] = self.apart(values[:, where], bits)
+        self.packed += due
+        return keys, values
+
+    @staticmethod
+    def rounded(row: np.ndarray, bits: int) -> np.ndarray:
+        low, high = row.min(), row.max()
+        step = (high - low) / (2**bits - 1)
+        return row if step == 0 else np.round((row - low) / step) * step + low
+
+    @classmethod
+    def by_channel(cls, x: np.ndarray, bits: int) -> np.ndarray:
+        """Each channel of `[H, n, d]` has a scale."""
+        found = x.copy()
+        for head in range(len(x)):
+            for channel in range(x.shape[2]):
+                found[head, :, channel] = cls.rounded(x[head, :, channel], bits)
+        return found
+
+    @classmethod
+    def apart(cls, x: np.ndarray, bits: int) -> np.ndarray:
+        """Each token of `[H, n, d]` has one scale, once its channels are alike in size."""
+        size = np.sqrt(np.abs(x).max(1, keepdims=True))
+        size[size == 0] = 1
+        found = x / size
+        for token in range(x.shape[1]):
+            found[:, token] = cls.rounded(found[:, token], bits)
+        return found * size
 
 
 def _level(score: float) -> int:
@@ -783,6 +880,7 @@ ORACLES: Mapping[str, Callable[..., Answers]] = {
     "tova": tova,
     "vatp": vatp,
     "window": window,
+    "zipcache": zipcache,
     "zipvl": zipvl,
 }
 
