@@ -244,6 +244,17 @@ def regroup(cache: Any, index: int) -> None:
     layer.uneven = layer.valid is not None or layer.dropped != getattr(model, "dropped", 0)
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Return True if two shortened layers of equal length hold the same tokens in every row.
+
+    Layers lose tokens in the order of depth, so that as many real ones are the same ones; tokens
+    that come back (`store`) may lie in another order.
+    """
+    if one.store is not None or other.store is not None:
+        return False
+    return one.group is other.group or _equal(one.valid, other.valid)
+
+
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
