@@ -24,7 +24,7 @@ from mmfast.models.kv import host_entries, selection
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.wrappers import attention_at
 
-LENGTH, STEPS, LAYERS = 61, 6, 12
+LENGTH, STEPS, LAYERS = 61, 5, 8
 CUT = "slimfer:0.4?tokens=text&block=4"
 KEEP = "slimfer:0.3?block=4&unit=2"
 TOKEN = 2 * 2 * 8 * 8  # heads, keys and values, channels, bytes of a double
@@ -110,20 +110,22 @@ def test_the_oracle_sees_planted_faults(name: str) -> None:
     assert (found[1][:, 1] - want[1][:, 1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("fault", ["choices go on behind a cut", "of another choice", "of old"])
+@pytest.mark.parametrize(
+    "fault", ["choices go on behind a cut", "values of other keys", "one more"]
+)
 def test_faults_of_the_fetch_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep()
     want = masked(model)[0]
     if fault == "choices go on behind a cut":
         monkeypatch.setattr(selection.Selection, "_same", lambda self, asked: asked.index > 0)
-    elif fault == "of another choice":
-        true = host_entries.Fetch.__init__
+    elif fault == "values of other keys":
+        true = host_entries.Fetch.pair
 
-        def other(self: Any, choice: Any, *args: Any) -> None:
-            true(self, copy.copy(choice), *args)
-            self._pair = tuple(x.roll(1, 2) for x in self.pair())
+        def other(self: Any) -> tuple[Tensor, Tensor]:
+            keys, values = true(self)
+            return keys, values.roll(1, 2)
 
-        monkeypatch.setattr(host_entries.Fetch, "__init__", other)
+        monkeypatch.setattr(host_entries.Fetch, "pair", other)
     else:
         monkeypatch.setattr(host_entries.Fetch, "of", lambda self, _: self._count - 1)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):

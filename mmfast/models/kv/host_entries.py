@@ -114,8 +114,8 @@ def copied(keys: Tensor, values: Tensor, index: Tensor, to: torch.device) -> Pai
 class Brought(NamedTuple):
     """Keys and values `[B, H, m, d]` on a device, and what it took to have them there.
 
-    Entries of each head that were `awaited`, milliseconds without anything to compute, and bytes
-    that had been sent for before.
+    `awaited` entries of each head had not been sent for, and in `ms` milliseconds nothing was
+    computed because some were not there. `early` bytes had been sent for, read or not.
     """
 
     pair: Pair
