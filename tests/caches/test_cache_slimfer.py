@@ -116,7 +116,7 @@ def test_the_oracle_sees_planted_faults(name: str) -> None:
 def test_faults_of_the_fetch_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep()
     want = masked(model)[0]
-    if fault == "choices go on behind a cut":
+    if fault == "choices behind a cut":
         monkeypatch.setattr(selection.Selection, "_same", lambda self, asked: asked.index > 0)
     elif fault == "values of other keys":
         true = host_entries.Fetch.pair
