@@ -387,7 +387,7 @@ class Selection:
             self._count(heads, n, read, token)
             both = keys, values
             if self._selector.host:
-                both = self._brought(asked, part, choice, index, both)
+                both = self._brought(asked, part, choice, index, *both)
             mine = query[part.rows], *both, index, real, part.bias(bias)
             outputs.append(self._read(asked, *mine))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -398,27 +398,27 @@ class Selection:
         part: Part,
         choice: StepChoice,
         index: Tensor,
-        both: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Bring the entries of a choice, and send for those that are read next."""
         step, memory, device = self._local.step, self._memory(asked.layer, part), index.device
         assert step is not None
         below = f"below{asked.turn}"  # each draft has what the layer before chose for it
         name = {"name": below} if below in memory else {}
-        brought = fetch(choice, index, *both, memory, device, **name)
+        brought = fetch(choice, index, keys, values, memory, device, **name)
         step.pending -= brought.early
         if choice.ahead is not None:
-            step.pending += send(choice.ahead, *both, memory, device)
+            step.pending += send(choice.ahead, keys, values, memory, device)
         following = self._following(asked) if choice.onward else None
         if following is not None:
-            keys, values = (_held(part, x) for x in (following.keys, following.values))
-            if choice.tail <= keys.shape[2]:  # a block that drafts filled is not there yet
+            both = _held(part, following.keys), _held(part, following.values)
+            if choice.tail <= both[0].shape[2]:  # a block that drafts filled is not there yet
                 there = self._memory(following, part)
-                step.pending += send(choice, keys, values, there, device, below)
-        heads = both[0].shape[0] * both[0].shape[1]
-        token = (both[0].shape[-1] + both[1].shape[-1]) * both[0].element_size()
-        counts = (heads * index.shape[-1], heads * brought.awaited, token, brought.ms)
-        self._count_fetched(*counts)
+                step.pending += send(choice, *both, there, device, below)
+        heads, token = keys.shape[0] * keys.shape[1], (keys.shape[3] + values.shape[3])
+        counts = heads * index.shape[-1], heads * brought.awaited, token * keys.element_size()
+        self._count_fetched(*counts, brought.ms)
         return brought.pair
 
     def _following(self, asked: Asked) -> Any:
@@ -427,19 +427,17 @@ class Selection:
         index = self._order[depth] if depth < len(self._order) else -1
         if step is None or not 0 <= index < len(step.cache.layers):
             return None
-        found, layer = step.cache.layers[index], asked.layer
+        found: Any = step.cache.layers[index]
         if not isinstance(found, RoomyLayer) or found.room is None:
             return None
-        same = found.keys.shape[2] + asked.count == layer.keys.shape[2]
-        return found if same and alike(found, layer) else None
+        return found if alike(found, asked.layer, asked.count) else None
 
     def _same(self, asked: Asked) -> bool:
         """The layer holds the same entries as the one before it."""
         step, depth = self._local.step, self._depths[asked.index]
         if step is None or not depth:
             return False
-        before, layer = step.cache.layers[self._order[depth - 1]], asked.layer
-        return before.keys.shape[2] == layer.keys.shape[2] and alike(before, layer)
+        return alike(step.cache.layers[self._order[depth - 1]], asked.layer)
 
     def _read(
         self,
