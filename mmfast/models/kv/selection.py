@@ -265,7 +265,7 @@ class Selection:
         self._fetching(cache, self._selector.host)
         local.step = StepAccount(cache)
         if self._selector.host:
-            stored = [cache.layers[i] for i in self._depths if i < len(cache.layers)]
+            stored = (cache.layers[i] for i in self._depths if i < len(cache.layers))
             local.step.pending = sum(layer.move_to_host() for layer in stored)
 
     def arrive(self, layer: Any, sequences: Sequences) -> None:
@@ -300,8 +300,8 @@ class Selection:
         if step is None or not step.heads:
             return
         held, mean = step.held / step.heads, step.read / step.heads
-        fetched = step.fetched, step.awaited, step.waited_ms, step.resident
-        read = StepRead(held, mean, step.nbytes, *fetched)
+        brought = step.fetched, step.awaited, step.waited_ms, step.resident
+        read = StepRead(held, mean, step.nbytes, *brought)
         self._trace.reads.append(read)
         if local.row is None:
             local.row, local.sums = Row("select", method=str(self._plan)), (0, 0.0, 0.0, 0)
@@ -428,16 +428,14 @@ class Selection:
         if step is None or not 0 <= index < len(step.cache.layers):
             return None
         found: Any = step.cache.layers[index]
-        if not isinstance(found, RoomyLayer) or found.room is None:
-            return None
-        return found if alike(found, asked.layer, asked.count) else None
+        stored = isinstance(found, RoomyLayer) and found.room is not None
+        return found if stored and alike(found, asked.layer, asked.count) else None
 
     def _same(self, asked: Asked) -> bool:
         """The layer holds the same entries as the one before it."""
         step, depth = self._local.step, self._depths[asked.index]
-        if step is None or not depth:
-            return False
-        return alike(step.cache.layers[self._order[depth - 1]], asked.layer)
+        assert step is not None
+        return depth > 0 and alike(step.cache.layers[self._order[depth - 1]], asked.layer)
 
     def _read(
         self,
