@@ -114,6 +114,8 @@ class StepChoice:
         nbytes: Bytes that were read in order to choose.
         ahead: What the next step will read, which is fetched from host memory meanwhile; it has
             to return the same `pages`.
+        onward: The next layer reads the same where it holds the same entries, and they are fetched
+            from host memory while this layer computes; it has to return the same `pages`.
     """
 
     pages: Tensor | None = None
@@ -122,6 +124,7 @@ class StepChoice:
     real: Tensor | None = None
     nbytes: int = 0
     ahead: StepChoice | None = None
+    onward: bool = False
 
     def entries(self, n: int) -> tuple[Tensor, Tensor | None]:
         """Return the places `[B, 1 or H, m]` among n entries, and False where one is a filler."""
@@ -149,6 +152,7 @@ class LayerStep:
         stays: `[n]` bool, entries that are read anyway; None where there are none.
         sentence: `[1 or H, n]`, number of the sentence, frame or picture of each entry, of one row,
             ascending, -1 where it is not known; for methods that need it.
+        same: The layer holds entries of the same tokens as the one of `depth - 1`.
         memory: State that the method keeps with the entries of this layer. Its values have
             `trim(entries) -> bool`, which is called when entries at the end are taken back and
             tells whether the state is still of use. All of it goes when entries change otherwise.
@@ -162,6 +166,7 @@ class LayerStep:
     depths: int
     stays: Tensor | None = None
     sentence: Tensor | None = None
+    same: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
 

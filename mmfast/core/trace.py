@@ -189,7 +189,10 @@ class StepRead:
 
     `held` and `read` are entries of a layer and KV head, means over both and over rows; `nbytes`
     are those of all keys and values read, and of what was read in order to choose. `fetched` bytes
-    of them came from host memory, and `awaited` of these were not on their way before the step.
+    of them came from host memory, and `awaited` of these were not on their way before they were
+    asked for. In `waited_ms` milliseconds nothing was computed because entries were not there yet,
+    and `resident` is the largest number of bytes of entries on the device at one time: those that a
+    layer reads, and those that have been sent for.
     """
 
     held: float
@@ -197,6 +200,8 @@ class StepRead:
     nbytes: int
     fetched: int = 0
     awaited: int = 0
+    waited_ms: float = 0.0
+    resident: int = 0
 
 
 @dataclass

@@ -38,6 +38,7 @@ SPECS = (
     "sink:2+window:6+specache:0.2?group=4",
     "specache:9?bits=4&group=8",
     "sink:2+sentencekv:0.3?ends=57_71_9_83_36_11",
+    "sink:2+slimfer:0.3?block=4&unit=2",
 )
 ENDS = {57, 71, 9, 83, 36, 11}
 QUICK = ("llama", "gpt_oss", "qwen3_next")  # plain, with windows and sinks, hybrid
@@ -130,6 +131,10 @@ class SlowSelection:
                 asked.append((numbers[-1], q))
                 now = [query for number, query in asked if number == numbers[-1]]
                 return oracles.sentencekv(now, k, numbers, 0.3, {0, 1})
+            case 10:
+                if not depth:
+                    self.tidal = oracles.slimfer(q, k, scale, 0.3, 4, 2, {0, 1})
+                return self.tidal
         return oracles.twilight(q, k, 0.6, 0.6, 4, scale)
 
 
@@ -194,7 +199,8 @@ def test_the_oracle_sees_planted_faults(fault: str) -> None:
 def test_a_share_of_one_is_the_stock_model(name: str) -> None:
     model, ids = text_model(name), {"input_ids": prompt(LENGTH)}
     stock = written(model, ids, STEPS)[1]
-    for method in ("quest", "tokenselect", "tidaldecode", "twilight", "kinetics", "specache"):
+    methods = ("quest", "tokenselect", "tidaldecode", "twilight", "kinetics", "specache", "slimfer")
+    for method in methods:
         with attach(model, cache=f"{method}:1.0"):
             assert torch.equal(written(model, ids, STEPS)[1], stock), method
     with attach(model, cache="quest:9999?skip=0"):  # more than there are

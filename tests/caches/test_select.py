@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmfast.caches.plan import call_plan, plan_cache, served_plan
+from mmfast.caches.selection import slimfer as blocks_of
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import LayerStep, StepChoice
 from mmfast.core.registry import get, methods
@@ -64,6 +65,23 @@ def test_quest_is_its_oracle(n: int, budget: float | int, page: int) -> None:
     query, keys = make(n, seed=n)
     found = selector(f"quest:{budget}?page={page}").choose(step(query, keys))
     assert read(found, n) == oracles.quest(*arrays(query, keys), budget, page)
+
+
+@pytest.mark.parametrize("n", [1, 5, 17, 64, 100])
+@pytest.mark.parametrize("budget", [0.2, 0.5, 20])
+@pytest.mark.parametrize("unit", [1, 4, 8])
+def test_slimfer_is_its_oracle(n: int, budget: float | int, unit: int) -> None:
+    query, keys = make(n, seed=n)
+    choose = selector(f"slimfer:{budget}?block=8&unit={unit}").choose
+    shared, stays = dict[str, Any](), torch.zeros(n, dtype=torch.bool)
+    stays[[0, n // 2, n - 1]] = True
+    found = choose(step(query, keys, stays=stays, shared=shared))
+    want = oracles.slimfer(*arrays(query, keys), SCALE, budget, 8, unit, {0, n // 2, n - 1})
+    assert read(found, n) == want
+    below = choose(step(-query, keys, stays=stays, shared=shared, same=True))  # asks another way
+    assert read(below, n) == want and below.pages is found.pages and not below.nbytes
+    anew = choose(step(-query, keys, shared=shared))
+    assert read(anew, n) == oracles.slimfer(*arrays(-query, keys), SCALE, budget, 8, unit)
 
 
 @pytest.mark.parametrize("n", [1, 5, 17, 64, 100, 333])
@@ -242,6 +260,7 @@ def test_flat_attention_reads_more_than_sharp() -> None:
         "tokenselect:0.2",
         "kinetics:0.3?page=4",
         "specache:0.2?group=4",
+        "slimfer:0.2?block=4",
     ),
 )
 def test_a_batch_is_its_rows(spec: str) -> None:
@@ -338,17 +357,19 @@ FAULTS = {
     ),
     "key_bounds": lambda part: pages_bounds(part * 2),
     "marked_places": lambda marks: pages_marked(marks.roll(1, -1)),
+    "means": lambda unit, blocks: units_mean(unit, blocks.roll(1, -2)),
     "heaviest": lambda mass, share: pages_heaviest(mass, min(1.0, share + 0.2)),
 }
 pages_bound, pages_codes, pages_heaviest = pages.bound_scores, pages.level_codes, pages.heaviest
 pages_marked = pages.marked_places
+units_mean = blocks_of.means
 pages_mean, pages_logits, pages_bounds = pages.mean_scores, pages.level_logits, pages.key_bounds
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     homes = {"bound_scores": "quest", "mean_scores": "kinetics", "pages_paid": "kinetics"}
-    homes |= {"marked_places": "sentencekv"}
+    homes |= {"marked_places": "sentencekv", "means": "slimfer"}
     homes |= {"level_logits": "specache", "key_bounds": "specache"}
     home = homes.get(name, "twilight")
     monkeypatch.setattr(f"mmfast.caches.selection.{home}.{name}", FAULTS[name])
@@ -359,6 +380,8 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
             test_kinetics_is_its_oracle(333, 0.5, 4)
         if home == "specache":
             test_specache_is_its_oracle(65, 2, 4)
+        if home == "slimfer":
+            test_slimfer_is_its_oracle(100, 0.2, 4)
         if home == "sentencekv":
             test_sentencekv_is_its_oracle(0.3, False)
         for n in (21, 64):
@@ -388,6 +411,10 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
         ("zipvl:0.5+quest:0.1", "unpacks all entries"),
         ("window:64+snapkv:0.5+quest:0.1", "drop one of the two"),
         ("snapkv:0.5+tidaldecode:0.1", "write 'snapkv:0.5\\+quest:0.1'"),
+        ("snapkv:0.5+slimfer:0.1", "write 'snapkv:0.5\\+quest:0.1'"),
+        ("slimfer:0.1?block=0", "block=0, unit=4; choose blocks of whole units"),
+        ("slimfer:0.1?block=16&unit=5", "block=16, unit=5"),
+        ("slimfer:0.1+quant:8", "unpacks all entries"),
     ],
 )
 def test_what_does_not_go_is_refused_in_one_line(spec: str, words: str) -> None:
@@ -416,6 +443,7 @@ def test_every_method_of_the_role_is_named_here() -> None:
         "kinetics",
         "specache",
         "sentencekv",
+        "slimfer",
     }
     assert get("quest", "cache").example == "quest:0.1"
     assert get("twilight", "cache").example == "twilight:0.85"

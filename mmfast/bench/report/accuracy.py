@@ -163,8 +163,8 @@ def _policy_note(rows: Rows) -> str:
         _whole("The whole cache", by_policy(rows).get("")) + " The first token of an answer comes "
         "from the pass that reads the prompt, before anything leaves the cache; the tokens behind "
         "it, such as a second digit, read what is left. Policies that choose at every step read "
-        "that share of all (`kinetics`, `quest`, `sentencekv`, `specache`, `tidaldecode`, "
-        "`tokenselect`); that of `twilight` is of the attention."
+        "that share of all (`kinetics`, `quest`, `sentencekv`, `slimfer`, `specache`, "
+        "`tidaldecode`, `tokenselect`); that of `twilight` is of the attention."
     )
 
 

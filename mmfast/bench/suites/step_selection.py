@@ -39,6 +39,7 @@ _ALL = (
     "twilight:0.85?base=0.1",
     "kinetics:0.1",
     "specache:0.1",
+    "slimfer:0.1",
 )
 # The whole path: what a step reads of weights in fewer bits, and of the cache in part.
 _PACKED = tuple((form, "quest:0.1?skip=0") for form in ("int8", "int4"))

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,12 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.trace import Row, StepRead, Trace
-from mmfast.models.kv.host_entries import fetch
+from mmfast.models.kv.host_entries import fetch, send, under_way
 from mmfast.models.kv.notes import KIND, SENTENCE, fill, kinds_of
 from mmfast.models.kv.packs import shrinkable
 from mmfast.models.kv.retrieval import WHOLE, frames_of
 from mmfast.models.kv.sentences import Sentences
-from mmfast.models.reduction.cache_layers import adopt, is_short
+from mmfast.models.reduction.cache_layers import adopt, alike, is_short
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import Around, intercepting
 from mmfast.models.reduction.sequence import Sequences
@@ -115,6 +115,18 @@ class RoomyLayer:
             return layer.keys.to(key_states.device), layer.values.to(key_states.device)
         return layer.keys, layer.values
 
+    def move_to_host(self) -> int:
+        """Put all entries into host memory; returns the bytes of those that were sent for."""
+        layer: Any = self
+        if not layer.is_initialized or not layer.keys.numel() or layer.keys.requires_grad:
+            return 0
+        if self.room is None or not self.room.holds(layer):
+            self.room = Room(layer, torch.device("cpu"))
+        old = layer.keys, layer.values
+        self.room.write(layer.keys.shape[2], old, (layer.keys[:, :, :0], layer.values[:, :, :0]))
+        layer.keys, layer.values = self.room.views()
+        return under_way(self.room.memory)
+
 
 @dataclass(eq=False)
 class StepAccount:
@@ -129,6 +141,9 @@ class StepAccount:
     fetched: int = 0
     awaited: int = 0
     ms: float = 0.0
+    waited_ms: float = 0.0
+    pending: int = 0  # bytes that have been sent for
+    resident: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,12 +175,14 @@ class Part:
 class Asked:
     """One query of a call in one layer; `turn` is its number among the drafts.
 
-    `stock` is the attention function with all arguments but query, keys, values and mask, `kind`
-    its name; `plain` where it does nothing but what sdpa does.
+    `count` is the number of drafts and the token before them. `stock` is the attention function
+    with all arguments but query, keys, values and mask, `kind` its name; `plain` where it does
+    nothing but what sdpa does.
     """
 
     index: int
     turn: int
+    count: int
     layer: Any
     stock: Callable[..., Any]
     kind: str
@@ -201,6 +218,7 @@ class Selection:
         self._sentences = sentences
         self._selector, self._plan, self._state, self._trace = selector, plan, state, trace
         self._depths = {index: depth for depth, index in enumerate(layers)}
+        self._order = list(layers)
         self._by_kind = any(spec.method.needs for spec in plan.position)
         self._known: dict[tuple[int, torch.device], Tensor] = {}
         self._local = _Steps()
@@ -246,6 +264,9 @@ class Selection:
                 adopt(cache, index, RoomyLayer)
         self._fetching(cache, self._selector.host)
         local.step = StepAccount(cache)
+        if self._selector.host:
+            stored = (cache.layers[i] for i in self._depths if i < len(cache.layers))
+            local.step.pending = sum(layer.move_to_host() for layer in stored)
 
     def arrive(self, layer: Any, sequences: Sequences) -> None:
         """Note the sentences of a part of a prompt that a layer has just got."""
@@ -279,7 +300,8 @@ class Selection:
         if step is None or not step.heads:
             return
         held, mean = step.held / step.heads, step.read / step.heads
-        read = StepRead(held, mean, step.nbytes, step.fetched, step.awaited)
+        brought = step.fetched, step.awaited, step.waited_ms, step.resident
+        read = StepRead(held, mean, step.nbytes, *brought)
         self._trace.reads.append(read)
         if local.row is None:
             local.row, local.sums = Row("select", method=str(self._plan)), (0, 0.0, 0.0, 0)
@@ -332,7 +354,7 @@ class Selection:
         length, found = query.shape[2], list[Tensor]()
         for turn in range(length):  # each draft chooses for itself
             n = key.shape[2] - length + turn + 1
-            asked = Asked(index, turn, layer, stock, kind, plain, scale)
+            asked = Asked(index, turn, length, layer, stock, kind, plain, scale)
             both = key[:, :, :n], value[:, :, :n]
             mask = _mask_of(attention_mask, turn, length, n)
             found.append(self._answer(asked, query[:, :, turn : turn + 1], *both, mask))
@@ -349,12 +371,12 @@ class Selection:
             for part in parts:
                 shape = part.of(key).shape
                 self._count(shape[0] * shape[1], shape[2], shape[0] * shape[1] * shape[2], token)
+            begin, device = time.perf_counter(), query.device
+            both = key.to(device), value.to(device)
             if self._selector.host:
-                self._count_fetched(
-                    key.numel() // key.shape[-1], key.numel() // key.shape[-1], token
-                )
-            device = query.device
-            whole: Tensor = asked.stock(query, key.to(device), value.to(device), mask)
+                count, ms = key.numel() // key.shape[-1], (time.perf_counter() - begin) * 1e3
+                self._count_fetched(count, count, token, ms)
+            whole: Tensor = asked.stock(query, *both, mask)
             return whole
         bias, outputs = _bias(mask), list[Tensor]()
         for part, choice in zip(parts, choices, strict=True):
@@ -365,12 +387,55 @@ class Selection:
             self._count(heads, n, read, token)
             both = keys, values
             if self._selector.host:
-                memory = self._memory(asked.layer, part)
-                both, awaited = fetch(choice, index, *both, memory, query.device)
-                self._count_fetched(heads * index.shape[-1], heads * awaited, token)
+                both = self._brought(asked, part, choice, index, *both)
             mine = query[part.rows], *both, index, real, part.bias(bias)
             outputs.append(self._read(asked, *mine))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _brought(
+        self,
+        asked: Asked,
+        part: Part,
+        choice: StepChoice,
+        index: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Bring the entries of a choice, and send for those that are read next."""
+        step, memory, device = self._local.step, self._memory(asked.layer, part), index.device
+        assert step is not None
+        below = f"below{asked.turn}"  # each draft has what the layer before chose for it
+        name = {"name": below} if below in memory else {}
+        brought = fetch(choice, index, keys, values, memory, device, **name)
+        step.pending -= brought.early
+        if choice.ahead is not None:
+            step.pending += send(choice.ahead, keys, values, memory, device)
+        following = self._following(asked) if choice.onward else None
+        if following is not None:
+            both = _held(part, following.keys), _held(part, following.values)
+            if choice.tail <= both[0].shape[2]:  # a block that drafts filled is not there yet
+                there = self._memory(following, part)
+                step.pending += send(choice, *both, there, device, below)
+        heads, token = keys.shape[0] * keys.shape[1], (keys.shape[3] + values.shape[3])
+        counts = heads * index.shape[-1], heads * brought.awaited, token * keys.element_size()
+        self._count_fetched(*counts, brought.ms)
+        return brought.pair
+
+    def _following(self, asked: Asked) -> Any:
+        """The next layer, where it holds the same entries but for those of this call."""
+        step, depth = self._local.step, self._depths[asked.index] + 1
+        index = self._order[depth] if depth < len(self._order) else -1
+        if step is None or not 0 <= index < len(step.cache.layers):
+            return None
+        found: Any = step.cache.layers[index]
+        stored = isinstance(found, RoomyLayer) and found.room is not None
+        return found if stored and alike(found, asked.layer, asked.count) else None
+
+    def _same(self, asked: Asked) -> bool:
+        """The layer holds the same entries as the one before it."""
+        step, depth = self._local.step, self._depths[asked.index]
+        assert step is not None
+        return depth > 0 and alike(step.cache.layers[self._order[depth - 1]], asked.layer)
 
     def _read(
         self,
@@ -425,6 +490,7 @@ class Selection:
             depths=len(self._depths),
             stays=self._stays(asked.layer, part, keys.shape[2], query.device),
             sentence=self._sentence(asked.layer, part, keys.shape[2], query.device),
+            same=self._selector.host and self._selector.across and self._same(asked),
             memory=self._memory(asked.layer, part),
             shared=step.shared.setdefault((part.rows.start, asked.turn), {}),
         )
@@ -440,11 +506,13 @@ class Selection:
         step.heads, step.held = step.heads + heads, step.held + heads * held
         step.read, step.nbytes = step.read + read, step.nbytes + read * token
 
-    def _count_fetched(self, fetched: int, awaited: int, token: int) -> None:
-        """Count entries that came from host memory, and those that were waited for."""
+    def _count_fetched(self, fetched: int, awaited: int, token: int, ms: float) -> None:
+        """Count entries of `token` bytes from host memory, those waited for, and how long."""
         step = self._local.step
         assert step is not None
         step.fetched, step.awaited = step.fetched + fetched * token, step.awaited + awaited * token
+        step.waited_ms += ms
+        step.resident = max(step.resident, fetched * token + step.pending)
 
     def _parts(self, mask: Tensor | None, batch: int, device: torch.device) -> list[Part]:
         """Rows that are chosen for together; a row with padding stands alone, without it."""
@@ -485,6 +553,14 @@ class Selection:
 
 
 _OWN = ("softcap", "s_aux", "position_bias")  # what some families add to attention
+
+
+def _held(part: Part, x: Tensor) -> Tensor:
+    """Keys or values of rows of a layer that has not got the tokens of the call at hand yet."""
+    if part.where is None:
+        return part.of(x)
+    where = part.where[part.where < x.shape[2]]
+    return replace(part, where=where).of(x)
 
 
 def _entries(

@@ -25,8 +25,8 @@ def slimfer(tokens: Tokens, budget: int, *, block: int = 16) -> Reduction:
 
     After SlimInfer (2025), which drops blocks of hidden states at one layer after the other.
     Blocks are ranked by their mean score and kept whole; of the last one that fits only in part,
-    the best tokens stay, so the budget is met exactly. The paper's prefetching of cache blocks
-    from host memory is no reduction and not part of this.
+    the best tokens stay, so the budget is met exactly. What the paper does with the cache, blocks
+    that come from host memory a layer ahead, is the cache policy of the same name.
 
     Args:
         tokens: `attn_window` `[..., N]`, attention from the last 8 queries, mean over heads.

@@ -209,6 +209,34 @@ def specache(
     return found
 
 
+def slimfer(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    scale: float,
+    budget: int | float,
+    block: int = 16,
+    unit: int = 4,
+    stays: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[set[int]]:
+    """Places that all heads of keys `[H, n, d]` read for queries `[Hq, d]`: those of blocks."""
+    heads, n, _ = keys.shape
+    count, wanted = (n - 1) // block, max(1, round(tokens_of(budget, n) / block))
+    if wanted >= count:
+        return [set(range(n))] * heads
+    votes = [0.0] * (count * block // unit)
+    for head in range(heads):
+        units = [keys[head, i : i + unit].sum(0) / unit for i in range(0, count * block, unit)]
+        for row in attention(group_of(queries, head, heads), np.array(units), scale):
+            votes = [vote + share for vote, share in zip(votes, row, strict=True)]
+    size = block // unit
+    best = [max(votes[i * size : (i + 1) * size]) for i in range(count)]
+    forced = {place // block for place in stays if place < count * block}
+    rest = sorted((i for i in range(count) if i not in forced), key=lambda i: -best[i])
+    chosen = forced | set(rest[:wanted])
+    places = {i * block + j for i in chosen for j in range(block)} | set(range(count * block, n))
+    return [places] * heads
+
+
 def sentences(ids: list[int], ends: set[int], frames: list[int] | None = None) -> list[int]:
     """Number of the sentence of each token; a frame is one, and -1 is text."""
     numbers, frames = [], frames or [-1] * len(ids)
