@@ -22,6 +22,8 @@ from mmfast.prefill.plan import PrefillPlan, plan_prefill
 
 PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
+# Of each base model, as long as it lives; outside of the model, which may be copied.
+_TURNS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 Stage = AbstractContextManager[None]
 # Of the base model while something is attached: the handle, and everything to be undone.
 _HANDLE, _UNDO = "_mmfast_handle", "_mmfast_undo"
@@ -158,6 +160,19 @@ def attach(
     more: dict[str, Any] = {"cache": plan, "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
     return _attached(model, reduce, specs, more)
+
+
+def turn_of(model: Any) -> threading.RLock:
+    """Return the lock of a model under which callers that share it attach, run and detach.
+
+    All wrappers of a model have one, pipelines that share a model included; a thread may take it
+    again. `attach` itself waits for nobody: what a user attached stays until he detaches it.
+    """
+    from mmfast.models.wrappers import base_of, stock_model
+
+    base = base_of(stock_model(model))
+    with _LOCK:
+        return _TURNS.setdefault(base, threading.RLock())
 
 
 def _attached(model: Any, reduce: Any, specs: Any, more: Mapping[str, Any]) -> Handle:

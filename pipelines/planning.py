@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from mmfast.attach import attach
+from mmfast.attach import attach, turn_of
 from mmfast.models.cost import FirstToken
 from mmfast.planner.auto import announced, row_name
 from mmfast.planner.plan import Plan
@@ -45,7 +45,8 @@ class PipelinePlanner:
         if kind == "image" and max(items) > 1:
             kind = "multi-image"
         before = self.planner.learner.measuring_ms
-        with nullcontext(tick) if tick else announced(self.planner.learner) as tick:
+        shown = nullcontext(tick) if tick else announced(self.planner.learner)
+        with turn_of(self.pipe.model), shown as tick:
             plan = self.planner.plan(
                 inputs,
                 target,

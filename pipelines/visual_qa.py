@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmfast.attach import attach
+from mmfast.attach import attach, turn_of
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.spec import Spec, parse
@@ -302,7 +302,10 @@ class VisualQA:
             reduce, cache = plan.spec, plan.cache
 
         def generate(streamer: Any, criteria: Any) -> None:
-            with self._attached(inputs, reduce, how, cache) as (_, given):
+            with (
+                turn_of(self.model),
+                self._attached(inputs, reduce, how, cache) as (_, given),
+            ):
                 self.run(given, how, streamer=streamer, stopping_criteria=criteria)
 
         own = how.get("stopping_criteria") or ()
@@ -383,7 +386,7 @@ class VisualQA:
         """
         with trace.stage("read"):
             chats = [self._chat(media, question) for media, question in pairs]
-        with trace.stage("preprocess"):
+        with turn_of(self.model), trace.stage("preprocess"):  # padding is a state of tokenizers
             inputs = chat_inputs(self.processor, chats, self.model.device)
             notes = [] if notes is None else notes
             notes += map(self._note, chats)
@@ -418,10 +421,23 @@ class VisualQA:
     def _answer(
         self, pairs: list[tuple[Any, Any]], target: Target, how: dict[str, Any]
     ) -> list[Answer]:
-        start, reading, first = time.perf_counter(), Trace(), FirstToken()
+        start, reading = time.perf_counter(), Trace()
         notes: list[str] = []
         inputs, items = self._inputs(pairs, reading, notes)
-        reduce, plan = self.reduce, None
+        with turn_of(self.model):  # what acts inside a model acts on all of its calls
+            return self._answered(inputs, items, notes, target, how, reading, start)
+
+    def _answered(
+        self,
+        inputs: dict[str, Any],
+        items: list[int],
+        notes: list[str],
+        target: Target,
+        how: dict[str, Any],
+        reading: Trace,
+        start: float,
+    ) -> list[Answer]:
+        first, reduce, plan = FirstToken(), self.reduce, None
         if target:
             with reading.stage("plan") as row:
                 plan, measuring = self.planner.plan(

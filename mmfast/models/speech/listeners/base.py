@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from mmfast.attach import attach
+from mmfast.attach import attach, turn_of
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
 from mmfast.core.spec import parse
@@ -57,7 +57,6 @@ class StockListener:
         self.model, self.processor = model, processor
         self.rate = int(processor.feature_extractor.sampling_rate)
         self.options: dict[str, Any] = {}
-        self._acting = threading.Lock()  # stages act on the model, not on a call
 
     @property
     def streams(self) -> bool:
@@ -126,7 +125,7 @@ class StockListener:
         if reduce is None and cache is None:
             yield
             return
-        with self._acting, attach(self.model, reduce, cache) as acted:
+        with turn_of(self.model), attach(self.model, reduce, cache) as acted:
             yield
         trace.rows += acted.rows
         trace.reductions += acted.reductions
