@@ -157,6 +157,11 @@ def attach(
 
     specs: Any = AUTO if reduce == AUTO else parse(reduce)
     plan, drafts, model = call_plan(cache), plan_decode(decode), stock_model(model)
+    if not hasattr(model, "named_modules"):
+        raise ModelError(
+            f"attach() takes a loaded model, not {model!r:.80}; give one of transformers or timm, "
+            "such as AutoModelForImageTextToText.from_pretrained(name), or a pipeline's .model"
+        )
     more: dict[str, Any] = {"cache": plan, "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
     return _attached(model, reduce, specs, more)

@@ -309,7 +309,7 @@ class VisualQA:
                 self.run(given, how, streamer=streamer, stopping_criteria=criteria)
 
         own = how.get("stopping_criteria") or ()
-        return stream_text(self.processor.tokenizer, generate, own)
+        return stripped(stream_text(self.processor.tokenizer, generate, own))
 
     def _asked(
         self, media: Any, question: Any, options: dict[str, Any]
@@ -317,6 +317,11 @@ class VisualQA:
         """Media with questions, or conversations with None; whether they were a list; options."""
         given = {k: v for k in MEDIA if (v := options.pop(k, None)) is not None}
         text, own = given.pop("text", None), f"{self.kind}s"
+        if isinstance(media, Mapping):
+            raise MmfastError(
+                f"{self.task} takes no dictionary, here of {', '.join(map(repr, media))}; give "
+                f"'{own}' and 'text' as arguments: pipe({own}=…, text=…), or pipe(media, question)"
+            )
         with within(self.task):
             wanted = self._wanted({k: options.pop(k) for k in TARGET if k in options})
             how = merged(self._own, options)
@@ -532,6 +537,25 @@ class VisualQA:
                 **inputs, **cache, suppress_tokens=sorted(blocked) or None, **how
             )
         return output
+
+
+def stripped(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield a text without the space around it, as its pieces come; spaces wait for what follows.
+
+    Closing it closes `pieces`, where they can be closed.
+    """
+    begun, space = False, ""
+    try:
+        for piece in pieces:
+            text = space + piece if begun else piece.lstrip()
+            shown = text.rstrip()
+            space = text[len(shown) :]
+            if shown:
+                begun = True
+                yield shown
+    finally:
+        if (close := getattr(pieces, "close", None)) is not None:
+            close()
 
 
 def _longest(how: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mmfast.cli import options as shared
-from mmfast.cli.output import print_json, print_rows, progress
+from mmfast.cli.output import check_writable, print_json, print_rows, progress
 from mmfast.core.errors import MmfastError
 
 _HEAD = ("part", "calls", "ms", "share", "python ms", "copies ms", "GFLOP", "MB", "roof ms")
@@ -52,6 +52,7 @@ def profile(
     check_names([reduce], [cache], [prefill])
     if flame is not None and flame.suffix not in (".svg", ".html"):
         raise MmfastError(f"--flame {str(flame)!r}: write a .svg or .html file")
+    check_writable("--flame", flame)
     if threads is not None and threads < 1:
         raise MmfastError(f"--threads {threads} computes nothing; give at least 1")
     quiet()

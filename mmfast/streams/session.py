@@ -379,6 +379,11 @@ class Session:
             MmfastError: A value out of range.
         """
         condition = condition_of(text)
+        if callback is not None and not callable(callback):
+            raise MmfastError(
+                f"callback {callback!r:.80} cannot be called; give a function of an Event, or "
+                "leave it out and iterate over what subscribe() returns"
+            )
         question = probe.replace("{condition}", condition)
         look = Look(question, tuple(yes), no, silence, reply, max_new_tokens)
         subscription = Subscription(condition, SpeakRule.of(rule), look, callback, self._cancelled)

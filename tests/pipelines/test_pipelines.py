@@ -12,6 +12,7 @@ import torch
 
 import mmfast
 from mmfast.caches.plan import CachePlan, call_plan
+from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.frontends.video.reader import read_video
 from mmfast.pipelines.visual_qa import pair_up
@@ -50,6 +51,11 @@ def test_every_kind_of_media_gives_the_same_answer(pipe: Any) -> None:
         iter(frames),
     ]
     assert len({pipe(media, QUESTION).text for media in same}) == 1
+
+
+def test_a_dictionary_is_told_its_arguments(pipe: Any) -> None:
+    with pytest.raises(MmfastError, match="here of 'images', 'text'; give 'videos' and 'text'"):
+        pipe({"images": CLIP, "text": QUESTION})
 
 
 def test_lists_in_lists_out(pipe: Any) -> None:

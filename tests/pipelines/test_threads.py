@@ -41,7 +41,7 @@ def both_ways(asks: list[Callable[[], Any]]) -> tuple[list[Any], list[Any]]:
 
 def test_threads_share_a_pipeline_that_reduces(pair: Any) -> None:
     pipe = mmfast.pipeline("video-qa", pair, reduce="divprune:0.25")
-    ask = lambda clip: lambda: (pipe(clip, QUESTION).text, pipe(clip, QUESTION).kept_tokens)  # noqa: E731
+    ask = lambda clip: lambda: (pipe(clip, QUESTION).text, pipe(clip, QUESTION).kept_tokens)
     alone, together = both_ways([ask(clip) for clip in CLIPS[:4]])
     assert together == alone
 

@@ -7,7 +7,6 @@ A kind of model is one file in this folder with a class that writes a batch of s
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
