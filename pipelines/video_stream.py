@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import MmfastError, ModelError, warn
 from mmfast.core.spec import parse
 from mmfast.core.trace import parse_bytes
 from mmfast.frontends.changes import FrameGate
@@ -182,7 +181,7 @@ class VideoStream:
         passed_over: list[str] = []
         tree = snapshots.load(folder, passed_over)
         for line in passed_over:
-            warnings.warn(line, stacklevel=2)
+            warn(line)
         if not isinstance(tree, dict) or "spec" not in tree:
             raise MmfastError(f"{str(folder)!r} holds no saved session; name the folder of one")
         kept = {**tree["quotas"], "history": tree.get("history", 0)}
@@ -193,10 +192,9 @@ class VideoStream:
             session.close()
             raise
         if lost:
-            warnings.warn(
+            warn(
                 f"{lost} stored blocks of {str(folder)!r} found no room and are forgotten; give "
-                "restore() larger sizes, or a folder that can be written",
-                stacklevel=2,
+                "restore() larger sizes, or a folder that can be written"
             )
         return session
 

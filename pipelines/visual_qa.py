@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +14,7 @@ import torch
 
 from mmfast.attach import attach, turn_of
 from mmfast.caches.plan import call_plan
-from mmfast.core.errors import MediaError, MmfastError
+from mmfast.core.errors import MediaError, MmfastError, warn
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.speculation import plan_decode
@@ -406,7 +405,7 @@ class VisualQA:
         note = scope_note(self.processor.tokenizer, shots, question) if self.embedded else ""
         if note and not self._warned:
             self._warned = True
-            warnings.warn(note, ScopeWarning, stacklevel=5)
+            warn(note, ScopeWarning)
         return note
 
     def _chat(self, media: Any, question: str | None) -> list[dict[str, Any]]:

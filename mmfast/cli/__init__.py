@@ -12,6 +12,7 @@ import ast
 import importlib
 import re
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,6 +128,7 @@ def main(args: list[str] | None = None) -> None:
     # click's UsageError, wherever this typer keeps it
     usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
     KEPT.clear()
+    warnings.showwarning = _warned
     try:
         code = app(args=args, prog_name="mmfast", standalone_mode=False)
     except MmfastError as error:
@@ -139,6 +141,10 @@ def main(args: list[str] | None = None) -> None:
         kept = "".join(f"; {number} {what}" for what, number in KEPT.items())
         print(f"mmfast: interrupted{kept}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _warned(message: Warning | str, *_: Any, **__: Any) -> None:
+    print("mmfast: warning: " + " ".join(str(message).split()), file=sys.stderr)
 
 
 def _usage(error: Any) -> str:

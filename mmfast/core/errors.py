@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -20,6 +22,18 @@ class MediaError(MmfastError):
 
 class ModelError(MmfastError):
     """A model is of an unknown family, lacks a signal, or its files cannot be loaded."""
+
+
+def warn(message: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the caller's code, however deep inside of the package it is noticed."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _ours(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, kind, stacklevel=level)
+
+
+def _ours(module: str) -> bool:
+    return module.partition(".")[0] == "mmfast"
 
 
 def an(noun: str) -> str:

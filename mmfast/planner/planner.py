@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import MmfastError, ModelError, warn
 from mmfast.core.spec import Spec
 from mmfast.core.trace import format_bytes
 from mmfast.models.loading import embedded_path
@@ -238,7 +237,7 @@ class Planner:
         with self.learner.aside():
             busy = self.learner.settle(work, call, run, tick)
             if busy:
-                warnings.warn(busy, PlanWarning, stacklevel=4)
+                warn(busy, PlanWarning)
             if busy and target.auto:
                 return _unmeasured(busy, work, spent)
             self.learner.learn(inputs, work, call, run, tick)
@@ -395,7 +394,7 @@ def _best_effort(
     choice = choose(steps, replace(target, ttft_ms=None))[0] if late else None
     if strict or choice is None:
         raise MmfastError(message)
-    warnings.warn(f"{message}; running the fastest plan", PlanWarning, stacklevel=6)
+    warn(f"{message}; running the fastest plan", PlanWarning)
     return min((s for s in steps if s.cost.mean <= choice.cost.mean), key=lambda s: s.cost.ttft)
 
 
