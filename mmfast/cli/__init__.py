@@ -128,9 +128,10 @@ def main(args: list[str] | None = None) -> None:
     # click's UsageError, wherever this typer keeps it
     usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
     KEPT.clear()
-    warnings.showwarning = _warned
     try:
-        code = app(args=args, prog_name="mmfast", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warned
+            code = app(args=args, prog_name="mmfast", standalone_mode=False)
     except MmfastError as error:
         code = _fail(str(error))
     except usage_error as error:
