@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.pipelines.options import check_names, check_values, within
@@ -83,6 +84,12 @@ class SpeechToText:
 
     def _check(self, model: Any, options: Mapping[str, Any]) -> None:
         if options and (names := models.check_options(model, "transcribe", {})) is not None:
+            if not names and (other := options.keys() - {*PLACE}):
+                raise MmfastError(
+                    f"{self.task}: this listener takes no option {min(other)!r}; leave it out, or "
+                    "name a model that has it: Whisper takes language, a language model such as "
+                    "Voxtral or Qwen3-ASR reduce, cache and language (--listener)"
+                )
             check_names(self.task, options, names, PLACE)
 
     def __call__(self, media: Any, **options: Any) -> Any:
