@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import GenerationMixin
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, an
 from mmfast.models.decoder.draft_stage import SEED
 from mmfast.pipelines.options import check_names, check_values, named
 
@@ -48,7 +48,7 @@ def _level(given: Mapping[str, Any]) -> dict[str, Any]:
         config.pop("transformers_version", None)
     if not isinstance(config, Mapping):
         kind = type(config).__name__
-        raise MmfastError(f"generation_config is a {kind}; give a GenerationConfig or a dict")
+        raise MmfastError(f"generation_config is {an(kind)}; give a GenerationConfig or a dict")
     check_names("generation_config", config, CALL, GENERATE)
     check_values("generation_config", config)
     both = {**config, **{k: v for k, v in given.items() if v is not None}}

@@ -45,7 +45,8 @@ class PipelinePlanner:
         if kind == "image" and max(items) > 1:
             kind = "multi-image"
         before = self.planner.learner.measuring_ms
-        with nullcontext(tick) if tick else announced(self.planner.learner) as tick:
+        shown = nullcontext(tick) if tick else announced(self.planner.learner)
+        with turn_of(self.pipe.model), shown as tick:
             plan = self.planner.plan(
                 inputs,
                 target,
@@ -67,7 +68,6 @@ class PipelinePlanner:
 
     def _try(self, inputs: Mapping[str, Any], spec: str | None) -> float:
         first, start = FirstToken(), time.perf_counter()
-        model = self.pipe.model
-        with turn_of(model), attach(model, spec, self.pipe.cache, self.pipe.encoder):
+        with attach(self.pipe.model, spec, self.pipe.cache, self.pipe.encoder):
             self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)
         return (first.at - start) * 1e3

@@ -305,7 +305,7 @@ class VisualQA:
                 self.run(given, how, streamer=streamer, stopping_criteria=criteria)
 
         own = how.get("stopping_criteria") or ()
-        return stream_text(self.processor.tokenizer, generate, own)
+        return stripped(stream_text(self.processor.tokenizer, generate, own))
 
     def _asked(
         self, media: Any, question: Any, options: dict[str, Any]
@@ -321,7 +321,7 @@ class VisualQA:
         if (given and media is not None) or (text is not None and question is not None):
             raise MmfastError(f"media and {own}=, or question and text=, are both given; give one")
         media, question = given.get(own, media), text if question is None else question
-        if isinstance(media, Mapping) and not is_chat(media):
+        if isinstance(media, Mapping):
             raise MmfastError(
                 f"{self.task} takes no dict of {', '.join(map(repr, media))}; give the {self.kind} "
                 f"and the question one after the other, or by name: {own}=…, text=…"
@@ -387,7 +387,7 @@ class VisualQA:
         """
         with trace.stage("read"):
             chats = [self._chat(media, question) for media, question in pairs]
-        with trace.stage("preprocess"):
+        with turn_of(self.model), trace.stage("preprocess"):  # padding is a state of tokenizers
             inputs = chat_inputs(self.processor, chats, self.model.device)
             notes = [] if notes is None else notes
             notes += map(self._note, chats)
@@ -519,6 +519,25 @@ class VisualQA:
                 **inputs, **cache, suppress_tokens=sorted(blocked) or None, **how
             )
         return output
+
+
+def stripped(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield a text without the space around it, as its pieces come; spaces wait for what follows.
+
+    Closing it closes `pieces`, where they can be closed.
+    """
+    begun, space = False, ""
+    try:
+        for piece in pieces:
+            text = space + piece if begun else piece.lstrip()
+            shown = text.rstrip()
+            space = text[len(shown) :]
+            if shown:
+                begun = True
+                yield shown
+    finally:
+        if (close := getattr(pieces, "close", None)) is not None:
+            close()
 
 
 def _longest(how: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mmfast.cli import KEPT
+from mmfast.core.errors import MmfastError
 
 _err = Console(stderr=True)
 
@@ -23,6 +24,23 @@ class Tick(Protocol):
 
     def __call__(self, done: int, total: int, label: str | None = None) -> None:
         """Report that `done` of `total` steps are finished."""
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuse (MmfastError) a file that cannot be written, before long work; leaves none behind."""
+    if path is None:
+        return
+    there = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise MmfastError(
+            f"{option} {str(path)!r} cannot be written: {error.strerror}; give a file in a folder "
+            "that exists and that you may write to"
+        ) from None
 
 
 @contextmanager

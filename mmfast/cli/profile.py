@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mmfast.cli import options as shared
-from mmfast.cli.output import print_json, print_rows, progress
+from mmfast.cli.output import check_writable, print_json, print_rows, progress
 from mmfast.core.errors import MmfastError
 
 _HEAD = ("part", "calls", "ms", "share", "python ms", "copies ms", "GFLOP", "MB", "roof ms")
@@ -104,5 +104,4 @@ def _rated(row: dict[str, Any]) -> str | None:
 def _check_flame(file: Path | None) -> None:
     if file is not None and file.suffix not in (".svg", ".html"):
         raise MmfastError(f"--flame {str(file)!r}: write a .svg or .html file")
-    if file is not None and not file.parent.is_dir():
-        raise MmfastError(f"--flame {str(file)!r}: give a file in an existing folder")
+    check_writable("--flame", file)

@@ -24,6 +24,11 @@ class ModelError(MmfastError):
     """A model is of an unknown family, lacks a signal, or its files cannot be loaded."""
 
 
+def an(noun: str) -> str:
+    """Return a noun behind its article, chosen by the first letter: `a list`, `an int`."""
+    return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"
+
+
 def unknown(what: str, value: object, choices: Iterable[str], more: Iterable[str] = ()) -> str:
     """Return ``unknown method 'divprun'; did you mean 'divprune'? choices: …`` in one line.
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping, Seque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mmfast.core.errors import MmfastError, SpecError, unknown
+from mmfast.core.errors import MmfastError, SpecError, an, unknown
 from mmfast.core.registry import MEDIA, NAMED_TOO, START, TOKEN_KINDS, TOKENS, Method, get, listed
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def check_budget(budget: Budget) -> Budget:
     if budget is None:
         return None
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise SpecError(f"budget {budget!r} is a {type(budget).__name__}; {BUDGETS}")
+        raise SpecError(f"budget {budget!r} is {an(type(budget).__name__)}; {BUDGETS}")
     if isinstance(budget, int):
         if budget < 1:
             raise SpecError(f"budget {budget} keeps nothing; {BUDGETS}")
@@ -145,7 +145,7 @@ def parse(
     if isinstance(text, (tuple, list)) and all(isinstance(each, Spec) for each in text):
         return tuple(text)
     if not isinstance(text, str):
-        raise SpecError(f"spec is a {type(text).__name__}: {text!r}; {_EXAMPLE}")
+        raise SpecError(f"spec is {an(type(text).__name__)}: {text!r}; {_EXAMPLE}")
     # A knob value may hold a '+' exponent (1e+3); a stage never starts with a digit.
     return tuple(_parse_stage(part.strip(), kind, among) for part in re.split(r"\+(?!\d)", text))
 
@@ -235,7 +235,7 @@ def _convert(method: Method, name: str, value: str) -> Any:
             return float(value) if "." in value or "e" in value else int(value)
         return kind(value)
     except (ValueError, KeyError):
-        want = "an int or float" if default is None else f"a {kind.__name__}"
+        want = "an int or float" if default is None else f"{an(kind.__name__)}"
         raise SpecError(
             f"knob {name}={value!r} of {method.name!r} is not {want}, such as {default}"
         ) from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, an
 from mmfast.core.reduction import Reduction, gather_rows
 
 
@@ -41,7 +41,7 @@ class Tokens:
         x = self.x
         if not isinstance(x, Tensor):
             raise MmfastError(
-                f"Tokens.x is a {type(x).__name__}; give a torch tensor [..., N, D], "
+                f"Tokens.x is {an(type(x).__name__)}; give a torch tensor [..., N, D], "
                 "for example torch.as_tensor(x)"
             )
         if x.ndim < 2 or not x.is_floating_point():

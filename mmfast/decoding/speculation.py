@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmfast.core.errors import SpecError, unknown
+from mmfast.core.errors import SpecError, an, unknown
 from mmfast.core.spec import Budget, check_budget
 from mmfast.core.spec import parse as parse_stages
 
@@ -94,7 +94,7 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
     if text is None or isinstance(text, DecodePlan) or not str(text).strip():
         return text if isinstance(text, DecodePlan) else None
     if not isinstance(text, str):
-        raise SpecError(f"decode is a {type(text).__name__}: {text!r}; write {_EXAMPLES}")
+        raise SpecError(f"decode is {an(type(text).__name__)}: {text!r}; write {_EXAMPLES}")
     match = re.fullmatch(r"(?P<kind>[^:?]*)(:(?P<value>[^?]*))?(\?(?P<knobs>.*))?", text.strip())
     kind = match["kind"] if match else ""
     if match is None or kind not in _KNOBS:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from mmfast.core.errors import MediaError, MmfastError, unknown
+from mmfast.core.errors import MediaError, MmfastError, an, unknown
 
 # Suffix -> format and encoding of libsndfile.
 SOUND_FORMATS = {
@@ -277,7 +277,7 @@ def _from_path(media: Any, limits: Limits, kind_of: Sniffer) -> MediaSource:
 
 def _drain(file: Any, limits: Limits) -> tuple[bytes, str]:
     given = getattr(file, "name", None)
-    name = quote(given) if isinstance(given, str) else f"a {type(file).__name__}"
+    name = quote(given) if isinstance(given, str) else f"{an(type(file).__name__)}"
     parts, total = [], 0
     try:
         start = file.tell() if hasattr(file, "seek") and seekable(file) else None

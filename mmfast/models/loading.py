@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mmfast.core.errors import ModelError, unknown
+from mmfast.core.errors import ModelError, an, unknown
 from mmfast.core.registry import import_all
 from mmfast.core.speech import Codec
 from mmfast.frontends.codecs.checkpoints import dac_codec, encodec_codec, mimi_codec
@@ -104,7 +104,7 @@ def check_kwargs(
     is loaded already, remote code, or weights that are no safetensors.
     """
     if given is not None and not isinstance(given, Mapping):
-        raise ModelError(f"model_kwargs is a {type(given).__name__}; give a dict")
+        raise ModelError(f"model_kwargs is {an(type(given).__name__)}; give a dict")
     found = dict(given or {})
     check_fixed(found)
     if found and not (model is None or isinstance(model, (str, Path))):
@@ -158,7 +158,7 @@ def load(
         return model, read_processor(processor or name)
     if model is not None and not isinstance(model, (str, Path)):
         raise ModelError(
-            f"model is a {type(model).__name__}; give a directory, a hub id, a model of "
+            f"model is {an(type(model).__name__)}; give a directory, a hub id, a model of "
             "transformers or (model, processor)"
         )
     where, place, kind = located(model), pick_device(device), pick_dtype(dtype)
@@ -184,7 +184,7 @@ def read_processor(
         with loading(f"{'model' if source is model else 'processor'} {where!r}", _PASS):
             source = AutoProcessor.from_pretrained(where, trust_remote_code=False, **options)
     if not hasattr(source, "tokenizer"):
-        raise ModelError(f"processor is a {type(source).__name__} without a tokenizer{_PASS}")
+        raise ModelError(f"processor is {an(type(source).__name__)} without a tokenizer{_PASS}")
     return source
 
 

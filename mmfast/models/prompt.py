@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmfast.core.errors import MmfastError, ModelError, unknown
+from mmfast.core.errors import MmfastError, ModelError, an, unknown
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Shot:
 def check_question(question: object) -> str:
     """Refuse a question that is no text, or blank (MmfastError)."""
     if not isinstance(question, str):
-        raise MmfastError(f"question is a {type(question).__name__}; give a string")
+        raise MmfastError(f"question is {an(type(question).__name__)}; give a string")
     if not question.strip():
         raise MmfastError(f"question {question!r} is empty; ask something about the media")
     return question.strip()
@@ -190,7 +190,7 @@ def read_chat(messages: Sequence[Mapping[str, Any]], given: Sequence[Any]) -> li
         if role not in ROLES:
             raise MmfastError(unknown("role", role, ROLES))
         if not isinstance(content, (str, list, tuple)):
-            raise MmfastError(f"content is a {type(content).__name__}; give a text or a list")
+            raise MmfastError(f"content is {an(type(content).__name__)}; give a text or a list")
         parts = [content] if isinstance(content, str) else content
         read = [part if isinstance(part, str) else _source(part, rest) for part in parts]
         found.append({"role": role, "content": read})
@@ -204,7 +204,9 @@ def read_chat(messages: Sequence[Mapping[str, Any]], given: Sequence[Any]) -> li
 
 def _source(part: Any, rest: Iterator[Any]) -> str | MediaPart:
     if not isinstance(part, Mapping):
-        raise MmfastError(f"a part of a message is a {type(part).__name__}; give a text or a dict")
+        raise MmfastError(
+            f"a part of a message is {an(type(part).__name__)}; give a text or a dict"
+        )
     filled = {key: value for key, value in part.items() if value is not None}
     kind = str(filled.pop("type", None))
     if (url := filled.pop(kind, None) if kind.endswith("_url") else None) is not None:

@@ -105,5 +105,5 @@ def test_the_command_prints_a_table_or_a_document(
     assert "<svg" in graph.read_text(encoding="utf-8")
     assert "write a .svg" in fails(capsys, "profile", CLIP, QUESTION, "--flame", "x.png")
     nowhere = str(tmp_path / "nowhere" / "f.svg")
-    assert "existing folder" in fails(capsys, "profile", CLIP, QUESTION, "--flame", nowhere)
+    assert "cannot be written" in fails(capsys, "profile", CLIP, QUESTION, "--flame", nowhere)
     assert "at least 1" in fails(capsys, "profile", CLIP, QUESTION, "--threads", "0")

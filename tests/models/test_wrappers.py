@@ -298,9 +298,3 @@ def test_text_models_take_a_kv_policy_and_reducers_of_text_alone() -> None:
     assert out.past_key_values.layers[0].keys.shape[2] == 12 + 2
     with pytest.raises(ValueError, match=r"acts on tokens of media.*divprune@llm2"):
         mmfast.attach(model, "divprune:0.5")
-
-
-@pytest.mark.parametrize("what", ["Qwen/Qwen2.5-VL-7B-Instruct", None, 3])
-def test_what_is_no_model_is_told_apart(what: Any) -> None:
-    with pytest.raises(ModelError, match=r"attach\(\) got .* is no model; give a loaded one"):
-        mmfast.attach(what, "evs:0.5")

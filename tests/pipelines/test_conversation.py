@@ -188,8 +188,8 @@ def test_a_conversation_without_media(pictures: Any) -> None:
     [
         ([{"role": "usr", "content": "a"}], "did you mean 'user'"),
         ([{"role": "user"}], "content is a NoneType"),
-        ([{"role": "user", "content": 3}], "content is a int"),
-        ([{"role": "user", "content": [3]}], "part of a message is a int"),
+        ([{"role": "user", "content": 3}], "content is an int"),
+        ([{"role": "user", "content": [3]}], "part of a message is an int"),
         ([{"role": "user", "content": ""}], "asks nothing"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "asks nothing"),
         (asked("imge", "a"), "did you mean 'image'"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,23 +148,6 @@ def test_pair_up_tells_frames_from_clips() -> None:
     assert len(pair_up(["a.mp4", b"x"], "q")[0]) == 2
     assert len(pair_up([frame, frame], ["p", "q"])[0]) == 2
     assert len(pair_up("a.mp4", ["p", "q"])[0]) == 2
-
-
-def test_threads_that_share_a_pipeline_take_turns() -> None:
-    clips = sorted(CLIPS.glob("*.mp4"))[:3]
-    pipe = mmfast.pipeline("video-qa", reduce="divprune:0.25", cache="snapkv:0.5")
-    asked = [(clip, question) for clip in clips for question in ("How many objects?", "Which way?")]
-    alone = [pipe(*each).text for each in asked]
-    with ThreadPoolExecutor(4) as threads:
-        together = list(threads.map(lambda each: pipe(*each).text, asked))
-        streamed = list(threads.map(lambda each: "".join(pipe.stream(*each)).strip(), asked))
-    assert together == streamed == alone
-
-
-def test_a_model_that_the_caller_attached_is_not_waited_for() -> None:
-    pipe = mmfast.pipeline("video-qa", reduce="divprune:0.25")
-    with pytest.raises(MmfastError, match="attached already"), mmfast.attach(pipe.model, "evs:0.5"):
-        pipe(CLIPS / "red-circle.mp4", "Which way?")
 
 
 def test_a_dict_is_no_media(pipe: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, an
 from mmfast.models.cache_name import CACHE
 from mmfast.models.reduction.cache_layers import is_short, plain_kind
 from mmfast.models.reduction.call import is_static
@@ -38,7 +38,7 @@ class SequenceReader:
         if cache is None or not cache.is_croppable or is_static(cache):
             kind = type(cache).__name__
             raise ModelError(
-                f"decode= takes drafts back, which a {kind} cannot; leave out "
+                f"decode= takes drafts back, which {an(kind)} cannot; leave out "
                 "cache_implementation, or pass DynamicCache(config=model.config)"
             )
         cache.activate_past_recording()

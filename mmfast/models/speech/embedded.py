@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
+from mmfast.core.errors import MmfastError, ModelError, SpecError, an, unknown
 from mmfast.core.speech import Codec, Sound, Turn
 from mmfast.decoding.accept import PassStats, Stats
 from mmfast.decoding.drafting import DEFAULT_MODE, DraftMode, parse_mode
@@ -237,7 +237,7 @@ def groups(text: str | Iterable[str]) -> Iterator[str]:
     stream = SpokenStream()
     for piece in [text] if isinstance(text, str) else text:
         if not isinstance(piece, str):
-            raise MmfastError(f"text holds a {type(piece).__name__}; give strings")
+            raise MmfastError(f"text holds {an(type(piece).__name__)}; give strings")
         yield from stream.push(piece)
     yield from stream.finish()
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.errors import MmfastError, an, unknown
 from mmfast.serve.guard.body import loads
 from mmfast.serve.guard.errors import ApiError, api_error, brief, scrub
 
@@ -320,7 +320,7 @@ def read(text: str, depth: int = 32) -> dict[str, Any]:
         text = "the event is no valid JSON; send one object a message"
         raise EventError(text, "invalid_json") from None
     if not isinstance(found, dict):
-        raise EventError(f"the event is a {type(found).__name__}; send an object", "invalid_json")
+        raise EventError(f"the event is {an(type(found).__name__)}; send an object", "invalid_json")
     return found
 
 

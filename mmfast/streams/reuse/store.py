@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, warn
+from mmfast.core.errors import MmfastError, an, warn
 from mmfast.streams.archive import files
 from mmfast.streams.archive.tiers import CPU, Reports, TierQuotas
 from mmfast.streams.reuse.coding import BITS, with_coded, with_decoded
@@ -292,6 +292,6 @@ def store_of(given: Any) -> ReuseStore:
         return ReuseStore(folder=given)
     if not isinstance(given, ReuseStore):
         raise MmfastError(
-            f"store is a {type(given).__name__}; give a ReuseStore, a folder, or leave it out"
+            f"store is {an(type(given).__name__)}; give a ReuseStore, a folder, or leave it out"
         )
     return given

@@ -112,7 +112,7 @@ def test_a_disk_that_fails_is_warned_of_and_harms_nothing(
 def test_wrong_stores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MmfastError, match="needs a folder"):
         ReuseStore(disk="1GB")
-    with pytest.raises(MmfastError, match="store is a int"):
+    with pytest.raises(MmfastError, match="store is an int"):
         store_of(3)
     file = tmp_path / "file"
     file.write_text("")

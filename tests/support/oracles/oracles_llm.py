@@ -156,6 +156,8 @@ def quicksilver(
         if i + 1 in answer.groups:
             answer.groups[i + 1] = {i: 0.5, i + 1: 0.5}
     return answer
+
+
 def skip_vision(item: Item, budget: int) -> Answer:
     best = ranked(item.signals["attn_visual"].tolist(), list(range(item.n - 1)))
     return pruned(item.n, [*best[: budget - 1], item.n - 1])
