@@ -36,7 +36,7 @@ class Fetch:
         self._count = int(index.shape[-1])
         width = (keys.shape[3] + values.shape[3]) * keys.element_size()
         self.nbytes = keys.shape[0] * keys.shape[1] * self._count * width
-        lane = Lane(to) if _has_lanes(to) else None
+        lane = CopyLane(to) if _has_lanes(to) else None
         self._lane = lane
         work = copied if lane is None else lane.copied
         self._pair: Pair | Future[Pair] = _worker().submit(work, keys, values, index, to)
@@ -72,7 +72,7 @@ def _side(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-class Lane:
+class CopyLane:
     """One copy to a CUDA device on a stream of its own, out of pinned memory.
 
     Only what is sent gets pinned: all of a long cache would take that much from the machine.
