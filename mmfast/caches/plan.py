@@ -128,8 +128,8 @@ class CachePlan:
         """Queries that `attn_probed` is of; None where nothing reads it."""
         if "attn_probed" not in self.needs:
             return None
-        shares = (float(self._knob(name, 0.05)) for name in ("recent", "random"))
-        return Probes(*shares, int(self._knob("seed", 0)), self.every)
+        recent, random = (float(self._knob(name, 0.05)) for name in ("recent", "random"))
+        return Probes(recent, random, int(self._knob("seed", 0)), self.every)
 
     @property
     def gated(self) -> bool:

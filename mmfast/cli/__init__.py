@@ -128,7 +128,8 @@ def main(args: list[str] | None = None) -> None:
     # click's UsageError, wherever this typer keeps it
     usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
     KEPT.clear()
-    plain, warnings.formatwarning = warnings.formatwarning, _warning
+    plain: Any = warnings.formatwarning
+    warnings.formatwarning = _warning  # type: ignore[assignment]  # no use for the place
     try:
         code = app(args=args, prog_name="mmfast", standalone_mode=False)
     except MmfastError as error:

@@ -83,7 +83,7 @@ class ScaledRows:
 
     def whole(self) -> Tensor:
         """Rows `[H, n, d]`."""
-        rows = dequantise(self.rows).unflatten(1, (self.shape[0], -1))  # [n, H, d]
+        rows: Tensor = dequantise(self.rows).unflatten(1, (self.shape[0], -1))  # [n, H, d]
         return rows.transpose(0, 1) * self.sizes
 
 

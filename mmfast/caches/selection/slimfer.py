@@ -81,9 +81,11 @@ class BlocksBelow:
         logits = torch.einsum("bhgd,bhud->bhgu", step.query, keys).mul_(step.scale)
         precise = torch.promote_types(logits.dtype, torch.float32)
         share = logits.softmax(-1, dtype=precise).mean((1, 2))  # [B, U]
-        return share.unflatten(-1, (units.shape[2], -1)).amax(-1)
+        best: Tensor = share.unflatten(-1, (units.shape[2], -1)).amax(-1)
+        return best
 
 
 def means(unit: int, blocks: Tensor) -> Tensor:
     """Mean keys `[..., block / unit * d]` of the units of blocks `[..., block, d]`."""
-    return blocks.unflatten(-2, (-1, unit)).mean(-2).flatten(-2)
+    mean: Tensor = blocks.unflatten(-2, (-1, unit)).mean(-2).flatten(-2)
+    return mean

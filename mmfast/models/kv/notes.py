@@ -290,6 +290,7 @@ class Attention:
         scaling: float | None,
         causal: bool,
         lse: Tensor | None = None,
+        *,
         layer: Any = None,
     ) -> None:
         """Sum the attention of one layer in the call at hand, for `take`.

@@ -151,7 +151,8 @@ def angles(embeddings: Sequence[Tensor], item: MediaItem) -> Tensor:
 def drift(before: Tensor, after: Tensor) -> Tensor:
     """Return how far tokens `[n, D]` moved in a layer over their length before it, `[n]`."""
     length = before.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return (after.float() - before.float()).norm(dim=-1) / length
+    change: Tensor = (after.float() - before.float()).norm(dim=-1) / length
+    return change
 
 
 def _of_text(
