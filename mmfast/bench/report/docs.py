@@ -181,8 +181,8 @@ def _differences(method: Method, known: Mapping[str, Any]) -> list[str]:
         )
     elif method.paper:
         told.append(
-            "- Written from the paper and checked against an independent slow version; no recorded "
-            "outputs of the authors' code were available."
+            f"- Written from {known.get('source', 'the paper')} and checked against an independent "
+            "slow version; no recorded outputs of the authors' code were available."
         )
     return ["\n".join(told) or "There is no paper to differ from."]
 
