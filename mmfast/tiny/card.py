@@ -119,10 +119,10 @@ def _share(share: float | None) -> str:
 
 def _document(_: Path, log: list[Row]) -> Row:
     starts, ends = _rows(log, "start"), _rows(log, "end")
-    count = len(starts)
+    count, drawn = len(starts), {row["seed"]: row["pages"] for row in starts}  # of each seed
     return {
         "table": _evaluations(log),
-        "pages": starts[-1]["pages"],
+        "pages": sum(drawn.values()),
         "steps": sum(row["steps"] for row in ends),
         "minutes": _minutes(*ends),
         "runs": "one run" if count == 1 else f"{count} runs, each from the one before",
