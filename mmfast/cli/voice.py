@@ -200,7 +200,6 @@ def talk(
     as_json: Json = False,
 ) -> None:
     """Answer a recording by voice: every turn in it, cut off where the next one begins."""
-    from mmfast.frontends.image import kind_of
     from mmfast.frontends.source import DEFAULT_LIMITS, open_source
     from mmfast.models.quiet import quiet
 
@@ -208,8 +207,11 @@ def talk(
     target = check_output(output, as_json)
     for path in filter(None, (recording if recording != "-" else None, clip)):
         open_source(path, DEFAULT_LIMITS, lambda name, head: "")  # is there, before torch is
-    if clip is not None and kind_of(clip) == "image":
-        raise MmfastError(f"--clip {clip!r} is a still picture; give a video to be asked about")
+    if clip is not None:
+        from mmfast.frontends.image import kind_of
+
+        if kind_of(clip) == "image":
+            raise MmfastError(f"--clip {clip!r} is a still picture; give a video to be asked about")
     source = read_recording(recording)
     how: dict[str, Any] = {"voice": voice, "speed": rate, "pitch": pitch}
     how |= {"mode": mode, "verify": verify}

@@ -149,7 +149,7 @@ def test_an_unknown_family_is_told_how_to_write_an_adapter() -> None:
     with pytest.raises(ModelError, match=r"Other .*other_vl.*add_adapter") as error:
         adapter_for(Other())
     assert "\n" not in str(error.value)
-    with pytest.raises(ModelError, match="str"), attach("not a model", "random:0.5"):
+    with pytest.raises(ModelError, match="not a model"), attach("not a model", "random:0.5"):
         pass
 
 
