@@ -84,7 +84,7 @@ def _others(
         "values": x[:, :8].contiguous(),  # equal tokens have equal values
         "text_values": torch.randn(words, 2, min(8, x.shape[1]) // 2, generator=g),
         "rope": torch.randn(n, 2, generator=g),
-        "drift": (torch.rand(n, generator=g) * 8).floor() / 8,
+        "drift": (torch.rand(n, generator=torch.Generator().manual_seed(n)) * 8).floor() / 8,
         "tile": torch.arange(n) * 5 // n,
         "image": torch.arange(n) * 3 // n,
         "place": place.reshape(n, 3),
