@@ -233,10 +233,10 @@ class Hooks:
         hidden = args[0] if args else kwargs.pop("hidden_states")
         if module.training and getattr(module, "gradient_checkpointing", False):
             kwargs[name_in(kwargs)] = None  # such a layer stores nothing
-            if any(site.bypasses for site in step.sites):
+            if passing := [str(site.specs[0]) for site in step.sites if site.bypasses]:
                 raise ModelError(
-                    "skip_vision chooses while a prompt is read, and gradient checkpointing runs "
-                    "layers again later; call model.activation_checkpointing_disable()"
+                    f"{passing[0]!r} chooses while a prompt is read, and gradient checkpointing "
+                    "runs layers again later; call model.activation_checkpointing_disable()"
                 )
         ahead = partial(self._ahead, call)
         hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)

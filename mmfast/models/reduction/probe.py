@@ -122,7 +122,7 @@ def rows_of(
         if bias is None:
             visible = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device)
         else:
-            visible = (bias[0] > HIDDEN / 2).any(dim=0)
+            visible = _shown(bias)
         yield weights.mean(dim=0), visible
 
 
@@ -180,7 +180,7 @@ def probe_mass(
         return total, seen
     for weights, bias in _row_chunks(query, key, row, places, mask, scaling, is_causal):
         total += weights.unflatten(0, (heads, -1)).sum(2).mean(1)
-        seen += weights.shape[1] if bias is None else (bias[0] > HIDDEN / 2).any(0).sum(0)
+        seen += weights.shape[1] if bias is None else _shown(bias).sum(0)
     return total, seen
 
 
@@ -192,7 +192,7 @@ def keys_seen(
         mask = mask[row : row + 1]
     one = slice(row, row + 1)
     bias = bias_of(mask, query[one], key[one], place, is_causal, row)
-    return int(key.shape[2]) if bias is None else int((bias[0] > HIDDEN / 2).any(0).sum())
+    return int(key.shape[2]) if bias is None else int(_shown(bias).sum())
 
 
 def head_peak(query: Tensor, key: Tensor, scaling: float | None = None) -> Tensor:
@@ -206,6 +206,11 @@ def head_peak(query: Tensor, key: Tensor, scaling: float | None = None) -> Tenso
     for weights, _ in _row_chunks(query, key, 0, places, None, scaling, True):
         peak = peak.maximum(weights.unflatten(0, (heads, -1)).amax((1, 2)))
     return peak
+
+
+def _shown(bias: Tensor) -> Tensor:
+    """Keys that each query of one row sees in some head, `[c, S]`."""
+    return (bias[0] > HIDDEN / 2).any(dim=0)
 
 
 def _seen(bias: Tensor | None, size: int) -> Tensor | int:

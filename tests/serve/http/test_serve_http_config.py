@@ -124,6 +124,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
                 ["--engine", "ray", "--replicas", "2", "--encode-replicas", "2"],
                 "not possible with replicas=2",
             ),
+            (["--reduce", "auto", "--dry-run"], "a request with target_ttft_ms is planned"),
             (["--engine", "ray", "--reduce", "lazyllm:0.5"], "start the server with --replicas"),
             (["--engine", "ray", "--cache", "snapkv:0.5", "--dry-run"], "cache 'snapkv:0.5'"),
             (["--model", "./nowhere"], "./nowhere"),
