@@ -14,7 +14,7 @@ from mmfast.core.registry import EVERY
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens, all_finite
 from mmfast.ops.merging import segment_merge
-from mmfast.ops.ranking import complement, marked, stable_topk
+from mmfast.ops.ranking import best_places, complement, marked
 from mmfast.ops.similarity import nearest, unit_rows
 
 _MOST = torch.finfo(torch.float64).max
@@ -31,7 +31,7 @@ def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
     found = call(spec, tokens, budget)
     if isinstance(found, Tensor):
         assert budget is not None
-        return Reduction.prune(stable_topk(found, budget), tokens.n)
+        return Reduction.prune(best_places(found, budget), tokens.n)
     reduction: Reduction = found
     if budget is not None and reduction.m != budget and not spec.method.uneven:
         raise MmfastError(
@@ -171,7 +171,7 @@ def window_choice(
 ) -> Reduction:
     """Keep the last tokens, and before them what they vote for, `budget` in each head."""
     votes = window_votes(attn, budget, window=window, kernel=kernel, pool=pool)
-    return Reduction.prune(stable_topk(votes, budget), attn.shape[-1])
+    return Reduction.prune(best_places(votes, budget), attn.shape[-1])
 
 
 def window_votes(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmfast import MmfastError
-from mmfast.ops.ranking import grouped_topk, marked, share_out
+from mmfast.ops.ranking import best_places, grouped_topk, marked, share_out, stable_topk
 
 
 def by_hand(weights: list[int], budget: int, caps: list[int]) -> list[int]:
@@ -92,3 +92,18 @@ def test_grouped_topk_against_a_loop() -> None:
 def test_marked_keeps_leading_dims() -> None:
     mask = torch.tensor([[True, False, True], [False, True, True]])
     assert marked(mask[None]).tolist() == [[[0, 2], [1, 2]]]
+
+
+def test_the_best_places_are_those_of_a_stable_sort() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for case in range(200):
+        n = int(torch.randint(1, 30, (), generator=generator))
+        count = int(torch.randint(0, n + 1, (), generator=generator))
+        levels = 3 if case % 2 else 1000  # few levels: nearly all are ties
+        score = torch.randint(levels, (2, 3, n), generator=generator).double()
+        score[torch.rand(score.shape, generator=generator) < 0.1] = torch.inf
+        score[torch.rand(score.shape, generator=generator) < 0.1] = -torch.inf
+        same = (
+            best_places(score, count).sort(-1).values == stable_topk(score, count).sort(-1).values
+        )
+        assert same.all(), (n, count, levels)
