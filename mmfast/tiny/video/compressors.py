@@ -136,7 +136,8 @@ def respond(
         out = replace(out, **{way: x.expand(*clips, *x.shape[2:]) for way, x in each})
     at = out.place + torch.arange(frames)[:, None] * patches
     place, visual = at.flatten(0, 1).flatten(1), out.vectors.flatten(0, 1).flatten(1, 2)
-    return answer_from(model, packed, visual, place, frames * patches).states, out
+    fused = None if out.text is None else out.text.flatten(0, 1)
+    return answer_from(model, packed, visual, place, frames * patches, fused).states, out
 
 
 class CompressorTask(training.Task):
