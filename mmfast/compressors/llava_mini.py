@@ -35,13 +35,24 @@ class PrefusionCache:
     values: Tensor
 
 
+class RootNorm(nn.RMSNorm):
+    """Root mean square norm in the precision of its weight, under autocast, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale `[..., C]`."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 class PrefusionLayer(nn.Module):
     """A decoder block as language models have it: rotary causal attention, then a gated layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.before, self.between = (nn.RMSNorm(width, 1e-6) for _ in range(2))
+        self.before, self.between = (RootNorm(width) for _ in range(2))
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * width, width, bias=False)
@@ -121,13 +132,13 @@ class LlavaMini(Compressor, name="llava_mini"):
         spots = sin_cos_at(middles[0], middles[1], inner)
         self.register_buffer("own_spots", spots, persistent=False)
         self.learned = nn.Parameter(0.02 * torch.randn(tokens, inner))
-        self.enter = nn.Sequential(nn.RMSNorm(width, 1e-6), nn.Linear(width, inner, bias=False))
+        self.enter = nn.Sequential(RootNorm(width), nn.Linear(width, inner, bias=False))
         self.choose, self.offer = (nn.Linear(inner, inner, bias=False) for _ in range(2))
         for layer in (self.choose, self.offer):  # the attention of the paper, without weights
             nn.init.eye_(layer.weight)
-        self.read = nn.Sequential(nn.RMSNorm(width, 1e-6), nn.Linear(width, inner, bias=False))
+        self.read = nn.Sequential(RootNorm(width), nn.Linear(width, inner, bias=False))
         self.layers = nn.ModuleList(PrefusionLayer(inner, heads) for _ in range(depth))
-        self.behind, self.fuse = nn.RMSNorm(inner, 1e-6), nn.Linear(inner, width, bias=False)
+        self.behind, self.fuse = RootNorm(inner), nn.Linear(inner, width, bias=False)
         nn.init.zeros_(self.fuse.weight)
 
     @classmethod

@@ -40,10 +40,9 @@ def compress(
 
     Takes inputs of the processor and stages at sites `pixel` and `pre`. Returns inputs for
     `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit
-    `position_ids` and
-    `mm_encoder_outputs` (`inputs_embeds` where there is sound, or text was fused). Token counts and sequences that
-    `generate` returns are those of the shortened prompt. ModelError where a signal is missing, or a
-    prompt ends with media whose last token is dropped.
+    `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound, or text was
+    fused). Token counts and sequences that `generate` returns are those of the shortened prompt.
+    ModelError where a signal is missing, or a prompt ends with media whose last token is dropped.
     """
     return compressed(model, inputs, reduce, trace)[0]
 
