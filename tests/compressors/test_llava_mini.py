@@ -195,7 +195,8 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
         mmfast.pipeline("video-stream", reduce=f"llava_mini:4?path={path}").open()
 
 
-def test_fifty_steps_lower_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps, share", [(5, 0.8), pytest.param(50, 0.1, marks=pytest.mark.slow)])
+def test_steps_lower_the_loss(steps: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "CLIPS", 2)
     model, processor = load(embedded_path("tiny-video"), "cpu", "float32")
     rows = [make_row(scene.make_scene(scene.TRAIN, 9, number)) for number in range(4)]
@@ -215,13 +216,13 @@ def test_fifty_steps_lower_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(answer_loss(model, states, packed.labels))
 
     first, fused = loss(), llava_mini.LlavaMini.fused
-    for _ in range(50):
+    for _ in range(steps):
         training.update(task, [lesson], 1.0)
     last = loss()
-    assert last < 0.7 * first
+    assert last < share * first
     for name, each in made.named_parameters():
         assert not torch.equal(each, before[name]), name
     with monkeypatch.context() as patch:  # what was learned is in the text, too
         patch.setattr(LlavaMini, "fused", lambda *args: 0 * fused(*args))
-        assert loss() > 1.1 * last
+        assert loss() > 1.05 * last
     assert 0 <= task.look()["mean"] <= 1
