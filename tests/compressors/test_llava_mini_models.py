@@ -60,7 +60,7 @@ def by_hand(this: Tiny, spec: str, inputs: dict[str, Any]) -> tuple[Tensor, Tens
     model, (kind, grid, frames) = this.model, SHAPES[this.family]
     ids = inputs["input_ids"][0]
     shown = ids == getattr(model.config, f"{kind}_token_id")
-    call = {name: inputs[name] for name in this.facts.calls[kind]}
+    call = {name: inputs[name] for name in this.facts.calls[kind] if name in inputs}
     output = getattr(model.model, f"get_{kind}_features")(**call, return_dict=True)
     items = this.facts.items(this, output, kind, inputs)
     words, made = model.get_input_embeddings()(ids), base.load(spec.partition("path=")[2])
@@ -92,7 +92,7 @@ def logits(this: Tiny, rows: Tensor, places: Tensor) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", list(SHAPES))
@@ -109,7 +109,7 @@ def test_attach_and_inputs_equal_the_prompt_fed_by_hand(family: str, folder: Pat
     ]
     rows, places = by_hand(this, spec, inputs)
     for step in range(3):
-        close(out.logits[step][0], logits(this, rows, places).float().double())
+        close(out.logits[step][0], logits(this, rows, places))
         word = out.sequences[0, inputs["input_ids"].shape[1] + step]
         rows = torch.cat([rows, this.model.get_input_embeddings()(word)[None]])
         places = torch.cat([places, places[..., -1:] + 1], -1)
@@ -129,7 +129,7 @@ def test_untrained_only_the_vectors_are_other(folder: Path) -> None:
     assert torch.equal(rows[:at], words[:at]) and torch.equal(rows[at + 1 :], words[at + 36 :])
     with attach(this.model, spec):
         found = generate(this, inputs, 1).logits[0][0]
-    close(found, logits(this, *by_hand(this, spec, inputs)).float().double())
+    close(found, logits(this, *by_hand(this, spec, inputs)))
     with attach(this.model, spec_of(folder, "llava")):
         assert not torch.allclose(generate(this, inputs, 1).logits[0][0], found, atol=1e-2)
 
@@ -143,9 +143,8 @@ def test_a_ragged_batch_is_its_rows(family: str, folder: Path) -> None:
     asked = [text.replace("{}", f"{{{kind}}}") for text in texts]
     with attach(this.model, spec):
         both = generate(this, this.inputs(asked, **media), 2)
-        for row, text in enumerate(asked):
-            own = {name: [media[name][row]]} if row < 2 else {}
-            one = generate(this, this.inputs([text], **own), 2)
+        for row in range(2):
+            one = generate(this, this.inputs(asked[row : row + 1], **{name: [media[name][row]]}), 2)
             for together, alone in zip(both.logits, one.logits, strict=True):
                 close(together[row], alone[0])
     plain = generate(this, this.inputs(asked[2:]), 1).logits[0]
@@ -160,7 +159,7 @@ def test_several_images_change_the_text_by_their_mean(folder: Path) -> None:
     assert [r.m for _, _, r in trace.reductions] == [4, 3, 4, 3]
     with attach(this.model, spec):
         found = generate(this, inputs, 1).logits[0][0]
-    close(found, logits(this, *by_hand(this, spec, inputs)).float().double())
+    close(found, logits(this, *by_hand(this, spec, inputs)))
 
 
 def test_each_turn_fuses_its_own_text_with_its_own_media(folder: Path) -> None:
