@@ -186,7 +186,7 @@ class Chain:
     def text(self) -> Tensor | None:
         """`[T, D]` to be added to the embeddings of the text; None where it stays as it is."""
         found = [each.text for each in self.reductions if each.text is not None]
-        return reduce(Tensor.add, found) if found else None
+        return torch.stack(found).sum(0) if found else None
 
     def follow(self, signals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Signals of the `N` tokens as those of the `M`."""
