@@ -118,6 +118,8 @@ class LlavaMini(Compressor, name="llava_mini"):
             )
         self.cell: Tensor
         self.place: Tensor
+        self.spots: Tensor
+        self.own_spots: Tensor
         ends = [torch.arange(side + 1) * n // side for n in grid]
         middles = [(end[1:] + end[:-1] - 1) / 2 for end in ends]  # between two where cells are even
         rows, columns = (

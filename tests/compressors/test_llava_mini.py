@@ -141,7 +141,7 @@ def test_gradients_reach_everything() -> None:
     torch.manual_seed(1)
     total = (out.vectors * torch.randn_like(out.vectors)).sum()
     total = total + (out.text * torch.randn_like(out.text)).sum()
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     for name, each in (*made.named_parameters(), ("x", x), ("text", text)):
         assert each.grad is not None and (each.grad.abs().amax(-1) > 0).all(), name
     fresh = make(fresh=True).requires_grad_(True)
