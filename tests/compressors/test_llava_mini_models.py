@@ -15,6 +15,7 @@ from mmfast.attach import attach
 from mmfast.compressors import base
 from mmfast.compressors.llava_mini import LlavaMini
 from mmfast.models.reduction.inputs import compressed, encoded, positions_of
+from mmfast.models.reduction.step import SiteCut
 from mmfast.serve.engine.encoder import embedded
 from mmfast.streams.reuse.plan import check_beside, parse_reuse
 
@@ -198,14 +199,24 @@ def test_a_prompt_in_parts_is_refused(size: int, folder: Path) -> None:
         close(whole.logits[0], generate(this, inputs, 1).logits[0])
 
 
-def test_drafts_are_not_fused(folder: Path) -> None:
+def test_drafts_are_not_fused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     this, inputs = precise("llava"), prompt(precise("llava"), "abcabc {} abcabcab")
+    noted: list[tuple[int, list[int]]] = []
+    stock = SiteCut.__call__
+
+    def cut(self: SiteCut, hidden: Tensor) -> Tensor:
+        noted.append((hidden.shape[1], [len(places) for _, places, _ in self.texts]))
+        return stock(self, hidden)
+
     with attach(this.model, spec_of(folder, "llava")):
         plain = generate(this, inputs, 6)
+        monkeypatch.setattr(SiteCut, "__call__", cut)
         drafted = generate(this, inputs, 6, prompt_lookup_num_tokens=3)
     assert torch.equal(plain.sequences, drafted.sequences)
     for mine, theirs in zip(plain.logits, drafted.logits, strict=True):
         close(mine, theirs)
+    length = inputs["input_ids"].shape[1]
+    assert noted[0][0] == length + 3 and noted[0][1] == [length - 36] and len(noted) == 1
 
 
 def test_a_server_shares_the_beginning_of_no_fused_prompt(folder: Path) -> None:
