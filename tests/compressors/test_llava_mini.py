@@ -173,6 +173,7 @@ def test_files_and_specs(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
+    wrong = recipe.arguments(["--compressor", "llava_mini", "--tokens", "1", "3"])
     cases: list[tuple[Any, str]] = [
         (lambda: LlavaMini(16, 3, GRID), "write llava_mini:1 or llava_mini:4"),
         (lambda: LlavaMini(16, 0, GRID), "write llava_mini:1 or llava_mini:1"),
@@ -181,6 +182,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
         (lambda: base.find(tmp_path, "llava_mini", 5), "write llava_mini:4 or llava_mini:9"),
         (lambda: base.find(tmp_path, "llava_mini", 4), "--compressor llava_mini --tokens 4"),
         (lambda: make()(features()), "give its embeddings"),
+        (lambda: recipe.run(wrong, training.Log(tmp_path)), "llava_mini:3 is no square"),
     ]
     base.save(make(4), path := tmp_path / "four.safetensors")
     narrow = mmfast.Tokens(features().flatten(0, 1), grid=(3, 4, 3), query=words())

@@ -213,6 +213,8 @@ class CompressorTask(training.Task):
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Train one compressor for every number of tokens, on the same clips and for as long."""
     get(options.compressor, "compressor")  # imports them, and refuses an unknown name
+    for tokens in options.tokens:
+        Compressor.kinds[options.compressor].refuse(tokens)
     model, processor = load(located(options.model), "cpu", "float32")
     if not hasattr(model.model, "image_newline"):
         raise ModelError(
