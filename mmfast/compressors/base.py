@@ -33,12 +33,15 @@ class Compressed:
             from the first of its frame; below 0 or from k on it is one of another frame.
         score: What its choice among the patches goes by, before the softmax, -inf where it must
             not choose, `[..., F, k, P]`; lessons may teach it. None for one that chooses nothing.
+        text: What is added to the embedded text of the prompt, 0 at padding, `[..., T, D]`. None
+            for one that leaves the text as it is.
     """
 
     vectors: Tensor
     place: Tensor
     owner: Tensor
     score: Tensor | None = None
+    text: Tensor | None = None
 
     @classmethod
     def of_cells(cls, vectors: Tensor, score: Tensor, cell: Tensor) -> Compressed:
@@ -78,6 +81,10 @@ class Compressor(nn.Module):
         """
         raise NotImplementedError
 
+    @classmethod
+    def refuse(cls, tokens: int) -> None:
+        """Refuse a number of tokens a frame that no grid has with this class (ModelError)."""
+
     def check(self, grid: tuple[int, int, int], width: int, tokens: int) -> None:
         """Refuse features that the weights were not trained for (ModelError)."""
         mine = self.config
@@ -102,6 +109,8 @@ def file_of(folder: str | Path, name: str, tokens: int) -> Path:
 
 def find(folder: str | Path, name: str, tokens: int) -> Path:
     """The file of a compressor beside a checkpoint; ModelError with the command that makes it."""
+    if name in Compressor.kinds:
+        Compressor.kinds[name].refuse(tokens)
     path = file_of(folder, name, tokens)
     if path.is_file():
         return path
@@ -174,4 +183,4 @@ def learned(tokens: Tokens, budget: int, path: str, name: str) -> Reduction:
     keep = (out.place + frame * (grid[1] * grid[2])).flatten(-2)  # [..., F k]
     slot = (out.owner + frame * count).flatten(-2)
     merged = Reduction.merge(keep, keep.gather(-1, slot))
-    return replace(merged, vectors=out.vectors.flatten(-3, -2))
+    return replace(merged, vectors=out.vectors.flatten(-3, -2), text=out.text)

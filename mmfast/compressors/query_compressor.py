@@ -26,8 +26,13 @@ def cells_of(grid: tuple[int, int], count: int) -> Tensor:
 
 def sin_cos(grid: tuple[int, int], width: int) -> Tensor:
     """Sines and cosines of row and column, `[P, width]`; `width` is a multiple of 4."""
+    return sin_cos_at(*(torch.arange(n) for n in grid), width)
+
+
+def sin_cos_at(rows: Tensor, columns: Tensor, width: int) -> Tensor:
+    """Sines and cosines of every row `[R]` and column `[C]`, `[R C, width]` in raster order."""
     rate = 100.0 ** -(torch.arange(width // 4) / (width // 4))
-    row, column = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
+    row, column = torch.meshgrid(rows, columns, indexing="ij")
     turn = [place.flatten()[:, None] * rate for place in (row, column)]
     return torch.cat([part for angle in turn for part in (angle.sin(), angle.cos())], -1)
 

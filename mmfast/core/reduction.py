@@ -202,6 +202,7 @@ class Reduction:
             emit one twice, or a sum of nothing, which is -1 and a row of zeros.
         pure: Every output is one untouched source, so `apply` is a gather.
         vectors: `[..., M, D]` outputs that a learned compressor computed, which `apply` returns.
+        text: `[..., T, D]` what a learned compressor adds to the embeddings of the question.
     """
 
     keep: Tensor
@@ -211,6 +212,7 @@ class Reduction:
     order: Tensor | None = None
     pure: bool = False
     vectors: Tensor | None = None
+    text: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -254,7 +256,7 @@ class Reduction:
 
     @staticmethod
     def stack(items: Sequence[Reduction], lead: tuple[int, ...]) -> Reduction:
-        """Stack items of equal N and M, without a mix or vectors, to leading dims `lead`."""
+        """Stack items of equal N and M, without a mix, vectors or text, to leading dims `lead`."""
         if len(items) == 1 and not lead:
             return items[0]
         orders = [item.order for item in items if item.order is not None]
@@ -327,6 +329,9 @@ class Reduction:
         vectors = other.vectors
         if vectors is None and self.vectors is not None:
             vectors = other.apply(self.vectors)
+        text = self.text if other.text is None else other.text
+        if self.text is not None and other.text is not None:
+            text = self.text + other.text
         mixed = self.mix is not None or other.mix is not None
         slot = self.owner.clamp_min(0)
         owner = other.owner.gather(-1, slot).masked_fill(self.owner < 0, -1)
@@ -341,6 +346,7 @@ class Reduction:
             order=other.order,
             pure=self.pure and other.pure,
             vectors=vectors,
+            text=text,
         )
 
     def select(self, index: int) -> Reduction:
@@ -348,8 +354,8 @@ class Reduction:
         mix = self.mix and Mix(
             self.mix.output[index], self.mix.source[index], self.mix.weight[index]
         )
-        parts = (self.weight, self.order, self.vectors)
-        weight, order, vectors = (None if t is None else t[index] for t in parts)
+        parts = (self.weight, self.order, self.vectors, self.text)
+        weight, order, vectors, text = (None if t is None else t[index] for t in parts)
         return replace(
             self,
             keep=self.keep[index],
@@ -358,6 +364,7 @@ class Reduction:
             mix=mix,
             order=order,
             vectors=vectors,
+            text=text,
         )
 
     def check(self) -> None:

@@ -51,6 +51,7 @@ class Method:
             that is merged has the output of the token it joins, so logits have their full length.
         bypasses: At `llm<K>` tokens that are not kept go on through attention alone, and their keys
             and values leave when the prompt ends.
+        fuses: At `pre` it changes the embeddings of the prompt's text, too (`Reduction.text`).
         text: Inside the LLM it also prunes text, by the knob `tokens`.
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `select` (as that, anew at
@@ -82,6 +83,7 @@ class Method:
     revives: bool = False
     halts: bool = False
     bypasses: bool = False
+    fuses: bool = False
     text: bool = False
     role: str = ""
     moment: str = "prefill"

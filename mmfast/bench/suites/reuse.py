@@ -74,7 +74,8 @@ def _prompt(case: Case, before: int) -> PromptRows:
     hidden = torch.cat([text[:before], picture, text[before:]])
     visual = torch.zeros(len(hidden), dtype=torch.bool)
     visual[before : before + len(picture)] = True
-    return PromptRows(hidden, torch.arange(len(hidden))[None], {}, visual, ())
+    places = torch.arange(len(hidden))[None]
+    return PromptRows(hidden, places, {}, visual, (), torch.zeros_like(visual))
 
 
 def _distance(found: Any, whole: Any) -> dict[str, Any]:

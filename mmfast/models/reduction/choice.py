@@ -140,6 +140,8 @@ class SiteRunner:
         self._first = 0  # number of the first item of that site
         self.entered: Tensor | None = None  # `[B, n, D]` what entered the layer before that site
         self.embeddings: Sequence[Tensor] = ()  # cosines and sines of the tokens at the next site
+        # Of the site that ran last: by row what each item adds to the text `[T, D]`.
+        self.texts: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()
     def run(self, site: Site, hidden: Tensor) -> list[Kept]:
@@ -147,6 +149,7 @@ class SiteRunner:
         items = items_of(site, self._sequences)
         self._first = items[0].number if items else 0
         self.noted.clear()
+        self.texts = {}
         if not site.joint:
             return [self._one(site, item, hidden) for item in items]
         rows: dict[int, list[MediaItem]] = {}
@@ -232,7 +235,7 @@ class SiteRunner:
 
     def _tokens(self, site: Site, item: MediaItem, x: Tensor, hidden: Tensor) -> Tokens:
         """The input of the stages: `x` `[n, D]` and the signals of this site."""
-        row, text = hidden[item.row], self._sequences.text[item.row]
+        row, text = hidden[item.row], self._sequences.text_of_prompt(item.row)
         signals = {} if site.deep else {n: v.to(x.device) for n, v in item.signals.items()}
         if site.deep and site.layer - 1 in self._inner:
             known = self._inner[site.layer - 1][item.number - self._first]
@@ -262,6 +265,8 @@ class SiteRunner:
         for reduction in chain.reductions:
             self._trace.record(site.name, item.number, reduction)
         self.noted.append(chain)
+        if site.fuses and (change := chain.text) is not None:
+            self.texts.setdefault(item.row, []).append(change)
 
     def parts(self, site: Site, row: Row) -> list[Row]:
         """The row of a site that just ran, by stage; the row itself where that is not known.

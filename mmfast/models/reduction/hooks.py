@@ -71,9 +71,9 @@ class Hooks:
         self._sites, self._trace, self._state = sites, trace, state
         self._recorder: Recorder
         self._offsets = Offsets(model, self._base) if self._adapter.mrope else None
-        # Text is cut in prompts alone, and what skipped leaves at their end, so their length has to
-        # be known; a KV policy tracks it, too.
-        ends = any(site.of_text or site.bypasses for site in sites)
+        # Text is cut and fused in prompts alone, and what skipped leaves at their end, so their
+        # length has to be known; a KV policy tracks it, too.
+        ends = any(site.of_text or site.bypasses or site.fuses for site in sites)
         self._prompts = PromptTracker() if ends else None
         self._tracks = self._prompts is not None and not whole
         reviving = [site.layer for site in sites if site.revives]

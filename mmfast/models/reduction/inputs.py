@@ -40,10 +40,9 @@ def compress(
 
     Takes inputs of the processor and stages at sites `pixel` and `pre`. Returns inputs for
     `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit
-    `position_ids` and
-    `mm_encoder_outputs` (`inputs_embeds` where there is sound). Token counts and sequences that
-    `generate` returns are those of the shortened prompt. ModelError where a signal is missing, or a
-    prompt ends with media whose last token is dropped.
+    `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound, or text was
+    fused). Token counts and sequences that `generate` returns are those of the shortened prompt.
+    ModelError where a signal is missing, or a prompt ends with media whose last token is dropped.
     """
     return compressed(model, inputs, reduce, trace)[0]
 
@@ -84,7 +83,9 @@ def compressed(
     if step.sites or sounds:
         hidden = _embedded(base, rest["input_ids"], outputs)
         rest, hidden = _shortened(model, rest, outputs, step, hidden)
-        if sounds:  # stock models take no encoded sound, so everything goes in embedded
+        # Stock models take no encoded sound, and no text of other embeddings than its ids have, so
+        # everything goes in embedded.
+        if sounds or step.fused:
             del rest["mm_encoder_outputs"]
             rest["inputs_embeds"] = hidden
     return rest, sequences
@@ -235,7 +236,7 @@ class PromptRows:
 
     `hidden` `[n, D]` are its embeddings, `positions` `[A, n]`; `places` `[n]` bool by kind tell
     where media stand, `visual` `[n]` where any does, and `planes` are DeepStack features of those,
-    `[visual tokens, D]` each.
+    `[visual tokens, D]` each. `fused` `[n]` is True at text whose embedding is not that of its id.
     """
 
     hidden: Tensor
@@ -243,6 +244,7 @@ class PromptRows:
     places: dict[str, Tensor]
     visual: Tensor
     planes: tuple[Tensor, ...]
+    fused: Tensor
 
 
 def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -> PromptRows:
@@ -254,7 +256,8 @@ def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -
     outputs = rest.get("mm_encoder_outputs") or {}
     embeds: Tensor | None = rest.get("inputs_embeds")
     joint = torch.zeros_like(ids, dtype=torch.bool)
-    hidden = base.get_input_embeddings()(ids) if embeds is None else embeds[0]
+    words = base.get_input_embeddings()(ids)
+    hidden = words if embeds is None else embeds[0]
     planes: list[Tensor] = []
     places = {}
     for kind, output in (outputs or whole).items():
@@ -267,7 +270,9 @@ def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -
             planes[i][place] = flat(plane).to(hidden)
         joint |= place
     positions = axes(model, positions_of(model, rest), len(ids))
-    return PromptRows(hidden, positions, places, joint, tuple(plane[joint] for plane in planes))
+    fused = torch.zeros_like(joint) if embeds is None else (hidden != words).any(-1) & ~joint
+    shown = tuple(plane[joint] for plane in planes)
+    return PromptRows(hidden, positions, places, joint, shown, fused)
 
 
 def axes(model: Any, positions: Tensor, length: int) -> Tensor:

@@ -102,6 +102,11 @@ class Sequences:
         places = self.ok[row].nonzero()[:, 0]
         return places[: len(places) - self.drafts]
 
+    def text_of_prompt(self, row: int) -> Tensor:
+        """Places of the text of a row, `[T]` ascending, without drafts."""
+        text = self.text[row]
+        return text[: len(text) - self.drafts]
+
     def compact(self, keep: Seq[Tensor]) -> Tensor:
         """Keep `keep[i]` `[m]` of item i; rows of unequal length get left padding.
 

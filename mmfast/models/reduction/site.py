@@ -90,6 +90,11 @@ class Site:
         return any(spec.method.bypasses for spec in self.specs)
 
     @property
+    def fuses(self) -> bool:
+        """It changes the embeddings of the prompt's text by what it read in the media."""
+        return any(spec.method.fuses and not spec.whole for spec in self.specs)
+
+    @property
     def joint(self) -> bool:
         """A stage looks at all images of a prompt at once."""
         return any(spec.method.scope == "prompt" for spec in self.specs)
@@ -127,8 +132,14 @@ def sites_of(specs: Sequence[Spec]) -> list[Site]:
 
 
 def refuse_parts(sites: Sequence[Site]) -> None:
-    """ModelError for a site that drops text, in a prompt that comes in parts."""
+    """ModelError for a site that drops or fuses text, in a prompt that comes in parts."""
     for site in sites:
+        if site.fuses:
+            spec = next(spec for spec in site.specs if spec.method.fuses)
+            raise ModelError(
+                f"'{spec}' fuses all text of a prompt with its media, and chunked prefill shows a "
+                "part; leave out prefill_chunk_size"
+            )
         if site.of_text:
             raise ModelError(
                 f"'{site.specs[0]}' asks the end of a prompt which of its text may go, and chunked "
@@ -170,6 +181,12 @@ class Chain:
     def pure(self) -> bool:
         """Every output is one untouched token."""
         return all(reduction.pure for reduction in self.reductions)
+
+    @property
+    def text(self) -> Tensor | None:
+        """`[T, D]` to be added to the embeddings of the text; None where it stays as it is."""
+        found = [each.text for each in self.reductions if each.text is not None]
+        return torch.stack(found).sum(0) if found else None
 
     def follow(self, signals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Signals of the `N` tokens as those of the `M`."""

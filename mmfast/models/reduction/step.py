@@ -44,17 +44,21 @@ from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of
 class SiteCut:
     """One site's change of hidden states: those at `order` `[B, m]` stay, some merged with others.
 
-    A merge has its row, the places before and after the cut, and the function of the states.
+    A merge has its row, the places before and after the cut, and the function of the states. What
+    is added to text `[T, D]` has its row and the places after the cut.
     """
 
     order: Tensor
     merges: list[tuple[int, Tensor, Tensor, Callable[[Tensor], Tensor]]]
+    texts: Seq[tuple[int, Tensor, Tensor]] = ()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[B, n, D]` to `[B, m, D]`, with gradients."""
         out = take(hidden, self.order)
         for row, before, after, merge in self.merges:
             out[row].index_copy_(0, after, merge(hidden[row].index_select(0, before)))
+        for row, places, change in self.texts:
+            out[row].index_add_(0, places.to(out.device), change.to(out))
         return out
 
 
@@ -123,6 +127,7 @@ class ForwardStep:
     # Cuts before layer 0, and of what they left the padding, and the places that it counts from.
     entered: tuple[list[SiteCut], Tensor | None, Tensor | None] = ([], None, None)
     turns = True  # positions are rotary, along one axis
+    fused = False  # embeddings of text have changed
     restores = False  # tokens that halt come back behind the last layer
     halted: HaltedTokens | None = None
 
@@ -422,7 +427,12 @@ class ForwardStep:
             for item, places, (_, merge) in zip(items, before, kept, strict=True)
             if merge is not None
         ]
-        self.cuts.append(SiteCut(order, merges))
+        texts = [
+            (row, self.sequences.text_of_prompt(row), torch.stack(each).mean(0))
+            for row, each in self._choice.texts.items()
+        ]
+        self.fused = self.fused or bool(texts)
+        self.cuts.append(SiteCut(order, merges, texts))
         return self.cuts[-1](hidden)
 
     def add_planes(self, hidden: Tensor, planes: Tensor) -> Tensor:

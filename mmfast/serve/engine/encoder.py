@@ -61,6 +61,7 @@ def embedded(
     marks = rest["input_ids"][0].clone()
     for kind, place in rows.places.items():
         marks[place] = named[kind] if kind in named else hashes(rows.hidden[place])
+    marks[rows.fused] = hashes(rows.hidden[rows.fused])  # it tells of media behind it, too
     return {
         "embeds": rows.hidden,
         "positions": rows.positions,

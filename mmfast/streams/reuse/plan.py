@@ -135,6 +135,11 @@ def check_beside(
             f"reuse={str(plan)!r} does not act beside {str(inside[0])!r}, which acts "
             "between layers; use reuse='encoder', or a stage at pre"
         )
+    if fuses := [s for s in parse(reduce) if s.method.fuses]:
+        raise SpecError(
+            f"reuse={str(plan)!r} does not act beside {str(fuses[0])!r}, under which keys of text "
+            "depend on the media behind it; use reuse='encoder', or another stage at pre"
+        )
     if cache is not None:
         raise SpecError(
             f"reuse={str(plan)!r} does not act beside a cache policy, which gives every layer "

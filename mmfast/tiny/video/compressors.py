@@ -136,7 +136,8 @@ def respond(
         out = replace(out, **{way: x.expand(*clips, *x.shape[2:]) for way, x in each})
     at = out.place + torch.arange(frames)[:, None] * patches
     place, visual = at.flatten(0, 1).flatten(1), out.vectors.flatten(0, 1).flatten(1, 2)
-    return answer_from(model, packed, visual, place, frames * patches).states, out
+    fused = None if out.text is None else out.text.flatten(0, 1)
+    return answer_from(model, packed, visual, place, frames * patches, fused).states, out
 
 
 class CompressorTask(training.Task):
@@ -212,6 +213,8 @@ class CompressorTask(training.Task):
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Train one compressor for every number of tokens, on the same clips and for as long."""
     get(options.compressor, "compressor")  # imports them, and refuses an unknown name
+    for tokens in options.tokens:
+        Compressor.kinds[options.compressor].refuse(tokens)
     model, processor = load(located(options.model), "cpu", "float32")
     if not hasattr(model.model, "image_newline"):
         raise ModelError(

@@ -102,18 +102,28 @@ def answer(model: Any, lesson: Lesson, kept: Tensor) -> DecoderOutput:
 
 
 def answer_from(
-    model: Any, packed: PackedQuestions, visual: Tensor, at: Tensor, total: int
+    model: Any,
+    packed: PackedQuestions,
+    visual: Tensor,
+    at: Tensor,
+    total: int,
+    fused: Tensor | None = None,
 ) -> DecoderOutput:
-    """Run the decoder on visual tokens `[B, M, D]` that stand at `at` `[B, M]` of `total`."""
+    """Run the decoder on visual tokens `[B, M, D]` that stand at `at` `[B, M]` of `total`.
+
+    `fused` `[B, 1 + L, D]` is added to the embeddings of the text, the first in front of the clip.
+    """
     lm, batch = model.model.language_model, len(visual)
-    user = lm.embed_tokens(torch.full((batch, 1), USER))
+    user, words = lm.embed_tokens(torch.full((batch, 1), USER)), lm.embed_tokens(packed.ids)
+    if fused is not None:
+        user, words = user + fused[:, :1], words + fused[:, 1:]
     newline = model.model.image_newline.expand(batch, 1, visual.shape[-1])
     prefix = torch.cat([user, visual, newline], 1)
     ends = torch.tensor([0, total + 1]).expand(batch, 2)
     places = torch.cat([ends[:, :1], at + 1, ends[:, 1:]], 1)
     bias = packed.bias(torch.zeros(places.shape))
     layout = DecoderLayout(places, total + 2 + packed.within, [bias])
-    return run_decoder(lm, prefix, lm.embed_tokens(packed.ids), layout)
+    return run_decoder(lm, prefix, words, layout)
 
 
 def answer_loss(model: Any, states: Tensor, labels: Tensor) -> Tensor:

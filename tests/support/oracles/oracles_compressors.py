@@ -52,7 +52,7 @@ def attend(query: Array, keys: list[Array], weights: Weights, name: str, heads: 
     return linear(np.concatenate(parts), weights, f"{name}.o")
 
 
-def spot(row: int, column: int, width: int) -> Array:
+def spot(row: float, column: float, width: int) -> Array:
     """Sines and cosines of a place, rows first."""
     rates = [100.0 ** (-i / (width // 4)) for i in range(width // 4)]
     found: list[float] = []
@@ -184,3 +184,77 @@ def storm(
                 mine.append((near, mean + linear(state, weights, "change")))
             out.append(sorted(mine, key=lambda pair: pair[0]))
     return out
+
+
+def root_norm(x: Array, weights: Weights, name: str) -> Array:
+    return x / math.sqrt((x**2).mean() + 1e-6) * weights[f"{name}.weight"]
+
+
+def rotary(x: Array, place: int) -> Array:
+    """One head turned by its place: number i goes with number i + half."""
+    half, out = len(x) // 2, np.zeros(len(x))
+    for i in range(half):
+        angle = place * 10000.0 ** (-i / half)
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def decoder_block(sequence: list[Array], weights: Weights, name: str, heads: int) -> list[Array]:
+    """A block of a causal language model over one sequence, head by head and token by token."""
+    seen = [root_norm(x, weights, f"{name}.before") for x in sequence]
+    q, k, v = ([linear(x, weights, f"{name}.{part}") for x in seen] for part in "qkv")
+    width, out = len(q[0]) // heads, []
+    for now, x in enumerate(sequence):
+        parts = []
+        for head in range(heads):
+            part = slice(head * width, (head + 1) * width)
+            mine = rotary(q[now][part], now)
+            scores = [
+                float(mine @ rotary(k[at][part], at)) / math.sqrt(width) for at in range(now + 1)
+            ]
+            shares = softmax(scores)
+            parts.append(sum(s * v[at][part] for at, s in enumerate(shares)))
+        z = x + linear(np.concatenate(parts), weights, f"{name}.o")
+        inside = root_norm(z, weights, f"{name}.between")
+        gate = np.array([silu(value) for value in linear(inside, weights, f"{name}.gate")])
+        out.append(
+            z + linear(gate * linear(inside, weights, f"{name}.up"), weights, f"{name}.down")
+        )
+    return out
+
+
+def llava_mini(
+    weights: Weights, config: Mapping[str, Any], x: Array, text: Array
+) -> tuple[Array, Array]:
+    """Vectors `[F, k, D]`, and the change `[T, D]` of a text without padding."""
+    rows, columns = config["grid"]
+    inner, side = config["inner"], math.isqrt(config["tokens"])
+    ends = [[i * n // side for i in range(side + 1)] for n in (rows, columns)]
+    middles = [[(end[i] + end[i + 1] - 1) / 2 for i in range(side)] for end in ends]
+    frames, changes = [], []
+    for frame in x:
+        keys = [
+            linear(root_norm(patch, weights, "enter.0"), weights, "enter.1")
+            + spot(p // columns, p % columns, inner)
+            for p, patch in enumerate(frame)
+        ]
+        found = []
+        for number in range(side * side):
+            middle = (middles[0][number // side], middles[1][number % side])
+            query = weights["learned"][number] + spot(*middle, inner)
+            asked = linear(query, weights, "choose")
+            scores = [
+                float(asked @ linear(key, weights, "offer")) / math.sqrt(inner) for key in keys
+            ]
+            found.append(sum(s * patch for s, patch in zip(softmax(scores), frame, strict=True)))
+        frames.append(np.stack(found))
+        sequence = [
+            linear(root_norm(each, weights, "read.0"), weights, "read.1")
+            for each in (*frame, *text)
+        ]
+        for number in range(config["depth"]):
+            sequence = decoder_block(sequence, weights, f"layers.{number}", config["heads"])
+        told = [root_norm(z, weights, "behind") for z in sequence[len(frame) :]]
+        changes.append(np.stack([linear(z, weights, "fuse") for z in told]))
+    return np.stack(frames), np.mean(changes, 0)
