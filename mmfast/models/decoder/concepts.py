@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -232,52 +233,67 @@ class ContextReader:
         return found
 
 
+@dataclass(frozen=True)
+class Example:
+    """A text to learn from: ids of a context `[N]`, and of a question with its answer `[T]`.
+
+    `writes` `[T]` is True at the tokens behind which a word of the answer stands.
+    """
+
+    context: Tensor
+    rest: Tensor
+    writes: Tensor
+
+
 def distillation(
-    model: Any,
-    compressor: CompLLM,
-    texts: Sequence[tuple[Tensor, Tensor, Tensor]],
-    first: int = 1,
-) -> Tensor:
+    model: Any, compressor: CompLLM, texts: Sequence[Example], first: int = 1
+) -> tuple[Tensor, Tensor]:
     """Loss of a compressor: what a frozen model computes where it answers, with and without it.
 
-    Smooth L1 distance of the hidden states of the two passes behind each decoder layer, divided by
-    the standard deviation of the pass over all tokens, mean over layers. A text is the ids of its
-    context `[N]`, those of a question and answer `[T]`, and True where one of the latter is
-    predicted from, `[T]`: states at the tokens from which the answer is written count. The `first`
-    tokens of a context stay. Gradients reach the compressor alone if the model asks for none.
+    Smooth L1 distance of the hidden states of the two passes behind a decoder layer, divided by the
+    standard deviation of the pass over all tokens, mean over layers; states at the tokens from
+    which answers are written count. The `first` tokens of a context stay. Also returns the last
+    states of the pass over embeddings, `[n, D]`. Gradients reach the compressor alone where the
+    parameters of the model ask for none.
     """
     table = model.get_input_embeddings()
-    every = [table(torch.cat([context, rest])) for context, rest, _ in texts]
-    reader = ConceptReader(decoder_of(model), compressor)
-    segments: dict[Hashable, Tensor] = {
-        (row, at): every[row][at : min(at + compressor.segment, len(context))]
-        for row, (context, _, _) in enumerate(texts)
-        for at in range(first, len(context), compressor.segment)
-    }
-    found = reader.read_all(segments)
-    short = [
-        torch.cat(
-            [x[:first], *(found[key] for key in segments if key[0] == row), x[len(text[0]) :]]
-        )  # type: ignore[index]
-        for row, (x, text) in enumerate(zip(every, texts, strict=True))
-    ]
-    masks = [mask for _, _, mask in texts]
+    every = [table(torch.cat([text.context, text.rest])) for text in texts]
+    short = _shortened(ConceptReader(decoder_of(model), compressor), every, texts, first)
+    marks = [text.writes for text in texts]
     with torch.no_grad():
-        right = list(_states(model, every, masks))
+        right = _states(model, every, marks)
+    found = _states(model, short, marks)
     losses = [
-        smooth_l1_loss(mine, stock) / stock.std()
-        for mine, stock in zip(_states(model, short, masks), right, strict=True)
+        smooth_l1_loss(mine, stock) / stock.std() for mine, stock in zip(found, right, strict=True)
     ]
-    return torch.stack(losses).mean()
+    return torch.stack(losses).mean(), found[-1]
 
 
-def _states(model: Any, rows: Sequence[Tensor], masks: Sequence[Tensor]) -> Iterator[Tensor]:
+def _shortened(
+    reader: ConceptReader, every: Sequence[Tensor], texts: Sequence[Example], first: int
+) -> list[Tensor]:
+    """Embedded texts `[N + T, D]` with those of their contexts in segments, `[M + T, D]`."""
+    size, places = reader.compressor.segment, list[list[tuple[int, int, int]]]()
+    for row, text in enumerate(texts):
+        n = len(text.context)
+        places.append([(row, at, min(at + size, n)) for at in range(first, n, size)])
+    found = reader.read_all({
+        place: every[place[0]][place[1] : place[2]] for mine in places for place in mine
+    })  # fmt: skip
+    return [
+        torch.cat([x[:first], *(found[place] for place in mine), x[len(text.context) :]])
+        for x, mine, text in zip(every, places, texts, strict=True)
+    ]
+
+
+def _states(model: Any, rows: Sequence[Tensor], marks: Sequence[Tensor]) -> list[Tensor]:
     """Hidden states `[n, D]` behind each decoder layer, at the marked ends of rows `[L, D]`."""
     padded = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)  # behind: nothing sees it
     out = decoder_of(model)(inputs_embeds=padded, use_cache=False, output_hidden_states=True)
-    for states in out.hidden_states[1:]:
-        ends = [
-            row[len(x) - len(mask) : len(x)][mask]
-            for row, x, mask in zip(states, rows, masks, strict=True)
-        ]
-        yield torch.cat(ends).float()
+    return [
+        torch.cat([
+            row[len(x) - len(mark) : len(x)][mark]
+            for row, x, mark in zip(states, rows, marks, strict=True)
+        ]).float()
+        for states in out.hidden_states[1:]
+    ]  # fmt: skip

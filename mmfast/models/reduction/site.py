@@ -77,8 +77,7 @@ class Site:
 
     @property
     def last(self) -> int:
-        """Tokens at the end of a prompt that stay: those whose attention the stages read, or the
-        question."""
+        """Tokens at the end of a prompt that stay: whose attention is read, or the question."""
         if self.concepts:
             spec = self.specs[0]
             return int({**spec.method.knobs, **spec.knobs}["recent"])
