@@ -75,7 +75,7 @@ class FileExamples:
             rows = [json.loads(line) for line in lines if line.strip()]
         if len(rows) <= HELD or any({"context", "question", "answer"} - set(r) for r in rows):
             raise ModelError(
-                f"{str(path)!r} has {len(rows)} examples; give more than {HELD} lines of JSON, each "
+                f"{str(path)!r} has {len(rows)} examples; give over {HELD} lines of JSON, each "
                 "with 'context', 'question' and 'answer'"
             )
         self.rows = [
