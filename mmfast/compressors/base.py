@@ -147,9 +147,14 @@ def load(path: str | Path) -> Compressor:
 
 
 @lru_cache(maxsize=8)
-def placed(path: str, _age: int, device: torch.device, dtype: torch.dtype) -> Compressor:
-    """The compressor of a file on a device, read once for an age of the file."""
+def _placed(path: str, _age: int, device: torch.device, dtype: torch.dtype) -> Compressor:
     return load(path).to(device, dtype)
+
+
+def placed(path: str, device: torch.device, dtype: torch.dtype) -> Compressor:
+    """Return the compressor of a file on a device, read again when the file changes."""
+    age = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
+    return _placed(path, age, device, dtype)
 
 
 def learned(tokens: Tokens, budget: int, path: str, name: str) -> Reduction:
@@ -166,8 +171,7 @@ def learned(tokens: Tokens, budget: int, path: str, name: str) -> Reduction:
     frames, count = grid[0], budget // grid[0]
     if not path:
         find("", name, count)
-    age = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
-    compressor = placed(path, age, tokens.x.device, tokens.x.dtype)
+    compressor = placed(path, tokens.x.device, tokens.x.dtype)
     if compressor.name != name:
         raise ModelError(f"{path!r} holds a {compressor.name!r}, not a {name!r}; write that name")
     compressor.check(grid, tokens.x.shape[-1], count)

@@ -6,7 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -169,10 +168,7 @@ class ContextReader:
         self._first, self._plain = int(knobs["first"]), False
         self.store = SegmentStore(int(knobs["memory"]) * MIB)
         weight = model.get_input_embeddings().weight
-        check_concepts(self._weights(weight.device, weight.dtype), self._path, model)
-
-    def _weights(self, device: torch.device, dtype: torch.dtype) -> Any:
-        return placed(self._path, Path(self._path).stat().st_mtime_ns, device, dtype)
+        check_concepts(placed(self._path, weight.device, weight.dtype), self._path, model)
 
     def _refuse_scaled(self, hidden: Tensor, ids: Tensor) -> None:
         """Refuse a model that changes embeddings before layer 0: it would change them twice."""
@@ -194,7 +190,7 @@ class ContextReader:
         Segments are known again by `ids` `[B, L]`; without ids all are read. `past` tokens stand
         before: a later turn has no first tokens to keep.
         """
-        compressor: CompLLM = self._weights(hidden.device, hidden.dtype)
+        compressor = cast(CompLLM, placed(self._path, hidden.device, hidden.dtype))
         first, size = 0 if past else self._first, compressor.segment
         learning = self._text.training  # its weights change
         known, wanted = dict[Hashable, Tensor](), dict[Hashable, Tensor]()
