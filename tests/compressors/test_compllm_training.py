@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmfast.attach import attach
 from mmfast.compressors import base
 from mmfast.core.errors import ModelError
-from mmfast.models.decoder.concepts import ConceptReader, Example, distillation, new_compressor
+from mmfast.models.decoder.concepts import ConceptReader, AnsweredText, distillation, new_compressor
 from mmfast.tiny.text import concepts as recipe
 from mmfast.tiny.text.train import make_tokenizer
 
@@ -34,7 +34,7 @@ def small(seed: int = 0) -> Any:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def examples() -> list[Example]:
+def examples() -> list[AnsweredText]:
     """Two texts of unlike lengths, over the words of the zoo."""
     made = torch.Generator().manual_seed(2)
 
@@ -42,7 +42,9 @@ def examples() -> list[Example]:
         return torch.randint(3, 96, (n,), generator=made)
 
     writes = [torch.tensor([0, 0, 1, 1, 0]), torch.tensor([0, 1, 0])]
-    return [Example(ids(n), ids(len(w)), w.bool()) for n, w in zip((14, 9), writes, strict=True)]
+    return [
+        AnsweredText(ids(n), ids(len(w)), w.bool()) for n, w in zip((14, 9), writes, strict=True)
+    ]
 
 
 def zoo_compressor(model: Any) -> Any:
@@ -56,15 +58,14 @@ def zoo_compressor(model: Any) -> Any:
 
 
 @torch.no_grad()
-def by_hand(model: Any, compressor: Any, texts: list[Example], first: int = 1) -> float:
+def by_hand(model: Any, compressor: Any, texts: list[AnsweredText], first: int = 1) -> float:
     """One text, one layer, one number after the other."""
     reader = ConceptReader(model.model, compressor)
     layers: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in model.model.layers]
     for text in texts:
         whole = model.get_input_embeddings()(torch.cat([text.context, text.rest]))
         n, rows = len(text.context), [whole[:first]]
-        for at in range(first, n, 4):
-            rows.append(reader.read(whole[None, at : min(at + 4, n)])[0])
+        rows += [reader.read(whole[None, at : min(at + 4, n)])[0] for at in range(first, n, 4)]
         short = torch.cat([*rows, whole[n:]])
         passes = [
             model.model(inputs_embeds=x[None], output_hidden_states=True).hidden_states[1:]
@@ -91,7 +92,7 @@ def test_the_loss_is_that_of_a_plain_loop() -> None:
     loss, states = distillation(model, compressor, texts)
     want = by_hand(model, compressor, texts)
     assert abs(loss.item() - want) < 1e-5 * want and states.shape == (3, 32)
-    moved = [Example(t.context, t.rest, t.writes.roll(1)) for t in texts]
+    moved = [AnsweredText(t.context, t.rest, t.writes.roll(1)) for t in texts]
     faults = [by_hand(model, compressor, moved), by_hand(model, compressor, texts, first=2)]
     faults.append(by_hand(model, compressor, texts[:1]))
     compressor.scale *= 2

@@ -230,7 +230,7 @@ class ContextReader:
 
 
 @dataclass(frozen=True)
-class Example:
+class AnsweredText:
     """A text to learn from: ids of a context `[N]`, and of a question with its answer `[T]`.
 
     `writes` `[T]` is True at the tokens behind which a word of the answer stands.
@@ -242,7 +242,7 @@ class Example:
 
 
 def distillation(
-    model: Any, compressor: CompLLM, texts: Sequence[Example], first: int = 1
+    model: Any, compressor: CompLLM, texts: Sequence[AnsweredText], first: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Loss of a compressor: what a frozen model computes where it answers, with and without it.
 
@@ -266,7 +266,7 @@ def distillation(
 
 
 def _shortened(
-    reader: ConceptReader, every: Sequence[Tensor], texts: Sequence[Example], first: int
+    reader: ConceptReader, every: Sequence[Tensor], texts: Sequence[AnsweredText], first: int
 ) -> list[Tensor]:
     """Embedded texts `[N + T, D]` with those of their contexts in segments, `[M + T, D]`."""
     size, places = reader.compressor.segment, list[list[tuple[int, int, int]]]()

@@ -23,7 +23,7 @@ from mmfast.attach import attach
 from mmfast.compressors.base import file_of, save
 from mmfast.compressors.compllm import CompLLM
 from mmfast.core.errors import ModelError
-from mmfast.models.decoder.concepts import Example, distillation, new_compressor
+from mmfast.models.decoder.concepts import AnsweredText, distillation, new_compressor
 from mmfast.models.text_chat import load_text
 from mmfast.tiny import training
 from mmfast.tiny.text.evaluate import NAME, documents
@@ -34,7 +34,9 @@ QUESTION = 4  # tokens of a question of the documents, with the word between it 
 MOST = (6, 2, 2)  # facts of a kind in a document, at most
 
 
-def example(words: Any, context: str, asked: Sequence[tuple[str, str]], device: Any) -> Example:
+def example(
+    words: Any, context: str, asked: Sequence[tuple[str, str]], device: Any
+) -> AnsweredText:
     """Tokens of a context, and of questions with their answers behind it, one after the other."""
     rest, writes = list[int](), list[bool]()
     for question, answer in asked:
@@ -45,7 +47,7 @@ def example(words: Any, context: str, asked: Sequence[tuple[str, str]], device: 
         writes += [False] * (len(told) - 1) + [True] * len(found) + [False]
     ids = (words(context).input_ids, rest)
     parts = [torch.tensor(each, device=device) for each in ids]
-    return Example(*parts, torch.tensor(writes, device=device))
+    return AnsweredText(*parts, torch.tensor(writes, device=device))
 
 
 class DocumentExamples:
@@ -55,11 +57,11 @@ class DocumentExamples:
         self.words, self.device, self.length = words, device, length
         self.rng = np.random.default_rng([seed, 67])
 
-    def draw(self, many: int) -> list[Example]:
+    def draw(self, many: int) -> list[AnsweredText]:
         """Return so many examples."""
         return [self._one() for _ in range(many)]
 
-    def _one(self) -> Example:
+    def _one(self) -> AnsweredText:
         facts = FactCounts(*(int(self.rng.integers(1, 1 + limit)) for limit in MOST))
         paper = make_document(self.length, self.rng, facts)
         asked = [(f"{q.text} {q.lead}", f"{q.answer}.") for q in paper.questions]
@@ -84,7 +86,7 @@ class FileExamples:
         ]
         self._held = True
 
-    def draw(self, many: int) -> list[Example]:
+    def draw(self, many: int) -> list[AnsweredText]:
         """Return so many examples; the first call has the held-out ones."""
         if self._held:
             self._held = False
@@ -106,11 +108,11 @@ class ConceptTask(training.Task):
         self.optimiser = training.Optimiser(matrices, rest, rate)
         self.exam = source.draw(HELD)
 
-    def batches(self, step: int, done: float) -> list[list[Example]]:
+    def batches(self, step: int, done: float) -> list[list[AnsweredText]]:
         """One batch of examples."""
         return [self.source.draw(self.batch)]
 
-    def loss(self, batch: list[Example]) -> tuple[Tensor, training.Figures]:
+    def loss(self, batch: list[AnsweredText]) -> tuple[Tensor, training.Figures]:
         """Loss of distillation, and the share of words of answers that come first."""
         loss, states = distillation(self.model, self.compressor, batch)
         ends = [text.writes.roll(1) for text in batch]  # the last one writes nothing
