@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmfast.attach import attach
 from mmfast.compressors import base
 from mmfast.core.errors import ModelError
-from mmfast.models.decoder.concepts import ConceptReader, AnsweredText, distillation, new_compressor
+from mmfast.models.decoder.concepts import AnsweredText, ConceptReader, distillation, new_compressor
 from mmfast.tiny.text import concepts as recipe
 from mmfast.tiny.text.train import make_tokenizer
 

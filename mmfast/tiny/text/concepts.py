@@ -45,9 +45,9 @@ def example(
         )
         rest += [*told, *found]
         writes += [False] * (len(told) - 1) + [True] * len(found) + [False]
-    ids = (words(context).input_ids, rest)
-    parts = [torch.tensor(each, device=device) for each in ids]
-    return AnsweredText(*parts, torch.tensor(writes, device=device))
+    parts = (words(context).input_ids, rest, writes)
+    read, asks, marks = (torch.tensor(each, device=device) for each in parts)
+    return AnsweredText(read, asks, marks)
 
 
 class DocumentExamples:
