@@ -58,7 +58,8 @@ class Compressor(nn.Module):
     """Base of the modules that turn the patches of each frame into `tokens` vectors.
 
     They read projected features of one image or video and, where `asks`, the embedded text of the
-    prompt. `width` is that of the language model, `grid` the rows and columns of a frame.
+    prompt. `width` is that of the language model, `grid` the rows and columns of a frame. Those of
+    text (`compllm`) share the files alone.
     """
 
     kinds: ClassVar[dict[str, type[Compressor]]] = {}  # by name
@@ -159,6 +160,12 @@ def _placed(path: str, _age: int, device: torch.device, dtype: torch.dtype) -> C
     return load(path).to(device, dtype)
 
 
+def placed(path: str, device: torch.device, dtype: torch.dtype) -> Compressor:
+    """Return the compressor of a file on a device, read again when the file changes."""
+    age = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
+    return _placed(path, age, device, dtype)
+
+
 def learned(tokens: Tokens, budget: int, path: str, name: str) -> Reduction:
     """Compress the tokens of one image or video by the weights of a file.
 
@@ -173,8 +180,7 @@ def learned(tokens: Tokens, budget: int, path: str, name: str) -> Reduction:
     frames, count = grid[0], budget // grid[0]
     if not path:
         find("", name, count)
-    age = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
-    compressor = _placed(path, age, tokens.x.device, tokens.x.dtype)
+    compressor = placed(path, tokens.x.device, tokens.x.dtype)
     if compressor.name != name:
         raise ModelError(f"{path!r} holds a {compressor.name!r}, not a {name!r}; write that name")
     compressor.check(grid, tokens.x.shape[-1], count)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 
-RECIPE = "mmfast.tiny.video.compressors"  # a layer above, imported when run
+# Recipes, a layer above, imported when run: of frames, and of text.
+RECIPE, OF_TEXT = "mmfast.tiny.video.compressors", {"compllm": "mmfast.tiny.text.concepts"}
 
 if __name__ == "__main__":
-    importlib.import_module(RECIPE).main()
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--compressor", default="")
+    known, _ = parser.parse_known_args()
+    importlib.import_module(OF_TEXT.get(known.compressor, RECIPE)).main()

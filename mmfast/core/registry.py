@@ -62,6 +62,8 @@ class Method:
         resizes: It keeps a smaller raster, so it may keep less than its budget; at `pixel` the
             pictures are resized to it.
         temporal: It compares the frames of a video, so it needs more than one frame.
+        rate: A compressor of text before a question: a whole-number budget is the rate by which it
+            shrinks, and the model side makes what it puts there.
         coupled: With `parity=true` the items of a batch decide together, as in the reference.
         stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
             (Reduction, state)`, where the state is None at the start and then a mapping of
@@ -90,6 +92,7 @@ class Method:
     uneven: bool = False
     resizes: bool = False
     temporal: bool = False
+    rate: bool = False
     coupled: bool = False
     stream: Callable[..., Any] | None = field(default=None, repr=False)
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -115,6 +118,8 @@ class Method:
     @property
     def takes(self) -> str:
         """Meaning of its budget, in words."""
+        if self.rate:
+            return "rate by which text shrinks, as it was trained for"
         if self.learned:
             return "number of tokens a frame that it was trained for"
         if self.role in ("mass", "read"):
@@ -131,7 +136,7 @@ class Method:
     def example(self) -> str:
         """A spec string of it; "" for a head."""
         if self.learned:
-            return f"{self.name}:1"
+            return f"{self.name}:{2 if self.rate else 1}"
         repeats = self.adaptive and self.sites[0] == "pixel"  # it finds what repeats
         if self.kind == "head" or repeats:
             return "" if self.kind == "head" else self.name

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mmfast.core.errors import MmfastError, SpecError, an, unknown
-from mmfast.core.registry import MEDIA, NAMED_TOO, START, TOKEN_KINDS, TOKENS, Method, get, listed
+from mmfast.core.registry import (
+    MEDIA,
+    NAMED_TOO,
+    START,
+    TEXT,
+    TOKEN_KINDS,
+    TOKENS,
+    Method,
+    get,
+    listed,
+)
 
 if TYPE_CHECKING:
     from mmfast.core.reduction import Reduction
@@ -96,14 +106,16 @@ class Spec:
         return isinstance(self.budget, float) and self.budget == 1.0
 
     def count(self, n: int, frames: int) -> int | None:
-        """Tokens to keep of `n` in so many frames; None where the method decides."""
+        """Tokens to keep of `n` in so many frames; None where the method or its rate decides."""
+        if self.method.rate and not self.whole:
+            return None
         each = self.method.learned and isinstance(self.budget, int)
         return count(self.budget * frames if each else self.budget, n)  # type: ignore[operator]
 
     @property
     def tokens(self) -> str:
         """The tokens of a prompt that it may drop: of `media`, of `text`, or `all`."""
-        return str(self.knobs.get(TOKENS, MEDIA))
+        return TEXT if self.method.rate else str(self.knobs.get(TOKENS, MEDIA))
 
     @property
     def where(self) -> str:
@@ -165,10 +177,11 @@ def _parse_stage(text: str, kind: str, among: Sequence[Method]) -> Spec:
     spec = Spec(method, site, layer, budget, _parse_knobs(method, match["knobs"]))
     if method.learned and isinstance(budget, float) and not spec.whole:
         raise SpecError(
-            f"{text!r} gives a share, and a learned compressor leaves the number of tokens a frame "
-            f"that it was trained for; write for example '{method.name}:1'"
+            f"{text!r} gives a share, and a learned compressor takes the {method.takes}; write for "
+            f"example '{method.example}'"
         )
-    if spec.tokens != MEDIA and site != "llm" and "attn_ahead" not in method.needs:
+    inside = site == "llm" or "attn_ahead" in method.needs or method.rate
+    if spec.tokens != MEDIA and not inside:
         raise SpecError(
             f"{text!r} runs before the text is read; write '{method.name}@llm2' for "
             f"tokens={spec.tokens}"

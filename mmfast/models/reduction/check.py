@@ -59,6 +59,7 @@ def check(
         _check_text(specs, model, encoder)
     if cache is not None:
         _check_cache(cache, model)
+    _check_concepts([spec for spec in specs if spec.method.rate], model)
     specs = [weighted(placed(spec, model), model) for spec in specs]
     attends = [attention_at(text, index) is not None for index in range(len(layers_of(text)))]
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
@@ -213,6 +214,26 @@ def weighted(spec: Spec, model: Any) -> Spec:
     home = str(getattr(model, "name_or_path", "") or "")
     path = spec.knobs.get("path") or find(home, spec.method.name, int(spec.budget or 0))
     return replace(spec, knobs={**spec.knobs, "path": str(path)})
+
+
+def _check_concepts(specs: Sequence[Spec], model: Any) -> None:
+    """Require a model of text with rotary positions on one device, and knobs that make sense."""
+    adapter, name = adapter_for(model), type(model).__name__
+    for spec in specs:
+        if adapter.media:
+            raise ModelError(f"'{spec}' reads text alone, and {name} media, too; use 'fastkv'")
+        if not turns_once(decoder_of(model), adapter.mrope):
+            raise ModelError(
+                f"'{spec}' counts positions anew, and those of {name} are not rotary; use 'fastv'"
+            )
+        if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+            raise ModelError(f"'{spec}' needs {name} on one device; load it without device_map")
+        for knob, least in (("recent", 1), ("first", 0), ("memory", 0)):
+            value = spec.knobs.get(knob, least)
+            if value < least:
+                raise SpecError(f"knob {knob}={value} of '{spec}' is too small; give {least} on")
+    if len(specs) > 1:
+        raise SpecError(f"'{specs[1]}' is a second compressor of one text; leave it out")
 
 
 def _check_site(spec: Spec, model: Any, layers: int) -> None:

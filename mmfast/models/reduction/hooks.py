@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import cache_of, name_in, returned_cache
+from mmfast.models.decoder.concepts import ContextReader
 from mmfast.models.families.adapter import adapter_for
-from mmfast.models.families.prompt_ids import prompt_ids, told_by_generate
+from mmfast.models.families.prompt_ids import ids_of, prompt_ids, told_by_generate
 from mmfast.models.patching import override, stand_before, stand_behind
 from mmfast.models.reduction.bypass import Bypass
 from mmfast.models.reduction.cache_layers import held
@@ -32,6 +33,7 @@ from mmfast.models.reduction.call import (
     needs_layers,
     on_layers,
 )
+from mmfast.models.reduction.choice import items_of
 from mmfast.models.reduction.decoder_signals import DRIFT, INNER, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, look_ahead
 from mmfast.models.reduction.masks import Offsets, Recount, fit_decode, forget_masks, padding_of
@@ -93,6 +95,9 @@ class Hooks:
         self._uncompiled: Any = torch.compiler.disable(apply)
         self._names = list(inspect.signature(self._base.forward).parameters)
         self._arming = Arming(self._on_layers)
+        written = [s for site in sites if site.concepts for s in site.specs if not s.whole]
+        knobs = [{**s.method.knobs, **s.knobs} for s in written]
+        self._context = ContextReader(model, knobs[0]) if knobs else None
         self._loss = RemainderLoss(model, state)
 
     @contextmanager
@@ -303,6 +308,10 @@ class Hooks:
             call.given = (args, kwargs)
 
     def _ahead(self, call: Call, site: Site, hidden: Tensor) -> list[dict[str, Tensor]]:
+        if site.concepts:
+            assert self._context is not None and call.step is not None
+            prompts = [(item.row, item.where) for item in items_of(site, call.step.sequences)]
+            return self._context.signals(prompts, hidden, ids_of({}), call.past)
         layer = layer_ahead(site.specs[0], self._text)
         # A model of text alone is the text model, whose call must not begin a second time.
         run = self._text.forward if self._text is self._base else self._text

@@ -60,7 +60,7 @@ def compressed(
     specs = check(asked, model) if (asked := parse(reduce)) else ()
     sites, early = sites_of(specs), [spec for spec in specs if spec.site == "pixel"]
     for spec in specs:
-        if spec.site not in ("pixel", "pre") or AHEAD in spec.method.needs:
+        if spec.site not in ("pixel", "pre") or AHEAD in spec.method.needs or spec.method.rate:
             raise SpecError(f"{str(spec)!r} runs inside the model; use attach() for it, not inputs")
     if inputs.get("input_ids") is None:
         raise ModelError("inputs hold no 'input_ids'; pass what the processor returned")

@@ -42,12 +42,17 @@ class Site:
     @property
     def deep(self) -> bool:
         """It works on hidden states inside the LLM, on the tokens of this call."""
-        return self.specs[0].site == "llm" or self.ahead
+        return self.specs[0].site == "llm" or self.ahead or self.concepts
 
     @property
     def ahead(self) -> bool:
         """It reads the attention of a deeper layer, which then has to run first."""
         return AHEAD in self.specs[0].method.needs
+
+    @property
+    def concepts(self) -> bool:
+        """It puts what the model makes of segments of text in their place."""
+        return self.specs[0].method.rate
 
     @property
     def early(self) -> bool:
@@ -66,12 +71,16 @@ class Site:
 
     def renumbers(self, turns: bool) -> bool:
         """Return True if it counts what is left anew; `turns`: positions turn along one axis."""
-        asked = self.specs[0].knobs.get(POSITIONS, "auto" if self.ahead else "original")
+        counts = self.ahead or self.concepts
+        asked = self.specs[0].knobs.get(POSITIONS, "auto" if counts else "original")
         return bool(asked == "new" or (asked == "auto" and self.of_text and turns))
 
     @property
     def last(self) -> int:
-        """Tokens at the end of a prompt that stay: those whose attention the stages read."""
+        """Tokens at the end of a prompt that stay: whose attention is read, or the question."""
+        if self.concepts:
+            spec = self.specs[0]
+            return int({**spec.method.knobs, **spec.knobs}["recent"])
         return WINDOW if self.needs & WINDOWED else 1
 
     @property
@@ -149,7 +158,8 @@ def refuse_parts(sites: Sequence[Site]) -> None:
 
 def fitted(spec: Spec, n: int) -> Spec:
     """A stage for a prompt of `n` tokens: one of fewer than its budget is kept whole."""
-    short = spec.tokens != MEDIA and isinstance(spec.budget, int) and spec.budget > n
+    counts = spec.tokens != MEDIA and not spec.method.rate
+    short = counts and isinstance(spec.budget, int) and spec.budget > n
     return replace(spec, budget=n) if short else spec
 
 

@@ -315,7 +315,7 @@ class ForwardStep:
         self.sequences.to(hidden.device)
         items = items_of(site, self.sequences)
         with self.trace.stage(site.name, sum(item.n for item in items)) as row:
-            if site.ahead and ahead is not None:
+            if (site.ahead or site.concepts) and ahead is not None:
                 self.inner[site.layer - 1] = ahead(site, hidden)
             before = [(len(item.chain), item.part) for item in items]
             kept = self._choice.run(site, hidden)
