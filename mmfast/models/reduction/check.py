@@ -39,6 +39,7 @@ from mmfast.models.wrappers import (
     layers_of,
     turns_once,
 )
+from mmfast.rankers.top import find as find_head
 
 
 def check(
@@ -64,6 +65,7 @@ def check(
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
         _check_site(spec, model, len(attends))
+    specs = tuple(ranked(spec, model) for spec in specs)
     _check_layers([spec for spec in specs if spec.site != "vit"], model)
     _check_order(specs)
     _check_revival(specs, text.config, cache)
@@ -212,6 +214,15 @@ def weighted(spec: Spec, model: Any) -> Spec:
         )
     home = str(getattr(model, "name_or_path", "") or "")
     path = spec.knobs.get("path") or find(home, spec.method.name, int(spec.budget or 0))
+    return replace(spec, knobs={**spec.knobs, "path": str(path)})
+
+
+def ranked(spec: Spec, model: Any) -> Spec:
+    """Give a learned ranking the file of its layer, by default the one beside the model's."""
+    if spec.method.kind != "ranker" or spec.whole:
+        return spec
+    home = str(getattr(model, "name_or_path", "") or "")
+    path = find_head(home, spec.layer or 0, str(spec.knobs.get("path", "")))
     return replace(spec, knobs={**spec.knobs, "path": str(path)})
 
 
