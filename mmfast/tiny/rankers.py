@@ -94,13 +94,11 @@ def lambda_loss(score: Tensor, target: Tensor) -> Tensor:
     """
     with torch.no_grad():
         gain = target / target.sum().clamp(min=1e-20)
-        place = score.argsort(descending=True, stable=True).argsort()
-        discount = 1 / torch.log2(place + 2.0)
-        best = gain.sort(descending=True).values / torch.log2(torch.arange(len(gain)) + 2.0).to(
-            gain
-        )
+        place = score.argsort(descending=True, stable=True).argsort().to(gain)
+        discount = 1 / torch.log2(place + 2)
+        best = gain.sort(descending=True).values @ discount.sort(descending=True).values
         change = (gain[:, None] - gain).abs() * (discount[:, None] - discount).abs()
-        weight = (change / best.sum().clamp(min=1e-20)).masked_fill(gain[:, None] <= gain, 0.0)
+        weight = (change / best.clamp(min=1e-20)).masked_fill(gain[:, None] <= gain, 0.0)
     return (weight * softplus(score - score[:, None])).sum()
 
 
