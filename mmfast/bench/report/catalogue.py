@@ -73,6 +73,7 @@ def _offered(system: Row) -> str:
     names += [f"cache `{name}`" for name in system.get("caches", ())]
     names += [f"prefill `{name}`" for name in system.get("prefills", ())]
     names += [f"compressor `{name}`" for name in system.get("compressors", ())]
+    names += [f"ranking `{name}`" for name in system.get("rankers", ())]
     names += [f"head `{name}`" for name in system.get("heads", ())]
     names += [f"adapter `{name}`" for name in system.get("families", ())]
     return "; ".join([text for text in (" ".join(names), system.get("also", "")) if text])
