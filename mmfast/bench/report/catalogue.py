@@ -199,6 +199,14 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             lines=_listed("prefill", "prefill"),
         ),
     ),
+    "rankers": (
+        ReportTable(
+            "",
+            "ranking: {name} | paper: {paper} | sites: {sites} | signals: {needs} | "
+            "summary: {summary}",
+            lines=_listed("ranker", "rankers"),
+        ),
+    ),
     "heads": (
         ReportTable(
             "", "head: {plain} | paper: {paper} | summary: {summary}", lines=_listed("head")
