@@ -169,7 +169,7 @@ def _knobs(method: Method, parameters: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value) or '""'
 
 
 def _differences(method: Method, known: Mapping[str, Any]) -> list[str]:
