@@ -39,7 +39,7 @@ LESSONS = 1000  # added to the seed: suites are asked by small seeds
 
 
 @dataclass(frozen=True)
-class Lesson:
+class RankLesson:
     """One image or video as a layer sees it, and what the final layer makes of it."""
 
     x: Tensor  # hidden states before the layer. `[N, D]`
@@ -59,7 +59,7 @@ def _watch(note: Callable[[Tokens], None], needs: tuple[str, ...], site: str, **
 
 
 @torch.no_grad()
-def observe(model: Any, inputs: Any, layers: Sequence[int]) -> dict[int, list[Lesson]]:
+def observe(model: Any, inputs: Any, layers: Sequence[int]) -> dict[int, list[RankLesson]]:
     """Run prompts; the lessons of each layer, one for each image or video in reading order.
 
     `inputs` are those of `forward`. ModelError for a layer that the model does not have, or a
@@ -79,7 +79,7 @@ def observe(model: Any, inputs: Any, layers: Sequence[int]) -> dict[int, list[Le
         model(**inputs)
     return {
         layer: [
-            Lesson(x.float(), last.float(), target.float())
+            RankLesson(x.float(), last.float(), target.float())
             for (x, last), target in zip(found, targets, strict=True)
         ]
         for layer, found in states.items()
@@ -120,8 +120,8 @@ class RankTask(training.Task):
     def __init__(
         self,
         head: RankHead,
-        lessons: Sequence[Lesson],
-        held: Sequence[Lesson],
+        lessons: Sequence[RankLesson],
+        held: Sequence[RankLesson],
         seed: int,
         rate: float,
     ) -> None:
@@ -132,12 +132,12 @@ class RankTask(training.Task):
         self.optimiser = training.Optimiser(linear, rest, rate)
         self.rng = torch.Generator().manual_seed(seed)
 
-    def batches(self, step: int, done: float) -> list[Sequence[Lesson]]:
+    def batches(self, step: int, done: float) -> list[Sequence[RankLesson]]:
         """Random items."""
         chosen = torch.randint(len(self.lessons), (ITEMS,), generator=self.rng).tolist()
         return [[self.lessons[number] for number in chosen]]
 
-    def loss(self, batch: Sequence[Lesson]) -> tuple[Tensor, training.Figures]:
+    def loss(self, batch: Sequence[RankLesson]) -> tuple[Tensor, training.Figures]:
         """Mean loss of the items."""
         parts = [lambda_loss(self.head(each.x, each.last), each.target) for each in batch]
         total = torch.stack(parts).mean()
@@ -150,7 +150,7 @@ class RankTask(training.Task):
 
 
 @torch.no_grad()
-def figures(head: RankHead, lesson: Lesson) -> training.Figures:
+def figures(head: RankHead, lesson: RankLesson) -> training.Figures:
     """Loss, rank correlation, and attention captured by a quarter and a tenth of the tokens."""
     score = head(lesson.x, lesson.last)
     found = {"loss": float(lambda_loss(score, lesson.target))}
@@ -160,9 +160,11 @@ def figures(head: RankHead, lesson: Lesson) -> training.Figures:
     return found
 
 
-def gather(model: Any, batches: Iterable[Any], layers: Sequence[int]) -> dict[int, list[Lesson]]:
+def gather(
+    model: Any, batches: Iterable[Any], layers: Sequence[int]
+) -> dict[int, list[RankLesson]]:
     """Lessons of all batches of inputs by layer."""
-    found: dict[int, list[Lesson]] = {layer: [] for layer in layers}
+    found: dict[int, list[RankLesson]] = {layer: [] for layer in layers}
     for inputs in batches:
         for layer, lessons in observe(model, inputs, layers).items():
             found[layer] += lessons
@@ -188,7 +190,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 
 
 def train_head(
-    options: argparse.Namespace, log: training.Log, layer: int, lessons: Sequence[Lesson]
+    options: argparse.Namespace, log: training.Log, layer: int, lessons: Sequence[RankLesson]
 ) -> None:
     """Train and write the head of one layer; the last lessons are held out."""
     torch.manual_seed(options.seed)

@@ -328,7 +328,7 @@ def test_a_run_leaves_a_file_and_a_log(tmp_path: Path) -> None:
     options = recipe.arguments(["--out", str(tmp_path), "--steps", "2"])
     torch.manual_seed(2)
     lessons = [
-        recipe.Lesson(torch.randn(9, 8 * 6), torch.randn(48), torch.rand(9)) for _ in range(4)
+        recipe.RankLesson(torch.randn(9, 8 * 6), torch.randn(48), torch.rand(9)) for _ in range(4)
     ]
     log = training.Log(tmp_path / "rankers")
     recipe.train_head(options, log, LAYER, lessons)
