@@ -126,7 +126,7 @@ class RankTask(training.Task):
         rate: float,
     ) -> None:
         self.head, self.lessons, self.exam = head.train(), lessons, held
-        linear = [m.weight for m in head.modules() if isinstance(m, nn.Linear)]
+        linear: list[Any] = [m.weight for m in head.modules() if isinstance(m, nn.Linear)]
         known = {id(weight) for weight in linear}
         rest = [each for each in head.parameters() if id(each) not in known]
         self.optimiser = training.Optimiser(linear, rest, rate)
