@@ -28,7 +28,7 @@ FILES, LINES = 635, 121_000
 TOPS = ("mmfast", "kernels", "pipelines", "demos")
 MEDIA = {"av", "decord", "PIL", "numpy", "soundfile"}
 EVERY = {"core", "ops", "reducers", "caches", "decoding", "heads", "frontends", "models", "attach"}
-EVERY |= {"prefill", "compressors"}
+EVERY |= {"prefill", "compressors", "rankers"}
 # folder -> (parts of mmfast it may import, third-party packages it must not)
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"core"}, {"transformers", "timm", "triton"} | MEDIA),
@@ -39,6 +39,11 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "caches": ({"core", "ops", "caches"}, {"transformers", "timm", "triton"} | MEDIA),
     "prefill": ({"core", "ops", "prefill"}, {"transformers", "timm", "triton"} | MEDIA),
     "compressors": ({"core", "ops", "compressors"}, {"transformers", "timm", "triton"} | MEDIA),
+    # files of weights are those of compressors
+    "rankers": (
+        {"core", "ops", "compressors", "rankers"},
+        {"transformers", "timm", "triton"} | MEDIA,
+    ),
     "heads": ({"core", "ops", "heads"}, {"transformers", "timm", "triton"} | MEDIA),
     "decoding": ({"core", "ops", "decoding"}, {"transformers", "timm", "triton"} | MEDIA),
     "frontends": ({"core", "ops", "frontends"}, {"transformers", "timm", "triton"}),

@@ -34,7 +34,7 @@ _AT = "0.1"  # the budget to sort at: the smallest one that every kind of media 
 def methods(
     name: Annotated[str | None, typer.Argument(help="Show this one in full.")] = None,
     kind: Annotated[
-        str | None, typer.Option(help="reducer, cache, head, prefill or compressor.")
+        str | None, typer.Option(help="reducer, cache, head, prefill, compressor or ranker.")
     ] = None,
     sort: Annotated[str | None, typer.Option(help="accuracy or ttft, as measured.")] = None,
     media: Annotated[

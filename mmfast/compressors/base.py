@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -123,33 +124,46 @@ def find(folder: str | Path, name: str, tokens: int) -> Path:
     )
 
 
-def save(compressor: Compressor, path: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write a compressor as safetensors, its configuration in the metadata; folders are made."""
+def save(module: Any, path: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write a module as safetensors, its `name` and `config` in the metadata; folders are made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         name: value.detach().to("cpu", dtype).contiguous()
-        for name, value in compressor.state_dict().items()
+        for name, value in module.state_dict().items()
     }
-    config = {"name": compressor.name, **compressor.config}
+    config = {"name": module.name, **module.config}
     save_file(state, path, {_HEADER: json.dumps(config)})
     path.chmod(0o644)
 
 
 def load(path: str | Path) -> Compressor:
     """Read a compressor, on the CPU in float32; ModelError where the file is none."""
+
+    def make(config: dict[str, Any]) -> Compressor:
+        name = config.pop("name")
+        get(name, "compressor")  # imports all of them, and refuses an unknown name
+        return Compressor.kinds[name](**config)
+
+    found: Compressor = read_weights(path, "compressor", make)
+    return found
+
+
+def read_weights(path: str | Path, what: str, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """Read the module that `make` makes of the configuration in a file's metadata, in float32.
+
+    ModelError, which names `what` it should be, where the file is no such module.
+    """
     try:
         with safe_open(path, "pt") as file:
             config = json.loads(file.metadata()[_HEADER])
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        name = config.pop("name")
-        get(name, "compressor")  # imports all of them, and refuses an unknown name
-        found = Compressor.kinds[name](**config)
+        found = make(config)
         found.load_state_dict(state)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
         raise ModelError(
-            f"the compressor {str(path)!r} cannot be read: {reason}; name a .safetensors file "
+            f"the {what} {str(path)!r} cannot be read: {reason}; name a .safetensors file "
             "that mmfast.compressors.base.save wrote"
         ) from error
     return found.float().eval().requires_grad_(False)

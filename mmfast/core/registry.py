@@ -22,8 +22,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Every file of a kind's package is imported, which registers its methods.
 PACKAGES = {"reducer": "mmfast.reducers", "cache": "mmfast.caches", "head": "mmfast.heads"}
 PACKAGES |= {"prefill": "mmfast.prefill", "compressor": "mmfast.compressors"}
+PACKAGES |= {"ranker": "mmfast.rankers"}
 # Kinds whose methods a spec of another kind may name.
-NAMED_TOO = {"reducer": ("compressor",)}
+NAMED_TOO = {"reducer": ("compressor", "ranker")}
 # Installed packages add methods by an entry point of this group that names the module to import.
 PLUGINS = "mmfast.plugins"
 
@@ -34,7 +35,7 @@ class Method:
 
     Attributes:
         name: The name in spec strings.
-        kind: `reducer`, `cache`, `head`, `prefill` or `compressor`.
+        kind: `reducer`, `cache`, `head`, `prefill`, `compressor` or `ranker`.
         paper: arXiv id, or "" for a baseline.
         needs: Signals it reads from `Tokens` (`x`, `attn`, `query`, `grid`, `keys` …).
         summary: First line of its docstring.
@@ -182,7 +183,7 @@ def register(
 
     Args:
         name: The name in spec strings.
-        kind: `reducer`, `cache`, `head`, `prefill` or `compressor`.
+        kind: `reducer`, `cache`, `head`, `prefill`, `compressor` or `ranker`.
         paper: arXiv id, or "" for a baseline.
         needs: Signals that it reads.
         into: Where it is entered.

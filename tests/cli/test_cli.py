@@ -46,7 +46,8 @@ def test_methods_json(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(out)
     assert code == 0 and {"evs", "divprune", "holitom"} <= {row["name"] for row in rows}
     assert all(set(row) == {"name", "kind", "paper", "needs", "summary"} for row in rows)
-    assert {row["kind"] for row in rows} == {"reducer", "cache", "head", "prefill", "compressor"}
+    kinds = {"reducer", "cache", "head", "prefill", "compressor", "ranker"}
+    assert {row["kind"] for row in rows} == kinds
     code, out, _ = run(capsys, "methods", "--kind", "cache")
     assert code == 0 and "snapkv" in out and "divprune" not in out and "cache position" in out
 

@@ -16,7 +16,8 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.registry import get, methods
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-METHODS = [method for kind in ("reducer", "cache", "prefill") for method in methods(kind)]
+KINDS = ("reducer", "cache", "prefill", "ranker")
+METHODS = [method for kind in KINDS for method in methods(kind)]
 
 
 def test_generated_files_are_fresh(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,7 @@ def _offered(system: Row) -> str:
     names += [f"cache `{name}`" for name in system.get("caches", ())]
     names += [f"prefill `{name}`" for name in system.get("prefills", ())]
     names += [f"compressor `{name}`" for name in system.get("compressors", ())]
+    names += [f"ranking `{name}`" for name in system.get("rankers", ())]
     names += [f"head `{name}`" for name in system.get("heads", ())]
     names += [f"adapter `{name}`" for name in system.get("families", ())]
     return "; ".join([text for text in (" ".join(names), system.get("also", "")) if text])
@@ -196,6 +197,14 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             "",
             "method: {name} | paper: {paper} | budget: {budget} | summary: {summary}",
             lines=_listed("prefill", "prefill"),
+        ),
+    ),
+    "rankers": (
+        ReportTable(
+            "",
+            "ranking: {name} | paper: {paper} | sites: {sites} | signals: {needs} | "
+            "summary: {summary}",
+            lines=_listed("ranker", "rankers"),
         ),
     ),
     "heads": (

@@ -78,6 +78,7 @@ print(answer.text, answer.kept_tokens, "of", answer.visual_tokens)
 ```"""
 _CLIP = ("assets/clips/red-circle.mp4", "Which way does the red circle move?")
 _PAGES = {"reducer": "reducers", "cache": "policies", "prefill": "prefill"}
+_PAGES |= {"ranker": "rankers"}
 _SESSION = """```python
 import mmfast
 
@@ -95,7 +96,7 @@ def notes(root: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def method_page(method: Method, root: Path = ROOT) -> str:
-    """The page of one reducer, KV policy or method of sparse prefill."""
+    """The page of one reducer, KV policy, learned ranking or method of sparse prefill."""
     from griffe import Docstring  # of the extra `docs`
 
     sections = {
@@ -110,7 +111,7 @@ def method_page(method: Method, root: Path = ROOT) -> str:
     parts += ["## Differences from the paper", *_differences(method, known)]
     folder = root / "assets" / "results"
     rows = {"reducer": _reducer_rows, "cache": _policy_rows, "prefill": _prefill_rows}
-    measured = rows[method.kind]
+    measured = {**rows, "ranker": _ranker_rows}[method.kind]
     parts += ["## Accuracy and cost", *measured(method, folder), "## Example", _example(method)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -168,7 +169,7 @@ def _knobs(method: Method, parameters: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value) or '""'
 
 
 def _differences(method: Method, known: Mapping[str, Any]) -> list[str]:
@@ -280,6 +281,13 @@ def _prefill_rows(method: Method, folder: Path) -> list[str]:
     return ["\n".join(lines) or "Not measured."]
 
 
+def _ranker_rows(method: Method, folder: Path) -> list[str]:
+    command = f"python -m mmfast.rankers.train --layers {method.layer}"
+    return [
+        f"Not measured here: a head fits one model, and none is shipped; `{command}` trains one."
+    ]
+
+
 def _about(name: str, spec: str) -> bool:
     return any(part.partition(":")[0].partition("?")[0] == name for part in spec.split("+"))
 
@@ -294,6 +302,8 @@ def _example(method: Method) -> str:
         task, media = "image-qa", "photo.jpg"
         question = "What is in the picture?"
         options = f'model="Qwen/Qwen2.5-VL-7B-Instruct", reduce="{method.example}"'
+    elif method.kind == "ranker":
+        options = f'model="DIR", reduce="{method.example}"'
     else:
         options = f'reduce="{method.example}"'
     return _PIPELINE.format(task=task, options=options, media=media, question=question)

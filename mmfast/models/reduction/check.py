@@ -39,6 +39,7 @@ from mmfast.models.wrappers import (
     layers_of,
     turns_once,
 )
+from mmfast.rankers.top import find as find_head
 
 
 def check(
@@ -65,6 +66,7 @@ def check(
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
         _check_site(spec, model, len(attends))
+    specs = tuple(ranked(spec, model) for spec in specs)
     _check_layers([spec for spec in specs if spec.site != "vit"], model)
     _check_order(specs)
     _check_revival(specs, text.config, cache)
@@ -234,6 +236,15 @@ def _check_concepts(specs: Sequence[Spec], model: Any) -> None:
                 raise SpecError(f"knob {knob}={value} of '{spec}' is too small; give {least} on")
     if len(specs) > 1:
         raise SpecError(f"'{specs[1]}' is a second compressor of one text; leave it out")
+
+
+def ranked(spec: Spec, model: Any) -> Spec:
+    """Give a learned ranking the file of its layer, by default the one beside the model's."""
+    if spec.method.kind != "ranker" or spec.whole:
+        return spec
+    home = str(getattr(model, "name_or_path", "") or "")
+    path = find_head(home, spec.layer or 0, str(spec.knobs.get("path", "")))
+    return replace(spec, knobs={**spec.knobs, "path": str(path)})
 
 
 def _check_site(spec: Spec, model: Any, layers: int) -> None:
