@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, tiny, video_prompt
 
 import mmfast
 from mmfast.core.registry import get
@@ -40,9 +40,9 @@ def test_autocast_acts_on_products_here() -> None:
 
 @pytest.mark.parametrize("spec", [{"reduce": "divprune:0.25"}, {"cache": "compactor:0.5"}])
 def test_an_attached_model_answers_under_autocast(spec: dict[str, str]) -> None:
-    tiny = FAMILIES[0]()
-    with mmfast.attach(tiny.model, **spec) as trace, torch.autocast("cpu", torch.bfloat16):
+    this = tiny(FAMILIES[0])
+    with mmfast.attach(this.model, **spec) as trace, torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
-            tiny.model.generate(**tiny.inputs("<one> what?"), max_new_tokens=2)
+            this.model.generate(**video_prompt(this), max_new_tokens=2)
     (row, *_) = [row for row in trace.rows if row.stage in ("pre", "kv")]
     assert row.tokens_out < row.tokens_in
