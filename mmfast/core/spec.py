@@ -264,9 +264,8 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
     Raises:
         SpecError: The budget does not fit, or a signal the method needs is missing.
     """
-    import torch
-
     from mmfast.core.reduction import Reduction
+    from mmfast.core.tokens import choosing
 
     method = spec.method
     budget = spec.count(tokens.n, tokens.grid[0] if tokens.grid else 1)
@@ -288,7 +287,7 @@ def run(spec: Spec, tokens: Tokens) -> Reduction | list[Reduction]:
         return items
     hidden = TOKENS if method.text else None  # of the model side alone
     knobs = {name: value for name, value in spec.knobs.items() if name != hidden}
-    with torch.no_grad():
+    with choosing(tokens.x.device):
         reduction: Reduction = method.fn(tokens, budget, **knobs)
     exact = budget is None or reduction.m == budget or (method.resizes and reduction.m < budget)
     if not exact and not parity:

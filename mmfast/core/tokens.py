@@ -6,7 +6,8 @@ L layers, Q codebooks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -14,6 +15,13 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, an
 from mmfast.core.reduction import Reduction, gather_rows
+
+
+@contextmanager
+def choosing(device: torch.device) -> Iterator[None]:
+    """Choose tokens without gradients and as written: autocast of the caller rounds no product."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 @dataclass(frozen=True)

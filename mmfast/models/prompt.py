@@ -38,6 +38,11 @@ def check_question(question: object) -> str:
         raise MmfastError(f"question is {an(type(question).__name__)}; give a string")
     if not question.strip():
         raise MmfastError(f"question {question!r} is empty; ask something about the media")
+    broken = next((c for c in question if "\ud800" <= c <= "\udfff"), None)
+    if broken is not None:  # half of a pair, or a byte of a shell that is not UTF-8
+        raise MmfastError(
+            f"question {question!r} holds {broken!r}, which is no character; give it in UTF-8"
+        )
     return question.strip()
 
 

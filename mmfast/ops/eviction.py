@@ -12,7 +12,7 @@ from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.reduction import Reduction, Segments, gather_rows
 from mmfast.core.registry import EVERY
 from mmfast.core.spec import Spec, count
-from mmfast.core.tokens import Tokens, all_finite
+from mmfast.core.tokens import Tokens, all_finite, choosing
 from mmfast.ops.merging import segment_merge
 from mmfast.ops.ranking import best_places, complement, marked
 from mmfast.ops.similarity import nearest, unit_rows
@@ -49,7 +49,7 @@ def call(spec: Spec, tokens: Tokens, budget: int | None) -> Any:
             "given; pass it in Tokens.signals"
         )
     _check_finite(spec, tokens)
-    with torch.no_grad():
+    with choosing(tokens.x.device):
         knobs = {name: value for name, value in spec.knobs.items() if name != EVERY}
         return spec.method.fn(tokens, budget, **knobs)
 

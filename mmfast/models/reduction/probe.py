@@ -76,7 +76,8 @@ def softmax_rows(query: Tensor, key: Tensor, bias: Tensor | None, scaling: float
     batch, heads, count, width = query.shape
     kv_heads = key.shape[1]
     grouped = query.float().reshape(batch, kv_heads, heads // kv_heads * count, width)
-    logits = grouped @ key.float().transpose(2, 3)
+    with torch.autocast(query.device.type, enabled=False):  # float32 also under a caller's bf16
+        logits = grouped @ key.float().transpose(2, 3)
     logits = logits.mul_(width**-0.5 if scaling is None else scaling)
     logits = logits.reshape(batch, heads, count, key.shape[2])
     return (logits if bias is None else logits.add_(bias)).softmax(dim=-1)

@@ -202,7 +202,9 @@ class RowStore:
             for row in self._rows:
                 self._db.execute(_INSERT, [row[name] for name in SCHEMA.names])
             self._db.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeError) as error:
+            if self._db.in_transaction:  # the next flush begins its own
+                self._db.execute("ROLLBACK")
             raise MmfastError(
                 f"{quote(self.state)} cannot be written ({first_line(error)}); what was answered "
                 "before is kept: make room or rights, and run again"

@@ -354,6 +354,7 @@ def test_usage(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([folder], "--question"),
         ([folder, *ask, *ask], "twice"),
         ([folder, "-q", " "], "empty"),
+        ([folder, "-q", "wh\udcffat?"], "no character"),
         ([folder, "--questions", tmp_path / "latin"], "UTF-8"),
         ([folder, "--questions", tmp_path / "none.txt"], "No such file"),
         ([folder, *ask, "--reduce", "evz:0.5"], "did you mean 'evs'"),
