@@ -26,7 +26,6 @@ from mmfast.tiny.scenes.evaluate import NAME, run_scenes
 from mmfast.tiny.scenes.lessons import (
     KINDS,
     LEAST,
-    LONG,
     Encoded,
     SceneSampler,
     picture_frames,
@@ -43,8 +42,9 @@ from mmfast.tiny.video.scene import IGNORE
 
 HELD = 96  # clips of the world that are never trained on, for looks
 BATCH, QUESTIONS = 12, 12  # of each thread
-STILLS, WHOLE = 0.25, 0.5  # shares of steps with pictures, and with all visual tokens
+STILLS, WHOLE = 0.35, 0.5  # shares of steps with pictures, and with all visual tokens
 KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
+HARD = {"where": 3, "describe": 3, "count": 2, "speed": 2}  # asked more even where right
 STRANGERS = 2  # clips outside the world in a batch
 
 
@@ -155,7 +155,7 @@ class SceneLanguage(training.Task):
         with training.fast():
             kept = scene_score(self.model, self.exam[:1])
             scores = scene_score(self.model, self.exam[1:])
-        least = {k: 3 * LEAST if k in LONG else LEAST for k in KINDS}
+        least = {k: HARD.get(k, 1) * LEAST for k in KINDS}
         self.weights = {k: least[k] + 3 * min(1 - scores.get(k, 0.0), 0.4) for k in KINDS}
         mean = sum(scores.values()) / len(scores)
         self.best, self.fresh = max(mean, self.best), mean >= self.best
