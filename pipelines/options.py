@@ -91,6 +91,11 @@ def check_names(
     for name in given:
         if name in loading.FIXED:
             loading.check_fixed({name: not loading.FIXED[name]})
+        if name == "num_return_sequences":
+            raise MmfastError(
+                f"{task}: {name} is not taken, a question has one answer; give it in a list as "
+                "often as you want answers, with do_sample=True"
+            )
         if name not in choices and name not in more:
             place = name in loading.MODEL_KWARGS and "model_kwargs" in choices
             hint = f" (it belongs into model_kwargs={{{name!r}: …}})" if place else ""

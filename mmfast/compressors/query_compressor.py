@@ -26,7 +26,7 @@ def cells_of(grid: tuple[int, int], count: int) -> Tensor:
 
 def sin_cos(grid: tuple[int, int], width: int) -> Tensor:
     """Sines and cosines of row and column, `[P, width]`; `width` is a multiple of 4."""
-    return sin_cos_at(*(torch.arange(n) for n in grid), width)
+    return sin_cos_at(torch.arange(grid[0]), torch.arange(grid[1]), width)
 
 
 def sin_cos_at(rows: Tensor, columns: Tensor, width: int) -> Tensor:

@@ -166,7 +166,10 @@ def picture(media: object, name: str, limits: Limits) -> Frame:
         )
     source = open_source(media, limits)
     if source.kind not in IMAGE_KINDS:
-        raise MediaError(f"{source.name} is a video ({source.kind}): read it with read_video")
+        raise MediaError(
+            f"{source.name} is a video ({source.kind}) where a picture belongs: give one of its "
+            "frames, or the video as an input of its own"
+        )
     with open_image(source, limits) as image, refusing(source.name):
         return to_rgb(upright(image), source.name)
 

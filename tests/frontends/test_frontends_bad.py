@@ -180,6 +180,10 @@ def test_a_video_of_one_pixel(tmp_path: Path) -> None:
     refused(lambda: read_image(png_of_size(1, 1)), "1x1")
 
 
+def test_a_video_in_place_of_a_picture(clip_path: Path) -> None:
+    refused(lambda: read_image(clip_path), "where a picture belongs: give one of its frames")
+
+
 @pytest.mark.parametrize("make", [png_of_size, jpeg_of_size])
 def test_an_enormous_image_is_refused_from_its_header(
     read, make, monkeypatch: pytest.MonkeyPatch
