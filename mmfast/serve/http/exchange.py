@@ -436,8 +436,16 @@ class AnswerSet:
 
 
 def ignoring(asked: schema.Strict, config: ServerConfig) -> dict[str, str]:
-    """Return the header that names parameters without effect, which a strict server refuses."""
+    """Return the header that names parameters without effect, which a strict server refuses.
+
+    One of ours beside `mmfast` instead of inside is refused by any.
+    """
     unused = schema.ignored(asked)
+    ours = schema.MmfastOptions.model_fields if "mmfast" in type(asked).model_fields else ()
+    for name in ours:
+        if name in unused:
+            text = f'{name} belongs into mmfast: send "mmfast": {{"{name}": …}}'
+            raise bad_request(text, "unknown_parameter", name)
     shown = ", ".join(unused)
     if unused and config.strict:
         text = f"{shown[:300]}: without effect here, and this server is strict; leave it out"

@@ -371,6 +371,13 @@ def test_unknown_parameters_are_named_or_refused() -> None:
     assert strict.status_code == 400 and strict.json()["error"]["code"] == "unknown_parameter"
 
 
+@pytest.mark.parametrize("name", ["reduce", "cache", "frames"])
+def test_a_parameter_of_ours_in_the_wrong_place_is_refused(name: str) -> None:
+    reply = post(app_of(saying(*ANSWER)), messages=user("Hi?"), **{name: "evs:0.5"})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == name
+    assert f'send "mmfast": {{"{name}": …}}' in reply.json()["error"]["message"]
+
+
 def test_names_of_the_model() -> None:
     for name in (MODEL, "mmfast", "gpt-realtime"):
         document = {"messages": user("Hi?"), "model": name}
