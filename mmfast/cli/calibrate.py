@@ -13,7 +13,7 @@ from mmfast.core.errors import MmfastError
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder of a model.")],
+    model: Annotated[str, typer.Argument(help="Folder of a model, or tiny-scenes, with --out.")],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the patterns; that of the model if left out.")
     ] = None,
@@ -32,8 +32,6 @@ def calibrate(
     as_json: shared.Json = False,
 ) -> None:
     """Find what duo_attention, qfilter and, with --gates, fastkvzip read of a model's heads."""
-    if not Path(model).is_dir():
-        raise MmfastError(f"{model!r} is no folder of a model; give one with a config.json")
     if min(count, length) < 1:
         raise MmfastError(f"--count {count} --length {length} reads nothing; give 1 or more")
     if data is not None and suite is not None:
@@ -43,15 +41,21 @@ def calibrate(
     from mmfast.bench.prompts import load_pair, own_prompts, suite_prompts
     from mmfast.models.kv.calibration import calibrate_heads
     from mmfast.models.kv.patterns import FILE
+    from mmfast.models.loading import located
     from mmfast.models.quiet import quiet
 
+    place = Path(located(model))
+    if not place.is_dir():
+        raise MmfastError(f"{model!r} is no folder of a model; give one with a config.json")
+    if out is None and str(place) != model:
+        raise MmfastError(f"the embedded {model!r} stays as it is; give --out FOLDER")
     quiet()
-    pair, prompts = load_pair(model), None
+    pair, prompts = load_pair(str(place)), None
     if data is not None:
         prompts = own_prompts(pair, data, count, length)
     elif suite is not None:
         prompts = suite_prompts(pair, suite, count, length)
-    home = Path(model) if out is None else out
+    home = place if out is None else out
     found = calibrate_heads(pair[0], prompts, save=home, count=count, length=length, gates=gates)
     rows = {str(i): [round(float(x), 4) for x in reach] for i, reach in found.reach.items()}
     told = {"file": str(home / FILE), "gates": len(found.gates)}

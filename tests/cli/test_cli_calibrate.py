@@ -109,3 +109,9 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], folder: Pat
     (folder / FILE).write_bytes(b"no tensors")
     refused = fails(capsys, "ask", CLIP, QUESTION, "--model", str(folder), "--cache", "qfilter:0.5")
     assert FILE in refused and "\n" not in refused.strip()
+
+
+def test_an_embedded_model_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "give --out FOLDER" in fails(capsys, "calibrate", "tiny-video", *SIZE)
+    code, _, error = run(capsys, "calibrate", "tiny-video", "--out", str(tmp_path), *SIZE)
+    assert code == 0 and (tmp_path / FILE).is_file(), error
