@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +26,8 @@ def turned(x: Tensor, place: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
-@dataclass(frozen=True)
-class PrefusionCache:
-    """Keys and values `[..., H, n, d]` of tokens in front, which those behind them read."""
-
-    keys: Tensor
-    values: Tensor
+# Keys and values `[..., H, n, d]` of tokens in front, which those behind them read.
+Front = tuple[Tensor, Tensor]
 
 
 class RootNorm(nn.RMSNorm):
@@ -58,8 +53,8 @@ class PrefusionLayer(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(
-        self, x: Tensor, place: Tensor, seen: Tensor, front: PrefusionCache | None = None
-    ) -> tuple[Tensor, PrefusionCache]:
+        self, x: Tensor, place: Tensor, seen: Tensor, front: Front | None = None
+    ) -> tuple[Tensor, Front]:
         """Run tokens `[..., n, C]` at `place` `[..., n]` behind those in `front`.
 
         `seen` `[..., n, m + n]` is False where a token must not look, at the m in front or at the
@@ -73,16 +68,16 @@ class PrefusionLayer(nn.Module):
         q, k = turned(q, place), turned(k, place)
         keys, values = k, v
         if front is not None:
-            lead = torch.broadcast_shapes(k.shape[:-2], front.keys.shape[:-2])
+            lead = torch.broadcast_shapes(k.shape[:-2], front[0].shape[:-2])
             q = q.expand(*lead, *q.shape[-2:])
             keys, values = (
                 torch.cat([each.expand(*lead, *each.shape[-2:]) for each in pair], -2)
-                for pair in ((front.keys, k), (front.values, v))
+                for pair in zip(front, (k, v), strict=True)
             )
         mixed = scaled_dot_product_attention(q, keys, values, attn_mask=seen[..., None, :, :])
         x = x + self.o(mixed.transpose(-2, -3).flatten(-2))
         inside = self.between(x)
-        return x + self.down(silu(self.gate(inside)) * self.up(inside)), PrefusionCache(k, v)
+        return x + self.down(silu(self.gate(inside)) * self.up(inside)), (k, v)
 
 
 class LlavaMini(Compressor, name="llava_mini"):
