@@ -91,12 +91,12 @@ def check_names(
     for name in given:
         if name in loading.FIXED:
             loading.check_fixed({name: not loading.FIXED[name]})
-        if name == "num_return_sequences":
-            raise MmfastError(
-                f"{task}: {name} is not taken, a question has one answer; give it in a list as "
-                "often as you want answers, with do_sample=True"
-            )
         if name not in choices and name not in more:
+            if name == "num_return_sequences":
+                raise MmfastError(
+                    f"{task}: {name} is not taken, an input has one answer; give it in a list as "
+                    "often as you want answers, with do_sample=True"
+                )
             place = name in loading.MODEL_KWARGS and "model_kwargs" in choices
             hint = f" (it belongs into model_kwargs={{{name!r}: …}})" if place else ""
             raise MmfastError(f"{task}: {unknown('option', name, choices, more)}{hint}")

@@ -13,7 +13,9 @@ from mmfast.core.errors import MmfastError
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder of a model, or tiny-scenes, with --out.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder of a model; an embedded one by name, with --out.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the patterns; that of the model if left out.")
     ] = None,
@@ -44,18 +46,18 @@ def calibrate(
     from mmfast.models.loading import located
     from mmfast.models.quiet import quiet
 
-    place = Path(located(model))
-    if not place.is_dir():
+    place = located(model)
+    if not Path(place).is_dir():
         raise MmfastError(f"{model!r} is no folder of a model; give one with a config.json")
-    if out is None and str(place) != model:
+    if out is None and place != model:
         raise MmfastError(f"the embedded {model!r} stays as it is; give --out FOLDER")
     quiet()
-    pair, prompts = load_pair(str(place)), None
+    pair, prompts = load_pair(place), None
     if data is not None:
         prompts = own_prompts(pair, data, count, length)
     elif suite is not None:
         prompts = suite_prompts(pair, suite, count, length)
-    home = place if out is None else out
+    home = Path(place) if out is None else out
     found = calibrate_heads(pair[0], prompts, save=home, count=count, length=length, gates=gates)
     rows = {str(i): [round(float(x), 4) for x in reach] for i, reach in found.reach.items()}
     told = {"file": str(home / FILE), "gates": len(found.gates)}

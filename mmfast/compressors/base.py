@@ -169,15 +169,19 @@ def read_weights(path: str | Path, what: str, make: Callable[[dict[str, Any]], A
     return found.float().eval().requires_grad_(False)
 
 
-@lru_cache(maxsize=8)
-def _placed(path: str, _age: int, device: torch.device, dtype: torch.dtype) -> Compressor:
-    return load(path).to(device, dtype)
+@lru_cache(maxsize=16)
+def _placed(
+    read: Callable[[str], Any], path: str, _age: int, device: torch.device, dtype: torch.dtype
+) -> Any:
+    return read(path).to(device, dtype)
 
 
-def placed(path: str, device: torch.device, dtype: torch.dtype) -> Compressor:
-    """Return the compressor of a file on a device, read again when the file changes."""
+def placed(
+    path: str, device: torch.device, dtype: torch.dtype, read: Callable[[str], Any] = load
+) -> Any:
+    """Return the module that `read` makes of a file, on a device; again when the file changes."""
     age = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
-    return _placed(path, age, device, dtype)
+    return _placed(read, path, age, device, dtype)
 
 
 def learned(tokens: Tokens, budget: int, path: str, name: str) -> Reduction:
@@ -194,11 +198,11 @@ def learned(tokens: Tokens, budget: int, path: str, name: str) -> Reduction:
     frames, count = grid[0], budget // grid[0]
     if not path:
         find("", name, count)
-    compressor = placed(path, tokens.x.device, tokens.x.dtype)
+    compressor: Compressor = placed(path, tokens.x.device, tokens.x.dtype)
     if compressor.name != name:
         raise ModelError(f"{path!r} holds a {compressor.name!r}, not a {name!r}; write that name")
     compressor.check(grid, tokens.x.shape[-1], count)
-    out = compressor(tokens.x.unflatten(-2, (frames, -1)), tokens.query)
+    out: Compressed = compressor(tokens.x.unflatten(-2, (frames, -1)), tokens.query)
     frame = torch.arange(frames, device=tokens.x.device)[:, None]
     keep = (out.place + frame * (grid[1] * grid[2])).flatten(-2)  # [..., F k]
     slot = (out.owner + frame * count).flatten(-2)

@@ -20,7 +20,7 @@ def stable_topk(score: Tensor, count: int) -> Tensor:
 def best_places(score: Tensor, count: int) -> Tensor:
     """Indices `[..., count]` of the highest scores `[..., N]`, in any order; ties: lowest index.
 
-    The same entries as of `stable_topk`, ten times sooner on a CPU.
+    The same entries as of `stable_topk`, five times sooner on a CPU.
     """
     if score.is_cuda or not 0 < count < score.shape[-1]:  # looking for ties takes longer there
         return stable_topk(score, count)

@@ -8,14 +8,13 @@ the loss of the paper, from the hidden states that enter the layer.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmfast.compressors.base import read_weights
+from mmfast.compressors.base import placed, read_weights
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
@@ -99,11 +98,6 @@ def load(path: str | Path) -> RankHead:
     return found
 
 
-@lru_cache(maxsize=16)
-def _placed(path: str, _age: int, device: torch.device) -> RankHead:
-    return load(path).to(device)
-
-
 @register("top", kind="ranker", paper="2306.14393", needs=("x", "query"), sites=("llm",), layer=2)
 def top(tokens: Tokens, budget: int, *, path: str = "") -> Reduction:
     """Keep the tokens that a trained head expects the final layer to attend to.
@@ -118,13 +112,12 @@ def top(tokens: Tokens, budget: int, *, path: str = "") -> Reduction:
         budget: Tokens to keep; ties go to the lowest index.
         path: File of the weights; "" is `rankers/top-K.safetensors` beside the model's checkpoint.
     """
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         raise ModelError(
             f"'top' is learned and {path!r} is no file; attach it to a model that has weights, or "
             f"name a file: top:{budget}?path=FILE"
         )
-    head = _placed(path, file.stat().st_mtime_ns, tokens.x.device)
+    head: RankHead = placed(path, tokens.x.device, torch.float32, load)
     width = head.config["width"]
     if width != tokens.x.shape[-1]:
         raise ModelError(

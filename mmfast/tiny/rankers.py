@@ -229,8 +229,5 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)
-    log = training.Log(options.out / "rankers", fresh=False)
     fields = ("model", "suite", "layers", "seed", "minutes", "steps", "prompts")
-    log.start(**{name: getattr(options, name) for name in fields})
-    run(options, log)
-    log.end()
+    training.Log.record(options.out / "rankers", run, options, *fields)

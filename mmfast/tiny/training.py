@@ -305,6 +305,16 @@ class Log:
         """Row of the duration of a run."""
         self({"stage": "end", **figures, "seconds": time.monotonic() - self.began})
 
+    @classmethod
+    def record(
+        cls, folder: Path, run: Callable[[Any, Log], None], options: Any, *fields: str
+    ) -> None:
+        """Run a recipe with its options, in the log of a folder that goes on; it begins by them."""
+        log = cls(folder, fresh=False)
+        log.start(**{name: getattr(options, name) for name in fields})
+        run(options, log)
+        log.end()
+
     @contextmanager
     def stage(self, name: str, **figures: Any) -> Iterator[Figures]:
         """Row of the duration of the block; the block may add figures to it."""

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from clip_lessons import clip_lessons
 
 from mmfast.compressors.base import Compressed, Compressor, load
 from mmfast.compressors.query_compressor import QueryCompressor
@@ -16,8 +16,7 @@ from mmfast.models.loading import embedded_path
 from mmfast.models.loading import load as load_model
 from mmfast.tiny import training
 from mmfast.tiny.video import compressors as recipe
-from mmfast.tiny.video import scene, tower
-from mmfast.tiny.video.clips import Bank, make_row
+from mmfast.tiny.video import scene
 from mmfast.tiny.video.lessons import ClipSampler, answer, answer_loss
 
 HELD = 4
@@ -27,11 +26,7 @@ HELD = 4
 def school() -> tuple[Any, ClipSampler]:
     """The model, and sixteen clips with their features."""
     model, processor = load_model(embedded_path("tiny-video"), "cpu", "float32")
-    rows = [make_row(scene.make_scene(scene.TRAIN, 9, number)) for number in range(16)]
-    *arrays, tables = zip(*rows, strict=True)
-    bank = Bank(*(torch.from_numpy(np.stack(each)) for each in arrays), list(tables))
-    features = tower.encode_bank(model, bank)
-    return model, ClipSampler(bank, features, processor.tokenizer, 0)
+    return model, clip_lessons(model, processor, 16)
 
 
 class Everything(Compressor, name="everything"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import oracles_compressors as oracle
 import pytest
 import torch
+from clip_lessons import clip_lessons
 from torch import Tensor
 
 import mmfast
@@ -19,9 +19,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.models.loading import embedded_path, load
 from mmfast.tiny import training
 from mmfast.tiny.video import compressors as recipe
-from mmfast.tiny.video import scene, tower
-from mmfast.tiny.video.clips import Bank, make_row
-from mmfast.tiny.video.lessons import ClipSampler, answer_loss
+from mmfast.tiny.video.lessons import answer_loss
 from mmfast.vllm.plan import parse_plan
 
 GRID = (3, 4)
@@ -201,10 +199,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_steps_lower_the_loss(steps: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "CLIPS", 2)
     model, processor = load(embedded_path("tiny-video"), "cpu", "float32")
-    rows = [make_row(scene.make_scene(scene.TRAIN, 9, number)) for number in range(4)]
-    *arrays, tables = zip(*rows, strict=True)
-    bank = Bank(*(torch.from_numpy(np.stack(each)) for each in arrays), list(tables))
-    clips = ClipSampler(bank, tower.encode_bank(model, bank), processor.tokenizer, 0)
+    clips = clip_lessons(model, processor, 4)
     torch.manual_seed(0)
     made = LlavaMini(192, 1, (6, 6), inner=24, heads=3)
     task = recipe.CompressorTask(model, made, clips, 0, held=2, questions=2)

@@ -10,6 +10,7 @@ import numpy as np
 import oracles_compressors as oracle
 import pytest
 import torch
+from clip_lessons import clip_lessons
 from torch import Tensor
 from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
@@ -26,9 +27,7 @@ from mmfast.models.loading import embedded_path, load
 from mmfast.models.prompt import Shot, build_inputs
 from mmfast.tiny import training
 from mmfast.tiny.video import compressors as recipe
-from mmfast.tiny.video import scene, tower
-from mmfast.tiny.video.clips import Bank, make_row
-from mmfast.tiny.video.lessons import ClipSampler, answer_loss
+from mmfast.tiny.video.lessons import answer_loss
 from mmfast.vllm.plan import parse_plan
 
 GRID = (3, 4)
@@ -180,10 +179,7 @@ def test_the_loss_falls_and_attach_and_pipelines_use_what_was_saved(
 ) -> None:
     monkeypatch.setattr(recipe, "CLIPS", 2)
     model, processor = subject
-    rows = [make_row(scene.make_scene(scene.TRAIN, 9, number)) for number in range(6)]
-    *arrays, tables = zip(*rows, strict=True)
-    bank = Bank(*(torch.from_numpy(np.stack(each)) for each in arrays), list(tables))
-    clips = ClipSampler(bank, tower.encode_bank(model, bank), processor.tokenizer, 0)
+    clips = clip_lessons(model, processor, 6)
     torch.manual_seed(0)
     made = Storm(192, 4, (6, 6), inner=24, states=4)
     task = recipe.CompressorTask(model, made, clips, 0, held=2, questions=2)

@@ -80,7 +80,7 @@ def test_nearest_names_of_questions(task: str, wrong: str, right: str) -> None:
     ("task", "options", "told"),
     [
         ("video-stream", {"frame_cach": 0.5}, "did you mean 'frame_cache'"),
-        ("video-qa", {"num_return_sequences": 2}, "a question has one answer"),
+        ("video-qa", {"num_return_sequences": 2}, "an input has one answer"),
         ("video-stream", {"max_new_tokens": 5}, "choices: attn, batch, clips, device"),
         ("text-to-speech", {"voise": "x"}, "did you mean 'voice'"),
         ("text-to-speech", {"speed": 165}, "choices: head, mode"),

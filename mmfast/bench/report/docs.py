@@ -77,8 +77,12 @@ answer = pipe("{media}", "{question}")
 print(answer.text, answer.kept_tokens, "of", answer.visual_tokens)
 ```"""
 _CLIP = ("assets/clips/red-circle.mp4", "Which way does the red circle move?")
-_PAGES = {"reducer": "reducers", "cache": "policies", "prefill": "prefill"}
-_PAGES |= {"ranker": "rankers"}
+_PAGES = {
+    "reducer": "reducers",
+    "cache": "policies",
+    "prefill": "prefill",
+    "ranker": "rankers",
+}
 _SESSION = """```python
 import mmfast
 
@@ -110,8 +114,12 @@ def method_page(method: Method, root: Path = ROOT) -> str:
     parts += ["## Knobs", *_knobs(method, sections.get("parameters", ()))]
     parts += ["## Differences from the paper", *_differences(method, known)]
     folder = root / "assets" / "results"
-    rows = {"reducer": _reducer_rows, "cache": _policy_rows, "prefill": _prefill_rows}
-    measured = {**rows, "ranker": _ranker_rows}[method.kind]
+    measured = {
+        "reducer": _reducer_rows,
+        "cache": _policy_rows,
+        "prefill": _prefill_rows,
+        "ranker": _ranker_rows,
+    }[method.kind]
     parts += ["## Accuracy and cost", *measured(method, folder), "## Example", _example(method)]
     return "\n\n".join(part for part in parts if part) + "\n"
 

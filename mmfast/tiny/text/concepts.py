@@ -205,8 +205,5 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)
-    log = training.Log(options.out / "compressors", fresh=False)
     fields = ("compressor", "model", "tokens", "segment", "rank", "seed", "minutes", "steps")
-    log.start(**{name: getattr(options, name) for name in fields})
-    run(options, log)
-    log.end()
+    training.Log.record(options.out / "compressors", run, options, *fields)

@@ -292,8 +292,5 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)
-    log = training.Log(options.out / "compressors", fresh=False)
     fields = ("model", "compressor", "tokens", "seed", "minutes", "steps", "clips")
-    log.start(**{name: getattr(options, name) for name in fields})
-    run(options, log)
-    log.end()
+    training.Log.record(options.out / "compressors", run, options, *fields)

@@ -18,10 +18,10 @@ def rows(count: int = 48, width: int = 24) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", ["divprune", "dtd", "evs"])
+@pytest.mark.parametrize("name", ["divprune", "key_clip", "evs"])
 def test_the_choice_under_autocast_is_that_without(name: str) -> None:
     signals = {need: rows() for need in get(name).needs if need not in ("x", "grid", "query")}
-    tokens = Tokens(rows(), grid=(3, 4, 4), signals=signals)
+    tokens = Tokens(rows(), query=rows(5), grid=(3, 4, 4), signals=signals)
     if "attn" in get(name).needs:
         tokens = replace(tokens, attn=rows()[:, 0].softmax(0))
     (spec,) = parse(f"{name}:0.25")

@@ -280,6 +280,20 @@ def test_killed_by_the_system(many: Path, tmp_path: Path) -> None:
     assert before > 0
 
 
+def test_rows_that_cannot_be_written_leave_no_transaction_open(many: Path, tmp_path: Path) -> None:
+    job = _job(many)
+    medium, *_ = find_media(many, None, None, tmp_path / "a.parquet")
+    with RowStore(tmp_path / "a.parquet", job.identity()) as kept:
+        bad, good = blank(job, medium, "\udcff"), blank(job, medium, QUESTION)
+        kept.add([bad])
+        for _ in range(2):  # the same error again, not one of the database's
+            with pytest.raises(MmfastError, match=r"cannot be written \(.*surrogates"):
+                kept.flush()
+        kept._rows = [good]
+        kept.flush()
+        assert len(kept.done) == 1
+
+
 def test_changed_files_and_errors(many: Path, tmp_path: Path, fake: type[Fake]) -> None:
     out = tmp_path / "a.parquet"
     (many / "bad.mp4").write_bytes(b"bad")
