@@ -295,6 +295,10 @@ def translate(
     files = recordings or []
     if text is not None and not text.strip():
         raise MmfastError(f"there is nothing to translate in --text {text!r}; give words")
+    if text is not None:
+        from mmfast.models.prompt import check_characters
+
+        check_characters("--text", text)
     if bool(files) == (text is not None):
         raise MmfastError("translate takes recordings or --text; give one of them")
     if stream and (as_json or len(files) > 1):

@@ -38,12 +38,18 @@ def check_question(question: object) -> str:
         raise MmfastError(f"question is {an(type(question).__name__)}; give a string")
     if not question.strip():
         raise MmfastError(f"question {question!r} is empty; ask something about the media")
-    broken = next((c for c in question if "\ud800" <= c <= "\udfff"), None)
-    if broken is not None:  # half of a pair, or a byte of a shell that is not UTF-8
+    return check_characters("question", question).strip()
+
+
+def check_characters(what: str, text: str) -> str:
+    """Return a text of characters; MmfastError for half of a pair, or a byte that is not UTF-8."""
+    broken = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    if broken is not None:  # a shell hands over such a byte
+        short = text if len(text) <= 80 else text[:80] + "…"
         raise MmfastError(
-            f"question {question!r} holds {broken!r}, which is no character; give it in UTF-8"
+            f"{what} {short!r} holds {broken!r}, which is no character; give it in UTF-8"
         )
-    return question.strip()
+    return text
 
 
 def build_inputs(
