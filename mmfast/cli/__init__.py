@@ -166,12 +166,12 @@ def _open_closed() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _stop_output(code: int) -> int:
     """Return the code, and write what is left nowhere: the interpreter would fail on it again."""
-    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
+    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     return code
 
 

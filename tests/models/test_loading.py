@@ -111,6 +111,12 @@ def test_what_cannot_be_loaded(options: dict[str, Any], told: str) -> None:
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_folder_with_an_adapter_alone_names_the_way(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter of PEFT without its model.*merge_and_unload"):
+        load(str(tmp_path))
+
+
 def test_agreement_is_no_contradiction() -> None:
     given = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
     model, _ = load(HERE, "cpu", "float32", None, given)
