@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,12 +152,24 @@ def _media(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
     clips = [shot for mine in shots for shot in mine if shot.kind == "video"]
     images = [[shot.pixels for shot in mine if shot.kind == "image"] for mine in shots]
     if any(images):
-        media["images"] = images
+        first = _channels_first([pixels for mine in images for pixels in mine])
+        media["images"] = [[first(pixels) for pixels in mine] for mine in images]
     if clips:
-        media["videos"] = [shot.pixels for shot in clips]
+        first = _channels_first([shot.pixels for shot in clips])
+        media["videos"] = [first(shot.pixels) for shot in clips]
         media["video_metadata"] = [VideoMetadata(**(shot.metadata or {})) for shot in clips]
         media["do_sample_frames"] = False
     return media
+
+
+def _channels_first(pixels: Sequence[Any]) -> Callable[[Any], Any]:
+    """Put channels before rows `[.., 3, h, w]` if a picture `[.., h, w, 3]` has few rows.
+
+    A processor takes a first axis of one, three or four for the channels. It looks at one of them.
+    """
+    if not any(each.shape[-3] in (1, 3, 4) for each in pixels):
+        return lambda each: each
+    return lambda each: each.swapaxes(-1, -2).swapaxes(-2, -3)
 
 
 def summed(counts: Sequence[tuple[int, int]], items: Sequence[int]) -> list[tuple[int, int]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from PIL import Image
+from transformers import AutoProcessor, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 import mmfast
 from mmfast.core.errors import ModelError
 from mmfast.models.loading import embedded_path, load, pick_device
+from mmfast.models.prompt import Shot, build_inputs
 from mmfast.pipelines.visual_qa import Answer
 
 CLIP = Path(__file__).resolve().parents[2] / "assets" / "clips" / "red-circle.mp4"
@@ -147,6 +150,26 @@ def test_processors(tmp_path: Path) -> None:
     for source in (model, (model, processor)):
         with pytest.raises(ModelError, match="loaded already"):
             mmfast.pipeline("video-qa", source, model_kwargs={"dtype": "auto"})
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_rows_of_a_flat_picture_are_not_taken_for_channels(kind: str) -> None:
+    """As the processor reads the same picture from PIL, or with channels first."""
+    processor = AutoProcessor.from_pretrained(HERE)
+    chat = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "what?"}]}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    for rows in (3, 4, 48):
+        flat = np.random.default_rng(0).integers(0, 256, (rows, 48, 3), np.uint8)
+        shot, plain = Shot("image", flat), {"images": [[Image.fromarray(flat)]]}
+        if kind == "video":
+            known = {"total_num_frames": 2, "fps": 2.0, "frames_indices": [0, 1]}
+            shot = Shot("video", np.stack([flat, flat]), known)
+            frames = torch.from_numpy(shot.pixels).permute(0, 3, 1, 2)
+            plain = {"videos": [frames], "do_sample_frames": False}
+        found = build_inputs(processor, [[shot]], ["what?"], torch.device("cpu"))
+        told = processor(text=[text], padding=True, return_tensors="pt", **plain)
+        name = "pixel_values" if kind == "image" else "pixel_values_videos"
+        assert torch.equal(found[name], told[name]), rows
 
 
 @pytest.mark.parametrize("task", ["text-to-speech", "speech-chat"])
