@@ -1,0 +1,184 @@
+"""The ear for two speakers at once: a stream of words with marks of change, parted by speaker.
+
+Token-level serialised output (t-SOT, Kanda et al. 2022, 2202.00842) over the embedded ear: a copy
+of its Parakeet, with one more class for the mark. A stream is heard in chunks between context on
+both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.core.errors import ModelError
+from mmfast.decoding.serialised import CHANGE, ChannelSplitter, TimedWord
+from mmfast.models.loading import embedded_path, part_of
+from mmfast.models.speech.ear import AROUND, FOLDER, SLOTS, scaled
+from mmfast.models.speech.layout import SpeechLayout
+from mmfast.models.speech.sound import LOUDNESS, resampled, samples, taken
+from mmfast.ops.audio import HOP, log_mel
+
+FILE = "overlap.safetensors"  # in the folder of an ear
+RATE = 16_000
+FRAME = HOP * SLOTS  # samples to a frame of the ear: 40 ms
+CHUNK, CONTEXT = 1.0, 2.0  # seconds
+SCALE = ".scale"  # of a matrix in 8 bits, one number a row
+
+
+def widened(model: Any, rows: int) -> Any:
+    """Give a CTC model so many classes: new ones start as silent as the old are on average."""
+    old, config = model.ctc_head, model.config
+    head = nn.Linear(old.in_features, rows)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[: len(old.weight)] = old.weight
+        head.bias.fill_(float(old.bias[1:].mean()))
+        head.bias[: len(old.bias)] = old.bias
+    model.ctc_head, config.vocab_size = head, rows
+    return model
+
+
+def save_overlap(model: Any, folder: Path) -> None:
+    """Write the weights of an ear for two into the folder of the ear: matrices in 8 bits."""
+    found: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if value.ndim > 1:
+            rows = value.float().flatten(1)
+            scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
+            found[name] = (rows / scale).round().to(torch.int8).reshape(value.shape).contiguous()
+            found[name + SCALE] = scale[:, 0].contiguous()
+        else:
+            found[name] = value.contiguous()
+    save_file(found, folder / FILE)
+    (folder / FILE).chmod(0o644)
+
+
+def load_overlap(path: str | Path | None = None) -> OverlapEar:
+    """Read the ear for two of a speech model's folder; None is the embedded one.
+
+    ModelError: the folder has none, or it is broken.
+    """
+    folder = embedded_path("tiny-speech") if path is None else Path(path)
+    layout, file = SpeechLayout.load(folder), folder / FOLDER / FILE
+    if not file.is_file():
+        raise ModelError(
+            f"{str(folder)!r} has no ear for two speakers ({FOLDER}/{FILE}); train one with "
+            "python -m mmfast.tiny.speech.overlap, or leave speakers= out"
+        )
+    model = widened(part_of(folder, FOLDER, "AutoModelForCTC"), layout.texts + 1)
+    try:
+        stored = load_file(file)
+        scales = {name[: -len(SCALE)]: stored.pop(name) for name in [*stored] if SCALE in name}
+        state = {
+            name: (value.float().flatten(1) * scales[name][:, None]).reshape(value.shape)
+            if name in scales
+            else value
+            for name, value in stored.items()
+        }
+        model.load_state_dict(state)
+    except Exception as error:
+        raise ModelError(f"{str(file)!r} is no ear for two speakers; train it again") from error
+    return OverlapEar(model.float().eval(), layout)
+
+
+@dataclass(frozen=True)
+class SpeakerWord:
+    """A word of one of two speakers (0 is whoever is heard first) and its end in seconds."""
+
+    speaker: int
+    text: str
+    at: float
+
+
+class OverlapEar:
+    """Writes down two speakers, who may speak at once.
+
+    Args:
+        model: CTC model over the text rows of a layout and, last, the mark of a change.
+        layout: Meaning of the rows.
+    """
+
+    def __init__(self, model: Any, layout: SpeechLayout) -> None:
+        self.model, self.layout = model, layout
+        self.blank, self.change = layout.id("<pad>"), layout.texts
+
+    @torch.inference_mode()
+    def frames(self, sound: Tensor) -> list[int]:
+        """Return the likeliest class of each frame of 40 ms of sound `[n]` at 16 kHz."""
+        mel = log_mel(F.pad(sound, (0, -len(sound) % FRAME)), torch.float32)
+        whole = len(mel) // SLOTS * SLOTS
+        if not whole:
+            return []
+        found: list[int] = self.model(scaled(mel[None, :whole])).logits[0].argmax(-1).tolist()
+        return found
+
+    def hear(self, pcm: Tensor, rate: int = RATE) -> list[SpeakerWord]:
+        """Return the words of a recording `[n]`, none for silence; MediaError: it is no sound."""
+        sound = samples(pcm, rate, RATE)
+        if not len(sound) or float(sound.abs().max()) <= LOUDNESS:
+            return []
+        return list(self._words([self.frames(F.pad(sound - sound.mean(), AROUND))], AROUND[0]))
+
+    def stream(
+        self,
+        chunks: Iterable[Tensor],
+        rate: int = RATE,
+        chunk: float = CHUNK,
+        context: float = CONTEXT,
+    ) -> Iterator[SpeakerWord]:
+        """Yield words while chunks of sound come.
+
+        Args:
+            chunks: Sound `[n]` at `rate`.
+            rate: Samples per second.
+            chunk: Seconds that are written down at once.
+            context: Seconds that are heard on both sides of them; those behind must have come.
+        """
+        size, around = (max(1, round(seconds * RATE / FRAME)) for seconds in (chunk, context))
+        sound = resampled(chunks, rate, RATE)
+        yield from self._words(self._windows(_framed(sound), size, around), AROUND[0])
+
+    def _windows(self, sound: Iterator[Tensor], size: int, around: int) -> Iterator[list[int]]:
+        """Classes of `size` frames after another, each heard with `around` frames on both sides."""
+        buffer, before, going = torch.zeros(0), 0, True
+        while going:
+            most = (before + size + around) * FRAME  # a later sample would depend on the split
+            buffer, going = taken(buffer, sound, most)
+            if len(buffer) <= before * FRAME:
+                return
+            window = buffer[:most]
+            silent = float(window.abs().max()) <= LOUDNESS
+            found = [self.blank] * -(-len(window) // FRAME) if silent else self.frames(window)
+            yield found[before : before + size if going else None]
+            drop = max(before + size - around, 0) if going else 0
+            buffer, before = buffer[drop * FRAME :], before + size - drop
+
+    def _words(self, parts: Iterable[list[int]], ahead: int) -> Iterator[SpeakerWord]:
+        splitter, last, frame, letters = ChannelSplitter(), self.blank, 0, ["", ""]
+        for part in parts:
+            for found in part:
+                frame += 1
+                if found not in (self.blank, last):
+                    at = max(0.0, (frame * FRAME - ahead) / RATE)
+                    text = CHANGE if found == self.change else self.layout.rows[found]
+                    speaker = splitter.push(TimedWord(text, at))
+                    if speaker is not None:
+                        letters[speaker] += text
+                        if text.endswith("_"):
+                            yield SpeakerWord(speaker, letters[speaker][:-1], at)
+                            letters[speaker] = ""
+                last = found
+
+
+def _framed(sound: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Sound with the silence around it that the ear is used to."""
+    yield torch.zeros(AROUND[0])
+    yield from sound
+    yield torch.zeros(AROUND[1])
