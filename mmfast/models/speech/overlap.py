@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from mmfast.core.errors import ModelError
-from mmfast.decoding.serialised import CHANGE, ChannelSplitter, TimedWord
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.decoding.serialised import CHANGE, CHANNELS, ChannelSplitter, TimedWord
 from mmfast.models.loading import embedded_path, part_of
 from mmfast.models.speech.ear import AROUND, FOLDER, SLOTS, scaled
 from mmfast.models.speech.layout import SpeechLayout
@@ -35,7 +35,7 @@ SCALE = ".scale"  # of a matrix in 8 bits, one number a row
 def widened(model: Any, rows: int) -> Any:
     """Give a CTC model so many classes: new ones start as silent as the old are on average."""
     old, config = model.ctc_head, model.config
-    head = nn.Linear(old.in_features, rows)
+    head = type(old)(old.in_channels, rows, kernel_size=1)
     with torch.no_grad():
         head.weight.zero_()
         head.weight[: len(old.weight)] = old.weight
@@ -97,6 +97,14 @@ class SpeakerWord:
     at: float
 
 
+def speaker_texts(words: Iterable[SpeakerWord]) -> tuple[str, ...]:
+    """Return the text of each of the two speakers; "" of one who says nothing."""
+    said: list[list[str]] = [[] for _ in range(CHANNELS)]
+    for word in words:
+        said[word.speaker].append(word.text)
+    return tuple(" ".join(own) for own in said)
+
+
 class OverlapEar:
     """Writes down two speakers, who may speak at once.
 
@@ -119,12 +127,18 @@ class OverlapEar:
         found: list[int] = self.model(scaled(mel[None, :whole])).logits[0].argmax(-1).tolist()
         return found
 
-    def hear(self, pcm: Tensor, rate: int = RATE) -> list[SpeakerWord]:
+    option_names = frozenset({"chunk", "context"})  # of a stream
+
+    def words(self, pcm: Tensor, rate: int = RATE) -> list[SpeakerWord]:
         """Return the words of a recording `[n]`, none for silence; MediaError: it is no sound."""
         sound = samples(pcm, rate, RATE)
         if not len(sound) or float(sound.abs().max()) <= LOUDNESS:
             return []
-        return list(self._words([self.frames(F.pad(sound - sound.mean(), AROUND))], AROUND[0]))
+        return list(self._words([self.frames(F.pad(sound, AROUND))], AROUND[0]))
+
+    def transcribe(self, pcm: Tensor, rate: int = RATE) -> str:
+        """Return what is said, a line for each speaker; "" for silence."""
+        return "\n".join(filter(None, speaker_texts(self.words(pcm, rate))))
 
     def stream(
         self,
@@ -140,10 +154,19 @@ class OverlapEar:
             rate: Samples per second.
             chunk: Seconds that are written down at once.
             context: Seconds that are heard on both sides of them; those behind must have come.
+
+        Raises:
+            SpecError: `chunk` or `context` is no number of seconds from 0.04 to 60.
+            MediaError: A chunk is no sound.
         """
-        size, around = (max(1, round(seconds * RATE / FRAME)) for seconds in (chunk, context))
+        for name, value in (("chunk", chunk), ("context", context)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise SpecError(f"{name}={value!r} is no number; give seconds from 0.04 to 60")
+            if not 0.04 <= value <= 60:
+                raise SpecError(f"{name}={value!r}: give seconds from 0.04 to 60")
+        size, around = (round(seconds * RATE / FRAME) for seconds in (chunk, context))
         sound = resampled(chunks, rate, RATE)
-        yield from self._words(self._windows(_framed(sound), size, around), AROUND[0])
+        return self._words(self._windows(_framed(sound), size, around), AROUND[0])
 
     def _windows(self, sound: Iterator[Tensor], size: int, around: int) -> Iterator[list[int]]:
         """Classes of `size` frames after another, each heard with `around` frames on both sides."""
@@ -161,7 +184,7 @@ class OverlapEar:
             buffer, before = buffer[drop * FRAME :], before + size - drop
 
     def _words(self, parts: Iterable[list[int]], ahead: int) -> Iterator[SpeakerWord]:
-        splitter, last, frame, letters = ChannelSplitter(), self.blank, 0, ["", ""]
+        splitter, last, frame, letters = ChannelSplitter(), self.blank, 0, [""] * CHANNELS
         for part in parts:
             for found in part:
                 frame += 1

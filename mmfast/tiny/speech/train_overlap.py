@@ -20,7 +20,7 @@ from mmfast.decoding.serialised import CHANGE, TimedWord, serialise_channels
 from mmfast.models.loading import embedded_path, part_of
 from mmfast.models.speech.ear import FOLDER, SLOTS
 from mmfast.models.speech.layout import SpeechLayout
-from mmfast.models.speech.overlap import FRAME, OverlapEar, save_overlap, widened
+from mmfast.models.speech.overlap import FRAME, OverlapEar, save_overlap, speaker_texts, widened
 from mmfast.ops.audio import log_mel
 from mmfast.tiny import training
 from mmfast.tiny.speech.bank import HeardSpeech, heard_lines
@@ -121,9 +121,8 @@ class OverlapTask(EarTask):
         self.ear.eval()
         ear, errors, words = OverlapEar(self.ear, self.layout), 0, 0
         for each in self.exam:
-            found = ear.hear(torch.from_numpy(each.pcm))
-            texts = [[w.text for w in found if w.speaker == own] for own in range(2)]
-            wrong, many = cp_errors(each.words, texts)
+            found = speaker_texts(ear.words(torch.from_numpy(each.pcm)))
+            wrong, many = cp_errors(each.words, [text.split() for text in found])
             errors, words = errors + wrong, words + many
         return {"cpwer": round(errors / max(1, words), 4)}
 
@@ -156,7 +155,7 @@ def run(folder: Path, options: Any) -> None:
     ear = widened(part_of(folder, FOLDER, "AutoModelForCTC").float(), layout.texts + 1)
     task = OverlapTask(layout, ear, corpus, options.seed, options.rate)
     log({"stage": "before", **task.look()})
-    course = training.Course("overlap", options.minutes, hold=0.4, watch=2)
+    course = training.Course("overlap", options.minutes, hold=0.45, watch=3)
     training.train(task, course, log, partial(save_overlap, ear, options.out))
     log.end()
 
