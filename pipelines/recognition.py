@@ -97,7 +97,7 @@ class SpeechToText:
         place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
         check_values(self.task, {**place, "batch_size": batch_size, "model": model})
         self.speakers, self.batch_size = speakers, batch_size
-        if speakers != 1:
+        if speakers != 1 or isinstance(speakers, bool):
             with within(self.task):
                 self.listener = self._pair(model, {**options, **place})
             return
