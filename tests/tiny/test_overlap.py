@@ -164,9 +164,11 @@ def test_words_come_before_the_end(random_ear: OverlapEar) -> None:
 
 def test_marks_part_the_words_and_letters_of_each_speaker() -> None:
     ear = OverlapEar(None, LAYOUT)
-    ids = [LAYOUT.group("red"), [LAYOUT.texts], LAYOUT.group("zoe"), [LAYOUT.texts]]
-    frames = [0, *(i for each in ids for one in each for i in (one, one, 0)), *LAYOUT.group("star")]
-    found = list(ear._words([frames[:7], frames[7:]], 0))
+    red, zoe, star = (LAYOUT.group(word) for word in ("red", "zoe", "star"))
+    written = [*red, 0, *zoe[:1], *zoe, 0, *star]
+    marks = [0.0, 0.2, 0.2, *[0.05] * len(zoe), 0.4, 0.0]  # 0.4 before zoe and before star
+    frames = list(zip(written, marks, strict=True))
+    found = list(ear._words([frames[:2], frames[2:]], 0))
     assert speaker_texts(found) == ("red star", "zoe")
     assert [word.at for word in found] == sorted(word.at for word in found)
 

@@ -17,10 +17,16 @@ import torch
 from transformers import ParakeetForCTC
 
 from mmfast.decoding.serialised import CHANGE, TimedWord, serialise_channels
-from mmfast.models.loading import embedded_path, part_of
-from mmfast.models.speech.ear import FOLDER, SLOTS
+from mmfast.models.loading import embedded_path
+from mmfast.models.speech.ear import SLOTS
 from mmfast.models.speech.layout import SpeechLayout
-from mmfast.models.speech.overlap import FRAME, OverlapEar, save_overlap, speaker_texts, widened
+from mmfast.models.speech.overlap import (
+    FRAME,
+    OverlapEar,
+    read_overlap,
+    save_overlap,
+    speaker_texts,
+)
 from mmfast.ops.audio import log_mel
 from mmfast.tiny import training
 from mmfast.tiny.speech.bank import HeardSpeech, heard_lines
@@ -133,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", type=Path, help="folder of a speech model; the embedded one")
     add("--out", type=Path, default=Path("tiny-overlap"), help="folder of the weights")
+    add("--start", type=Path, help="weights of an ear for two to go on from")
     add("--work", type=Path, default=Path("tiny-overlap-work"), help="recordings")
     add("--hear", type=int, default=3000, help="recordings that are mixed")
     add("--seed", type=int, default=0)
@@ -152,7 +159,7 @@ def run(folder: Path, options: Any) -> None:
         known = any(options.work.glob("*.json"))
         lines = heard_lines(options.hear, options.seed)
         corpus = Corpus(options.work) if known else build_corpus(options.work, lines)
-    ear = widened(part_of(folder, FOLDER, "AutoModelForCTC").float(), layout.texts + 1)
+    ear = read_overlap(folder, layout, options.start).float()
     task = OverlapTask(layout, ear, corpus, options.seed, options.rate)
     log({"stage": "before", **task.look()})
     course = training.Course("overlap", options.minutes, hold=0.45, watch=3)
