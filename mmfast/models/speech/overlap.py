@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +207,9 @@ class OverlapEar:
 
     def _words(self, parts: Iterable[list[HeardFrame]], ahead: int) -> Iterator[SpeakerWord]:
         """Part the words of frames; a mark stands where its chances between two words add up."""
-        splitter, last, frame, letters = ChannelSplitter(), self.blank, 0, [""] * CHANNELS
+        splitter, last, letters = ChannelSplitter(), self.blank, [""] * CHANNELS
         marks, begun = 0.0, False
-        for found, chance in (each for part in parts for each in part):
-            frame += 1
+        for frame, (found, chance) in enumerate(chain.from_iterable(parts), 1):
             marks += chance
             if found not in (self.blank, last):
                 at = max(0.0, (frame * FRAME - ahead) / RATE)
