@@ -190,7 +190,7 @@ class OverlapEar:
     def _windows(
         self, sound: Iterator[Tensor], size: int, around: int
     ) -> Iterator[list[HeardFrame]]:
-        """What `frames` finds of `size` frames after another, each heard with `around` frames on both sides."""
+        """`size` frames after another, each heard with `around` frames on both sides."""
         buffer, before, going = torch.zeros(0), 0, True
         while going:
             most = (before + size + around) * FRAME  # a later sample would depend on the split
