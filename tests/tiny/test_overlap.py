@@ -18,6 +18,7 @@ import mmfast
 from mmfast.cli import main
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.decoding.serialised import CHANGE, TimedWord, serialise_channels
+from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.loading import embedded_path, part_of
 from mmfast.models.speech.layout import SpeechLayout
 from mmfast.models.speech.overlap import (
@@ -65,7 +66,7 @@ def by_force(said: list[list[str]], heard: list[list[str]]) -> int:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, deadline=None)
 @given(TEXTS, TEXTS)
 def test_errors_are_those_of_the_best_assignment(
     said: list[list[str]], heard: list[list[str]]
@@ -85,7 +86,7 @@ def test_errors_know_no_names_but_know_who_said_what() -> None:
 def test_a_mixture_is_the_sum_of_its_voices_with_their_times() -> None:
     one = say("the red circle moves left.", EspeakVoice("en-us+m3"))
     two = say("hello.", EspeakVoice("en-us+f2", pitch=65))
-    for seed in range(4):
+    for seed in range(3):
         found = mixed(one, two, np.random.default_rng(seed))
         own = timed(one)
         assert own in found.channels and found.channels[0][0].at <= found.channels[1][0].at
@@ -102,11 +103,11 @@ def test_a_mixture_is_the_sum_of_its_voices_with_their_times() -> None:
 
 
 def test_unseen_mixtures_are_of_the_evaluation_half_and_a_function_of_the_seed() -> None:
-    first, again = unseen_mixtures(3, 5), unseen_mixtures(3, 5)
+    first, again = unseen_mixtures(2, 5), unseen_mixtures(2, 5)
     assert [m.words for m in first] == [m.words for m in again]
     assert all(np.array_equal(a.pcm, b.pcm) for a, b in zip(first, again, strict=True))
     said = [" ".join(words) for each in first for words in each.words]
-    assert len(said) == 6 and all(split_of(text) == "eval" for text in said)
+    assert len(said) == 4 and all(split_of(text) == "eval" for text in said)
     assert unseen_mixtures(1, 6)[0].words != first[0].words
 
 
@@ -166,7 +167,7 @@ def test_marks_part_the_words_and_letters_of_each_speaker() -> None:
     ear = OverlapEar(None, LAYOUT)
     red, zoe, star = (LAYOUT.group(word) for word in ("red", "zoe", "star"))
     written = [*red, 0, *zoe[:1], *zoe, 0, *star]
-    marks = [0.0, 0.1, 0.15, *[0.05] * len(zoe), 0.2, 0.0]  # enough before zoe and before star, not within
+    marks = [0.0, 0.1, 0.15, *[0.05] * len(zoe), 0.2, 0.0]  # enough before zoe and star
     frames = list(zip(written, marks, strict=True))
     found = list(ear._words([frames[:2], frames[2:]], 0))
     assert speaker_texts(found) == ("red star", "zoe")
@@ -214,6 +215,29 @@ class FewLines:
         return self.spoken[index]
 
 
+def test_the_embedded_ear_parts_two_voices(tmp_path: Path, capsys: Any) -> None:
+    """The words of two voices, and the same from the command line, of a file and of a stream."""
+    parts = ("how many objects are there now?", "en-us+m3"), ("hello anna.", "en-us+f2")
+    one, two = (say(text, EspeakVoice(voice)).pcm for text, voice in parts)
+    mfile = tmp_path / "two.wav"
+    write_sound(mfile, torch.cat([one, torch.zeros(4000), two]), 16000)
+    found = mmfast.pipeline("speech-to-text", speakers=2)(str(mfile))
+    said = [text.split() for text in found.speakers]
+    assert cp_errors([parts[0][0][:-1].split(), parts[1][0][:-1].split()], said)[0] <= 3, said
+    document = found.to_dict()
+    assert document["speakers"] == list(found.speakers) and found.text == "\n".join(
+        filter(None, found.speakers)
+    )
+    assert [word["at"] for word in document["words"]] == sorted(
+        word["at"] for word in document["words"]
+    )
+    main(["transcribe", str(mfile), "--speakers", "2"])
+    assert capsys.readouterr().out.strip() == found.text
+    main(["transcribe", str(mfile), "--speakers", "2", "--stream"])
+    assert capsys.readouterr().out.startswith("1: how many ")
+
+
+@pytest.mark.slow
 def test_training_lowers_the_loss() -> None:
     torch.manual_seed(0)
     ear = widened(make_ear(LAYOUT), LAYOUT.texts + 1)
@@ -238,5 +262,6 @@ def test_what_two_speakers_do_not_have_is_refused(
     ):
         with pytest.raises(MmfastError, match=said):
             mmfast.pipeline("speech-to-text", **options)
-    assert main(["transcribe", str(tmp_path / "no.wav"), "--speakers", "2"]) == 2
+    with pytest.raises(SystemExit):
+        main(["transcribe", str(tmp_path / "no.wav"), "--speakers", "2"])
     assert "no.wav" in capsys.readouterr().err

@@ -30,8 +30,8 @@ FILE = "overlap.safetensors"  # in the folder of an ear
 RATE = 16_000
 FRAME = HOP * SLOTS  # samples to a frame of the ear: 40 ms
 CHUNK, CONTEXT = 1.0, 2.0  # seconds
-# Marks expected between two words where one is written: of 80 mixtures of lines for training 49 %
-# of the words are wrong at 0.2 and 54 % at 0.4. The mark is the likeliest class of hardly any frame.
+# Marks expected between two words where one is written. Of 80 mixtures of lines for training 49 %
+# of the words are wrong at 0.2 and 54 % at 0.4; hardly any frame has the mark as its likeliest.
 LIKELY = 0.2
 HeardFrame = tuple[int, float]  # class of a word, chance of the mark
 SCALE = ".scale"  # of a matrix in 8 bits, one number a row
