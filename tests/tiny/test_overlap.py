@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import mmfast
 from mmfast.cli import main
+from mmfast.cli.voice import print_speakers
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.decoding.serialised import CHANGE, TimedWord, serialise_channels
 from mmfast.frontends.audio.wav import write_sound
@@ -221,7 +222,8 @@ def test_the_embedded_ear_parts_two_voices(tmp_path: Path, capsys: Any) -> None:
     one, two = (say(text, EspeakVoice(voice)).pcm for text, voice in parts)
     mfile = tmp_path / "two.wav"
     write_sound(mfile, torch.cat([one, torch.zeros(4000), two]), 16000)
-    found = mmfast.pipeline("speech-to-text", speakers=2)(str(mfile))
+    pipe = mmfast.pipeline("speech-to-text", speakers=2)
+    found = pipe(str(mfile))
     said = [text.split() for text in found.speakers]
     assert cp_errors([parts[0][0][:-1].split(), parts[1][0][:-1].split()], said)[0] <= 3, said
     document = found.to_dict()
@@ -231,10 +233,14 @@ def test_the_embedded_ear_parts_two_voices(tmp_path: Path, capsys: Any) -> None:
     assert [word["at"] for word in document["words"]] == sorted(
         word["at"] for word in document["words"]
     )
-    main(["transcribe", str(mfile), "--speakers", "2"])
-    assert capsys.readouterr().out.strip() == found.text
-    main(["transcribe", str(mfile), "--speakers", "2", "--stream"])
-    assert capsys.readouterr().out.startswith("1: how many ")
+    with pytest.raises(SystemExit) as end:
+        main(["transcribe", str(mfile), "--speakers", "2"])
+    assert end.value.code == 0 and capsys.readouterr().out.strip() == found.text
+    print_speakers(pipe.stream(str(mfile), context=9.0))
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("1: how many ") and told[-1].startswith(("1: ", "2: "))
+    with pytest.raises(MmfastError, match="chunk are of a stream"):
+        pipe(str(mfile), chunk=1.0)
 
 
 @pytest.mark.slow
