@@ -30,6 +30,7 @@ FILE = "overlap.safetensors"  # in the folder of an ear
 RATE = 16_000
 FRAME = HOP * SLOTS  # samples to a frame of the ear: 40 ms
 CHUNK, CONTEXT = 1.0, 2.0  # seconds
+LONGEST, CUT = 9.0, 4.0  # seconds heard at once, as in training; longer sound is a stream of chunks
 # Marks expected between two words where one is written. Of 80 mixtures of lines for training 49 %
 # of the words are wrong at 0.2 and 54 % at 0.4; hardly any frame has the mark as its likeliest.
 LIKELY = 0.2
@@ -105,7 +106,7 @@ def read_overlap(folder: Path, layout: SpeechLayout, file: Path | None) -> Any:
 
 @dataclass(frozen=True)
 class SpeakerWord:
-    """A word of one of two speakers (0 is whoever is heard first) and its end in seconds."""
+    """A word of one of two speakers (0 is heard first) and its end in seconds."""
 
     speaker: int
     text: str
@@ -153,6 +154,8 @@ class OverlapEar:
         sound = samples(pcm, rate, RATE)
         if not len(sound) or float(sound.abs().max()) <= LOUDNESS:
             return []
+        if len(sound) > LONGEST * RATE:
+            return list(self.stream([sound], chunk=CUT, context=CONTEXT))
         return list(self._words([self.frames(F.pad(sound, AROUND))], AROUND[0]))
 
     def transcribe(self, pcm: Tensor, rate: int = RATE) -> str:
@@ -175,14 +178,14 @@ class OverlapEar:
             context: Seconds that are heard on both sides of them; those behind must have come.
 
         Raises:
-            SpecError: `chunk` or `context` is no number of seconds from 0.04 to 60.
+            SpecError: `chunk` or `context` is no number of seconds from 0.04 to 12.
             MediaError: A chunk is no sound.
         """
         for name, value in (("chunk", chunk), ("context", context)):
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise SpecError(f"{name}={value!r} is no number; give seconds from 0.04 to 60")
-            if not 0.04 <= value <= 60:
-                raise SpecError(f"{name}={value!r}: give seconds from 0.04 to 60")
+                raise SpecError(f"{name}={value!r} is no number; give seconds from 0.04 to 12")
+            if not 0.04 <= value <= 12:
+                raise SpecError(f"{name}={value!r}: give seconds from 0.04 to 12")
         size, around = (round(seconds * RATE / FRAME) for seconds in (chunk, context))
         sound = resampled(chunks, rate, RATE)
         return self._words(self._windows(_framed(sound), size, around), AROUND[0])
