@@ -99,7 +99,7 @@ class SpeechToText:
         self.speakers, self.batch_size = speakers, batch_size
         if speakers != 1 or isinstance(speakers, bool):
             with within(self.task):
-                self.listener = self._pair(model, {**options, **place})
+                self.listener: Any = self._pair(model, {**options, **place})
             return
         self._check(model, options)
         loaded = models.can(models.load_voice(model, **place), "transcribe")

@@ -252,7 +252,7 @@ def transcribe(
     from mmfast.pipelines import pipeline
 
     options = {"language": language, "reduce": reduce, "cache": cache}
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     given |= {"speakers": speakers} if speakers != 1 else {}
     pipe = pipeline("speech-to-text", listener, device=device, dtype=dtype, **given)
     sounds = [read_recording(path) for path in recordings]
