@@ -133,8 +133,9 @@ class _WholeCalls:
     def __init__(self, target: Any, slicer: Slicer) -> None:
         self._target, self._slicer = target, slicer
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._call, getattr(self._target, name))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        return partial(self._call, found) if callable(found) else found
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._slicer.whole():

@@ -25,14 +25,13 @@ from mmfast.models.cost import encoder_timer
 from mmfast.models.prompt import Shot, check_question, media_arguments
 from mmfast.models.reduction.inputs import PromptRows, axes, compressed, positions_of, prompt_rows
 from mmfast.streams.reuse.media import MediaReuse
-from mmfast.streams.reuse.plan import ReusePlan
+from mmfast.streams.reuse.plan import ALL
 from mmfast.streams.reuse.prefill import SeenPart
 from mmfast.streams.reuse.schema import MEDIA, ModuleParameter, ModulePrompt, PromptSchema
 from mmfast.streams.reuse.store import digest, key_of
 
 HEAD = ""  # module of all prompts: what the chat template writes before a question
 _MARK = "mmfastmodules"
-_WHOLE = ReusePlan("craft", 0.0)  # takes all that was seen, wherever
 Read = Callable[[Any], Sequence[Shot]]
 
 
@@ -146,7 +145,7 @@ class PromptModules:
         found.read(torch.cat([self._ids(check_question(question)), tail]), end)
         with trace.stage("reuse kv", found.length - 1) as row:
             rows = self._rows(found)
-            known = self.reuse.prefill.run(rows, found.seen, _WHOLE, found.length - 1)
+            known = self.reuse.prefill.run(rows, found.seen, ALL, found.length - 1)
             row.tokens_out = known.computed
         cache = known.cache(self.reuse.prefill.decoder.config, found.length - 1)
         if beams > 1:
