@@ -63,6 +63,9 @@ class PlacedModule:
         return self.start + sum(part.extent for part in self.parts)
 
 
+Places = WeakKeyDictionary[PromptSchema, dict[str, PlacedModule]]
+
+
 @dataclass(eq=False)
 class _Assembly:
     """Tokens of a prompt in order: their ids and positions `[A, n]`, and those that were seen."""
@@ -95,6 +98,7 @@ class PromptModules:
         specs: Checked stages at `pixel`, `vit` and `pre`, which act on each medium by itself.
         how: How the tower runs (`encoder=`).
         owner: Whose values are read and written; "" is everyone.
+        placed: Places of schemas that are known, of the same processor.
 
     Raises:
         MmfastError: No keys and values are kept, or a stage reads the question.
@@ -108,6 +112,7 @@ class PromptModules:
         specs: Sequence[Spec] = (),
         how: str | None = None,
         owner: str = "",
+        placed: Places | None = None,
     ) -> None:
         if reuse is None or reuse.prefill is None:
             given = "is not given" if reuse is None else f"is {str(reuse.plan)!r}"
@@ -123,7 +128,7 @@ class PromptModules:
                 )
         self.reuse, self._read, self._specs, self._how = reuse, read, list(specs), how
         self._owner = owner
-        self._placed: WeakKeyDictionary[PromptSchema, dict[str, PlacedModule]] = WeakKeyDictionary()
+        self._placed: Places = WeakKeyDictionary() if placed is None else placed
         decoder = reuse.prefill.decoder
         self._axes = 3 if hasattr(getattr(decoder, "rotary_emb", None), "mrope_section") else 1
         self._frames: dict[str, tuple[str, str]] = {}
