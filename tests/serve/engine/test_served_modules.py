@@ -113,6 +113,8 @@ def test_engines_without_modules(tmp_path: Path) -> None:
     with pytest.raises(MmfastError, match="give a file with a schema"):
         Scheduler(model_of(FAMILY), reuse="prefix", modules=tmp_path / "none.json")
     for reuse in (None, "prefix"):
-        with closing(Scheduler(model_of(FAMILY), name=FAMILY, reuse=reuse)) as made:
-            with pytest.raises(MmfastError, match="this server has none"):
-                made.submit(_ask("a", ["sea"]), print)
+        with (
+            closing(Scheduler(model_of(FAMILY), name=FAMILY, reuse=reuse)) as made,
+            pytest.raises(MmfastError, match="this server has none"),
+        ):
+            made.submit(_ask("a", ["sea"]), print)
