@@ -346,10 +346,7 @@ class VisualQA:
             media = tuple(media) if one else [tuple(m) if type(m) is list else m for m in media]
         pairs, many = pair_up(media, question, own == "images")
         if wanted and any(isinstance(each, ModulePrompt) for each, _ in pairs):
-            raise MmfastError(
-                "a target is planned from the media of a question, and modules are read before "
-                "there is one; leave the target out"
-            )
+            raise MmfastError("modules are read before a target is planned; leave the target out")
         return pairs, many, wanted, how
 
     @checked(TARGET)
@@ -401,8 +398,7 @@ class VisualQA:
             ((prompt, question),) = pairs  # with a store, questions are asked one by one
             with turn_of(self.model), trace.stage("read"):
                 self.modules.placed(prompt.schema)
-            if notes is not None:
-                notes.append("")
+            (notes if notes is not None else []).append("")
             return {MODULES: (prompt, question)}, [0]
         with trace.stage("read"):
             chats = [self._chat(media, question) for media, question in pairs]
@@ -505,8 +501,8 @@ class VisualQA:
         behind = () if self.reuse.plan.prefix else [s for s in specs if s.site != "vit"]
         with attach(self.model, behind, *self._inside) as trace:
             beams = how.get("num_beams") or 1
-            if MODULES in inputs:
-                yield trace, self.modules.inputs(*inputs[MODULES], beams, trace)
+            if own := inputs.get(MODULES):
+                yield trace, self.modules.inputs(*own, beams, trace)
             else:
                 yield trace, self.reuse.inputs(inputs, specs, self.encoder, beams, trace)
         self.reuse.store.flush()
