@@ -502,7 +502,7 @@ class VisualQA:
         with attach(self.model, behind, *self._inside) as trace:
             beams = how.get("num_beams") or 1
             if own := inputs.get(MODULES):
-                yield trace, self.modules.inputs(*own, beams, trace)
+                yield trace, self.modules.inputs(own[0], own[1], beams, trace)
             else:
                 yield trace, self.reuse.inputs(inputs, specs, self.encoder, beams, trace)
         self.reuse.store.flush()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import generate, tiny
+from tiny_models import build, generate
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
@@ -101,7 +101,7 @@ class _SlowFolder:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: Any) -> Any:
     """A folder with a prompt in three numbers of bits, its inputs, and stock logits."""
-    folder, this = tmp_path_factory.mktemp("levels"), tiny("qwen2_5_vl")
+    folder, this = tmp_path_factory.mktemp("levels"), build("qwen2_5_vl")
     text = " ".join(["look", *["at these words"] * 12, "{image} now", *["more of it"] * 8])
     inputs = this.inputs([f"{text} {{image}} which?"], images=this.images(2))
     store = ReuseStore(folder=folder, bits=(3, 4, 8), deadline_ms=1)
@@ -157,7 +157,7 @@ def test_levels_that_make_no_sense_are_refused(options: Any) -> None:
 
 
 def test_a_deadline_acts_on_beginnings_alone(tmp_path: Path) -> None:
-    this = tiny("qwen2_5_vl")
+    this = build("qwen2_5_vl")
     store = ReuseStore(folder=tmp_path, bits=(3, 4), deadline_ms=10)
     with pytest.raises(MmfastError, match="leave deadline_ms out"):
         MediaReuse(this.model, this.processor, parse_reuse("blend:0.2"), store)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, generate, tiny
+from tiny_models import FAMILIES, build, generate
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
@@ -63,7 +63,7 @@ def _shared(family: str) -> Any:
 
 
 def _modules(family: str, store: ReuseStore | None = None, spec: str = "prefix") -> Any:
-    this = tiny(family)
+    this = build(family)  # hooks that stay would be copied with a model of others
     processor = copy.copy(this.processor)
     processor.chat_template = TEMPLATE.replace("@", this.facts.placeholder("image"))
     reuse = MediaReuse(this.model, processor, parse_reuse(spec), store or ReuseStore())
