@@ -97,7 +97,7 @@ def chat_inputs(
         [part for message in chat for part in message["content"] if isinstance(part, Shot)]
         for chat in chats
     ]
-    given = {**_media(shots), **(options or {})}
+    given = {**media_arguments(shots), **(options or {})}
     batch = processor(text=texts, padding=True, return_tensors="pt", **given)
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
@@ -145,7 +145,8 @@ def _part(part: Shot | str) -> dict[str, str]:
     return {"type": part.kind} if isinstance(part, Shot) else {"type": "text", "text": part}
 
 
-def _media(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
+def media_arguments(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
+    """Return the arguments of a processor for the media of each prompt of a batch."""
     from transformers.video_utils import VideoMetadata
 
     media: dict[str, Any] = {}
