@@ -24,6 +24,7 @@ from mmfast.models.families.tower import (
 from mmfast.models.reduction.decoder_signals import AHEAD, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
 from mmfast.models.reduction.site import POSITIONS
+from mmfast.models.vision.folding import check_folded
 from mmfast.models.wrappers import (
     CONV,
     FULL,
@@ -54,6 +55,7 @@ def check(
     adapter = adapter_for(model)
     if adapter.alone:
         _check_alone(specs, tower_of(model), cache, encoder)
+        check_folded(encoder, specs, model)
         return tuple(specs)
     text = decoder_of(model)
     if not adapter.media:
@@ -72,6 +74,7 @@ def check(
     _check_revival(specs, text.config, cache)
     _check_bypass(specs, text, cache)
     _check_tower(specs, adapter, model, encoder)
+    check_folded(encoder, specs, model)
     for spec in specs:
         if AHEAD in spec.method.needs:
             layer_ahead(spec, text)
