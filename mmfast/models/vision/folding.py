@@ -27,11 +27,19 @@ from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
 from mmfast.models.cost import linear_macs
 from mmfast.models.families.adapter import adapter_for, tower_of
-from mmfast.models.families.tower import NORMS, Tower, attention_of, has_halves, part_of
+from mmfast.models.families.tower import (
+    NORMS,
+    Tower,
+    attention_of,
+    check_blocks,
+    has_halves,
+    part_of,
+)
 from mmfast.models.patching import override
 from mmfast.models.reduction.tower_signals import from_tower, sources_of
 
 NAME, FOLDER = "riformer", "towers"  # in specs, and beside the weights of a checkpoint
+TIMM_PRE_NORM = ("Block", "EvaBlock")  # of timm, whose norms stand in front of attention and MLP
 MODES = ("fast", "compile", "graph")
 
 
@@ -238,14 +246,15 @@ def _weights(model: Any, plan: EncoderPlan) -> FoldedBlocks:
 def check_tower(tower: Tower, blocks: Collection[int]) -> None:
     """Refuse blocks that a tower lacks, or that do not add attention of a normed input."""
     kind = type(tower.module).__name__
+    check_blocks(tower, kind, f"{NAME} to fold")
     if not blocks or not all(0 <= number < len(tower.blocks) for number in blocks):
         raise ModelError(
             f"blocks {sorted(blocks)} are not among those of {kind}; choose from 0 to "
             f"{len(tower.blocks) - 1}"
         )
     for block in tower.blocks:
-        behind = "PostNorm" in type(block).__name__ or "ResPost" in type(block).__name__
-        if behind or not has_halves(block):
+        known = not tower.timm or type(block).__name__ in TIMM_PRE_NORM
+        if not known or not has_halves(block):
             raise ModelError(
                 f"'{NAME}' folds attention into the norm in front of it, and "
                 f"{type(block).__name__} of {kind} is built otherwise; use encoder='fast'"
