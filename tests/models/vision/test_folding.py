@@ -17,7 +17,6 @@ from encoder_oracle import images
 from tiny_models import ALL_FAMILIES, build, facts, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-import mmfast
 from mmfast import ModelError, SpecError
 from mmfast.attach import attach
 from mmfast.compressors.base import save
@@ -41,7 +40,12 @@ from mmfast.models.vision.folding import (
 from mmfast.tiny import training
 from mmfast.tiny.video import folding as recipe
 
-TOWERS = [family for family in ALL_FAMILIES if family != "fast_vlm"]  # one of convolutions alone
+QUICK = ("internvl", "llava_onevision", "qwen2_5_vl")
+TOWERS = [
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
+    for family in ALL_FAMILIES
+    if family != "fast_vlm"  # whose tower is of convolutions alone
+]
 HELD = 2
 
 
@@ -54,9 +58,7 @@ def learned(model: Any, blocks: list[int], seed: int = 0) -> Any:
             mixer = attention_of(tower_of(made).blocks[number])
             for each in mixer.parameters():
                 each.add_(0.4 * torch.randn(each.shape, generator=generator))
-        tower_of(made).blocks[0].mlp.get_submodule("fc1").weight.mul_(1.2) if hasattr(
-            tower_of(made).blocks[0].mlp, "fc1"
-        ) else None
+        next(tower_of(made).blocks[0].mlp.parameters()).mul_(1.2)
     return made
 
 
@@ -111,9 +113,8 @@ def by_hand(weights: dict[str, np.ndarray], gone: list[int], x: np.ndarray, head
                 out = []
                 for head in range(heads):
                     size = math.sqrt(len(q[row][head]))
-                    power = np.exp([float(q[row][head] @ key[head]) / size for key in k])
-                    power = power / power.sum()
-                    out.append(sum(p * each[head] for p, each in zip(power, v, strict=True)))
+                    power = np.exp(np.stack(k)[:, head] @ q[row][head] / size)
+                    out.append(power / power.sum() @ np.stack(v)[:, head])
                 mixed.append(linear(np.concatenate(out), f"{n}.self_attn.out_proj"))
             normed = mixed
         x = np.stack([row + more for row, more in zip(x, normed, strict=True)])
@@ -138,7 +139,7 @@ def test_the_tower_equals_plain_loops_and_a_wrong_fold_does_not(
     def states(path: Path) -> torch.Tensor:
         hooks = [tower.blocks[0].register_forward_pre_hook(lambda _, a, **k: seen.append(a[0]))]
         hooks += [tower.blocks[-1].register_forward_hook(lambda *a: seen.append(a[-1]))]
-        with attach(this.model, encoder=f"riformer:1?path={path}"):
+        with folded_tower(this.model, f"riformer:1?path={path}", Trace()):
             tower.module(pixels)
         for hook in hooks:
             hook.remove()
@@ -217,11 +218,10 @@ def test_parameters_come_back_as_they_were_where_the_model_moved(tmp_path: Path)
     this = build("llava_onevision")
     before = dict(this.model.named_parameters())
     path = written(learned(this.model, [0]), tmp_path)
-    handle = attach(this.model, encoder=f"riformer:1+fast?path={path}".replace("+fast", ""))
-    names = {name for name, each in this.model.named_parameters() if each is not before[name]}
-    assert names and all(".layers." in name and "language" not in name for name in names)
-    this.model.double()
-    handle.detach()
+    with folded_tower(this.model, f"riformer:1?path={path}", Trace()):
+        names = {name for name, each in this.model.named_parameters() if each is not before[name]}
+        assert names and all(".layers." in name and "language" not in name for name in names)
+        this.model.double()
     after = dict(this.model.named_parameters())
     assert all(after[name] is before[name] for name in before)
     assert {each.dtype for each in after.values()} == {torch.float64}
@@ -253,7 +253,8 @@ def test_flops_are_those_that_torch_counts(tmp_path: Path) -> None:
     side = this.model.config.vision_config.image_size // this.model.config.vision_config.patch_size
     counted = []
     for encoder in (None, f"riformer:1?path={path}"):
-        with attach(this.model, encoder=encoder), FlopCounterMode(display=False) as counter:
+        here = folded_tower(this.model, encoder, Trace())
+        with here, FlopCounterMode(display=False) as counter:
             tower.module(pixels)
         counted.append(counter.get_total_flops())
     whole = [side * side] * len(tower.blocks)
@@ -289,7 +290,7 @@ def test_wrong_specs_are_refused_in_one_line(text: str, words: str) -> None:
 
 def test_wrong_weights_are_refused(tmp_path: Path) -> None:
     this, other = tiny("llava_onevision"), tiny("qwen2_5_vl")
-    with pytest.raises(ModelError, match="python -m mmfast.tiny.video.folding --blocks 1 2"):
+    with pytest.raises(ModelError, match=r"python -m mmfast\.tiny\.video\.folding --blocks 1 2"):
         attach(this.model, encoder="riformer:2")
     with pytest.raises(ModelError, match="no file 'gone'"):
         attach(this.model, encoder="riformer:2?path=gone")
