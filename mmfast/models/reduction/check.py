@@ -40,6 +40,7 @@ from mmfast.models.wrappers import (
     layers_of,
     turns_once,
 )
+from mmfast.rankers.bavit import find as find_judge
 from mmfast.rankers.top import find as find_head
 
 
@@ -242,11 +243,12 @@ def _check_concepts(specs: Sequence[Spec], model: Any) -> None:
 
 
 def ranked(spec: Spec, model: Any) -> Spec:
-    """Give a learned ranking the file of its layer, by default the one beside the model's."""
+    """Give a learned ranking its file, by default the one beside the model's."""
     if spec.method.kind != "ranker" or spec.whole:
         return spec
-    home = str(getattr(model, "name_or_path", "") or "")
-    path = find_head(home, spec.layer or 0, str(spec.knobs.get("path", "")))
+    home, named = str(getattr(model, "name_or_path", "") or ""), str(spec.knobs.get("path", ""))
+    inside = spec.site == "llm"  # a head for each layer
+    path = find_head(home, spec.layer or 0, named) if inside else find_judge(home, named)
     return replace(spec, knobs={**spec.knobs, "path": str(path)})
 
 
