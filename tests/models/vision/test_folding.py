@@ -1,8 +1,7 @@
-"""Tower blocks without attention (RIFormer): folding, attaching, refusals, and the recipe."""
+"""Tower blocks without attention (RIFormer): folding, attaching and refusals."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clip_lessons import clip_lessons
 from encoder_checks import features, ragged
 from encoder_oracle import build as build_timm
 from encoder_oracle import images
@@ -25,7 +23,6 @@ from mmfast.core.trace import Trace
 from mmfast.models.cost import tower_flops
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.families.tower import attention_of
-from mmfast.models.loading import embedded_path, load
 from mmfast.models.reduction.check import check
 from mmfast.models.vision.folding import (
     AffineMixer,
@@ -37,8 +34,6 @@ from mmfast.models.vision.folding import (
     read,
     without_attention,
 )
-from mmfast.tiny import training
-from mmfast.tiny.video import folding as recipe
 
 QUICK = ("internvl", "llava_onevision", "qwen2_5_vl")
 TOWERS = [
@@ -46,7 +41,6 @@ TOWERS = [
     for family in ALL_FAMILIES
     if family != "fast_vlm"  # whose tower is of convolutions alone
 ]
-HELD = 2
 
 
 def learned(model: Any, blocks: list[int], seed: int = 0) -> Any:
@@ -313,42 +307,3 @@ def test_nothing_is_set_aside_without_a_plan() -> None:
     trace = Trace()
     with folded_tower(tiny("llava_onevision").model, "fast", trace):
         assert not trace.notes
-
-
-@pytest.fixture(scope="module")
-def school() -> tuple[Any, Any]:
-    """The model, and six clips with their features."""
-    model, processor = load(embedded_path("tiny-video"), "cpu", "float32")
-    return model, clip_lessons(model, processor, 6)
-
-
-def test_the_loss_falls_and_the_stock_model_stays(school: tuple[Any, Any], tmp_path: Path) -> None:
-    model, clips = school
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    options = recipe.arguments(["--out", str(tmp_path), "--steps", "2", "--blocks", "2", "1"])
-    options.held = HELD
-    task = recipe.FoldTask(model, [1, 2], clips, 0, held=HELD, questions=2)
-    batch = task.batches(0, 0.0)
-    losses = [sum(training.update(task, batch, 1.0).values()) for _ in range(3)]
-    assert losses[2] < 0.95 * losses[0]
-    recipe.train_one(options, training.Log(tmp_path / "towers"), model, clips)
-    for name, each in model.state_dict().items():
-        assert torch.equal(each, before[name]), name
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "towers/training.jsonl").read_text().split("\n")[:-1]
-    ]
-    stages = {row["stage"]: row for row in rows}
-    assert {"full", "dropped", "riformer-2", "held-out", "saved"} <= set(stages)
-    assert stages["dropped"]["flops"] < 0.8 * stages["full"]["flops"]
-    path = file_of(tmp_path, 2)
-    assert read(path).blocks == [1, 2]
-    with attach(model, encoder=f"riformer:2?path={path}"):
-        mean = task.score(model)["mean"]
-    assert mean == pytest.approx(stages["held-out"]["mean"], abs=0.26)
-
-
-@pytest.mark.parametrize("text", ["--clips 20", "--blocks none", "--block"])
-def test_wrong_arguments_are_refused(text: str) -> None:
-    with pytest.raises(SystemExit):
-        recipe.arguments(text.split())
