@@ -15,15 +15,16 @@ from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.folding import file_of, read
 from mmfast.tiny import training
 from mmfast.tiny.video import folding as recipe
+from mmfast.tiny.video.lessons import answer
 
-HELD = 1
+HELD = 2
 
 
 @pytest.fixture(scope="module")
 def school() -> tuple[Any, Any]:
-    """The model, and three clips with their features."""
+    """The model, and four clips with their features."""
     model, processor = load(embedded_path("tiny-video"), "cpu", "float32")
-    return model, clip_lessons(model, processor, 3)
+    return model, clip_lessons(model, processor, 4)
 
 
 @pytest.mark.slow
@@ -36,6 +37,10 @@ def test_the_loss_falls_and_the_stock_model_stays(
     options = recipe.arguments(["--out", str(tmp_path), "--steps", "2", "--blocks", "2", "1"])
     options.held = HELD
     task = recipe.FoldTask(model, [1, 2], clips, 0, held=HELD, questions=2)
+    for chosen, lesson in task.exam:  # clips that run backwards are met, and known as such
+        states = answer(model, lesson, lesson.every).states
+        mine = task._states(chosen, lesson, clips.tokens[list(chosen)].float().flatten(0, 1))
+        torch.testing.assert_close(mine, states, rtol=1e-4, atol=1e-4)
     batch = task.batches(0, 0.0)
     losses = [sum(training.update(task, batch, 1.0).values()) for _ in range(3)]
     assert losses[2] < 0.95 * losses[0]

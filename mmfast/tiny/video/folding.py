@@ -101,10 +101,8 @@ class FoldTask(training.Task):
         self.count = len(clips.bank.tables) - held
         self.weights: Weights = dict.fromkeys(KINDS, 1.0)
         self.exam_clips = range(self.count, self.count + held)
-        self.exam = [
-            clips.lesson(self.exam_clips[at : at + CLIPS], 4, self.weights)
-            for at in range(0, held, CLIPS)
-        ]
+        parts = [self.exam_clips[at : at + CLIPS] for at in range(0, held, CLIPS)]
+        self.exam = [(part, clips.lesson(part, 4, self.weights)) for part in parts]
 
     def batches(self, step: int, done: float) -> list[tuple[list[int], Lesson]]:
         """Random clips and questions about them."""
@@ -120,7 +118,7 @@ class FoldTask(training.Task):
         pixels = tower.scale_pixels(self.clips.bank.frames[list(chosen)].flatten(0, 1))
         with torch.no_grad():
             right = observe(self.model, pixels)
-            taught = self._answers(self.model, lesson, right.tokens)
+            taught = self._answers(chosen, lesson, right.tokens)
         mine = observe(self.student, pixels)
         last = max(mine.states)
         parts = {
@@ -129,7 +127,7 @@ class FoldTask(training.Task):
             "relate": mse_loss(relations(mine.states[last]), relations(right.states[last])),
             "tokens": gap(mine.tokens, right.tokens),
             "soft": kl_div(
-                self._answers(self.model, lesson, mine.tokens).log_softmax(-1),
+                self._answers(chosen, lesson, mine.tokens).log_softmax(-1),
                 taught.softmax(-1),
                 reduction="batchmean",
             ),
@@ -137,11 +135,21 @@ class FoldTask(training.Task):
         total = torch.stack([torch.as_tensor(part) for part in parts.values()]).sum()
         return total, {name: float(torch.as_tensor(part).detach()) for name, part in parts.items()}
 
-    def _answers(self, model: Any, lesson: Lesson, tokens: Tensor) -> Tensor:
-        """Logits at the tokens of answers where the decoder sees these tokens, `[n, V]`."""
+    def _states(self, chosen: Sequence[int], lesson: Lesson, tokens: Tensor) -> Tensor:
+        """States of a lesson's questions where the decoder sees these tokens, `[B T, P, H]`.
+
+        Some clips of a lesson run backwards.
+        """
         shown = tokens.unflatten(0, lesson.tokens.shape[:2])
-        states = answer(model, replace(lesson, tokens=shown), lesson.every).states
-        logits: Tensor = model.lm_head(states[lesson.packed.labels != scene.IGNORE])
+        stored = (self.clips.tokens[clip].float() for clip in chosen)
+        same = [torch.equal(a, b) for a, b in zip(lesson.tokens, stored, strict=True)]
+        shown = torch.stack([x if on else x.flip(0) for x, on in zip(shown, same, strict=True)])
+        return answer(self.model, replace(lesson, tokens=shown), lesson.every).states
+
+    def _answers(self, chosen: Sequence[int], lesson: Lesson, tokens: Tensor) -> Tensor:
+        """Logits at the tokens of answers, `[n, V]`."""
+        states = self._states(chosen, lesson, tokens)
+        logits: Tensor = self.model.lm_head(states[lesson.packed.labels != scene.IGNORE])
         return logits.float()
 
     @torch.no_grad()
@@ -156,10 +164,10 @@ class FoldTask(training.Task):
         frames = bank.frames[self.exam_clips.start :]
         mine = tower.encode_bank(model, Bank(frames, bank.patches, bank.cells, bank.tables))
         marks: list[tuple[str, bool]] = []
-        for number, lesson in enumerate(self.exam):
-            shown = mine[number * CLIPS : number * CLIPS + len(lesson.tokens)].float()
-            states = answer(model, replace(lesson, tokens=shown), lesson.every).states
-            right = lesson.packed.correct(model.lm_head(states).argmax(-1))
+        for part, lesson in self.exam:
+            shown = mine[[clip - self.count for clip in part]].float().flatten(0, 1)
+            states = self._states(part, lesson, shown)
+            right = lesson.packed.correct(self.model.lm_head(states).argmax(-1))
             marks += zip(
                 (kind for row in lesson.kinds for kind in row),
                 (mark for row in right for mark in row),
