@@ -43,6 +43,9 @@ WARM_SECONDS = 4.0  # a job that takes longer than this is warm after one run
 def frozen() -> Iterator[None]:
     """Exclude all existing objects from garbage collection: a pass would take a second."""
     gc.collect()
+    if gc.get_freeze_count():  # a process that has frozen its objects keeps them so
+        yield
+        return
     gc.freeze()
     try:
         yield

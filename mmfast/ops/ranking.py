@@ -26,8 +26,12 @@ def best_places(score: Tensor, count: int) -> Tensor:
         return stable_topk(score, count)
     values, places = score.topk(count, sorted=False)
     last = values.amin(-1, keepdim=True)
-    alike = (score == last).sum(-1) > (values == last).sum(-1)  # `topk` takes any of equal ones
-    return stable_topk(score, count) if bool(alike.any()) else places
+    alike = score == last
+    if bool((alike.sum(-1) == (values == last).sum(-1)).all()):
+        return places
+    above = score > last  # `topk` takes any of equal ones
+    wanted = count - above.sum(-1, keepdim=True)
+    return marked(above | (alike & (alike.cumsum(-1) <= wanted)))
 
 
 # Scores and remainders this close differ by rounding only: float64 is a million times finer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,14 @@ def test_rounds_end_early_but_not_before_the_third() -> None:
     assert len(samples["a"]) == len(runs) == timing.FEWEST == 3
     samples = interleave({"a": dict}, 5, enough=lambda: len(runs) > 3)
     assert len(samples["a"]) == 5
+
+
+def test_what_a_process_has_frozen_stays_so() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with timing.frozen():
+        assert gc.get_freeze_count() >= before > 0
+    assert gc.get_freeze_count() >= before
 
 
 def test_rows_say_what_was_reached_of_the_machine() -> None:
