@@ -10,9 +10,9 @@ import pytest
 import torch
 from clip_lessons import clip_lessons
 
-from mmfast.attach import attach
+from mmfast.core.trace import Trace
 from mmfast.models.loading import embedded_path, load
-from mmfast.models.vision.folding import file_of, read
+from mmfast.models.vision.folding import file_of, folded_tower, read
 from mmfast.tiny import training
 from mmfast.tiny.video import folding as recipe
 from mmfast.tiny.video.lessons import answer
@@ -54,7 +54,7 @@ def test_the_loss_falls_and_the_stock_model_stays(
     assert stages["dropped"]["flops"] < 0.8 * stages["full"]["flops"]
     path = file_of(tmp_path, 2)
     assert read(path).blocks == [1, 2]
-    with attach(model, encoder=f"riformer:2?path={path}"):
+    with folded_tower(model, f"riformer:2?path={path}", Trace()):
         mean = task.score(model)["mean"]
     assert mean == pytest.approx(stages["held-out"]["mean"], abs=0.26)
 
