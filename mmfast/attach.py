@@ -138,7 +138,8 @@ def attach(
         cache: Spec string of KV policies joined by `+`, such as `"snapkv:1024"`,
             `"lookm:0.3+quant:8"` or `"retrieve:8"`; an integer counts tokens (frames for
             `retrieve`, bits for `quant`). For a DynamicCache.
-        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding.
+        encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding;
+            `"riformer:2"`: with learned weights, and no attention in two of its blocks.
         decode: Draft and verify in `generate`, such as `"self:0.1"`: see `decoding.speculation`.
         prefill: What long prompts read, such as `"flexprefill:0.95"`.
         attn: Attention back end, such as `"sdpa"` or `"flash_attention_2"`.
@@ -256,6 +257,7 @@ def _stages(
     from mmfast.models.reduction.hooks import Hooks
     from mmfast.models.reduction.site import sites_of
     from mmfast.models.vision.acceleration import fast_encoder
+    from mmfast.models.vision.folding import folded_tower
     from mmfast.models.vision.merge import vit_stage
     from mmfast.models.vision.pixel import pixel_stage
 
@@ -266,6 +268,7 @@ def _stages(
     if not adapter.alone:
         yield attendance
     if encoder is not None:
+        yield folded_tower(model, encoder, trace)
         yield fast_encoder(model, encoder)
     for spec in specs:
         if spec.site == "vit" and not spec.whole:

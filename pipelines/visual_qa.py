@@ -157,7 +157,8 @@ class VisualQA:
         cache: Spec string of what happens to keys and values, such as `"snapkv:1024"` (evict
             behind the prompt), `"sink:4+window:512"` (at every step) or `"quant:4"` (fewer bits);
             the trace gets a row `kv`. See `mmfast.attach`.
-        encoder: None (stock), `"fast"`, `"compile"` or `"graph"`: how the vision tower runs.
+        encoder: None (stock), `"fast"`, `"compile"`, `"graph"` or `"riformer:2"`: how the vision
+            tower runs.
         decode: Draft and verify, such as `"self:0.1"` or `"recycle"`: the same answer in fewer
             passes; the trace gets a row `draft`. See `mmfast.attach`.
         prefill: What a long prompt reads, such as `"sample_attention:0.95"`: its attention goes to

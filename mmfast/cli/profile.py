@@ -27,7 +27,7 @@ def profile(
     prefill: shared.Prefill = None,
     attn: shared.Attn = None,
     encoder: Annotated[
-        str | None, typer.Option(help="Vision tower: fast, compile, or graph (CUDA).")
+        str | None, typer.Option(help="Vision tower: fast, compile, graph (CUDA), or riformer:2.")
     ] = None,
     frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
     fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,

@@ -8,7 +8,7 @@ the model, inside it or in the tower share one model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -164,19 +164,26 @@ def _squares(n: int, side: int) -> int:
 
 
 def tower_flops(
-    model: Any, grid: tuple[int, int, int], entering: Sequence[int], leaving: Sequence[int]
+    model: Any,
+    grid: tuple[int, int, int],
+    entering: Sequence[int],
+    leaving: Sequence[int],
+    folded: Collection[int] = (),
 ) -> int:
     """FLOPs of the tower's blocks; merging happens between attention and MLP.
 
     `grid` has the patches (steps, rows, columns) before any reduction; `entering` and `leaving` are
-    the tokens in attention and MLP of each block, all frames together.
+    the tokens in attention and MLP of each block, all frames together. Blocks numbered in `folded`
+    have no attention (`models.vision.folding`).
     """
     whole = grid[0] * grid[1] * grid[2]
     blocks = tower_blocks(model)
     width = int(model.config.vision_config.hidden_size)
     total = 0
-    for block, pairs, n, m in zip(blocks, tower_pairs(model, grid), entering, leaving, strict=True):
+    parts = zip(blocks, tower_pairs(model, grid), entering, leaving, strict=True)
+    for number, (block, pairs, n, m) in enumerate(parts):
         mlp = linear_macs(block, "mlp")
-        total += 2 * (linear_macs(block) - mlp) * n + 2 * mlp * m
-        total += int(4 * pairs * (n / whole) ** 2 * width)
+        total += 2 * mlp * m
+        if number not in folded:
+            total += 2 * (linear_macs(block) - mlp) * n + int(4 * pairs * (n / whole) ** 2 * width)
     return total

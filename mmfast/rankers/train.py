@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 
-RECIPE = "mmfast.tiny.rankers"  # a layer above, imported when run
+# Recipes, a layer above, imported when run.
+RECIPES = {"top": "mmfast.tiny.rankers", "bavit": "mmfast.tiny.video.background"}
 
 if __name__ == "__main__":
-    importlib.import_module(RECIPE).main()
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--ranker", default="top", choices=sorted(RECIPES))
+    known, _ = parser.parse_known_args()
+    importlib.import_module(RECIPES[known.ranker]).main()

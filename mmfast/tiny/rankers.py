@@ -211,6 +211,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m mmfast.rankers.train", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
+    add("--ranker", default="top", choices=["top"], help="name of the ranking")
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
     add("--suite", default="video", help="whose questions are asked")
     add("--layers", type=int, nargs="+", default=[2], help="decoder layers before which to rank")

@@ -86,6 +86,8 @@ def _reason(method: Method) -> str:
         return "looks at the question, and vLLM stores results under the hash of the media alone"
     if method.learned:
         return "has weights of one model and reads all frames at once, which vLLM does not give it"
+    if method.kind == "ranker":
+        return "has weights of one model, which vLLM does not give it"
     lacking = ", ".join(sorted({*method.needs} - {"x", "grid", *TOWER_SIGNALS}))
     return lacking and f"needs {lacking}, which vLLM's vision tower does not give"
 

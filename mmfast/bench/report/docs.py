@@ -290,9 +290,10 @@ def _prefill_rows(method: Method, folder: Path) -> list[str]:
 
 
 def _ranker_rows(method: Method, folder: Path) -> list[str]:
-    command = f"python -m mmfast.rankers.train --layers {method.layer}"
+    how = f"--layers {method.layer}" if method.sites[0] == "llm" else f"--ranker {method.name}"
+    command = f"python -m mmfast.rankers.train {how}"
     return [
-        f"Not measured here: a head fits one model, and none is shipped; `{command}` trains one."
+        f"Not measured here: weights fit one model, and none are shipped; `{command}` trains some."
     ]
 
 

@@ -29,7 +29,8 @@ from mmfast.bench.timing import OperationCount, compare_jobs, one_thread, peak_d
 from mmfast.core.errors import MmfastError
 from mmfast.models.cost import linear_macs, tower_flops
 from mmfast.models.loading import pick_device
-from mmfast.models.vision.acceleration import MODES, as_linear, check_encoder, fast_encoder
+from mmfast.models.vision.acceleration import as_linear, check_encoder, fast_encoder
+from mmfast.models.vision.folding import MODES
 from mmfast.models.vision.merge_pass import MergePass, MergePlan
 from mmfast.ops.attention import segment_attention
 

@@ -24,6 +24,7 @@ from mmfast.models.families.tower import (
 from mmfast.models.reduction.decoder_signals import AHEAD, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
 from mmfast.models.reduction.site import POSITIONS
+from mmfast.models.vision.folding import check_folded
 from mmfast.models.wrappers import (
     CONV,
     FULL,
@@ -39,6 +40,7 @@ from mmfast.models.wrappers import (
     layers_of,
     turns_once,
 )
+from mmfast.rankers.bavit import find as find_judge
 from mmfast.rankers.top import find as find_head
 
 
@@ -54,6 +56,7 @@ def check(
     adapter = adapter_for(model)
     if adapter.alone:
         _check_alone(specs, tower_of(model), cache, encoder)
+        check_folded(encoder, specs, model)
         return tuple(specs)
     text = decoder_of(model)
     if not adapter.media:
@@ -72,6 +75,7 @@ def check(
     _check_revival(specs, text.config, cache)
     _check_bypass(specs, text, cache)
     _check_tower(specs, adapter, model, encoder)
+    check_folded(encoder, specs, model)
     for spec in specs:
         if AHEAD in spec.method.needs:
             layer_ahead(spec, text)
@@ -239,11 +243,12 @@ def _check_concepts(specs: Sequence[Spec], model: Any) -> None:
 
 
 def ranked(spec: Spec, model: Any) -> Spec:
-    """Give a learned ranking the file of its layer, by default the one beside the model's."""
+    """Give a learned ranking its file, by default the one beside the model's."""
     if spec.method.kind != "ranker" or spec.whole:
         return spec
-    home = str(getattr(model, "name_or_path", "") or "")
-    path = find_head(home, spec.layer or 0, str(spec.knobs.get("path", "")))
+    home, named = str(getattr(model, "name_or_path", "") or ""), str(spec.knobs.get("path", ""))
+    inside = spec.site == "llm"  # a head for each layer
+    path = find_head(home, spec.layer or 0, named) if inside else find_judge(home, named)
     return replace(spec, knobs={**spec.knobs, "path": str(path)})
 
 

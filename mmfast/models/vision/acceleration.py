@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
+from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, grid_tables
 from mmfast.models.patching import override
+from mmfast.models.vision.folding import plan_encoder
 from mmfast.ops.attention import segment_attention
 
 Convolution = nn.Conv2d | nn.Conv3d
@@ -226,16 +227,10 @@ def _copied(output: Any) -> Any:
     return output
 
 
-MODES = ("fast", "compile", "graph")
-
-
-def check_encoder(mode: str | None, device: torch.device | None = None) -> None:
+def check_encoder(encoder: str | None, device: torch.device | None = None) -> None:
     """Refuse an unknown mode, `compile` on a CPU without a C++ compiler, `graph` without CUDA."""
-    if mode is None:
-        return
-    if mode not in MODES:
-        raise SpecError(unknown("encoder", str(mode), MODES))
-    if device is None:
+    mode = plan_encoder(encoder).mode
+    if mode is None or device is None:
         return
     compilers = (environ.get("CXX", "g++"), "g++", "clang++")
     if mode == "compile" and device.type == "cpu" and not any(map(shutil.which, compilers)):
@@ -250,7 +245,7 @@ def check_encoder(mode: str | None, device: torch.device | None = None) -> None:
 
 
 @contextmanager
-def fast_encoder(model: Any, mode: str | None) -> Iterator[None]:
+def fast_encoder(model: Any, encoder: str | None) -> Iterator[None]:
     """Speed the vision tower of a model up for as long as the `with` lasts; None leaves it stock.
 
     `fast` embeds patches by a matrix product, computes attention by SDPA with the windows or frames
@@ -258,7 +253,7 @@ def fast_encoder(model: Any, mode: str | None) -> Iterator[None]:
     `compile` also compiles the tower's blocks when they first run (tens of seconds on a CPU; a new
     shape may compile again). `graph` records `fast` once per input shape and replays it.
     """
-    check_encoder(mode)
+    mode = plan_encoder(encoder).mode
     if mode is None:
         yield
         return

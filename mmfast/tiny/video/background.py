@@ -1,0 +1,121 @@
+"""Training of `bavit`: which tokens of the embedded video model's clips show a thing or a digit.
+
+Clips are drawn, so who owns each patch is known, as it is from segmentation maps elsewhere. Their
+features are projected once; the model stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from mmfast.compressors.base import save
+from mmfast.models.loading import load, located
+from mmfast.rankers.bavit import BackgroundVit, file_of
+from mmfast.tiny import training
+from mmfast.tiny.video import tower
+from mmfast.tiny.video.clips import make_bank
+
+FRAMES, HELD = 64, 0.2  # of a step, and share of the clips that are never trained on
+
+
+class BackgroundTask(training.Task):
+    """A classifier of tokens in training."""
+
+    def __init__(
+        self, judge: BackgroundVit, features: Tensor, shown: Tensor, seed: int, rate: float
+    ) -> None:
+        """Learn from features `[n, T, P, D]` and what they show `[n, T, P]`, 0 for background."""
+        self.judge = judge.train()
+        linear: list[Any] = [m.weight for m in judge.modules() if isinstance(m, torch.nn.Linear)]
+        known = {id(weight) for weight in linear}
+        rest = [each for each in judge.parameters() if id(each) not in known]
+        self.optimiser = training.Optimiser(linear, rest, rate)
+        self.rng = torch.Generator().manual_seed(seed)
+        side = round(features.shape[-2] ** 0.5)
+        self.grid = (side, side)
+        cut = len(features) - max(1, round(HELD * len(features)))
+        truth = (shown > 0).float()
+        self.features, self.truth = features[:cut].flatten(0, 1), truth[:cut].flatten(0, 1)
+        self.exam, self.exam_truth = features[cut:].flatten(0, 1), truth[cut:].flatten(0, 1)
+
+    def batches(self, step: int, done: float) -> list[Tensor]:
+        """Random frames."""
+        return [torch.randint(len(self.features), (FRAMES,), generator=self.rng)]
+
+    def loss(self, batch: Tensor) -> tuple[Tensor, training.Figures]:
+        """Cross-entropy in which foreground and background count as much."""
+        score, truth = self.judge(self.features[batch].float(), self.grid), self.truth[batch]
+        part = truth.mean().clamp(0.01, 0.99)
+        weight = torch.where(truth > 0, 0.5 / part, 0.5 / (1 - part))
+        total = binary_cross_entropy_with_logits(score, truth, weight)
+        return total, {"loss": total.item()}
+
+    @torch.no_grad()
+    def look(self) -> training.Figures:
+        """Shares of tokens right, of foreground found, and of tokens taken for foreground."""
+        found = self.judge(self.exam.float(), self.grid) > 0
+        truth = self.exam_truth > 0
+        return {
+            "right": float((found == truth).float().mean()),
+            "found": float(found[truth].float().mean()),
+            "kept": float(found.float().mean()),
+            "shown": float(truth.float().mean()),
+        }
+
+
+def run(options: argparse.Namespace, log: training.Log) -> None:
+    """Make clips and train on them."""
+    model, _ = load(located(options.model), "cpu", "float32")
+    with log.stage("bank", clips=options.clips):
+        show = partial(training.progress, "clips", total=options.clips)
+        bank = make_bank(options.clips, options.seed, os.cpu_count() or 1, show)
+        features = tower.encode_bank(model, bank)
+    train_one(options, log, features, bank.cells)
+
+
+def train_one(
+    options: argparse.Namespace, log: training.Log, features: Tensor, shown: Tensor
+) -> None:
+    """Train and write the weights."""
+    torch.manual_seed(options.seed)
+    judge = BackgroundVit(features.shape[-1])
+    task = BackgroundTask(judge, features, shown, options.seed, options.rate)
+    log({"stage": "untrained", **task.look()})
+    path = file_of(options.out)
+    course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=1.0)
+    steps = training.train(task, course, log, lambda: save(judge, path, torch.float16))
+    size = sum(each.numel() for each in judge.parameters())
+    log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mmfast.rankers.train", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--ranker", default="bavit", choices=["bavit"], help="name of the ranking")
+    add("--model", default="tiny-video", help="embedded model or checkpoint folder")
+    add("--out", type=Path, default=Path("ranked"), help="folder that gets rankers/")
+    add("--rate", type=float, default=1e-3, help="of learning, at its peak")
+    add("--seed", type=int, default=0)
+    add("--minutes", type=float, help="time of the training; with none --steps count")
+    add("--steps", type=int, default=300, help="of the training")
+    add("--clips", type=int, default=400, help="of the bank, held-out ones included")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train and write the weights and the log."""
+    options = arguments(argv)
+    fields = ("model", "seed", "minutes", "steps", "clips", "rate")
+    training.Log.record(options.out / "rankers", run, options, *fields)
