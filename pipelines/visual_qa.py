@@ -266,9 +266,8 @@ class VisualQA:
         """Answer one question, or a list of them.
 
         Args:
-            media: A clip or image; a list of them gives a list of answers. Or modules, as
-                `PromptSchema.prompt` takes them. Or a conversation: messages of `role` and
-                `content` as transformers takes them; or a list of those.
+            media: A clip or image; a list gives a list of answers. Or modules (`PromptSchema`), or
+                a conversation: messages as transformers takes them; or a list of those.
             question: A question; a list goes with a list of media, or with one that all share.
             **options: As transformers calls them: `text`, the question or conversation, and
                 `images` or `videos`, a list of which goes with one question, or fills the parts of
