@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mmfast.pipelines.overlay import overlay as overlay
     from mmfast.pipelines.registry import pipeline as pipeline
     from mmfast.pipelines.visual_qa import Answer as Answer
+    from mmfast.streams.reuse.schema import PromptSchema as PromptSchema
     from mmfast.streams.reuse.store import ReuseStore as ReuseStore
     from mmfast.tiny.stream.world import World as World
 
@@ -44,6 +45,7 @@ _LAZY = {
     "Mix": "mmfast.core.reduction",
     "MmfastError": "mmfast.core.errors",
     "ModelError": "mmfast.core.errors",
+    "PromptSchema": "mmfast.streams.reuse.schema",
     "Reduction": "mmfast.core.reduction",
     "ReuseStore": "mmfast.streams.reuse.store",
     "SpecError": "mmfast.core.errors",

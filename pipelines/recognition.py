@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
+from mmfast.decoding.serialised import CHANNELS
 from mmfast.frontends.audio.reader import load_audio
+from mmfast.models.speech.overlap import (
+    OverlapEar,
+    SpeakerWord,
+    load_overlap,
+    speaker_texts,
+)
 from mmfast.pipelines.options import check_names, check_values, within
 from mmfast.pipelines.registry import task
 from mmfast.pipelines.speech import stream_of
@@ -28,15 +36,23 @@ class Transcript:
     text: str
     seconds: float
     trace: Trace = field(default_factory=Trace, repr=False)
+    words: tuple[SpeakerWord, ...] = field(default=(), repr=False)  # with speakers=2
 
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """Text of each of two speakers, with `speakers=2`: the first is heard first."""
+        return speaker_texts(self.words)
+
     def to_dict(self) -> dict[str, Any]:
         """The document that `mmfast transcribe --json` prints."""
+        said = [{"speaker": w.speaker, "text": w.text, "at": round(w.at, 2)} for w in self.words]
         return {
             "text": self.text,
             "seconds": round(self.seconds, 4),
+            **({"speakers": list(self.speakers), "words": said} if said else {}),
             "trace": self.trace.to_dict()["rows"],
         }
 
@@ -48,6 +64,8 @@ class SpeechToText:
     Args:
         model: None (embedded), a directory or hub id (Whisper, Parakeet, Voxtral, Qwen3-ASR,
             Kyutai STT, wav2vec 2.0 …), or a `Listener`.
+        speakers: 2 writes down two people who may speak at once: `text` has a line for each. For
+            the embedded model and folders of its kind.
         batch_size: Sounds that share the passes of the model; long ones are cut into several.
         device, dtype, model_kwargs: As for `SpeechChat`.
         **options: Of all recordings, as far as the model has them: `reduce`, a spec of stages on
@@ -69,6 +87,7 @@ class SpeechToText:
         self,
         model: Any = None,
         *,
+        speakers: int = 1,
         batch_size: int = 8,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -77,11 +96,29 @@ class SpeechToText:
     ) -> None:
         place: dict[str, Any] = {"device": device, "dtype": dtype, "model_kwargs": model_kwargs}
         check_values(self.task, {**place, "batch_size": batch_size, "model": model})
+        self.speakers, self.batch_size = speakers, batch_size
+        if speakers != 1 or isinstance(speakers, bool):
+            with within(self.task):
+                self.listener: Any = self._pair(model, {**options, **place})
+            return
         self._check(model, options)
-        self.batch_size = batch_size
         loaded = models.can(models.load_voice(model, **place), "transcribe")
         with within(self.task):
             self.listener = models.load_listener(loaded, options)
+
+    def _pair(self, model: Any, options: Mapping[str, Any]) -> OverlapEar:
+        """Return the ear for two speakers."""
+        if isinstance(self.speakers, bool) or self.speakers != CHANNELS:
+            raise MmfastError(f"speakers={self.speakers!r} is not allowed; give 1 or {CHANNELS}")
+        if not (model is None or isinstance(model, str | Path)):
+            raise MmfastError(
+                f"speakers=2 is of the embedded model, not of {type(model).__name__}; leave one out"
+            )
+        given = {**options, "dtype": None if options["dtype"] == "auto" else options["dtype"]}
+        for name, value in given.items():
+            if value is not None and not (name == "device" and str(value) == "cpu"):
+                raise MmfastError(f"speakers=2 takes no {name}; leave it out")
+        return load_overlap(None if model == models.EMBEDDED else model)
 
     def _check(self, model: Any, options: Mapping[str, Any]) -> None:
         if options and (names := models.check_options(model, "transcribe", {})) is not None:
@@ -107,22 +144,29 @@ class SpeechToText:
         """
         many = isinstance(media, list) and bool(media) and not isinstance(media[0], int | float)
         self._check(self.listener, options)
+        if self.speakers > 1 and options:
+            raise MmfastError(f"{self.task}: {', '.join(options)} are of a stream; leave them out")
         sounds = [load_audio(each, RATE) for each in (media if many else [media])]
         trace = Trace()
+        words: list[tuple[SpeakerWord, ...]] = [()] * len(sounds)
         with trace.stage("listen") as row, within(self.task):
-            if hasattr(self.listener, "hear"):
+            if isinstance(self.listener, OverlapEar):
+                words = [tuple(self.listener.words(each, RATE)) for each in sounds]
+                texts = ["\n".join(filter(None, speaker_texts(each))) for each in words]
+                own = Trace()
+            elif hasattr(self.listener, "hear"):
                 texts, own = self.listener.hear(sounds, RATE, self.batch_size, **options)
             else:
                 texts, own = [self.listener.transcribe(each, RATE) for each in sounds], Trace()
             row.tokens_out = sum(len(text.split()) for text in texts)
         trace.rows[:0], trace.reductions = own.rows, own.reductions
         found = [
-            Transcript(text.strip(), len(sound) / RATE, trace)
-            for text, sound in zip(texts, sounds, strict=True)
+            Transcript(text.strip(), len(sound) / RATE, trace, said)
+            for text, sound, said in zip(texts, sounds, words, strict=True)
         ]
         return found if many else found[0]
 
-    def stream(self, media: Any, rate: int = RATE, **options: Any) -> Iterator[str]:
+    def stream(self, media: Any, rate: int = RATE, **options: Any) -> Iterator[Any]:
         """Write speech down while it comes.
 
         Args:
@@ -131,7 +175,8 @@ class SpeechToText:
             **options: As for a call.
 
         Yields:
-            Pieces of text; joined they are the whole.
+            Pieces of text; joined they are the whole. With `speakers=2` each word as a
+            `SpeakerWord`; options are `chunk` and `context`, in seconds.
 
         Raises:
             ModelError: The model hears a whole recording at once.

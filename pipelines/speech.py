@@ -16,6 +16,7 @@ from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.frontends.audio.wav import write_sound
+from mmfast.models.prompt import check_characters
 from mmfast.pipelines.options import check_names, check_values, checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.voice import models
@@ -132,7 +133,7 @@ def check_text(text: object) -> str:
             f"a text of {len(text):,} letters is too long; say at most {LONGEST:,} at once, "
             "or stream it in parts"
         )
-    return text
+    return check_characters("text", text)
 
 
 def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
@@ -140,7 +141,7 @@ def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
     for part in parts:
         if not isinstance(part, str):
             raise MmfastError(f"{type(part).__name__} cannot be said; give pieces of text")
-        yield part
+        yield check_characters("text", part)
 
 
 @task("speech-chat")

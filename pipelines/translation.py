@@ -14,6 +14,7 @@ from mmfast.core.trace import Trace
 from mmfast.decoding.simultaneous import WritePolicy, average_lagging, write_policy
 from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.models.interleaved import InterleavedTranslator
+from mmfast.models.prompt import check_characters
 from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, load_translator
 from mmfast.pipelines.options import checked, within
 from mmfast.pipelines.registry import task
@@ -225,6 +226,8 @@ class SpeechTranslation:
             raise MmfastError(
                 f"{self.task}: {text!r:.60} is no text; give a text or a list of them"
             )
+        for each in texts:
+            check_characters(f"{self.task}: text", each)
         found = self.translator.translate(texts) if texts else []
         return found if many else found[0]
 
@@ -240,4 +243,5 @@ class SpeechTranslation:
         with within(self.task):
             chosen, translator = self._chosen(policy)
             sentence_writer(translator, chosen)  # refuses a policy of another model now
-        return word_by_word(translator, chosen, words)
+        checked_words = (check_characters("text", each) for each in words)
+        return word_by_word(translator, chosen, checked_words)

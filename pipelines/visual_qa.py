@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from mmfast.models.prompt import (
     summed,
 )
 from mmfast.models.reduction.check import check
-from mmfast.models.text_stream import stream_text
+from mmfast.models.text_stream import stream_text, stripped
 from mmfast.pipelines.generation import CALL, GENERATE, merged, seeded
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
@@ -51,10 +52,13 @@ from mmfast.planner.target import Target, automatic, check_alone, make_target
 from mmfast.prefill.plan import plan_prefill
 from mmfast.streams.reply import placeholders
 from mmfast.streams.reuse.media import MediaReuse
+from mmfast.streams.reuse.modules import PromptModules
 from mmfast.streams.reuse.plan import check_beside, parse_reuse
+from mmfast.streams.reuse.schema import ModulePrompt
 from mmfast.streams.reuse.store import ReuseStore, store_of
 
 MEDIA = ("text", "images", "videos")
+MODULES = "modules"  # of inputs: a prompt from modules, and its question
 TARGET = named(make_target)
 
 
@@ -130,7 +134,8 @@ def _many_clips(media: Any, question: Any) -> bool:
         return False
     questions = len(question) if isinstance(question, (list, tuple)) else 1
     if all(
-        isinstance(m, (str, bytes)) or hasattr(m, "__fspath__") or hasattr(m, "read") for m in media
+        isinstance(m, (str, bytes, ModulePrompt)) or hasattr(m, "__fspath__") or hasattr(m, "read")
+        for m in media
     ):
         return True
     # Arrays of rank 4 are clips; images and rank-3 arrays are frames of one clip unless there is
@@ -261,8 +266,9 @@ class VisualQA:
         """Answer one question, or a list of them.
 
         Args:
-            media: A clip or image; a list of them gives a list of answers. Or a conversation:
-                messages of `role` and `content` as transformers takes them; or a list of those.
+            media: A clip or image; a list of them gives a list of answers. Or modules, as
+                `PromptSchema.prompt` takes them. Or a conversation: messages of `role` and
+                `content` as transformers takes them; or a list of those.
             question: A question; a list goes with a list of media, or with one that all share.
             **options: As transformers calls them: `text`, the question or conversation, and
                 `images` or `videos`, a list of which goes with one question, or fills the parts of
@@ -339,7 +345,10 @@ class VisualQA:
         if given and own == "images" and isinstance(media, list):  # all are of one question
             one = isinstance(question, str)
             media = tuple(media) if one else [tuple(m) if type(m) is list else m for m in media]
-        return *pair_up(media, question, own == "images"), wanted, how
+        pairs, many = pair_up(media, question, own == "images")
+        if wanted and any(isinstance(each, ModulePrompt) for each, _ in pairs):
+            raise MmfastError("modules are read before a target is planned; leave the target out")
+        return pairs, many, wanted, how
 
     @checked(TARGET)
     def plan(
@@ -386,6 +395,12 @@ class VisualQA:
 
         `notes` gets a line each on what is outside the scope of the embedded model, or "".
         """
+        if any(isinstance(media, ModulePrompt) for media, _ in pairs):
+            ((prompt, question),) = pairs  # with a store, questions are asked one by one
+            with turn_of(self.model), trace.stage("read"):
+                self.modules.placed(prompt.schema)
+            (notes if notes is not None else []).append("")
+            return {MODULES: (prompt, question)}, [0]
         with trace.stage("read"):
             chats = [self._chat(media, question) for media, question in pairs]
         with turn_of(self.model), trace.stage("preprocess"):  # padding is a state of tokenizers
@@ -448,6 +463,8 @@ class VisualQA:
         kind = "video" if "pixel_values_videos" in inputs else "image"
         each = token_counts(self.model, kind, inputs, trace) if any(items) else []
         counts = summed(each, items)
+        if MODULES in inputs:
+            counts = [self.modules.counts(inputs[MODULES][0], given["input_ids"])]
         if each:
             add_views(self.model, kind, inputs, trace)
         prompt = given["input_ids"].shape[1]
@@ -485,8 +502,17 @@ class VisualQA:
         behind = () if self.reuse.plan.prefix else [s for s in specs if s.site != "vit"]
         with attach(self.model, behind, *self._inside) as trace:
             beams = how.get("num_beams") or 1
-            yield trace, self.reuse.inputs(inputs, specs, self.encoder, beams, trace)
+            if own := inputs.get(MODULES):
+                yield trace, self.modules.inputs(own[0], own[1], beams, trace)
+            else:
+                yield trace, self.reuse.inputs(inputs, specs, self.encoder, beams, trace)
         self.reuse.store.flush()
+
+    @cached_property
+    def modules(self) -> PromptModules:
+        """Modules of schemas; MmfastError without `reuse=` of keys and values."""
+        specs = check(parse(self.reduce), self.model, self.cache, self.encoder)
+        return PromptModules(self.reuse, self._read, specs, self.encoder)
 
     def overlay(self, media: Any, trace: Trace, item: int = 0, *, sheets: bool = True) -> list[Any]:
         """Pictures of what the stages kept, merged and dropped; see `mmfast.overlay`.
@@ -520,25 +546,6 @@ class VisualQA:
                 **inputs, **cache, suppress_tokens=sorted(blocked) or None, **how
             )
         return output
-
-
-def stripped(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield a text without the space around it, as its pieces come; spaces wait for what follows.
-
-    Closing it closes `pieces`, where they can be closed.
-    """
-    begun, space = False, ""
-    try:
-        for piece in pieces:
-            text = space + piece if begun else piece.lstrip()
-            shown = text.rstrip()
-            space = text[len(shown) :]
-            if shown:
-                begun = True
-                yield shown
-    finally:
-        if (close := getattr(pieces, "close", None)) is not None:
-            close()
 
 
 def _longest(how: Mapping[str, Any]) -> int:

@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import signal
 import sys
+import threading
+import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,26 +130,86 @@ def _root(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Entry point: 0 fine, 1 a check failed, 2 bad usage or input, 130 interrupted."""
+    """Entry point: 0 fine, 1 a check failed, 2 bad usage or input, 130 and 143 interrupted."""
     # click's UsageError, wherever this typer keeps it
     usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
     KEPT.clear()
+    _open_closed()
     plain: Any = warnings.formatwarning
     warnings.formatwarning = _warning  # type: ignore[assignment]  # no use for the place
-    try:
-        code = app(args=args, prog_name="mmfast", standalone_mode=False)
-    except MmfastError as error:
-        code = _fail(str(error))
-    except usage_error as error:
-        code = _fail(_usage(error))
-    except typer.Abort:
-        code = 130
-    finally:
-        warnings.formatwarning = plain
+    with _terminated() as signals:
+        try:
+            _check_folder()
+            code = app(args=args, prog_name="mmfast", standalone_mode=False)
+            sys.stdout.flush()  # a full disk shows here, not when the interpreter ends
+        except MmfastError as error:
+            code = _fail(str(error))
+        except usage_error as error:
+            code = _fail(_usage(error))
+        except BrokenPipeError:  # of `| head`, which has read enough
+            code = _stop_output(1)
+        except OSError as error:
+            code = _stop_output(_fail(_refused(error)))
+        except (typer.Abort, KeyboardInterrupt):
+            code = 130
+        finally:
+            warnings.formatwarning = plain
     if code == 130:  # versions of typer raise or return on Ctrl-C
         kept = "".join(f"; {number} {what}" for what, number in KEPT.items())
-        print(f"mmfast: interrupted{kept}", file=sys.stderr)
+        print(f"mmfast: {'terminated' if signals else 'interrupted'}{kept}", file=sys.stderr)
+        code = 143 if signals else 130
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_closed() -> None:
+    """Open what the caller has closed of the standard files, which the next file would replace."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _stop_output(code: int) -> int:
+    """Return the code, and write what is left nowhere: the interpreter would fail on it again."""
+    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    return code
+
+
+def _check_folder() -> None:
+    """Refuse a folder that is gone, in which libraries below torch abort the process."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise MmfastError("the current folder was deleted; change to one that exists") from None
+
+
+@contextmanager
+def _terminated() -> Iterator[list[float]]:
+    """Let SIGTERM end a command as Ctrl-C does; yields the times at which it came."""
+    came: list[float] = []
+
+    def stop(*_: object) -> None:
+        came.append(time.monotonic())
+        if len(came) == 1 or came[-1] - came[-2] > 1:  # timeout(1) sends two at once
+            raise KeyboardInterrupt
+
+    own = threading.current_thread() is threading.main_thread()
+    if not own or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield came
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _refused(error: OSError) -> str:
+    """Return what the system refused, and of which file: a full disk, a file without rights."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is None:
+        return f"a file or the output cannot be read or written: {reason}"
+    return f"{os.fsdecode(error.filename)!r} cannot be read or written: {reason}"
 
 
 def _usage(error: Any) -> str:

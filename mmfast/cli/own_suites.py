@@ -127,6 +127,18 @@ def _show(rows: list[dict[str, Any]]) -> None:
             weakest = f"{kind} {_share(worst)}"
             table.add_row(row["mode"], _share(row["accuracy"]), weakest, _share(row.get("exact")))
         Console().print(table)
+    if both := [row for row in rows if row["task"] == "overlap"]:
+        _show_overlap(both)
+
+
+def _show_overlap(rows: list[dict[str, Any]]) -> None:
+    bands = list(dict.fromkeys(band for row in rows for band in row["by_overlap"]))
+    table = Table("two voices", "word errors", *bands, "delay")
+    for row in rows:
+        each = [_share(row["by_overlap"].get(band)) for band in bands]
+        delay = f"{row['delay']:.1f} s" if "delay" in row else ""
+        table.add_row(row["mode"], _share(row["cpwer"]), *each, delay)
+    Console().print(table)
 
 
 def _share(value: float | None) -> str:

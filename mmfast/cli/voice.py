@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -231,6 +231,9 @@ def transcribe(
     ] = None,
     reduce: Reduce = None,
     cache: Cache = None,
+    speakers: Annotated[
+        int, typer.Option(help="2 parts two people who may speak at once: a line for each.")
+    ] = 1,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print words as they are heard, of one recording.")
     ] = False,
@@ -249,9 +252,12 @@ def transcribe(
     from mmfast.pipelines import pipeline
 
     options = {"language": language, "reduce": reduce, "cache": cache}
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given |= {"speakers": speakers} if speakers != 1 else {}
     pipe = pipeline("speech-to-text", listener, device=device, dtype=dtype, **given)
     sounds = [read_recording(path) for path in recordings]
+    if stream and speakers > 1:
+        return print_speakers(pipe.stream(sounds[0].split(1600)))
     if stream:
         for text in pipe.stream(sounds[0].split(1600)):
             print(text, end="", flush=True)
@@ -262,6 +268,17 @@ def transcribe(
         return print_json(rows if len(rows) > 1 else rows[0])
     for each in found:
         print(each["text"])
+
+
+def print_speakers(words: Iterable[Any]) -> None:
+    """Print words as they come, on a new line where another speaks."""
+    before = None
+    for word in words:
+        turn = f"{word.speaker + 1}:"
+        line = [] if word.speaker == before else [turn] if before is None else ["\n" + turn]
+        print(*line, word.text, end=" ", flush=True)
+        before = word.speaker
+    print()
 
 
 def translate(
@@ -295,6 +312,10 @@ def translate(
     files = recordings or []
     if text is not None and not text.strip():
         raise MmfastError(f"there is nothing to translate in --text {text!r}; give words")
+    if text is not None:
+        from mmfast.models.prompt import check_characters
+
+        check_characters("--text", text)
     if bool(files) == (text is not None):
         raise MmfastError("translate takes recordings or --text; give one of them")
     if stream and (as_json or len(files) > 1):

@@ -241,10 +241,14 @@ def _check_directory(where: str) -> None:
                 f"model directory {where!r} does not exist; give a directory or a hub id"
             )
         return
-    if not (path / "config.json").is_file():
+    if (path / "config.json").is_file():
+        return
+    if (path / "adapter_config.json").is_file():
         raise ModelError(
-            f"{where!r} holds no config.json; give the directory of a saved checkpoint"
+            f"{where!r} holds an adapter of PEFT without its model; save the model that "
+            "PeftModel.from_pretrained(…).merge_and_unload() returns, or give (model, processor)"
         )
+    raise ModelError(f"{where!r} holds no config.json; give the directory of a saved checkpoint")
 
 
 def from_pretrained(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,18 @@ def check_question(question: object) -> str:
         raise MmfastError(f"question is {an(type(question).__name__)}; give a string")
     if not question.strip():
         raise MmfastError(f"question {question!r} is empty; ask something about the media")
-    broken = next((c for c in question if "\ud800" <= c <= "\udfff"), None)
-    if broken is not None:  # half of a pair, or a byte of a shell that is not UTF-8
+    return check_characters("question", question).strip()
+
+
+def check_characters(what: str, text: str) -> str:
+    """Return a text of characters; MmfastError for half of a pair, or a byte that is not UTF-8."""
+    broken = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    if broken is not None:  # a shell hands over such a byte
+        short = text if len(text) <= 80 else text[:80] + "…"
         raise MmfastError(
-            f"question {question!r} holds {broken!r}, which is no character; give it in UTF-8"
+            f"{what} {short!r} holds {broken!r}, which is no character; give it in UTF-8"
         )
-    return question.strip()
+    return text
 
 
 def build_inputs(
@@ -91,7 +97,7 @@ def chat_inputs(
         [part for message in chat for part in message["content"] if isinstance(part, Shot)]
         for chat in chats
     ]
-    given = {**_media(shots), **(options or {})}
+    given = {**media_arguments(shots), **(options or {})}
     batch = processor(text=texts, padding=True, return_tensors="pt", **given)
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
@@ -139,19 +145,32 @@ def _part(part: Shot | str) -> dict[str, str]:
     return {"type": part.kind} if isinstance(part, Shot) else {"type": "text", "text": part}
 
 
-def _media(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
+def media_arguments(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
+    """Return the arguments of a processor for the media of each prompt of a batch."""
     from transformers.video_utils import VideoMetadata
 
     media: dict[str, Any] = {}
     clips = [shot for mine in shots for shot in mine if shot.kind == "video"]
     images = [[shot.pixels for shot in mine if shot.kind == "image"] for mine in shots]
     if any(images):
-        media["images"] = images
+        first = _channels_first([pixels for mine in images for pixels in mine])
+        media["images"] = [[first(pixels) for pixels in mine] for mine in images]
     if clips:
-        media["videos"] = [shot.pixels for shot in clips]
+        first = _channels_first([shot.pixels for shot in clips])
+        media["videos"] = [first(shot.pixels) for shot in clips]
         media["video_metadata"] = [VideoMetadata(**(shot.metadata or {})) for shot in clips]
         media["do_sample_frames"] = False
     return media
+
+
+def _channels_first(pixels: Sequence[Any]) -> Callable[[Any], Any]:
+    """Put channels before rows `[.., 3, h, w]` if a picture `[.., h, w, 3]` has few rows.
+
+    A processor takes a first axis of one, three or four for the channels. It looks at one of them.
+    """
+    if not any(each.shape[-3] in (1, 3, 4) for each in pixels):
+        return lambda each: each
+    return lambda each: each.swapaxes(-1, -2).swapaxes(-2, -3)
 
 
 def summed(counts: Sequence[tuple[int, int]], items: Sequence[int]) -> list[tuple[int, int]]:

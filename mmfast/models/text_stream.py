@@ -51,3 +51,22 @@ def stream_text(
         thread.join()
     if failure:
         raise failure[0]
+
+
+def stripped(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield a text without the space around it, as its pieces come; spaces wait for what follows.
+
+    Closing it closes `pieces`, where they can be closed.
+    """
+    begun, space = False, ""
+    try:
+        for piece in pieces:
+            text = space + piece if begun else piece.lstrip()
+            shown = text.rstrip()
+            space = text[len(shown) :]
+            if shown:
+                begun = True
+                yield shown
+    finally:
+        if (close := getattr(pieces, "close", None)) is not None:
+            close()

@@ -58,6 +58,8 @@ class ServerConfig:
         reuse_folder: Where `reuse` keeps it for later processes, 10 GB at most; None keeps nothing
             on disk.
         reuse_memory: Bytes of main memory in which `reuse` keeps it.
+        modules: JSON file with a schema of prompt modules (`mmfast.PromptSchema`), which requests
+            put together; paths of media start at its folder. Needs `reuse` of keys and values.
         lora: LoRA adapter as `name=FOLDER`; requests that name it as their model are answered by
             it. Several share one copy of the model.
         device: `cpu`, `cuda`, `cuda:1`; None takes CUDA where there is one.
@@ -156,6 +158,7 @@ class ServerConfig:
     reuse: str | None = None
     reuse_folder: str | None = None
     reuse_memory: str = "1GB"
+    modules: str | None = None
     lora: tuple[str, ...] = ()
     device: str | None = None
     dtype: str = "auto"
@@ -323,6 +326,10 @@ class ServerConfig:
         if self.reuse is None and self.reuse_folder is not None:
             raise MmfastError(
                 f"reuse_folder={self.reuse_folder!r} keeps nothing alone; give --reuse prefix"
+            )
+        if self.modules is not None and self.reuse in (None, "encoder"):
+            raise MmfastError(
+                f"modules={self.modules!r} are keys and values that are kept; give --reuse prefix"
             )
 
     def public(self) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from PIL import Image
+from transformers import AutoProcessor, PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 import mmfast
 from mmfast.core.errors import ModelError
 from mmfast.models.loading import embedded_path, load, pick_device
+from mmfast.models.prompt import Shot, build_inputs
 from mmfast.pipelines.visual_qa import Answer
 
 CLIP = Path(__file__).resolve().parents[2] / "assets" / "clips" / "red-circle.mp4"
@@ -111,6 +114,12 @@ def test_what_cannot_be_loaded(options: dict[str, Any], told: str) -> None:
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_folder_with_an_adapter_alone_names_the_way(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter of PEFT without its model.*merge_and_unload"):
+        load(str(tmp_path))
+
+
 def test_agreement_is_no_contradiction() -> None:
     given = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
     model, _ = load(HERE, "cpu", "float32", None, given)
@@ -141,6 +150,26 @@ def test_processors(tmp_path: Path) -> None:
     for source in (model, (model, processor)):
         with pytest.raises(ModelError, match="loaded already"):
             mmfast.pipeline("video-qa", source, model_kwargs={"dtype": "auto"})
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_rows_of_a_flat_picture_are_not_taken_for_channels(kind: str) -> None:
+    """As the processor reads the same picture from PIL, or with channels first."""
+    processor = AutoProcessor.from_pretrained(HERE)
+    chat = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "what?"}]}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    for rows in (3, 4, 48):
+        flat = np.random.default_rng(0).integers(0, 256, (rows, 48, 3), np.uint8)
+        shot, plain = Shot("image", flat), {"images": [[Image.fromarray(flat)]]}
+        if kind == "video":
+            known = {"total_num_frames": 2, "fps": 2.0, "frames_indices": [0, 1]}
+            shot = Shot("video", np.stack([flat, flat]), known)
+            frames = torch.from_numpy(shot.pixels).permute(0, 3, 1, 2)
+            plain = {"videos": [frames], "do_sample_frames": False}
+        found = build_inputs(processor, [[shot]], ["what?"], torch.device("cpu"))
+        told = processor(text=[text], padding=True, return_tensors="pt", **plain)
+        name = "pixel_values" if kind == "image" else "pixel_values_videos"
+        assert torch.equal(found[name], told[name]), rows
 
 
 @pytest.mark.parametrize("task", ["text-to-speech", "speech-chat"])

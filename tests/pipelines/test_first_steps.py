@@ -8,7 +8,7 @@ import pytest
 
 import mmfast
 from mmfast.core.errors import ModelError, an
-from mmfast.pipelines.visual_qa import stripped
+from mmfast.models.text_stream import stripped
 
 
 @pytest.mark.parametrize("given", [None, "Qwen/Qwen2.5-VL-7B-Instruct", 3])

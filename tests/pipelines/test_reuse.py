@@ -27,6 +27,44 @@ def stock() -> Any:
     return mmfast.pipeline("video-qa", device="cpu", dtype="float32")
 
 
+OTHER = Path(CLIP).with_name("four-shapes.mp4")
+
+
+def test_modules_are_read_once(stock: Any) -> None:
+    schema = mmfast.PromptSchema(
+        {"rules": ["Answer about ", {"what": 6}, "."], "one": Path(CLIP), "two": OTHER},
+        unions=[("one", "two")],
+        scaffolds=[("rules", "one")],
+    )
+    pipe = _pipe(stock, reuse="prefix")
+    prompts = [schema.prompt("one"), schema.prompt("rules", "one", what="it"), schema.prompt("two")]
+    with _calls(pipe.model.get_encoder("image")) as tower:
+        first, again = (pipe(prompts, QUESTIONS[0]) for _ in range(2))
+    assert len(tower) == 2 and [a.text for a in first] == [a.text for a in again]
+    assert first[0].text == stock(CLIP, QUESTIONS[0]).text  # a module alone is a plain prompt
+    assert "".join(pipe.stream(prompts[0], QUESTIONS[0])) == first[0].text
+    for answer, fresh in [*((a, True) for a in first), *((a, False) for a in again)]:
+        rows = {row.stage: row for row in answer.trace.rows}
+        assert (rows["reuse modules"].tokens_out > 0) == fresh
+        assert rows["reuse kv"].tokens_out < 20 < rows["reuse kv"].tokens_in
+        assert (answer.visual_tokens, answer.kept_tokens) == (288, 288)
+    beams = [p(m, QUESTIONS[0], num_beams=2).text for p, m in ((pipe, prompts[0]), (stock, CLIP))]
+    assert beams[0] == beams[1]
+
+
+def test_modules_that_cannot_act_are_refused(stock: Any) -> None:
+    prompt = mmfast.PromptSchema({"one": Path(CLIP)}).prompt("one")
+    for options, said in (({}, "is not given"), ({"reuse": "encoder"}, "is 'encoder'")):
+        with pytest.raises(mmfast.MmfastError, match=said):
+            _pipe(stock, **options)(prompt, QUESTIONS[0])
+    pipe = _pipe(stock, reuse="prefix")
+    with pytest.raises(mmfast.MmfastError, match="leave the target out"):
+        pipe(prompt, QUESTIONS[0], target_ttft_ms=100)
+    with pytest.raises(mmfast.MediaError, match="does not exist"):
+        gone = mmfast.PromptSchema({"one": Path("gone.mp4")}).prompt("one")
+        pipe(gone, QUESTIONS[0])
+
+
 @contextmanager
 def _calls(module: Any) -> Iterator[list[int]]:
     """Tokens or pictures that a module sees, a number a call."""

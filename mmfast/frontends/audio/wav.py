@@ -16,8 +16,11 @@ from torch import Tensor
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.source import SOUND_FORMATS, first_line, quote, seekable, sound_suffix
-from mmfast.ops.audio import check_rate
+from mmfast.ops.audio import check_rate, resample
 
+# Samples per second that a lossy format has; sound at another rate is at the next higher one.
+_OPUS, _MP3 = (8000, 12000, 16000, 24000, 48000), (8000, 11025, 12000, 16000, 22050, 24000, 32000)
+RATES = {"opus": _OPUS, "mp3": (*_MP3, 44100, 48000)}
 _FORMATS = {"pcm16": (1, 2), "float32": (3, 4)}  # -> format tag, bytes of a sample
 _UNKNOWN = 0xFFFFFFFF  # size of a stream that cannot seek: players read to the end
 _HEADER = 44
@@ -103,6 +106,12 @@ class WavWriter:
         return b"".join(parts) + struct.pack("<I", size)
 
 
+def format_rate(kind: str, rate: int) -> int:
+    """Return the rate of a format ("opus", "mp3"; others take all) for sound at a rate."""
+    choices = RATES.get(kind, (rate,))
+    return next((each for each in choices if each >= rate), choices[-1])
+
+
 def write_wav(target: Any, pcm: Tensor, rate: int, encoding: str = "pcm16") -> None:
     """Write samples `[n]` float in -1..1 to a mono WAV file."""
     with WavWriter(target, rate, encoding) as wav:
@@ -112,7 +121,8 @@ def write_wav(target: Any, pcm: Tensor, rate: int, encoding: str = "pcm16") -> N
 def write_sound(target: Any, pcm: Tensor, rate: int) -> None:
     """Write samples `[n]` float in -1..1 to a mono file of the format that its suffix names.
 
-    A file object, or a name without a suffix, gets a WAV file. MediaError where there is no such
+    A file object, or a name without a suffix, gets a WAV file; a format that lacks the rate gets
+    the sound at the next higher one that it has. MediaError where there is no such
     format, or the target cannot be written; then nothing is written.
     """
     suffix = sound_suffix(target) if isinstance(target, str | os.PathLike) else ".wav"
@@ -121,10 +131,12 @@ def write_sound(target: Any, pcm: Tensor, rate: int) -> None:
     import soundfile
 
     kind, encoding = SOUND_FORMATS[suffix]
-    samples = torch.nan_to_num(pcm.detach().cpu().float().flatten(), nan=0.0).clamp(-1.0, 1.0)
+    samples = torch.nan_to_num(pcm.detach().cpu().float().flatten(), nan=0.0)
+    target_rate = format_rate(suffix[1:], check_rate(rate))
+    samples = resample(samples, rate, target_rate).clamp(-1.0, 1.0)
     data = io.BytesIO()
     try:
-        with soundfile.SoundFile(data, "w", check_rate(rate), 1, encoding, format=kind) as file:
+        with soundfile.SoundFile(data, "w", target_rate, 1, encoding, format=kind) as file:
             for part in (samples if len(samples) else torch.zeros(1)).split(4096):
                 file.write(part.numpy())  # in blocks: Vorbis overflows the stack on long ones
         Path(target).write_bytes(data.getvalue())

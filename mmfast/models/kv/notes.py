@@ -7,7 +7,7 @@ follow it through beams, crops and copies.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
-from mmfast.caches.quantised import Probes
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.probe import head_mass, keys_seen, probe_mass, probing, softmax_rows
 from mmfast.models.reduction.sequence import Sequences
@@ -328,8 +327,8 @@ class Attention:
                     )
                     found.setdefault(note, []).append(mine)
         if self._probes is not None:
-            asking = partial(self._asking, part, query, key, mask, causal, layer, self._probes)
-            asks = [asking(row, mine) for row, mine in enumerate(places_of)]
+            seen = partial(keys_seen, query, key, mask=mask, is_causal=causal)
+            asks = [self._asking(part, layer, seen, b, p) for b, p in enumerate(places_of)]
             if part is not None or any(map(len, asks)):
                 found |= _probed(query, key, asks, mask, scaling, causal)
         self._local.__dict__[str(index)] = {name: torch.stack(rows) for name, rows in found.items()}
@@ -339,30 +338,28 @@ class Attention:
                 queries = queries * (query.shape[-1] ** -0.5 if scaling is None else scaling)
             self._local.__dict__[str(index)][QUERIES] = queries
 
-    @staticmethod
     def _asking(
+        self,
         part: PromptPart | None,
-        query: Tensor,
-        key: Tensor,
-        mask: Any,
-        causal: bool,
         layer: Any,
-        probes: Probes,
+        seen: Callable[[int, Tensor], int],
         row: int,
         places: Tensor,
     ) -> Tensor:
-        """Choose the probes among the queries at `places` `[c]` of a row, `[p]` of them."""
+        """Choose the probes `[p]` among the last queries of a row, at `places` `[c]`.
+
+        `seen(row, place)` counts the keys that the query at `place` `[1]` may see.
+        """
+        probes: Any = self._probes
         order = torch.arange(len(places), device=places.device) - len(places)
-        if part is None:
-            rows = getattr(layer, "rows", ())  # without any it never was packed
-            if not rows:
-                return places[:0]
-            recent = layer.keys.shape[2] - layer.front[row] + order
-            return places[probes.of_answer(rows[row].packed + recent, recent)]
-        if not len(places):
-            return places
-        n = keys_seen(query, key, row, places[-1:], mask, causal)
-        return places[probes.of_prompt(n + order, n + part.rest)]
+        if part is not None:
+            end = seen(row, places[-1:]) if len(places) else 0
+            return places[probes.of_prompt(end + order, end + part.rest)]
+        rows = getattr(layer, "rows", ())  # without any it never was packed
+        if not rows:
+            return places[:0]
+        recent = layer.keys.shape[2] - layer.front[row] + order
+        return places[probes.of_answer(rows[row].packed + recent, recent)]
 
 
 def _probed(

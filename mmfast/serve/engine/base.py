@@ -88,6 +88,8 @@ class Options:
     target_ttft_ms: float | None = None
     prefill: str | None = None
     reuse: str | None = None
+    modules: tuple[str, ...] = ()  # of the engine's schema, before the question
+    arguments: Mapping[str, str] = field(default_factory=dict)  # of their parameters
     raw: str | tuple[int, ...] | None = None  # a prompt that replaces the chat template's
     # arguments of the chat template, such as `tools`, and of the processor
     template: Mapping[str, Any] = field(default_factory=dict)

@@ -11,11 +11,21 @@ from typing import Any
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec
 from mmfast.core.trace import peak_bytes
-from mmfast.serve.engine.base import Delta, Emit, Event, Failure, Finish, Request, SamplingOptions
+from mmfast.serve.engine.base import (
+    Delta,
+    Emit,
+    Event,
+    Failure,
+    Finish,
+    Options,
+    Request,
+    SamplingOptions,
+)
 from mmfast.serve.engine.base import failure as failure_of
 from mmfast.serve.engine.decode import Writer
 from mmfast.serve.engine.rules import TokenRules, needed
 from mmfast.serve.engine.slots import Prepared
+from mmfast.streams.reuse.schema import ModulePrompt
 
 
 class ContextError(MmfastError):
@@ -43,6 +53,8 @@ class ActiveRequest:
         self.inside: Spec | None = None  # the part of `reduce` inside the vision tower
         self.batched = False  # the request is read in a pass with others
         self.reuses = False  # its media may be in the store of the engine
+        # modules that stand before its question, and the question
+        self.modules: tuple[ModulePrompt, str] | None = None
         self.target: float | None = None  # latency target of the planner in milliseconds
         self.plan_ms: float | None = None
         # reserve: most tokens whose keys and values the request may hold behind its prompt,
@@ -165,9 +177,14 @@ def checked(sampling: SamplingOptions) -> SamplingOptions:
     return replace(sampling, seed=seed, rules=TokenRules(sampling) if needed(sampling) else None)
 
 
-def check_storeless(reuse: str | None) -> None:
+def check_storeless(options: Options) -> None:
     """Refuse (MmfastError) what a request wants of a store that its engine does not have."""
-    if reuse is not None:
+    if options.modules or options.arguments:
+        raise MmfastError(
+            f"modules={list(options.modules)}: this server has none; start it with --modules and "
+            "--reuse, or leave them out"
+        )
+    if (reuse := options.reuse) is not None:
         raise MmfastError(
             f"reuse={reuse!r}: this server keeps no media for later requests; start it with "
             "--reuse, or leave it out"

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from mmfast.caches.plan import call_plan
-from mmfast.core.errors import SpecError
+from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
+from mmfast.frontends.image import kind_of, read_image
+from mmfast.frontends.video.reader import read_video
+from mmfast.models.prompt import Shot, check_question
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.record import features_given
 from mmfast.serve.engine.adapters import adapters_of
-from mmfast.serve.engine.request import ActiveRequest
+from mmfast.serve.engine.request import ActiveRequest, check_storeless
 from mmfast.serve.engine.slicer import Slicer
 from mmfast.streams.reuse.media import MediaReuse
+from mmfast.streams.reuse.modules import Places, PromptModules
 from mmfast.streams.reuse.plan import ReusePlan, check_beside, parse_reuse
+from mmfast.streams.reuse.schema import ModulePrompt, PromptSchema
 from mmfast.streams.reuse.store import ReuseStore
 from mmfast.streams.stream import WeightChecksum
 
+_PROMPT = "add_generation_prompt"
 ENCODER, PREFILL = "reuse encoder", "reuse kv"  # rows of a trace
 
 
@@ -32,15 +41,27 @@ class ServedReuse:
     `computed` count tokens of prompts.
     """
 
-    def __init__(self, model: Any, processor: Any, plan: ReusePlan, store: ReuseStore) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        plan: ReusePlan,
+        store: ReuseStore,
+        modules: PromptSchema | str | Path | None = None,
+    ) -> None:
         self.model, self.plan, self.store = model, plan, store
+        self.schema, self._folder = _schema_of(modules)
+        self._placed: Places = WeakKeyDictionary()
         self._processor, self._weights = processor, WeightChecksum(model)
         self._writer = ThreadPoolExecutor(1, "mmfast-reuse")  # no answer waits for the disk
         self.taken = self.computed = 0
 
     def check(self, answer: ActiveRequest) -> None:
         """Refuse (MmfastError) a request whose own `reuse` is wrong or does not act."""
-        if answer.request.options.reuse is None:
+        options = answer.request.options
+        if options.modules or options.arguments:
+            answer.modules = self._asked(answer)
+        if options.reuse is None:
             return
         plan = self._plan(answer)
         if plan.prefix and not self.plan.prefix:
@@ -53,6 +74,8 @@ class ServedReuse:
     def acts(self, answer: ActiveRequest) -> bool:
         """Return True if the prompt of a request is read here: it has media, and specs fit."""
         prepared = answer.prepared
+        if answer.modules is not None:
+            return True
         if prepared is None or not features_given(prepared.inputs):
             return False
         try:
@@ -71,7 +94,48 @@ class ServedReuse:
         weights: Any = _WholeCalls(self._weights, slicer)
         media = MediaReuse(model, self._processor, self.plan, store, weights)
         media.fingerprint()  # here, since computing a part of it holds a lock, too
+        if self.schema is not None:  # one that the model cannot read is refused now
+            self._modules(media, (), "").placed(self.schema)
         return media
+
+    def ahead(self, answer: ActiveRequest) -> int:
+        """Return how many tokens of modules stand before a question, before any reduction."""
+        if answer.modules is None or self.schema is None:
+            return 0
+        placed = self._placed[self.schema]
+        return sum(len(p.ids) for name in answer.modules[0].names for p in placed[name].parts)
+
+    def _asked(self, answer: ActiveRequest) -> tuple[ModulePrompt, str]:
+        """Read what a request takes of the schema; MmfastError where that does not act."""
+        request, options = answer.request, answer.request.options
+        if self.schema is None:
+            check_storeless(options)
+        assert self.schema is not None
+        prompt = self.schema.prompt(*options.modules, **options.arguments)
+        own = [part for message in request.messages for part in message.content]
+        alone = len(request.messages) == 1 and all(isinstance(part, str) for part in own)
+        if not alone or options.raw is not None or options.template.keys() - {_PROMPT}:
+            raise MmfastError(
+                "modules stand before one question: give one message of a user with text alone, "
+                "no tools and no arguments of the template, or leave modules out"
+            )
+        if not self._plan(answer).prefix:
+            raise SpecError("modules are keys and values that are kept; leave reuse='encoder' out")
+        check_beside(
+            self._plan(answer), answer.reduce, call_plan(answer.cache), prefill=answer.prefill
+        )
+        return prompt, check_question("".join(map(str, own)))
+
+    def _modules(self, media: MediaReuse, specs: Sequence[Spec], owner: str) -> PromptModules:
+        return PromptModules(media, self._shots, specs, None, owner, self._placed)
+
+    def _shots(self, source: Any) -> list[Shot]:
+        """Decode a picture or clip of the schema, which the operator wrote."""
+        source = self._folder / source if isinstance(source, Path) else source
+        if kind_of(source) == "image":
+            return [Shot("image", read_image(source), None)]
+        clip = read_video(source, frames=8)
+        return [Shot("video", clip.frames, clip.metadata())]
 
     def behind(self, answer: ActiveRequest) -> list[Spec]:
         """Return the stages of a request that are left to act inside the model."""
@@ -86,6 +150,8 @@ class ServedReuse:
         key = known.keys.get(request.adapter or "", "")
         tower = key if request.adapter in known.visual else ""
         specs = self._specs(answer)
+        if answer.modules is not None:
+            return self._put_together(media, answer, specs, f"adapter {key}" if key else "", trace)
         media.plan = self._plan(answer)
         given = media.encoded(answer.prepared.inputs, specs, None, trace, _owner(request, tower))
         if media.plan.prefix:
@@ -96,6 +162,24 @@ class ServedReuse:
         self.computed += counted.tokens_out
         both = (rows[stage] for stage in (ENCODER, PREFILL) if stage in rows)
         answer.cached = max(row.tokens_in - row.tokens_out for row in both)
+        self._writer.submit(self.store.flush)
+        return given
+
+    def _put_together(
+        self,
+        media: MediaReuse,
+        answer: ActiveRequest,
+        specs: Sequence[Spec],
+        owner: str,
+        trace: Trace,
+    ) -> dict[str, Any]:
+        """Inputs of the model for modules, which are the operator's and so all tenants', too."""
+        assert answer.modules is not None
+        given = self._modules(media, specs, owner).inputs(*answer.modules, trace=trace)
+        rows = {row.stage: row for row in trace.rows}
+        fresh = rows["reuse modules"].tokens_out + rows[PREFILL].tokens_out
+        answer.cached = max(0, rows[PREFILL].tokens_in - fresh)
+        self.taken, self.computed = self.taken + answer.cached, self.computed + fresh
         self._writer.submit(self.store.flush)
         return given
 
@@ -121,6 +205,19 @@ class ServedReuse:
         self._writer.shutdown()
 
 
+def _schema_of(given: PromptSchema | str | Path | None) -> tuple[PromptSchema | None, Path]:
+    """Return a schema, and the folder at which paths of its media start; MmfastError: no such."""
+    if given is None or isinstance(given, PromptSchema):
+        return given, Path()
+    path = Path(given).expanduser()
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"is no JSON ({error})"
+        raise MmfastError(f"modules {str(given)!r}: {why}; give a file with a schema") from None
+    return PromptSchema.read(document), path.parent
+
+
 def _owner(request: Any, adapter: str) -> str:
     """Name of a tenant and an adapter; "" is everyone, as in a pipeline."""
     nobody = request.tenant in ("", "/")  # neither a key nor a user
@@ -133,8 +230,9 @@ class _WholeCalls:
     def __init__(self, target: Any, slicer: Slicer) -> None:
         self._target, self._slicer = target, slicer
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._call, getattr(self._target, name))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        return partial(self._call, found) if callable(found) else found
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._slicer.whole():

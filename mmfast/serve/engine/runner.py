@@ -256,6 +256,8 @@ class SequentialRunner:
         positions = positions_of(model, given)
         own.position = positions[..., -1:]
         cache = given.pop(CACHE, None) or DynamicCache(config=model.config.get_text_config())
+        if own.answer.modules is not None:
+            ids = given["input_ids"]
         own.ids, own.seen = ids[0], self._chooser.seen(ids[0], own.answer.sampling)
         if read := cache.get_seq_length():  # all but the last token
             given = {"input_ids": given["input_ids"][:, read:]}
@@ -269,6 +271,8 @@ class SequentialRunner:
         counts = (token_counts(model, k, stock, Trace()) for k in features_given(stock))
         own.visual = sum(n for pairs in counts for n, _ in pairs)
         own.ms, own.length = prepared.ms, prepared.length
+        if own.answer.modules is not None:
+            own.length = len(own.ids)
         own.answer.prepared = None  # pixels are not kept for the time of an answer
         return found
 
@@ -412,7 +416,7 @@ class ModelRunner:
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
         if self.reuse is None:
-            check_storeless(answer.request.options.reuse)
+            check_storeless(answer.request.options)
         else:
             self.reuse.check(answer)
 
@@ -437,8 +441,13 @@ class ModelRunner:
         batched = self._decodes(answer) and known == len(specs) and not alone
         early_part = "+".join(map(str, between)) or None
         answer.adopt(early_part, deep, inside[0] if inside else None, batched)
-        answer.piece, more = answer.prepared.length, answer.sampling.max_tokens
+        more = answer.sampling.max_tokens
+        answer.piece = answer.prepared.length + self.ahead(answer)
         answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
+
+    def ahead(self, answer: ActiveRequest) -> int:
+        """Return how many tokens of modules stand before the question of a request."""
+        return 0 if self.reuse is None else self.reuse.ahead(answer)
 
     def _decodes(self, answer: ActiveRequest) -> bool:
         """Return True if the row of a request can decode with others."""

@@ -39,6 +39,7 @@ from mmfast.serve.engine.reuse import ServedReuse
 from mmfast.serve.engine.runner import ModelRunner
 from mmfast.serve.engine.slots import kv_limit
 from mmfast.streams.reuse.plan import check_beside, parse_reuse
+from mmfast.streams.reuse.schema import PromptSchema
 from mmfast.streams.reuse.store import ReuseStore, store_of
 
 GATHER = 0.05  # seconds that an idle engine waits for requests that are being prepared
@@ -162,6 +163,7 @@ class Scheduler:
         prefill: str | None = None,
         reuse: str | None = None,
         store: ReuseStore | str | Path | None = None,
+        modules: PromptSchema | str | Path | None = None,
     ) -> None:
         kept_plan, sparse = parse_reuse(reuse), plan_prefill(prefill)
         check_beside(kept_plan, parse(reduce), served_plan(cache), prefill=sparse)
@@ -180,7 +182,9 @@ class Scheduler:
         kept = MediaEncoder(stock, processor, min(limit // 4, 256 << 20))
         again: ServedReuse | None = None
         if kept_plan is not None:
-            again = ServedReuse(stock, processor, kept_plan, store_of(store))
+            again = ServedReuse(stock, processor, kept_plan, store_of(store), modules)
+        elif modules is not None:
+            raise MmfastError("modules= are kept nowhere without reuse=; give reuse='prefix' too")
         self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model, again)
         self._default = Options(reduce, cache, prefill=prefill)
         self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))
@@ -269,13 +273,14 @@ class Scheduler:
         answer, runner = self._answer(request, emit, sampling), self._runner
         runner.check(answer)
         prepared = runner.encoder.prepare(request)
-        fitting(prepared.length, sampling.max_tokens, self.context)
+        length = prepared.length + runner.ahead(answer)
+        fitting(length, sampling.max_tokens, self.context)
         if self._embedded and (note := _scope_note(runner.processor.tokenizer, request)):
             answer.notes.append(note)
         # The inputs hold all that is needed of the messages, which can be large.
         answer.request = replace(request, messages=())
-        answer.prepared, answer.length = prepared, prepared.length
-        if not features_given(prepared.inputs):
+        answer.prepared, answer.length = prepared, length
+        if not features_given(prepared.inputs) and answer.modules is None:
             answer.reduce = None  # text has nothing to reduce
         runner.route(answer)
         runner.check_fits(answer)

@@ -181,6 +181,8 @@ class ChatExchange:
             options.target_ttft_ms,
             options.prefill,
             options.reuse,
+            tuple(options.modules or ()),
+            options.arguments or {},
             template=template,
             processor=processor,
         )

@@ -45,6 +45,11 @@ class Completions:
         self._prompts: list[Any] = [given] if one else list(given)
         if self._asked.echo and not isinstance(self._prompts[0], str):
             raise bad_request("echo needs prompts that are texts, not tokens", param="echo")
+        if asked.mmfast is not None and (asked.mmfast.modules or asked.mmfast.arguments):
+            raise bad_request(
+                "modules stand before the question of a chat; leave them out",
+                param="mmfast.modules",
+            )
         if asked.mmfast is not None and asked.mmfast.reuse is not None:
             raise bad_request(
                 "reuse acts on media, and a text to continue has none; leave it out",

@@ -264,7 +264,8 @@ class MmfastOptions(Strict, extra="forbid"):
 
     `reduce`, `cache`, `prefill` and `reuse` are spec strings; for `target_ttft_ms` the planner
     picks the reducers; `priority` orders the requests of one key, higher first; `frames` or `fps`
-    set the sampling of clips.
+    set the sampling of clips; `modules` of the server's schema, with `arguments` of their
+    parameters, stand before the question.
     """
 
     reduce: Spec | None = None
@@ -272,6 +273,10 @@ class MmfastOptions(Strict, extra="forbid"):
     prefill: Spec | None = None
     target_ttft_ms: Annotated[float, Field(gt=0, le=3.6e6)] | None = None
     reuse: Spec | None = None
+    modules: Annotated[list[Name], Field(max_length=256)] | None = None
+    arguments: (
+        Annotated[dict[str, Annotated[str, Field(max_length=65536)]], Field(max_length=256)] | None
+    ) = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None
     frames: Annotated[int, Field(ge=1, le=4096)] | None = None
     fps: Annotated[float, Field(gt=0, le=1000)] | None = None

@@ -410,7 +410,7 @@ def load_engine(config: ServerConfig) -> Executor:
             from mmfast.streams.reuse.store import ReuseStore
 
             store = ReuseStore(host=config.reuse_memory, folder=config.reuse_folder)
-            options |= {"reuse": config.reuse, "store": store}
+            options |= {"reuse": config.reuse, "store": store, "modules": config.modules}
         return Scheduler(config.model, **options, prefill=config.prefill)
     if config.engine == "vllm":
         raise MmfastError("vLLM has a server of its own; start it with mmfast serve --engine vllm")

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.frontends.audio.wav import WavWriter
+from mmfast.frontends.audio.wav import WavWriter, format_rate
 from mmfast.ops.audio import Resampler
 from mmfast.serve.config import VOICE_NAMES
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
@@ -108,11 +108,17 @@ class _Encoded:
     def __init__(self, container: str, codec: str, rate: int) -> None:
         import av
 
-        self._sink, self._rate, self._samples = _Sink(), rate, 0
+        self._rate = format_rate("opus" if codec == "libopus" else container, rate)
+        self._resampler, self._sink, self._samples = Resampler(rate, self._rate), _Sink(), 0
+        self._state = self._resampler.start()
         self._file: Any = av.open(self._sink, "w", format=container)
-        self._stream: Any = self._file.add_stream(codec, rate=rate, layout="mono")
+        self._stream: Any = self._file.add_stream(codec, rate=self._rate, layout="mono")
 
     def write(self, pcm: Tensor) -> bytes:
+        self._state, out = self._resampler.step(self._state, pcm[None])
+        return self._encode(out[0])
+
+    def _encode(self, pcm: Tensor) -> bytes:
         import av
 
         if not len(pcm):
@@ -125,9 +131,10 @@ class _Encoded:
         return self._sink.take()
 
     def close(self) -> bytes:
+        rest = self._encode(self._resampler.finish(self._state)[0])
         self._file.mux(self._stream.encode(None))
         self._file.close()
-        return self._sink.take()
+        return rest + self._sink.take()
 
 
 def _int16(pcm: Tensor) -> bytes:

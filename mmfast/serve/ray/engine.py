@@ -275,7 +275,7 @@ class RayEngine:
         """See `Executor.submit`."""
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
         self._check(reduce, request.options.cache, request.options.prefill)
-        check_storeless(request.options.reuse)
+        check_storeless(request.options)
         if request.adapter is not None and request.adapter not in self._lora:
             raise MmfastError(unknown("adapter", request.adapter, [*self._lora]))
         if request.options.target_ttft_ms is not None and self._last != WHOLE:

@@ -90,7 +90,7 @@ def _spread(anchors: Tensor, n: int) -> Tensor:
 
 
 def with_coded(tree: Any, bits: int) -> Any:
-    """Code all blocks of keys and values in a tree of dicts."""
+    """Code all blocks of keys and values in a tree of dicts and lists."""
     if isinstance(tree, KVBlock):
         count = len(tree.keys)
         each = [layer_bits(bits, layer, count) for layer in range(count)]
@@ -103,7 +103,7 @@ def with_coded(tree: Any, bits: int) -> Any:
         return replace(tree, keys=keys, values=values)
     if isinstance(tree, dict):
         return {name: with_coded(part, bits) for name, part in tree.items()}
-    return tree
+    return [with_coded(part, bits) for part in tree] if isinstance(tree, list) else tree
 
 
 def with_decoded(tree: Any) -> Any:
@@ -113,4 +113,12 @@ def with_decoded(tree: Any) -> Any:
         return replace(tree, keys=keys, values=values)
     if isinstance(tree, dict):
         return {name: with_decoded(part) for name, part in tree.items()}
-    return tree
+    return [with_decoded(part) for part in tree] if isinstance(tree, list) else tree
+
+
+def has_coded(tree: Any) -> bool:
+    """Tell whether anything in a tree was coded, so that its size follows the bits."""
+    if isinstance(tree, KVBlock):
+        return any(isinstance(part, CodedTensor) for part in (*tree.keys, *tree.values))
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return any(map(has_coded, parts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
@@ -30,7 +31,8 @@ from mmfast.models.vision.units import MediaUnit, Merge, UnitFeatures, encode, j
 from mmfast.models.wrappers import base_of, stock_model
 from mmfast.streams.archive.files import value
 from mmfast.streams.reuse.anchors import AnchorPool, SegmentContext, mean_of
-from mmfast.streams.reuse.plan import ReusePlan
+from mmfast.streams.reuse.levels import AGAIN
+from mmfast.streams.reuse.plan import ALL, ReusePlan
 from mmfast.streams.reuse.prefill import PrefilledPrompt, ReusePrefill, SeenPart
 from mmfast.streams.reuse.store import ReuseStore, digest, key_of
 from mmfast.streams.stream import WeightChecksum
@@ -71,7 +73,14 @@ class MediaReuse:
         self.plan, self.store = plan, store
         self.base, self.adapter = base_of(self.model), adapter_for(self.model)
         self._weights = weights or WeightChecksum(self.model)
+        if store.deadline_ms is not None and plan.mode != "prefix":
+            raise SpecError(
+                f"a store with deadline_ms={store.deadline_ms:g} chooses bits of a prompt's "
+                f"beginning, and reuse={str(plan)!r} is not 'prefix'; give that, or leave "
+                "deadline_ms out"
+            )
         self.prefill = ReusePrefill(self.model) if plan.prefix else None
+        self.fetched = ""  # bits of what the last prompt took from files under a deadline
 
     @cached_property
     def _settings(self) -> str:
@@ -201,7 +210,8 @@ class MediaReuse:
         rows = prompt_rows(self.model, rest, inputs["mm_encoder_outputs"])
         start, ids = time.perf_counter(), rest["input_ids"]
         known, length = self.read(rows, ids[0], sequences, "+".join(map(str, specs)), owner)
-        trace.add("reuse kv", length, known.computed, (time.perf_counter() - start) * 1e3)
+        ms = (time.perf_counter() - start) * 1e3
+        trace.add("reuse kv", length, known.computed, ms, self.fetched)
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
@@ -222,11 +232,16 @@ class MediaReuse:
         length, head = len(ids) - 1, self.fingerprint(reduce, owner)
         every = self._pieces(rows, ids, sequences, head)
         pieces = [piece for piece in every if piece.stop <= length]
-        seen = list(self._seen(pieces))
+        hurry = self.store.deadline_ms is not None
+        seen = list(self._in_time(pieces) if hurry else self._seen(pieces))
         if self.plan.corrected:
             seen = self._corrected(seen, rows, head)
-        known = self.prefill.run(rows, seen, self.plan, length)
-        if all(part.exact for part in seen):  # what follows an approximation is one
+        begun = self.store.now()
+        # Behind text that is read again nothing is from elsewhere: all of it is taken as it is.
+        known = self.prefill.run(rows, seen, ALL if hurry else self.plan, length)
+        self.store.clock.read(known.computed, (self.store.now() - begun) * 1e3)
+        # What follows an approximation is one.
+        if all(part.exact for part in seen) and not self.fetched:
             self._keep(pieces, known, rows, head)
         return known, length
 
@@ -241,6 +256,29 @@ class MediaReuse:
                 yield SeenPart(piece.start, held["block"], exact, held["impact"], held.get("mean"))
             else:
                 exact = False
+
+    def _in_time(self, pieces: Sequence[PromptSegment]) -> Iterator[SeenPart]:
+        """Parts of a prompt's beginning from files, in bits that keep the store's deadline."""
+        store, exact, told = self.store, True, Counter[str]()
+        assert store.deadline_ms is not None
+        end = store.now() + store.deadline_ms / 1e3
+        sizes = [store.sizes(piece.chain) for piece in pieces]
+        for i, piece in enumerate(pieces):
+            bits, own = None, sizes[i]
+            if own:
+                left = [(each, p) for each, p in zip(sizes[i:], pieces[i:], strict=True) if each]
+                files, n = [each for each, _ in left], [p.stop - p.start for _, p in left]
+                bits = store.clock.next_bits(files, n, (end - store.now()) * 1e3)
+                told[f"{bits} bits" if bits else "read again"] += 1
+            if bits == AGAIN:  # when all the rest is there
+                end -= store.clock.token_ms * (piece.stop - piece.start) / 1e3
+            held = None
+            if own != {} and bits != AGAIN:
+                held = store.get(piece.chain, self.model.device, bits)
+            exact = exact and held is not None
+            if held is not None:
+                yield SeenPart(piece.start, held["block"], exact, held["impact"], held["mean"])
+        self.fetched = ", ".join(f"{count} x {what}" for what, count in sorted(told.items()))
 
     def _elsewhere(self, place: str) -> Any:
         """Return what is kept of media that were seen, wherever; None if they were not."""

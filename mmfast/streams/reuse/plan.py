@@ -65,6 +65,9 @@ class ReusePlan:
         return f"{self.mode}:{self.share:g}{knobs}" if self.anywhere else self.mode
 
 
+ALL = ReusePlan("craft", 0.0)  # takes all that was seen, wherever it goes
+
+
 def parse_reuse(spec: Any) -> ReusePlan | None:
     """Read a spec; None or "" reuse nothing. SpecError: says what is wrong and the choices."""
     if spec is None or spec == "" or isinstance(spec, ReusePlan):

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, an, warn
 from mmfast.streams.archive import files
 from mmfast.streams.archive.tiers import CPU, Reports, TierQuotas
-from mmfast.streams.reuse.coding import BITS, with_coded, with_decoded
+from mmfast.streams.reuse.coding import BITS, has_coded, with_coded, with_decoded
+from mmfast.streams.reuse.levels import FetchClock
 
 _SUFFIX = ".media"
 FOLDER_BYTES = "10GB"  # quota of a folder that is given without one
@@ -154,7 +157,11 @@ class ReuseStore:
         disk: Bytes of files; needs a folder. Absent: 10 GB where a folder is given.
         folder: Where the files lie.
         bits: 3 to 8, of keys and values in files (`reuse.coding`); the first layers get up to two
-            more. None writes them as they are. Stores of other bits do not read these files.
+            more. None writes them as they are. Stores of other bits do not read these files. Of
+            several, such as `(3, 4, 8)`, each is written, and the finest is read.
+        deadline_ms: Within which a prompt takes its keys and values from files: each comes in the
+            bits that the measured bandwidth leaves time for, or its text is read again (CacheGen).
+            Needs several `bits`.
 
     Raises:
         MmfastError: Sizes that make no sense, or a folder that cannot be made.
@@ -166,14 +173,17 @@ class ReuseStore:
         host: str | int | None = "1GB",
         disk: str | int | None = None,
         folder: str | Path | None = None,
-        bits: int | None = None,
+        bits: int | Sequence[int] | None = None,
+        deadline_ms: float | None = None,
     ) -> None:
-        if bits is not None and (bits not in BITS or folder is None):
+        self.levels = _levels(bits, folder)
+        self.bits = self.levels[-1] if self.levels else None
+        if deadline_ms is not None and (len(self.levels) < 2 or not 0 < deadline_ms < math.inf):
             raise MmfastError(
-                f"bits={bits!r} of folder={folder!r}: files of a folder are written with "
-                f"{BITS[0]} to {BITS[-1]} bits, or None as they are; memory holds them as they are"
+                f"deadline_ms={deadline_ms!r} of bits={bits!r}: give milliseconds above 0, and "
+                "several bits to choose from, such as bits=(3, 4, 8)"
             )
-        self.bits = bits
+        self.deadline_ms, self.clock = deadline_ms, FetchClock()
         if disk is None:
             disk = 0 if folder is None else FOLDER_BYTES
         self.quotas = TierQuotas.of(device, host, disk, folder)
@@ -196,11 +206,16 @@ class ReuseStore:
                     "name one that can be written"
                 ) from None
 
-    def get(self, key: str, device: torch.device = CPU) -> Any:
-        """Return a value on a device, not to be written to; None where it is not there."""
+    def get(self, key: str, device: torch.device = CPU, bits: int | None = None) -> Any:
+        """Return a value on a device, not to be written to; None where it is not there.
+
+        From a file it comes in `bits`, the finest if None.
+        """
         with self._lock:
             found = self._device.get(key)
-            below = None if found is not None else self._host.get(key) or self._from_disk(key)
+            below = None
+            if found is None:
+                below = self._host.get(key) or self._from_disk(key, bits or self.bits)
             if below is not None:
                 found = _placed(below, device)
                 if self._device.limit:
@@ -222,26 +237,38 @@ class ReuseStore:
                 self._due[key] = own
                 self._changed |= {key} if anew else set()
 
-    def _from_disk(self, key: str) -> files.FlatTree | None:
+    def sizes(self, key: str) -> dict[int, int] | None:
+        """Bytes of a value's files by bits; None where memory has it."""
+        with self._lock:
+            if key in self._device.held or key in self._host.held or self._folder is None:
+                return None
+            paths = {bits: self._folder.file(self._name(key, bits)) for bits in self.levels}
+            return {bits: path.stat().st_size for bits, path in paths.items() if path.exists()}
+
+    def _from_disk(self, key: str, bits: int | None) -> files.FlatTree | None:
         if self._folder is None:
             return None
+        start = self.now()
         try:
-            flat = files.flatten(with_decoded(self._folder.read(self._name(key))))
+            name = self._name(key, bits)
+            flat = files.flatten(with_decoded(self._folder.read(name)))
+            size = self._folder.file(name).stat().st_size
         except FileNotFoundError:
             return None
         except (files.TornFileError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
-            path = self._folder.file(self._name(key))
+            path = self._folder.file(self._name(key, bits))
             self._warn("corrupt", f"{path.name} {why}; it is computed anew")
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             return None
+        self.clock.fetched(size, (self.now() - start) * 1e3)
         self._host.put(key, flat)
         return flat
 
-    def _name(self, key: str) -> str:
+    def _name(self, key: str, bits: int | None) -> str:
         """Name of a value's file: what was rounded is never taken for what was not."""
-        return key if self.bits is None else key_of(key, f"{self.bits} bits")
+        return key if bits is None else key_of(key, f"{bits} bits")
 
     def flush(self) -> None:
         """Write what is not on disk yet: after an answer, so that none waits for the disk."""
@@ -252,8 +279,10 @@ class ReuseStore:
             try:
                 assert self._folder is not None
                 tree = files.unflatten(flat.skeleton, flat.tensors.__getitem__)
-                tree = tree if self.bits is None else with_coded(tree, self.bits)
-                self._folder.write(self._name(key), tree, key in changed)
+                for bits in self.levels or (None,):
+                    own = tree if bits is None else with_coded(tree, bits)
+                    if bits == self.bits or has_coded(own):  # the rest is the same in all bits
+                        self._folder.write(self._name(key, bits), own, key in changed)
             except OSError as error:
                 self._warn("disk_errors", f"cannot write ({error.strerror}); nothing is kept there")
 
@@ -262,6 +291,8 @@ class ReuseStore:
         self.reports.add(kind, line)
         if first:
             warn(f"reuse store in {str(self.quotas.folder)!r}: {line}")
+
+    now = staticmethod(time.perf_counter)
 
     @property
     def nbytes(self) -> int:
@@ -284,6 +315,19 @@ class ReuseStore:
                 "disk_errors": self.reports.counts["disk_errors"],
                 "reports": list(self.reports.lines),
             }
+
+
+def _levels(bits: Any, folder: Any) -> tuple[int, ...]:
+    """Bits of files, ascending; MmfastError where they make no sense."""
+    each = (bits,) if bits is None or isinstance(bits, int) else tuple(bits)
+    if bits is None:
+        return ()
+    if not each or len({*each}) < len(each) or folder is None or any(b not in BITS for b in each):
+        raise MmfastError(
+            f"bits={bits!r} of folder={folder!r}: files of a folder are written with "
+            f"{BITS[0]} to {BITS[-1]} bits, or None as they are; memory holds them as they are"
+        )
+    return tuple(sorted(each))
 
 
 def store_of(given: Any) -> ReuseStore:

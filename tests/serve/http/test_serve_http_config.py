@@ -134,6 +134,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             (["--reuse", "prefix", "--prefill", "minference:0.3"], "leave prefill out"),
             (["--reuse", "prefix", "--reuse-memory", "much"], "'much'"),
             (["--reuse-folder", "."], "give --reuse prefix"),
+            (["--modules", "x.json"], "give --reuse prefix"),
         ):
             code, out, err = cli(capsys, *args)
             assert code == 2 and message in err and not out, (args, err)

@@ -55,6 +55,19 @@ def test_every_format_holds_the_same_sound(kind: str) -> None:
     assert 0.3 < np.abs(pcm).max() < 0.6
 
 
+@pytest.mark.parametrize(("kind", "rate"), [("opus", 22_050), ("opus", 44_100), ("mp3", 96_000)])
+def test_a_talker_may_speak_at_a_rate_that_a_format_lacks(kind: str, rate: int) -> None:
+    """VITS speaks at 22,050 and Dia at 44,100 samples per second, and Opus has neither."""
+    talker = Hum()
+    talker.sample_rate = rate
+    reply = say(talker, response_format=kind)
+    assert reply.status_code == 200, reply.text
+    pcm, out = samples(reply.content, kind)
+    assert abs(len(pcm) / out - 8000 / rate) < 0.15
+    spectrum = np.abs(np.fft.rfft(pcm * np.hanning(len(pcm))))
+    assert abs(spectrum.argmax() * out / len(pcm) - 400 * rate / 16_000) < 12
+
+
 def test_lossless_formats_are_exact() -> None:
     wav, _ = samples(say(Hum(), response_format="wav").content, "wav")
     flac, _ = samples(say(Hum(), response_format="flac").content, "flac")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -128,6 +129,35 @@ def test_a_clip_asked_five_questions_is_paid_for_once(reuse: str | None, tmp_pat
         with server(reuse, **more) as app, calls() as (towers, layers):
             assert said(post(app, about_clip(QUESTIONS[0]))) == expected[0]
         assert not towers and max(layers) < 100
+
+
+def test_modules_of_a_schema_stand_before_a_question(tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps({"modules": {"film": {"video": str(CLIP)}, "note": "a note"}}))
+    with server("prefix", modules=str(path)) as app, calls() as (towers, _):
+        asked = [
+            {
+                "model": MODEL,
+                "messages": user(text(question)),
+                "max_tokens": 6,
+                "mmfast": {"modules": ["film"]},
+            }
+            for question in QUESTIONS[:2]
+        ]
+        replies = [post(app, each).json() for each in asked]
+        wrong = post(app, {**asked[0], "mmfast": {"modules": ["movie"]}})
+    assert len(towers) == 1
+    assert [each["choices"][0]["message"]["content"] for each in replies] == expected_of(
+        QUESTIONS[:2]
+    )
+    assert replies[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 280
+    assert wrong.status_code == 400 and "unknown module 'movie'" in wrong.json()["error"]["message"]
+
+
+def expected_of(questions: Any) -> list[str]:
+    """Answers of a pipeline about the clip as a plain prompt."""
+    pipe = mmfast.pipeline("video-qa", device="cpu", dtype="float32", max_new_tokens=6)
+    return [pipe(str(CLIP), question).text for question in questions]
 
 
 @pytest.mark.parametrize("spec", ["prefix", "blend:0.15", "craft:0.3"])

@@ -24,6 +24,7 @@ from torchaudio.functional import edit_distance
 
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row
+from mmfast.bench.suites.speech.overlap import overlap_rows
 from mmfast.bench.suites.speech.replies import reply_rows
 from mmfast.bench.timing import PROCESSOR_CLOCK, one_thread, timed
 from mmfast.core.errors import MmfastError, SpecError, unknown
@@ -328,7 +329,7 @@ def _listening_row(mode: str, cases: Sequence[SuiteCase], answer: Answer, progre
     return {**found, "interval": between, "by_kind": kinds, "questions": len(cases)}
 
 
-TASKS = ("speaking", "listening", "replies")
+TASKS = ("speaking", "listening", "replies", "overlap")
 
 
 def run_speech_eval(
@@ -348,7 +349,7 @@ def run_speech_eval(
     are of MODES, all by default.
     `recognise` turns sound into text (pocketsphinx with the grammar of the domain), `answer`
     answers questions about clips (the embedded video model). Returns `suite`, `n`, `seed`, `model`
-    and `rows`; see `speaking_rows`, `listening_rows` and `replies.reply_rows`.
+    and `rows`; see `speaking_rows`, `listening_rows`, `reply_rows` and `overlap_rows`.
     """
     for what, asked, known in (("mode", modes, tuple(MODES)), ("task", tasks, TASKS)):
         for name in set(asked) - set(known):
@@ -370,6 +371,8 @@ def run_speech_eval(
         rows += listening_rows(speech, unseen_questions(n, seed), answer, tick)
     if "replies" in tasks:
         rows += reply_rows(speech, n, seed, tick)
+    if "overlap" in tasks:
+        rows += overlap_rows(speech, model, n, seed, tick)
     return {"suite": "speech", "n": n, "seed": seed, "model": name, "rows": rows}
 
 

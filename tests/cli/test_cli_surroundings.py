@@ -1,0 +1,92 @@
+"""Commands in odd surroundings: closed or full output, a signal, a folder that is gone."""
+
+from __future__ import annotations
+
+import errno
+import io
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import fails, run
+
+from mmfast import cli
+
+
+class Refusing(io.StringIO):
+    """Standard output that raises at its end, as a buffered file does, or at once."""
+
+    def __init__(self, error: OSError, at_once: bool) -> None:
+        super().__init__()
+        self._error, self._at_once = error, at_once
+
+    def write(self, text: str) -> int:
+        if self._at_once:
+            raise self._error
+        return len(text)
+
+    def flush(self) -> None:
+        raise self._error
+
+
+def test_standard_files_that_are_closed_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["methods", "--kind", "cache"])
+    assert not stop.value.code
+    sys.stdin.close()
+    sys.stdout.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_output_that_is_refused_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error, code in ((full, 2), (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1)):
+        monkeypatch.setattr(sys, "stdout", Refusing(error, at_once))
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["--version"])
+        assert stop.value.code == code
+        said = capsys.readouterr().err
+        line = f"cannot be read or written: {full.strerror}\n" if error is full else ""
+        assert said.endswith(line) and said.count("\n") == (error is full)
+        if not at_once or error is full:  # else typer put its own file there
+            sys.stdout.close()
+
+
+def test_a_folder_that_is_gone_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "current folder was deleted" in fails(capsys, "methods")
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmfast.bench import registry as bench_registry
+
+    monkeypatch.setattr(
+        bench_registry, "named_rows", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+    )
+    code, out, err = run(capsys, "bench", "--kernels", "reducers")
+    assert (code, out) == (143, "")
+    assert err.strip() == "mmfast: terminated; 0 rows kept as --out names no file"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("args", [["say", "-o", "a.wav"], ["translate", "--text"]])
+def test_a_byte_that_is_no_text_is_refused(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    args: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = fails(capsys, *args, "\udcff hello")
+    assert "'\\udcff', which is no character" in error and not list(tmp_path.iterdir())
