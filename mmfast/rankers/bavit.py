@@ -43,7 +43,8 @@ class SceneLayer(nn.Module):
         q, k, v = parts.movedim(-3, 0).transpose(-2, -3)  # [..., H, P, d] each
         mixed = scaled_dot_product_attention(q, k, v)
         x = x + self.out(mixed.transpose(-2, -3).flatten(-2))
-        return x + self.down(gelu(self.up(self.between(x))))
+        more: Tensor = self.down(gelu(self.up(self.between(x))))
+        return x + more
 
 
 class BackgroundVit(nn.Module):

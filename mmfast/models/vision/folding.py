@@ -122,7 +122,7 @@ class FoldedBlocks(nn.Module):
         known = {name: [int(size) for size in shape] for name, shape in shapes.items()}
         self.config = {"blocks": [int(block) for block in blocks], "shapes": known}
         # A dot would make a parameter one of a submodule.
-        made = {name.replace(".", "/"): nn.Parameter(torch.zeros(known[name])) for name in known}
+        made = {key.replace(".", "/"): nn.Parameter(torch.zeros(known[key])) for key in known}
         self.values = nn.ParameterDict(made)
 
     @property
@@ -133,7 +133,8 @@ class FoldedBlocks(nn.Module):
 
     def named(self) -> dict[str, Tensor]:
         """Values by the names of the tower's parameters."""
-        return {name: self.values[name.replace(".", "/")] for name in self.config["shapes"]}
+        shapes: dict[str, list[int]] = self.config["shapes"]  # type: ignore[assignment]
+        return {name: self.values[name.replace(".", "/")] for name in shapes}
 
 
 def without_attention(model: Any, blocks: Collection[int]) -> Any:
@@ -159,7 +160,7 @@ def fold(model: Any) -> FoldedBlocks:
     blocks, found, gone = tower_of(model).blocks, dict[str, Tensor](), list[int]()
     for number, block in enumerate(blocks):
         attention = attention_of(block)
-        mine = {f"{number}.{name}": each for name, each in block.named_parameters()}
+        mine: dict[str, Tensor] = {f"{number}.{n}": each for n, each in block.named_parameters()}
         if isinstance(attention, AffineMixer):
             gone.append(number)
             inside = f"{number}.{_name_in(block, attention)}."

@@ -93,9 +93,9 @@ class FoldTask(training.Task):
         self.student = without_attention(model, blocks)
         self.blocks, self.clips, self.questions = sorted(blocks), clips, questions
         learning = tower_of(self.student).blocks.requires_grad_(True)
-        parts = list(learning.parameters())
-        matrices = [each for each in parts if each.ndim == 2]
-        rest = [each for each in parts if each.ndim != 2]
+        weights = list(learning.parameters())
+        matrices = [each for each in weights if each.ndim == 2]
+        rest = [each for each in weights if each.ndim != 2]
         self.optimiser = training.Optimiser(matrices, rest, rate)
         self.rng = torch.Generator().manual_seed(seed)
         self.count = len(clips.bank.tables) - held
