@@ -10,6 +10,7 @@ import pytest
 import torch
 from clip_lessons import clip_lessons
 
+from mmfast import pipeline
 from mmfast.core.trace import Trace
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.folding import file_of, folded_tower, read
@@ -17,6 +18,7 @@ from mmfast.tiny import training
 from mmfast.tiny.video import folding as recipe
 from mmfast.tiny.video.lessons import answer
 
+CLIPS = Path(__file__).parents[2] / "assets" / "clips"
 HELD = 2
 
 
@@ -63,3 +65,14 @@ def test_the_loss_falls_and_the_stock_model_stays(
 def test_wrong_arguments_are_refused(text: str) -> None:
     with pytest.raises(SystemExit):
         recipe.arguments(text.split())
+
+
+def test_the_embedded_tower_answers_with_less_attention() -> None:
+    clip = Path(CLIPS, "red-circle.mp4")
+    stock, folded = (
+        pipeline("video-qa", model="tiny-video", encoder=e) for e in (None, "riformer:2")
+    )
+    for question in ("Which way does the red circle move?", "What color is the circle?"):
+        said = folded(clip, question)
+        assert str(said) == str(stock(clip, question))
+        assert "no attention in blocks 1, 2 of 4" in str(said.trace)
