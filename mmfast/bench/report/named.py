@@ -116,9 +116,10 @@ STREAM = {
         "processor ms: {cpu_median_ms:.0f} | less work: {cpu_speedup:.2f}x",
     ),
     "reuse": (
-        "Prefill with a picture that was seen at another place; the rest is text",
-        "shape: {preset}, {dtype} | recomputed: `{job}` | tokens read: {computed} of {tokens} | "
-        "ms: {median_ms:.0f} | of a full prefill: {of_full:.1%} | "
+        "Prefill with pictures that were seen at another place; the rest is text",
+        "shape: {preset}, {dtype} | pictures: {note} or one | recomputed: `{job}` | "
+        "tokens read: {computed} of {tokens} | ms: {median_ms:.0f} | "
+        "of a full prefill: {of_full:.1%} | "
         "last hidden state off by: {hidden_gap:.1%} | keys and values off by: {kv_gap:.1%}",
     ),
     "reuse-questions": (

@@ -34,42 +34,56 @@ from mmfast.tiny.suites import SuiteCase, order_cases, suite_of
 
 PRESET, ROUNDS = "llava-onevision-0.5b", 5
 SPECS = ("blend:0.15", "craft:0.15")
-BEFORE, AFTER = (14, 24), 18  # text tokens before the picture, when it is seen and seen again
+BEFORE, AFTER = (14, 24), 18  # text tokens before the pictures, when they are seen and seen again
+PICTURES = (1, 2)
 
 
 @benchmark("stream", "reuse")
-def reuse(tick: Tick, name: str = PRESET, rounds: int = ROUNDS) -> list[Row]:
-    """Compare a prefill with a picture that was seen at another place with a full prefill."""
-    tick("building", 0, 2)
+def reuse(
+    tick: Tick, name: str = PRESET, rounds: int = ROUNDS, pictures: Sequence[int] = PICTURES
+) -> list[Row]:
+    """Compare a prefill with pictures that were seen at another place with a full prefill."""
     case = build(name, ["llm"], frames=1)
+    found: list[Row] = []
+    for number, count in enumerate(pictures):
+        tick("timing", number, len(pictures))
+        with torch.no_grad(), one_thread():
+            found += _reuse_rows(case, count, rounds, {"preset": name, "dtype": "float32"})
+    return found
+
+
+def _reuse_rows(case: Case, pictures: int, rounds: int, shared: Row) -> list[Row]:
     prefill = ReusePrefill(case.model)
-    seen, again = (_prompt(case, before) for before in BEFORE)
-    tick("timing", 1, 2)
-    with torch.no_grad(), one_thread():
-        first = prefill.run(seen)
-        n = int(seen.visual.sum())
-        span = BEFORE[0], BEFORE[0] + n
-        impact = first.impact(*span, prefill.scaling)
-        parts = [SeenPart(BEFORE[1], first.part(*span, seen.positions), False, impact)]
-        del first
-        whole = prefill.run(again)
-        extra: dict[str, Mapping[str, Any]] = {"full": {"computed": len(again.hidden)}}
-        for spec in SPECS:
-            extra[spec] = _distance(prefill.run(again, parts, parse_reuse(spec)), whole)
-        del whole
+    seen, again = (_prompt(case, before, pictures) for before in BEFORE)
+    first = prefill.run(seen)
+    size = int(seen.visual.sum()) // pictures
+    parts = []
+    for start in range(0, size * pictures, size):
+        span = BEFORE[0] + start, BEFORE[0] + start + size
+        block, impact = first.part(*span, seen.positions), first.impact(*span, prefill.scaling)
+        parts.append(SeenPart(BEFORE[1] + start, block, False, impact))
+    del first
+    whole = prefill.run(again)
+    extra: dict[str, Mapping[str, Any]] = {"full": {"computed": len(again.hidden)}}
+    for spec in SPECS:
+        extra[spec] = _distance(prefill.run(again, parts, parse_reuse(spec)), whole)
+    del whole
     jobs: dict[str, Any] = {"full": partial(prefill.run, again)}
     jobs |= {spec: partial(prefill.run, again, parts, parse_reuse(spec)) for spec in SPECS}
-    shared = {"preset": name, "dtype": "float32", "tokens": len(again.hidden), "visual": n}
-    rows = compare_jobs(jobs, rounds, shared, extra=extra)
-    return [row | {"of_full": 1 / row["speedup"]} for row in rows]
+    shared |= {"tokens": len(again.hidden), "visual": size * pictures}
+    if pictures > 1:
+        shared["note"] = f"{pictures} pictures"
+    measured = compare_jobs(jobs, rounds, shared, extra=extra)
+    return [row | {"of_full": 1 / row["speedup"]} for row in measured]
 
 
-def _prompt(case: Case, before: int) -> PromptRows:
-    """A picture of the tower's whole raster behind `before` tokens of text."""
+def _prompt(case: Case, before: int, pictures: int) -> PromptRows:
+    """Pictures of the tower's whole raster behind `before` tokens of text."""
     rows, columns = case.preset.grid
     embed = case.model.get_input_embeddings()
-    picture = video_features((1, rows, columns), embed.weight.shape[1]).to(embed.weight)
-    ids = torch.randint(1000, (before + AFTER,), generator=torch.Generator().manual_seed(before))
+    picture = video_features((pictures, rows, columns), embed.weight.shape[1]).to(embed.weight)
+    generator = torch.Generator().manual_seed(before)
+    ids = torch.randint(min(1000, len(embed.weight)), (before + AFTER,), generator=generator)
     text = embed(ids).detach()
     hidden = torch.cat([text[:before], picture, text[before:]])
     visual = torch.zeros(len(hidden), dtype=torch.bool)

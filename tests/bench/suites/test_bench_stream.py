@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mmfast.bench import registry, timing
 from mmfast.bench.presets import get_preset
 from mmfast.bench.report.docs import write_table
 from mmfast.bench.results import environment
-from mmfast.bench.suites import stream
+from mmfast.bench.suites import reuse, stream
 from mmfast.cli import app
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
@@ -89,6 +90,18 @@ def test_rows_of_prefill_keep_the_share() -> None:
     assert whole["kept"] == 2 * 196
     assert reduced["kept"] == 2 * round(0.3 * 196)
     assert reduced["method"] == "stc_pruner"
+
+
+def test_rows_of_pictures_seen_elsewhere() -> None:
+    rows = reuse.reuse(lambda *_: None, "tiny", 1, (1, 2))
+    one, two = rows[:3], rows[3:]
+    assert [row["job"] for row in one] == [row["job"] for row in two] == ["full", *reuse.SPECS]
+    assert [row.get("note") for row in (one[0], two[0])] == [None, "2 pictures"]
+    text = one[0]["tokens"] - one[0]["visual"]
+    assert two[0]["visual"] == 2 * one[0]["visual"] and two[0]["tokens"] - text == two[0]["visual"]
+    for row in (*one[1:], *two[1:]):
+        assert row["computed"] == text + math.ceil(0.15 * row["visual"])
+        assert 0 < row["hidden_gap"] < 1 and row["of_full"] > 0
 
 
 def test_features_are_near_on_the_embedded_clips() -> None:
