@@ -102,10 +102,9 @@ def test_rounds_end_early_but_not_before_the_third() -> None:
 
 def test_what_a_process_has_frozen_stays_so() -> None:
     gc.freeze()
-    before = gc.get_freeze_count()
     with timing.frozen():
-        assert gc.get_freeze_count() >= before > 0
-    assert gc.get_freeze_count() >= before
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() > 0  # 0 behind `gc.unfreeze()`
 
 
 def test_rows_say_what_was_reached_of_the_machine() -> None:

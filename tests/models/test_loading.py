@@ -117,7 +117,7 @@ def test_what_cannot_be_loaded(options: dict[str, Any], told: str) -> None:
 def test_a_folder_with_an_adapter_alone_names_the_way(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"adapter of PEFT without its model.*merge_and_unload"):
-        load(str(tmp_path))
+        load(str(tmp_path), "cpu", "auto")
 
 
 def test_agreement_is_no_contradiction() -> None:

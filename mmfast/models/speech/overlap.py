@@ -7,7 +7,7 @@ both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -35,7 +35,8 @@ LONGEST, CUT = 9.0, 4.0  # seconds heard at once, as in training; longer sound i
 # of the words are wrong at 0.2 and 54 % at 0.4; hardly any frame has the mark as its likeliest.
 LIKELY = 0.2
 HeardFrame = tuple[int, float]  # class of a word, chance of the mark
-SCALE = ".scale"  # of a matrix in 8 bits, one number a row
+SCALE = ".scale"  # of the difference of a matrix, one number for a group
+_MOST, _GROUP = 7, 32  # steps in 4 bits with a sign, numbers of a group
 
 
 def widened(model: Any, rows: int) -> Any:
@@ -51,17 +52,22 @@ def widened(model: Any, rows: int) -> Any:
     return model
 
 
-def save_overlap(model: Any, folder: Path) -> None:
-    """Write the weights of an ear for two into the folder of the ear: matrices in 8 bits."""
+def save_overlap(model: Any, base: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the weights of an ear for two into the folder of the ear for one, whose are `base`.
+
+    Of a matrix the difference is kept, in 4 bits a number and one scale for a group of 32.
+    """
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        if value.ndim > 1:
-            rows = value.float().flatten(1)
-            scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
-            found[name] = (rows / scale).round().to(torch.int8).reshape(value.shape).contiguous()
-            found[name + SCALE] = scale[:, 0].contiguous()
-        else:
+        if value.ndim < 2:
             found[name] = value.contiguous()
+            continue
+        gap = (value - base[name]).float().flatten()
+        groups = F.pad(gap, (0, -len(gap) % _GROUP)).view(-1, _GROUP)
+        scale = (groups.abs().amax(1, keepdim=True) / _MOST).clamp(min=1e-7).half()
+        steps = (groups / scale).round().clamp(-_MOST, _MOST).to(torch.int8) + (_MOST + 1)
+        pairs = steps.to(torch.uint8).view(-1, 2)
+        found[name], found[name + SCALE] = pairs[:, 0] | pairs[:, 1] << 4, scale[:, 0].contiguous()
     save_file(found, folder / FILE)
     (folder / FILE).chmod(0o644)
 
@@ -90,15 +96,15 @@ def read_overlap(folder: Path, layout: SpeechLayout, file: Path | None) -> Any:
     if file is None:
         return model
     try:
-        stored = load_file(file)
-        scales = {name[: -len(SCALE)]: stored.pop(name) for name in [*stored] if SCALE in name}
-        state = {
-            name: (value.float().flatten(1) * scales[name][:, None]).reshape(value.shape)
-            if name in scales
-            else value
-            for name, value in stored.items()
-        }
-        model.load_state_dict(state)
+        stored, state = load_file(file), model.float().state_dict()
+        for name, value in state.items():
+            scale = stored.pop(name + SCALE, None)
+            if scale is not None:
+                packed = stored[name]
+                steps = torch.stack([packed & 15, packed >> 4], 1).float() - (_MOST + 1)
+                gap = (steps.view(-1, _GROUP) * scale[:, None].float()).flatten()
+                stored[name] = value + gap[: value.numel()].view(value.shape)
+        model.load_state_dict(stored)
     except Exception as error:
         raise ModelError(f"{str(file)!r} is no ear for two speakers; train it again") from error
     return model

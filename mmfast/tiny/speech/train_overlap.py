@@ -159,11 +159,12 @@ def run(folder: Path, options: Any) -> None:
         known = any(options.work.glob("*.json"))
         lines = heard_lines(options.hear, options.seed)
         corpus = Corpus(options.work) if known else build_corpus(options.work, lines)
+    base = read_overlap(folder, layout, None).float().state_dict()
     ear = read_overlap(folder, layout, options.start).float()
     task = OverlapTask(layout, ear, corpus, options.seed, options.rate)
     log({"stage": "before", **task.look()})
     course = training.Course("overlap", options.minutes, hold=0.45, watch=3)
-    training.train(task, course, log, partial(save_overlap, ear, options.out))
+    training.train(task, course, log, partial(save_overlap, ear, base, options.out))
     log.end()
 
 
