@@ -43,14 +43,13 @@ WARM_SECONDS = 4.0  # a job that takes longer than this is warm after one run
 def frozen() -> Iterator[None]:
     """Exclude all existing objects from garbage collection: a pass would take a second."""
     gc.collect()
-    if gc.get_freeze_count():  # a process that has frozen its objects keeps them so
-        yield
-        return
+    before = gc.get_freeze_count()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not before:  # a process that has frozen its objects keeps them so
+            gc.unfreeze()
 
 
 def clock_of(device: torch.device, threads: int) -> tuple[Clock, str]:
