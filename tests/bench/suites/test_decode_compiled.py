@@ -82,6 +82,7 @@ def test_an_eager_conversation_between_compiled_steps(case: Any) -> None:
         assert inputs and torch.equal(torch.cat(found, dim=1), want)
 
 
+@pytest.mark.slow
 def test_a_planted_break_is_found(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, run = hooks.fit_decode, CompiledRun(case, 3)
 
