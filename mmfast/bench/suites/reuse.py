@@ -35,12 +35,12 @@ from mmfast.tiny.suites import SuiteCase, order_cases, suite_of
 PRESET, ROUNDS = "llava-onevision-0.5b", 5
 SPECS = ("blend:0.15", "craft:0.15")
 BEFORE, AFTER = (14, 24), 18  # text tokens before the pictures, when they are seen and seen again
-PICTURES = (1, 2)
+COUNTS = (1, 2)
 
 
 @benchmark("stream", "reuse")
 def reuse(
-    tick: Tick, name: str = PRESET, rounds: int = ROUNDS, pictures: Sequence[int] = PICTURES
+    tick: Tick, name: str = PRESET, rounds: int = ROUNDS, pictures: Sequence[int] = COUNTS
 ) -> list[Row]:
     """Compare a prefill with pictures that were seen at another place with a full prefill."""
     case = build(name, ["llm"], frames=1)
