@@ -21,6 +21,7 @@ from mmfast.bench.report.catalogue import ROOT, acts, paper, sites, vectors
 from mmfast.bench.report.charts import accuracy_svg, delay_svg, delays, speed_svg, speeds
 from mmfast.bench.report.table import EMPTY, NOT_MEASURED, ReportTable, markdown, score, stamp
 from mmfast.bench.results import Row, load, share
+from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.registry import EVERY, START, Method, methods
 
@@ -257,7 +258,8 @@ def _policy_rows(method: Method, folder: Path) -> list[str]:
         f"{100 * row['past']['accuracy']:.1f} % of questions about facts older than the window "
         f"(n {row['past']['n']}), {stamp(row)}."
         for spec, row in recall.items()
-        if _about(method.name, spec)
+        if _about(method.name, spec)  # a sink stands beside every score
+        and not (method.role == "position" and _scored(spec))
     ]
     steps = [r for r in read_rows(folder, "decode") if r["bench"] == "hooks" and r.get("cache")]
     lines += [
@@ -295,6 +297,11 @@ def _ranker_rows(method: Method, folder: Path) -> list[str]:
     return [
         f"Not measured here: weights fit one model, and none are shipped; `{command}` trains some."
     ]
+
+
+def _scored(spec: str) -> bool:
+    plan = plan_cache(spec)
+    return plan is not None and plan.score is not None
 
 
 def _about(name: str, spec: str) -> bool:
