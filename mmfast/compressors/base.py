@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
@@ -140,8 +141,7 @@ def save(module: Any, path: str | Path, dtype: torch.dtype | None = None) -> Non
 def load(path: str | Path) -> Compressor:
     """Read a compressor, on the CPU in float32; ModelError where the file is none."""
 
-    def make(config: dict[str, Any]) -> Compressor:
-        name = config.pop("name")
+    def make(name: str, config: dict[str, Any]) -> Compressor:
         get(name, "compressor")  # imports all of them, and refuses an unknown name
         return Compressor.kinds[name](**config)
 
@@ -149,24 +149,46 @@ def load(path: str | Path) -> Compressor:
     return found
 
 
-def read_weights(path: str | Path, what: str, make: Callable[[dict[str, Any]], Any]) -> Any:
-    """Read the module that `make` makes of the configuration in a file's metadata, in float32.
-
-    ModelError, which names `what` it should be, where the file is no such module.
-    """
+@contextmanager
+def _readable(path: str | Path, what: str) -> Iterator[None]:
     try:
-        with safe_open(path, "pt") as file:
-            config = json.loads(file.metadata()[_HEADER])
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        found = make(config)
-        found.load_state_dict(state)
+        yield
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
         raise ModelError(
             f"the {what} {str(path)!r} cannot be read: {reason}; name a .safetensors file "
             "that mmfast.compressors.base.save wrote"
         ) from error
+
+
+def config_of(path: str | Path, what: str, name: str = "") -> dict[str, Any]:
+    """Read the `name` and `config` of the module in a file, whose name is `name` if that is given.
+
+    ModelError, which names `what` it should be.
+    """
+    with _readable(path, what), safe_open(path, "pt") as file:
+        found: dict[str, Any] = json.loads(file.metadata()[_HEADER])
+        if name and found["name"] != name:
+            raise ValueError("it holds another kind of module")
+        return found
+
+
+def read_weights(path: str | Path, what: str, make: Callable[[str, dict[str, Any]], Any]) -> Any:
+    """Read the module that `make` makes of the name and config in a file's metadata, in float32.
+
+    ModelError, which names `what` it should be, where the file is no such module.
+    """
+    config = config_of(path, what)
+    with _readable(path, what):
+        found = make(config.pop("name"), config)
+        found.load_state_dict(load_file(path))
     return found.float().eval().requires_grad_(False)
+
+
+def read_module(path: str | Path, what: str, kind: Any) -> Any:
+    """Read a module of the class `kind`, on the CPU in float32; ModelError where it is another."""
+    config_of(path, what, kind.name)
+    return read_weights(path, what, lambda _, config: kind(**config))
 
 
 @lru_cache(maxsize=16)

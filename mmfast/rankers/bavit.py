@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from mmfast.compressors.base import placed, read_weights
+from mmfast.compressors.base import read_module
 from mmfast.compressors.query_compressor import sin_cos
-from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import stable_topk
-from mmfast.rankers.top import FOLDER
-
-TRAINING = "python -m mmfast.rankers.train --ranker bavit"
+from mmfast.rankers import fitted
 
 
 class SceneLayer(nn.Module):
@@ -72,35 +67,9 @@ class BackgroundVit(nn.Module):
         return found
 
 
-def file_of(folder: str | Path) -> Path:
-    """The file of the weights beside a checkpoint."""
-    return Path(folder) / FOLDER / "bavit.safetensors"
-
-
-def find(home: str | Path, path: str = "") -> Path:
-    """The file of the weights: `path`, or the one beside the checkpoint `home`.
-
-    ModelError with the command that trains them where there is none.
-    """
-    file = Path(path) if path else file_of(home)
-    if not file.is_file():
-        missing = f"no file {path!r}" if path else f"{str(home)!r} has no {FOLDER}/{file.name}"
-        raise ModelError(
-            f"'bavit' is learned, and {missing}; train it with `{TRAINING}`, or name a file: "
-            "bavit:0.25?path=FILE"
-        )
-    return file
-
-
 def load(path: str | Path) -> BackgroundVit:
     """Read the weights, on the CPU in float32; ModelError where the file holds none."""
-
-    def make(config: dict[str, Any]) -> BackgroundVit:
-        if config.pop("name") != BackgroundVit.name:
-            raise ValueError("it holds another kind of module")
-        return BackgroundVit(**config)
-
-    found: BackgroundVit = read_weights(path, "ranking", make)
+    found: BackgroundVit = read_module(path, "ranking", BackgroundVit)
     return found
 
 
@@ -118,18 +87,8 @@ def bavit(tokens: Tokens, budget: int | None, *, path: str = "") -> Reduction:
             index; None keeps all foreground, or the best token where there is none.
         path: File of the weights; "" is `rankers/bavit.safetensors` beside the model's checkpoint.
     """
-    if not Path(path).is_file():
-        raise ModelError(
-            f"'bavit' is learned and {path!r} is no file; attach it to a model that has weights, "
-            "or name a file: bavit:0.25?path=FILE"
-        )
-    judge: BackgroundVit = placed(path, tokens.x.device, torch.float32, load)
-    width, grid = judge.config["width"], tokens.grid
-    if width != tokens.x.shape[-1]:
-        raise ModelError(
-            f"{path!r} is for features of width {width}, and these have {tokens.x.shape[-1]}; "
-            f"train it on this model ({TRAINING})"
-        )
+    judge: BackgroundVit = fitted("bavit", path, tokens, load)
+    grid = tokens.grid
     assert grid is not None
     frames = tokens.x.float().unflatten(-2, (grid[0], math.prod(grid[1:])))
     score = judge(frames, grid[1:]).flatten(-2)

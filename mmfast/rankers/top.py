@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from mmfast.compressors.base import placed, read_weights
-from mmfast.core.errors import ModelError
+from mmfast.compressors.base import read_module
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import stable_topk
-
-FOLDER = "rankers"  # beside the weights of a checkpoint
+from mmfast.rankers import fitted
 
 
 class RankHead(nn.Module):
@@ -53,48 +49,9 @@ class RankHead(nn.Module):
         return found
 
 
-def training(layer: int) -> str:
-    """The command that trains a head."""
-    return f"python -m mmfast.rankers.train --layers {layer}"
-
-
-def file_of(folder: str | Path, layer: int) -> Path:
-    """The file of the head of a layer beside a checkpoint."""
-    return Path(folder) / FOLDER / f"top-{layer}.safetensors"
-
-
-def find(home: str | Path, layer: int, path: str = "") -> Path:
-    """The file of the head of a layer: `path`, or the one beside the checkpoint `home`.
-
-    ModelError with the command that trains it where there is none, or it is another layer's.
-    """
-    file = Path(path) if path else file_of(home, layer)
-    if not file.is_file():
-        known = sorted(each.stem.split("-")[-1] for each in file.parent.glob("top-*.safetensors"))
-        have = f" (there are heads of layers {', '.join(known)})" if known else ""
-        missing = f"no file {path!r}" if path else f"{str(home)!r} has no {FOLDER}/{file.name}"
-        raise ModelError(
-            f"'top@llm{layer}' is learned, and {missing}{have}; train a head with "
-            f"`{training(layer)}`, or name a file: top@llm{layer}:0.25?path=FILE"
-        )
-    mine = load(file).config["layer"]
-    if mine != layer:
-        raise ModelError(
-            f"{str(file)!r} holds the head of layer {mine}, not of {layer}; write top@llm{mine}, "
-            f"or train one ({training(layer)})"
-        )
-    return file
-
-
 def load(path: str | Path) -> RankHead:
     """Read a head, on the CPU in float32; ModelError where the file is none."""
-
-    def make(config: dict[str, Any]) -> RankHead:
-        if config.pop("name") != RankHead.name:
-            raise ValueError("it holds another kind of module")
-        return RankHead(**config)
-
-    found: RankHead = read_weights(path, "ranking", make)
+    found: RankHead = read_module(path, "ranking", RankHead)
     return found
 
 
@@ -112,17 +69,6 @@ def top(tokens: Tokens, budget: int, *, path: str = "") -> Reduction:
         budget: Tokens to keep; ties go to the lowest index.
         path: File of the weights; "" is `rankers/top-K.safetensors` beside the model's checkpoint.
     """
-    if not Path(path).is_file():
-        raise ModelError(
-            f"'top' is learned and {path!r} is no file; attach it to a model that has weights, or "
-            f"name a file: top:{budget}?path=FILE"
-        )
-    head: RankHead = placed(path, tokens.x.device, torch.float32, load)
-    width = head.config["width"]
-    if width != tokens.x.shape[-1]:
-        raise ModelError(
-            f"{path!r} is for states of width {width}, and these have {tokens.x.shape[-1]}; train "
-            f"a head on this model ({training(head.config['layer'])})"
-        )
+    head: RankHead = fitted("top", path, tokens, load)
     score = head(tokens.x.float(), tokens.need("query")[..., -1, :].float())
     return Reduction.prune(stable_topk(score, budget), tokens.n)

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from mmfast.attach import attach
-from mmfast.compressors.base import save
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.wrappers import decoder_of, layers_of
-from mmfast.rankers.top import RankHead, file_of
+from mmfast.rankers import file_of
+from mmfast.rankers.top import RankHead
 from mmfast.tiny import training
 from mmfast.tiny.evaluate import Subject
 from mmfast.tiny.suites import suite, suite_of
@@ -197,12 +197,9 @@ def train_head(
     head = RankHead(lessons[0].x.shape[-1], layer)
     cut = len(lessons) - max(1, round(HELD * len(lessons)))
     task = RankTask(head, lessons[:cut], lessons[cut:], options.seed, options.rate)
-    path = file_of(options.out, layer)
+    path = file_of(options.out, "top", layer)
     log({"stage": "untrained", "layer": layer, **task.look()})
-    course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=1.0)
-    steps = training.train(task, course, log, lambda: save(head, path, torch.float16))
-    size = sum(each.numel() for each in head.parameters())
-    log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+    training.teach(task, log, options, path, head, watch=1.0)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -216,10 +213,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--suite", default="video", help="whose questions are asked")
     add("--layers", type=int, nargs="+", default=[2], help="decoder layers before which to rank")
     add("--out", type=Path, default=Path("ranked"), help="folder that gets rankers/")
-    add("--rate", type=float, default=1e-3, help="of learning, at its peak")
-    add("--seed", type=int, default=0)
-    add("--minutes", type=float, help="time of each training; with none --steps count")
-    add("--steps", type=int, default=600, help="of each training")
+    training.teach_options(parser, rate=1e-3, steps=600)
     add("--prompts", type=int, default=400, help="held-out ones included")
     options = parser.parse_args(argv)
     if options.prompts < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmfast.compressors.base import save
 from mmfast.ops.weight_forms import has_bfloat16
 
 THREADS = 2  # gradients of this many batches are computed side by side
@@ -255,6 +257,34 @@ def train(
     look()
     torch.set_num_threads(threads)
     return step
+
+
+def teach(
+    task: Task,
+    log: Report,
+    options: argparse.Namespace,
+    path: Path,
+    module: Any,
+    watch: float,
+    finish: Callable[[Any], Any] = lambda module: module,
+) -> None:
+    """Train for `options.minutes` or `options.steps`, and write what `finish` makes of a module.
+
+    The course is named as the file, which has float16; `watch` is as of `Course`.
+    """
+    course = Course(path.stem, options.minutes, options.steps, hold=0.3, watch=watch)
+    steps = train(task, course, log, lambda: save(finish(module), path, torch.float16))
+    size = sum(each.numel() for each in finish(module).parameters())
+    log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+
+
+def teach_options(parser: argparse.ArgumentParser, rate: float, steps: int) -> None:
+    """Add the options of `teach` and of its task: rate, seed, minutes and steps."""
+    add = parser.add_argument
+    add("--rate", type=float, default=rate, help="of learning, at its peak")
+    add("--seed", type=int, default=0)
+    add("--minutes", type=float, help="time of each training; with none --steps count")
+    add("--steps", type=int, default=steps, help="of each training")
 
 
 def keep(task: Task, path: Path, step: int, seconds: float) -> None:

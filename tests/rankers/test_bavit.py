@@ -20,7 +20,7 @@ from mmfast.attach import attach
 from mmfast.compressors.base import save
 from mmfast.core.spec import parse
 from mmfast.models.reduction.check import check, refuse_files
-from mmfast.rankers import bavit
+from mmfast.rankers import bavit, file_of
 from mmfast.rankers.bavit import BackgroundVit
 from mmfast.streams.frontend import StreamReducer
 from mmfast.tiny import training
@@ -209,10 +209,10 @@ def test_where_it_cannot_act_it_is_refused(
     with pytest.raises(SpecError, match="cannot run at site 'llm2'"):
         parse("bavit@llm2:0.25")
     (tmp_path / "rankers").mkdir()
-    weights.rename(bavit.file_of(tmp_path))
+    weights.rename(file_of(tmp_path, "bavit"))
     monkeypatch.setattr(model, "name_or_path", str(tmp_path))
     (spec,) = check(parse("bavit:0.25"), model)
-    assert spec.knobs["path"] == str(bavit.file_of(tmp_path))
+    assert spec.knobs["path"] == str(file_of(tmp_path, "bavit"))
 
 
 def test_forty_steps_teach_what_is_background(
@@ -230,7 +230,7 @@ def test_forty_steps_teach_what_is_background(
     rows = {row["stage"]: row for row in map(json.loads, log.splitlines())}
     assert rows["untrained"]["right"] < 0.85 and rows["held-out"]["right"] > 0.9
     assert rows["saved"]["file"] == "bavit.safetensors"
-    judge = bavit.load(bavit.file_of(tmp_path))
+    judge = bavit.load(file_of(tmp_path, "bavit"))
     task = recipe.BackgroundTask(judge, features, shown, 0, 1e-3)
     assert task.look()["right"] > 0.9  # what was written is what was trained
     blind = recipe.BackgroundTask(judge, features, shown.flip(-1), 0, 1e-3)

@@ -22,7 +22,7 @@ from mmfast.compressors.base import save
 from mmfast.core.registry import get
 from mmfast.core.spec import parse
 from mmfast.models.reduction.check import check, refuse_files
-from mmfast.rankers import top
+from mmfast.rankers import file_of, top
 from mmfast.rankers.top import RankHead
 from mmfast.tiny import rankers as recipe
 from mmfast.tiny import training
@@ -256,7 +256,7 @@ def test_a_share_of_one_is_the_stock_model_and_needs_no_weights(family: str) -> 
 
 def test_files_round_trip(tmp_path: Path) -> None:
     head, x = make(), states()[0]
-    path = top.file_of(tmp_path, LAYER)
+    path = file_of(tmp_path, "top", LAYER)
     save(head, path)
     again = top.load(path)
     assert again.config == head.config and path == tmp_path / "rankers" / "top-2.safetensors"
@@ -332,7 +332,7 @@ def test_a_run_leaves_a_file_and_a_log(tmp_path: Path) -> None:
     ]
     log = training.Log(tmp_path / "rankers")
     recipe.train_head(options, log, LAYER, lessons)
-    assert top.load(top.file_of(tmp_path, LAYER)).config["width"] == 48
+    assert top.load(file_of(tmp_path, "top", LAYER)).config["width"] == 48
     rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [row["stage"] for row in rows] == ["untrained", "top-2", "held-out", "saved"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import permutations
@@ -33,6 +34,7 @@ from mmfast.models.speech.overlap import (
     speaker_texts,
     widened,
 )
+from mmfast.tiny.speech import train_overlap
 from mmfast.tiny.speech.ear import make_ear
 from mmfast.tiny.speech.overlap import cp_errors, mixed, timed, unseen_mixtures
 from mmfast.tiny.speech.recordings import EspeakVoice, say
@@ -194,8 +196,10 @@ def test_weights_are_kept_in_four_bits(
                 (target / file).symlink_to(FOLDER / name / file)
         else:
             target.symlink_to(FOLDER / name)
-    with pytest.raises(ModelError, match="no ear for two speakers"):
+    with pytest.raises(ModelError, match="no ear for two speakers") as told:
         load_overlap(home)
+    command = re.search(r"python -m ([\w.]+)", str(told.value))
+    assert command and command[1] == train_overlap.__name__
     base = read_overlap(home, LAYOUT, None).float().state_dict()
     save_overlap(random_ear.model, base, home / "ear")
     assert (home / "ear" / "overlap.safetensors").stat().st_size < 1.6e6
@@ -207,6 +211,10 @@ def test_weights_are_kept_in_four_bits(
             assert bool((error <= 0.51 * gap[: len(error)] / 7 + 1e-6).all()), name
         else:
             assert not error.any(), name
+    other = {name: value + 1 for name, value in base.items()}
+    save_overlap(random_ear.model, other, home / "ear")
+    with pytest.raises(ModelError, match="from another ear for one"):
+        load_overlap(home)
     (home / "ear" / "overlap.safetensors").write_bytes(b"none")
     with pytest.raises(ModelError, match="train it again"):
         load_overlap(home)

@@ -40,8 +40,7 @@ from mmfast.models.wrappers import (
     layers_of,
     turns_once,
 )
-from mmfast.rankers.bavit import find as find_judge
-from mmfast.rankers.top import find as find_head
+from mmfast.rankers import find as find_ranking
 
 
 def check(
@@ -247,8 +246,7 @@ def ranked(spec: Spec, model: Any) -> Spec:
     if spec.method.kind != "ranker" or spec.whole:
         return spec
     home, named = str(getattr(model, "name_or_path", "") or ""), str(spec.knobs.get("path", ""))
-    inside = spec.site == "llm"  # a head for each layer
-    path = find_head(home, spec.layer or 0, named) if inside else find_judge(home, named)
+    path = find_ranking(home, spec.method.name, spec.layer, named)
     return replace(spec, knobs={**spec.knobs, "path": str(path)})
 
 

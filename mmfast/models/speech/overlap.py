@@ -7,6 +7,7 @@ both sides.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,11 +33,12 @@ RATE = 16_000
 FRAME = HOP * SLOTS  # samples to a frame of the ear: 40 ms
 CHUNK, CONTEXT = 1.0, 2.0  # seconds
 LONGEST, CUT = 9.0, 4.0  # seconds heard at once, as in training; longer sound is a stream of chunks
-# Marks expected between two words where one is written. Of 80 mixtures of lines for training 49 %
-# of the words are wrong at 0.2 and 54 % at 0.4; hardly any frame has the mark as its likeliest.
+# Marks expected between two words where one is written, chosen on mixtures of lines for training;
+# hardly any frame has the mark as its likeliest class.
 LIKELY = 0.2
 HeardFrame = tuple[int, float]  # class of a word, chance of the mark
 SCALE = ".scale"  # of the difference of a matrix, one number for a group
+_BASE = "base"  # entry of the metadata with the checksum of the ear for one
 _MOST, _GROUP = 7, 32  # steps in 4 bits with a sign, numbers of a group
 
 
@@ -55,7 +58,8 @@ def widened(model: Any, rows: int) -> Any:
 def save_overlap(model: Any, base: Mapping[str, Tensor], folder: Path) -> None:
     """Write the weights of an ear for two into the folder of the ear for one, whose are `base`.
 
-    Of a matrix the difference is kept, in 4 bits a number and one scale for a group of 32.
+    Of a matrix the difference is kept, in 4 bits a number and one scale for a group of 32; so the
+    file tells which ear it belongs to.
     """
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
@@ -68,7 +72,7 @@ def save_overlap(model: Any, base: Mapping[str, Tensor], folder: Path) -> None:
         steps = (groups / scale).round().clamp(-_MOST, _MOST).to(torch.int8) + (_MOST + 1)
         pairs = steps.to(torch.uint8).view(-1, 2)
         found[name], found[name + SCALE] = pairs[:, 0] | pairs[:, 1] << 4, scale[:, 0].contiguous()
-    save_file(found, folder / FILE)
+    save_file(found, folder / FILE, {_BASE: _mark_of(base)})
     (folder / FILE).chmod(0o644)
 
 
@@ -82,7 +86,7 @@ def load_overlap(path: str | Path | None = None) -> OverlapEar:
     if not file.is_file():
         raise ModelError(
             f"{str(folder)!r} has no ear for two speakers ({FOLDER}/{FILE}); train one with "
-            "python -m mmfast.tiny.speech.overlap, or leave speakers= out"
+            "`python -m mmfast.tiny.speech.train_overlap`, or leave speakers= out"
         )
     return OverlapEar(read_overlap(folder, layout, file).float().eval(), layout)
 
@@ -95,8 +99,11 @@ def read_overlap(folder: Path, layout: SpeechLayout, file: Path | None) -> Any:
     model = widened(part_of(folder, FOLDER, "AutoModelForCTC"), layout.texts + 1)
     if file is None:
         return model
+    state = model.float().state_dict()
     try:
-        stored, state = load_file(file), model.float().state_dict()
+        with safe_open(file, "pt") as header:
+            known = header.metadata()[_BASE] == _mark_of(state)
+        stored = load_file(file)
         for name, value in state.items():
             scale = stored.pop(name + SCALE, None)
             if scale is not None:
@@ -107,7 +114,20 @@ def read_overlap(folder: Path, layout: SpeechLayout, file: Path | None) -> Any:
         model.load_state_dict(stored)
     except Exception as error:
         raise ModelError(f"{str(file)!r} is no ear for two speakers; train it again") from error
+    if not known:
+        raise ModelError(
+            f"{str(file)!r} was trained from another ear for one than {str(folder / FOLDER)!r}; "
+            "put it beside that, or train it again"
+        )
     return model
+
+
+def _mark_of(state: Mapping[str, Tensor]) -> str:
+    """Return a checksum of float32 weights."""
+    found = 0
+    for name in sorted(state):
+        found = zlib.crc32(state[name].contiguous().numpy().tobytes(), found)
+    return f"{found:08x}"
 
 
 @dataclass(frozen=True)

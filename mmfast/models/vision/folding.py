@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmfast.compressors.base import placed, read_weights
+from mmfast.compressors.base import placed, read_module
 from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
@@ -200,13 +200,7 @@ def file_of(folder: str | Path, count: int) -> Path:
 
 def read(path: str | Path) -> FoldedBlocks:
     """Read the weights of a file, on the CPU in float32; ModelError where it holds none."""
-
-    def make(config: dict[str, Any]) -> FoldedBlocks:
-        if config.pop("name") != NAME:
-            raise ValueError("it holds another kind of module")
-        return FoldedBlocks(**config)
-
-    found: FoldedBlocks = read_weights(path, "tower", make)
+    found: FoldedBlocks = read_module(path, "tower", FoldedBlocks)
     return found
 
 

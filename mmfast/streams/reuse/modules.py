@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -314,7 +315,7 @@ class PromptModules:
             if part.inputs is not None:
                 rows, ids = self._media_rows(part.inputs, trace)
             where = rows.positions + start
-            found.append((_at(rows, where), ids))
+            found.append((replace(rows, positions=where), ids))
             start += part.extent
         return found
 
@@ -384,13 +385,7 @@ def _added(plain: str, text: str) -> str:
 
 def _alike(a: str, b: str) -> int:
     """Return how many characters two texts begin with together."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-
-
-def _at(rows: PromptRows, positions: Tensor) -> PromptRows:
-    return PromptRows(rows.hidden, positions, rows.places, rows.visual, rows.planes, rows.fused)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _joined(every: Sequence[PromptRows]) -> PromptRows:

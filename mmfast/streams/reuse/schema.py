@@ -65,7 +65,8 @@ class PromptSchema:
                 "a schema has no modules; give parts by name, such as {'rules': 'Be brief.'}"
             )
         self.modules = {_named(name): _parts(name, given) for name, given in modules.items()}
-        found = [p for parts in self.modules.values() for p in parts if isinstance(p, _PARAMETER)]
+        every = [part for parts in self.modules.values() for part in parts]
+        found = [part for part in every if isinstance(part, ModuleParameter)]
         self.parameters = {each.name: each for each in found}
         if len(self.parameters) < len(found):
             names = [each.name for each in found]
@@ -106,7 +107,7 @@ class PromptSchema:
                     f"modules {both[0]!r} and {both[1]!r} are of one union, whose positions they "
                     "share; take one of them"
                 )
-        own = [p.name for n in names for p in self.modules[n] if isinstance(p, _PARAMETER)]
+        own = [p.name for n in names for p in self.modules[n] if isinstance(p, ModuleParameter)]
         for name, value in arguments.items():
             if name not in own:
                 raise MmfastError(unknown("parameter of these modules", name, own))
@@ -152,7 +153,6 @@ class PromptSchema:
                     )
 
 
-_PARAMETER = ModuleParameter
 _GROUPS = ("unions", "scaffolds")
 
 

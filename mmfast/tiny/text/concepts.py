@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmfast.attach import attach
-from mmfast.compressors.base import file_of, save
+from mmfast.compressors.base import file_of
 from mmfast.compressors.compllm import CompLLM
 from mmfast.core.errors import ModelError
 from mmfast.models.decoder.concepts import AnsweredText, distillation, new_compressor
@@ -165,10 +164,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
         compressor = new_compressor(model, rate, **knobs)
         path = file_of(options.out, "compllm", rate)
         task = ConceptTask(model, compressor, source, rate=options.rate, batch=options.batch)
-        course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=2.0)
-        steps = training.train(task, course, log, partial(save, compressor, path, torch.float16))
-        size = sum(each.numel() for each in compressor.parameters())
-        log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+        training.teach(task, log, options, path, compressor, watch=2.0)
         if options.questions:
             spec = f"compllm:{rate}?recent={QUESTION}&path={path}"
             for each in (None, spec):
@@ -192,11 +188,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rank", type=int, default=16, help="of the LoRA")
     add("--length", type=int, default=256, help="tokens of a document")
     add("--batch", type=int, default=4, help="examples of a step")
-    add("--rate", type=float, default=2e-3, help="of learning, at its peak")
-    add("--seed", type=int, default=0)
+    training.teach_options(parser, rate=2e-3, steps=1000)
     add("--device", default="cpu")
-    add("--minutes", type=float, help="time of each training; with none --steps count")
-    add("--steps", type=int, default=1000, help="of each training")
     add("--questions", type=int, default=0, help="about unseen documents, at the end")
     add("--exam", type=int, default=1024, help="tokens of those documents")
     return parser.parse_args(argv)

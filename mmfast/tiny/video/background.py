@@ -7,9 +7,7 @@ features are projected once; the model stays as it is.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from mmfast.compressors.base import save
 from mmfast.models.loading import load, located
-from mmfast.rankers.bavit import BackgroundVit, file_of
+from mmfast.rankers import file_of
+from mmfast.rankers.bavit import BackgroundVit
 from mmfast.tiny import training
 from mmfast.tiny.video import tower
-from mmfast.tiny.video.clips import make_bank
 
 FRAMES, HELD = 64, 0.2  # of a step, and share of the clips that are never trained on
 
@@ -75,10 +72,7 @@ class BackgroundTask(training.Task):
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Make clips and train on them."""
     model, _ = load(located(options.model), "cpu", "float32")
-    with log.stage("bank", clips=options.clips):
-        show = partial(training.progress, "clips", total=options.clips)
-        bank = make_bank(options.clips, options.seed, os.cpu_count() or 1, show)
-        features = tower.encode_bank(model, bank)
+    bank, features = tower.encoded_clips(model, options.clips, options.seed, log)
     train_one(options, log, features, bank.cells)
 
 
@@ -90,11 +84,7 @@ def train_one(
     judge = BackgroundVit(features.shape[-1])
     task = BackgroundTask(judge, features, shown, options.seed, options.rate)
     log({"stage": "untrained", **task.look()})
-    path = file_of(options.out)
-    course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=1.0)
-    steps = training.train(task, course, log, lambda: save(judge, path, torch.float16))
-    size = sum(each.numel() for each in judge.parameters())
-    log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+    training.teach(task, log, options, file_of(options.out, "bavit"), judge, watch=1.0)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -106,10 +96,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ranker", default="bavit", choices=["bavit"], help="name of the ranking")
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
     add("--out", type=Path, default=Path("ranked"), help="folder that gets rankers/")
-    add("--rate", type=float, default=1e-3, help="of learning, at its peak")
-    add("--seed", type=int, default=0)
-    add("--minutes", type=float, help="time of the training; with none --steps count")
-    add("--steps", type=int, default=300, help="of the training")
+    training.teach_options(parser, rate=1e-3, steps=300)
     add("--clips", type=int, default=400, help="of the bank, held-out ones included")
     return parser.parse_args(argv)
 

@@ -10,10 +10,8 @@ frame keeps the left digit and the next one the right).
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,13 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, pad
 
-from mmfast.compressors.base import Compressed, Compressor, file_of, save
+from mmfast.compressors.base import Compressed, Compressor, file_of
 from mmfast.compressors.base import load as read_compressor
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import get
 from mmfast.models.loading import load, located
 from mmfast.tiny import training
 from mmfast.tiny.video import scene, tower
-from mmfast.tiny.video.clips import make_bank
 from mmfast.tiny.video.lessons import (
     ClipSampler,
     Lesson,
@@ -221,10 +218,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
             f"{options.model!r} is a {type(model).__name__}; the lessons are those of tiny-video: "
             "name that, or a checkpoint of python -m mmfast.tiny.video.train"
         )
-    with log.stage("bank", clips=options.clips):
-        show = partial(training.progress, "clips", total=options.clips)
-        bank = make_bank(options.clips, options.seed, os.cpu_count() or 1, show)
-        features = tower.encode_bank(model, bank)  # [n, F, P, D]
+    bank, features = tower.encoded_clips(model, options.clips, options.seed, log)  # [n, F, P, D]
     train_all(options, log, model, ClipSampler(bank, features, processor.tokenizer, options.seed))
 
 
@@ -243,15 +237,7 @@ def train_all(
         task = CompressorTask(
             model, compressor, clips, options.seed, held=options.held, rate=options.rate
         )
-        course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=2.0)
-        steps = training.train(
-            task,
-            course,
-            log,
-            lambda: save(compressor, path, torch.float16),  # noqa: B023
-        )
-        size = sum(each.numel() for each in compressor.parameters())
-        log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+        training.teach(task, log, options, path, compressor, watch=2.0)
 
 
 @torch.no_grad()
@@ -277,10 +263,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, nargs="+", default=[1], help="vectors a frame; several train each")
     add("--out", type=Path, default=Path("compressed"), help="folder that gets compressors/")
     add("--start", type=Path, help="weights to go on from, of one token or of as many")
-    add("--rate", type=float, default=1.5e-3, help="of learning, at its peak")
-    add("--seed", type=int, default=0)
-    add("--minutes", type=float, help="time of each training; with none --steps count")
-    add("--steps", type=int, default=1300, help="of each training")
+    training.teach_options(parser, rate=1.5e-3, steps=1300)
     add("--clips", type=int, default=4256, help="of the bank, held-out ones included")
     add("--held", type=int, default=HELD, help="clips at its end that are never trained on")
     options = parser.parse_args(argv)

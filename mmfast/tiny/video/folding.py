@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, mse_loss, normalize
 
-from mmfast.compressors.base import save
 from mmfast.models.cost import tower_flops
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.families.tower import attention_of
@@ -31,7 +29,7 @@ from mmfast.models.loading import load, located
 from mmfast.models.vision.folding import file_of, fold, without_attention
 from mmfast.tiny import training
 from mmfast.tiny.video import scene, tower
-from mmfast.tiny.video.clips import Bank, make_bank
+from mmfast.tiny.video.clips import Bank
 from mmfast.tiny.video.lessons import ClipSampler, Lesson, Weights, answer
 from mmfast.tiny.video.questions import KINDS
 
@@ -181,10 +179,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
     """Train one tower."""
     model, processor = load(located(options.model), "cpu", "float32")
     without_attention(model, options.blocks)  # refuses what it does not have
-    with log.stage("bank", clips=options.clips):
-        show = partial(training.progress, "clips", total=options.clips)
-        bank = make_bank(options.clips, options.seed, os.cpu_count() or 1, show)
-        features = tower.encode_bank(model, bank)
+    bank, features = tower.encoded_clips(model, options.clips, options.seed, log)
     train_one(options, log, model, ClipSampler(bank, features, processor.tokenizer, options.seed))
 
 
@@ -203,10 +198,7 @@ def train_one(
     log({"stage": "full", "flops": cost[0], **task.score(model)})
     log({"stage": "dropped", "blocks": task.blocks, "flops": cost[1], **task.look()})
     path = file_of(options.out, len(task.blocks))
-    course = training.Course(path.stem, options.minutes, options.steps, hold=0.3, watch=3.0)
-    steps = training.train(task, course, log, lambda: save(fold(task.student), path, torch.float16))
-    size = sum(each.numel() for each in fold(task.student).parameters())
-    log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
+    training.teach(task, log, options, path, task.student, watch=3.0, finish=fold)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -218,10 +210,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
     add("--blocks", type=int, nargs="+", default=[1, 2], help="numbers of those without attention")
     add("--out", type=Path, default=Path("folded"), help="folder that gets towers/")
-    add("--rate", type=float, default=1e-3, help="of learning, at its peak")
-    add("--seed", type=int, default=0)
-    add("--minutes", type=float, help="time of the training; with none --steps count")
-    add("--steps", type=int, default=1000, help="of the training")
+    training.teach_options(parser, rate=1e-3, steps=1000)
     add("--clips", type=int, default=2064, help="of the bank, held-out ones included")
     add("--held", type=int, default=HELD, help="clips at its end that are never trained on")
     options = parser.parse_args(argv)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from mmfast.tiny.training import Figures, Optimiser, Task
-from mmfast.tiny.video.clips import Bank
+from mmfast.tiny.training import Figures, Log, Optimiser, Task, progress
+from mmfast.tiny.video.clips import Bank, make_bank
 from mmfast.tiny.video.model import Readout
 from mmfast.tiny.video.scene import SIZES, PatchLabels, patch_labels
 
@@ -123,6 +125,14 @@ def scale_projector(model: Any, bank: Bank, rms: float) -> None:
     layer = model.model.multi_modal_projector.linear_2
     layer.weight.mul_(factor)
     layer.bias.mul_(factor)
+
+
+def encoded_clips(model: Any, many: int, seed: int, log: Log) -> tuple[Bank, Tensor]:
+    """Draw clips, and encode them by the tower and projector of a model: see `encode_bank`."""
+    with log.stage("bank", clips=many):
+        show = partial(progress, "clips", total=many)
+        bank = make_bank(many, seed, os.cpu_count() or 1, show)
+        return bank, encode_bank(model, bank)
 
 
 @torch.no_grad()
