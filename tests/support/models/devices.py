@@ -1,0 +1,17 @@
+"""The device of tests that compare a run there with the same run on the CPU.
+
+They carry the marker `gpu` and need CUDA. `MMFAST_TEST_DEVICE=cpu` runs them on the CPU, where both
+sides are the same: that shows whether a test itself works.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+DEVICE = torch.device(os.environ.get("MMFAST_TEST_DEVICE", "cuda"))
+there = pytest.mark.skipif(
+    DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
+)
