@@ -6,13 +6,16 @@ import argparse
 import json
 import math
 import os
+import pickle
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +125,31 @@ class Optimiser:
             part.zero_grad()
 
 
-def fast() -> Any:
-    """Compute in bfloat16 where the processor multiplies it, some three times as fast.
+def fast(device: torch.device | str = "cpu") -> Any:
+    """Compute in bfloat16 where a device multiplies it, on a processor some three times as fast.
 
-    Elsewhere a step would take eight times as long as in float32.
+    On other processors a step would take eight times as long as in float32.
     """
-    return torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16())
+    kind = torch.device(device).type
+    return torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu" or has_bfloat16())
+
+
+def ready(device: torch.device | str) -> torch.device:
+    """Prepare a device for training: products in float32 may round as TF32 does.
+
+    ValueError: there is no such device.
+    """
+    found = torch.device(device)
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"there is no {str(found)!r} here; give --device cpu")
+        torch.set_float32_matmul_precision("high")
+    return found
+
+
+def device_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--device` of a recipe."""
+    parser.add_argument("--device", default="cpu", help="which computes gradients, such as cuda")
 
 
 class FastOptimiser(Optimiser):
@@ -135,7 +157,7 @@ class FastOptimiser(Optimiser):
 
     def step(self, gradients: Sequence[Tensor | None], factor: float) -> None:
         """Update all parameters at `factor` times the peak rates."""
-        with fast():
+        with fast(self.parameters[0].device):
             super().step(gradients, factor)
 
 
@@ -170,7 +192,8 @@ class Task:
     """A model in training: its batches, losses and held-out figures."""
 
     optimiser: Optimiser  # holds the parameters that are trained
-    parallel = False  # each batch of a step on a thread of its own, one core each
+    parallel = False  # on processors, each batch of a step on a thread of its own, one core each
+    device = torch.device("cpu")  # which the model is on
 
     def batches(self, step: int, done: float) -> list[Any]:
         """Batches of one step; `done` is the share of the stage that is over."""
@@ -186,6 +209,61 @@ class Task:
 
     def resume(self, step: int) -> None:
         """Prepare to continue behind a step of an interrupted run."""
+
+
+class DrawAhead:
+    """Batches 0, 1, 2, ... drawn ahead by worker processes; by the caller if there are none.
+
+    `draw` makes a batch of arrays of what `request` says at a number. It depends on that alone and
+    is pickled once; so the batches do not depend on the number of workers.
+    """
+
+    def __init__(
+        self, draw: Callable[[Any], Any], request: Callable[[int], Any], workers: int = 0
+    ) -> None:
+        self.draw, self.request, self.workers = draw, request, workers
+        self.pool: ProcessPoolExecutor | None = None
+        self.waiting: dict[int, Future[Any]] = {}
+
+    def __call__(self, number: int) -> Any:
+        """Return the batch of a number; the next ones are in work."""
+        if not self.workers:
+            return self.draw(self.request(number))
+        if self.pool is None:
+            self.pool = self._start()
+        for ahead in range(number, number + 3 * self.workers):
+            if ahead not in self.waiting:
+                self.waiting[ahead] = self.pool.submit(_drawn, self.request(ahead))
+        return self.waiting.pop(number).result()
+
+    def _start(self) -> ProcessPoolExecutor:
+        # A file: each worker reads it by itself, where arguments would be sent to one at a time.
+        descriptor, path = tempfile.mkstemp(suffix=".draw")
+        with open(descriptor, "wb") as file:
+            pickle.dump(self.draw, file)
+        self.path = Path(path)
+        context = get_context("spawn")
+        return ProcessPoolExecutor(self.workers, context, _hold_draw, (path,))
+
+    def close(self) -> None:
+        """End the workers; a later call starts new ones."""
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+            self.path.unlink()
+        self.pool, self.waiting = None, {}
+
+
+_draws: list[Callable[[Any], Any]] = []  # of a worker process
+
+
+def _hold_draw(path: str) -> None:
+    torch.set_num_threads(1)
+    with open(path, "rb") as file:
+        _draws.append(pickle.load(file))
+
+
+def _drawn(request: Any) -> Any:
+    return _draws[0](request)
 
 
 def update(
@@ -206,11 +284,16 @@ def update(
     return mean_figures([figures for _, figures in found])
 
 
+def _plain(value: Any) -> Any:
+    """A figure as a number; a device is waited for here alone, when all work of a step is given."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
 def mean_figures(rows: Sequence[Figures]) -> Figures:
-    """Average figures by name; a figure is a number, a list of numbers, or named figures."""
+    """Average figures by name; a figure is a number, a list of them, or named figures."""
     found: Figures = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row[name] for row in rows if name in row]
+        values = [_plain(row[name]) for row in rows if name in row]
         nested = isinstance(values[0], Mapping)
         found[name] = mean_figures(values) if nested else np.mean(values, 0).round(4).tolist()
     return found
@@ -226,8 +309,9 @@ def train(
     """Train as long as the course says, or go on from the file `checkpoint`; returns the steps."""
     step, spent = (0, 0.0) if checkpoint is None else restore(task, checkpoint)
     began = time.monotonic() - spent
+    threaded = task.parallel and task.device.type == "cpu"
     looked, rows, threads = time.monotonic(), list[Figures](), torch.get_num_threads()
-    if task.parallel:  # one core a batch: no thread waits for another within a step
+    if threaded:  # one core a batch: no thread waits for another within a step
         torch.set_num_threads(1)
 
     def log() -> None:
@@ -243,7 +327,7 @@ def train(
         save()
 
     with ThreadPoolExecutor(THREADS) as pool:
-        over = pool.map if task.parallel else map
+        over = pool.map if threaded else map
         while (done := course.done(step, time.monotonic() - began)) < 1:
             rows.append(update(task, task.batches(step, done), course.factor(done), over))
             step += 1
@@ -301,7 +385,7 @@ def restore(task: Task, path: Path) -> tuple[int, float]:
     """Load the state of a run where there is one; returns its steps and seconds."""
     if not path.exists():
         return 0, 0.0
-    state = torch.load(path, weights_only=True)
+    state = torch.load(path, map_location=task.device, weights_only=True)
     for parameter, value in zip(task.optimiser.parameters, state["parameters"], strict=True):
         parameter.copy_(value)
     for part, value in zip(task.optimiser.parts, state["optimiser"], strict=True):

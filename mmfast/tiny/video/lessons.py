@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,12 @@ class PackedQuestions:
         """Bias of the questions on prefix `[B, P]` and themselves: `[B, 1, L, P + L]`."""
         same = self.block[:, :, None] == self.block[:, None, :]
         own = same & (self.within[:, :, None] >= self.within[:, None, :])
-        hidden = torch.zeros(own.shape).masked_fill(~own, float("-inf"))
+        hidden = prefix.new_zeros(own.shape).masked_fill(~own, float("-inf"))
         return torch.cat([prefix[:, None].expand(-1, own.shape[1], -1), hidden], 2)[:, None]
+
+    def to(self, device: torch.device) -> PackedQuestions:
+        """The same on a device."""
+        return PackedQuestions(*(getattr(self, each.name).to(device) for each in fields(self)))
 
     def correct(self, guesses: Tensor) -> list[list[bool]]:
         """For each row and question, whether every answer token is right: guesses `[B, L]`."""
@@ -91,7 +95,8 @@ class Lesson:
     @property
     def every(self) -> Tensor:
         """Indices that keep all visual tokens: `[B, N]`."""
-        return torch.arange(self.tokens[0, ..., 0].numel()).expand(len(self.tokens), -1)
+        every = torch.arange(self.tokens[0, ..., 0].numel(), device=self.tokens.device)
+        return every.expand(len(self.tokens), -1)
 
 
 def answer(model: Any, lesson: Lesson, kept: Tensor) -> DecoderOutput:
@@ -114,14 +119,15 @@ def answer_from(
     `fused` `[B, 1 + L, D]` is added to the embeddings of the text, the first in front of the clip.
     """
     lm, batch = model.model.language_model, len(visual)
-    user, words = lm.embed_tokens(torch.full((batch, 1), USER)), lm.embed_tokens(packed.ids)
+    user = lm.embed_tokens(torch.full((batch, 1), USER, device=at.device))
+    words = lm.embed_tokens(packed.ids)
     if fused is not None:
         user, words = user + fused[:, :1], words + fused[:, 1:]
     newline = model.model.image_newline.expand(batch, 1, visual.shape[-1])
     prefix = torch.cat([user, visual, newline], 1)
-    ends = torch.tensor([0, total + 1]).expand(batch, 2)
+    ends = torch.tensor([0, total + 1], device=at.device).expand(batch, 2)
     places = torch.cat([ends[:, :1], at + 1, ends[:, 1:]], 1)
-    bias = packed.bias(torch.zeros(places.shape))
+    bias = packed.bias(torch.zeros(places.shape, device=at.device))
     layout = DecoderLayout(places, total + 2 + packed.within, [bias])
     return run_decoder(lm, prefix, words, layout)
 
@@ -232,10 +238,10 @@ def choose(tokens: Tensor, keep: int, way: str, rng: torch.Generator) -> Tensor:
     if way == "uniform":
         shift = torch.rand((), generator=rng)
         picked = ((torch.arange(keep) + shift) * (total / keep)).long().clamp(max=total - 1)
-        return picked.expand(batch, keep)
+        return picked.to(tokens.device).expand(batch, keep)
     if way == "diverse":
         return _farthest(tokens.flatten(1, 2), keep).sort(-1).values
-    urge = torch.rand(batch, total, generator=rng)
+    urge = torch.rand(batch, total, generator=rng).to(tokens.device)
     if way == "change":
         unit = normalize(tokens, dim=-1)
         change = 1 - (unit[:, 1:] * unit[:, :-1]).sum(-1)
@@ -248,7 +254,7 @@ def _farthest(tokens: Tensor, keep: int) -> Tensor:
     """Farthest-point sampling by cosine: `[B, N, D]` to `[B, keep]`."""
     unit = normalize(tokens, dim=-1)
     gap = 1 - unit @ unit.mT  # [B, N, N]
-    rows = torch.arange(len(tokens))
+    rows = torch.arange(len(tokens), device=tokens.device)
     chosen = [gap.mean(-1).argmax(-1)]
     nearest = gap[rows, chosen[0]]
     for _ in range(keep - 1):

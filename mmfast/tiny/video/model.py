@@ -8,6 +8,7 @@ others, as a session moves retrieved frames between its sinks and its window.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,9 +220,10 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    # In bfloat16 its gradient takes a processor twice as long.
-    with torch.autocast(q.device.type, enabled=False):
-        q, k, v = q.float(), k.float(), v.float()
+    # In bfloat16 its gradient takes a processor twice as long; the kernels of a device want it.
+    slow = q.device.type == "cpu"
+    with torch.autocast("cpu", enabled=False) if slow else nullcontext():
+        q, k, v = (part.float() if slow else part for part in (q, k, v))
         mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
     return rearrange(mixed, "b h n d -> b n (h d)")
 

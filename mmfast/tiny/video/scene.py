@@ -421,23 +421,33 @@ class PatchLabels:
 def patch_labels(owners: Tensor, table: Table) -> PatchLabels:
     """Labels of the content of each patch: owners `[T, P]`."""
     owner = owners.long()
-    side = round(owner.shape[1] ** 0.5)
+    classes = {name: torch.tensor(value)[owner] for name, value in patch_values(table).items()}
+    places = torch.from_numpy(np.ascontiguousarray(table.place)).transpose(0, 1)
+    return PatchLabels(classes, patch_offsets(owner, places))
+
+
+def patch_values(table: Table) -> dict[str, list[int]]:
+    """Class of what each owner shows, nothing first: 3 + THINGS numbers each."""
     tens, ones = divmod(max(table.number, 0), 10)
-    values = {
+    return {
         "shape": [0, *(table.shape + 1).tolist(), 0, 0],
         "colour": [0, *(table.colour + 1).tolist(), 0, 0],
         "digit": [0, *[0] * THINGS, 1 + tens, 11 + ones],
     }
-    classes = {name: torch.tensor(value)[owner] for name, value in values.items()}
-    spot = torch.arange(side**2)
+
+
+def patch_offsets(owner: Tensor, places: Tensor) -> Tensor:
+    """Ways from patches to the centres of their things, see `PatchLabels`.
+
+    Owners are int64 `[n, P]`, places of the things `[n, THINGS, 2]`; the result is `[n, P, 2]`.
+    """
+    side = round(owner.shape[1] ** 0.5)
+    spot = torch.arange(side**2, device=owner.device)
     centre = (torch.stack([spot % side, spot // side], -1) + 0.5) * (SIDE / side)  # [P, 2]
     thing = (owner - 1).clamp(0, THINGS - 1)
-    place = torch.from_numpy(np.ascontiguousarray(table.place))[
-        thing, torch.arange(SAMPLED)[:, None]
-    ]
-    offset = (place - centre) * (side / SIDE)
+    place = places.gather(1, thing[..., None].expand(-1, -1, 2))
     outside = (owner < 1) | (owner > THINGS)
-    return PatchLabels(classes, offset.masked_fill(outside[..., None], float("nan")))
+    return ((place - centre) * (side / SIDE)).masked_fill(outside[..., None], float("nan"))
 
 
 def thing_labels(table: Table) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -14,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from mmfast.tiny.training import Figures, Log, Optimiser, Task, progress
 from mmfast.tiny.video.clips import Bank, make_bank
 from mmfast.tiny.video.model import Readout
-from mmfast.tiny.video.scene import SIZES, PatchLabels, patch_labels
+from mmfast.tiny.video.scene import SIZES, PatchLabels, patch_offsets, patch_values
 
 
 class PatchReadout(Readout):
@@ -24,22 +25,22 @@ class PatchReadout(Readout):
         super().__init__(width, {**SIZES, "row": side, "column": side, "offset": 2})
         self.side = side
 
-    def judge(self, x: Tensor, truth: PatchLabels) -> tuple[Tensor, dict[str, float]]:
+    def judge(self, x: Tensor, truth: PatchLabels) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss, and share of the patches with things or digits right: x `[n, P, D]`."""
         outs = {name: out.float() for name, out in self(x).items()}
-        total, right = x.new_zeros(()), {}
+        total, right = x.new_zeros(()), dict[str, Tensor]()
         for name, label in truth.classes.items():
             weight = outs[name].new_full((SIZES[name],), 1.0)
             weight[0] = 0.2  # most patches show nothing
             total = total + cross_entropy(outs[name].flatten(0, 1), label.flatten(), weight)
             some = label > 0
-            right[name] = float((outs[name].argmax(-1) == label)[some].float().mean())
+            right[name] = (outs[name].argmax(-1) == label)[some].float().mean()
         spot = torch.arange(self.side**2, device=x.device).expand(len(x), -1)
         for name, label in (("row", spot // self.side), ("column", spot % self.side)):
             total = total + 0.2 * cross_entropy(outs[name].flatten(0, 1), label.flatten())
         inside = ~truth.offset.isnan()
         gap = (outs["offset"] - truth.offset.nan_to_num())[inside].abs().mean()
-        right["offset"] = float(gap.detach())
+        right["offset"] = gap.detach()
         return total + 0.5 * gap, right
 
 
@@ -73,53 +74,73 @@ class TowerTask(Task):
         rate: float = 2e-3,
         readouts: Iterable[nn.Parameter] = (),
     ) -> None:
-        self.model, self.bank, self.size = model.train(), bank, size
+        self.model, self.device, self.size = model.train(), model.device, size
+        self.tables = len(bank.tables)
+        self.frames, self.truth = bank.frames.to(self.device), PatchTruth(bank, self.device)
         self.rng = torch.Generator().manual_seed(seed)
         vision, text = model.config.vision_config, model.config.text_config
         side = vision.image_size // vision.patch_size
         self.fine = PatchReadout(vision.hidden_size, side)
         self.coarse = PatchReadout(text.hidden_size, side // 2)
+        for read in (self.fine, self.coarse):
+            read.to(self.device)
         body = nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
         heads = [*self.fine.parameters(), *self.coarse.parameters(), *readouts]
         self.optimiser = Optimiser.of(body, heads, rate)
 
     def batches(self, step: int, done: float) -> list[tuple[list[int], list[int]]]:
         """Random frames: clips and times."""
-        clips = torch.randint(len(self.bank.tables), (self.size,), generator=self.rng).tolist()
-        times = torch.randint(self.bank.frames.shape[1], (self.size,), generator=self.rng).tolist()
+        clips = torch.randint(self.tables, (self.size,), generator=self.rng).tolist()
+        times = torch.randint(self.frames.shape[1], (self.size,), generator=self.rng).tolist()
         return [(clips, times)]
 
     def loss(self, batch: tuple[list[int], list[int]]) -> tuple[Tensor, Figures]:
         """Loss on patches of the tower and on pooled tokens of the projector."""
-        bank, (clips, times) = self.bank, batch
-        features = tower_features(self.model, scale_pixels(bank.frames[clips, times]))
-        loss, right = self.fine.judge(features, self._truth(bank.patches, clips, times))
+        clips, times = (torch.tensor(part).to(self.device) for part in batch)
+        features = tower_features(self.model, scale_pixels(self.frames[clips, times]))
+        patches, cells = self.truth(clips, times)
+        loss, right = self.fine.judge(features, patches)
         tokens = pooled_tokens(self.model, features)
-        cell_loss, cell_right = self.coarse.judge(tokens, self._truth(bank.cells, clips, times))
+        cell_loss, cell_right = self.coarse.judge(tokens, cells)
         more, whole = self.judge_frames(features, tokens, clips)
         total = loss + cell_loss + more
-        return total, {"loss": total.item(), "patches": right, "cells": cell_right, **whole}
+        return total, {"loss": total.detach(), "patches": right, "cells": cell_right, **whole}
 
     def judge_frames(
-        self, features: Tensor, tokens: Tensor, clips: list[int]
+        self, features: Tensor, tokens: Tensor, clips: Tensor
     ) -> tuple[Tensor, Figures]:
         """Loss on frames as a whole, for a world that asks about them."""
         return features.new_zeros(()), {}
 
-    def _truth(self, owners: Tensor, clips: list[int], times: list[int]) -> PatchLabels:
-        parts = [patch_labels(owners[clip], self.bank.tables[clip]) for clip in clips]
-        classes = {
-            name: torch.stack([p.classes[name][t] for p, t in zip(parts, times, strict=True)])
-            for name in SIZES
+
+class PatchTruth:
+    """The `patch_labels` of any frames of a bank at once, on a device."""
+
+    def __init__(self, bank: Bank, device: torch.device) -> None:
+        self.owners = [part.to(device) for part in (bank.patches, bank.cells)]
+        values = [patch_values(table) for table in bank.tables]
+        self.values = {
+            name: torch.tensor([value[name] for value in values], device=device) for name in SIZES
         }
-        offset = torch.stack([p.offset[t] for p, t in zip(parts, times, strict=True)])
-        return PatchLabels(classes, offset)
+        places = torch.from_numpy(np.stack([table.place for table in bank.tables]))
+        self.places = places.to(device)  # [n, THINGS, T, 2]
+
+    def __call__(self, clips: Tensor, times: Tensor) -> tuple[PatchLabels, PatchLabels]:
+        """Labels of the patches and of the cells of frames `[n]` at times `[n]` of clips."""
+        fine, coarse = (self._labels(owners, clips, times) for owners in self.owners)
+        return fine, coarse
+
+    def _labels(self, owners: Tensor, clips: Tensor, times: Tensor) -> PatchLabels:
+        owner = owners[clips, times].long()  # [n, P]
+        classes = {name: value[clips].gather(1, owner) for name, value in self.values.items()}
+        places = self.places[clips, :, times]  # [n, THINGS, 2]
+        return PatchLabels(classes, patch_offsets(owner, places))
 
 
 @torch.no_grad()
 def scale_projector(model: Any, bank: Bank, rms: float) -> None:
     """Rescale the projector's output to a root mean square that suits the untrained decoder."""
-    pixels = scale_pixels(bank.frames[:8].flatten(0, 1))
+    pixels = scale_pixels(bank.frames[:8].flatten(0, 1).to(model.device))
     tokens = pooled_tokens(model, tower_features(model, pixels))
     factor = rms / float(tokens.pow(2).mean().sqrt())
     layer = model.model.multi_modal_projector.linear_2
@@ -140,7 +161,8 @@ def encode_bank(model: Any, bank: Bank) -> Tensor:
     """Pooled visual tokens of every clip: float16 `[n, T, P, H]`."""
     model.eval()
     parts = []
-    for frames in bank.frames.split(32):
+    for some in bank.frames.split(32):
+        frames = some.to(model.device)
         tokens = pooled_tokens(model, tower_features(model, scale_pixels(frames.flatten(0, 1))))
         parts.append(tokens.unflatten(0, frames.shape[:2]).half())
     return torch.cat(parts)
