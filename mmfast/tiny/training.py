@@ -134,6 +134,11 @@ def fast(device: torch.device | str = "cpu") -> Any:
     return torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu" or has_bfloat16())
 
 
+def side_by_side(device: torch.device) -> int:
+    """Number of batches of a step: one on each thread of a processor, one on a device."""
+    return THREADS if device.type == "cpu" else 1
+
+
 def ready(device: torch.device | str) -> torch.device:
     """Prepare a device for training: products in float32 may round as TF32 does.
 

@@ -71,24 +71,27 @@ def outside_row(kind: str, rng: np.random.Generator) -> ClipRow:
     return ClipRow(frames, patches, cells, scene.make_table(nothing, blank))
 
 
-def _numbered(seed: int, many: int, index: int) -> ClipRow:
+def _numbered(seed: int, many: int, index: int) -> tuple[ClipRow, looks.SceneView | None]:
     torch.set_num_threads(1)
     if index < many:
-        return view_row(looks.make_view(scene.TRAIN, seed, index))
+        view = looks.make_view(scene.TRAIN, seed, index)
+        return view_row(view), view
     rng = np.random.default_rng([scene.TRAIN, seed, index, 23])
-    return outside_row(TRAINED[index % len(TRAINED)], rng)
+    return outside_row(TRAINED[index % len(TRAINED)], rng), None
 
 
 def make_bank(
     path: Path, many: int, strangers: int, seed: int, workers: int, report: Callable[[int], None]
 ) -> SceneBank:
     """Read the bank from a file, or make it in parallel and keep it there."""
+    views: list[looks.SceneView] = []
     if not path.exists():
         rows: list[ClipRow] = []
         with get_context("spawn").Pool(workers) as pool:
             task = partial(_numbered, seed, many)
-            for row in pool.imap(task, range(many + strangers), chunksize=16):
+            for row, view in pool.imap(task, range(many + strangers), chunksize=16):
                 rows.append(row)
+                views += [view] if view is not None else []
                 report(len(rows))
         *arrays, made = zip(*rows, strict=True)
         columns: dict[str, Any] = dict(
@@ -103,7 +106,7 @@ def make_bank(
         frames, patches, cells = (torch.from_numpy(kept[k]) for k in ("frames", "patches", "cells"))
         columns = {name: kept[f"table_{name}"] for name in _TABLE}
     tables = [_table(columns, i) for i in range(many + strangers)]
-    views = [looks.make_view(scene.TRAIN, seed, index) for index in range(many)]
+    views = views or [looks.make_view(scene.TRAIN, seed, index) for index in range(many)]
     return SceneBank(Bank(frames, patches, cells, tables), views)
 
 

@@ -230,10 +230,11 @@ def run_scenes(
     control: str = "",
     report: Report | None = None,
     kinds: Sequence[str] = TURNS,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Ask a model (a name, a folder or a pair) `n` questions about unseen media."""
     cases = list(islice(scene_cases(seed, kinds), n))
-    found = measure(cases, answers(load(model, "cpu", "float32"), cases, control, report))
+    found = measure(cases, answers(load(model, device, "float32"), cases, control, report))
     return {"seed": seed, "control": control or None, **found}
 
 
@@ -279,10 +280,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
     note = 'of questions; "absent" asks about what is not there'
     parser.add_argument("--kinds", nargs="+", choices=(*TURNS, ABSENT), default=TURNS, help=note)
+    parser.add_argument("--device", default="cpu", help="of the model")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     choices = options.model, options.n, options.seed, options.control
-    found = run_scenes(*choices, kinds=options.kinds)
+    found = run_scenes(*choices, kinds=options.kinds, device=options.device)
     found = {"model": Path(options.model).name, **found}
     print(json.dumps(found))
     return found

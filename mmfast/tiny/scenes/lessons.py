@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mmfast.tiny.scenes import outside
@@ -36,60 +37,61 @@ class Encoded:
     frames: list[tuple[int, int]]  # clip and frame of each picture
 
 
-class SceneSampler:
-    """Batches of clips, half of them played backwards, and of pictures."""
+@dataclass(frozen=True)
+class SceneDraft:
+    """A drawn batch without its visual tokens: arrays, as worker processes hand them over."""
 
-    def __init__(
-        self, bank: SceneBank, encoded: Encoded, newline: Tensor, tokenizer: Any, seed: int
-    ) -> None:
-        self.bank, self.encoded, self.newline, self.tokenizer = bank, encoded, newline, tokenizer
-        self.rng = np.random.default_rng([seed, 2])
+    media: list[int]  # numbers of the clips, or of the pictures
+    back: list[bool]  # which clips are played backwards
+    still: bool  # whether they are pictures
+    packed: NDArray[np.int16]  # fields of `PackedQuestions`. `[5, B, L]`
+    kinds: list[list[str]]  # for each medium the kind of each question
+    numbers: NDArray[np.float32]  # see `thing_numbers`. `[B, 1 + THINGS, FACTS]`
+
+
+@dataclass(frozen=True)
+class SceneAsk:
+    """The batch to draw: its media, its random numbers, and what it should ask."""
+
+    seed: tuple[int, ...]
+    media: list[int]
+    still: bool
+    questions: int  # about a medium
+    weights: Weights  # of the kinds of questions
+    kept: bool = False  # in the wordings that training does not show
+
+
+class SceneDrawer:
+    """Questions and answers about a bank; half of the clips are played backwards."""
+
+    def __init__(self, bank: SceneBank, frames: list[tuple[int, int]], tokenizer: Any) -> None:
+        self.views, self.tables, self.frames = bank.views, bank.clips.tables, frames
+        self.tokenizer, self.rng = tokenizer, np.random.default_rng(0)
         self.known: dict[tuple[int, bool | int], list[SceneItem]] = {}
         ids = (self._encode(f" {c} {s}") for s in SHAPES for c in COLOURS)
         self.names = {tuple(pair): number for number, pair in enumerate(ids)}
 
-    def clips(
-        self, chosen: Sequence[int], questions: int, weights: Weights, kept: bool = False
-    ) -> Lesson:
-        """A batch of clips; `kept` asks in the wordings that training does not show."""
-        tokens, rows, kinds, tables = [], [], [], list[tuple[Table | None, int | None]]()
-        for clip in chosen:
-            back = bool(self.rng.random() < 0.5)
-            shown = self.encoded.clips[clip].float()
-            tokens.append(shown.flip(0) if back else shown)
-            row, names = self._row(self._clip(clip, back), questions, weights, kept)
-            rows.append(row)
-            kinds.append(names)
-            table = self._table(clip)
-            tables.append((table.backwards() if table and back else table, None))
-        return self._lesson(torch.stack(tokens), rows, kinds, tables)
-
-    def pictures(self, chosen: Sequence[int], questions: int, weights: Weights) -> Lesson:
-        """A batch of pictures."""
-        found = [
-            self._row(self._picture(*self.encoded.frames[i]), questions, weights, False)
-            for i in chosen
-        ]
-        shown = laid_out(self.encoded.pictures[list(chosen)].float(), self.newline)
-        tables = [(self._table(self.encoded.frames[i][0]), self.encoded.frames[i][1])
-                  for i in chosen]  # fmt: skip
-        rows, kinds = [row for row, _ in found], [names for _, names in found]
-        return self._lesson(shown, rows, kinds, tables)
-
-    def _lesson(
-        self,
-        shown: Tensor,
-        rows: list[list[Pair]],
-        kinds: list[list[str]],
-        tables: Sequence[tuple[Table | None, int | None]],
-    ) -> Lesson:
-        """A batch that knows which thing of its table a name means."""
+    def __call__(self, ask: SceneAsk) -> SceneDraft:
+        """Draw a batch; it depends on what is asked alone."""
+        self.rng = np.random.default_rng(ask.seed)
+        rows, kinds, backs = [], [], list[bool]()
         marks, numbers = list[list[dict[int, int]]](), []
-        for row, (table, frame) in zip(rows, tables, strict=True):
+        for medium in ask.media:
+            back = not ask.still and bool(self.rng.random() < 0.5)
+            clip, frame = self.frames[medium] if ask.still else (medium, None)
+            items = self._clip(clip, back) if frame is None else self._picture(clip, frame)
+            row, names = self._row(items, ask.questions, ask.weights, ask.kept)
+            table = self.tables[clip] if clip < len(self.views) else None
+            table = table.backwards() if table and back else table
             marks.append([self._marks(pair, table) for pair in row])
             unknown = torch.full((1 + THINGS, FACTS), float("nan"))
             numbers.append(unknown if table is None else thing_numbers(table, frame))
-        return Lesson(shown, pack(rows, marks), kinds, things={"numbers": torch.stack(numbers)})
+            rows.append(row)
+            kinds.append(names)
+            backs.append(back)
+        packed = torch.stack(pack(rows, marks).columns()).to(torch.int16).numpy()
+        truth = torch.stack(numbers).numpy()
+        return SceneDraft(ask.media, backs, ask.still, packed, kinds, truth)
 
     def _marks(self, pair: Pair, table: Table | None) -> dict[int, int]:
         if table is None:
@@ -103,25 +105,22 @@ class SceneSampler:
                 found[place] = things[name]
         return found
 
-    def _table(self, clip: int) -> Table | None:
-        return self.bank.clips.tables[clip] if clip < len(self.bank.views) else None
-
     def _clip(self, clip: int, back: bool) -> list[SceneItem]:
-        if clip >= len(self.bank.views):
+        if clip >= len(self.views):
             return []
         if (clip, back) not in self.known:
-            table = self.bank.clips.tables[clip]
+            table = self.tables[clip]
             table = table.backwards() if back else table
-            self.known[clip, back] = clip_items(self.bank.views[clip], table)
+            self.known[clip, back] = clip_items(self.views[clip], table)
         return self.known[clip, back]
 
     def _picture(self, clip: int, frame: int) -> list[SceneItem]:
-        if clip >= len(self.bank.views):
+        if clip >= len(self.views):
             return []
         key = clip, 2 + frame
         if key not in self.known:
-            table = self.bank.clips.tables[clip]
-            self.known[key] = picture_items(self.bank.views[clip], table, frame)
+            table = self.tables[clip]
+            self.known[key] = picture_items(self.views[clip], table, frame)
         return self.known[key]
 
     def _row(
@@ -130,7 +129,7 @@ class SceneSampler:
         """Ids and kinds of the questions asked about a medium, none of whose items is outside."""
         strange = not items
         if strange:  # anything that could be asked of another clip
-            items, most = self._clip(int(self.rng.integers(len(self.bank.views))), False), FEW
+            items, most = self._clip(int(self.rng.integers(len(self.views))), False), FEW
         chosen = self._choose(items, most, weights)
         found = [(self._ids(item, kept, strange), OUTSIDE if strange else item.kind)
                  for item in chosen]  # fmt: skip
@@ -161,8 +160,46 @@ class SceneSampler:
         return varied(item.worded(numbers[int(self.rng.integers(len(numbers)))]), self.rng)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        # The tokenizer's own library: the class around it takes most of the time of a batch.
+        ids: list[int] = self.tokenizer.backend_tokenizer.encode(
+            text, add_special_tokens=False
+        ).ids
         return ids
+
+
+class SceneSampler:
+    """Lessons from drafts and the visual tokens of a bank, on the device of the newline."""
+
+    def __init__(
+        self, bank: SceneBank, encoded: Encoded, newline: Tensor, tokenizer: Any, seed: int
+    ) -> None:
+        self.bank, self.encoded, self.newline, self.tokenizer = bank, encoded, newline, tokenizer
+        self.draw, self.seed = SceneDrawer(bank, encoded.frames, tokenizer), seed
+
+    def lesson(self, draft: SceneDraft) -> Lesson:
+        """A drawn batch with its visual tokens."""
+        device = self.newline.device
+        if draft.still:
+            shown = laid_out(self.encoded.pictures[draft.media].float(), self.newline)
+        else:
+            shown = self.encoded.clips[draft.media].float()
+            back = torch.tensor(draft.back, device=device)[:, None, None, None]
+            shown = torch.where(back, shown.flip(1), shown)
+        columns = torch.from_numpy(draft.packed).to(device).long()
+        numbers = torch.from_numpy(draft.numbers).to(device)
+        return Lesson(shown, PackedQuestions(*columns), draft.kinds, things={"numbers": numbers})
+
+    def clips(
+        self, chosen: Sequence[int], questions: int, weights: Weights, kept: bool = False
+    ) -> Lesson:
+        """A batch of clips; `kept` asks in the wordings that training does not show."""
+        ask = SceneAsk((self.seed, 2, *chosen), list(chosen), False, questions, weights, kept)
+        return self.lesson(self.draw(ask))
+
+    def pictures(self, chosen: Sequence[int], questions: int, weights: Weights) -> Lesson:
+        """A batch of pictures."""
+        ask = SceneAsk((self.seed, 3, *chosen), list(chosen), True, questions, weights)
+        return self.lesson(self.draw(ask))
 
 
 def picture_frames(bank: SceneBank, many: int, seed: int) -> list[tuple[int, int]]:
@@ -170,7 +207,8 @@ def picture_frames(bank: SceneBank, many: int, seed: int) -> list[tuple[int, int
     rng, found, inside = np.random.default_rng([seed, 4]), list[tuple[int, int]](), len(bank.views)
     for clip in range(min(many, inside)):
         frame = int(rng.integers(SAMPLED))
-        if picture_items(bank.views[clip], bank.clips.tables[clip], frame):
+        table = bank.clips.tables[clip]
+        if table.alive[:, frame].any() or table.shown[frame]:  # else no item is about it
             found.append((clip, frame))
     strangers = range(inside, len(bank.clips.tables))
     return found + [(clip, int(rng.integers(SAMPLED))) for clip in strangers]
@@ -179,7 +217,7 @@ def picture_frames(bank: SceneBank, many: int, seed: int) -> list[tuple[int, int
 def token_weights(packed: PackedQuestions) -> Tensor:
     """Weight of each answer token: a long answer weighs as the root of its length. `[n]`."""
     asked = packed.labels != IGNORE
-    rows = torch.arange(len(asked))[:, None] * (int(packed.block.max()) + 1)
+    rows = torch.arange(len(asked), device=asked.device)[:, None] * (int(packed.block.max()) + 1)
     answers = (rows + packed.block)[asked]  # number of the answer
     return torch.bincount(answers)[answers].float().rsqrt()
 
@@ -198,7 +236,7 @@ def scene_score(model: Any, lessons: Sequence[Lesson]) -> Weights:
     marks: list[tuple[str, bool]] = []
     for lesson in lessons:
         states = answer(model, lesson, lesson.every).states
-        guesses, packed = model.lm_head(states).argmax(-1), lesson.packed
+        guesses, packed = model.lm_head(states).argmax(-1).cpu(), lesson.packed.to("cpu")
         for line, (kinds, row) in enumerate(
             zip(lesson.kinds, packed.correct(guesses), strict=True)
         ):

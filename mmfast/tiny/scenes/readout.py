@@ -7,6 +7,7 @@ so the digits of a box have a target that is blurred over the numbers around the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,21 +46,26 @@ def thing_numbers(table: Table, frame: int | None = None) -> Tensor:
 class SceneReadout(nn.Module):
     """Reads numbers from the decoder's states; of no use after the training."""
 
+    digits: Tensor  # ids of 0 to 9
+    values: Tensor  # digit of each id, -1 = none
+
     def __init__(self, width: int, digits: Sequence[int], comma: int) -> None:
         super().__init__()
         self.names, self.boxes = nn.Linear(width, FACTS), nn.Linear(width, 4)
         for read in (self.names, self.boxes):  # at first the decoder feels nothing of them
             nn.init.zeros_(read.weight)
-        self.digits, self.comma = torch.tensor(digits), comma
-        self.values = torch.full((int(self.digits.max()) + 1,), -1)
-        self.values[self.digits] = torch.arange(10)
+        self.comma = comma
+        values = torch.full((max(digits) + 1,), -1)
+        values[list(digits)] = torch.arange(10)
+        self.register_buffer("digits", torch.tensor(digits), persistent=False)
+        self.register_buffer("values", values, persistent=False)
 
     def edges(self, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, places and edges `[n, 4]` of the boxes that begin there: labels `[B, L]`."""
         mark = labels == self.comma
         begins = mark[:, 2:-9] & mark[:, 5:-6] & mark[:, 8:-3]
         rows, places = begins.nonzero(as_tuple=True)
-        at = places[:, None] + 3 * torch.arange(4)
+        at = places[:, None] + 3 * torch.arange(4, device=labels.device)
         tens, units = (self.values[labels[rows[:, None], at + k]] for k in (0, 1))
         return rows, places, 10 * tens + units
 
@@ -71,10 +77,11 @@ class SceneReadout(nn.Module):
         rows, places, edges = self.edges(packed.labels)
         if not len(rows):
             return each
-        order = torch.full(asked.shape, -1)
-        order[asked] = torch.arange(int(asked.sum()))
-        at = order[rows, places][:, None] + 3 * torch.arange(4)  # [n, 4]
-        gap = torch.arange(100) - edges[..., None]
+        count = partial(torch.arange, device=states.device)
+        order = torch.full(asked.shape, -1, device=states.device)
+        order[asked] = count(len(each))
+        at = order[rows, places][:, None] + 3 * count(4)  # [n, 4]
+        gap = count(100) - edges[..., None]
         mass = torch.exp(-0.5 * (gap / BLUR) ** 2).unflatten(-1, (10, 10))  # tens, units
         units = mass.gather(-2, (edges // 10)[..., None, None].expand(-1, -1, 1, 10)).squeeze(-2)
         for shift, target in ((0, mass.sum(-1)), (1, units)):

@@ -11,10 +11,12 @@ import argparse
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -27,6 +29,7 @@ from mmfast.tiny.scenes.lessons import (
     KINDS,
     LEAST,
     Encoded,
+    SceneAsk,
     SceneSampler,
     picture_frames,
     scene_loss,
@@ -41,7 +44,9 @@ from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
 from mmfast.tiny.video.scene import IGNORE
 
 HELD = 96  # clips of the world that are never trained on, for looks
-BATCH, QUESTIONS = 12, 12  # of each thread
+BATCH, QUESTIONS = 12, 12  # of each thread, or of a device
+FRAMES = {"cpu": 32}  # frames that the tower learns from, of each thread; 256 of a device
+CHUNK = {"cpu": 1}  # clips that are encoded at once; 64 on a device
 STILLS, WHOLE = 0.35, 0.5  # shares of steps with pictures, and with all visual tokens
 KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
 HARD = {"where": 3, "describe": 3, "count": 2, "speed": 2}  # asked more even where right
@@ -59,26 +64,29 @@ class SceneTower(tower.TowerTask):
         self.grounds = torch.tensor([*kinds, *[IGNORE] * strangers])
         widths = (model.config.vision_config.hidden_size, model.config.text_config.hidden_size)
         self.ground = nn.ModuleList(nn.Linear(width, len(BACKGROUNDS)) for width in widths)
-        readouts = self.ground.parameters()
-        super().__init__(model, bank.clips, seed, size=32, rate=6e-4, readouts=readouts)
-        # The gradient of the fused kernel takes a processor half of a step.
-        model.model.vision_tower.set_attn_implementation("eager")
+        self.ground.to(model.device)
+        self.grounds = self.grounds.to(model.device)
+        readouts, size = self.ground.parameters(), FRAMES.get(model.device.type, 256)
+        super().__init__(model, bank.clips, seed, size=size, rate=6e-4, readouts=readouts)
+        if self.device.type == "cpu":
+            # The gradient of the fused kernel takes a processor half of a step.
+            model.model.vision_tower.set_attn_implementation("eager")
 
     def batches(self, step: int, done: float) -> list[tuple[list[int], list[int]]]:
         """Random frames for each thread."""
         return [
             batch
-            for _ in range(training.THREADS)
+            for _ in range(training.side_by_side(self.device))
             for batch in super(SceneTower, self).batches(step, done)
         ]
 
     def loss(self, batch: Any) -> tuple[Tensor, training.Figures]:
         """Loss on patches of the tower and on pooled tokens of the projector."""
-        with training.fast():
+        with training.fast(self.device):
             return super().loss(batch)
 
     def judge_frames(
-        self, features: Tensor, tokens: Tensor, clips: list[int]
+        self, features: Tensor, tokens: Tensor, clips: Tensor
     ) -> tuple[Tensor, training.Figures]:
         """Every patch and every token tells what is behind the things."""
         truth, total = self.grounds[clips], features.new_zeros(())
@@ -87,7 +95,7 @@ class SceneTower(tower.TowerTask):
             each = truth[:, None].expand(seen.shape[:2])
             total = total + cross_entropy(seen.flatten(0, 1), each.flatten(), ignore_index=IGNORE)
         right = (seen.mean(1).argmax(-1) == truth)[truth != IGNORE].float().mean()
-        return total, {"background": float(right)}
+        return total, {"background": right}
 
 
 class SceneLanguage(training.Task):
@@ -95,78 +103,79 @@ class SceneLanguage(training.Task):
 
     parallel = True
 
-    def __init__(self, model: Any, sampler: SceneSampler, seed: int, rate: float) -> None:
+    def __init__(self, model: Any, sampler: SceneSampler, options: argparse.Namespace) -> None:
         self.model, self.sampler, self.best, self.fresh = model.train(), sampler, -1.0, False
+        self.device, self.seed, self.batch = model.device, options.seed, options.batch
         lm = model.model.language_model
         digits = sampler.tokenizer.convert_tokens_to_ids([*"0123456789", ","])
         self.readout = SceneReadout(lm.config.hidden_size, digits[:10], digits[10])
+        self.readout.to(self.device)
         rest = [model.model.image_newline, *self.readout.parameters()]
-        self.optimiser = training.FastOptimiser.of(lm, rest, rate)
-        self.rng = torch.Generator().manual_seed(seed)
+        self.optimiser = training.FastOptimiser.of(lm, rest, options.rate)
+        self.hard = HARD | dict(options.hard)
         self.weights = dict.fromkeys(KINDS, 1.0)
         total, inside = len(sampler.encoded.clips), len(sampler.bank.views)
-        self.inside, self.strange = inside - HELD, torch.arange(inside, total)
-        self.order = torch.empty(0, dtype=torch.long)
+        self.inside, self.strange = inside - options.held, np.arange(inside, total)
         known = [i for i, (clip, _) in enumerate(sampler.encoded.frames) if clip < self.inside]
         foreign = [i for i, (clip, _) in enumerate(sampler.encoded.frames) if clip >= inside]
-        self.shown = torch.tensor(known), torch.tensor(foreign)
-        held = range(self.inside, inside)
+        self.shown = np.array(known), np.array(foreign)
+        held, part = range(self.inside, inside), -(-options.held // 3)
         self.exam = [
-            sampler.clips([*held[at : at + HELD // 3], *self.strange[:2].tolist()], 12,
+            sampler.clips([*held[at : at + part], *self.strange[:2].tolist()], 12,
                           self.weights, kept=at == 0)
-            for at in range(0, HELD, HELD // 3)
+            for at in range(0, options.held, part)
         ]  # fmt: skip
+        self.drawn = training.DrawAhead(sampler.draw, self.ask, options.workers)
+
+    def ask(self, number: int) -> SceneAsk:
+        """Clips, or now and then pictures, of the batch of a number."""
+        rng = np.random.default_rng([self.seed, 5, number])
+        still = bool(rng.random() < STILLS)
+        known, foreign = self.shown if still else (self.inside, self.strange)
+        strangers = max(STRANGERS * self.batch // BATCH, 1)
+        chosen = [*rng.choice(known, self.batch - strangers), *rng.choice(foreign, strangers)]
+        media = [int(medium) for medium in chosen]
+        return SceneAsk((self.seed, 6, number), media, still, QUESTIONS, dict(self.weights))
 
     def batches(self, step: int, done: float) -> list[tuple[Lesson, Tensor]]:
         """A batch for each thread."""
-        return [self._batch() for _ in range(training.THREADS)]
+        many = training.side_by_side(self.device)
+        return [self._batch(number) for number in range(step * many, (step + 1) * many)]
 
-    def _batch(self) -> tuple[Lesson, Tensor]:
-        """Clips, or now and then pictures, and the tokens kept of them."""
-        if self._chance() < STILLS:
-            known, foreign = self.shown
-            chosen = self._some(known, BATCH - STRANGERS) + self._some(foreign, STRANGERS)
-            lesson = self.sampler.pictures(chosen, QUESTIONS, self.weights)
-        else:
-            size = BATCH - STRANGERS
-            if len(self.order) < size:
-                self.order = torch.randperm(self.inside, generator=self.rng)
-            chosen, self.order = self.order[:size].tolist(), self.order[size:]
-            chosen += self._some(self.strange, STRANGERS)
-            lesson = self.sampler.clips(chosen, QUESTIONS, self.weights)
-        whole = lesson.every
-        if self._chance() < WHOLE:
-            return lesson, whole
-        share = KEEPS[int(torch.randint(len(KEEPS), (), generator=self.rng))]
-        way = SUBSETS[int(torch.randint(len(SUBSETS), (), generator=self.rng))]
-        return lesson, choose(lesson.tokens, round(share * whole.shape[1]), way, self.rng)
+    def _batch(self, number: int) -> tuple[Lesson, Tensor]:
+        """A batch and the tokens kept of it."""
+        lesson = self.sampler.lesson(self.drawn(number))
+        rng = torch.Generator().manual_seed((self.seed << 32) + number)
+        share, way, some = torch.rand(3, generator=rng).tolist()
+        if some < WHOLE:
+            return lesson, lesson.every
+        keep = round(KEEPS[int(share * len(KEEPS))] * lesson.every.shape[1])
+        return lesson, choose(lesson.tokens, keep, SUBSETS[int(way * len(SUBSETS))], rng)
 
     def loss(self, batch: tuple[Lesson, Tensor]) -> tuple[Tensor, training.Figures]:
         """Loss of the answers."""
         lesson, kept = batch
-        with training.fast():
+        with training.fast(self.device):
             found = answer(self.model, lesson, kept)
             loss = scene_loss(self.model, found.states, lesson.packed, self.readout)
             read = self.readout.loss(found.layers, lesson.packed, lesson.things["numbers"])
-        return loss + read, {"loss": loss.item(), "read": read.item(), "kept": kept.shape[1]}
+        figures = {"loss": loss.detach(), "read": read.detach(), "kept": kept.shape[1]}
+        return loss + read, figures
 
     def look(self) -> training.Figures:
         """Shares answered correctly; kinds that lag are asked more from now on."""
-        with training.fast():
+        with training.fast(self.device):
             kept = scene_score(self.model, self.exam[:1])
             scores = scene_score(self.model, self.exam[1:])
-        least = {k: HARD.get(k, 1) * LEAST for k in KINDS}
+        least = {k: self.hard.get(k, 1) * LEAST for k in KINDS}
         self.weights = {k: least[k] + 3 * min(1 - scores.get(k, 0.0), 0.4) for k in KINDS}
         mean = sum(scores.values()) / len(scores)
         self.best, self.fresh = max(mean, self.best), mean >= self.best
         return {"mean": mean, "kept": sum(kept.values()) / len(kept), "kinds": scores}
 
-    def _some(self, among: Tensor, many: int) -> list[int]:
-        found: list[int] = among[torch.randint(len(among), (many,), generator=self.rng)].tolist()
-        return found
-
-    def _chance(self) -> float:
-        return float(torch.rand((), generator=self.rng))
+    def resume(self, step: int) -> None:
+        """Ask as an interrupted run does."""
+        self.look()
 
 
 def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
@@ -175,21 +184,26 @@ def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
     frames = picture_frames(bank, pictures, seed)
     shown, stills = dict(frames), dict[int, Tensor]()
     project, pool = model.model.multi_modal_projector, model.model.apply_pooling
+    many, size = len(bank.clips.tables), CHUNK.get(model.device.type, 64)
 
     @torch.no_grad()  # of each thread
-    def one(clip: int) -> Tensor:
-        with training.fast():
-            pixels = tower.scale_pixels(bank.clips.frames[clip])
-            tokens = project(tower.tower_features(model, pixels))
-        if clip in shown:
-            stills[clip] = tokens[shown[clip]].half()[None]
-        pooled: Tensor = pool(tokens.float()).half()
+    def some(first: int) -> Tensor:
+        clips = range(first, min(first + size, many))
+        pixels = bank.clips.frames[first : first + size].to(model.device)
+        # A device has the time for float32, in which the model is used.
+        with training.fast() if model.device.type == "cpu" else nullcontext():
+            tokens = project(tower.tower_features(model, tower.scale_pixels(pixels.flatten(0, 1))))
+        each = tokens.unflatten(0, pixels.shape[:2])
+        for place, clip in enumerate(clips):
+            if clip in shown:
+                stills[clip] = each[place, shown[clip]].half()[None]
+        pooled: Tensor = pool(tokens.float()).half().unflatten(0, pixels.shape[:2])
         return pooled
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with ThreadPoolExecutor(training.THREADS) as threaded:
-        clips = torch.stack(list(threaded.map(one, range(len(bank.clips.tables)))))
+    with ThreadPoolExecutor(training.side_by_side(model.device)) as threaded:
+        clips = torch.cat(list(threaded.map(some, range(0, many, size))))
     torch.set_num_threads(threads)
     return Encoded(clips, torch.stack([stills[clip] for clip, _ in frames]), frames)
 
@@ -197,11 +211,11 @@ def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Run all stages and leave the checkpoint that was best on held-out clips."""
     seed, out, processor = options.seed, options.out, make_processor()
-    model = make_model(processor, seed, options.start)
+    model = make_model(processor, seed, options.start).to(training.ready(options.device))
     cache = options.bank or out / "bank.npz"
     with log.stage("bank", clips=options.clips, strangers=options.strangers):
         show = partial(training.progress, "clips", total=options.clips + options.strangers)
-        workers = torch.get_num_threads()
+        workers = max(torch.get_num_threads(), options.workers)
         bank = make_bank(cache, options.clips, options.strangers, seed, workers, show)
     tower_task = SceneTower(model, bank, seed)
     course = training.Course("tower", options.tower_minutes, options.tower_steps)
@@ -210,9 +224,8 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
     with log.stage("encode", clips=len(bank.views)):
         encoded = encode(model, bank, options.pictures, seed)
     newline = model.model.image_newline
-    task = SceneLanguage(
-        model, SceneSampler(bank, encoded, newline, processor.tokenizer, seed), seed, options.rate
-    )
+    sampler = SceneSampler(bank, encoded, newline, processor.tokenizer, seed)
+    task = SceneLanguage(model, sampler, options)
 
     def save() -> None:
         if task.fresh:
@@ -220,8 +233,18 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
             processor.save_pretrained(out)
 
     hold = 0.35  # share of the stage after which the rate falls
-    course = training.Course("language", options.minutes, options.steps, hold=hold)
+    course = training.Course(
+        "language", options.minutes, options.steps, hold=hold, watch=options.watch
+    )
     training.train(task, course, log, save, out / "language.pt")
+    task.drawn.close()
+
+
+def _weight(text: str) -> tuple[str, float]:
+    kind, _, much = text.partition("=")
+    if kind not in KINDS:
+        raise argparse.ArgumentTypeError(f"{kind!r} is none of {', '.join(KINDS)}")
+    return kind, float(much)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -241,10 +264,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, help="fit the decoder's stage into this time instead")
     add("--rate", type=float, default=1.5e-3, help="peak learning rate of the decoder")
     add("--questions", type=int, default=800, help="of the final evaluation")
+    add("--batch", type=int, default=BATCH, help="clips, of each of two threads, or of a device")
+    add("--held", type=int, default=HELD, help="clips that are never trained on, for looks")
+    add("--watch", type=float, default=4.0, help="minutes between looks at them")
+    add("--hard", type=_weight, nargs="*", default=(), help="kinds asked more, such as where=5")
+    add("--workers", type=int, help="processes that draw ahead; none for cpu")
+    training.device_option(parser)
     options = parser.parse_args(argv)
-    if options.decoder_clips < HELD + BATCH or options.strangers < 2 * STRANGERS:
+    if options.workers is None:
+        options.workers = 0 if options.device == "cpu" else max((os.cpu_count() or 1) - 2, 1)
+    if options.decoder_clips < options.held + options.batch or options.strangers < 2 * STRANGERS:
         parser.error(
-            f"--decoder-clips must be {HELD + BATCH} or more, --strangers {2 * STRANGERS} or more"
+            f"--decoder-clips must be {options.held + options.batch} or more, --strangers {2 * STRANGERS} or more"
         )
     return options
 
@@ -256,8 +287,8 @@ def main(argv: Sequence[str] | None = None) -> training.Figures:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(os.cpu_count() or 1, 8))))
     log.start(seed=options.seed)
     run(options, log)
-    result = run_scenes(options.out, options.questions, seed=options.seed)
-    absent = run_scenes(options.out, options.questions // 4, options.seed, kinds=(ABSENT,))
+    ask = partial(run_scenes, options.out, seed=options.seed, device=options.device)
+    result, absent = ask(options.questions), ask(options.questions // 4, kinds=(ABSENT,))
     result["absent"] = {key: absent[key] for key in ("n", "accuracy", "interval")}
     log({"stage": "evaluation", **result, "model": "this checkpoint"})
     log.end()

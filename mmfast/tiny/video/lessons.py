@@ -41,9 +41,13 @@ class PackedQuestions:
         hidden = prefix.new_zeros(own.shape).masked_fill(~own, float("-inf"))
         return torch.cat([prefix[:, None].expand(-1, own.shape[1], -1), hidden], 2)[:, None]
 
-    def to(self, device: torch.device) -> PackedQuestions:
+    def columns(self) -> list[Tensor]:
+        """All fields `[B, L]`, in order."""
+        return [getattr(self, each.name) for each in fields(self)]
+
+    def to(self, device: torch.device | str) -> PackedQuestions:
         """The same on a device."""
-        return PackedQuestions(*(getattr(self, each.name).to(device) for each in fields(self)))
+        return PackedQuestions(*(column.to(device) for column in self.columns()))
 
     def correct(self, guesses: Tensor) -> list[list[bool]]:
         """For each row and question, whether every answer token is right: guesses `[B, L]`."""
