@@ -244,11 +244,10 @@ class DrawAhead:
     def _start(self) -> ProcessPoolExecutor:
         # A file: each worker reads it by itself, where arguments would be sent to one at a time.
         descriptor, path = tempfile.mkstemp(suffix=".draw")
-        with open(descriptor, "wb") as file:
-            pickle.dump(self.draw, file)
+        os.close(descriptor)
         self.path = Path(path)
-        context = get_context("spawn")
-        return ProcessPoolExecutor(self.workers, context, _hold_draw, (path,))
+        self.path.write_bytes(pickle.dumps(self.draw))
+        return ProcessPoolExecutor(self.workers, get_context("spawn"), _hold_draw, (self.path,))
 
     def close(self) -> None:
         """End the workers; a later call starts new ones."""
@@ -261,10 +260,9 @@ class DrawAhead:
 _draws: list[Callable[[Any], Any]] = []  # of a worker process
 
 
-def _hold_draw(path: str) -> None:
+def _hold_draw(path: Path) -> None:
     torch.set_num_threads(1)
-    with open(path, "rb") as file:
-        _draws.append(pickle.load(file))
+    _draws.append(pickle.loads(path.read_bytes()))
 
 
 def _drawn(request: Any) -> Any:
@@ -414,6 +412,11 @@ class Log:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
         print(text, file=sys.stderr, flush=True)
+
+    @property
+    def minutes(self) -> float:
+        """Minutes of the run until now."""
+        return (time.monotonic() - self.began) / 60
 
     def start(self, **settings: Any) -> None:
         """Row of the machine and the settings of a run."""

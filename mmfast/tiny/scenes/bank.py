@@ -34,6 +34,8 @@ class SceneBank:
 
     def first(self, many: int) -> SceneBank:
         """The first clips of the world, and as large a share of those outside it."""
+        if many == len(self.views):
+            return self
         inside, total = len(self.views), len(self.clips.tables)
         end = inside + (total - inside) * many // inside
         chosen = [*range(many), *range(inside, end)]
@@ -84,32 +86,40 @@ def make_bank(
     path: Path, many: int, strangers: int, seed: int, workers: int, report: Callable[[int], None]
 ) -> SceneBank:
     """Read the bank from a file, or make it in parallel and keep it there."""
-    views: list[looks.SceneView] = []
-    if not path.exists():
-        rows: list[ClipRow] = []
-        with get_context("spawn").Pool(workers) as pool:
-            task = partial(_numbered, seed, many)
-            for row, view in pool.imap(task, range(many + strangers), chunksize=16):
-                rows.append(row)
-                views += [view] if view is not None else []
-                report(len(rows))
-        *arrays, made = zip(*rows, strict=True)
-        columns: dict[str, Any] = dict(
-            zip(("frames", "patches", "cells"), map(np.stack, arrays), strict=True)
-        )
-        columns |= {f"table_{k}": np.stack([getattr(t, k) for t in made]) for k in _TABLE}
+    if path.exists():
+        with np.load(path) as kept:
+            columns: dict[str, Any] = {name: kept[name] for name in kept.files}
+        many, strangers, seed = columns.pop("settings").tolist()
+        views = [looks.make_view(scene.TRAIN, seed, index) for index in range(many)]
+    else:
+        columns, views = _drawn_columns(many, strangers, seed, workers, report)
         part = path.with_suffix(".part.npz")
         np.savez(part, settings=np.array([many, strangers, seed]), **columns)
         part.replace(path)
-    with np.load(path) as kept:
-        many, strangers, seed = kept["settings"].tolist()
-        frames, patches, cells = (torch.from_numpy(kept[k]) for k in ("frames", "patches", "cells"))
-        columns = {name: kept[f"table_{name}"] for name in _TABLE}
+    frames, patches, cells = (torch.from_numpy(columns[k]) for k in ("frames", "patches", "cells"))
     tables = [_table(columns, i) for i in range(many + strangers)]
-    views = views or [looks.make_view(scene.TRAIN, seed, index) for index in range(many)]
     return SceneBank(Bank(frames, patches, cells, tables), views)
 
 
+def _drawn_columns(
+    many: int, strangers: int, seed: int, workers: int, report: Callable[[int], None]
+) -> tuple[dict[str, Any], list[looks.SceneView]]:
+    """Arrays of all clips, and the views of those of the world."""
+    rows: list[ClipRow] = []
+    views: list[looks.SceneView] = []
+    with get_context("spawn").Pool(workers) as pool:
+        task = partial(_numbered, seed, many)
+        for row, view in pool.imap(task, range(many + strangers), chunksize=16):
+            rows.append(row)
+            views += [view] if view is not None else []
+            report(len(rows))
+    *arrays, made = zip(*rows, strict=True)
+    columns: dict[str, Any] = dict(
+        zip(("frames", "patches", "cells"), map(np.stack, arrays), strict=True)
+    )
+    return columns | {f"table_{k}": np.stack([getattr(t, k) for t in made]) for k in _TABLE}, views
+
+
 def _table(columns: dict[str, Any], index: int) -> scene.Table:
-    row: dict[str, Any] = {k: v[index] for k, v in columns.items()}
+    row: dict[str, Any] = {name: columns[f"table_{name}"][index] for name in _TABLE}
     return scene.Table(**{**row, "number": int(row["number"])})

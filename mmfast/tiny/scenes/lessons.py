@@ -161,9 +161,7 @@ class SceneDrawer:
 
     def _encode(self, text: str) -> list[int]:
         # The tokenizer's own library: the class around it takes most of the time of a batch.
-        ids: list[int] = self.tokenizer.backend_tokenizer.encode(
-            text, add_special_tokens=False
-        ).ids
+        ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
 

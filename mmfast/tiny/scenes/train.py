@@ -233,9 +233,10 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
             processor.save_pretrained(out)
 
     hold = 0.35  # share of the stage after which the rate falls
-    course = training.Course(
-        "language", options.minutes, options.steps, hold=hold, watch=options.watch
-    )
+    minutes = options.minutes
+    if options.within is not None:
+        minutes = max(options.within - log.minutes, 0.1)
+    course = training.Course("language", minutes, options.steps, hold=hold, watch=options.watch)
     training.train(task, course, log, save, out / "language.pt")
     task.drawn.close()
 
@@ -262,6 +263,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tower-minutes", type=float, help="fit the tower's stage into this time instead")
     add("--steps", type=int, default=2400, help="decoder steps")
     add("--minutes", type=float, help="fit the decoder's stage into this time instead")
+    add("--within", type=float, help="end the decoder's stage so many minutes after the start")
     add("--rate", type=float, default=1.5e-3, help="peak learning rate of the decoder")
     add("--questions", type=int, default=800, help="of the final evaluation")
     add("--batch", type=int, default=BATCH, help="clips, of each of two threads, or of a device")
@@ -273,10 +275,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.workers is None:
         options.workers = 0 if options.device == "cpu" else max((os.cpu_count() or 1) - 2, 1)
-    if options.decoder_clips < options.held + options.batch or options.strangers < 2 * STRANGERS:
-        parser.error(
-            f"--decoder-clips must be {options.held + options.batch} or more, --strangers {2 * STRANGERS} or more"
-        )
+    least, strangers = options.held + options.batch, 2 * STRANGERS
+    if options.decoder_clips < least or options.strangers < strangers:
+        parser.error(f"--decoder-clips must be {least} or more, --strangers {strangers} or more")
     return options
 
 
