@@ -132,7 +132,9 @@ def test_a_reducer_keeps_what_it_keeps_on_the_cpu(family: str, name: str, site: 
 
 @pytest.mark.parametrize(("name", "site", "dtype"), HALVES)
 def test_a_reducer_in_half_precision(name: str, site: str, dtype: str) -> None:
-    this = placed("qwen2_5_vl" if site == "vit" else "llava_onevision", DEVICE, DTYPES[dtype])
+    this = placed(
+        "qwen2_5_vl" if site in ("pixel", "vit") else "llava_onevision", DEVICE, DTYPES[dtype]
+    )
     found = answered(this, 2, reduce=spec_of(get(name), site))
     assert not isinstance(found, str), found
     assert found[1].isfinite().all() and found[2].reductions
