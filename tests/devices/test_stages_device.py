@@ -138,6 +138,8 @@ def test_sparse_prefill_of_many_lengths() -> None:
 @pytest.mark.parametrize("cache", [None, "snapkv:0.4?window=5", "quest:0.3?page=4&skip=0"])
 @pytest.mark.parametrize("attn", ["sdpa", "eager", "flex_attention"])
 def test_attention_by_name(attn: str, cache: str | None) -> None:
+    if attn == "flex_attention" and DEVICE.type == "cpu":
+        pytest.skip("stock models give NaN with it on the CPU")
     ids, found = prompt(40) % decode_models.VOCABULARY, []
     for device, name in ((HOST, "eager"), (DEVICE, attn)):
         model = wide(device)
