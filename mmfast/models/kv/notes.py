@@ -151,7 +151,7 @@ def mark(layer: Any, name: str, numbers: Tensor) -> None:
     shape = notes[KIND].shape
     old = notes.get(name)
     if old is None:
-        old = torch.full((shape[0], 1, shape[2]), _FILL[name], device=numbers.device)
+        old = torch.full((shape[0], 1, shape[2]), _FILL[name], device=notes[KIND].device)
     new = numbers[:, None].to(old.device).expand(*old.shape[:-1], n)
     layer.notes = {**notes, name: torch.cat([old[..., : old.shape[-1] - n].to(new), new], -1)}
 
