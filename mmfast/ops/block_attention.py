@@ -3,7 +3,7 @@
 On a CPU each block of queries gathers the keys that it reads before its own block, once for all
 query heads that share the choice, and these heads are rows of one product without a mask, which is
 what flash attention is fastest at. Its own block is causal by itself. Both are merged by their
-log-sum-exps. On CUDA the choice is a block mask of FlexAttention, where its kernel takes the shapes.
+log-sum-exps. On CUDA the choice is a block mask of FlexAttention, if its kernel takes it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def block_attention(
 
 
 def kernel_takes(query: Tensor, choice: BlockChoice) -> bool:
-    """Whether the kernel of FlexAttention has tiles that fit; its products are of 16 and more."""
+    """Return True if tiles of the FlexAttention kernel fit; its products are of 16 and more."""
     return choice.size % _TILE == 0 and query.shape[-1] >= _TILE and query.dtype != torch.float64
 
 
