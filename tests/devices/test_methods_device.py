@@ -112,7 +112,7 @@ def whole_numbers() -> Iterator[None]:
 
 
 def packs(spec: str) -> bool:
-    """Return True if a code that turns over is a whole step, so that only float64 can be compared."""
+    """Tell if a code that turns over is a whole step, so that only float64 can be compared."""
     return any(name in spec for name in ("quant", "zip", "specache"))
 
 

@@ -81,7 +81,7 @@ def agree(here: Any, there: Any, far: float = FAR) -> None:
 
 
 def same_tokens_kept(here: Any, there: Any) -> bool:
-    """Return True if all Reductions agree; AssertionError where fewer than 90 % of the tokens do."""
+    """Tell if all Reductions agree; AssertionError where fewer than 90 % of the tokens do."""
     assert len(here.reductions) == len(there.reductions)
     kept = shared = 0
     equal = True
