@@ -23,7 +23,11 @@ from mmfast.models.loading import load
 from mmfast.models.vision.frames.cache import FrameCache
 from mmfast.tiny.video import scene
 
-pytestmark = [pytest.mark.gpu, there]
+pytestmark = [
+    pytest.mark.gpu,
+    there,
+    pytest.mark.filterwarnings("ignore"),  # of other versions of libraries
+]
 
 ON = str(DEVICE)
 QUESTIONS = ("Which way does the circle move?", "How many objects are there?", "What color is it?")

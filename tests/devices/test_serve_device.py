@@ -22,7 +22,11 @@ from mmfast.serve.engine.base import Finish, Request, SamplingOptions
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.streams.reuse.store import ReuseStore
 
-pytestmark = [pytest.mark.gpu, there]
+pytestmark = [
+    pytest.mark.gpu,
+    there,
+    pytest.mark.filterwarnings("ignore"),  # of other versions of libraries
+]
 
 ON = str(DEVICE)
 TAUGHT = "tiny-video"
