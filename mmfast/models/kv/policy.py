@@ -59,6 +59,7 @@ from mmfast.models.reduction.call import (
     length_of,
 )
 from mmfast.models.reduction.sequence import Sequences
+from mmfast.models.reduction.training import checkpointed, refuse_cache
 from mmfast.models.wrappers import (
     KEEPS_ALL,
     LayerCall,
@@ -177,11 +178,11 @@ class KVStage:
             self._selection.enter(cache, state.part is None, ids)
 
     def _keeps_nothing(self, base: nn.Module, kwargs: dict[str, Any]) -> bool:
-        if base.training and any(
-            getattr(layer, "gradient_checkpointing", False) for layer in self._layers.values()
-        ):
+        cache = cache_of(kwargs)
+        if base.training and any(map(checkpointed, self._layers.values())):
+            refuse_cache(self._layers.values(), cache)
             return True
-        if cache_of(kwargs) is not None:
+        if cache is not None:
             return False
         given = kwargs.get("use_cache")
         return not (decoder_of(self._model).config.use_cache if given is None else given)

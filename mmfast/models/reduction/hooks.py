@@ -46,10 +46,12 @@ from mmfast.models.reduction.step import ForwardStep
 from mmfast.models.reduction.training import (
     Remainder,
     RemainderLoss,
+    checkpointed,
     inputs_again,
     note_change,
+    refuse_cache,
 )
-from mmfast.models.wrappers import attention_at, base_of, decoder_of, turns_once
+from mmfast.models.wrappers import attention_at, base_of, decoder_of, layers_of, turns_once
 
 
 class Hooks:
@@ -183,6 +185,8 @@ class Hooks:
 
     def _open(self, kwargs: dict[str, Any]) -> None:
         cache = cache_of(kwargs)
+        if self._text.training:
+            refuse_cache(layers_of(self._text), cache)
         if self._offsets is not None:
             self._offsets.store(cache)
         if self._prompts is not None and self._tracks:
@@ -236,7 +240,7 @@ class Hooks:
             call.step = self._begin(call)
         step, given = call.step, dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
-        if module.training and getattr(module, "gradient_checkpointing", False):
+        if checkpointed(module):
             kwargs[name_in(kwargs)] = None  # such a layer stores nothing
             if passing := [str(site.specs[0]) for site in step.sites if site.bypasses]:
                 raise ModelError(
