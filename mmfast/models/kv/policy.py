@@ -18,7 +18,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Row, Trace
-from mmfast.models.cache_name import cache_of
+from mmfast.models.cache_name import cache_of, layered_cache_of
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
@@ -156,7 +156,7 @@ class KVStage:
             yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache, state = cache_of(kwargs), self._state
+        cache, state = layered_cache_of(kwargs), self._state
         past = 0 if cache is None else int(cache.get_seq_length())
         length = length_of(kwargs) if not args else int(args[0].shape[1])
         state.part, state.cache = self._prompts.part(past, length), cache

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
-from mmfast.models.cache_name import cache_of, name_in, returned_cache
+from mmfast.models.cache_name import cache_of, layered_cache_of, name_in, returned_cache
 from mmfast.models.decoder.concepts import ContextReader
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import ids_of, prompt_ids, told_by_generate
@@ -184,7 +184,7 @@ class Hooks:
         return self._layer(index, module, args, kwargs) or (args, kwargs)
 
     def _open(self, kwargs: dict[str, Any]) -> None:
-        cache = cache_of(kwargs)
+        cache = layered_cache_of(kwargs)
         if self._text.training:
             refuse_cache(layers_of(self._text), cache)
         if self._offsets is not None:
