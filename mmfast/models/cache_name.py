@@ -39,8 +39,8 @@ def layered_cache_of(arguments: Mapping[str, Any]) -> Any:
     found = cache_of(arguments)
     if found is not None and not hasattr(found, "layers"):
         raise ModelError(
-            f"{CACHE}= is of type {type(found).__name__}, which has no layers of keys and values; pass "
-            "DynamicCache(config=model.config), or leave it out"
+            f"{CACHE}= is of type {type(found).__name__}, which has no layers of keys and values; "
+            "pass DynamicCache(config=model.config), or leave it out"
         )
     return found
 

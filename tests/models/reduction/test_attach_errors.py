@@ -151,8 +151,8 @@ def test_a_cache_without_layers_is_named(kind: str) -> None:
     pair = (DynamicCache(), DynamicCache())
     cache = pair if kind == "tuple" else EncoderDecoderCache(*pair)
     with (
-        attach(this.model, cache="snapkv:8"),
         pytest.raises(ModelError, match=rf"is of type {kind}.*pass DynamicCache") as error,
+        attach(this.model, cache="snapkv:8"),
     ):
         generate(this, inputs, **{CACHE: cache})
     assert "\n" not in str(error.value)
