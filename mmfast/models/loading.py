@@ -162,7 +162,7 @@ def load(
             "transformers or (model, processor)"
         )
     where, place, kind = located(model), pick_device(device), pick_dtype(dtype)
-    _check_directory(where)
+    check_directory(where)
     with loading(f"model {where!r}"):
         read = read_processor(processor or where, given, where)
         return from_pretrained(
@@ -233,7 +233,8 @@ def part_of(folder: Path, name: str, auto: str, device: str | torch.device | Non
         )
 
 
-def _check_directory(where: str) -> None:
+def check_directory(where: str) -> None:
+    """Raise `ModelError` where a directory is missing, or has an adapter or no model in it."""
     path = Path(where)
     if not path.exists():
         if where.startswith((".", "/", "~")) or where.count("/") != 1:
