@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 NAME = "mmfast-kernels"
@@ -15,7 +17,7 @@ VERSION = 1
 KERNELS = ("attention_column_sums", "max_min_select", "segment_merge", "temporal_difference")
 _SELF = Path(__file__).resolve()
 
-_INIT = '''"""Triton kernels of mmfast: attention received, farthest points, merges, changes over time."""
+_INIT = '''"""Triton kernels of mmfast: attention received, farthest points, merges, changes."""
 
 {imports}
 
@@ -83,26 +85,22 @@ def export(target: str | Path, repo: str = f"mmfast/{NAME}") -> Path:
         (place / "__init__.py").write_text(listed, encoding="utf-8")
     about = {"id": f"_{package}_{VERSION}", "name": NAME, "version": VERSION}
     about |= {"license": "Apache-2.0", "python-depends": [], "backend": {"type": "cuda"}}
-    files = {
+    contents = {
         "build/torch-universal/metadata.json": json.dumps(about, indent=2) + "\n",
         "build.toml": _BUILD.format(name=NAME, version=VERSION, repo=repo),
         "README.md": _CARD.format(name=NAME, version=VERSION, repo=repo),
         "LICENSE": text,
     }
-    for name, content in files.items():
+    for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8")
     return folder
 
 
 def _license() -> str:
     """Return the license, of a checkout or of the installed package."""
-    from importlib.metadata import PackageNotFoundError, files
-
     found = [_SELF.parents[1] / "LICENSE"]
-    try:
-        found += [Path(str(each.locate())) for each in files("mmfast") or () if each.name == "LICENSE"]
-    except PackageNotFoundError:
-        pass
+    with suppress(PackageNotFoundError):
+        found += [Path(str(e.locate())) for e in files("mmfast") or () if e.name == "LICENSE"]
     for path in found:
         if path.is_file():
             return path.read_text(encoding="utf-8")

@@ -63,7 +63,9 @@ def test_the_layout(folder: Path) -> None:
     general = tomllib.loads((folder / "build.toml").read_text())["general"]
     about = json.loads((built / "metadata.json").read_text())
     assert (general["name"], general["version"]) == (about["name"], about["version"])
-    assert general["hub"]["repo-id"] == "me/mine" and "me/mine" in (folder / "README.md").read_text()
+    assert (
+        general["hub"]["repo-id"] == "me/mine" and "me/mine" in (folder / "README.md").read_text()
+    )
     root = Path(export.__file__).parents[1]
     assert (folder / "LICENSE").read_text() == (root / "LICENSE").read_text()
     every = {path.stem for path in (root / "kernels").glob("*.py")} - {"export"}
@@ -76,7 +78,11 @@ def test_every_file_imports_torch_triton_and_its_neighbours_only(folder: Path) -
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1 and node.module in export.KERNELS
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                names = (
+                    [node.module]
+                    if isinstance(node, ast.ImportFrom)
+                    else [a.name for a in node.names]
+                )
                 for name in names:
                     top = str(name).partition(".")[0]
                     assert top in {"torch", "triton"} or top in sys.stdlib_module_names
@@ -90,8 +96,8 @@ def test_a_folder_with_files_is_refused(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_package_loads_and_runs_all_four(folder: Path) -> None:
     try:
-        from kernels import get_local_kernel  # noqa: F401
-        from kernels._rust import Build
+        from kernels import get_local_kernel  # noqa: F401, TID251
+        from kernels._rust import Build  # noqa: TID251
     except ImportError:
         pytest.skip("needs Hugging Face's package kernels")
     assert Build.open(folder).general.backends
