@@ -111,6 +111,6 @@ if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
         sys.exit("give a folder, and the name on the Hub: DIR [OWNER/NAME]")
     try:
-        export(*sys.argv[1:])
+        print(export(*sys.argv[1:]))
     except ValueError as error:
         sys.exit(str(error))
