@@ -116,9 +116,9 @@ class SpeechToText:
             )
         given = {**options, "dtype": None if options["dtype"] == "auto" else options["dtype"]}
         for name, value in given.items():
-            if value is not None and not (name == "device" and str(value) == "cpu"):
+            if value is not None and name != "device":
                 raise MmfastError(f"speakers=2 takes no {name}; leave it out")
-        return load_overlap(None if model == models.EMBEDDED else model)
+        return load_overlap(None if model == models.EMBEDDED else model, options["device"])
 
     def _check(self, model: Any, options: Mapping[str, Any]) -> None:
         if options and (names := models.check_options(model, "transcribe", {})) is not None:

@@ -37,7 +37,7 @@ settings.load_profile("fixed")
 from media_factory import write_video  # noqa: E402
 
 _SERVING = re.compile(r"tests/(demos|serve|voice)/")
-_PLANNING = re.compile(r"tests/(planner|pipelines|serve|cli|demos)/")
+_PLANNING = re.compile(r"tests/(planner|pipelines|serve|cli|demos|devices)/")
 _INFERENCE = re.compile(r"tests/(caches|models/(families|reduction|text|vision))/")
 
 # Imports allocate much and free nothing: collections of garbage meanwhile are in vain.

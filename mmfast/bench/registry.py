@@ -34,6 +34,14 @@ F = TypeVar("F", bound=Callable[..., Iterable[Row]])
 _KNOWN: dict[str, dict[str, Benchmark]] = {suite: {} for suite in SUITES}
 
 
+class IncompleteError(MmfastError):
+    """Some parts of a benchmark failed; `rows` are those of the others."""
+
+    def __init__(self, message: str, rows: list[Row]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 def benchmark(suite: str, name: str) -> Callable[[F], F]:
     """Register a function from a progress callback to rows as one benchmark of a suite."""
 
@@ -88,10 +96,18 @@ def named_rows(
             raise MmfastError(f"--{suite} {name} runs as a whole; leave --only out")
         run = partial(run, only=only)
     shared = {"suite": suite, "bench": name, **environment()}
-    rows = []
-    for row in run(progress or quiet):
-        rows.append({**shared, **_processor(row), **row})
-        sink(rows[-1])
+    rows: list[Row] = []
+
+    def keep(found: Iterable[Row]) -> None:
+        for row in found:
+            rows.append({**shared, **_processor(row), **row})
+            sink(rows[-1])
+
+    try:
+        keep(run(progress or quiet))
+    except IncompleteError as error:
+        keep(error.rows)
+        raise IncompleteError(str(error), rows) from None
     return rows
 
 
@@ -101,11 +117,34 @@ def _processor(row: Row) -> Row:
 
 
 def over(cases: Iterable[K], rows: Callable[[K], list[Row]], tick: Tick) -> list[Row]:
-    """Return the rows of all cases, each announced by its text."""
-    known, found = list(cases), list[Row]()
-    for number, case in enumerate(known):
+    """Return the rows of all cases, each announced by its text; errors are as of `collect`."""
+    known = list(cases)
+
+    def measured(number: int, case: K) -> list[Row]:
         tick(str(case), number, len(known))
-        found += rows(case)
+        return rows(case)
+
+    jobs = enumerate(known)
+    return collect((str(case), partial(measured, number, case)) for number, case in jobs)
+
+
+def collect(parts: Iterable[tuple[str, Callable[[], Iterable[Row]]]]) -> list[Row]:
+    """Return the rows of all parts, each with a label.
+
+    A part that fails does not take along the rows of the others: IncompleteError, once all have
+    run, has those and says which failed and why.
+    """
+    found, failed = list[Row](), list[str]()
+    for label, run in parts:
+        try:
+            found += run()
+        except MmfastError as error:
+            failed.append(f"{label}: {error}")
+        except Exception as error:  # of a compiler or driver, or a full memory
+            lines = str(error).splitlines() or [""]
+            failed.append(f"{label}: {type(error).__name__}: {lines[0][:200]}")
+    if failed:
+        raise IncompleteError("; ".join(failed), found)
     return found
 
 

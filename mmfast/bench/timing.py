@@ -285,6 +285,7 @@ def one_thread() -> AbstractContextManager[None]:
 
 
 FLUSH_BYTES = 256 << 20  # an H200 caches 60 MB, its successors twice as much
+HOLD_CYCLES = 1_000_000  # half a millisecond: the host queues tens of operations meanwhile
 Job = Callable[[], object]
 
 
@@ -294,8 +295,8 @@ def device_times(
     """Milliseconds of every job in every round, the jobs of a round in shuffled order.
 
     On CUDA between two events of the current stream; on the CPU the time of this process, all
-    threads added up. The second-level cache is overwritten before each run on CUDA, which also
-    keeps the device busy while the host queues the job, whose launch else counts.
+    threads added up. The second-level cache is overwritten before each run on CUDA, and the device
+    then waits while the host queues the job, whose launches else count.
     """
     where = torch.device(device)
     if not jobs or rounds < 1:
@@ -339,6 +340,7 @@ def _cuda_rounds(device: torch.device) -> Callable[[Mapping[str, Job]], dict[str
             for name, job in jobs.items():
                 first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 buffer.zero_()
+                torch.cuda._sleep(HOLD_CYCLES)
                 first.record()
                 job()
                 last.record()

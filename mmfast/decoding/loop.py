@@ -6,7 +6,6 @@ costs the output head at a few more places and no pass of its own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -153,8 +152,8 @@ class BatchDecoder:
     `head` drafts along time; None gives one token per pass. `mode` says when drafts are made and
     how they are verified (`parse_mode`); `verify` replaces its rule (`parse_rule`), `schedule` its
     schedule (`parse_schedule`). Stream i is seeded with
-    `sampling.seed + i`. `costs` of passes decide the length of drafts; None measures them where no
-    choice depends on chance, and assumes usual ones elsewhere, so that a seed says everything.
+    `sampling.seed + i`. `costs` of passes decide the length of drafts; None assumes usual ones, so
+    that what is said depends on no clock.
     There is room for `reserve` tokens per stream at once.
     """
 
@@ -176,7 +175,7 @@ class BatchDecoder:
         self.rule = chosen_mode.rule
         self.schedule = parse_schedule("vanilla") if head is None else chosen_mode.schedule
         chosen = sampling or Sampling()
-        self.costs = costs or Costs(live=chosen.greedy)
+        self.costs = costs or Costs()
         power = self.rule.epsilon**0.5 if self.rule.kind == "typical" else 1.0
         lengths = [DraftLength(self.costs, chosen_mode.confidence, power) for _ in guides]
         self.rows = [
@@ -184,9 +183,6 @@ class BatchDecoder:
             for i, (guide, length) in enumerate(zip(guides, lengths, strict=True))
         ]
         self._runs = self.schedule.runs()
-        # Of this thread where it does the work: what else the machine runs is not measured then.
-        on_cpu = torch.device(backbone.device).type == "cpu"
-        self._clock = time.thread_time if on_cpu else time.perf_counter
         with torch.inference_mode():
             self.state = backbone.state(len(self.rows), reserve)
             self.heads = None if head is None else head.init_state(len(self.rows), reserve)
@@ -259,7 +255,6 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def _cycle(self, most: int) -> list[PassStats | None]:
-        began = self._clock()
         live = [not row.guide.done for row in self.rows]
         for row, alive in zip(self.rows, live, strict=True):
             row.said, row.accepted, row.forced = [], 0, 0
@@ -269,11 +264,9 @@ class BatchDecoder:
                     raise ModelError("nothing to read: feed a prompt of at least one token first")
         width, normed = read(self, live)
         tokens = judge(self, live, normed)
-        judged = self._clock()
         ran, drafted = 0, [0] * len(self.rows)
         if most and self.head is not None:
             ran, drafted = draft_rows(self, tokens, most)
-        self.costs.time(width, judged - began, ran, self._clock() - judged)
         return [
             self._step(row, drafted[i], ran, width) if live[i] else None
             for i, row in enumerate(self.rows)

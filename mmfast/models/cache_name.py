@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers.masking_utils import create_causal_mask
 
+from mmfast.core.errors import ModelError
+
 NEW, OLD = "cache", "past_key_values"
 CACHE = NEW if NEW in inspect.signature(create_causal_mask).parameters else OLD
 
@@ -26,6 +28,21 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call; None where it has none."""
     found = arguments.get(CACHE)
     return arguments.get(OLD) if found is None else found
+
+
+def layered_cache_of(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a call, as `cache_of` does.
+
+    Raises:
+        ModelError: It has no layers: a tuple of old releases, or two caches in one.
+    """
+    found = cache_of(arguments)
+    if found is not None and not hasattr(found, "layers"):
+        raise ModelError(
+            f"{CACHE}= is of type {type(found).__name__}, which has no layers of keys and values; "
+            "pass DynamicCache(config=model.config), or leave it out"
+        )
+    return found
 
 
 def returned_cache(output: Any) -> Any:

@@ -162,7 +162,7 @@ def load(
             "transformers or (model, processor)"
         )
     where, place, kind = located(model), pick_device(device), pick_dtype(dtype)
-    _check_directory(where)
+    check_directory(where)
     with loading(f"model {where!r}"):
         read = read_processor(processor or where, given, where)
         return from_pretrained(
@@ -218,22 +218,23 @@ def loading(name: str, fix: str = "") -> Iterator[None]:
         raise ModelError(f"cannot load {name}: {reason}{fix}") from error
 
 
-def part_of(folder: Path, name: str, auto: str) -> Any:
+def part_of(folder: Path, name: str, auto: str, device: str | torch.device | None = "cpu") -> Any:
     """Load a stock model in float32 from a folder's part `name`, "" the folder itself.
 
-    `auto` names the class of transformers that loads it. ModelError: there is no such part, or its
-    files are bad.
+    `auto` names the class of transformers that loads it, `device` is as of `pick_device`.
+    ModelError: there is no such part, or its files are bad.
     """
     place = folder / name
     if not place.is_dir():
         raise ModelError(f"{str(folder)!r} has no folder {name!r}; give a whole speech model")
     with loading(str(place)):
-        return stock_class(auto, "model").from_pretrained(
-            str(place), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        return from_pretrained(
+            stock_class(auto, "model"), str(place), pick_device(device), torch.float32
         )
 
 
-def _check_directory(where: str) -> None:
+def check_directory(where: str) -> None:
+    """Raise `ModelError` where a directory is missing, or has an adapter or no model in it."""
     path = Path(where)
     if not path.exists():
         if where.startswith((".", "/", "~")) or where.count("/") != 1:

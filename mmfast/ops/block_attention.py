@@ -3,7 +3,7 @@
 On a CPU each block of queries gathers the keys that it reads before its own block, once for all
 query heads that share the choice, and these heads are rows of one product without a mask, which is
 what flash attention is fastest at. Its own block is causal by itself. Both are merged by their
-log-sum-exps. On CUDA the choice is a block mask of FlexAttention.
+log-sum-exps. On CUDA the choice is a block mask of FlexAttention, if its kernel takes it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from mmfast.core.blocks import BlockChoice
 from mmfast.ops.attention import attend
+
+_TILE, _WIDEST = 16, 64  # queries or keys of a tile of the kernel: the least, and the most wanted
 
 
 def block_attention(
@@ -33,12 +35,12 @@ def block_attention(
     Returns:
         The output `[Hq, L, d]`, and the log-sum-exps of the queries `[Hq, L]` in float32.
     """
-    if query.is_cuda:
+    if query.is_cuda and kernel_takes(query, choice):
         return flex_block_attention(query, key, value, choice, scale)
     heads, length, width = query.shape
     groups = len(choice.blocks)
     out = torch.empty_like(query)
-    levels = torch.empty(heads, length, dtype=torch.float32)
+    levels = torch.empty(heads, length, dtype=torch.float32, device=query.device)
     rows = query.view(groups, -1, length, width) if query.is_contiguous() else None
     rows = query.reshape(groups, -1, length, width) if rows is None else rows
     for group in range(groups):
@@ -48,6 +50,11 @@ def block_attention(
             rows[group], key[mine], value[mine], choice, group, scale, out[part], levels[part]
         )
     return out, levels
+
+
+def kernel_takes(query: Tensor, choice: BlockChoice) -> bool:
+    """Return True if tiles of the FlexAttention kernel fit; its products are of 16 and more."""
+    return choice.size % _TILE == 0 and query.shape[-1] >= _TILE and query.dtype != torch.float64
 
 
 def _attend_group(
@@ -101,7 +108,7 @@ def _attend(
         logits = q.float() @ k.float().transpose(-1, -2)
         logits = logits * (width**-0.5 if scale is None else scale)
         if causal:
-            hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+            hidden = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
             logits = logits.masked_fill(hidden, -torch.inf)
         level = logits.logsumexp(-1)
     return out.reshape(heads, count, -1), level.reshape(heads, count)
@@ -129,9 +136,16 @@ def flex_block_attention(
     mask = flex_mask(choice, len(query), query.shape[1], key.shape[1])
     run: Any = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
     given = [x[None].contiguous() for x in (query, key, value)]
-    grouped = len(query) != len(key)
+    # Tiles lie within blocks, and short chunks stay with this kernel: that for decoding has others.
+    tile = min(choice.size & -choice.size, _WIDEST)
+    options: Any = {"BLOCK_M": tile, "BLOCK_N": tile, "FORCE_USE_FLEX_ATTENTION": True}
     out, aux = run(
-        *given, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
+        *given,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=len(query) != len(key),
+        return_aux=AuxRequest(lse=True),
+        kernel_options=options if query.is_cuda else None,
     )
     return out[0], aux.lse[0].float()
 

@@ -290,7 +290,7 @@ def greedy_diverse(
     """
     own = balance * score.double()
     first = [] if start is None else start.tolist()
-    if x.is_cuda:
+    if x.device.type != "cpu":
         return _stepwise(own, x, count, 1 - balance, first)
     rows = unit_rows(x.double())
     return LazyGreedy(rows, count, own.numpy(), 1 - balance, ROUNDING).run(first)

@@ -104,7 +104,7 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
 def _crc(tensor: Tensor) -> int:
     if tensor.is_meta or not tensor.numel():  # offloaded: its contents are not here
         return 0
-    flat = tensor.cpu().contiguous().view(-1)
+    flat = tensor.cpu().contiguous().view(-1, 1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 

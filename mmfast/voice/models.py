@@ -48,7 +48,7 @@ def load_voice(
         raise ModelError(f"the embedded speech model takes no model_kwargs, got {', '.join(given)}")
     from mmfast.models.speech.embedded import load_speech
 
-    return load_speech(model)
+    return load_speech(model, device)
 
 
 def _family(model: str | Path | None) -> SpeechFamily | None:

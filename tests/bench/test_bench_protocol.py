@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmfast.bench import full, timing
+from mmfast.bench import full, registry, timing
 from mmfast.bench import run as bench_run
 from mmfast.bench import stages as ceilings
 from mmfast.bench import stages as memory
@@ -261,6 +261,32 @@ def test_full_leaves_out_what_it_has_no_time_for(monkeypatch: pytest.MonkeyPatch
     assert document["ok"]
     with pytest.raises(MmfastError, match="no time to measure in"):
         full.run_full("cpu", minutes=0)
+
+
+def test_a_part_that_fails_leaves_the_rows_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(case: str) -> list[dict[str, Any]]:
+        if case == "large":
+            raise RuntimeError("CUDA out of memory\nand more")
+        return [{"case": case, "device": "cpu"}]
+
+    kept: list[dict[str, Any]] = []
+    three = lambda tick: registry.over(("small", "large", "last"), rows, tick)
+    monkeypatch.setitem(registry._KNOWN["kernels"], "three", three)
+    with pytest.raises(registry.IncompleteError) as caught:
+        registry.named_rows("kernels", "three", sink=kept.append)
+    assert str(caught.value) == "large: RuntimeError: CUDA out of memory"
+    assert [row["case"] for row in caught.value.rows] == ["small", "last"]
+    assert kept == caught.value.rows and "commit" in kept[0]
+    step = full.RunStep("three", 1.0, lambda *_: registry.named_rows("kernels", "three"))
+    monkeypatch.setattr(full, "plan", lambda device, preset: [step])
+    document = full.run_full("cpu", minutes=1)
+    assert not document["ok"] and len(document["rows"]) == 2
+    assert document["steps"][0]["state"] == "failed"
+
+
+def test_the_plan_for_a_gpu_names_benchmarks_that_exist() -> None:
+    for suite, asked in full._ON_CUDA.items():
+        assert set(asked) <= set(registry.names(suite))
 
 
 def test_the_plan_for_a_gpu_begins_with_correctness_and_covers_real_shapes() -> None:

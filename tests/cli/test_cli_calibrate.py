@@ -116,3 +116,14 @@ def test_an_embedded_model_by_name(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "give --out FOLDER" in fails(capsys, "calibrate", "tiny-video", *SIZE)
     code, _, error = run(capsys, "calibrate", "tiny-video", "--out", str(tmp_path), *SIZE)
     assert code == 0 and (tmp_path / FILE).is_file(), error
+
+
+def test_folders_without_a_model_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    empty, adapter = tmp_path / "empty", tmp_path / "adapter"
+    for each in (empty, adapter):
+        each.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "holds no config.json" in fails(capsys, "calibrate", str(empty))
+    assert "merge_and_unload" in fails(capsys, "calibrate", str(adapter))

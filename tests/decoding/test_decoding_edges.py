@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from functools import partial
+from itertools import accumulate, cycle, islice
 from typing import Any
 
 import decode_models as small
@@ -330,6 +331,19 @@ def test_costs_follow_the_clock() -> None:
     still = Costs()
     still.time(1, 0.010, 5, 0.5)
     assert (still.draft, still.wide) == (0.1, 0.03)
+
+
+def test_what_is_drafted_depends_on_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for seconds in ((0.0, 1.0, 0.001), (0.0, 0.001, 1.0)):  # of passes and of drafts, by turns
+        clock = accumulate(cycle(seconds))
+        for name in ("thread_time", "process_time", "perf_counter", "monotonic", "time"):
+            monkeypatch.setattr(f"time.{name}", partial(next, clock))
+        _, backbone, head = small.trained("mctp")
+        decoder = SingleDecoder(backbone, head, Open(60), mode="fast")
+        decoder.feed([1, 2, 3])
+        runs.append([(step.tokens, step.drafted) for step in decoder])
+    assert runs[0] == runs[1] and len(runs[0]) < 60
 
 
 def test_drafting_stops_where_nothing_is_accepted() -> None:

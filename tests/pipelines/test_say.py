@@ -29,7 +29,7 @@ KEYS = {"text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"}
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line with a humming model; exit code, standard output and error."""
-    monkeypatch.setattr(embedded, "load_speech", lambda path: HumModel())
+    monkeypatch.setattr(embedded, "load_speech", lambda path, device: HumModel())
 
     def call(*args: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as left:

@@ -296,3 +296,11 @@ def test_a_manifest_that_lacks_a_part_is_damage(tmp_path: Path, name: str) -> No
     assert reports == [
         f"generation 2 is damaged (manifest.json lacks {name!r}); generation 1 is loaded"
     ]
+
+
+def test_one_entry_of_a_wide_tensor_is_saved(tmp_path: Path) -> None:
+    """It is dense, and yet its stride is that of the whole."""
+    entry = torch.arange(9).view(1, 9)[:, 1]
+    assert entry.is_contiguous() and entry.stride() == (9,)
+    snapshots.save(tmp_path, {"entry": entry})
+    assert torch.equal(snapshots.load(tmp_path)["entry"], entry)

@@ -30,7 +30,7 @@ KEYS = ["text", "seconds", "first_audio_ms", "rtf", "tokens_per_pass"]
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line with a humming model and an ear for hums."""
-    monkeypatch.setattr(embedded, "load_speech", lambda path: HumModel())
+    monkeypatch.setattr(embedded, "load_speech", lambda path, device: HumModel())
     monkeypatch.setattr("mmfast.voice.ear.VoiceEar", HumEar)
 
     def call(*args: str) -> tuple[int, str, str]:

@@ -7,6 +7,7 @@ shape is then a row without a time.
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from mmfast.attach import attach
 from mmfast.bench import timing
 from mmfast.bench.cases import Case, build, fill_, pick_dtype, unfilled
 from mmfast.bench.presets import get_preset
-from mmfast.bench.registry import Tick, benchmark, quiet
+from mmfast.bench.registry import Tick, benchmark, collect, quiet
 from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.stages import ceilings
 from mmfast.bench.timing import frozen, one_thread, quantile
@@ -364,18 +365,21 @@ def measure_moshi(
     model = build_moshi(sizes, device, dtype)
     voice = MoshiVoice(model, text=Sampling(), audio=Sampling())
     bandwidth = copy_gb_s or ceilings(device)["copy_gb_s"]
-    found: list[Row] = []
+
+    def rows(number: int, batch: int) -> Iterator[Row]:
+        floor = sum(frame_bytes(model, batch).values()) / bandwidth / 1e6
+        shared = {"preset": name, "batch": batch, "device": device, "floor_ms": floor}
+        shared |= {"window": model.config.sliding_window, "dtype": dtype_name(dtype)}
+        gc.collect()  # buffers of the batch before: a window of 32 streams fills half of a GPU
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        for row in _moshi_rows(voice, batch, frames, device, compiled):
+            yield {**shared, **row, "of_floor": floor / row["median_ms"]}
+        tick(f"{name} batch {batch}", number + 1, len(batches))
+
     with one_thread() if device == "cpu" else frozen():
-        for number, batch in enumerate(batches):
-            floor = sum(frame_bytes(model, batch).values()) / bandwidth / 1e6
-            shared = {"preset": name, "batch": batch, "device": device, "floor_ms": floor}
-            shared |= {"window": model.config.sliding_window, "dtype": dtype_name(dtype)}
-            rows = _moshi_rows(voice, batch, frames, device, compiled)
-            found += [{**shared, **row} for row in rows]
-            tick(f"{name} batch {batch}", number + 1, len(batches))
-    for row in found:
-        row["of_floor"] = row["floor_ms"] / row["median_ms"]
-    return found
+        parts = enumerate(batches)
+        return collect((f"batch {batch}", partial(rows, i, batch)) for i, batch in parts)
 
 
 def _moshi_rows(

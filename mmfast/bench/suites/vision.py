@@ -6,7 +6,6 @@ import copy
 import importlib
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,14 @@ from mmfast.bench.cases import Case, build, feature_rows, fill_
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.registry import Tick, benchmark, over
 from mmfast.bench.results import Row, dtype_name
-from mmfast.bench.timing import OperationCount, compare_jobs, one_thread, peak_during, timed
+from mmfast.bench.timing import (
+    OperationCount,
+    clock_of,
+    compare_jobs,
+    one_thread,
+    peak_during,
+    timed,
+)
 from mmfast.core.errors import MmfastError
 from mmfast.models.cost import linear_macs, tower_flops
 from mmfast.models.loading import pick_device
@@ -284,12 +290,12 @@ class _MergeRecord:
 @contextmanager
 def _merges_recorded(counting: bool = False) -> Iterator[_MergeRecord]:
     stock, seen, launched = MergePass.merge, _MergeRecord(), OperationCount()
+    clock, _ = clock_of(pick_device(None), 1)
 
     def merge(work: MergePass, block: int, hidden: Tensor) -> Tensor:
-        start = time.process_time()
         with launched if counting else nullcontext():
-            out = stock(work, block, hidden)
-        seen.ms += (time.process_time() - start) * 1e3
+            out, ms = timed(partial(stock, work, block, hidden), clock)
+        seen.ms += ms
         seen.operations = launched.launches
         seen.lengths.append(sum(work.lengths))
         return out

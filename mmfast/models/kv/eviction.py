@@ -458,10 +458,17 @@ class Eviction:
         if self._new(layer) < self._every:
             return
         again = self.rescores
+        if again and self._lacks(layer):  # an earlier turn was read under another policy
+            return
         evict(cache, index, self._choose(layer, index, False) if again else stayer(plan, layer))
         if self._every:
             layer.notes = {k: note for k, note in layer.notes.items() if k != WINDOW}
             layer.chosen = layer.gone + entries(layer)
+
+    def _lacks(self, layer: Any) -> bool:
+        """Return True if no prompt has noted the attention that the plan reads."""
+        noted = {"attn_sum": TOTAL, "attn_window": WINDOW} | {name: k for k, name in _NOTED}
+        return any(noted.get(need, KIND) not in layer.notes for need in self._plan.needs)
 
     def _choose(self, layer: Any, index: int, prompt: bool) -> Choose:
         return chooser(self._plan, layer, index, prompt, self._layers, self.expectation)

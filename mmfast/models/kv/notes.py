@@ -146,12 +146,15 @@ def arrive(layer: Any, kinds: Tensor) -> None:
 
 
 def mark(layer: Any, name: str, numbers: Tensor) -> None:
-    """Note `numbers` `[B or 1, n]` of the n entries that a call has just stored."""
+    """Note `numbers` `[B or 1, n]` of the n entries that a call has just stored.
+
+    They go to the device of the kinds: a policy puts the two together.
+    """
     notes, n = fill(layer), numbers.shape[-1]
-    shape = notes[KIND].shape
+    kinds = notes[KIND]
     old = notes.get(name)
     if old is None:
-        old = torch.full((shape[0], 1, shape[2]), _FILL[name], device=numbers.device)
+        old = torch.full((len(kinds), 1, kinds.shape[2]), _FILL[name], device=kinds.device)
     new = numbers[:, None].to(old.device).expand(*old.shape[:-1], n)
     layer.notes = {**notes, name: torch.cat([old[..., : old.shape[-1] - n].to(new), new], -1)}
 

@@ -95,7 +95,7 @@ class HeadPatterns:
             )
         every = torch.cat([self.reach[i] for i in sorted(modules)]).double()
         order = every.argsort(descending=True, stable=True)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        place = order.argsort()
         start = 0
         for index in sorted(modules):
             stop = start + heads[index]

@@ -18,7 +18,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Row, Trace
-from mmfast.models.cache_name import cache_of
+from mmfast.models.cache_name import cache_of, layered_cache_of
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
@@ -59,6 +59,7 @@ from mmfast.models.reduction.call import (
     length_of,
 )
 from mmfast.models.reduction.sequence import Sequences
+from mmfast.models.reduction.training import checkpointed, refuse_cache
 from mmfast.models.wrappers import (
     KEEPS_ALL,
     LayerCall,
@@ -155,7 +156,7 @@ class KVStage:
             yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache, state = cache_of(kwargs), self._state
+        cache, state = layered_cache_of(kwargs), self._state
         past = 0 if cache is None else int(cache.get_seq_length())
         length = length_of(kwargs) if not args else int(args[0].shape[1])
         state.part, state.cache = self._prompts.part(past, length), cache
@@ -177,11 +178,11 @@ class KVStage:
             self._selection.enter(cache, state.part is None, ids)
 
     def _keeps_nothing(self, base: nn.Module, kwargs: dict[str, Any]) -> bool:
-        if base.training and any(
-            getattr(layer, "gradient_checkpointing", False) for layer in self._layers.values()
-        ):
+        cache = cache_of(kwargs)
+        if base.training and any(map(checkpointed, self._layers.values())):
+            refuse_cache(self._layers.values(), cache)
             return True
-        if cache_of(kwargs) is not None:
+        if cache is not None:
             return False
         given = kwargs.get("use_cache")
         return not (decoder_of(self._model).config.use_cache if given is None else given)

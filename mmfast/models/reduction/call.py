@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-from mmfast.models.cache_name import cache_of
+from mmfast.models.cache_name import cache_of, layered_cache_of
 from mmfast.models.patching import override, stand_before
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.step import ForwardStep
@@ -103,7 +103,7 @@ class PromptTracker:
         mask: Tensor | None = options.get("attention_mask")
         # A mask spans the cache too; without one, ids are those of the whole conversation.
         end = int((ids if mask is None else mask).shape[1])
-        cache = cache_of(options)
+        cache = layered_cache_of(options)
         past = 0 if cache is None else int(cache.get_seq_length())
         # An answer that goes on feeds its last token again: that is no prompt.
         self._local.begin = past

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
-from mmfast.models.cache_name import cache_of, name_in, returned_cache
+from mmfast.models.cache_name import cache_of, layered_cache_of, name_in, returned_cache
 from mmfast.models.decoder.concepts import ContextReader
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import ids_of, prompt_ids, told_by_generate
@@ -46,10 +46,12 @@ from mmfast.models.reduction.step import ForwardStep
 from mmfast.models.reduction.training import (
     Remainder,
     RemainderLoss,
+    checkpointed,
     inputs_again,
     note_change,
+    refuse_cache,
 )
-from mmfast.models.wrappers import attention_at, base_of, decoder_of, turns_once
+from mmfast.models.wrappers import attention_at, base_of, decoder_of, layers_of, turns_once
 
 
 class Hooks:
@@ -182,7 +184,9 @@ class Hooks:
         return self._layer(index, module, args, kwargs) or (args, kwargs)
 
     def _open(self, kwargs: dict[str, Any]) -> None:
-        cache = cache_of(kwargs)
+        cache = layered_cache_of(kwargs)
+        if self._text.training:
+            refuse_cache(layers_of(self._text), cache)
         if self._offsets is not None:
             self._offsets.store(cache)
         if self._prompts is not None and self._tracks:
@@ -236,7 +240,7 @@ class Hooks:
             call.step = self._begin(call)
         step, given = call.step, dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
-        if module.training and getattr(module, "gradient_checkpointing", False):
+        if checkpointed(module):
             kwargs[name_in(kwargs)] = None  # such a layer stores nothing
             if passing := [str(site.specs[0]) for site in step.sites if site.bypasses]:
                 raise ModelError(

@@ -7,7 +7,7 @@ predicted behind a removed token is the next one that is left, as in a prompt wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mmfast.models.reduction.call import PassState
+from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import OLD
+from mmfast.models.reduction.call import PassState, is_static
 from mmfast.models.wrappers import base_of
 
 IGNORE = -100  # label of a token that takes no part in a loss
 _LOSS = "_loss_function"  # where transformers keeps a loss function that was set
 # On the position embeddings of a call: the change of the inputs of each layer.
 _CHANGES = "_mmfast_changes"
+# Old releases of transformers checkpoint without gradients, too; the layer's call did it there.
+_ALWAYS = "__call__" in vars(GradientCheckpointingLayer)
 Cuts = Sequence[Callable[[Tensor], Tensor]]
 
 
@@ -101,6 +106,29 @@ class RemainderLoss:
         if args:
             return self._stock(logits, labels, *args, **kwargs)
         return self._stock(logits=logits, labels=labels, **kwargs)
+
+
+def checkpointed(layer: Any) -> bool:
+    """Return True if a decoder layer runs again in the backward pass, and stores nothing."""
+    learning = layer.training and (_ALWAYS or torch.is_grad_enabled())
+    return learning and getattr(layer, "gradient_checkpointing", False)
+
+
+def refuse_cache(layers: Iterable[Any], cache: Any) -> None:
+    """Refuse a cache with a place for other keys than those of this call, which layers drop.
+
+    Raises:
+        ModelError: A layer is checkpointed, and the cache is static or has tokens.
+    """
+    if cache is None or not any(map(checkpointed, layers)):
+        return
+    held = int(cache.get_seq_length())
+    if held or is_static(cache):
+        raise ModelError(
+            f"gradient checkpointing stores no keys and values, so this call cannot use its "
+            f"{type(cache).__name__} of {held} tokens; run it under torch.no_grad(), leave out "
+            f"{OLD}=, or call model.gradient_checkpointing_disable()"
+        )
 
 
 def note_change(

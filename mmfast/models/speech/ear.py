@@ -38,11 +38,15 @@ class SpeechEar:
 
     @torch.inference_mode()
     def chances(self, mel: Tensor) -> Tensor:
-        """Probabilities `[t, V]` of the words in log-mel spectra `[T, 80]`, four to a frame."""
+        """Probabilities `[t, V]` of the words in log-mel spectra `[T, 80]`, four to a frame.
+
+        They lie on the CPU, whatever the device of the model.
+        """
         whole = len(mel) // SLOTS * SLOTS
         if not whole:
             return torch.zeros(0, self.layout.texts)
-        found: Tensor = self.model(scaled(mel[None, :whole])).logits[0].softmax(-1)
+        given = scaled(mel[None, :whole]).to(self.model.device)
+        found: Tensor = self.model(given).logits[0].softmax(-1).cpu()
         return found
 
     def words(self, mel: Tensor) -> tuple[list[int], list[float]]:
@@ -83,6 +87,8 @@ class SpeechEar:
         return (ids, sure) if understood else ([], [])
 
 
-def load_ear(folder: Path, layout: SpeechLayout) -> SpeechEar:
+def load_ear(
+    folder: Path, layout: SpeechLayout, device: str | torch.device | None = "cpu"
+) -> SpeechEar:
     """The ear of a speech model's folder; ModelError where there is none."""
-    return SpeechEar(part_of(folder, FOLDER, "AutoModelForCTC").eval(), layout)
+    return SpeechEar(part_of(folder, FOLDER, "AutoModelForCTC", device), layout)

@@ -413,16 +413,21 @@ class SpeechModel:
         )
 
 
-def load_speech(path: str | Path | None = None) -> SpeechModel:
-    """The embedded speech model, or one of its kind from a folder; ModelError for bad files."""
+def load_speech(
+    path: str | Path | None = None, device: str | torch.device | None = "cpu"
+) -> SpeechModel:
+    """The embedded speech model, or one of its kind from a folder; ModelError for bad files.
+
+    `device` is as of `pick_device`; the codec, which counts samples in float64, stays on the CPU.
+    """
     folder = Path(path) if path is not None else embedded_path(EMBEDDED)
     layout = SpeechLayout.load(folder)
-    backbone = Backbone(part_of(folder, "", "AutoModelForCausalLM").eval())
+    backbone = Backbone(part_of(folder, "", "AutoModelForCausalLM", device))
     heads = {
         name: load_head(file, backbone)
         for name in HEADS
         if (file := folder / "heads" / f"{name}.safetensors").is_file()
     }
     codec = load_embedded(folder / "codec")
-    replies = load_replies(folder, layout)
-    return SpeechModel(backbone, heads, load_ear(folder, layout), layout, codec, replies)
+    replies = load_replies(folder, layout, device)
+    return SpeechModel(backbone, heads, load_ear(folder, layout, device), layout, codec, replies)

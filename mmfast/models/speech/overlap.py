@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.decoding.serialised import CHANGE, CHANNELS, ChannelSplitter, TimedWord
-from mmfast.models.loading import embedded_path, part_of
+from mmfast.models.loading import embedded_path, part_of, pick_device
 from mmfast.models.speech.ear import AROUND, FOLDER, SLOTS, scaled
 from mmfast.models.speech.layout import SpeechLayout
 from mmfast.models.speech.sound import LOUDNESS, resampled, samples, taken
@@ -76,10 +76,12 @@ def save_overlap(model: Any, base: Mapping[str, Tensor], folder: Path) -> None:
     (folder / FILE).chmod(0o644)
 
 
-def load_overlap(path: str | Path | None = None) -> OverlapEar:
+def load_overlap(
+    path: str | Path | None = None, device: str | torch.device | None = "cpu"
+) -> OverlapEar:
     """Read the ear for two of a speech model's folder; None is the embedded one.
 
-    ModelError: the folder has none, or it is broken.
+    `device` is as of `pick_device`. ModelError: the folder has none, or it is broken.
     """
     folder = embedded_path("tiny-speech") if path is None else Path(path)
     layout, file = SpeechLayout.load(folder), folder / FOLDER / FILE
@@ -88,7 +90,8 @@ def load_overlap(path: str | Path | None = None) -> OverlapEar:
             f"{str(folder)!r} has no ear for two speakers ({FOLDER}/{FILE}); train one with "
             "`python -m mmfast.tiny.speech.train_overlap`, or leave speakers= out"
         )
-    return OverlapEar(read_overlap(folder, layout, file).float().eval(), layout)
+    model = read_overlap(folder, layout, file).float().to(pick_device(device))
+    return OverlapEar(model.eval(), layout)
 
 
 def read_overlap(folder: Path, layout: SpeechLayout, file: Path | None) -> Any:
@@ -169,7 +172,7 @@ class OverlapEar:
         whole = len(mel) // SLOTS * SLOTS
         if not whole:
             return []
-        chances = self.model(scaled(mel[None, :whole])).logits[0].softmax(-1)
+        chances = self.model(scaled(mel[None, :whole]).to(self.model.device)).logits[0].softmax(-1)
         best = chances[:, : self.change].argmax(-1).tolist()
         return list(zip(best, chances[:, self.change].tolist(), strict=True))
 

@@ -76,7 +76,7 @@ class PrefixSearch:
         """
         known: dict[Prefix, NDArray[np.float32]] = {}
         beam: dict[Prefix, HeardPrefix] = {(): HeardPrefix(blank=0.0, best=0.0)}
-        for frame in chances.double().numpy():
+        for frame in chances.double().cpu().numpy():
             if words := self._tried(frame):
                 self._ask(known, beam)
             beam = self._step(beam, frame, words, known)
@@ -127,7 +127,7 @@ class PrefixSearch:
     def _ask(self, known: dict[Prefix, NDArray[np.float32]], prefixes: Iterable[Prefix]) -> None:
         new = [prefix for prefix in prefixes if prefix not in known]
         if new:
-            known.update(zip(new, self.prior(new).float().numpy(), strict=True))
+            known.update(zip(new, self.prior(new).float().cpu().numpy(), strict=True))
 
     def _score(self, prefix: Prefix, hypothesis: HeardPrefix) -> float:
         return hypothesis.sound + self.weight * hypothesis.text + self.bonus * len(prefix)
@@ -141,7 +141,7 @@ def next_words(backbone: Backbone, opening: Sequence[int], prefixes: Sequence[Pr
     for row, prefix, length in zip(ids, prefixes, lengths, strict=True):
         row[:length] = torch.tensor([*opening, *prefix])
     state = backbone.state(len(prefixes), ids.shape[1])
-    hidden = backbone.run(state, backbone.embed(ids), lengths)
+    hidden = backbone.run(state, backbone.embed(ids.to(backbone.device)), lengths)
     last = hidden[torch.arange(len(prefixes)), torch.tensor(lengths) - 1]
     return backbone.logits(backbone.norm(last), slice(None)).log_softmax(-1)
 

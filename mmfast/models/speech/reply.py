@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from mmfast.decoding.loop import SingleDecoder
 from mmfast.decoding.sampling import Sampling
 from mmfast.models.decoder.backbone import Backbone
@@ -39,6 +41,8 @@ class ReplyModel:
                     word = ""
 
 
-def load_replies(folder: Path, layout: SpeechLayout) -> ReplyModel:
+def load_replies(
+    folder: Path, layout: SpeechLayout, device: str | torch.device | None = "cpu"
+) -> ReplyModel:
     """The replies of a speech model's folder; ModelError where there are none."""
-    return ReplyModel(Backbone(part_of(folder, FOLDER, "AutoModelForCausalLM").eval()), layout)
+    return ReplyModel(Backbone(part_of(folder, FOLDER, "AutoModelForCausalLM", device)), layout)

@@ -143,7 +143,8 @@ def encode(tree: Any) -> list[bytes | memoryview]:
             dense = dense.clone()
         seen.add(dense.data_ptr())
         named[f"{i:06d}"] = dense
-        data = dense.reshape(-1).view(torch.uint8).numpy().data if dense.numel() else b""
+        # As a column: one entry of a wide tensor is dense, and has the stride of the whole.
+        data = dense.reshape(-1, 1).view(torch.uint8).numpy().data if dense.numel() else b""
         rows.append((str(dense.dtype).removeprefix("torch."), f"{zlib.crc32(data):08x}"))
     body = json.dumps([flat.skeleton, rows], separators=(",", ":"))
     whole = memoryview(save(named, {"body": body, "check": "00000000"}))

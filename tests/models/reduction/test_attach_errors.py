@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import FAMILIES, build, generate, tiny
+from transformers import DynamicCache, EncoderDecoderCache
 
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.models.cache_name import CACHE
 
 
 def ask(family: str = "llava_onevision") -> Any:
@@ -141,3 +143,16 @@ def test_one_token_is_not_a_share_of_one(family: str) -> None:
     refused = pytest.raises(SpecError, match=r"budget 1 .*frames")
     with torch.no_grad(), refused, attach(this.model, "tome@vit:1"):
         this.model(**inputs)
+
+
+@pytest.mark.parametrize("kind", ["EncoderDecoderCache", "tuple"])
+def test_a_cache_without_layers_is_named(kind: str) -> None:
+    this, inputs = ask()
+    pair = (DynamicCache(), DynamicCache())
+    cache = pair if kind == "tuple" else EncoderDecoderCache(*pair)
+    with (
+        pytest.raises(ModelError, match=rf"is of type {kind}.*pass DynamicCache") as error,
+        attach(this.model, cache="snapkv:8"),
+    ):
+        generate(this, inputs, **{CACHE: cache})
+    assert "\n" not in str(error.value)

@@ -8,10 +8,11 @@ import model_oracle as oracle
 import pytest
 import torch
 from attach_turns import second_turn
-from tiny_models import FAMILIES, Tiny, generate, tiny
-from transformers import StaticCache
+from tiny_models import FAMILIES, Tiny, generate, tiny, video_prompt
+from transformers import DynamicCache, StaticCache
 
 from mmfast.attach import attach
+from mmfast.models.cache_name import CACHE
 
 SPEC = "random:0.4+fastv@llm2:0.5"
 
@@ -146,3 +147,23 @@ def test_a_static_cache_takes_a_second_video(family: str) -> None:
     assert torch.equal(answers[0].sequences, answers[1].sequences)
     first, second = (torch.stack(answer.logits) for answer in answers)
     torch.testing.assert_close(first, second, atol=1e-5, rtol=0)
+
+
+def test_a_turn_under_attention_sums_follows_one_under_another_policy() -> None:
+    """A policy that reads everything and evicts nothing leaves the next turn as a stock one does.
+
+    Its notes lack the sums that h2o reads; those begin with the prompt of the second turn.
+    """
+    this = tiny("llava_onevision")
+    found = []
+    for first in (None, "retrieve:99"):
+        cache = DynamicCache(config=this.model.config)
+        with attach(this.model, cache=first):
+            told = generate(this, video_prompt(this), 4, **{CACHE: cache}).sequences
+        ids = torch.cat([told, this.inputs([" and what?"])["input_ids"]], 1)
+        with attach(this.model, cache="h2o:0.5") as trace:
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            out = generate(this, inputs, 4, **{CACHE: cache})
+        found.append((out.sequences, trace.rows[-1].tokens_in, trace.rows[-1].tokens_out))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
+    assert found[1][2] < found[1][1]

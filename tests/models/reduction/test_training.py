@@ -18,8 +18,11 @@ from training_oracle import (
     learner,
     removed_terms,
 )
+from transformers import DynamicCache, StaticCache
 
 from mmfast.attach import attach
+from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import CACHE
 
 TEXTS = ("on {x} what?", "{x} short", "a rather long one: {x} and more!")
 SITES = ("random:0.4", "tome:0.4", "fastv@llm2:0.4", "divprune:0.6+fastv@llm2:0.5+random@llm3:0.5")
@@ -282,3 +285,52 @@ def test_a_cache_policy_without_a_cache_says_so(this: Tiny, how: str) -> None:
         if how == "checkpointing":
             this.model.activation_checkpointing_disable()
     assert len(trace.notes) == 1
+
+
+@pytest.fixture
+def again() -> Iterator[Tiny]:
+    """A model that checkpoints its layers."""
+    this = learner("llava_onevision")
+    this.model.activation_checkpointing_enable(KINDS[1])
+    yield this
+    this.model.activation_checkpointing_disable()
+
+
+ACTING = (
+    {"cache": "snapkv:2"},
+    {"reduce": "random:0.4"},
+    {"reduce": "fastv@llm2:0.4", "cache": "sink:2+window:8"},
+)
+
+
+@pytest.mark.parametrize("spec", ACTING, ids=str)
+def test_a_checkpointed_model_in_training_generates_as_in_evaluation(
+    again: Tiny, spec: dict[str, str]
+) -> None:
+    """`generate` has no gradients, so no layer runs again and each one stores what it computes."""
+    inputs = batch_of(again, TEXTS[:2])
+    del inputs["labels"]
+    found = []
+    for learns in (False, True):
+        again.model.train(learns)
+        with attach(again.model, **spec) as trace:
+            found.append(again.model.generate(**inputs, max_new_tokens=5, do_sample=False))
+        assert not trace.notes
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("spec", ACTING, ids=str)
+def test_a_cache_that_checkpointing_cannot_fill_is_refused(
+    again: Tiny, spec: dict[str, str]
+) -> None:
+    config = again.model.config
+    inputs = batch_of(again, TEXTS[:1])
+    filled = DynamicCache(config=config)
+    with torch.no_grad():
+        again.model(**inputs, **{CACHE: filled})
+    names = r"stores no keys.* Dynamic.* of \d+ tokens; .* model.gradient_checkpointing_disable"
+    with attach(again.model, **spec), pytest.raises(ModelError, match=names):
+        again.model(input_ids=inputs["input_ids"][:, :1], **{CACHE: filled})
+    static = StaticCache(config=config, max_cache_len=64)
+    with attach(again.model, **spec), pytest.raises(ModelError, match="StaticCache of 0 tokens"):
+        again.model(**inputs, **{CACHE: static})
