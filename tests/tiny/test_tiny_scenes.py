@@ -235,7 +235,7 @@ def test_second_turns_have_the_tokens_of_the_chat_template(
 ) -> None:
     first = SceneItem("exists", ("star",), "yes")
     item = SceneItem("followup", (), "red", "its_colour", first)
-    question, answer = sampler._ids(item, False, False)
+    question, answer = sampler.draw._ids(item, False, False)
     mine = processor.tokenizer.decode([*question, ASSISTANT])
     told = mine.split("<|assistant|>")[0]
     asked = mine.split("<|user|>")[1].split("<|assistant|>")[0]
