@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mmfast.models.loading import embedded_path, load
@@ -23,8 +28,9 @@ from mmfast.tiny.evaluate import run_eval
 from mmfast.tiny.video.clips import INPUT
 from mmfast.tiny.video.lessons import Lesson, PictureSampler, answer, answer_loss, choose, score
 from mmfast.tiny.video.model import Readout
+from mmfast.tiny.video.questions import Fact
 from mmfast.tiny.video.scene import TRAIN
-from mmfast.tiny.video.tower import tower_features
+from mmfast.tiny.video.tower import scale_pixels, tower_features
 
 GRIDS = [[INPUT, INPUT], [CELLS * INPUT, CELLS * INPUT]]  # a small picture, or nine tiles
 KEEPS = (0.3, 0.2, 0.2, 0.15, 0.1)  # of a page's 1,475 tokens; all of them cost ten times more
@@ -33,20 +39,45 @@ PAGE_LAYERS = (1, 3)  # visual states after these decoder layers predict what is
 Batch = tuple[list[int], Lesson, Tensor]
 
 
+@dataclass(frozen=True)
+class DrawnPage:
+    """A page as the tower sees it, and the facts that can be asked."""
+
+    pixels: NDArray[np.uint8]  # overview and tiles. `[1 + tiles, 3, INPUT, INPUT]`
+    facts: list[Fact]
+    labels: NDArray[np.int8]  # see `page_labels`. `[parts, tokens]`
+
+
+def draw_page(image_processor: Any, seed: int, index: int) -> DrawnPage:
+    """Draw page number `index` of a seed and cut it into tiles."""
+    page = make_page(TRAIN, seed, index)
+    pixels = image_processor(page.picture, return_tensors="pt")["pixel_values"][0]
+    whole = ((pixels + 1) * 127.5).round().to(torch.uint8)  # they were bytes before
+    labels = page_labels(page).to(torch.int8)
+    return DrawnPage(whole.numpy(), list(page_facts(page)), labels.numpy())
+
+
 @torch.no_grad()
-def make_pages(model: Any, processor: Any, count: int, seed: int) -> tuple[PictureSampler, Tensor]:
-    """Pages as the image path encodes them, and their labels `[parts, n, tokens]`."""
+def make_pages(
+    model: Any, processor: Any, count: int, seed: int, counts: int = 2, workers: int = 0
+) -> tuple[PictureSampler, Tensor]:
+    """Pages as the image path encodes them, and their labels `[parts, n, tokens]`.
+
+    How many things there are is learned last: asked `counts` times as often as other facts.
+    """
     facts, tokens, labels = [], [], []
-    for index in range(count):
-        page = make_page(TRAIN, seed, index)
-        known = list(page_facts(page))
-        facts.append([*known, known[-1]])  # how many there are is learned last: asked twice
-        pixels = processor.image_processor(page.picture, return_tensors="pt")["pixel_values"][0]
-        tokens.append(model.model.multi_modal_projector(tower_features(model, pixels)).half())
-        labels.append(page_labels(page))
-        training.progress("pages", index + 1, count)
+    draw = partial(draw_page, processor.image_processor, seed)
+    one = (torch.set_num_threads, (1,))  # thread of each worker
+    with get_context("spawn").Pool(workers, *one) if workers else nullcontext() as pool:
+        drawn = map(draw, range(count)) if pool is None else pool.imap(draw, range(count), 8)
+        for page in drawn:
+            facts.append([*page.facts, *[page.facts[-1]] * (counts - 1)])
+            pixels = scale_pixels(torch.from_numpy(page.pixels).to(model.device))
+            tokens.append(model.model.multi_modal_projector(tower_features(model, pixels)).half())
+            labels.append(torch.from_numpy(page.labels))
+            training.progress("pages", len(facts), count)
     pages = PictureSampler(model, torch.stack(tokens), facts, processor.tokenizer, seed, 0.0)
-    return pages, torch.stack(labels, 1)
+    return pages, torch.stack(labels, 1).long().to(model.device)
 
 
 class PageTask(training.Task):
@@ -56,10 +87,11 @@ class PageTask(training.Task):
         self, model: Any, pages: PictureSampler, labels: Tensor, options: argparse.Namespace
     ) -> None:
         self.model, self.pages, self.labels, self.options = model.train(), pages, labels, options
+        self.device = model.device
         self.rng = torch.Generator().manual_seed(options.seed)
         self.free = len(pages.facts) - HELD
         lm = model.model.language_model
-        self.heads = [Readout(lm.config.hidden_size, PARTS) for _ in PAGE_LAYERS]
+        self.heads = [Readout(lm.config.hidden_size, PARTS).to(self.device) for _ in PAGE_LAYERS]
         free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
         self.optimiser = training.FastOptimiser.of(lm, free, options.rate)
 
@@ -81,7 +113,7 @@ class PageTask(training.Task):
 
     def loss(self, batch: Batch) -> tuple[Tensor, training.Figures]:
         """Loss of the answers and of the read-outs."""
-        with training.fast():
+        with training.fast(self.device):
             return self._loss(*batch)
 
     def _loss(
@@ -93,7 +125,7 @@ class PageTask(training.Task):
         named, dense = dict(zip(PARTS, labels, strict=True)), loss.new_zeros(())
         for head, layer in zip(self.heads, PAGE_LAYERS, strict=True):
             dense = dense + head.loss(found.layers[layer][:, 1 : kept.shape[1] + 1], named)
-        figures = {"loss": loss.item(), "dense": dense.item(), "kept": kept.shape[1]}
+        figures = {"loss": loss.detach(), "dense": dense.detach(), "kept": kept.shape[1]}
         return loss + 0.3 * dense, figures
 
     def look(self) -> training.Figures:
@@ -115,6 +147,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--whole", type=float, default=0.05, help="share of steps with all tokens")
     add("--rate", type=float, default=1.2e-3)
     add("--questions", type=int, default=400, help="of the final evaluation")
+    add("--counts", type=int, default=2, help="times that the number of things is asked")
+    add("--watch", type=float, default=4.0, help="minutes between looks at held pages")
+    add("--workers", type=int, default=0, help="processes that draw pages")
+    training.device_option(parser)
     return parser.parse_args(argv)
 
 
@@ -123,16 +159,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _arguments(argv)
     log = training.Log(options.out)
     log.start(seed=options.seed, pages=options.pages)
-    model, processor = load(options.start or str(embedded_path("tiny-video")), "cpu", "float32")
+    start, device = (
+        options.start or str(embedded_path("tiny-video")),
+        training.ready(options.device),
+    )
+    model, processor = load(start, device, "float32")
     processor.image_processor.image_grid_pinpoints = GRIDS
     model.config.image_grid_pinpoints = GRIDS
     processor.save_pretrained(options.out)
-    pages, labels = make_pages(model, processor, options.pages, options.seed)
+    drawn = options.pages, options.seed, options.counts, options.workers
+    pages, labels = make_pages(model, processor, *drawn)
     task = PageTask(model, pages, labels, options)
-    course = training.Course("pages", options.minutes, hold=0.3)
+    course = training.Course("pages", options.minutes, hold=0.3, watch=options.watch)
     steps = training.train(task, course, log, partial(training.save_model, model, options.out))
     log.end(steps=steps)
-    found = run_eval([], options.questions, 1000, options.out, name="document")
+    found = run_eval(
+        [], options.questions, 1000, options.out, device=options.device, name="document"
+    )
     log({"stage": "evaluation", **found, "model": "this checkpoint"})
     write_card(options.out, "tiny-document")
 

@@ -151,8 +151,9 @@ def score(model: Any, lessons: Sequence[Lesson], keep: float = 1, way: str = "")
         kept = lesson.every
         if keep < 1:
             kept = choose(lesson.tokens, round(keep * kept.shape[1]), way, rng)
-        guesses = model.lm_head(answer(model, lesson, kept).states).argmax(-1)
-        for kinds, row in zip(lesson.kinds, lesson.packed.correct(guesses), strict=True):
+        guesses = model.lm_head(answer(model, lesson, kept).states).argmax(-1).cpu()
+        marked = lesson.packed.to("cpu").correct(guesses)
+        for kinds, row in zip(lesson.kinds, marked, strict=True):
             marks += zip(kinds, row, strict=True)
     return shares(marks, KINDS)
 
@@ -297,6 +298,7 @@ class PictureSampler:
         self.newline = model.model.image_newline
         self.tokens, self.facts, self.tokenizer = tokens, facts, tokenizer
         self.rng, self.unmarked = np.random.default_rng([seed, 1]), unmarked
+        self.texts: dict[str, list[int]] = {}
         self.useful = [i for i, known in enumerate(facts) if known]
 
     def draw(self, size: int) -> list[int]:
@@ -312,8 +314,11 @@ class PictureSampler:
             kinds.append([fact.kind for fact in asked])
             rows.append([self._ids(fact) for fact in asked])
         shown = laid_out(self.tokens[list(chosen)].float(), self.newline)
-        return Lesson(shown, pack(rows), kinds)
+        return Lesson(shown, pack(rows).to(shown.device), kinds)
 
     def _ids(self, fact: Fact) -> tuple[list[int], list[int]]:
         text = _worded(fact, self.rng, STILL_WORDINGS, self.unmarked)
-        return self.tokenizer.encode(text), self.tokenizer.encode(fact.answer)
+        for each in (text, fact.answer):
+            if each not in self.texts:
+                self.texts[each] = self.tokenizer.encode(each)
+        return self.texts[text], self.texts[fact.answer]
