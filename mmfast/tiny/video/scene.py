@@ -447,7 +447,8 @@ def patch_offsets(owner: Tensor, places: Tensor) -> Tensor:
     thing = (owner - 1).clamp(0, THINGS - 1)
     place = places.gather(1, thing[..., None].expand(-1, -1, 2))
     outside = (owner < 1) | (owner > THINGS)
-    return ((place - centre) * (side / SIDE)).masked_fill(outside[..., None], float("nan"))
+    offset: Tensor = (place - centre) * (side / SIDE)
+    return offset.masked_fill(outside[..., None], float("nan"))
 
 
 def thing_labels(table: Table) -> dict[str, Tensor]:
