@@ -36,7 +36,8 @@ def layered_cache_of(arguments: Mapping[str, Any]) -> Any:
     Raises:
         ModelError: It has no layers: a tuple of old releases, or two caches in one.
     """
-    found = cache_of(arguments)
+    found = arguments.get(CACHE)
+    found = arguments.get(OLD) if found is None else found  # each decoding step comes by: no call
     if found is not None and not hasattr(found, "layers"):
         raise ModelError(
             f"{CACHE}= is of type {type(found).__name__}, which has no layers of keys and values; "
