@@ -12,16 +12,14 @@ import device_models as models
 import pytest
 import torch
 from device_models import DTYPES, HOST, agree, answered, placed
-from devices import DEVICE, there
+from devices import DEVICE
 from matrix_cells import spec_of
 from tiny_models import ALL_FAMILIES, FAMILIES
 
 import mmfast
 from mmfast.core.registry import get
 
-if there.args[0]:  # hundreds of cases are not even collected
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytestmark = [pytest.mark.gpu, there]
+pytestmark = pytest.mark.gpu
 
 CELLS = [
     pytest.param(family, method.name, site, id=f"{method.name}-{site}-{family}")

@@ -12,7 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from devices import DEVICE, there
+from devices import DEVICE
 from PIL import Image
 from stream_tools import answer_logits, seconds, watcher
 from torch import Tensor
@@ -25,7 +25,6 @@ from mmfast.tiny.video import scene
 
 pytestmark = [
     pytest.mark.gpu,
-    there,
     pytest.mark.filterwarnings("ignore"),  # of other versions of libraries
 ]
 

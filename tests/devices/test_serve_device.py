@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICE, there
+from devices import DEVICE
 from scheduling import answers, ask, clip, image, model_of, stock, talk
 
 import mmfast
@@ -24,7 +24,6 @@ from mmfast.streams.reuse.store import ReuseStore
 
 pytestmark = [
     pytest.mark.gpu,
-    there,
     pytest.mark.filterwarnings("ignore"),  # of other versions of libraries
 ]
 

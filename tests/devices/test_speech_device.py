@@ -14,7 +14,7 @@ import pytest
 import talker_models
 import torch
 from codebook_models import csm, moshi, prompts
-from devices import DEVICE, there
+from devices import DEVICE
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -30,7 +30,6 @@ from mmfast.tiny.video import scene
 
 pytestmark = [
     pytest.mark.gpu,
-    there,
     pytest.mark.filterwarnings("ignore"),  # of other versions of libraries
 ]
 

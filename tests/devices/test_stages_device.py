@@ -25,7 +25,7 @@ from device_models import (
     placed,
     text_placed,
 )  # fmt: skip
-from devices import DEVICE, there
+from devices import DEVICE
 from text_zoo import prompt
 from tiny_models import FAMILIES, build, generate
 
@@ -43,9 +43,7 @@ from mmfast.models.families.adapter import tower_of
 from mmfast.models.kv.patterns import HeadPatterns
 from mmfast.models.vision.folding import file_of, fold, without_attention
 
-if there.args[0]:  # hundreds of cases are not even collected
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytestmark = [pytest.mark.gpu, there]
+pytestmark = pytest.mark.gpu
 
 SETTINGS = {
     "sample_attention": "rows=0.2&window=0.1",
