@@ -151,9 +151,8 @@ class BatchDecoder:
 
     `head` drafts along time; None gives one token per pass. `mode` says when drafts are made and
     how they are verified (`parse_mode`); `verify` replaces its rule (`parse_rule`), `schedule` its
-    schedule (`parse_schedule`). Stream i is seeded with
-    `sampling.seed + i`. `costs` of passes decide the length of drafts; None assumes usual ones, so
-    that what is said depends on no clock.
+    schedule (`parse_schedule`). Stream i is seeded with `sampling.seed + i`. `costs` of passes
+    decide the length of drafts; None assumes usual ones, so that what is said depends on no clock.
     There is room for `reserve` tokens per stream at once.
     """
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmfast.caches.plan import plan_cache
@@ -26,7 +25,7 @@ from mmfast.core.trace import Trace, free_bytes
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.live.source import FAR
 from mmfast.models.prompt import unknown_words
-from mmfast.streams.archive.files import value
+from mmfast.streams.archive.files import raw, value
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.engine import Engine
 from mmfast.streams.families import prove, script_for
@@ -102,10 +101,8 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _crc(tensor: Tensor) -> int:
-    if tensor.is_meta or not tensor.numel():  # offloaded: its contents are not here
-        return 0
-    flat = tensor.cpu().contiguous().view(-1, 1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+    # A meta tensor is offloaded: its contents are not here.
+    return 0 if tensor.is_meta else zlib.crc32(raw(tensor.cpu().contiguous()))
 
 
 @dataclass(eq=False)

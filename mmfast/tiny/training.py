@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.compressors.base import save
+from mmfast.core.errors import ModelError
+from mmfast.models.loading import pick_device
 from mmfast.ops.weight_forms import has_bfloat16
 
 THREADS = 2  # gradients of this many batches are computed side by side
@@ -139,22 +141,24 @@ def side_by_side(device: torch.device) -> int:
     return THREADS if device.type == "cpu" else 1
 
 
-def ready(device: torch.device | str) -> torch.device:
-    """Prepare a device for training: products in float32 may round as TF32 does.
-
-    ValueError: there is no such device.
-    """
-    found = torch.device(device)
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"there is no {str(found)!r} here; give --device cpu")
+def ready(device: torch.device) -> torch.device:
+    """Prepare a device for training: products in float32 may round as TF32 does."""
+    if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    return found
+    return device
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return pick_device(text)
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def device_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--device` of a recipe."""
-    parser.add_argument("--device", default="cpu", help="which computes gradients, such as cuda")
+    """Add the option `--device` of a recipe, or of an evaluation."""
+    help_text = "where the model is, such as cuda"
+    parser.add_argument("--device", type=_device, default="cpu", help=help_text)
 
 
 class FastOptimiser(Optimiser):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import device_models as models
@@ -96,19 +95,6 @@ BESIDE = {
     "knorm-adakv": "sink:2+knorm:0.3+adakv?alpha=0.5",
 }
 POLICIES = [pytest.param(spec, id=name) for name, spec in {**CACHES, **BESIDE}.items()]
-
-
-@pytest.fixture(autouse=True)
-def whole_numbers() -> Iterator[None]:
-    """Products on the device are of all bits of float32, as on the CPU; nothing learns."""
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [each.allow_tf32 for each in backends]
-    for each in backends:
-        each.allow_tf32 = False
-    with torch.no_grad():
-        yield
-    for each, value in zip(backends, before, strict=True):
-        each.allow_tf32 = value
 
 
 def packs(spec: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICE
-from scheduling import answers, ask, clip, image, model_of, stock, talk
+from scheduling import answers, ask, clip, image, mixed, model_of, stock, talk
 
 import mmfast
 from mmfast.attach import attach
@@ -53,19 +53,6 @@ def texts(found: list[tuple[str, Any]]) -> list[str]:
     for _, end in found:
         assert isinstance(end, Finish), end
     return [text for text, _ in found]
-
-
-def mixed(prefix: str = "") -> list[Request]:
-    """Text, images, clips, both, several turns; all lengths differ."""
-    return [
-        ask(f"{prefix}a", image(1), "what?"),
-        ask(f"{prefix}b", "hello there", tokens=9),
-        ask(f"{prefix}c", image(2, (24, 24)), image(3, (24, 24)), "compare", tokens=3),
-        ask(f"{prefix}d", clip(1), "what moves?", tokens=8),
-        ask(f"{prefix}e", "a long one " * 30, tokens=12),
-        talk(f"{prefix}f", [(image(1), "what?"), ("red",), (image(4), "and this?")], tokens=7),
-        talk(f"{prefix}g", [(clip(2, 6), "what?"), ("left",), ("and now?",)], tokens=5),
-    ]
 
 
 def attached(family: str, device: str, request: Request) -> str:

@@ -13,13 +13,13 @@ import listener_models
 import pytest
 import talker_models
 import torch
-from codebook_models import csm, moshi, prompts
+from codebook_models import choices, csm, moshi, prompts
 from devices import DEVICE
 from torch import Tensor
 from typer.testing import CliRunner
 
 import mmfast
-from mmfast.decoding.codebooks import CodeChoice, copy_frame
+from mmfast.decoding.codebooks import copy_frame
 from mmfast.decoding.sampling import Sampling
 from mmfast.models.loading import load, load_codec
 from mmfast.models.speech.csm import CsmSteps, SpeechContext
@@ -200,15 +200,6 @@ def _user(batch: int = 2, frames: int = 20) -> Tensor:
     return torch.randint(64, (batch, 4, frames), generator=torch.Generator().manual_seed(1))
 
 
-def _choices(sampled: bool) -> dict[str, CodeChoice]:
-    if not sampled:
-        return {}
-    return {
-        "text": CodeChoice(Sampling(temperature=0.9, top_k=10)),
-        "audio": CodeChoice(Sampling(temperature=0.8, top_k=20, seed=3)),
-    }
-
-
 def _stepped(model: Any, user: Tensor, **options: Any) -> Tensor:
     steps = MoshiSteps(model, **options)
     state, found = steps.start(len(user)), []
@@ -235,8 +226,8 @@ def test_moshi_on_buffers_of_fixed_shape(way: str, window: int, sampled: bool) -
     recorder = {"graphs": None, "eager": eager}.get(
         way, functools.partial(compile_run, backend="eager")
     )
-    steps = MoshiSteps(model, **_choices(sampled))
-    static = MoshiStatic(model, 3, **_choices(sampled), graphs=recorder)
+    steps = MoshiSteps(model, **choices(sampled))
+    static = MoshiStatic(model, 3, **choices(sampled), graphs=recorder)
     state = steps.start(3)
     for at in range(30):
         state, frame = steps.step(state, user[:, :, at])

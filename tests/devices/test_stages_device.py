@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +64,6 @@ DECODE = {
 }
 DRAFTS = ["small", "small?reduce=random:0.3", "small?media=0"]
 HEADS = ["mctp", "mtp"]
-
-
-@pytest.fixture(autouse=True)
-def whole_numbers() -> Iterator[None]:
-    """Products on the device are of all bits of float32, as on the CPU; nothing learns."""
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [each.allow_tf32 for each in backends]
-    for each in backends:
-        each.allow_tf32 = False
-    with torch.no_grad():
-        yield
-    for each, value in zip(backends, before, strict=True):
-        each.allow_tf32 = value
 
 
 def both(family: str, dtype: torch.dtype = torch.float32, **stages: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from mmfast.tiny import training
 from mmfast.tiny.document.train import draw_page
 from mmfast.tiny.scenes import looks
+from mmfast.tiny.scenes import train as scenes_train
 from mmfast.tiny.scenes.bank import SceneBank
 from mmfast.tiny.scenes.facts import picture_items
 from mmfast.tiny.scenes.lessons import KINDS, SceneAsk, SceneDrawer, picture_frames
@@ -110,13 +111,27 @@ def test_pictures_have_items(bank: SceneBank) -> None:
     assert picture_frames(empty, 1, 0) == [] == picture_items(bank.views[0], nothing, 0)
 
 
-def test_a_device_has_one_batch_a_step_in_bfloat16() -> None:
+def test_a_device_has_one_batch_a_step() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert training.side_by_side(cpu) == training.THREADS and training.side_by_side(cuda) == 1
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="give --device cpu"):
-            training.ready("cuda")
-    assert training.ready("cpu") == cpu
+    assert training.ready(cpu) == cpu
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--device", "cuda:99"], "'cuda:99' is not here; choices: cpu"),
+        (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--hard", "where=much"], "'much' is no weight; give one, where=5"),
+        (["--hard", "wher=3"], "'wher' is none of"),
+    ],
+)
+def test_a_recipe_refuses_in_one_line(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        scenes_train.main(given)
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_figures_may_wait_for_their_device() -> None:

@@ -133,6 +133,15 @@ def compact(x: Tensor) -> Tensor:
     return x if alone and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
+def raw(dense: Tensor) -> memoryview:
+    """Return the bytes of contiguous numbers on the CPU, without a copy."""
+    if not dense.numel():
+        return memoryview(b"")
+    # As a column: one entry of a wide tensor is dense, and has the stride of the whole.
+    found: memoryview = dense.view(-1, 1).view(torch.uint8).numpy().data
+    return found
+
+
 def encode(tree: Any) -> list[bytes | memoryview]:
     """Lay out a tree without files as a file's buffers; MmfastError for what cannot be saved."""
     flat, rows = flatten(tree), list[tuple[str, str]]()
@@ -143,8 +152,7 @@ def encode(tree: Any) -> list[bytes | memoryview]:
             dense = dense.clone()
         seen.add(dense.data_ptr())
         named[f"{i:06d}"] = dense
-        # As a column: one entry of a wide tensor is dense, and has the stride of the whole.
-        data = dense.reshape(-1, 1).view(torch.uint8).numpy().data if dense.numel() else b""
+        data = raw(dense)
         rows.append((str(dense.dtype).removeprefix("torch."), f"{zlib.crc32(data):08x}"))
     body = json.dumps([flat.skeleton, rows], separators=(",", ":"))
     whole = memoryview(save(named, {"body": body, "check": "00000000"}))

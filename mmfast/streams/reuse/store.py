@@ -45,8 +45,7 @@ def digest(tensor: Tensor) -> bytes:
     """Hash type, shape and contents of a tensor."""
     dense = tensor.detach().cpu().contiguous()
     whole = hashlib.blake2b(f"{dense.dtype} {tuple(dense.shape)}".encode(), digest_size=20)
-    if dense.numel():
-        whole.update(dense.view(-1, 1).view(torch.uint8).numpy().data)
+    whole.update(files.raw(dense))
     return whole.digest()
 
 

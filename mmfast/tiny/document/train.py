@@ -159,11 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _arguments(argv)
     log = training.Log(options.out)
     log.start(seed=options.seed, pages=options.pages)
-    start, device = (
-        options.start or str(embedded_path("tiny-video")),
-        training.ready(options.device),
-    )
-    model, processor = load(start, device, "float32")
+    start = options.start or str(embedded_path("tiny-video"))
+    model, processor = load(start, training.ready(options.device), "float32")
     processor.image_processor.image_grid_pinpoints = GRIDS
     model.config.image_grid_pinpoints = GRIDS
     processor.save_pretrained(options.out)
@@ -174,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = training.train(task, course, log, partial(training.save_model, model, options.out))
     log.end(steps=steps)
     found = run_eval(
-        [], options.questions, 1000, options.out, device=options.device, name="document"
+        [], options.questions, 1000, options.out, device=str(options.device), name="document"
     )
     log({"stage": "evaluation", **found, "model": "this checkpoint"})
     write_card(options.out, "tiny-document")

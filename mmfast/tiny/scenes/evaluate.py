@@ -25,6 +25,7 @@ from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot, chat_inputs
+from mmfast.tiny import training
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.scenes import looks, outside
 from mmfast.tiny.scenes.facts import clip_items, picture_items
@@ -230,7 +231,7 @@ def run_scenes(
     control: str = "",
     report: Report | None = None,
     kinds: Sequence[str] = TURNS,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
 ) -> dict[str, Any]:
     """Ask a model (a name, a folder or a pair) `n` questions about unseen media."""
     cases = list(islice(scene_cases(seed, kinds), n))
@@ -280,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
     note = 'of questions; "absent" asks about what is not there'
     parser.add_argument("--kinds", nargs="+", choices=(*TURNS, ABSENT), default=TURNS, help=note)
-    parser.add_argument("--device", default="cpu", help="of the model")
+    training.device_option(parser)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     choices = options.model, options.n, options.seed, options.control

@@ -11,7 +11,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,15 +237,18 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
     if options.within is not None:
         minutes = max(options.within - log.minutes, 0.1)
     course = training.Course("language", minutes, options.steps, hold=hold, watch=options.watch)
-    training.train(task, course, log, save, out / "language.pt")
-    task.drawn.close()
+    with closing(task.drawn):
+        training.train(task, course, log, save, out / "language.pt")
 
 
 def _weight(text: str) -> tuple[str, float]:
     kind, _, much = text.partition("=")
     if kind not in KINDS:
         raise argparse.ArgumentTypeError(f"{kind!r} is none of {', '.join(KINDS)}")
-    return kind, float(much)
+    try:
+        return kind, float(much)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{much!r} is no weight; give one, {kind}=5") from None
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -274,7 +277,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     training.device_option(parser)
     options = parser.parse_args(argv)
     if options.workers is None:
-        options.workers = 0 if options.device == "cpu" else max((os.cpu_count() or 1) - 2, 1)
+        options.workers = 0 if options.device.type == "cpu" else max((os.cpu_count() or 1) - 2, 1)
     least, strangers = options.held + options.batch, 2 * STRANGERS
     if options.decoder_clips < least or options.strangers < strangers:
         parser.error(f"--decoder-clips must be {least} or more, --strangers {strangers} or more")

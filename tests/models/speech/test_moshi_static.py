@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from codebook_models import moshi
+from codebook_models import choices, moshi
 from graph_recorder import CaptureError, FakeCuda
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from mmfast.bench.suites import decode as moshi_bench
 from mmfast.core.errors import MediaError, ModelError
-from mmfast.decoding.codebooks import CodeChoice, copy_frame
+from mmfast.decoding.codebooks import copy_frame
 from mmfast.decoding.sampling import Sampling
 from mmfast.models.speech import moshi as moshi_voice
 from mmfast.models.speech.moshi import MoshiVoice
@@ -37,15 +37,6 @@ def model() -> Any:
     return moshi(6)
 
 
-def _choices(sampled: bool) -> dict[str, CodeChoice]:
-    if not sampled:
-        return {}
-    return {
-        "text": CodeChoice(Sampling(temperature=0.9, top_k=10)),
-        "audio": CodeChoice(Sampling(temperature=0.8, top_k=20, seed=3)),
-    }
-
-
 def _recorders() -> dict[str, Any]:
     return {"as it is": eager, "replayed": CudaGraphs("cpu", FakeCuda())}
 
@@ -55,8 +46,8 @@ def _recorders() -> dict[str, Any]:
 @pytest.mark.parametrize("way", ["as it is", "replayed"])
 def test_it_says_what_the_steps_say(window: int, sampled: bool, way: str) -> None:
     model = moshi(window)
-    steps = MoshiSteps(model, **_choices(sampled))
-    static = MoshiStatic(model, 3, **_choices(sampled), graphs=_recorders()[way])
+    steps = MoshiSteps(model, **choices(sampled))
+    static = MoshiStatic(model, 3, **choices(sampled), graphs=_recorders()[way])
     state, user = steps.start(3), torch.randint(64, (3, 4, 30))
     assert torch.equal(state.codes, static.codes) and torch.equal(state.text, static.text)
     said = []

@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import EMBEDDED, Ear, answers, ask, clip, image, model_of, stock, talk, together
+from scheduling import (
+    EMBEDDED,
+    Ear,
+    answers,
+    ask,
+    clip,
+    image,
+    mixed,
+    model_of,
+    stock,
+    talk,
+    together,
+)
 
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, SpecError
@@ -45,20 +57,6 @@ def scheduler(family: str, **options: Any) -> Iterator[Scheduler]:
         yield made
     finally:
         made.close()
-
-
-def mixed(prefix: str = "") -> list[Request]:
-    """Text, images, clips, both, several turns; all lengths differ."""
-    return [
-        ask(f"{prefix}a", image(1), "what?"),
-        ask(f"{prefix}b", "hello there", tokens=9),
-        ask(f"{prefix}c", image(2, (24, 24)), image(3, (24, 24)), "compare", tokens=3),
-        ask(f"{prefix}d", clip(1), "what moves?", tokens=8),
-        ask(f"{prefix}e", "a long one " * 30, tokens=12),
-        talk(f"{prefix}f", [(image(1), "what?"), ("red",), (image(4), "and this?")], tokens=7),
-        talk(f"{prefix}g", [(clip(2, 6), "what?"), ("left",), ("and now?",)], tokens=5),
-        ask(f"{prefix}h", image(1), clip(1), "which one?", tokens=10),
-    ]
 
 
 @functools.cache

@@ -117,6 +117,20 @@ class Ear:
         return "".join(event.text for event in self.events if isinstance(event, Delta))
 
 
+def mixed(prefix: str = "") -> list[Request]:
+    """Text, images, clips, both, several turns; all lengths differ."""
+    return [
+        ask(f"{prefix}a", image(1), "what?"),
+        ask(f"{prefix}b", "hello there", tokens=9),
+        ask(f"{prefix}c", image(2, (24, 24)), image(3, (24, 24)), "compare", tokens=3),
+        ask(f"{prefix}d", clip(1), "what moves?", tokens=8),
+        ask(f"{prefix}e", "a long one " * 30, tokens=12),
+        talk(f"{prefix}f", [(image(1), "what?"), ("red",), (image(4), "and this?")], tokens=7),
+        talk(f"{prefix}g", [(clip(2, 6), "what?"), ("left",), ("and now?",)], tokens=5),
+        ask(f"{prefix}h", image(1), clip(1), "which one?", tokens=10),
+    ]
+
+
 def together(executor: Executor, requests: Sequence[Request]) -> list[Ear]:
     """Submit requests so that the engine meets all of them at once."""
     held, here = threading.Event(), threading.Event()

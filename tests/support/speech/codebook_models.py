@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmfast.decoding.codebooks import CodeChoice
+from mmfast.decoding.sampling import Sampling
 from mmfast.heads.depth import DepthCore, DepthShape
 
 MIMI: dict[str, Any] = {
@@ -57,6 +59,16 @@ def depth_core(kind: str, codes: int = 8, size: int = 32, seed: int = 0, **sizes
     core = DepthCore(DepthShape(codes=codes, size=size, **wide, **KINDS[kind]))
     nn.init.normal_(core.embed.weight)
     return core.eval()
+
+
+def choices(sampled: bool) -> dict[str, CodeChoice]:
+    """How Moshi's steps choose text and codes: the likeliest, or drawn from a seed."""
+    if not sampled:
+        return {}
+    return {
+        "text": CodeChoice(Sampling(temperature=0.9, top_k=10)),
+        "audio": CodeChoice(Sampling(temperature=0.8, top_k=20, seed=3)),
+    }
 
 
 def moshi(window: int = 20, **config: Any) -> Any:
