@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmfast.models.families.tower import KINDS
 from mmfast.models.patching import override
+from mmfast.models.wrappers import base_of
 
 _IDS: ContextVar[Tensor | None] = ContextVar("prompt ids", default=None)
 # The step of `generate` that encodes media before the prompt is read.
@@ -41,19 +44,47 @@ def ids_of(call: Mapping[str, Any]) -> Tensor | None:
     return _IDS.get() if ids is None else ids
 
 
+def placeholders_in(base: Any, embeds: Tensor) -> Tensor:
+    """Ids `[B, L]` of the media placeholders among embeddings `[B, L, D]`, -1 at other tokens."""
+    found = torch.full(embeds.shape[:2], -1, dtype=torch.int64, device=embeds.device)
+    for kind in KINDS:
+        number = getattr(base.config, f"{kind}_token_id", None)
+        if number is not None:
+            token = torch.tensor(number, device=embeds.device)
+            found[(embeds == base.get_input_embeddings()(token)).all(-1)] = number
+    return found
+
+
+@torch.no_grad()
+def alike_ids(base: Any, embeds: Tensor) -> Tensor:
+    """Ids `[B, L]` that do for a layout where embeddings `[B, L, D]` were given instead of ids.
+
+    Placeholders have their own; of all other tokens, which layouts only compare with one another,
+    equal embeddings have the same negative number.
+    """
+    found = placeholders_in(base, embeds)
+    words = found < 0
+    if bool(words.any()):
+        _, number = torch.unique(embeds[words], dim=0, return_inverse=True)
+        found[words] = -1 - number
+    return found
+
+
 @contextmanager
 def told_by_generate(model: Any) -> Iterator[None]:
     """Take the ids from the `generate` of a model."""
     if not hasattr(model, _ENCODES):  # a base model does not generate
         yield
         return
-    with override(model, _ENCODES, _around):
+    with override(model, _ENCODES, partial(_around, base_of(model))):
         yield
 
 
-def _around(stock: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    known = isinstance(inputs, Tensor) and inputs.dtype in (torch.int64, torch.int32)
-    with prompt_ids(inputs if known else None):
+def _around(base: Any, stock: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    ids = inputs if isinstance(inputs, Tensor) else None
+    if ids is not None and ids.dim() == 3:
+        ids = alike_ids(base, ids)
+    with prompt_ids(ids):
         return stock(inputs, *args, **kwargs)
 
 

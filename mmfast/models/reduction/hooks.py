@@ -17,7 +17,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.cache_name import cache_of, layered_cache_of, name_in, returned_cache
 from mmfast.models.decoder.concepts import ContextReader
 from mmfast.models.families.adapter import adapter_for
-from mmfast.models.families.prompt_ids import ids_of, prompt_ids, told_by_generate
+from mmfast.models.families.prompt_ids import alike_ids, ids_of, prompt_ids, told_by_generate
 from mmfast.models.patching import override, stand_before, stand_behind
 from mmfast.models.reduction.bypass import Bypass
 from mmfast.models.reduction.cache_layers import held
@@ -204,7 +204,10 @@ class Hooks:
         self._state.left, self._state.call = None, Call(kwargs) if wanted else None
         call = self._state.call
         if call is not None:
-            call.stack.enter_context(prompt_ids(kwargs.get("input_ids")))
+            ids = kwargs.get("input_ids")
+            if ids is None and features_given(kwargs):
+                ids = alike_ids(self._base, kwargs["inputs_embeds"])
+            call.stack.enter_context(prompt_ids(ids))
             if self._text is self._base:  # whose own hooks may be put in only now
                 call.given = ((), kwargs)
 
@@ -315,7 +318,10 @@ class Hooks:
         if site.concepts:
             assert self._context is not None and call.step is not None
             prompts = [(item.row, item.where) for item in items_of(site, call.step.sequences)]
-            return self._context.signals(prompts, hidden, ids_of({}), call.past)
+            ids = ids_of({})
+            if ids is not None and bool((ids < 0).any()):  # of embeddings: numbers of one call
+                ids = None
+            return self._context.signals(prompts, hidden, ids, call.past)
         layer = layer_ahead(site.specs[0], self._text)
         # A model of text alone is the text model, whose call must not begin a second time.
         run = self._text.forward if self._text is self._base else self._text

@@ -16,6 +16,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import ALL
 from mmfast.models.families.adapter import Adapter, Layout
+from mmfast.models.families.prompt_ids import placeholders_in
 from mmfast.models.reduction.record import Record, features_given, flat, record_of
 
 
@@ -327,12 +328,7 @@ def _token_ids(base: Any, kwargs: Mapping[str, Any]) -> Tensor:
     ids: Tensor | None = kwargs.get("input_ids")
     if ids is not None:
         return ids
-    embeds = kwargs["inputs_embeds"]  # the stock models, too, compare embeddings here
-    ids = torch.full(embeds.shape[:2], -1, dtype=torch.int64, device=embeds.device)
-    for kind in features_given(kwargs):
-        token = torch.tensor(getattr(base.config, f"{kind}_token_id"), device=embeds.device)
-        ids[(embeds == base.get_input_embeddings()(token)).all(-1)] = token
-    return ids
+    return placeholders_in(base, kwargs["inputs_embeds"])  # the stock models compare them, too
 
 
 def _items(
