@@ -32,12 +32,12 @@ from mmfast.models.prompt import (
     MediaPart,
     ScopeWarning,
     Shot,
-    chat_inputs,
     check_question,
     is_chat,
     read_chat,
     scope_note_of,
     summed,
+    user_inputs,
 )
 from mmfast.models.reduction.check import check
 from mmfast.models.text_stream import stream_text, stripped
@@ -403,7 +403,7 @@ class VisualQA:
         with trace.stage("read"):
             chats = [self._chat(media, question) for media, question in pairs]
         with turn_of(self.model), trace.stage("preprocess"):  # padding is a state of tokenizers
-            inputs = chat_inputs(self.processor, chats, self.model.device)
+            inputs = user_inputs(self.processor, chats, self.model.device)
             notes = [] if notes is None else notes
             notes += map(self._note, chats)
         parts = [[part for message in chat for part in message["content"]] for chat in chats]

@@ -102,6 +102,15 @@ def chat_inputs(
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
+def user_inputs(
+    processor: Any, chats: Sequence[Sequence[Mapping[str, Any]]], device: torch.device
+) -> dict[str, Any]:
+    """Inputs as `chat_inputs` returns them, with the control tokens that users wrote as text."""
+    read = [marked(processor.tokenizer, chat, {}) for chat in chats]
+    options = {name: value for _, _, more in read for name, value in more.items()}
+    return chat_inputs(processor, [chat for chat, _, _ in read], device, None, options)
+
+
 def marked(
     tokenizer: Any, chat: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
 ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any], Mapping[str, Any]]:

@@ -202,3 +202,21 @@ def test_a_class_token_that_the_model_keeps_is_a_separator() -> None:
     values = torch.arange(37.0)[:, None]
     (folded,) = adapter.fold(base, "image", values, {"pixel_values": pixels})
     assert torch.equal(folded, values[1:])
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "internvl", "lfm2_vl"])
+def test_embeddings_instead_of_ids_have_the_same_layout(family: str) -> None:
+    this = tiny(family)
+    inputs = this.inputs(["a {image} b {image}?", "a longer row {image}?"], images=this.images(3))
+    given = {name: value for name, value in inputs.items() if name != "input_ids"}
+    given["inputs_embeds"] = this.model.get_input_embeddings()(inputs["input_ids"]).detach()
+    with attach(this.model, "divprune:0.5") as trace:
+        expected = generate(this, inputs, 2)
+        found = generate(this, given, 2)
+    with torch.no_grad(), attach(this.model, "divprune:0.5") as called:
+        stock, short = this.model(**inputs).logits, this.model(**given).logits
+    assert all(torch.equal(a, b) for a, b in zip(expected.logits, found.logits, strict=True))
+    assert torch.equal(stock, short)
+    for rows in (trace.rows, called.rows):
+        half = len(rows) // 2
+        assert [r.tokens_out for r in rows[:half]] == [r.tokens_out for r in rows[half:]]
