@@ -98,6 +98,9 @@ def attend(
     return out[None], None
 
 
+AttentionInterface.register(SEGMENTS, attend)  # once: what intercepts attention wraps it
+
+
 @contextmanager
 def fused_attention(tower: Tower) -> Iterator[None]:
     """SDPA everywhere, and segments of a packed tower together; flash and flex stay as they are."""
@@ -106,8 +109,6 @@ def fused_attention(tower: Tower) -> Iterator[None]:
     if before not in ("sdpa", "eager") or not getattr(tower.module, "_supports_sdpa", False):
         yield
         return
-    if tower.packed:
-        AttentionInterface.register(SEGMENTS, attend)
     config._attn_implementation = SEGMENTS if tower.packed else "sdpa"
     try:
         yield
