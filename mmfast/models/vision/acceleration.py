@@ -139,7 +139,8 @@ class TowerGraphs:
 
     def __init__(self, record: Callable[[Run], tuple[Run, Any]] = capture) -> None:
         self._record = record
-        self._known: OrderedDict[Any, tuple[Tensor, Run, Any]] = OrderedDict()
+        # A graph reads its inputs where they lie, so they are kept with it.
+        self._known: OrderedDict[Any, tuple[Tensor, Any, Run, Any]] = OrderedDict()
         self._lock = threading.Lock()  # a graph has one set of buffers
 
     def __len__(self) -> int:
@@ -159,11 +160,11 @@ class TowerGraphs:
                     kwargs |= prepared(tower, *args, **kwargs)
                 still = pixels.clone()
                 repeat, output = self._record(partial(call, still, *args, **kwargs))
-                self._known[key] = still, repeat, output
+                self._known[key] = still, (args, kwargs), repeat, output
                 while len(self._known) > KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)
-            still, repeat, output = self._known[key]
+            still, _, repeat, output = self._known[key]
             still.copy_(pixels)
             repeat()
             return _copied(output)
