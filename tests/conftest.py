@@ -27,6 +27,7 @@ HOME = tempfile.mkdtemp(prefix="mmfast-home-")
 atexit.register(shutil.rmtree, HOME, ignore_errors=True)
 for _name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME"):
     os.environ[_name] = str(Path(HOME, _name.lower()))
+    Path(os.environ[_name]).mkdir()  # torch keeps kernels there, if it is there
 os.environ |= {"HOME": HOME, "HF_HUB_OFFLINE": "1"}
 pytest.register_assert_rewrite("reducer_checks", "compress_checks")
 

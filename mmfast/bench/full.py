@@ -114,12 +114,23 @@ def run_full(
         report[-1] |= {"rows": len(found), "reason": reason}
         if reason:
             tell(f"{state}: {step.label}: {reason}")
-        gc.collect()
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+        if not _emptied(where):
+            tell(f"{where} takes no more work after that; {len(steps) - number - 1} steps left out")
+            break
     ok = all(step["state"] != "failed" for step in report)
     document = {"ok": ok, "device": where.type, "seconds": clock() - start}
     return {**document, "steps": report, "rows": rows}
+
+
+def _emptied(device: torch.device) -> bool:
+    """Free memory; False where a fault on the device ended all work there for this process."""
+    gc.collect()
+    try:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    except RuntimeError:  # AcceleratorError is one
+        return False
+    return True
 
 
 def _do(

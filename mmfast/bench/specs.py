@@ -196,9 +196,17 @@ class Twins:
 
 def _fixed(recording: StageRecording) -> Callable[..., Reduction]:
     def fixed(tokens: Tokens, budget: int | None) -> Reduction:
-        """Return the recorded choice as a plain gather: the cost of a free selection."""
-        chosen = next(r for r in recording.results if r.n == tokens.n)
-        return Reduction(chosen.keep, chosen.owner, pure=True)
+        """Return the recorded choice: the cost of a free selection.
+
+        It is a plain gather, but in the tower, whose output needs every patch: there it merges.
+        """
+        tower, shape = recording.spec.site == "vit", tokens.x.shape[:-1]
+        chosen = next(
+            found
+            for found in recording.results
+            if found.owner.shape == shape and (not tower or found.m == budget)
+        )
+        return Reduction(chosen.keep, chosen.owner, pure=not tower)
 
     return fixed
 

@@ -350,7 +350,9 @@ class Placer:
         if strip is None or strip.shape[1] < past + 2 * _STRIP:
             strip = self._strip = self._strip_of(max(512, past + past // 2), _STRIP)
         origin = strip.shape[1] - _STRIP
-        return strip[:n, origin - past : origin + n]
+        band = strip[:n, origin - past : origin + n]
+        # Attention on CUDA reads masks as vectors, and a view may begin amid one.
+        return band if self._device.type == "cpu" else band.contiguous()
 
     def _strip_of(self, past: int, n: int) -> Tensor:
         with torch.inference_mode(False):

@@ -253,6 +253,16 @@ def test_full_shares_its_time_and_goes_on_after_a_failure(monkeypatch: pytest.Mo
     assert "left out: large: needs about 32.0 GB" in told
 
 
+def test_full_ends_where_a_fault_ended_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told, left = FakeClock(), [], iter([True, False])
+    monkeypatch.setattr(full, "plan", lambda device, preset: _steps(clock, 1.0))
+    monkeypatch.setattr(full, "_emptied", lambda device: next(left))
+    document = full.run_full("cpu", minutes=1, tell=told.append, clock=clock)
+    assert [step["label"] for step in document["steps"]] == ["first", "broken"]
+    assert not document["ok"] and len(document["rows"]) == 1
+    assert told[-1] == "cpu takes no more work after that; 2 steps left out"
+
+
 def test_full_leaves_out_what_it_has_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     monkeypatch.setattr(full, "plan", lambda device, preset: _steps(clock, 100.0))

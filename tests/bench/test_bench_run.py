@@ -76,9 +76,13 @@ def test_stages_have_their_own_rows() -> None:
 
 
 def test_merging_in_the_tower_lowers_its_flops() -> None:
-    document = run_bench(reduce=["tome@vit:0.5"], stages="vit", iters=1)
+    specs = ["tome@vit:0.5", "tome@vit:0.5+evs:0.25"]
+    document = run_bench(reduce=specs, stages="vit,ttft", iters=1)
     assert document["ok"], document["faults"]
-    assert document["rows"][1]["ideal"] > 1.05
+    of = {(row["stage"], row["reduce"]): row for row in document["rows"]}
+    assert of["vit", specs[0]]["ideal"] > 1.05
+    assert of["ttft", specs[1]]["ideal"] > of["ttft", specs[0]]["ideal"]
+    assert of["ttft", specs[1]]["of_oracle"] > 0
 
 
 _TOKENS = {

@@ -10,7 +10,7 @@ from typing import Any
 import device_models as models
 import pytest
 import torch
-from device_models import DTYPES, HOST, agree, answered, placed
+from device_models import DTYPES, FAR, HOST, agree, answered, placed
 from devices import DEVICE
 from matrix_cells import spec_of
 from tiny_models import ALL_FAMILIES, FAMILIES
@@ -152,4 +152,5 @@ def test_a_policy_in_half_precision(spec: str, dtype: str) -> None:
     "spec", ["divprune:0.5", "fastv@llm2:0.5", "visionzip:0.5", "tome@vit:0.5", "downsample:0.5"]
 )
 def test_a_family_on_the_device(family: str, spec: str) -> None:
-    agree(*(answered(this, 3, reduce=spec) for this in pair(family)))
+    far = 20 * FAR if spec.startswith("downsample") else FAR  # pictures of one level more or less
+    agree(*(answered(this, 3, reduce=spec) for this in pair(family)), far=far)

@@ -98,6 +98,9 @@ def attend(
     return out[None], None
 
 
+AttentionInterface.register(SEGMENTS, attend)  # once: what intercepts attention wraps it
+
+
 @contextmanager
 def fused_attention(tower: Tower) -> Iterator[None]:
     """SDPA everywhere, and segments of a packed tower together; flash and flex stay as they are."""
@@ -106,8 +109,6 @@ def fused_attention(tower: Tower) -> Iterator[None]:
     if before not in ("sdpa", "eager") or not getattr(tower.module, "_supports_sdpa", False):
         yield
         return
-    if tower.packed:
-        AttentionInterface.register(SEGMENTS, attend)
     config._attn_implementation = SEGMENTS if tower.packed else "sdpa"
     try:
         yield
@@ -138,7 +139,8 @@ class TowerGraphs:
 
     def __init__(self, record: Callable[[Run], tuple[Run, Any]] = capture) -> None:
         self._record = record
-        self._known: OrderedDict[Any, tuple[Tensor, Run, Any]] = OrderedDict()
+        # A graph reads its inputs where they lie, so they are kept with it.
+        self._known: OrderedDict[Any, tuple[Tensor, Any, Run, Any]] = OrderedDict()
         self._lock = threading.Lock()  # a graph has one set of buffers
 
     def __len__(self) -> int:
@@ -158,11 +160,11 @@ class TowerGraphs:
                     kwargs |= prepared(tower, *args, **kwargs)
                 still = pixels.clone()
                 repeat, output = self._record(partial(call, still, *args, **kwargs))
-                self._known[key] = still, repeat, output
+                self._known[key] = still, (args, kwargs), repeat, output
                 while len(self._known) > KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)
-            still, repeat, output = self._known[key]
+            still, _, repeat, output = self._known[key]
             still.copy_(pixels)
             repeat()
             return _copied(output)

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from mmfast.models.families.tower import NORMS, Tower, attention_of, part_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.probe import intercepting
 from mmfast.models.reduction.tower_signals import MERGED
+from mmfast.models.vision.acceleration import fused_attention
 from mmfast.models.vision.merge_pass import MergePass, add_bias, plan_pass
 from mmfast.models.vision.timm_attention import noting_keys, set_sizes
 from mmfast.models.wrappers import base_of
@@ -110,7 +111,8 @@ class _MergeStage:
         start = _now()
         self._local.work = work
         try:
-            output = call(*args, **kwargs)
+            with _together(self._tower):
+                output = call(*args, **kwargs)
         finally:
             self._local.work = None
         self._report(work, (_now() - start) * 1e3)
@@ -189,6 +191,17 @@ class _MergeStage:
         """Before a DeepStack merger, which reads the raster between blocks."""
         work = self._pass()
         return args if work is None else (work.expand(args[0]), *args[1:])
+
+
+def _together(tower: Tower) -> AbstractContextManager[None]:
+    """One call of attention for all windows of a packed tower that asks a GPU for sdpa.
+
+    A call for each costs a GPU more than its work: hundreds a block, each with its keys to note.
+    """
+    config = getattr(attention_of(tower.blocks[0]), "config", None)
+    sdpa = getattr(config, "_attn_implementation", None) == "sdpa"
+    gpu = next(tower.module.parameters()).device.type == "cuda"
+    return fused_attention(tower) if tower.packed and sdpa and gpu else nullcontext()
 
 
 # Names of what scales and drops the two halves of a block.

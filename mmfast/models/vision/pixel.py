@@ -228,7 +228,8 @@ def resized(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """Normalised pictures `[F, C, H, W]` at another size, by antialiased bicubic interpolation.
 
     Processors resize pictures of 8 bits and normalise them then. Where the numbers show that they
-    were such pictures, these are resized, so that the result is that of a processor to the bit.
+    were such pictures, these are resized, so that the result is to the bit that of a processor on
+    this device (of 256 levels, those of a GPU and of a CPU may be one apart).
     """
     for norm in _NORMS:
         mean, std = (torch.tensor(v, device=frames.device) * 255.0 for v in norm)

@@ -135,6 +135,7 @@ def test_a_gpu_captures_its_steps() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rows_under_real_cuda_graphs() -> None:
     rows = decode.compiled_rows("tiny", 2, 8, 2, SPECS, device="cuda")

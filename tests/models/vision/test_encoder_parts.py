@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -190,6 +192,26 @@ def _call(name: str, seed: int, count: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
         return {"pixel_values_videos": torch.randn(1, count, 3, 20, 20, generator=generator)}
     return {"pixel_values_videos": pixels(GRIDS[:count], seed), "video_grid_thw": GRIDS[:count]}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_what_a_graph_reads_is_kept_with_it(name: str) -> None:
+    """A graph knows the addresses of its inputs, not the tensors: freed ones hold other numbers."""
+    read: list[weakref.ref[torch.Tensor]] = []
+
+    def record(run: Any) -> tuple[Any, Any]:
+        given = [*run.args, *run.keywords.values()]
+        read.extend(weakref.ref(each) for each in given if isinstance(each, torch.Tensor))
+        return (lambda: None), run()
+
+    model = qwen(name)
+    graphs, tower = TowerGraphs(record), tower_of(model)
+    grid = GRIDS[:1]
+    with torch.no_grad():
+        graphs.around(tower, tower.module.forward, pixels(grid, 0), grid_thw=grid.clone())
+    gc.collect()
+    assert len(read) > 3
+    assert all(each() is not None for each in read)
 
 
 def test_few_shapes_are_kept(monkeypatch: Any) -> None:

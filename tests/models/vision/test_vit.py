@@ -24,6 +24,8 @@ from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.reduction.tower_signals import tower_signals
+from mmfast.models.vision import merge as merging
+from mmfast.models.vision.acceleration import fused_attention
 from mmfast.models.vision.merge import vit_stage
 from mmfast.models.vision.merge_pass import MergePlan, _share_out, plan_pass
 
@@ -107,8 +109,13 @@ def _naive_qwen(model, values, grid, plan):
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize(("budget", "implementation"), [("0.6", "sdpa"), ("40", "eager")])
-def test_qwen_equals_an_unpacked_version(name, budget, implementation):
+@pytest.mark.parametrize(
+    ("budget", "implementation"), [("0.6", "sdpa"), ("0.5", "together"), ("40", "eager")]
+)
+def test_qwen_equals_an_unpacked_version(name, budget, implementation, monkeypatch):
+    if implementation == "together":  # as a GPU attends
+        implementation = "sdpa"
+        monkeypatch.setattr(merging, "_together", fused_attention)
     grid = torch.tensor([[2, 6, 10], [1, 6, 8]])
     if budget == "40":
         grid = torch.tensor([[1, 6, 10], [1, 6, 8]])
