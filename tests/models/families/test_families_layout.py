@@ -207,7 +207,9 @@ def test_a_class_token_that_the_model_keeps_is_a_separator() -> None:
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm", "internvl", "lfm2_vl"])
 def test_embeddings_instead_of_ids_have_the_same_layout(family: str) -> None:
     this = tiny(family)
-    inputs = this.inputs(["a {image} b {image}?", "a longer row {image}?"], images=this.images(3))
+    inputs = this.inputs(
+        ["a {image} b {image}?", "a longer row {image}?"], images=this.images(3, size=(64, 130))
+    )
     given = {name: value for name, value in inputs.items() if name != "input_ids"}
     given["inputs_embeds"] = this.model.get_input_embeddings()(inputs["input_ids"]).detach()
     with attach(this.model, "divprune:0.5") as trace:
