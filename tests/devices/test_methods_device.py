@@ -11,14 +11,14 @@ import device_models as models
 import pytest
 import torch
 from device_models import DTYPES, FAR, HOST, agree, answered, placed
-from devices import DEVICE
+from devices import DEVICE, LIKE, MARKS
 from matrix_cells import spec_of
 from tiny_models import ALL_FAMILIES, FAMILIES
 
 import mmfast
 from mmfast.core.registry import get
 
-pytestmark = pytest.mark.gpu
+pytestmark = MARKS
 
 CELLS = [
     pytest.param(family, method.name, site, id=f"{method.name}-{site}-{family}")
@@ -102,6 +102,9 @@ def packs(spec: str) -> bool:
     return any(name in spec for name in ("quant", "zip", "specache"))
 
 
+LEVEL = 2e-2  # of logits where pictures of 8 bits are resized: they may be one level apart
+
+
 def pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return placed(family, HOST, dtype), placed(family, DEVICE, dtype)
 
@@ -113,7 +116,8 @@ def test_the_policies_are_all() -> None:
 @pytest.mark.parametrize(("family", "name", "site"), CELLS)
 def test_a_reducer_keeps_what_it_keeps_on_the_cpu(family: str, name: str, site: str) -> None:
     spec = spec_of(get(name), site)
-    agree(*(answered(this, 3, reduce=spec) for this in pair(family)))
+    far = LEVEL if site == "pixel" and get(name).resizes else FAR
+    agree(*(answered(this, 3, reduce=spec) for this in pair(family)), far=far)
 
 
 @pytest.mark.parametrize(("name", "site", "dtype"), HALVES)
@@ -129,6 +133,8 @@ def test_a_reducer_in_half_precision(name: str, site: str, dtype: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", POLICIES)
 def test_a_policy_says_what_it_says_on_the_cpu(family: str, spec: str) -> None:
+    if family == "qwen3_vl" and "keynorm" in spec:
+        pytest.skip(LIKE)
     models_of = pair(family, torch.float64 if packs(spec) else torch.float32)
     for this in models_of:
         models.give_patterns(this.model)
@@ -152,5 +158,5 @@ def test_a_policy_in_half_precision(spec: str, dtype: str) -> None:
     "spec", ["divprune:0.5", "fastv@llm2:0.5", "visionzip:0.5", "tome@vit:0.5", "downsample:0.5"]
 )
 def test_a_family_on_the_device(family: str, spec: str) -> None:
-    far = 20 * FAR if spec.startswith("downsample") else FAR  # pictures of one level more or less
+    far = LEVEL if spec.startswith("downsample") else FAR
     agree(*(answered(this, 3, reduce=spec) for this in pair(family)), far=far)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, MARKS
 from scheduling import answers, ask, clip, image, mixed, model_of, stock, talk
 
 import mmfast
@@ -22,10 +22,7 @@ from mmfast.serve.engine.base import Finish, Request, SamplingOptions
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.streams.reuse.store import ReuseStore
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore"),  # of other versions of libraries
-]
+pytestmark = MARKS
 
 ON = str(DEVICE)
 TAUGHT = "tiny-video"

@@ -14,7 +14,7 @@ import pytest
 import talker_models
 import torch
 from codebook_models import choices, csm, moshi, prompts
-from devices import DEVICE
+from devices import DEVICE, MARKS
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -28,10 +28,7 @@ from mmfast.models.speech.moshi_graphs import MoshiFrames, MoshiStatic, compile_
 from mmfast.models.speech.moshi_steps import MoshiSteps
 from mmfast.tiny.video import scene
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore"),  # of other versions of libraries
-]
+pytestmark = MARKS
 
 ON = str(DEVICE)
 SENTENCE = "The red circle moves to the left."

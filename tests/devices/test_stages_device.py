@@ -24,7 +24,7 @@ from device_models import (
     placed,
     text_placed,
 )  # fmt: skip
-from devices import DEVICE
+from devices import DEVICE, MARKS
 from text_zoo import prompt
 from tiny_models import FAMILIES, build, generate
 
@@ -42,7 +42,7 @@ from mmfast.models.families.adapter import tower_of
 from mmfast.models.kv.patterns import HeadPatterns
 from mmfast.models.vision.folding import file_of, fold, without_attention
 
-pytestmark = pytest.mark.gpu
+pytestmark = MARKS
 
 SETTINGS = {
     "sample_attention": "rows=0.2&window=0.1",
@@ -81,7 +81,10 @@ def spec_of(name: str, block: int) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sparse_prefill(family: str, name: str) -> None:
-    assert any(row.stage == "sparse" for row in both(family, prefill=spec_of(name, 4))[2].rows)
+    # It takes blocks up to a share of the mass, and sums of float32 end at another block.
+    dtype = torch.float64 if name == "flexprefill" else torch.float32
+    found = both(family, dtype, prefill=spec_of(name, 4))
+    assert any(row.stage == "sparse" for row in found[2].rows)
 
 
 def wide(device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -129,6 +132,10 @@ def test_attention_by_name(attn: str, cache: str | None) -> None:
     ids, found = prompt(40) % decode_models.VOCABULARY, []
     for device, name in ((HOST, "eager"), (DEVICE, attn)):
         model = wide(device)
+        if name == "flex_attention" and cache is not None and cache.startswith("quest"):
+            with attach(model, attn=name, cache=cache), pytest.raises(ModelError, match="flex"):
+                model.generate(ids.to(device), max_new_tokens=4)
+            return
         with attach(model, attn=name, cache=cache):
             out = model.generate(
                 ids.to(device), attention_mask=torch.ones_like(ids).to(device), pad_token_id=0,
@@ -207,7 +214,9 @@ def test_heads(name: str, verify: str) -> None:
         model = copy.deepcopy(decode_models.tiny()).to(device)
         backbone = Backbone(model)
         torch.manual_seed(5)
+        start = make_head(name, Backbone(decode_models.tiny()), modules=3, start="random")
         head = make_head(name, backbone, modules=3, start="random").eval()
+        head.load_state_dict(start.state_dict())  # numbers drawn on a device are others
         decoder = BatchDecoder(
             backbone, head, [Open(12) for _ in range(3)], verify=verify,
             costs=Costs(draft=0.01, wide=0.0), reserve=32,

@@ -88,7 +88,7 @@ def check(pcm: Tensor, name: str, before: float = 0.0, rate: int = 0) -> Tensor:
 
 def _tensor(samples: Any, name: str) -> Tensor:
     if isinstance(samples, Tensor):
-        return samples.detach()
+        return samples.detach().cpu()  # filters of resampling lie there
     try:
         array = np.asarray(samples)
         if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:

@@ -137,8 +137,8 @@ def raw(dense: Tensor) -> memoryview:
     """Return the bytes of contiguous numbers on the CPU, without a copy."""
     if not dense.numel():
         return memoryview(b"")
-    # As a column: one entry of a wide tensor is dense, and has the stride of the whole.
-    found: memoryview = dense.view(-1, 1).view(torch.uint8).numpy().data
+    # What has one entry along a side is dense, and has there the stride of a wider whole.
+    found: memoryview = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
     return found
 
 

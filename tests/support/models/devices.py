@@ -12,6 +12,9 @@ import os
 import pytest
 import torch
 
+# What libraries say of a GPU is no fault of what is tested there.
+MARKS = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+LIKE = "keys of random weights behind a norm are all of one length, and rounding would choose"
 DEVICE = torch.device(os.environ.get("MMFAST_TEST_DEVICE", "cuda"))
 if DEVICE.type == "cuda" and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
