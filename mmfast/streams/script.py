@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.reduction import Reduction
-from mmfast.models.prompt import check_question, marked
+from mmfast.models.prompt import check_question, marked_text
 from mmfast.streams.archive.files import value
 
 
@@ -124,9 +124,7 @@ class Wording:
 
     def _marked(self, text: str) -> tuple[str, Mapping[str, Any]]:
         """A question with the control tokens in it marked as text, and what reads the marks."""
-        turn = {"role": "user", "content": [self._checked(text)]}
-        (turn,), _, marks = marked(self.tokenizer, [turn], {})
-        return turn["content"][0], marks
+        return marked_text(self.tokenizer, self._checked(text))
 
     def _user(self, text: str, video: bool = False) -> dict[str, Any]:
         content = [{"type": "video"}] if video else []
