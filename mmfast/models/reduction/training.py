@@ -135,7 +135,7 @@ def refuse_places(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """Before an attached model: ModelError for logits at places, some of which may be gone."""
     if isinstance(kwargs.get("logits_to_keep"), Tensor):
         raise ModelError(
-            "logits_to_keep as places counts the tokens of the whole prompt, of which reduce= drops "
+            "logits_to_keep as places counts the tokens of the whole prompt, and reduce= drops "
             "some; give the number of last tokens, or leave it out"
         )
 
