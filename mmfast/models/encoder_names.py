@@ -1,7 +1,8 @@
 """Names and shapes under which encoders of media take and return what they encode.
 
 LLaVA-OneVision of transformers 5.17 encodes clips of an argument `pixel_values`, which its forward
-and every later release call `pixel_values_videos`: here, arguments go by the later name. Qwen3-VL
+and every later release call `pixel_values_videos`: here, arguments go by the later name. Its
+forward, not its encoder, appends the newline at the end of a clip. Qwen3-VL
 of 5.17 returns the DeepStack rows of all media in one tensor, where later releases cut them. And no
 model of 5.17 takes features in place of pixels (`mm_encoder_outputs`).
 """
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 NEW, OLD = "pixel_values_videos", "pixel_values"
@@ -61,7 +63,20 @@ def encode_media(base: Any, kind: str, given: Mapping[str, Any], **more: Any) ->
     """Encode media of a kind from arguments that go by the later names; returns what stock does."""
     _, old = _signature(base, f"get_{kind}_features")
     named = {OLD if old and name == NEW else name: value for name, value in given.items()}
-    return getattr(base, f"get_{kind}_features")(**named, **more)
+    output = getattr(base, f"get_{kind}_features")(**named, **more)
+    if old and hasattr(output, "pooler_output"):
+        output.pooler_output = features_of(base, kind, output)
+    return output
+
+
+def features_of(base: Any, kind: str, output: Any) -> Any:
+    """Return the features of what a stock encoder returned, as its language model reads them."""
+    features = output.pooler_output
+    base = getattr(base, "base_model", base)
+    if not _signature(base, f"get_{kind}_features")[1] or not hasattr(base, "image_newline"):
+        return features
+    newline = base.image_newline.to(features)  # the forward of 5.17 appends it
+    return torch.cat([features, newline.expand(len(features), 1, -1)], 1)
 
 
 def planes_of(output: Any) -> list[Sequence[Tensor]]:

@@ -149,9 +149,10 @@ def marked(
 
 def _refused(value: Any, control: re.Pattern[str]) -> Any:
     """Refuse control tokens: processors of transformers read their marks from 5.23 on."""
-    if isinstance(value, str) and (found := control.search(value)) is not None:
+    found = control.findall(value) if isinstance(value, str) else []
+    if long := [each for each in found if len(each) > 1]:  # a character is the same as text
         raise MmfastError(
-            f"a text holds {found[0]!r}, a control token of this model, which stays text from "
+            f"a text holds {long[0]!r}, a control token of this model, which stays text from "
             "transformers 5.23 on; leave it out, or update transformers"
         )
     rest = value.values() if isinstance(value, Mapping) else value

@@ -20,6 +20,7 @@ from mmfast.models.encoder_names import (
     bound_arguments,
     encode_media,
     encoder_arguments,
+    features_of,
     planes_of,
     takes_features,
 )
@@ -67,6 +68,18 @@ def test_a_tower_reads_the_clip_of_an_old_signature(monkeypatch: pytest.MonkeyPa
     clip = torch.zeros(1, 2, 3, 4, 4)
     found = tower_of(model).bind("get_video_features", (clip,), {})
     assert found["pixel_values_videos"] is clip and "pixel_values" not in found
+
+
+def test_the_newline_of_a_clip_is_a_feature_of_old_releases_too() -> None:
+    this, clips = tiny("llava_onevision"), torch.zeros(2, 3, 4)
+    base, output = this.model.base_model, SimpleNamespace(pooler_output=clips)
+    assert features_of(OldNames(), "video", output) is clips
+    old = type("OldClips", (OldNames,), {"image_newline": base.image_newline})()
+    width = len(base.image_newline)
+    output = SimpleNamespace(pooler_output=torch.zeros(2, 3, width))
+    found = features_of(old, "video", output)
+    assert found.shape == (2, 4, width) and torch.equal(found[1, 3], base.image_newline)
+    assert features_of(old, "image", output) is output.pooler_output
 
 
 def test_planes_are_cut_like_the_features() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.models.encoder_names import FEATURES, bound_arguments, planes_of
+from mmfast.models.encoder_names import FEATURES, bound_arguments, features_of, planes_of
 from mmfast.models.families.adapter import Adapter, Layout
 from mmfast.models.families.tower import KINDS, PIXELS, kinds_of
 from mmfast.models.patching import override
@@ -121,7 +121,7 @@ class Recorder:
         layouts = self._adapter.layout(self._base, kind, {**bound.get("kwargs", {}), **bound})
         record = Record(kind, layouts, [self._signals(kind, i) for i in range(len(layouts))])
         if hasattr(output, "pooler_output"):
-            planes = [output.pooler_output, *planes_of(output)]
+            planes = [features_of(self._base, kind, output), *planes_of(output)]
             record.planes = [_list(plane) for plane in planes]
             record.dropped = output.__dict__.get(CHAINS, [])
             remember(output, record)
