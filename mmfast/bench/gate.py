@@ -30,7 +30,8 @@ class Checked:
     @property
     def kept(self) -> int | None:
         """Visual tokens kept up to the end of the model, or None where none was counted."""
-        results = [r for rec in self.twins.recordings for r in rec.results]
+        behind = (rec for rec in self.twins.recordings if rec.spec.site != "vit")
+        results = [r for rec in behind for r in rec.results]
         if not results or self.outcome is None or not self.outcome.lengths:
             return None
         return results[0].n - sum(r.n - r.m for r in results)

@@ -112,6 +112,12 @@ def user_inputs(
     return chat_inputs(processor, [chat for chat, _, _ in read], device, None, options)
 
 
+def marked_text(tokenizer: Any, text: str) -> tuple[str, Mapping[str, Any]]:
+    """A user's text with its control tokens marked, and the arguments of what reads the marks."""
+    (turn,), _, marks = marked(tokenizer, [{"role": "user", "content": [text]}], {})
+    return turn["content"][0], marks
+
+
 def marked(
     tokenizer: Any, chat: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
 ) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any], Mapping[str, Any]]:

@@ -13,6 +13,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.speech import Turn
 from mmfast.models import loading
 from mmfast.models.kv.growing import growing_cache
+from mmfast.models.prompt import marked_text
 from mmfast.models.text_stream import stream_text
 
 LONGEST = 256  # tokens of an answer, unless the checkpoint says another number
@@ -36,12 +37,16 @@ class TextChat:
 
     def __call__(self, turns: Sequence[Turn]) -> Iterator[str]:
         """Yield the answer to a conversation, oldest turn first; leaving early stops it."""
-        inputs = self.tokenizer.apply_chat_template(
-            [{"role": turn.role, "content": turn.text} for turn in turns],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        ).to(self.model.device)
+        said = [marked_text(self.tokenizer, turn.text) for turn in turns]
+        chat = [
+            {"role": turn.role, "content": text}
+            for turn, (text, _) in zip(turns, said, strict=True)
+        ]
+        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        marks = {name: value for _, more in said for name, value in more.items()}
+        inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", **marks).to(
+            self.model.device
+        )
         config = self.model.generation_config
         most: dict[str, Any] = {} if config.max_new_tokens else {"max_new_tokens": LONGEST}
         most |= growing_cache(self.model, {})

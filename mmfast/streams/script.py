@@ -9,7 +9,9 @@ make of the same clip and question at once, token for token and position for pos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.reduction import Reduction
-from mmfast.models.prompt import check_question
+from mmfast.models.prompt import check_question, marked_text
 from mmfast.streams.archive.files import value
 
 
@@ -83,8 +85,9 @@ class Wording:
 
     def question(self, text: str) -> list[int]:
         """From behind the last frame to where the answer begins."""
-        _, tail = self._cut([self._user(self._checked(text), video=True)], 2)
-        return self._ids(tail, before=True)
+        said, marks = self._marked(text)
+        _, tail = self._cut([self._user(said, video=True)], 2)
+        return self._ids(tail, before=True, marks=marks)
 
     def prompt(self, text: str) -> str:
         """The stock prompt about one video, with its placeholder."""
@@ -92,7 +95,8 @@ class Wording:
 
     def alone(self, text: str) -> list[int]:
         """A whole prompt without a video."""
-        return self._ids(self._render([self._user(self._checked(text))]), special=True)
+        said, marks = self._marked(text)
+        return self._ids(self._render([self._user(said)]), special=True, marks=marks)
 
     def again(self) -> list[int]:
         """From behind an answer up to the first frame that follows it."""
@@ -101,8 +105,9 @@ class Wording:
 
     def next_question(self, text: str) -> list[int]:
         """From behind an answer to where the next begins, where no frame came between them."""
-        turns = [self._user(_SAMPLE, True), self._said(), self._user(self._checked(text))]
-        return self._ids(self._cut(turns, 2)[1].partition(_REPLY)[2])
+        said, marks = self._marked(text)
+        turns = [self._user(_SAMPLE, True), self._said(), self._user(said)]
+        return self._ids(self._cut(turns, 2)[1].partition(_REPLY)[2], marks=marks)
 
     def text(self, text: str) -> list[int]:
         """Any text that stands alone between special tokens."""
@@ -116,6 +121,10 @@ class Wording:
                     f"question {text!r} holds the placeholder {token!r}; leave it out"
                 )
         return text
+
+    def _marked(self, text: str) -> tuple[str, Mapping[str, Any]]:
+        """A question with the control tokens in it marked as text, and what reads the marks."""
+        return marked_text(self.tokenizer, self._checked(text))
 
     def _user(self, text: str, video: bool = False) -> dict[str, Any]:
         content = [{"type": "video"}] if video else []
@@ -143,12 +152,20 @@ class Wording:
         return cut
 
     def _ids(
-        self, text: str, before: bool = False, after: bool = False, special: bool = False
+        self,
+        text: str,
+        before: bool = False,
+        after: bool = False,
+        special: bool = False,
+        marks: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Token ids of a text between placeholders, which are there while it is cut into tokens."""
         full = self.video * before + text + self.video * after
-        ids: list[int] = self.tokenizer(full, add_special_tokens=special)["input_ids"]
-        return ids[int(before) : len(ids) - int(after)]
+        opening: list[int] = []
+        if marks and special:  # marks are read without what a tokenizer puts in front
+            opening, special = self.tokenizer("")["input_ids"], False
+        ids: list[int] = self.tokenizer(full, add_special_tokens=special, **marks)["input_ids"]
+        return opening + ids[int(before) : len(ids) - int(after)]
 
 
 @value

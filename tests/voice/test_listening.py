@@ -19,7 +19,7 @@ import mmfast
 from mmfast.cli import main
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.speech import Turn
-from mmfast.models.text_chat import TextChat
+from mmfast.models.text_chat import TextChat, load_text
 from mmfast.pipelines.speech import SpeechChat
 
 TEMPLATE = (
@@ -98,6 +98,19 @@ def test_its_answer_is_said_while_it_is_written(text_model: str) -> None:
     assert len(said) >= 1 and "".join(said).strip() == answer(text_model, "abc").strip()
     many = pipe.chatter.chat((Turn("user", "a b"), Turn("assistant", "c"), Turn("user", "d")))
     assert "".join(many) == answer(text_model, "a b<a>c<u>d")
+
+
+def test_control_tokens_that_a_user_writes_stay_text(text_model: str) -> None:
+    chat, seen = TextChat(*load_text(text_model, "cpu")), []
+    model, words = chat.model, chat.tokenizer
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    list(chat((Turn("user", "a<a>b"),)))
+    hook.remove()
+    said = words("a<a>b", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    user, assistant = words.convert_tokens_to_ids(["<u>", "<a>"])
+    assert seen[0] == [user, *said, assistant] and assistant not in said
 
 
 class Chatty(HumModel):

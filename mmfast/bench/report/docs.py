@@ -216,6 +216,28 @@ def _reducer_rows(method: Method, folder: Path) -> list[str]:
     return [*told, *_reducer_cost(method, folder)]
 
 
+def _prefill_gains(method: Method, folder: Path) -> list[str]:
+    """A line for each device, with the gain of every budget that was measured there."""
+    speed: dict[str, dict[str, Row]] = {}
+    for row in read_rows(folder, "bench"):
+        spec = row["reduce"] or ""
+        named = spec.partition(":")[0] == method.name and share(spec, 0, 0) != 1.0
+        if row["stage"] == "llm" and named:
+            told = f"`{spec}` {row['speedup']:.2f}x (ideal by FLOPs {row['ideal']:.2f}x)"
+            speed.setdefault(f"{row['preset']} behind the encoder on {_device(row)}", {})[told] = (
+                row
+            )
+    latest = {place.rpartition(" on ")[2]: place for place in speed}
+    return [
+        f"- Prefill of {place}: {', '.join(speed[place])}, {stamp(*speed[place].values())}."
+        for place in latest.values()
+    ]
+
+
+def _device(row: Row) -> str:
+    return "the CPU" if row["device"] == "cpu" else str(row["processor"])
+
+
 def _reducer_cost(method: Method, folder: Path) -> list[str]:
     rows = [r for r in read_rows(folder, "kernels") if r["bench"] == "reducers"]
     found = {row["n"]: row for row in rows if row["method"] == method.name}
@@ -225,17 +247,7 @@ def _reducer_cost(method: Method, folder: Path) -> list[str]:
         f"{row['processor']}, {stamp(row)}."
         for n, row in found.items()
     ]
-    speed = {
-        row["reduce"]: row
-        for row in read_rows(folder, "bench")
-        if row["stage"] == "llm" and (row["reduce"] or "").partition(":")[0] == method.name
-    }
-    lines += [
-        f"- Prefill of {row['preset']} behind the encoder with `{spec}`: {row['speedup']:.2f}x on "
-        f"{row['device'].upper()} (ideal by FLOPs {row['ideal']:.2f}x), {stamp(row)}."
-        for spec, row in speed.items()
-        if share(spec, 0, 0) != 1.0
-    ]
+    lines += _prefill_gains(method, folder)
     return ["\n".join(lines) or "Cost of the choice: not measured."]
 
 
@@ -264,8 +276,8 @@ def _policy_rows(method: Method, folder: Path) -> list[str]:
     steps = [r for r in read_rows(folder, "decode") if r["bench"] == "hooks" and r.get("cache")]
     lines += [
         f"- `{row['cache']}` adds {row['overhead_us']:+.0f} us ({100 * row['overhead']:+.1f} %, "
-        f"noise {100 * row['noise']:.1f} %) to a decoding step of {row['preset']} on the CPU, "
-        f"{stamp(row)}."
+        f"noise {100 * row['noise']:.1f} %) to a decoding step of {row['preset']} on "
+        f"{_device(row)}, {stamp(row)}."
         for row in steps
         if _about(method.name, row["cache"]) and not row["reduce"]
     ]

@@ -11,13 +11,13 @@ from mmfast.bench.results import Row
 def _named(
     suite: str, keys: Sequence[str], tables: Mapping[str, tuple[str, str]]
 ) -> tuple[ReportTable, ...]:
-    """A table for each benchmark of a suite; of rows that agree in `keys` the latest."""
+    """A table for each benchmark of a suite and device; of rows that agree in `keys` the latest."""
 
     def title(name: str, text: str) -> Callable[[Rows], str]:
         return lambda rows: f"**{text}** (`--{suite} {name}`): {_basis(rows)}"
 
     return tuple(
-        ReportTable(suite, columns, name, keys, before=title(name, text), titled=True)
+        ReportTable(suite, columns, name, keys, ("device",), before=title(name, text), titled=True)
         for name, (text, columns) in tables.items()
     )
 

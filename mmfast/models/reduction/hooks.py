@@ -50,6 +50,7 @@ from mmfast.models.reduction.training import (
     inputs_again,
     note_change,
     refuse_cache,
+    refuse_places,
 )
 from mmfast.models.wrappers import attention_at, base_of, decoder_of, layers_of, turns_once
 
@@ -113,6 +114,8 @@ class Hooks:
             if self._prompts is not None and self._tracks:
                 stack.enter_context(self._prompts.told_by_generate(self._model))
             self._recorder = stack.enter_context(recording(self._base, self._adapter, needs))
+            if any(not spec.whole for site in self._sites for spec in site.specs):
+                stack.callback(stand_before(self._model, refuse_places, f"{self._key} places"))
             stack.callback(stand_before(self._base, self._enter, self._key))
             stack.callback(stand_behind(self._base, self._leave, self._key, always=True))
             stack.enter_context(self._arming.installed())

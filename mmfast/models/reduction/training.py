@@ -1,4 +1,4 @@
-"""Training of an attached model: its labels, and layers that run again in the backward pass.
+"""Training of an attached model: labels, places, layers that run again in the backward pass.
 
 A loss compares logits `[B, m, V]` of the tokens that are left with labels `[B, L]` of all tokens,
 so the loss function of the one attached model is given the labels of those that are left. What is
@@ -128,6 +128,15 @@ def refuse_cache(layers: Iterable[Any], cache: Any) -> None:
             f"gradient checkpointing stores no keys and values, so this call cannot use its "
             f"{type(cache).__name__} of {held} tokens; run it under torch.no_grad(), leave out "
             f"{OLD}=, or call model.gradient_checkpointing_disable()"
+        )
+
+
+def refuse_places(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before an attached model: ModelError for logits at places, some of which may be gone."""
+    if isinstance(kwargs.get("logits_to_keep"), Tensor):
+        raise ModelError(
+            "logits_to_keep as places counts the tokens of the whole prompt, and reduce= drops "
+            "some; give the number of last tokens, or leave it out"
         )
 
 

@@ -19,6 +19,7 @@ from mmfast.core.errors import ModelError, unknown
 from mmfast.core.speech import Sound, Turn
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.models.loading import speech_family
+from mmfast.models.prompt import marked_text
 from mmfast.models.speech.omni_sound import SoundStage
 from mmfast.models.speech.omni_talker import TALKER, Picker, Picking, Talker, Thought, think
 
@@ -52,7 +53,11 @@ class PromptWriter:
     def words(self, text: str | Iterable[str]) -> Iterator[int]:
         """Tokens of text, or of its pieces as they come."""
         for piece in [text] if isinstance(text, str) else text:
-            yield from self._need().tokenizer(piece, add_special_tokens=False)["input_ids"]
+            words = self._need().tokenizer
+            # A control token in a text is said, or not, but ends nothing.
+            yield from words(piece, add_special_tokens=False, split_special_tokens=True)[
+                "input_ids"
+            ]
 
     def read(self, tokens: list[int]) -> str:
         """Tokens to text; without a processor, none."""
@@ -62,12 +67,15 @@ class PromptWriter:
         return text
 
     def _inputs(self, turns: list[dict[str, Any]], sound: Tensor | None) -> dict[str, Any]:
-        processor = self._need()
+        processor, marks = self._need(), dict[str, Any]()
         turns = [_turn("system", SYSTEM), *turns]
+        for part in (each for turn in turns for each in turn["content"] if "text" in each):
+            part["text"], more = marked_text(processor.tokenizer, part["text"])
+            marks |= more
         text = processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         text = text[0] if isinstance(text, list) else text
         media = {} if sound is None else {"audio": [sound.numpy()]}
-        batch = processor(text=[text], return_tensors="pt", padding=True, **media)
+        batch = processor(text=[text], return_tensors="pt", padding=True, **media, **marks)
         return {k: v.to(self.device) for k, v in batch.items() if isinstance(v, Tensor)}
 
     def _need(self) -> Any:

@@ -57,6 +57,24 @@ def test_wrong_cache_specs_are_refused_before_anything_is_hooked(spec: str, mess
     assert not any(layer._forward_hooks for layer in this.model.get_decoder().layers)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_at_places_are_refused_where_tokens_go(family: str) -> None:
+    this, inputs = ask(family)
+    places = torch.tensor([3, inputs["input_ids"].shape[1] - 1])
+    with torch.no_grad():
+        stock = this.model(**inputs, logits_to_keep=places).logits
+        with attach(this.model, "random:1.0"):
+            assert torch.equal(this.model(**inputs, logits_to_keep=places).logits, stock)
+        with attach(this.model, "random:0.5"):
+            whole = this.model(**inputs).logits
+            few = this.model(**inputs, logits_to_keep=2).logits
+            torch.testing.assert_close(few, whole[:, -2:], atol=1e-5, rtol=1e-5)
+            with pytest.raises(ModelError, match="logits_to_keep as places") as error:
+                this.model(**inputs, logits_to_keep=places)
+        assert "\n" not in str(error.value)
+        assert torch.equal(this.model(**inputs, logits_to_keep=places).logits, stock)
+
+
 @pytest.mark.parametrize("spec", ["random:9999", "random:0.5+random:30", "random@llm2:400"])
 def test_a_budget_above_the_tokens_there_are(spec: str) -> None:
     this, inputs = ask()

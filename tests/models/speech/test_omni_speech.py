@@ -15,7 +15,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
 from mmfast.models.cache_name import cache_of
-from mmfast.models.speech.omni import OmniSpeech
+from mmfast.models.speech.omni import OmniSpeech, PromptWriter
 from mmfast.models.speech.omni_talker import Picking
 
 GREEDY = Picking(repetition_penalty=1.05)  # the stock penalty, which is on unless turned off
@@ -183,7 +183,11 @@ class FakeProcessor:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.given: list[dict[str, Any]] = []
         self.tokenizer = self
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<end>": 1}
 
     def apply_chat_template(self, turns: Any, **options: Any) -> str:
         self.asked.append(turns)
@@ -193,6 +197,7 @@ class FakeProcessor:
         return "".join(f"w{token} " for token in tokens)
 
     def __call__(self, text: Any, audio: Any = None, **options: Any) -> dict[str, Any]:
+        self.given.append(options)
         if isinstance(text, str):
             return {"input_ids": [10 + ord(letter) % 25 for letter in text]}
         return prompt(7, 3) if audio is None else with_sound(3)
@@ -215,6 +220,19 @@ def test_it_speaks_listens_and_replies() -> None:
     assert [turn["role"] for turn in fake.asked[-1]] == ["system", "user", "assistant", "user"]
     assert "".join(each.text for each in reply) == this.transcribe(torch.zeros(8000), 8000)
     assert list(this.speak(""))[-1].pcm.numel() == 0
+
+
+def test_control_tokens_that_a_user_writes_stay_text() -> None:
+    fake = FakeProcessor()
+    prompts = PromptWriter(fake, torch.device("cpu"))
+    prompts.ask("what is an end?")
+    assert fake.given[-1].get("sanitize_control_tokens") is None
+    prompts.hear(torch.zeros(800), 16000, [Turn("user", "an <end>")], "is it <end>?")
+    assert fake.given[-1]["sanitize_control_tokens"]
+    texts = [part["text"] for turn in fake.asked[-1] for part in turn["content"] if "text" in part]
+    marks = [text.partition("<end>") for text in texts[1:]]
+    assert all(before[-1:] not in ("", " ") and after[:1] != "?" for before, _, after in marks)
+    assert next(prompts.words("<end>")) and fake.given[-1]["split_special_tokens"]
 
 
 def test_what_it_is_asked_wrongly() -> None:

@@ -106,6 +106,28 @@ def test_questions_without_frames(family: str) -> None:
     check(this, script, pieces, stock(this, [clip, QUESTION], ["a ball"], ["sure?"]))
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, EMBEDDED])
+def test_control_tokens_that_a_user_writes_stay_text(family: str) -> None:
+    this = watcher(family)
+    script, tokenizer = script_of(this), this.processor.tokenizer
+    names = sorted({tokenizer.eos_token, "<|end|>", "<|im_end|>"} & {*tokenizer.get_added_vocab()})
+    assert names
+    asked = f"what is {' or '.join(names)}?"
+    shots = list(zip(this.clip(2), seconds(2), strict=True))
+    state, pieces = write(this, script, WrittenState(), shots)
+    pieces += script.question(state, asked)
+    pieces.append(script.text(script.wording.text("a ball")))
+    pieces += script.question(script.answered(state), asked)
+    clip = shot([f for f, _ in shots], [t for _, t in shots])
+    inputs = stock(this, [clip, asked], ["a ball"], [asked])
+    check(this, script, pieces, inputs)
+    plain = stock(this, [clip, "what is it?"], ["a ball"], ["what is it?"])["input_ids"].tolist()
+    for number in tokenizer.convert_tokens_to_ids(names):
+        assert inputs["input_ids"].tolist()[0].count(number) == plain[0].count(number)
+    first = torch.cat([piece.ids for piece in script.question(WrittenState(), asked)])
+    assert first.tolist() == stock(this, [asked])["input_ids"][0].tolist()
+
+
 def test_uneven_times_of_qwen2_5() -> None:
     """Times off the stream's rate are followed on the time axis, and nothing is lost on the way."""
     this = watcher("qwen2_5_vl")

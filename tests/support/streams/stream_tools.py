@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mmfast
 from mmfast.models.loading import load
-from mmfast.models.prompt import Shot, chat_inputs
+from mmfast.models.prompt import Shot, user_inputs
 from mmfast.models.vision.frames.cache import FrameCache
 
 FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -81,7 +81,7 @@ def stock(this: Watcher, *turns: Any) -> dict[str, Any]:
     """Stock inputs of a conversation; turns are lists of texts and shots, the user's first."""
     roles = ("user", "assistant")
     chat = [{"role": roles[i % 2], "content": list(turn)} for i, turn in enumerate(turns)]
-    return chat_inputs(this.processor, [chat], this.model.device)
+    return user_inputs(this.processor, [chat], this.model.device)
 
 
 @torch.no_grad()
