@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -77,6 +78,15 @@ def features_of(base: Any, kind: str, output: Any) -> Any:
         return features
     newline = base.image_newline.to(features)  # the forward of 5.17 appends it
     return torch.cat([features, newline.expand(len(features), 1, -1)], 1)
+
+
+def output_of(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    """Return an encoder output of a class; features of SmolVLM in 5.17 are none of its fields."""
+    known = {field.name for field in fields(kind)}
+    output = kind(**{name: value for name, value in given.items() if name in known})
+    for name in given.keys() - known:
+        setattr(output, name, given[name])
+    return output
 
 
 def planes_of(output: Any) -> list[Sequence[Tensor]]:

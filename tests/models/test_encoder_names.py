@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_models import tiny
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models import prompt
@@ -21,12 +22,16 @@ from mmfast.models.encoder_names import (
     encode_media,
     encoder_arguments,
     features_of,
+    output_of,
     planes_of,
     takes_features,
 )
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.prompt import Shot, marked, media_arguments
 from mmfast.models.reduction.inputs import compress
+from mmfast.streams.reuse import media
+from mmfast.streams.reuse.plan import ReusePlan
+from mmfast.streams.reuse.store import ReuseStore
 
 
 class OldNames:
@@ -91,6 +96,11 @@ def test_planes_are_cut_like_the_features() -> None:
     assert planes_of(SimpleNamespace(pooler_output=rows)) == []
 
 
+def test_features_need_not_be_a_field_of_the_output() -> None:
+    output = output_of(BaseModelOutput, {"last_hidden_state": None, "pooler_output": [1]})
+    assert type(output) is BaseModelOutput and output.pooler_output == [1]
+
+
 class TakesPixels(torch.nn.Module):
     """A forward of 5.17."""
 
@@ -106,7 +116,7 @@ def pixels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("pixels_alone")
-def test_features_go_in_embedded_or_are_refused() -> None:
+def test_features_go_in_embedded_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     this = tiny("llava_onevision")
     inputs = this.inputs(["a {video} b"], **this.media("video", 1))
     found = compress(this.model, inputs, None)
@@ -119,6 +129,10 @@ def test_features_go_in_embedded_or_are_refused() -> None:
     inputs = this.inputs(["a {video} b"], **this.media("video", 1))
     with pytest.raises(ModelError, match=r"takes no features in place of pixels .*5\.18"):
         compress(this.model, inputs, None)
+    monkeypatch.setattr(media, "takes_features", lambda _: False)
+    reuse = media.MediaReuse(this.model, this.processor, ReusePlan("encoder"), ReuseStore())
+    with pytest.raises(ModelError, match=r"reuse='encoder' hands features .*5\.18"):
+        reuse.encoded(inputs)
 
 
 @pytest.mark.parametrize("cut", [0, 3])

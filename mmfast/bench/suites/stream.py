@@ -402,11 +402,10 @@ def frame_cache_rows(name: str, rounds: int) -> list[Row]:
 
 def _stream(case: Case) -> Iterator[dict[str, Any]]:
     """Yield arguments of the encoder with one frame each, without end."""
-    name = "pixel_values_videos"
-    still: Tensor = case.pixels[name]
+    still: Tensor = case.pixels["pixel_values_videos"]
     gen = torch.Generator().manual_seed(1)
     noisy = [still + 0.05 * torch.randn(still.shape, generator=gen) for _ in range(3)]
-    return itertools.cycle([{**case.pixels, name: each} for each in noisy])
+    return itertools.cycle([{**case.pixels, "pixel_values_videos": each} for each in noisy])
 
 
 def _check_cache(encode: Callable[..., Any], cache: FrameCache, state: Any, stream: Any) -> None:

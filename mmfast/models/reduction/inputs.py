@@ -22,6 +22,7 @@ from mmfast.models.encoder_names import (
     FEATURES,
     encode_media,
     encoder_arguments,
+    output_of,
     planes_of,
     takes_features,
 )
@@ -213,7 +214,7 @@ def _planes(
 def _output(stock: Any, rows: Any, extra: Mapping[str, Any]) -> Any:
     """An encoder output of the stock class: features, and the fields that the class requires."""
     needed = {f.name: getattr(stock, f.name) for f in fields(stock) if f.default is MISSING}
-    return type(stock)(**needed, pooler_output=rows, **extra)
+    return output_of(type(stock), {**needed, "pooler_output": rows, **extra})
 
 
 def _like(stock: Any, rows: Tensor) -> Any:

@@ -15,7 +15,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
-from mmfast.models.encoder_names import encode_media, encoder_arguments, planes_of
+from mmfast.models.encoder_names import encode_media, encoder_arguments, output_of, planes_of
 from mmfast.models.families.adapter import Adapter, Layout
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import PIXELS
@@ -223,7 +223,7 @@ def joined(kind: str, parts: Sequence[UnitFeatures]) -> Any:
     needed = {f.name: None for f in fields(cls) if f.default is MISSING}
     extra = {"deepstack_features": planes} if planes else {}
     together = torch.cat(features)[None] if parts[0].single else features
-    output = cls(**needed, pooler_output=together, **extra)
+    output = output_of(cls, {**needed, "pooler_output": together, **extra})
     layouts = [layout for part in parts for layout in part.layouts]
     signals = [signal for part in parts for signal in part.signals]
     chains = [chain for part in parts for chain in part.chains]
