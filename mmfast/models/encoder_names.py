@@ -96,7 +96,8 @@ def planes_of(output: Any) -> list[Sequence[Tensor]]:
 
 
 def _cut(plane: Tensor, output: Any) -> Sequence[Tensor]:
-    return plane.split([len(rows) for rows in output.pooler_output])
+    cut: Sequence[Tensor] = plane.split([len(rows) for rows in output.pooler_output])
+    return cut
 
 
 def takes_features(model: Any) -> bool:
