@@ -23,6 +23,7 @@ from mmfast.core.spec import Spec, expand
 from mmfast.core.trace import free_bytes
 from mmfast.models.cache_name import CACHE, returned_cache
 from mmfast.models.cost import decode_bytes, prefill_flops, tower_blocks, tower_flops
+from mmfast.models.encoder_names import encode_media
 from mmfast.models.reduction.decoder_signals import INNER
 from mmfast.models.reduction.tower_signals import from_tower
 
@@ -88,7 +89,7 @@ class MeasuredStage:
 
     def _tower(self) -> tuple[RunOutcome, float]:
         case, start = self.case, time.perf_counter()
-        out, ms = self._timed(lambda: case.model.get_video_features(**case.pixels))
+        out, ms = self._timed(lambda: encode_media(case.model, "video", case.pixels))
         wall = 1e3 * (time.perf_counter() - start)
         return RunOutcome({"vit": ms}, feature_rows(out)), wall
 

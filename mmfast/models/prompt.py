@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from transformers.processing_utils import TextKwargs
 
 from mmfast.core.errors import MmfastError, ModelError, an, unknown
 
@@ -97,7 +98,7 @@ def chat_inputs(
         [part for message in chat for part in message["content"] if isinstance(part, Shot)]
         for chat in chats
     ]
-    given = {**media_arguments(shots), **(options or {})}
+    given = {**media_arguments(processor, shots), **(options or {})}
     batch = processor(text=texts, padding=True, return_tensors="pt", **given)
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
@@ -124,27 +125,46 @@ def marked(
 
     Returns the conversation, the arguments of the template, and those of the processor, which reads
     the marks. Texts of one message that together make a control token become one text.
-    """
-    from transformers.utils.chat_template_utils import mark_control_tokens
 
+    Raises:
+        MmfastError: A text holds a control token, and transformers is older than 5.23.
+    """
     names = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     if not names:
         return chat, template, {}
     control = re.compile("|".join(map(re.escape, names)))
     chat = [{**message, "content": _united(message["content"], control)} for message in chat]
+    if "sanitize_control_tokens" in TextKwargs.__annotations__:
+        from transformers.utils.chat_template_utils import mark_control_tokens as mark
+    else:
+        mark = _refused
     found = [
         {
-            name: [p if isinstance(p, Shot) else mark_control_tokens(p, control) for p in value]
+            name: [p if isinstance(p, Shot) else mark(p, control) for p in value]
             if name == "content"
-            else mark_control_tokens(value, control)
+            else mark(value, control)
             for name, value in message.items()
         }
         for message in chat
     ]
-    arguments = mark_control_tokens(dict(template), control)
+    arguments = mark(dict(template), control)
     if found == chat and arguments == template:
         return chat, template, {}
     return found, arguments, {"sanitize_control_tokens": True}
+
+
+def _refused(value: Any, control: re.Pattern[str]) -> Any:
+    """Refuse control tokens: processors of transformers read their marks from 5.23 on."""
+    found = control.findall(value) if isinstance(value, str) else []
+    if long := [each for each in found if len(each) > 1]:  # a character is the same as text
+        raise MmfastError(
+            f"a text holds {long[0]!r}, a control token of this model, which stays text from "
+            "transformers 5.23 on; leave it out, or update transformers"
+        )
+    rest = value.values() if isinstance(value, Mapping) else value
+    for each in rest if isinstance(value, (Mapping, list, tuple)) else ():
+        _refused(each, control)
+    return value
 
 
 def _united(content: Sequence[Shot | str], control: re.Pattern[str]) -> list[Shot | str]:
@@ -160,7 +180,7 @@ def _part(part: Shot | str) -> dict[str, str]:
     return {"type": part.kind} if isinstance(part, Shot) else {"type": "text", "text": part}
 
 
-def media_arguments(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
+def media_arguments(processor: Any, shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
     """Return the arguments of a processor for the media of each prompt of a batch."""
     from transformers.video_utils import VideoMetadata
 
@@ -173,6 +193,10 @@ def media_arguments(shots: Sequence[Sequence[Shot]]) -> dict[str, Any]:
     if clips:
         first = _channels_first([shot.pixels for shot in clips])
         media["videos"] = [first(shot.pixels) for shot in clips]
+        if type(processor).__name__ == "SmolVLMProcessor":  # counts by prompt before 5.23
+            rest = iter(media["videos"])
+            counts = [sum(shot.kind == "video" for shot in mine) for mine in shots]
+            media["videos"] = [[next(rest) for _ in range(count)] for count in counts]
         media["video_metadata"] = [VideoMetadata(**(shot.metadata or {})) for shot in clips]
         media["do_sample_frames"] = False
     return media

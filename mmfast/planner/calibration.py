@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import threading
 import time
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cost import Clock, linear_macs, timed, tower_pairs
+from mmfast.models.encoder_names import encode_media, encoder_arguments
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.reduction.probe import received
 from mmfast.models.reduction.record import features_given
@@ -227,12 +227,11 @@ def encoder_rates(bench: Bench, rates: Rates, inputs: Mapping[str, Any]) -> Rate
 
 def _one_kind(bench: Bench, kind: str, inputs: Mapping[str, Any]) -> tuple[float, float]:
     base = bench.model.base_model
-    method = getattr(base, f"get_{kind}_features")
-    names = [name for name in inspect.signature(method).parameters if name in inputs]
+    names = [name for name in encoder_arguments(base, kind) if name in inputs]
     arguments = {name: inputs[name] for name in names}
 
     def whole() -> Any:
-        return method(**arguments)
+        return encode_media(base, kind, arguments)
 
     blocks = _blocks(bench.model)
     with torch.inference_mode():

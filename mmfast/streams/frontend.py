@@ -6,7 +6,6 @@ a time, so the split of a stream does not matter. The state of a stream is a val
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from mmfast.core.registry import Method, methods
 from mmfast.core.spec import Spec, count, parse, run
 from mmfast.core.tokens import Tokens
 from mmfast.frontends.changes import FrameGate, GateState
+from mmfast.models.encoder_names import encode_media, encoder_arguments, planes_of
 from mmfast.models.families.adapter import adapter_for
 from mmfast.streams.archive.files import value
 from mmfast.streams.script import EncodedUnit
@@ -54,7 +54,7 @@ class FrameEncoder:
         self.processor = processor.video_processor
         self.options = _shared(self.processor, model.config.model_type, sized_for)
         self.cache, self.reuse = cache, reuse
-        self._takes = inspect.signature(self.base.get_video_features).parameters
+        self._takes = encoder_arguments(self.base, "video")
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[Sequence[Shot]], state: Any = None) -> list[EncodedUnit]:
@@ -78,11 +78,11 @@ class FrameEncoder:
         """Units without times."""
         using = nullcontext() if state is None else self.cache.using(state)
         with using:
-            output = self.base.get_video_features(**given, return_dict=True)
+            output = encode_media(self.base, "video", given, return_dict=True)
         units = []
         for item, layout in enumerate(self.adapter.layout(self.base, "video", inputs)):
             content = layout.content().to(self.device)
-            planes = getattr(output, "deepstack_features", None) or ()
+            planes = planes_of(output)
             assert layout.grid is not None
             units.append(
                 EncodedUnit(

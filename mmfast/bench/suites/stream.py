@@ -48,6 +48,7 @@ from mmfast.frontends.clip import Frame
 from mmfast.frontends.video.reader import iter_video, read_video
 from mmfast.frontends.video.threads import cores
 from mmfast.models.cache_name import CACHE
+from mmfast.models.encoder_names import encode_media
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.frames.cache import FrameCache
 from mmfast.ops.stream_cache import RowBuffer
@@ -373,7 +374,7 @@ def frame_cache_rows(name: str, rounds: int) -> list[Row]:
     """Measure one shape of `SHAPES`: patches change a little, scene cuts are not looked for."""
     preset, frames, note = SHAPES[name]
     case = build(preset, ("vit",), frames=frames)
-    encode = case.model.get_video_features
+    encode = partial(encode_media, case.model, "video")
     cache = FrameCache(case.model, SHARE, cut=None, every=None)
     state = cache.start()
     # Separate streams: in step with the other job, one would encode the same frame every time.
@@ -383,10 +384,10 @@ def frame_cache_rows(name: str, rounds: int) -> list[Row]:
 
     def cached() -> None:
         with cache.using(state):
-            encode(**next(stream))
+            encode(next(stream))
 
     shared = {"preset": name, "note": note, "dtype": "float32"}
-    jobs = {"stock": lambda: encode(**next(whole)), "frame cache": cached}
+    jobs = {"stock": lambda: encode(next(whole)), "frame cache": cached}
     stock_row, row = _saving(compare_jobs(jobs, rounds, shared))
     n = state.patches / state.frames
     computed = (state.computed / n - 1) / (state.frames - 1)  # the first one is whole
@@ -401,23 +402,22 @@ def frame_cache_rows(name: str, rounds: int) -> list[Row]:
 
 def _stream(case: Case) -> Iterator[dict[str, Any]]:
     """Yield arguments of the encoder with one frame each, without end."""
-    name = "pixel_values_videos"
-    still: Tensor = case.pixels[name]
+    still: Tensor = case.pixels["pixel_values_videos"]
     gen = torch.Generator().manual_seed(1)
     noisy = [still + 0.05 * torch.randn(still.shape, generator=gen) for _ in range(3)]
-    return itertools.cycle([{**case.pixels, name: each} for each in noisy])
+    return itertools.cycle([{**case.pixels, "pixel_values_videos": each} for each in noisy])
 
 
 def _check_cache(encode: Callable[..., Any], cache: FrameCache, state: Any, stream: Any) -> None:
     """Check a whole frame bit for bit, and that exactly the share of the next is computed."""
     first, second = next(stream), next(stream)
     with cache.using(state):
-        whole = feature_rows(encode(**first))
+        whole = feature_rows(encode(first))
     n = state.computed
     with cache.using(state):
-        partly = feature_rows(encode(**second))
+        partly = feature_rows(encode(second))
     share = (state.computed - n) / n
-    same = torch.equal(whole, feature_rows(encode(**first)))
+    same = torch.equal(whole, feature_rows(encode(first)))
     if not same or abs(share - SHARE) > 1 / n or not bool(partly.isfinite().all()):
         raise MmfastError(
             f"the frame cache failed its checks (whole frame equal: {same}, share {share:.3f}); "

@@ -34,6 +34,7 @@ from mmfast.bench.timing import (
 )
 from mmfast.core.errors import MmfastError
 from mmfast.models.cost import linear_macs, tower_flops
+from mmfast.models.encoder_names import encode_media
 from mmfast.models.loading import pick_device
 from mmfast.models.vision.acceleration import as_linear, check_encoder, fast_encoder
 from mmfast.models.vision.folding import MODES
@@ -87,7 +88,7 @@ TOWERS = {
 
 def encode(case: Case) -> Tensor:
     """Encode the clip of a case into features `[N, D]`."""
-    return feature_rows(case.model.get_video_features(**case.pixels))
+    return feature_rows(encode_media(case.model, "video", case.pixels))
 
 
 def check(found: Tensor, expected: Tensor, limit: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers.vision_utils import (
 )
 
 from mmfast.core.errors import ModelError
+from mmfast.models.encoder_names import bound_arguments
 
 # Kinds of media: the base model encodes them with `get_<kind>_features`, the config names their
 # placeholder `<kind>_token_id`, and these arguments of its forward bring them.
@@ -67,12 +67,8 @@ class Tower:
 
     def bind(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a call of one of the `entries` by name; of an encoder alone all of them."""
-        bound = inspect.signature(getattr(self.base, name)).bind(*args, **kwargs)
-        if self.alone:
-            bound.apply_defaults()
-        if self.timm:
-            bound.arguments["pixel_values"] = bound.arguments["x"]
-        return bound.arguments
+        found = bound_arguments(self.base, name, args, kwargs, defaults=self.alone)
+        return {**found, "pixel_values": found["x"]} if self.timm else found
 
     def states(self, arguments: Mapping[str, Any]) -> set[int]:
         """Hidden states that a call asks for; 0 is the input of the first block."""

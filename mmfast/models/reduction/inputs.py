@@ -6,18 +6,26 @@ shortened prompt and the original positions. Everything after that is stock, cac
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
+from mmfast.models.encoder_names import (
+    FEATURES,
+    encode_media,
+    encoder_arguments,
+    output_of,
+    planes_of,
+    takes_features,
+)
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import kinds_of
@@ -44,7 +52,21 @@ def compress(
     fused). Token counts and sequences that `generate` returns are those of the shortened prompt.
     ModelError where a signal is missing, or a prompt ends with media whose last token is dropped.
     """
-    return compressed(model, inputs, reduce, trace)[0]
+    rest, _ = compressed(model, inputs, reduce, trace)
+    return rest if takes_features(model) else _with_embeds(base_of(model), rest)
+
+
+def _with_embeds(base: Any, rest: dict[str, Any]) -> dict[str, Any]:
+    """Everything embedded, for a release whose models take no features in place of pixels."""
+    outputs = rest.pop(FEATURES, None)
+    if outputs is None:
+        return rest
+    if any(planes_of(output) for output in outputs.values()):
+        raise ModelError(
+            f"{type(base).__name__} of transformers {transformers.__version__} takes no features "
+            f"in place of pixels ({FEATURES}); use attach(), or transformers 5.18 or later"
+        )
+    return {**rest, "inputs_embeds": _embedded(base, rest["input_ids"], outputs)}
 
 
 @torch.no_grad()
@@ -94,29 +116,16 @@ def compressed(
 def _encoder_arguments(base: Any) -> set[str]:
     names = set()
     for kind in kinds_of(base):
-        names |= set(feature_arguments(base, kind))
+        names |= set(encoder_arguments(base, kind))
     return names
-
-
-_ARGUMENTS: dict[tuple[type, str], tuple[str, ...]] = {}
-
-
-def feature_arguments(base: Any, kind: str) -> tuple[str, ...]:
-    """Return the names of what a base model takes to encode media of a kind."""
-    key = type(base), kind
-    if key not in _ARGUMENTS:  # read once: it takes as long as hashing a prompt
-        stock = inspect.signature(getattr(key[0], f"get_{kind}_features"))
-        _ARGUMENTS[key] = tuple(stock.parameters)[1:]
-    return _ARGUMENTS[key]
 
 
 def _encode(base: Any, kind: str, inputs: Mapping[str, Any]) -> Any:
     given = (inputs.get("mm_encoder_outputs") or {}).get(kind)
     if given is not None:
         return given
-    method = getattr(base, f"get_{kind}_features")
-    names = [name for name in feature_arguments(base, kind) if name in inputs]
-    return method(**{name: inputs[name] for name in names}, return_dict=True)
+    names = [name for name in encoder_arguments(base, kind) if name in inputs]
+    return encode_media(base, kind, {name: inputs[name] for name in names}, return_dict=True)
 
 
 def positions_of(model: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -190,12 +199,11 @@ def _planes(
     step: ForwardStep,
     here: Tensor,
 ) -> list[Any] | None:
-    planes = getattr(output, "deepstack_features", None)
-    if planes is None:
+    if getattr(output, "deepstack_features", None) is None:
         return None
     visual = torch.stack(list(places.values())).any(0)
     reduced = []
-    for plane in planes:
+    for plane in planes_of(output):
         rows = torch.cat(list(plane))
         joint = rows.new_zeros(int(visual.sum()), rows.shape[-1])
         joint[places[kind][visual]] = rows
@@ -206,7 +214,7 @@ def _planes(
 def _output(stock: Any, rows: Any, extra: Mapping[str, Any]) -> Any:
     """An encoder output of the stock class: features, and the fields that the class requires."""
     needed = {f.name: getattr(stock, f.name) for f in fields(stock) if f.default is MISSING}
-    return type(stock)(**needed, pooler_output=rows, **extra)
+    return output_of(type(stock), {**needed, "pooler_output": rows, **extra})
 
 
 def _like(stock: Any, rows: Tensor) -> Any:
@@ -264,7 +272,7 @@ def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -
         place = places[kind] = ids == getattr(base.config, f"{kind}_token_id")
         if embeds is None:
             hidden = hidden.masked_scatter(place[:, None], flat(output.pooler_output).to(hidden))
-        for i, plane in enumerate(getattr(output, "deepstack_features", None) or ()):
+        for i, plane in enumerate(planes_of(output)):
             if len(planes) <= i:
                 planes.append(torch.zeros_like(hidden))
             planes[i][place] = flat(plane).to(hidden)

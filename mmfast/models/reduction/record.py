@@ -7,7 +7,6 @@ stored with the output object that they return.
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmfast.models.encoder_names import FEATURES, bound_arguments, features_of, planes_of
 from mmfast.models.families.adapter import Adapter, Layout
 from mmfast.models.families.tower import KINDS, PIXELS, kinds_of
 from mmfast.models.patching import override
@@ -117,12 +117,11 @@ class Recorder:
         self, kind: str, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Record what a call gave, out of compiled code."""
-        stock = inspect.signature(getattr(type(self._base), f"get_{kind}_features"))
-        bound = stock.bind(self._base, *args, **kwargs).arguments
+        bound = bound_arguments(self._base, f"get_{kind}_features", args, kwargs)
         layouts = self._adapter.layout(self._base, kind, {**bound.get("kwargs", {}), **bound})
         record = Record(kind, layouts, [self._signals(kind, i) for i in range(len(layouts))])
         if hasattr(output, "pooler_output"):
-            planes = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+            planes = [features_of(self._base, kind, output), *planes_of(output)]
             record.planes = [_list(plane) for plane in planes]
             record.dropped = output.__dict__.get(CHAINS, [])
             remember(output, record)
@@ -169,7 +168,7 @@ def recording(base: Any, adapter: Adapter, needs: Collection[str]) -> Iterator[R
 
 def features_given(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Encoder outputs handed to a forward call, by kind; None where it is yet to encode pixels."""
-    outputs = kwargs.get("mm_encoder_outputs") or {}
+    outputs = kwargs.get(FEATURES) or {}
     return {
         kind: outputs.get(kind)
         for kind in KINDS

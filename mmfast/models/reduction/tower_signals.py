@@ -16,7 +16,6 @@ No method needs a class token: in a tower without one, `attn` is the mean over a
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
+from mmfast.models.encoder_names import bound_arguments
 from mmfast.models.families.adapter import Adapter, Call
 from mmfast.models.families.tower import (
     KINDS,
@@ -164,8 +164,8 @@ class Collector:
         """Keep the signals of a call of `get_image_features` or `get_video_features`."""
         if getattr(self._local, "recording", None) is not None:
             return call(*args, **kwargs)  # Qwen3-VL's video method calls its image method
-        method = getattr(self._tower.base, f"get_{kind}_features")
-        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+        name = f"get_{kind}_features"
+        arguments = bound_arguments(self._tower.base, name, args, kwargs)
         tower = self._adapter.tower_of(self._tower.base, kind)
         sources = sources_of(tower, self._needs, arguments)
         recording = self._local.recording = _Recording()

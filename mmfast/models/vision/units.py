@@ -15,10 +15,10 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
+from mmfast.models.encoder_names import encode_media, encoder_arguments, output_of, planes_of
 from mmfast.models.families.adapter import Adapter, Layout
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import PIXELS
-from mmfast.models.reduction.inputs import feature_arguments
 from mmfast.models.reduction.record import Record, flat, record_of, recording, remember
 from mmfast.models.vision.merge import vit_stage
 from mmfast.models.vision.pixel import pixel_stage
@@ -105,7 +105,7 @@ def whole(
     base: Any, kind: str, inputs: Mapping[str, Any], keys: Sequence[str], context: tuple[Any, ...]
 ) -> MediaUnit:
     """Return all media of one kind of one prompt as one unit; arguments as for `units`."""
-    names = feature_arguments(base, kind)
+    names = encoder_arguments(base, kind)
     call = {name: inputs[name] for name in names if inputs.get(name) is not None}
     return MediaUnit(kind, (kind, context, *keys), call, inputs["input_ids"][0])
 
@@ -163,7 +163,7 @@ def encode(
             stack.enter_context(pixel_stage(base, adapter, before))
         stack.enter_context(prompt_ids(ids))
         stack.enter_context(recording(base, adapter, needs))
-        output = getattr(base, f"get_{kind}_features")(**call, return_dict=True)
+        output = encode_media(base, kind, call, return_dict=True)
     record = record_of(output)
     if record is None:
         raise ModelError(f"the {kind} encoder of {adapter.family!r} gives no layout")
@@ -192,7 +192,7 @@ def _split_output(
     output: Any, record: Record, shares: Sequence[int], merges: Sequence[Merge]
 ) -> list[UnitFeatures]:
     features = flat(output.pooler_output)
-    planes = [flat(plane) for plane in getattr(output, "deepstack_features", None) or ()]
+    planes = [flat(plane) for plane in planes_of(output)]
     found, item, start = [], 0, 0
     for share in shares:
         layouts = tuple(record.layouts[item : item + share])
@@ -223,7 +223,7 @@ def joined(kind: str, parts: Sequence[UnitFeatures]) -> Any:
     needed = {f.name: None for f in fields(cls) if f.default is MISSING}
     extra = {"deepstack_features": planes} if planes else {}
     together = torch.cat(features)[None] if parts[0].single else features
-    output = cls(**needed, pooler_output=together, **extra)
+    output = output_of(cls, {**needed, "pooler_output": together, **extra})
     layouts = [layout for part in parts for layout in part.layouts]
     signals = [signal for part in parts for signal in part.signals]
     chains = [chain for part in parts for chain in part.chains]

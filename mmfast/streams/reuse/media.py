@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.utils import ModelOutput
 
@@ -22,6 +23,7 @@ from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import CACHE
 from mmfast.models.cost import timed
+from mmfast.models.encoder_names import takes_features
 from mmfast.models.families.adapter import Layout, adapter_for
 from mmfast.models.reduction.inputs import PromptRows, compressed, prompt_rows
 from mmfast.models.reduction.record import features_given
@@ -127,8 +129,15 @@ class MediaReuse:
         """Inputs with encoder outputs in place of pixels, those of one prompt or of a batch.
 
         `specs` are all stages: those before and inside the tower act here; signals that the others
-        need are recorded. `how` the tower runs (`encoder=`) is part of the key.
+        need are recorded. `how` the tower runs (`encoder=`) is part of the key. ModelError where a
+        model is to take them that takes pixels alone.
         """
+        if not (self.plan.prefix or takes_features(self.model)):
+            raise ModelError(
+                f"reuse={str(self.plan)!r} hands features to the model in place of pixels, which "
+                f"transformers {transformers.__version__} does not take; give 'prefix', leave "
+                "reuse out, or use transformers 5.18 or later"
+            )
         trace, outputs = trace or Trace(), {}
         tower = [spec for spec in specs if spec.site in ("pixel", "vit")]
         needs = tuple(sorted({need for spec in specs for need in spec.method.needs}))

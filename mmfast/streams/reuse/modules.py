@@ -255,9 +255,10 @@ class PromptModules:
     def _medium(self, shot: Shot) -> _ModulePart:
         """A picture or clip, with a token behind it that tells where it ends."""
         text = self._frame(shot.kind)[0]
-        options = {"add_special_tokens": False, "return_tensors": "pt", **media_arguments([[shot]])}
+        processor, media = self.reuse.processor, media_arguments(self.reuse.processor, [[shot]])
+        options = {"add_special_tokens": False, "return_tensors": "pt", **media}
         device, model = self.reuse.model.device, self.reuse.model
-        inputs = dict(self.reuse.processor(text=[text], **options))
+        inputs = dict(processor(text=[text], **options))
         inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
         ids = inputs["input_ids"]
         for name, filler in (

@@ -169,6 +169,10 @@ class Tiny:
                 media["images"] = [[next(left) for _ in range(n)] for n in counts]
         if len(videos):
             media["videos"] = list(videos)
+            if type(self.processor).__name__ == "SmolVLMProcessor":  # counts by prompt before 5.23
+                left = iter(videos)
+                counts = [prompt.count("{video}") for prompt in prompts]
+                media["videos"] = [[next(left) for _ in range(n)] for n in counts]
             media["video_metadata"] = [
                 VideoMetadata(
                     total_num_frames=len(v),

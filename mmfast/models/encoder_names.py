@@ -1,0 +1,105 @@
+"""Names and shapes under which encoders of media take and return what they encode.
+
+LLaVA-OneVision of transformers 5.17 encodes clips of an argument `pixel_values`, which its forward
+and every later release call `pixel_values_videos`: here, arguments go by the later name. Its
+forward, not its encoder, appends the newline at the end of a clip. Qwen3-VL
+of 5.17 returns the DeepStack rows of all media in one tensor, where later releases cut them. And no
+model of 5.17 takes features in place of pixels (`mm_encoder_outputs`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEW, OLD = "pixel_values_videos", "pixel_values"
+FEATURES = "mm_encoder_outputs"
+
+
+@lru_cache(maxsize=256)  # read once: it takes as long as hashing a prompt
+def _read(function: Any, clips: bool) -> tuple[inspect.Signature, bool]:
+    found = inspect.signature(function)
+    return found, clips and OLD in found.parameters and NEW not in found.parameters
+
+
+def _signature(base: Any, method: str) -> tuple[inspect.Signature, bool]:
+    """Return the signature of a method, and whether it takes clips under the old name."""
+    return _read(getattr(type(base), method), method == "get_video_features")
+
+
+def encoder_arguments(base: Any, kind: str) -> tuple[str, ...]:
+    """Return the names of what a base model takes to encode media of a kind."""
+    found, old = _signature(base, f"get_{kind}_features")
+    return tuple(NEW if old and name == OLD else name for name in found.parameters)[1:]
+
+
+def bound_arguments(
+    base: Any,
+    method: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    defaults: bool = False,
+) -> dict[str, Any]:
+    """Return the arguments of a call of a method of `base` by name, on request with its defaults.
+
+    Raises:
+        TypeError: The method takes no such arguments.
+    """
+    found, old = _signature(base, method)
+    bound = found.bind(base, *args, **kwargs)
+    if defaults:
+        bound.apply_defaults()
+    given = dict(list(bound.arguments.items())[1:])  # without self
+    return {NEW if old and name == OLD else name: value for name, value in given.items()}
+
+
+def encode_media(base: Any, kind: str, given: Mapping[str, Any], **more: Any) -> Any:
+    """Encode media of a kind from arguments that go by the later names; returns what stock does."""
+    _, old = _signature(base, f"get_{kind}_features")
+    named = {OLD if old and name == NEW else name: value for name, value in given.items()}
+    output = getattr(base, f"get_{kind}_features")(**named, **more)
+    if old and hasattr(output, "pooler_output"):
+        output.pooler_output = features_of(base, kind, output)
+    return output
+
+
+def features_of(base: Any, kind: str, output: Any) -> Any:
+    """Return the features of what a stock encoder returned, as its language model reads them."""
+    features = output.pooler_output
+    base = getattr(base, "base_model", base)
+    if not _signature(base, f"get_{kind}_features")[1] or not hasattr(base, "image_newline"):
+        return features
+    newline = base.image_newline.to(features)  # the forward of 5.17 appends it
+    return torch.cat([features, newline.expand(len(features), 1, -1)], 1)
+
+
+def output_of(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    """Return an encoder output of a class; features of SmolVLM in 5.17 are none of its fields."""
+    known = {field.name for field in fields(kind)}
+    output = kind(**{name: value for name, value in given.items() if name in known})
+    for name in given.keys() - known:
+        setattr(output, name, given[name])
+    return output
+
+
+def planes_of(output: Any) -> list[Sequence[Tensor]]:
+    """Return the DeepStack planes of an encoder's output, each cut as its features are."""
+    planes = getattr(output, "deepstack_features", None) or ()
+    return [_cut(each, output) if isinstance(each, Tensor) else each for each in planes]
+
+
+def _cut(plane: Tensor, output: Any) -> Sequence[Tensor]:
+    cut: Sequence[Tensor] = plane.split([len(rows) for rows in output.pooler_output])
+    return cut
+
+
+def takes_features(model: Any) -> bool:
+    """Return True if the forward of a model takes features in place of pixels."""
+    return FEATURES in _signature(model, "forward")[0].parameters

@@ -1,0 +1,164 @@
+"""Encoders of older releases: other names of arguments, planes in one piece, no control marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from mmfast.core.errors import MmfastError, ModelError
+from mmfast.models import prompt
+from mmfast.models.encoder_names import (
+    bound_arguments,
+    encode_media,
+    encoder_arguments,
+    features_of,
+    output_of,
+    planes_of,
+    takes_features,
+)
+from mmfast.models.families.adapter import tower_of
+from mmfast.models.prompt import Shot, marked, media_arguments
+from mmfast.models.reduction.inputs import compress
+from mmfast.streams.reuse import media
+from mmfast.streams.reuse.plan import ReusePlan
+from mmfast.streams.reuse.store import ReuseStore
+
+
+class OldNames:
+    """The signature of LLaVA-OneVision in 5.17."""
+
+    def get_image_features(self, pixel_values: Tensor, image_sizes: Any = None) -> Any:
+        return "image", pixel_values, image_sizes
+
+    def get_video_features(self, pixel_values: Tensor, layer: int = 1, **kwargs: Any) -> Any:
+        return "video", pixel_values, layer
+
+
+class NewNames(OldNames):
+    """That of later releases."""
+
+    def get_video_features(self, pixel_values_videos: Tensor, layer: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
+        return "video", pixel_values_videos, layer
+
+
+@pytest.mark.parametrize("kind", [OldNames, NewNames])
+def test_clips_go_by_one_name(kind: Any) -> None:
+    base, clip = kind(), torch.zeros(1)
+    assert encoder_arguments(base, "video") == ("pixel_values_videos", "layer", "kwargs")
+    assert encoder_arguments(base, "image") == ("pixel_values", "image_sizes")
+    assert encode_media(base, "video", {"pixel_values_videos": clip, "layer": 2})[1:] == (clip, 2)
+    assert encode_media(base, "image", {"pixel_values": clip})[:2] == ("image", clip)
+    own = "pixel_values" if kind is OldNames else "pixel_values_videos"
+    for args, kwargs in [((clip,), {}), ((), {own: clip})]:
+        found = bound_arguments(base, "get_video_features", args, kwargs)
+        assert found == {"pixel_values_videos": clip}
+    found = bound_arguments(base, "get_video_features", (clip,), {}, defaults=True)
+    assert found == {"pixel_values_videos": clip, "layer": 1, "kwargs": {}}
+    assert bound_arguments(base, "get_image_features", (clip,), {}) == {"pixel_values": clip}
+
+
+def test_a_tower_reads_the_clip_of_an_old_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llava_onevision").model
+    monkeypatch.setattr(type(model.base_model), "get_video_features", OldNames.get_video_features)
+    clip = torch.zeros(1, 2, 3, 4, 4)
+    found = tower_of(model).bind("get_video_features", (clip,), {})
+    assert found["pixel_values_videos"] is clip and "pixel_values" not in found
+
+
+def test_the_newline_of_a_clip_is_a_feature_of_old_releases_too() -> None:
+    this, clips = tiny("llava_onevision"), torch.zeros(2, 3, 4)
+    base, output = this.model.base_model, SimpleNamespace(pooler_output=clips)
+    assert features_of(OldNames(), "video", output) is clips
+    old = type("OldClips", (OldNames,), {"image_newline": base.image_newline})()
+    width = len(base.image_newline)
+    output = SimpleNamespace(pooler_output=torch.zeros(2, 3, width))
+    found = features_of(old, "video", output)
+    assert found.shape == (2, 4, width) and torch.equal(found[1, 3], base.image_newline)
+    assert features_of(old, "image", output) is output.pooler_output
+
+
+def test_planes_are_cut_like_the_features() -> None:
+    rows = torch.arange(10.0).reshape(5, 2)
+    cut = (rows[:2], rows[2:])
+    for plane in (rows, cut):
+        (found,) = planes_of(SimpleNamespace(pooler_output=cut, deepstack_features=[plane]))
+        assert all(map(torch.equal, found, cut)) and len(found) == 2
+    assert planes_of(SimpleNamespace(pooler_output=rows)) == []
+
+
+def test_features_need_not_be_a_field_of_the_output() -> None:
+    output = output_of(BaseModelOutput, {"last_hidden_state": None, "pooler_output": [1]})
+    assert type(output) is BaseModelOutput and output.pooler_output == [1]
+
+
+class TakesPixels(torch.nn.Module):
+    """A forward of 5.17."""
+
+    def forward(self, input_ids: Tensor, pixel_values: Any = None, **kwargs: Any) -> None: ...
+
+
+@pytest.fixture
+def pixels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import mmfast.models.reduction.inputs as module
+
+    monkeypatch.setattr(module, "takes_features", lambda _: takes_features(TakesPixels()))
+    yield
+
+
+@pytest.mark.usefixtures("pixels_alone")
+def test_features_go_in_embedded_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    this = tiny("llava_onevision")
+    inputs = this.inputs(["a {video} b"], **this.media("video", 1))
+    found = compress(this.model, inputs, None)
+    assert "mm_encoder_outputs" not in found
+    with torch.no_grad():
+        stock = this.model(**inputs).logits
+        ours = this.model(**{k: v for k, v in found.items() if k != "input_ids"}).logits
+    assert torch.allclose(ours, stock, atol=1e-5)
+    this = tiny("qwen3_vl")
+    inputs = this.inputs(["a {video} b"], **this.media("video", 1))
+    with pytest.raises(ModelError, match=r"takes no features in place of pixels .*5\.18"):
+        compress(this.model, inputs, None)
+    monkeypatch.setattr(media, "takes_features", lambda _: False)
+    reuse = media.MediaReuse(this.model, this.processor, ReusePlan("encoder"), ReuseStore())
+    with pytest.raises(ModelError, match=r"reuse='encoder' hands features .*5\.18"):
+        reuse.encoded(inputs)
+
+
+@pytest.mark.parametrize("cut", [0, 3])
+def test_control_tokens_are_refused_where_no_processor_reads_marks(
+    monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    monkeypatch.setattr(prompt, "TextKwargs", type("TextKwargs", (), {"__annotations__": {}}))
+    processor = tiny("llava_onevision").processor
+    tokenizer, token = processor.tokenizer, processor.video_token
+    refusal = f"holds {token!r}, a control token"
+    plain = [{"role": "user", "content": ["a video", Shot("video", np.zeros((1, 2, 2, 3)))]}]
+    assert marked(tokenizer, plain, {"tools": None}) == (plain, {"tools": None}, {})
+    with pytest.raises(MmfastError, match=re.escape(refusal)):
+        marked(
+            tokenizer, [{"role": "user", "content": ["a " + token[:cut], token[cut:] + " b"]}], {}
+        )
+    with pytest.raises(MmfastError, match=re.escape(refusal)):
+        marked(tokenizer, plain, {"documents": [{"text": token}]})
+
+
+def test_clips_of_smolvlm_are_nested_by_prompt() -> None:
+    facts = {"total_num_frames": 1}
+    clips = [Shot("video", np.full((1, 2, 8, 3), n, np.uint8), facts) for n in range(3)]
+    picture = Shot("image", np.zeros((8, 8, 3), np.uint8))
+    shots = [clips[:2], [picture], clips[2:]]
+    smol = type("SmolVLMProcessor", (), {})()
+    nested, flat = (media_arguments(each, shots)["videos"] for each in (smol, object()))
+    assert [len(each) for each in nested] == [2, 0, 1] and len(flat) == 3
+    assert all(map(np.array_equal, chain.from_iterable(nested), flat))
