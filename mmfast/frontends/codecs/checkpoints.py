@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -123,13 +124,23 @@ def mimi_codec(model: Any, codebooks: int | None = None) -> StackCodec:
         round(config.sampling_rate / config.frame_rate),
         books,
         config.codebook_size,
-        encode=mimi_encoder(model.encoder),
+        encode=mimi_encoder(_mimi_half(model, "encoder")),
         quantise=quantise,
         lookup=model.quantizer.decode,
-        decode=mimi_decoder(model.decoder),
+        decode=mimi_decoder(_mimi_half(model, "decoder")),
         like=next(model.parameters()),
         width=config.hidden_size,
     )
+
+
+def _mimi_half(model: Any, side: str) -> Any:
+    """Return encoder or decoder of a `MimiModel`; transformers 5.17 keeps the parts in the model."""
+    half = getattr(model, side)
+    if half is None or hasattr(half, f"{side}_transformer"):
+        return half
+    sampling = "downsample" if side == "encoder" else "upsample"
+    parts = {name: getattr(model, name) for name in (f"{side}_transformer", sampling)}
+    return SimpleNamespace(**{f"{side}_seanet": half, **parts})
 
 
 def mimi_encoder(half: Any) -> CodecLayer | None:
