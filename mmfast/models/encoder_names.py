@@ -2,9 +2,9 @@
 
 LLaVA-OneVision of transformers 5.17 encodes clips of an argument `pixel_values`, which its forward
 and every later release call `pixel_values_videos`: here, arguments go by the later name. Its
-forward, not its encoder, appends the newline at the end of a clip. Qwen3-VL
-of 5.17 returns the DeepStack rows of all media in one tensor, where later releases cut them. And no
-model of 5.17 takes features in place of pixels (`mm_encoder_outputs`).
+forward, not its encoder, appends the newline at the end of a clip. Qwen3-VL of 5.17 returns the
+DeepStack rows of all media in one tensor, where later releases cut them. And no model of 5.17 takes
+features in place of pixels (`mm_encoder_outputs`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mmfast.models.wrappers import stock_model
 
 NEW, OLD = "pixel_values_videos", "pixel_values"
 FEATURES = "mm_encoder_outputs"
@@ -102,4 +104,4 @@ def _cut(plane: Tensor, output: Any) -> Sequence[Tensor]:
 
 def takes_features(model: Any) -> bool:
     """Return True if the forward of a model takes features in place of pixels."""
-    return FEATURES in _signature(model, "forward")[0].parameters
+    return FEATURES in _signature(stock_model(model), "forward")[0].parameters

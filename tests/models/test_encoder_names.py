@@ -162,3 +162,8 @@ def test_clips_of_smolvlm_are_nested_by_prompt() -> None:
     nested, flat = (media_arguments(each, shots)["videos"] for each in (smol, object()))
     assert [len(each) for each in nested] == [2, 0, 1] and len(flat) == 3
     assert all(map(np.array_equal, chain.from_iterable(nested), flat))
+
+
+def test_a_wrapped_model_takes_what_its_own_takes() -> None:
+    model = tiny("qwen3_vl").model
+    assert takes_features(model) and takes_features(torch.compile(model))
