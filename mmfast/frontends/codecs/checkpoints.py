@@ -134,7 +134,7 @@ def mimi_codec(model: Any, codebooks: int | None = None) -> StackCodec:
 
 
 def _mimi_half(model: Any, side: str) -> Any:
-    """Return encoder or decoder of a `MimiModel`; transformers 5.17 keeps the parts in the model."""
+    """Return encoder or decoder of a `MimiModel`, whose parts 5.17 keeps in the model itself."""
     half = getattr(model, side)
     if half is None or hasattr(half, f"{side}_transformer"):
         return half
