@@ -174,7 +174,7 @@ def test_sessions_and_chat_are_decoded_in_one_batch(
         return step(*given, **named)
 
     monkeypatch.setattr(batch.decoder, "step", counted)
-    asked = "What colour is the circle?"  # of nothing that is shown: the answers are long
+    asked = "Which way does the red circle move?"  # nothing is shown: the answers are long
 
     async def session() -> str:
         async with talking(server.url, hums=False) as talk:
