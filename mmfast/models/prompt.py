@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers.processing_utils import TextKwargs
 
 from mmfast.core.errors import MmfastError, ModelError, an, unknown
 
@@ -134,6 +133,8 @@ def marked(
         return chat, template, {}
     control = re.compile("|".join(map(re.escape, names)))
     chat = [{**message, "content": _united(message["content"], control)} for message in chat]
+    from transformers.processing_utils import TextKwargs
+
     if "sanitize_control_tokens" in TextKwargs.__annotations__:
         from transformers.utils.chat_template_utils import mark_control_tokens as mark
     else:

@@ -13,7 +13,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.speech import Turn
 from mmfast.models import loading
 from mmfast.models.kv.growing import growing_cache
-from mmfast.models.prompt import marked_text
+from mmfast.models.prompt import marked
 from mmfast.models.text_stream import stream_text
 
 LONGEST = 256  # tokens of an answer, unless the checkpoint says another number
@@ -37,13 +37,10 @@ class TextChat:
 
     def __call__(self, turns: Sequence[Turn]) -> Iterator[str]:
         """Yield the answer to a conversation, oldest turn first; leaving early stops it."""
-        said = [marked_text(self.tokenizer, turn.text) for turn in turns]
-        chat = [
-            {"role": turn.role, "content": text}
-            for turn, (text, _) in zip(turns, said, strict=True)
-        ]
+        said = [{"role": turn.role, "content": [turn.text]} for turn in turns]
+        read, _, marks = marked(self.tokenizer, said, {})
+        chat = [{**turn, "content": turn["content"][0]} for turn in read]
         text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        marks = {name: value for _, more in said for name, value in more.items()}
         inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", **marks).to(
             self.model.device
         )

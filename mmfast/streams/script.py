@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -157,14 +156,16 @@ class Wording:
         before: bool = False,
         after: bool = False,
         special: bool = False,
-        marks: Mapping[str, Any] = MappingProxyType({}),
+        marks: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a text between placeholders, which are there while it is cut into tokens."""
         full = self.video * before + text + self.video * after
         opening: list[int] = []
         if marks and special:  # marks are read without what a tokenizer puts in front
             opening, special = self.tokenizer("")["input_ids"], False
-        ids: list[int] = self.tokenizer(full, add_special_tokens=special, **marks)["input_ids"]
+        ids: list[int] = self.tokenizer(full, add_special_tokens=special, **(marks or {}))[
+            "input_ids"
+        ]
         return opening + ids[int(before) : len(ids) - int(after)]
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmfast.core.errors import MmfastError, ModelError
-from mmfast.models import prompt
 from mmfast.models.encoder_names import (
     bound_arguments,
     encode_media,
@@ -139,7 +138,8 @@ def test_features_go_in_embedded_or_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_control_tokens_are_refused_where_no_processor_reads_marks(
     monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    monkeypatch.setattr(prompt, "TextKwargs", type("TextKwargs", (), {"__annotations__": {}}))
+    none = type("TextKwargs", (), {"__annotations__": {}})
+    monkeypatch.setattr("transformers.processing_utils.TextKwargs", none)
     processor = tiny("llava_onevision").processor
     tokenizer, token = processor.tokenizer, processor.video_token
     refusal = f"holds {token!r}, a control token"

@@ -217,21 +217,24 @@ def _reducer_rows(method: Method, folder: Path) -> list[str]:
 
 
 def _prefill_gains(method: Method, folder: Path) -> list[str]:
-    """A line for each device, with the gain of every budget that was measured there."""
-    speed: dict[str, dict[str, Row]] = {}
+    """A line for each device: the shape measured last, with the gain of every budget."""
+    found: dict[str, list[Row]] = {}
     for row in read_rows(folder, "bench"):
         spec = row["reduce"] or ""
         named = spec.partition(":")[0] == method.name and share(spec, 0, 0) != 1.0
         if row["stage"] == "llm" and named:
-            told = f"`{spec}` {row['speedup']:.2f}x (ideal by FLOPs {row['ideal']:.2f}x)"
-            speed.setdefault(f"{row['preset']} behind the encoder on {_device(row)}", {})[told] = (
-                row
-            )
-    latest = {place.rpartition(" on ")[2]: place for place in speed}
-    return [
-        f"- Prefill of {place}: {', '.join(speed[place])}, {stamp(*speed[place].values())}."
-        for place in latest.values()
-    ]
+            found.setdefault(_device(row), []).append(row)
+    lines = []
+    for device, rows in found.items():
+        shape = rows[-1]["preset"]
+        latest = {row["reduce"]: row for row in rows if row["preset"] == shape}
+        gains = (
+            f"`{spec}` {row['speedup']:.2f}x (ideal by FLOPs {row['ideal']:.2f}x)"
+            for spec, row in latest.items()
+        )
+        told = f"{', '.join(gains)}, {stamp(*latest.values())}"
+        lines.append(f"- Prefill of {shape} behind the encoder on {device}: {told}.")
+    return lines
 
 
 def _device(row: Row) -> str:

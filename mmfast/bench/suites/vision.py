@@ -390,9 +390,9 @@ def patch_rows(name: str, dtype: torch.dtype, rounds: int) -> list[Row]:
         "convolution": lambda: conv(x).flatten(2).transpose(1, 2).contiguous(),
         "linear": lambda: as_linear(conv, conv, x).flatten(2).transpose(1, 2).contiguous(),
     }
-    single = 1e-5 if where.type == "cpu" else 1e-3  # convolutions of cuDNN round to TF32
-    with torch.no_grad():
+    cudnn = torch.backends.cudnn  # whose convolutions of float32 round to TF32 by default
+    with torch.no_grad(), cudnn.flags(enabled=cudnn.enabled, allow_tf32=False):
         expected = jobs["convolution"]()
-        far = check(jobs["linear"](), expected, single if dtype == torch.float32 else 1e-2)
+        far = check(jobs["linear"](), expected, 1e-5 if dtype == torch.float32 else 1e-2)
     shared: Row = {"shape": name, "dtype": dtype_name(dtype)}
     return compare_jobs(jobs, rounds, shared, where, {"linear": {"difference": far}})

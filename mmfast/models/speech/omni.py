@@ -53,11 +53,9 @@ class PromptWriter:
     def words(self, text: str | Iterable[str]) -> Iterator[int]:
         """Tokens of text, or of its pieces as they come."""
         for piece in [text] if isinstance(text, str) else text:
-            words = self._need().tokenizer
             # A control token in a text is said, or not, but ends nothing.
-            yield from words(piece, add_special_tokens=False, split_special_tokens=True)[
-                "input_ids"
-            ]
+            how = {"add_special_tokens": False, "split_special_tokens": True}
+            yield from self._need().tokenizer(piece, **how)["input_ids"]
 
     def read(self, tokens: list[int]) -> str:
         """Tokens to text; without a processor, none."""
