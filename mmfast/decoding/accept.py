@@ -8,6 +8,7 @@ alone, whatever q is. The typical rule is that of Medusa (arXiv 2401.10774).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +77,30 @@ def accept_sampled(
         fell = (accepted < counts) & (rest.sum(-1) > 0)
         wanted = torch.where(fell[:, None], rest, wanted)
     return accepted, draw(wanted, v)
+
+
+def accept_among(
+    drafts: Sequence[int], p: Tensor, q: Tensor, u: Tensor, v: Tensor
+) -> tuple[int, int]:
+    """Keep one of several drafts for the same place, or none, so that p alone is said.
+
+    Drafts `[k]` were drawn in turn, each from its row of q `[k, V]`, which may be zero at those
+    before it; p `[V]` are probabilities of the backbone. Rejection in rounds (SpecInfer, arXiv
+    2305.09781; for draws without replacement DySpec, arXiv 2410.11744): behind a draft that falls,
+    norm(max(p - q, 0)) takes the place of p for the next. u `[k]` in [0, 1) decides on drafts, v
+    `[1]` on the token where all fall. Returns the place of the draft that stands, k where none
+    does, and the token.
+    """
+    wanted = p
+    for place, draft in enumerate(drafts):
+        if bool(u[place] * q[place, draft] < wanted[draft]):
+            return place, draft
+        rest = (wanted - q[place]).clamp_(min=0)
+        total = rest.sum()
+        if not total > 0:  # p is q up to rounding, and as good
+            break
+        wanted = rest / total
+    return len(drafts), int(draw(wanted[None], v))
 
 
 def accept_typical(drafts: Tensor, p: Tensor, epsilon: float) -> int:

@@ -5,6 +5,10 @@ A spec is ``kind[:value][?knob=value&…]``:
 * ``self:0.1``: the model itself drafts, on a share (or a number) of its visual keys and values;
   ``self?reduce=SPEC``: on a prompt that a reducer has shortened.
 * ``draft:DIR``: a smaller model drafts, which may see less: ``?reduce=SPEC`` or ``?media=false``.
+* both take ``?tree=``: a tree of drafts, verified in one pass. ``tree=3`` or ``tree=3x2x1`` are the
+  children of every token, level by level (SpecInfer, Miao et al., arXiv 2305.09781);
+  ``tree=dynamic`` grows where the product of draft probabilities is greatest (DySpec, Xiong et al.,
+  arXiv 2410.11744).
 * ``recycle``: Token Recycling (Luo et al., arXiv 2408.08696): the likeliest tokens that followed
   each token when it was verified are the candidates when it comes again.
 * ``lookup``: prompt lookup: what followed the last tokens where they stood before.
@@ -27,8 +31,8 @@ SELF, DRAFT, RECYCLE, LOOKUP = "self", "draft", "recycle", "lookup"
 ATTENTION = "attention"  # the score of self-drafting that is no cache policy
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
-    SELF: {"score": ATTENTION, "reduce": ""},
-    DRAFT: {"media": True, "reduce": ""},
+    SELF: {"score": ATTENTION, "tree": "", "reduce": ""},
+    DRAFT: {"media": True, "tree": "", "reduce": ""},
     RECYCLE: {"width": 8, "tree": 24},
     LOOKUP: {"ngram": 3},
 }
@@ -52,6 +56,9 @@ class DecodePlan:
         ngram: Tokens at the end that `lookup` looks for, fewer where so many are not found.
         width: Candidates that `recycle` remembers of a token.
         tree: Most candidates that `recycle` verifies in one pass, as a tree where the model can.
+        branches: Children of a token in a tree that a model drafts, level by level; the last number
+            is that of all further levels.
+        dynamic: Such a tree grows where its draft is likeliest.
         most: Most drafts of a pass.
         least: Drafts end in front of one that the draft is less confident of.
         adapt: The number of drafts follows what was accepted and what passes cost.
@@ -67,6 +74,8 @@ class DecodePlan:
     ngram: int = 3
     width: int = 8
     tree: int = 24
+    branches: tuple[int, ...] = ()
+    dynamic: bool = False
     most: int = 8
     least: float = 0.3
     adapt: bool = True
@@ -83,6 +92,11 @@ class DecodePlan:
     def runs_model(self) -> bool:
         """A second pass over a prompt of its own stands behind the drafts."""
         return self.kind == DRAFT or bool(self.reduce)
+
+    @property
+    def grows(self) -> bool:
+        """A model drafts a tree."""
+        return self.dynamic or bool(self.branches)
 
 
 def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
@@ -102,6 +116,8 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
     found = _knobs(kind, match["knobs"] or "")
     if found.get("reduce"):
         parse_stages(str(found["reduce"]))
+    if kind in (SELF, DRAFT):
+        found |= _branches(kind, str(found.pop("tree", "")))
     value = match["value"]
     if kind == DRAFT:
         if not value:
@@ -145,6 +161,19 @@ def _knobs(kind: str, text: str) -> dict[str, object]:
     if isinstance(least, float) and not 0 <= least <= 1:
         raise SpecError(f"knob least={least} of decode {kind!r} is no probability; choose 0 to 1")
     return found
+
+
+def _branches(kind: str, tree: str) -> dict[str, object]:
+    """Read `dynamic`, or children per level such as `3x2x1`."""
+    if tree in ("", "dynamic"):
+        return {"dynamic": True} if tree else {}
+    levels = tree.split("x")
+    if not all(level.isdecimal() and 1 <= int(level) <= 64 for level in levels):
+        raise SpecError(
+            f"knob tree={tree!r} of decode {kind!r}: write 'dynamic', or the children of a token, "
+            "1 to 64, such as 3 or 3x2x1"
+        )
+    return {"branches": tuple(int(level) for level in levels)}
 
 
 def _budget(text: str, value: str | None, reduced: bool) -> Budget:

@@ -28,6 +28,7 @@ from mmfast.models.decoder.drafters import (
 )
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.decoder.speculation import VerifiedDecoding
+from mmfast.models.decoder.token_tree import TreeDrafter
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.kv.view import ViewStage, view_plan
 from mmfast.models.patching import override
@@ -204,7 +205,8 @@ class DraftSource:
             return LookupDrafter(text.prompt, plan)
         if self._draft is not None:
             without = None if plan.media and adapter_for(self._draft).media else self._placeholders
-            return ModelDrafter(prompt_reader(self._draft, inputs, without), plan, vocabulary)
+            own = prompt_reader(self._draft, inputs, without)
+            return self._drafting(reader, own, text, vocabulary, None)
         assert self._stage is not None
         view = self._stage.view(reader.cache)
         if view.entries[0] == view.entries[1]:
@@ -213,9 +215,20 @@ class DraftSource:
                 "out; use decode='recycle' for text"
             )
             return None
-        return ModelDrafter(
-            SequenceReader(self._model, kwargs, view.cache), plan, vocabulary, view.sync
-        )
+        own = SequenceReader(self._model, kwargs, view.cache)
+        return self._drafting(reader, own, text, vocabulary, view.sync)
+
+    def _drafting(
+        self,
+        reader: SequenceReader,
+        own: SequenceReader,
+        text: BatchText,
+        vocabulary: int,
+        sync: Callable[[], None] | None,
+    ) -> ModelDrafter:
+        """Drafts of a model as a tree where both caches can read one, else one after the other."""
+        trees = self.plan.grows and len(text.said) == 1 and reader.plain and own.even
+        return (TreeDrafter if trees else ModelDrafter)(own, self.plan, vocabulary, sync)
 
     @property
     def _placeholders(self) -> set[int]:
