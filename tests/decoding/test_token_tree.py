@@ -45,6 +45,8 @@ def _grown(draft: Any, most: int, grow: Any, uniform: Any = None) -> tuple[Token
             path = tuple(tree.tokens[node] for node in tree.path(place.node))
             tree.read(place, draft(path))
         places = grow(tree, most=most, worth=lambda _: True)
+    if uniform is None:
+        tree.cut(most)
     return tree, passes
 
 
@@ -67,7 +69,7 @@ def test_the_dynamic_tree_holds_the_likeliest_of_all_paths() -> None:
             tree, passes = _grown(draft, most, grow_likeliest)
             best = sorted(worth, key=lambda each: -worth[each])[:most]
             assert _paths(tree) == set(best)
-            assert passes <= most and (passes < 10 or most < 12)
+            assert passes <= max(map(len, best)) + 1
 
 
 def test_levels_have_the_likeliest_children_of_every_token() -> None:
@@ -104,9 +106,9 @@ def _said(model: Any, tree: TokenTree, accept: Any, uniform: Any) -> tuple[int, 
     return tuple(said)
 
 
-def _excess(accept: Any, grow: Any, most: int = 5, texts: int = 400) -> float:
+def _excess(accept: Any, grow: Any, most: int = 5, texts: int = 250) -> float:
     """Chi-square of drawn texts beside the model's own chances, in deviations over its mean."""
-    model, draft = _language(11), _language(12)
+    model, draft = _language(3), _language(4)
     generator = torch.Generator().manual_seed(3)
     uniform = partial(torch.rand, 1, generator=generator, dtype=torch.float64)
     counts: Counter[tuple[int, ...]] = Counter()
@@ -138,10 +140,14 @@ def test_texts_from_a_tree_are_distributed_as_the_model_says(grow: Any) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A smaller model of the same tokens, and the model itself."""
-    home = tmp_path_factory.mktemp("trees")
-    build("llava_onevision", layers=1, seed=3).model.save_pretrained(home / "small")
-    tiny("llava_onevision").model.save_pretrained(home / "same")
+    """The model itself, and one that says nearly the same."""
+    home, near = tmp_path_factory.mktemp("trees"), build("llava_onevision")
+    near.model.save_pretrained(home / "same")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in near.model.parameters():
+            weight += 0.1 * weight.std() * torch.randn_like(weight)
+    near.model.save_pretrained(home / "near")
     return home
 
 
@@ -171,7 +177,7 @@ def test_greedy_tokens_are_those_of_the_model(
 
     monkeypatch.setattr(TreeDrafter, "propose", noted)
     want = generate(this, inputs, 12, **VARIED).sequences
-    head = f"draft:{folder}/small" if kind == "draft" else "self:0.3"
+    head = f"draft:{folder}/near" if kind == "draft" else "self:0.3"
     chain, one = _run(this, inputs, f"{head}?{FIXED}&most=5")
     assert torch.equal(chain, want) and not sizes
     found, row = _run(this, inputs, f"{head}?{FIXED}&most=5&tree=1")
@@ -216,7 +222,7 @@ def test_a_wrong_choice_in_a_tree_is_seen(folder: Path, monkeypatch: pytest.Monk
     this = tiny("llava_onevision")
     inputs = _asked(this)
     want = generate(this, inputs, 12, **VARIED).sequences
-    spec = f"draft:{folder}/small?{FIXED}&most=9&tree=3x1"
+    spec = f"draft:{folder}/near?{FIXED}&most=9&tree=3x1"
 
     def first(self: Any, run: Any, children: list[int], scores: Tensor) -> Any:
         if children:
@@ -231,7 +237,7 @@ def test_a_batch_and_a_window_get_one_draft_after_the_other(folder: Path) -> Non
     this = tiny("llava_onevision")
     inputs = this.inputs(["a {video} b", "{video} c?"], **this.media("video", 2, 0))
     want = generate(this, inputs, 8, **VARIED).sequences
-    found, row = _run(this, inputs, f"draft:{folder}/small?{FIXED}&tree=dynamic", 8)
+    found, row = _run(this, inputs, f"draft:{folder}/near?{FIXED}&tree=dynamic", 8)
     assert torch.equal(found, want) and row.tokens_in > 0
 
 
@@ -270,7 +276,7 @@ def test_drawn_texts_of_a_model_are_distributed_as_it_says(
     def excess(texts: int = 300) -> float:
         counts: Counter[tuple[int, ...]] = Counter()
         how = {"do_sample": True, "temperature": heat, "top_k": 0, "suppress_tokens": others}
-        spec = f"draft:{folder}/small?{FIXED}&most=5&tree={tree}"
+        spec = f"draft:{folder}/near?{FIXED}&most=5&tree={tree}"
         with attach(this.model, decode=spec) as trace:
             for seed in range(texts):
                 torch.manual_seed(seed)

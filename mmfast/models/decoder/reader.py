@@ -88,8 +88,9 @@ class SequenceReader:
         self.held += len(path) - width
 
     def tree_mask(self, seen: Tensor) -> Tensor:
-        """Attention mask `[1, 1, n, S]` of n tokens that see all that is held and, of each other and
-        of the tokens held last, what `seen` `[n, m]` bool says.
+        """Attention mask `[1, 1, n, S]` of n tokens that see all that is held, but for the last m.
+
+        Of the m - n tokens held last, and of each other, they see what `seen` `[n, m]` bool says.
         """
         held = max(int(layer.keys.shape[2]) for layer in self.cache.layers)
         mask = F.pad(seen, (held + len(seen) - seen.shape[1], 0), value=True)[None, None]

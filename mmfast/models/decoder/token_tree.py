@@ -31,7 +31,8 @@ class Place:
 
     `value` is the product of draft probabilities up to here, `sure` the draft's confidence in the
     likeliest token behind it, `left` `[V]` its probabilities without those of the children so far;
-    None before the draft has read the token, and where it stops.
+    None before the draft has read the token, and where it stops. `slot` counts the tokens of the
+    tree that the draft has read before it.
     """
 
     node: int
@@ -40,6 +41,7 @@ class Place:
     read: bool = False
     sure: float = 0.0
     left: Tensor | None = None
+    slot: int = -1
 
 
 @dataclass
@@ -97,6 +99,15 @@ class TokenTree:
         self.places.append(child)
         return child
 
+    def cut(self, most: int) -> None:
+        """Keep the `most` tokens whose paths are likeliest; no path loses its beginning."""
+        order = sorted(range(len(self.tokens)), key=lambda node: -self.places[node + 1].value)
+        kept = sorted(order[:most])
+        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        self.parents = [place[self.parents[node]] for node in kept]
+        self.tokens = [self.tokens[node] for node in kept]
+        self.sure = [self.sure[node] for node in kept]
+
     def path(self, node: int) -> list[int]:
         """Nodes from the first level down to `node`."""
         found: list[int] = []
@@ -125,20 +136,35 @@ def grow_levels(
 
 
 def grow_likeliest(tree: TokenTree, most: int, worth: Callable[[float], bool]) -> list[Place]:
-    """Add the likeliest drafts, until one may be that stands behind a token yet to be read.
+    """Add the likeliest drafts; returns what is to be read next.
 
-    Returns what is to be read next. An unread place counts with all of its value, so that the tree
-    is the one that reading every token at once would give, in fewer passes than it has tokens.
+    Of the likeliest tokens, all that are among the `most` best of those known are read at once, and
+    `cut` drops those that better ones have driven out: the tree is that of one token after the
+    other, in about as many passes as it is deep. A draft that was drawn must not be dropped for
+    what it is, so there each is read before the next is added.
     """
+    if tree.uniform is None:
+        return _grow_ahead(tree, most, worth)
     while len(tree.tokens) < most:
         place = max(tree.places, key=tree.chance)
         chance = tree.chance(place)
         if chance <= 0 or not worth(chance):
             break
         if not place.read:
-            return [each for each in tree.places if not each.read]
+            return [place]
         tree.add(place)
     return []
+
+
+def _grow_ahead(tree: TokenTree, most: int, worth: Callable[[float], bool]) -> list[Place]:
+    while True:
+        best = sorted((place.value for place in tree.places[1:]), reverse=True)[:most]
+        bar = best[-1] if len(best) == most else 0.0
+        place = max((each for each in tree.places if each.read), key=tree.chance)
+        chance = tree.chance(place)
+        if chance <= bar or not worth(chance) or tree.add(place) is None:
+            break
+    return [p for p in tree.places if not p.read and p.value > bar and worth(p.value)]
 
 
 class TreeDrafter(ModelDrafter):
@@ -170,6 +196,8 @@ class TreeDrafter(ModelDrafter):
             if places:
                 logits = self._read_nodes(tree, places, base)
         reader.rewind(base)
+        if uniform is None:
+            tree.cut(most)
         q = None if uniform is None else [tree.q]
         run = DraftRun([tree.tokens], [tree.sure], q, tree.parents, passes)
         run.seconds = time.perf_counter() - start
@@ -178,10 +206,10 @@ class TreeDrafter(ModelDrafter):
     def _read_nodes(self, tree: TokenTree, places: Sequence[Place], base: int) -> Tensor:
         """Logits `[n, V]` behind places of a tree; those read before stand behind `base` tokens."""
         held = self.reader.held
-        # All nodes that are unread are read at once, so the order of reading is that of adding.
         seen = torch.zeros(len(places), held - base + len(places), dtype=torch.bool)
         for row, place in enumerate(places):
-            seen[row, tree.path(place.node)] = True
+            place.slot = held - base + row
+            seen[row, [tree.places[node + 1].slot for node in tree.path(place.node)]] = True
         depths = torch.tensor([base + place.depth - 1 - held for place in places])
         ids = [tree.tokens[place.node] for place in places]
         return self.read([ids], depths, self.reader.tree_mask(seen))
