@@ -103,6 +103,20 @@ def accept_among(
     return len(drafts), int(draw(wanted[None], v))
 
 
+def accept_close(
+    drafts: Tensor, logits: Tensor, most: float, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keep drafts while the backbone finds them not too unlikely: they may not be its own words.
+
+    A draft stands where its cross-entropy `-log p(d)` is at most `most` nats: the rollback of BiLD
+    (arXiv 2302.07863). Up to `log 2` only likeliest tokens stand. Drafts `[B, n]` and `logits`
+    `[B, n + 1, V]`; the result is as of `accept_greedy`.
+    """
+    losses = -logits[:, :-1].log_softmax(-1).gather(-1, drafts[..., None]).squeeze(-1)
+    accepted = _leading(losses <= most, counts)
+    return accepted, logits.argmax(-1).gather(1, accepted[:, None]).squeeze(1)
+
+
 def accept_typical(drafts: Tensor, p: Tensor, epsilon: float) -> int:
     """Count the drafts `[n]` of a stream that are likely enough for how open the place is.
 

@@ -14,6 +14,9 @@ A spec is ``kind[:value][?knob=value&…]``:
 * ``lookup``: prompt lookup: what followed the last tokens where they stood before.
 
 All are verified by the model on the whole cache, so that what it says is what it would have said.
+
+* ``bild:DIR`` is the exception (BiLD, Kim et al., arXiv 2302.07863): a smaller model writes alone
+  while it is sure, and the model takes back only what it finds very unlikely. Answers differ.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from mmfast.core.errors import SpecError, an, unknown
 from mmfast.core.spec import Budget, check_budget
 from mmfast.core.spec import parse as parse_stages
 
-SELF, DRAFT, RECYCLE, LOOKUP = "self", "draft", "recycle", "lookup"
+SELF, DRAFT, RECYCLE, LOOKUP, BILD = "self", "draft", "recycle", "lookup", "bild"
 ATTENTION = "attention"  # the score of self-drafting that is no cache policy
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
@@ -35,8 +38,10 @@ _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
     DRAFT: {"media": True, "tree": "", "reduce": ""},
     RECYCLE: {"width": 8, "tree": 24},
     LOOKUP: {"ngram": 3},
+    BILD: {"fallback": 0.6, "rollback": 3.0, "media": True, "reduce": ""},
 }
 _EXAMPLES = "'self:0.1', 'self?reduce=divprune:0.1', 'draft:DIR', 'recycle' or 'lookup'"
+_LONE = 16  # tokens that the small model of `bild` writes at most before the model reads them
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class DecodePlan:
 
     Attributes:
         text: The spec as it was written.
-        kind: `self`, `draft`, `recycle` or `lookup`.
+        kind: `self`, `draft`, `recycle`, `lookup` or `bild`.
         budget: Visual keys and values per layer and head that a `self` draft reads; a share is of
             those of the prompt.
         score: Choice of them: `attention` (of the last tokens of the prompt, pooled over
@@ -62,6 +67,8 @@ class DecodePlan:
         most: Most drafts of a pass.
         least: Drafts end in front of one that the draft is less confident of.
         adapt: The number of drafts follows what was accepted and what passes cost.
+        rollback: Negative log probability (nats) up to which the model of `bild` lets a draft
+            stand; None lets those stand that it would have said.
     """
 
     text: str
@@ -79,6 +86,7 @@ class DecodePlan:
     most: int = 8
     least: float = 0.3
     adapt: bool = True
+    rollback: float | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -91,7 +99,7 @@ class DecodePlan:
     @property
     def runs_model(self) -> bool:
         """A second pass over a prompt of its own stands behind the drafts."""
-        return self.kind == DRAFT or bool(self.reduce)
+        return self.kind in (DRAFT, BILD) or bool(self.reduce)
 
     @property
     def grows(self) -> bool:
@@ -119,10 +127,13 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
     if kind in (SELF, DRAFT):
         found |= _branches(kind, str(found.pop("tree", "")))
     value = match["value"]
-    if kind == DRAFT:
+    if kind in (DRAFT, BILD):
         if not value:
-            raise SpecError(f"decode {text!r} names no model; write 'draft:DIR'")
+            raise SpecError(f"decode {text!r} names no model; write '{kind}:DIR'")
         found["model"] = value
+        if kind == BILD:
+            found = {"most": _LONE, "rollback": _KNOBS[BILD]["rollback"], **found, "adapt": False}
+            found["least"] = found.pop("fallback", _KNOBS[BILD]["fallback"])
     elif kind == SELF:
         found["budget"] = _budget(text, value, bool(found.get("reduce")))
         _check_score(str(found.get("score", ATTENTION)))
@@ -133,7 +144,7 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
 
 def _knobs(kind: str, text: str) -> dict[str, object]:
     """Read knobs; `reduce` takes all that follows, as a spec has knobs of its own."""
-    known = {**_COMMON, **_KNOBS[kind]}
+    known = {**(_COMMON if kind != BILD else {"most": _LONE}), **_KNOBS[kind]}
     text, here, reduce = text.partition("reduce=") if "reduce" in known else (text, "", "")
     if here and not reduce:
         raise SpecError(f"decode {kind!r}: reduce= is empty; write reduce=divprune:0.1")
@@ -157,9 +168,15 @@ def _knobs(kind: str, text: str) -> dict[str, object]:
         number = found.get(name)
         if isinstance(number, int) and not low <= number <= high:
             raise SpecError(f"knob {name}={number} of decode {kind!r}: choose {low} to {high}")
-    least = found.get("least")
-    if isinstance(least, float) and not 0 <= least <= 1:
-        raise SpecError(f"knob least={least} of decode {kind!r} is no probability; choose 0 to 1")
+    for name in ("least", "fallback"):
+        share = found.get(name)
+        if isinstance(share, float) and not 0 <= share <= 1:
+            raise SpecError(
+                f"knob {name}={share} of decode {kind!r} is no probability; choose 0 to 1"
+            )
+    rollback = found.get("rollback")
+    if isinstance(rollback, float) and not rollback >= 0:
+        raise SpecError(f"knob rollback={rollback} of decode {kind!r} is below 0; write 3.0")
     return found
 
 

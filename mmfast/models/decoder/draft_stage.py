@@ -15,7 +15,7 @@ from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.spec import AUTO, Spec
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.row import Costs
-from mmfast.decoding.speculation import DRAFT, LOOKUP, RECYCLE, DecodePlan, Recycler
+from mmfast.decoding.speculation import BILD, DRAFT, LOOKUP, RECYCLE, DecodePlan, Recycler
 from mmfast.models import loading
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.decoder.drafters import (
@@ -104,7 +104,7 @@ class DraftSource:
         self._costs = Costs(draft, wide, live=plan.adapt)
         self._stage: ViewStage | None = None
         self._draft: Any = None
-        if plan.kind == DRAFT:
+        if plan.kind in (DRAFT, BILD):
             self._draft = load_draft(plan.model, model)
         elif plan.runs_model:
             self._draft = loading.twin(model, None)[0]
@@ -242,6 +242,11 @@ class DraftSource:
             raise ModelError(
                 f"{spec} takes the likeliest tokens or draws them, and this call is a "
                 f"{mode.value.replace('_', ' ')}; leave out its options, or decode="
+            )
+        if self.plan.kind == BILD and config.do_sample:
+            raise ModelError(
+                f"{spec} takes the likeliest tokens of both models; leave out do_sample, or use "
+                f"decode='draft:{self.plan.model}', which draws as the model does"
             )
         if not kwargs.get("use_cache"):
             raise ModelError(f"{spec} needs a cache; leave out use_cache=False")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
-from mmfast.decoding.accept import accept_among, accept_greedy, accept_sampled
+from mmfast.decoding.accept import accept_among, accept_close, accept_greedy, accept_sampled
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.sampling import draw
 from mmfast.decoding.speculation import DecodePlan
@@ -190,10 +190,13 @@ class VerifiedDecoding:
     def _accept(
         self, row: int, drafts: list[int], scores: Tensor, q: list[Tensor] | None
     ) -> tuple[int, int]:
-        """Drafts that stand by the exact rule, and the token behind them."""
+        """Drafts that stand, by the exact rule but for `bild`, and the token behind them."""
         text = self.text
         mine = torch.tensor([drafts], dtype=torch.long, device=scores.device)
         counts = torch.tensor([len(drafts)], device=scores.device)
+        if self.plan.rollback is not None:
+            accepted, token = accept_close(mine, scores[None], self.plan.rollback, counts)
+            return int(accepted), int(token)
         if text.generators is None:
             accepted, token = accept_greedy(mine, scores.argmax(-1)[None], counts)
             return int(accepted), int(token)
