@@ -9,6 +9,8 @@ A spec is ``kind[:value][?knob=value&…]``:
   children of every token, level by level (SpecInfer, Miao et al., arXiv 2305.09781);
   ``tree=dynamic`` grows where the product of draft probabilities is greatest (DySpec, Xiong et al.,
   arXiv 2410.11744).
+* ``draft:DIR?learn=1e-4``: the smaller model learns from the places where its drafts fell, at this
+  rate, while it drafts (Online Speculative Decoding, Liu et al., arXiv 2310.07177).
 * ``recycle``: Token Recycling (Luo et al., arXiv 2408.08696): the likeliest tokens that followed
   each token when it was verified are the candidates when it comes again.
 * ``lookup``: prompt lookup: what followed the last tokens where they stood before.
@@ -35,7 +37,7 @@ ATTENTION = "attention"  # the score of self-drafting that is no cache policy
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
     SELF: {"score": ATTENTION, "tree": "", "reduce": ""},
-    DRAFT: {"media": True, "tree": "", "reduce": ""},
+    DRAFT: {"media": True, "tree": "", "learn": 0.0, "reduce": ""},
     RECYCLE: {"width": 8, "tree": 24},
     LOOKUP: {"ngram": 3},
     BILD: {"fallback": 0.6, "rollback": 3.0, "media": True, "reduce": ""},
@@ -67,6 +69,7 @@ class DecodePlan:
         most: Most drafts of a pass.
         least: Drafts end in front of one that the draft is less confident of.
         adapt: The number of drafts follows what was accepted and what passes cost.
+        learn: Rate at which the draft model learns from drafts that fell; 0 is not at all.
         rollback: Negative log probability (nats) up to which the model of `bild` lets a draft
             stand; None lets those stand that it would have said.
     """
@@ -87,6 +90,7 @@ class DecodePlan:
     least: float = 0.3
     adapt: bool = True
     rollback: float | None = None
+    learn: float = 0.0
 
     def __str__(self) -> str:
         return self.text
@@ -174,6 +178,11 @@ def _knobs(kind: str, text: str) -> dict[str, object]:
             raise SpecError(
                 f"knob {name}={share} of decode {kind!r} is no probability; choose 0 to 1"
             )
+    learn = found.get("learn")
+    if isinstance(learn, float) and not 0 <= learn < 1:
+        raise SpecError(f"knob learn={learn} of decode {kind!r} is no rate; write 1e-4")
+    if learn and found.get("tree"):
+        raise SpecError(f"decode {kind!r} learns from chains; leave out learn= or tree=")
     rollback = found.get("rollback")
     if isinstance(rollback, float) and not rollback >= 0:
         raise SpecError(f"knob rollback={rollback} of decode {kind!r} is below 0; write 3.0")

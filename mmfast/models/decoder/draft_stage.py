@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -26,6 +27,7 @@ from mmfast.models.decoder.drafters import (
     RecycleDrafter,
     prompt_reader,
 )
+from mmfast.models.decoder.online_draft import OnlineLearner
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.decoder.speculation import VerifiedDecoding
 from mmfast.models.decoder.token_tree import TreeDrafter
@@ -105,9 +107,11 @@ class DraftSource:
         self._stage: ViewStage | None = None
         self._draft: Any = None
         if plan.kind in (DRAFT, BILD):
-            self._draft = load_draft(plan.model, model)
+            kind = torch.float32 if plan.learn else model.dtype  # small steps vanish in 16 bits
+            self._draft = load_draft(plan.model, model, kind)
         elif plan.runs_model:
             self._draft = loading.twin(model, None)[0]
+        self._learner = OnlineLearner(self._draft, plan.learn) if plan.learn else None
 
     def views(self, state: PassState) -> ViewStage | None:
         """The stage that chooses what a draft on part of the cache reads; None for other drafts."""
@@ -181,6 +185,8 @@ class DraftSource:
             return self._drafter(reader, text, kwargs, inputs, drawn)
 
         output = run.run(kwargs, make)
+        if self._learner is not None:
+            self._learner.step()
         row = Row("draft", run.proposed, run.accepted, run.drafting * 1e3, peak_bytes())
         row.method = f"{self.plan.text} {run.passes} passes"
         self._trace.rows.append(row)
@@ -227,6 +233,9 @@ class DraftSource:
         sync: Callable[[], None] | None,
     ) -> ModelDrafter:
         """Drafts of a model as a tree where both caches can read one, else one after the other."""
+        if self._learner is not None:
+            lessons = self._learner.lessons(own)
+            return ModelDrafter(own, self.plan, vocabulary, sync, lessons)
         trees = self.plan.grows and len(text.said) == 1 and reader.plain and own.even
         return (TreeDrafter if trees else ModelDrafter)(own, self.plan, vocabulary, sync)
 
@@ -277,7 +286,7 @@ def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "stopping_criteria": StoppingCriteriaList([*own, stop])}
 
 
-def load_draft(where: str, model: Any) -> Any:
+def load_draft(where: str, model: Any, kind: torch.dtype | None = None) -> Any:
     """Load a draft model for `model`, beside it; ModelError where their tokens differ."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -285,7 +294,7 @@ def load_draft(where: str, model: Any) -> Any:
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         text = loading.is_text_model(config.model_type)
         cls = AutoModelForCausalLM if text else loading.answering_class(config)
-        draft = loading.from_pretrained(cls, where, model.device, model.dtype)
+        draft = loading.from_pretrained(cls, where, model.device, kind or model.dtype)
     _check_tokens(where, draft, model)
     return draft
 

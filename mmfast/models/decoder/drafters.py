@@ -77,6 +77,18 @@ class Drafter(Protocol):
         """Take in tokens that stand."""
 
 
+class Lessons(Protocol):
+    """Learns from drafts that fell, in one call of `generate`."""
+
+    def read(
+        self, text: BatchText, held: int, streams: Sequence[Sequence[int]], logits: Tensor
+    ) -> None:
+        """Take in what the verifying model said behind `streams`, which begin at token `held`."""
+
+    def judged(self, row: int) -> None:
+        """Take in that a row has said what stands."""
+
+
 class ModelDrafter:
     """Drafts of a model over a cache of its own, token by token, all rows at once."""
 
@@ -86,9 +98,11 @@ class ModelDrafter:
         plan: DecodePlan,
         vocabulary: int,
         sync: Callable[[], None] | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         self.reader, self.plan, self._sync = reader, plan, sync
-        self._vocabulary = vocabulary
+        self._vocabulary, self._lessons = vocabulary, lessons
+        self._seen: tuple[BatchText, int] | None = None
 
     def begin(self, held: int) -> None:
         """Let the cache of the draft hold what the verifying model does, `held` tokens, or less."""
@@ -102,6 +116,7 @@ class ModelDrafter:
         """Draft until the rows are unsure of what follows, or `most` tokens."""
         start = time.perf_counter()
         self.begin(held)
+        self._seen = text, held
         run = DraftRun([[] for _ in text.said], [[] for _ in text.said])
         if text.generators is not None:
             run.q = [[] for _ in text.said]
@@ -172,10 +187,15 @@ class ModelDrafter:
         return length.more(sure)
 
     def learn(self, streams: Sequence[Sequence[int]], logits: Tensor) -> None:
-        """Learn nothing."""
+        """Hand on what the model said, if anything learns from it."""
+        if self._lessons is not None and self._seen is not None:
+            self._lessons.read(*self._seen, streams, logits)
+            self._seen = None
 
     def tell(self, row: int, tokens: Sequence[int]) -> None:
-        """Learn nothing."""
+        """Hand on that a row was judged."""
+        if self._lessons is not None:
+            self._lessons.judged(row)
 
 
 def fitted(

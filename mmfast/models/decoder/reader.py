@@ -51,6 +51,14 @@ class SequenceReader:
         `depths` `[n]` are positions counted from the first of them, and `mask` the attention mask
         `[1, 1, n, S]`, where they are no plain sequence.
         """
+        return self.run(tokens, depths, mask)
+
+    def beside(self, cache: Any) -> SequenceReader:
+        """Return a reader of the same prompt over another cache, which holds that prompt alone."""
+        return SequenceReader(self.model, self._kwargs, cache)
+
+    def run(self, tokens: Tensor, depths: Tensor | None = None, mask: Any = None) -> Tensor:
+        """Read as `read` does, with gradients where they are enabled."""
         count = tokens.shape[1]
         kwargs = self._grown(count, depths)
         if mask is not None:
