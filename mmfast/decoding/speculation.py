@@ -11,6 +11,8 @@ A spec is ``kind[:value][?knob=value&…]``:
   arXiv 2410.11744).
 * ``draft:DIR?learn=1e-4``: the smaller model learns from the places where its drafts fell, at this
   rate, while it drafts (Online Speculative Decoding, Liu et al., arXiv 2310.07177).
+* ``exit:FILE``: the first layers of the model itself and a trained adapter draft, over the model's
+  own cache, and stop where they are unsure (Kangaroo, Liu et al., arXiv 2404.18911).
 * ``recycle``: Token Recycling (Luo et al., arXiv 2408.08696): the likeliest tokens that followed
   each token when it was verified are the candidates when it comes again.
 * ``lookup``: prompt lookup: what followed the last tokens where they stood before.
@@ -33,6 +35,7 @@ from mmfast.core.spec import Budget, check_budget
 from mmfast.core.spec import parse as parse_stages
 
 SELF, DRAFT, RECYCLE, LOOKUP, BILD = "self", "draft", "recycle", "lookup", "bild"
+EXIT = "exit"
 ATTENTION = "attention"  # the score of self-drafting that is no cache policy
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
@@ -40,9 +43,12 @@ _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
     DRAFT: {"media": True, "tree": "", "learn": 0.0, "reduce": ""},
     RECYCLE: {"width": 8, "tree": 24},
     LOOKUP: {"ngram": 3},
+    EXIT: {},
     BILD: {"fallback": 0.6, "rollback": 3.0, "media": True, "reduce": ""},
 }
-_EXAMPLES = "'self:0.1', 'self?reduce=divprune:0.1', 'draft:DIR', 'recycle' or 'lookup'"
+_EXAMPLES = (
+    "'self:0.1', 'self?reduce=divprune:0.1', 'draft:DIR', 'exit:FILE', 'recycle' or 'lookup'"
+)
 _LONE = 16  # tokens that the small model of `bild` writes at most before the model reads them
 
 
@@ -52,12 +58,12 @@ class DecodePlan:
 
     Attributes:
         text: The spec as it was written.
-        kind: `self`, `draft`, `recycle`, `lookup` or `bild`.
+        kind: `self`, `draft`, `recycle`, `lookup`, `bild` or `exit`.
         budget: Visual keys and values per layer and head that a `self` draft reads; a share is of
             those of the prompt.
         score: Choice of them: `attention` (of the last tokens of the prompt, pooled over
             neighbours) or the name of a cache policy of role `score`.
-        model: Directory of the draft model.
+        model: Directory of the draft model, or file of the adapter of an early exit.
         reduce: Spec of the reducers that shorten the prompt of the draft.
         media: The draft model sees the media of the prompt.
         ngram: Tokens at the end that `lookup` looks for, fewer where so many are not found.
@@ -131,9 +137,10 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
     if kind in (SELF, DRAFT):
         found |= _branches(kind, str(found.pop("tree", "")))
     value = match["value"]
-    if kind in (DRAFT, BILD):
+    if kind in (DRAFT, BILD, EXIT):
         if not value:
-            raise SpecError(f"decode {text!r} names no model; write '{kind}:DIR'")
+            what, where = ("adapter", "FILE") if kind == EXIT else ("model", "DIR")
+            raise SpecError(f"decode {text!r} names no {what}; write '{kind}:{where}'")
         found["model"] = value
         if kind == BILD:
             found = {"most": _LONE, "rollback": _KNOBS[BILD]["rollback"], **found, "adapt": False}

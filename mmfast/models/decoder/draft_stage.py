@@ -16,7 +16,7 @@ from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.spec import AUTO, Spec
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.row import Costs
-from mmfast.decoding.speculation import BILD, DRAFT, LOOKUP, RECYCLE, DecodePlan, Recycler
+from mmfast.decoding.speculation import BILD, DRAFT, EXIT, LOOKUP, RECYCLE, DecodePlan, Recycler
 from mmfast.models import loading
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.decoder.drafters import (
@@ -27,6 +27,7 @@ from mmfast.models.decoder.drafters import (
     RecycleDrafter,
     prompt_reader,
 )
+from mmfast.models.decoder.early_exit import ExitDrafter, ExitReader, ExitStates, load_exit
 from mmfast.models.decoder.online_draft import OnlineLearner
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.decoder.speculation import VerifiedDecoding
@@ -59,6 +60,11 @@ def check_decode(
     if skips and plan.views:
         raise SpecError(
             f"'{skips[0]}' drops visual keys that decode={plan.text!r} reads; leave out one of them"
+        )
+    if plan.kind == EXIT and (specs or cache is not None):
+        raise SpecError(
+            f"decode={plan.text!r} reads the whole cache of its first layers; leave out reduce= and "
+            "cache=, or use decode='recycle'"
         )
     _check_cache(plan, cache)
     if not plan.views:
@@ -111,6 +117,8 @@ class DraftSource:
             self._draft = load_draft(plan.model, model, kind)
         elif plan.runs_model:
             self._draft = loading.twin(model, None)[0]
+        self._exit = load_exit(plan.model, model) if plan.kind == EXIT else None
+        self._states = ExitStates()
         self._learner = OnlineLearner(self._draft, plan.learn) if plan.learn else None
 
     def views(self, state: PassState) -> ViewStage | None:
@@ -184,7 +192,10 @@ class DraftSource:
         def make(reader: SequenceReader, text: BatchText) -> Drafter | None:
             return self._drafter(reader, text, kwargs, inputs, drawn)
 
-        output = run.run(kwargs, make)
+        with ExitStack() as stack:
+            if self._exit is not None:
+                stack.enter_context(self._states.watched(model, self._exit.layer))
+            output = run.run(kwargs, make)
         if self._learner is not None:
             self._learner.step()
         row = Row("draft", run.proposed, run.accepted, run.drafting * 1e3, peak_bytes())
@@ -209,6 +220,8 @@ class DraftSource:
             return RecycleDrafter(known, plan, trees)
         if plan.kind == LOOKUP:
             return LookupDrafter(text.prompt, plan)
+        if self._exit is not None:
+            return ExitDrafter(ExitReader(reader, self._states, self._exit), plan, vocabulary)
         if self._draft is not None:
             without = None if plan.media and adapter_for(self._draft).media else self._placeholders
             own = prompt_reader(self._draft, inputs, without)

@@ -77,6 +77,19 @@ class Drafter(Protocol):
         """Take in tokens that stand."""
 
 
+class DraftReader(Protocol):
+    """Reads tokens for a draft: a `SequenceReader`, or what looks like one."""
+
+    model: Any
+    held: int
+
+    def read(self, tokens: Tensor, depths: Tensor | None = None, mask: Any = None) -> Tensor:
+        """Read tokens `[B, n]`; returns their logits `[B, n, V]`."""
+
+    def rewind(self, held: int) -> None:
+        """Go back to the first `held` new tokens."""
+
+
 class Lessons(Protocol):
     """Learns from drafts that fell, in one call of `generate`."""
 
@@ -94,7 +107,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        reader: SequenceReader,
+        reader: DraftReader,
         plan: DecodePlan,
         vocabulary: int,
         sync: Callable[[], None] | None = None,

@@ -127,6 +127,21 @@ class SequenceReader:
         return len(lengths) == 1 and not ragged
 
     @property
+    def whole(self) -> bool:
+        """All layers hold the whole sequence, which may be padded."""
+        from transformers.cache_utils import DynamicLayer
+
+        return all(
+            plain_kind(layer) is DynamicLayer and not is_short(layer) for layer in self.cache.layers
+        )
+
+    @property
+    def prompt_mask(self) -> Tensor | None:
+        """The attention mask `[B, P]` of the prompt; None where nothing is padded."""
+        mask: Tensor | None = self._kwargs.get("attention_mask")
+        return mask
+
+    @property
     def _even(self) -> bool:
         from transformers.cache_utils import DynamicLayer
 

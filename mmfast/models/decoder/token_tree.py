@@ -21,6 +21,7 @@ from torch import Tensor
 from mmfast.decoding.row import DraftLength
 from mmfast.decoding.sampling import draw
 from mmfast.models.decoder.drafters import BatchText, DraftRun, ModelDrafter, fitted
+from mmfast.models.decoder.reader import SequenceReader
 
 _NOTHING = 1e-6  # probability that is left of rounding alone
 
@@ -169,6 +170,8 @@ def _grow_ahead(tree: TokenTree, most: int, worth: Callable[[float], bool]) -> l
 
 class TreeDrafter(ModelDrafter):
     """Drafts of a model as a tree, for one row whose cache can read one."""
+
+    reader: SequenceReader
 
     def propose(self, text: BatchText, held: int, length: DraftLength, most: int) -> DraftRun:
         """Draft a tree of at most `most` tokens behind the last token said."""
