@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def _random(model: Any, layer: int) -> ExitAdapter:
 
 
 def _alone(adapter: ExitAdapter, states: Tensor) -> Tensor:
-    """The adapter on states `[T, D]` without padding, place by place, by complex numbers."""
+    """The adapter at the last of states `[T, D]` without padding, by complex numbers."""
 
     def norm(module: Any, x: Tensor) -> Tensor:
         return module.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -43,18 +44,14 @@ def _alone(adapter: ExitAdapter, states: Tensor) -> Tensor:
         return torch.cat([found.real, found.imag])
 
     x, heads = norm(adapter.before, states), adapter.config["heads"]
-    found = []
-    for place in range(len(x)):
-        parts = []
-        for head in range(heads):
-            rows = slice(head * x.shape[1] // heads, (head + 1) * x.shape[1] // heads)
-            q = turned(adapter.query.weight[rows] @ x[place], place)
-            keys = [turned(adapter.key.weight[rows] @ x[i], i) for i in range(place + 1)]
-            scores = torch.stack([q @ k for k in keys]) / math.sqrt(len(q))
-            values = x[: place + 1] @ adapter.value.weight[rows].T
-            parts.append(scores.softmax(0) @ values)
-        found.append(norm(adapter.behind, states[place] + adapter.out.weight @ torch.cat(parts)))
-    return torch.stack(found)
+    place, parts = len(x) - 1, []
+    for head in range(heads):
+        rows = slice(head * x.shape[1] // heads, (head + 1) * x.shape[1] // heads)
+        q = turned(adapter.query.weight[rows] @ x[place], place)
+        keys = [turned(adapter.key.weight[rows] @ each, i) for i, each in enumerate(x)]
+        scores = torch.stack([q @ k for k in keys]) / math.sqrt(len(q))
+        parts.append(scores.softmax(0) @ (x @ adapter.value.weight[rows].T))
+    return norm(adapter.behind, states[place] + adapter.out.weight @ torch.cat(parts))
 
 
 def test_drafts_are_those_of_the_first_layers_and_the_adapter_alone(
@@ -75,13 +72,13 @@ def test_drafts_are_those_of_the_first_layers_and_the_adapter_alone(
     ids = torch.tensor([[0, 0, 3, 4, 5, 9], [7, 2, 8, 1, 1, 3]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     inputs = {"input_ids": ids, "attention_mask": mask}
-    how = {"max_new_tokens": 12, "do_sample": False, **VARIED}
+    how = {"max_new_tokens": 9, "do_sample": False, **VARIED}
     want = model.generate(**inputs, **how)
     with attach(model, decode=f"exit:{tmp_path}/exit.safetensors?{FIXED}") as trace:
         found = model.generate(**inputs, **how)
     assert torch.equal(found, want)
     (row,) = [row for row in trace.rows if row.stage == "draft"]
-    assert row.tokens_in > 12 and len(seen) > 12
+    assert row.tokens_in > 8 and len(seen) > 8
     lines: list[list[int]] = [[], []]
     for held, tokens, logits in seen:
         for each in range(2):
@@ -91,7 +88,7 @@ def test_drafts_are_those_of_the_first_layers_and_the_adapter_alone(
             text = torch.tensor([*ids[each, pads:].tolist(), *lines[each]])
             with torch.no_grad():
                 out = model(input_ids=text[None], output_hidden_states=True)
-                wanted = model.lm_head(_alone(adapter, out.hidden_states[2][0]))[-1]
+                wanted = model.lm_head(_alone(adapter, out.hidden_states[2][0]))
             torch.testing.assert_close(logits[each, -1], wanted, atol=2e-3, rtol=1e-3)
 
 
@@ -118,7 +115,7 @@ def test_drafts_that_stay_in_the_cache_are_seen(
 ) -> None:
     model = small("llama", num_hidden_layers=3)
     save(_random(model, 1), tmp_path / "exit.safetensors")
-    how = {"max_new_tokens": 10, "do_sample": False}
+    how = {"max_new_tokens": 10, "do_sample": False, "no_repeat_ngram_size": 1}
     ids = torch.tensor([[3, 4, 5, 9]])
     want = model.generate(ids, **how)
     spec = f"exit:{tmp_path}/exit.safetensors?{FIXED}"
@@ -129,11 +126,9 @@ def test_drafts_that_stay_in_the_cache_are_seen(
         self.held = self._main.held
 
     monkeypatch.setattr(ExitReader, "leave", stay)
-    with attach(model, decode=spec):
-        try:
-            assert not torch.equal(model.generate(ids, **how), want)
-        except RuntimeError:  # layers of two lengths do not fit
-            pass
+    # Layers of two lengths may also not fit.
+    with attach(model, decode=spec), contextlib.suppress(RuntimeError):
+        assert not torch.equal(model.generate(ids, **how), want)
 
 
 def test_what_it_does_not_do_is_refused(tmp_path: Path) -> None:

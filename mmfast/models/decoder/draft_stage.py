@@ -63,8 +63,8 @@ def check_decode(
         )
     if plan.kind == EXIT and (specs or cache is not None):
         raise SpecError(
-            f"decode={plan.text!r} reads the whole cache of its first layers; leave out reduce= and "
-            "cache=, or use decode='recycle'"
+            f"decode={plan.text!r} reads the whole cache of its first layers; leave out reduce= "
+            "and cache=, or use decode='recycle'"
         )
     _check_cache(plan, cache)
     if not plan.views:

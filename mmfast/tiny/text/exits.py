@@ -173,7 +173,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--context", type=int, default=64, help="tokens of each")
     add("--length", type=int, default=48, help="tokens of each answer")
     add("--batch", type=int, default=8, help="answers of a step")
-    training.teach_options(parser, rate=2e-3, steps=1000)
+    training.teach_options(parser, rate=1e-2, steps=1000)
     add("--device", default="cpu")
     return parser.parse_args(argv)
 
