@@ -165,15 +165,16 @@ def test_training_makes_more_drafts_stand(tmp_path: Path) -> None:
     save(new_adapter(model, options.layer), untrained)
     exits.main([*argv, "--out", str(file)])
     ids = torch.tensor([words(next(exits.texts(options))).input_ids[:48]])
-    want = model.generate(ids, max_new_tokens=40, do_sample=False)
+    how = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 409}  # past full stops
+    want = model.generate(ids, **how)
     for each in (untrained, file):
         adapter = early_exit.read_exit(each)
         with torch.no_grad():
             pairs = [exits.divergence(adapter, head, lesson) for lesson in lessons[:10]]
         losses.append(float(torch.stack([loss for loss, _ in pairs]).mean()))
         with attach(model, decode=f"exit:{each}?{FIXED}") as trace:
-            assert torch.equal(model.generate(ids, max_new_tokens=40, do_sample=False), want)
+            assert torch.equal(model.generate(ids, **how), want)
         (row,) = [row for row in trace.rows if row.stage == "draft"]
         shares.append(row.tokens_out / row.tokens_in)
     print(losses, shares)
-    assert losses[1] < 0.7 * losses[0] and shares[1] > shares[0]
+    assert losses[1] < 0.7 * losses[0] and shares[1] > shares[0] + 0.1

@@ -90,7 +90,7 @@ class DraftReader(Protocol):
         """Go back to the first `held` new tokens."""
 
 
-class Lessons(Protocol):
+class DraftLessons(Protocol):
     """Learns from drafts that fell, in one call of `generate`."""
 
     def read(
@@ -111,7 +111,7 @@ class ModelDrafter:
         plan: DecodePlan,
         vocabulary: int,
         sync: Callable[[], None] | None = None,
-        lessons: Lessons | None = None,
+        lessons: DraftLessons | None = None,
     ) -> None:
         self.reader, self.plan, self._sync = reader, plan, sync
         self._vocabulary, self._lessons = vocabulary, lessons

@@ -1,7 +1,7 @@
 """Training of the adapter of an early exit (Kangaroo) on what its model itself says.
 
-Prompts are answered by the frozen model once; behind every token of an answer the adapter, which
-reads the states of the first layers, learns the distribution of the whole model.
+The frozen model goes on from texts once. Behind every token of them the adapter, which reads the
+states of the first layers, learns the distribution of the whole model.
 """
 
 from __future__ import annotations
@@ -25,48 +25,66 @@ from mmfast.tiny import training
 from mmfast.tiny.text.evaluate import NAME
 from mmfast.tiny.text.haystack import FactCounts, make_document
 
-HELD = 0.2  # share of the answers that are never trained on
+HELD = 0.2  # share of the texts that are never trained on
 
 
 @dataclass(frozen=True)
 class ExitLesson:
-    """An answer as the first layers see it, and what the whole model makes of it.
+    """A text as the first layers see it, and what the whole model makes of it.
 
-    States `[T, D]` of prompt and answer; log probabilities `[A, V]` behind the last A of them.
+    States behind the layer of the exit, and those that the head reads, each `[T, D]`.
     """
 
     states: Tensor
-    behind: Tensor
+    last: Tensor
 
 
 @torch.no_grad()
 def observe(model: Any, inputs: Mapping[str, Any], layer: int, length: int) -> list[ExitLesson]:
-    """Let a model answer prompts without padding by `length` likeliest tokens; a lesson for each.
+    """Let a model go on from prompts without padding, at most `length` likeliest tokens.
 
-    `inputs` are those of `generate`; media among them are seen as the model sees them.
+    `inputs` are those of `generate`; media among them are seen as the model sees them. A text ends
+    where the model ends it. Returns a lesson for each.
     """
-    start, watch = inputs["input_ids"].shape[1], ExitStates()
-    how = {"min_new_tokens": length, "max_new_tokens": length, "do_sample": False}
-    ids = model.generate(**inputs, **how)
+    start, watch, heads = inputs["input_ids"].shape[1], ExitStates(), list[Tensor]()
+    ids = model.generate(**inputs, max_new_tokens=length, do_sample=False)
+    ends = torch.tensor(_ends(model), device=ids.device)
+    over = torch.isin(ids[:, start:], ends).long().cumsum(1).cumsum(1) > 1  # behind the first
+    counts = (start + (~over).sum(1)).tolist()
     given = {**inputs, "input_ids": ids}
     if "attention_mask" in inputs:
         given["attention_mask"] = torch.ones_like(ids)
-    with watch.watched(model, layer):
-        logits = model(**given).logits.float()
-        states = torch.cat([each for _, each in watch.found], dim=1).float()
-    behind = logits[:, start - 1 : -1].log_softmax(-1)
-    return [ExitLesson(*each) for each in zip(states[:, :-1], behind, strict=True)]
+
+    def note(_: Any, args: tuple[Tensor, ...]) -> None:
+        heads.append(args[0].float())
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(note)
+    try:
+        with watch.watched(model, layer):
+            model(**given)
+            states = torch.cat([each for _, each in watch.found], dim=1).float()
+    finally:
+        handle.remove()
+    pairs = zip(states, torch.cat(heads, dim=1), counts, strict=True)
+    return [ExitLesson(early[:count], last[:count]) for early, last, count in pairs]
+
+
+def _ends(model: Any) -> list[int]:
+    found = model.generation_config.eos_token_id
+    return [] if found is None else found if isinstance(found, list) else [found]
 
 
 def divergence(adapter: ExitAdapter, head: Any, lesson: ExitLesson) -> tuple[Tensor, Tensor]:
-    """Mean divergence of the exit from the model behind an answer, and places where they agree.
+    """Mean divergence of the exit from the model over a text, and the places where they agree.
 
     Cross-entropy with the model's probabilities, as in the paper, less what no draft can gain.
     """
     found, _ = adapter(lesson.states[None])
-    q = head(found[0, -len(lesson.behind) :]).float().log_softmax(-1)
-    loss = F.kl_div(q, lesson.behind, reduction="batchmean", log_target=True)
-    return loss, q.argmax(-1) == lesson.behind.argmax(-1)
+    q = head(found[0]).float().log_softmax(-1)
+    with torch.no_grad():
+        p = head(lesson.last).float().log_softmax(-1)
+    loss = F.kl_div(q, p, reduction="batchmean", log_target=True)
+    return loss, q.argmax(-1) == p.argmax(-1)
 
 
 class ExitTask(training.Task):
@@ -84,7 +102,7 @@ class ExitTask(training.Task):
     ) -> None:
         cut = len(lessons) - max(1, round(HELD * len(lessons)))
         if cut < 1:
-            raise ModelError(f"{len(lessons)} answers leave none to train on; give 2 or more")
+            raise ModelError(f"{len(lessons)} texts leave none to train on; give 2 or more")
         self.adapter, self.head, self.batch = adapter.train(), head, batch
         self.lessons, self.exam = lessons[:cut], lessons[cut:]
         matrices: list[Any] = [m.weight for m in adapter.modules() if isinstance(m, nn.Linear)]
@@ -94,7 +112,7 @@ class ExitTask(training.Task):
         self.rng = torch.Generator().manual_seed(seed)
 
     def batches(self, step: int, done: float) -> list[list[ExitLesson]]:
-        """Random answers."""
+        """Random texts."""
         chosen = torch.randint(len(self.lessons), (self.batch,), generator=self.rng).tolist()
         return [[self.lessons[number] for number in chosen]]
 
@@ -107,7 +125,7 @@ class ExitTask(training.Task):
 
     @torch.no_grad()
     def look(self) -> training.Figures:
-        """Both figures on held-out answers."""
+        """Both figures on held-out texts."""
         return self.loss(self.exam)[1]
 
 
@@ -119,7 +137,7 @@ def texts(options: argparse.Namespace) -> Iterator[str]:
         return
     rng = np.random.default_rng([options.seed, 71])
     while True:
-        yield make_document(options.context, rng, FactCounts(2, 1, 1)).text
+        yield make_document(4 * options.context, rng, FactCounts(2, 1, 1)).text
 
 
 def gather(model: Any, words: Any, options: argparse.Namespace) -> list[ExitLesson]:
@@ -141,7 +159,7 @@ def gather(model: Any, words: Any, options: argparse.Namespace) -> list[ExitLess
         ids = torch.tensor(part, device=model.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         found += observe(model, inputs, options.layer, options.length)
-        training.progress("answers", len(found), len(lines))
+        training.progress("texts", len(found), len(lines))
     return found
 
 
@@ -151,7 +169,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
     model.requires_grad_(False)
     torch.manual_seed(options.seed)
     adapter = new_adapter(model, options.layer)
-    with log.stage("answers", prompts=options.prompts):
+    with log.stage("texts", prompts=options.prompts):
         lessons = gather(model, words, options)
     adapter.to(model.device)
     head = model.get_output_embeddings()
@@ -171,8 +189,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("exit.safetensors"), help="file of the adapter")
     add("--prompts", type=int, default=200, help="texts that the model goes on from")
     add("--context", type=int, default=64, help="tokens of each")
-    add("--length", type=int, default=48, help="tokens of each answer")
-    add("--batch", type=int, default=8, help="answers of a step")
+    add("--length", type=int, default=48, help="tokens that it adds to each, at most")
+    add("--batch", type=int, default=8, help="texts of a step")
     training.teach_options(parser, rate=1e-2, steps=1000)
     add("--device", default="cpu")
     return parser.parse_args(argv)
