@@ -176,5 +176,4 @@ def test_training_makes_more_drafts_stand(tmp_path: Path) -> None:
             assert torch.equal(model.generate(ids, **how), want)
         (row,) = [row for row in trace.rows if row.stage == "draft"]
         shares.append(row.tokens_out / row.tokens_in)
-    print(losses, shares)
-    assert losses[1] < 0.7 * losses[0] and shares[1] > shares[0] + 0.1
+    assert losses[1] < 0.7 * losses[0] and shares[1] > 1.5 * shares[0]
