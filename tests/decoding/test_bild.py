@@ -88,6 +88,7 @@ def test_tokens_are_those_of_a_loop_without_caches(
         assert generate(this, inputs, LENGTH).sequences[0, start:].tolist() != want
 
 
+@pytest.mark.slow
 def test_a_strict_rollback_leaves_the_words_of_the_model(pair: Any) -> None:
     this, (_, home) = tiny("llava_onevision"), pair
     inputs = this.inputs(["a {video} b", "{video} c?"], **this.media("video", 2, 0))

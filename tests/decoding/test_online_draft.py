@@ -53,12 +53,16 @@ def _shares(folder: Path, rate: float, rounds: int, rows: int = 1) -> list[float
     return found
 
 
-def test_more_drafts_stand_of_a_question_that_comes_again(
+def test_more_drafts_stand_of_a_question_that_comes_again(folder: Path) -> None:
+    shares = _shares(folder, 0.03, 3)
+    print(shares)
+    assert shares[0] < 0.2 and shares[-1] > 0.4
+
+
+@pytest.mark.slow
+def test_a_lesson_of_other_words_does_not_help(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shares = _shares(folder, 0.01, 6)
-    assert shares[0] < 0.2 and shares[-1] > 0.5
-    # A lesson of another place must not help.
     stock = CorrectionLessons.judged
 
     def early(self: CorrectionLessons, row: int) -> None:
@@ -68,7 +72,7 @@ def test_more_drafts_stand_of_a_question_that_comes_again(
             each.p = each.p.flip(0)
 
     monkeypatch.setattr(CorrectionLessons, "judged", early)
-    assert max(_shares(folder, 0.01, 4)) < 0.5
+    assert max(_shares(folder, 0.03, 4)) < 0.3
 
 
 @pytest.mark.slow
@@ -79,6 +83,7 @@ def test_rows_of_a_batch_and_no_rate(folder: Path) -> None:
     assert len(set(_shares(folder, 0.0, 3))) == 1
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_divergence_at_the_corrected_places(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
