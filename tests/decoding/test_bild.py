@@ -23,11 +23,11 @@ def _words(ids: list[int]) -> dict[str, Any]:
     return {"input_ids": torch.tensor([ids])}
 
 
-@pytest.mark.parametrize(("fallback", "rollback", "most"), [(0.0, 3.0, 4), (0.08, 3.5, 8)])
+@pytest.mark.parametrize(("fallback", "rollback", "most"), [(0.0, 3.3, 4), (0.2, 4.0, 8)])
 def test_tokens_are_those_of_a_loop_without_caches_for_text(
     fallback: float, rollback: float, most: int, tmp_path: Path
 ) -> None:
-    large, little = text_model("llama", num_hidden_layers=3), text_model("llama", seed=4)
+    large, little = text_model("llama", num_hidden_layers=3), text_model("llama", seed=4, scale=9.0)
     little.save_pretrained(tmp_path)
     spec = f"bild:{tmp_path}?fallback={fallback}&rollback={rollback}&most={most}"
     sums = [0, 0]
@@ -38,7 +38,7 @@ def test_tokens_are_those_of_a_loop_without_caches_for_text(
         assert found[0, 4:].tolist() == want
         (row,) = [row for row in trace.rows if row.stage == "draft"]
         sums = [sums[0] + row.tokens_in, sums[1] + row.tokens_out]
-    assert sums[0] > sums[1] > 0 and sums[0] <= 24  # 24 where no doubt stops the small one
+    assert sums[0] >= sums[1] > 0 and (fallback or sums[0] > sums[1])
 
 
 @pytest.fixture(scope="module")
