@@ -7,6 +7,7 @@ follow it through beams, crops and copies.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -173,8 +174,30 @@ def remember_basis(layer: Any) -> None:
     """Note how many tokens each row holds, before a policy acts on them."""
     notes = fill(layer)
     kinds = notes[KIND]
-    held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # [B, 1, 1]
+    held = torch.tensor(list(map(len, real_entries(kinds)))).to(kinds.device)[:, None, None]
     layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
+
+
+class _Looked(threading.local):
+    """Kinds that were looked at last, and where they are no padding."""
+
+    kinds: Any = staticmethod(lambda: None)
+    where: tuple[Tensor, ...] = ()
+
+
+_LOOKED = _Looked()
+
+
+def real_entries(kinds: Tensor) -> tuple[Tensor, ...]:
+    """Places `[n_b]` of each row of kinds `[B, 1 or H, n]` that are no padding.
+
+    The layers of a call share their kinds, which nobody writes to, so one search does for all.
+    """
+    if _LOOKED.kinds() is not kinds:
+        real = kinds[:, 0] != PADDING  # the same in all heads
+        _LOOKED.where = tuple(row.nonzero()[:, 0] for row in real)
+        _LOOKED.kinds = weakref.ref(kinds)
+    return _LOOKED.where
 
 
 def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:
