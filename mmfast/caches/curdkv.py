@@ -25,9 +25,9 @@ def _rough(
     score = 2 * (keys * others).clamp_min(_TINY**0.5).log()
     score[..., : min(sink, budget)] = torch.inf
 
-    def exact(marks: Tensor) -> Tensor:
-        pair = (_leverage(x[marks], 0, 0) for x in (tokens.x, values))
-        return _score(*pair).masked_fill(score[marks] == torch.inf, torch.inf)
+    def exact(places: tuple[Tensor, ...]) -> Tensor:
+        pair = (_leverage(x[places], 0, 0) for x in (tokens.x, values))
+        return _score(*pair).masked_fill(places[-1] < min(sink, budget), torch.inf)
 
     # The logarithm has the relative error of what it is of, and one of its own.
     return RoughScores(score, 3 * (off + more) + 2**-16 + ROUNDING, exact)

@@ -20,11 +20,12 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
     length, error = found
     most = length.amax(-1, keepdim=True)
 
-    def exact(marks: Tensor) -> Tensor:
-        near = length >= most * (1 - 2 * error)  # the longest key is among these
+    def exact(places: tuple[Tensor, ...]) -> Tensor:
+        near = (length >= most * (1 - 2 * error)).nonzero(as_tuple=True)  # the longest among them
         lengths = torch.zeros(length.shape, dtype=torch.float64)
-        lengths[near | marks] = _lengths(tokens.x[near | marks])
-        return _score(lengths)[marks]
+        lengths[near] = _lengths(tokens.x[near])
+        longest = lengths.amax(-1)[places[:-1]] if length.ndim > 1 else lengths.amax()
+        return _score(_lengths(tokens.x[places]), longest)
 
     # Rounding to steps moves a score by half of one, and both lengths are off.
     return RoughScores(length / most * -_STEPS, 0.5 + _STEPS * 3 * error, exact)
@@ -41,7 +42,8 @@ def knorm(tokens: Tokens, budget: int) -> Tensor:
         tokens: Keys `x` `[..., H, N, d]`.
         budget: Tokens to keep in every head; a share is of all tokens.
     """
-    return _score(_lengths(tokens.x))
+    length = _lengths(tokens.x)
+    return _score(length, length.amax(-1, keepdim=True))
 
 
 def _lengths(rows: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ def _lengths(rows: Tensor) -> Tensor:
     return found
 
 
-def _score(length: Tensor) -> Tensor:
+def _score(length: Tensor, longest: Tensor) -> Tensor:
     # Keys that a model normalises differ in length by rounding alone, which must not choose.
-    scores: Tensor = -(length / length.amax(-1, keepdim=True).clamp_min(_TINY) * _STEPS).round()
+    scores: Tensor = -(length / longest.clamp_min(_TINY) * _STEPS).round()
     return scores

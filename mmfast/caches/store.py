@@ -49,7 +49,7 @@ def leave(
     dims `[H]`. A merged entry keeps the note of the one it stands for.
     """
     # Heads that agree share their notes.
-    alike = all(bool((r.keep == r.keep[:1]).all()) for r in reductions)
+    alike = all(torch.equal(r.keep[0], each) for r in reductions for each in r.keep[1:])
     rows = [
         _row(alike, keys[b], values[b], {name: note[b] for name, note in notes.items()}, *pair)
         for b, pair in enumerate(zip(where, reductions, strict=True))

@@ -25,18 +25,17 @@ class RoughScores:
     Attributes:
         score: `[..., N]`, finite or infinity.
         error: The most by which an exact score is greater or less, `[..., 1]` or a number.
-        exact: From marks `[..., N]` bool to the exact scores `[K]` float64 of the entries marked,
-            in order.
+        exact: From K places, one index `[K]` for each axis, to their exact scores `[K]` float64.
     """
 
     score: Tensor
     error: Tensor | float
-    exact: Callable[[Tensor], Tensor]
+    exact: Callable[[tuple[Tensor, ...]], Tensor]
 
     def all(self) -> Tensor:
         """The exact scores `[..., N]` of all entries."""
-        whole = self.exact(torch.ones_like(self.score, dtype=torch.bool))
-        return whole.view(self.score.shape)
+        every = torch.ones_like(self.score, dtype=torch.bool).nonzero(as_tuple=True)
+        return self.exact(every).view(self.score.shape)
 
 
 def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
@@ -68,10 +67,27 @@ def _best_of_rough(rough: RoughScores, count: int) -> Tensor:
     if int(inside.sum()) == last.numel() * count:
         return marked(inside)
     sure = score > last + 2 * rough.error
-    open_ = inside & ~sure
+    places = (inside & ~sure).nonzero(as_tuple=True)
+    if len(places[0]) <= _FEW:
+        _drop_worst(inside, count, places, rough.exact(places))
+        return marked(inside)
     exact = torch.full(score.shape, -torch.inf, dtype=torch.float64, device=score.device)
-    exact = exact.masked_fill_(sure, torch.inf).masked_scatter_(open_, rough.exact(open_))
+    exact = exact.masked_fill_(sure, torch.inf).index_put_(places, rough.exact(places))
     return best_places(exact, count)
+
+
+_FEW = 64  # entries that are ranked sooner in Python
+
+
+def _drop_worst(inside: Tensor, count: int, places: tuple[Tensor, ...], exact: Tensor) -> None:
+    """Unmark entries at `places` until `inside` has `count` in each row: the lowest, then last."""
+    rows: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+    spots = zip(*(axis.tolist() for axis in places), strict=True)
+    for (*row, place), score in zip(spots, exact.tolist(), strict=True):
+        rows.setdefault(tuple(row), []).append((score, -place))
+    for row, entries in rows.items():
+        for _, place in sorted(entries)[: int(inside[row].sum()) - count]:
+            inside[(*row, -place)] = False
 
 
 # Scores and remainders this close differ by rounding only: float64 is a million times finer.

@@ -137,6 +137,26 @@ def begin(layer: Any, before: int, past: Tensor | None, batch: int) -> None:
     layer.notes = {KIND: kinds, PLACE: places}
 
 
+class _Looked(threading.local):
+    """Kinds that were looked at last, and where they are no padding."""
+
+    kinds: Any = staticmethod(lambda: None)
+    where: tuple[Tensor, ...] = ()
+
+
+_LOOKED = _Looked()
+
+
+def open_notes(layer: Any, sequences: Sequences) -> dict[str, Tensor]:
+    """Notes on a layer that holds no more than the tokens of the call at hand."""
+    batch, n, device = len(layer.keys), sequences.length, layer.keys.device
+    places = torch.arange(n, device=device)
+    kinds = kinds_of(sequences)[:, None].to(device).expand(batch, 1, n)
+    if sequences.ok is None:
+        _LOOKED.kinds, _LOOKED.where = weakref.ref(kinds), (places,) * batch
+    return {KIND: kinds, PLACE: places.expand(batch, 1, n)}
+
+
 def arrive(layer: Any, kinds: Tensor) -> None:
     """Note the kinds `[B, n]` of the n entries that a call has just stored."""
     notes = fill(layer)
@@ -176,16 +196,6 @@ def remember_basis(layer: Any) -> None:
     kinds = notes[KIND]
     held = torch.tensor(list(map(len, real_entries(kinds)))).to(kinds.device)[:, None, None]
     layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
-
-
-class _Looked(threading.local):
-    """Kinds that were looked at last, and where they are no padding."""
-
-    kinds: Any = staticmethod(lambda: None)
-    where: tuple[Tensor, ...] = ()
-
-
-_LOOKED = _Looked()
 
 
 def real_entries(kinds: Tensor) -> tuple[Tensor, ...]:
