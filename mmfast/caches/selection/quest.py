@@ -69,7 +69,7 @@ def best_pages(step: LayerStep, page: int, wanted: int, count: int) -> tuple[Ten
 
     The bounds are kept up in `step.memory["bounds"]`.
     """
-    table = step.memory.setdefault("bounds", PageTable(page, key_bounds))
+    table = step.memory.setdefault("bounds", PageTable(page, key_bounds, columns=True))
     bounds = table.grow(step.keys, count)
     score = bound_scores(step.query, bounds)
     return chosen_pages(step, score, page, wanted), bounds.numel() * bounds.element_size()
