@@ -12,6 +12,7 @@ from mmfast.caches import plan
 from mmfast.caches.plan import plan_cache
 from mmfast.core.tokens import Tokens
 from mmfast.ops import eviction, ranking
+from mmfast.ops.pages import PageTable, key_bounds
 from mmfast.ops.ranking import RoughScores, best_places, stable_topk
 
 _DRAWN = torch.Generator().manual_seed(0)
@@ -26,7 +27,7 @@ def _places(exact: Tensor, error: float, count: int) -> Tensor:
 
 @pytest.mark.parametrize("levels", [2, 5, 40, 10**6])
 def test_rough_scores_choose_as_exact_ones(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for case in range(60):
+    for case in range(36):
         monkeypatch.setattr(ranking, "_FEW", 64 if case % 2 else 3)
         n = int(torch.randint(1, 40, (), generator=_DRAWN))
         count = int(torch.randint(0, n + 1, (), generator=_DRAWN))
@@ -56,6 +57,19 @@ def _rows(kind: str, dtype: torch.dtype) -> Tensor:
     if kind == "tiny":
         rows = rows * 1e-20
     return rows.to(dtype)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_facts_about_pages_outlive_growth_and_drafts(columns: bool) -> None:
+    keys = torch.randn(2, 3, 400, 5, generator=_DRAWN)
+    table = PageTable(4, key_bounds, columns)
+    for count in (3, 3, 20, 98, 100):
+        pages = keys[:, :, : count * 4].unflatten(2, (count, 4))
+        want = torch.cat([pages.amax(3), pages.amin(3)], -1)
+        assert torch.equal(table.grow(keys, count), want)
+        if count == 20:
+            table.trim(41)
+            keys[:, :, 40:] += 1
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "equal lengths", "close", "tiny"])
