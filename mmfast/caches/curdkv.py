@@ -18,11 +18,13 @@ def _rough(
     tokens: Tokens, budget: int, *, sink: int = 4, rank: int = 20, seed: int = 0
 ) -> RoughScores | None:
     values = tokens.need("values")
-    found = None if rank or sink < 0 else (rough_lengths(tokens.x), rough_lengths(values))
-    if found is None or found[0] is None or found[1] is None:
+    if rank or sink < 0:
         return None
-    (keys, off), (others, more) = found
-    score = 2 * (keys * others).clamp_min(_TINY**0.5).log()
+    one, other = rough_lengths(tokens.x), rough_lengths(values)
+    if one is None or other is None:
+        return None
+    (keys, off), (wide, more) = one, other
+    score = 2 * (keys * wide).clamp_min(_TINY**0.5).log()
     score[..., : min(sink, budget)] = torch.inf
 
     def exact(places: tuple[Tensor, ...]) -> Tensor:

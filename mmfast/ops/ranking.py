@@ -85,9 +85,9 @@ def _drop_worst(inside: Tensor, count: int, places: tuple[Tensor, ...], exact: T
     spots = zip(*(axis.tolist() for axis in places), strict=True)
     for (*row, place), score in zip(spots, exact.tolist(), strict=True):
         rows.setdefault(tuple(row), []).append((score, -place))
-    for row, found in rows.items():
-        for _, place in sorted(found)[: int(more[row])]:
-            inside[(*row, -place)] = False
+    for lead, found in rows.items():
+        for _, place in sorted(found)[: int(more[lead])]:
+            inside[(*lead, -place)] = False
 
 
 # Scores and remainders this close differ by rounding only: float64 is a million times finer.

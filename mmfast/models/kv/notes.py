@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -155,6 +156,32 @@ def open_notes(layer: Any, sequences: Sequences) -> dict[str, Tensor]:
     if sequences.ok is None:
         _LOOKED.kinds, _LOOKED.where = weakref.ref(kinds), (places,) * batch
     return {KIND: kinds, PLACE: places.expand(batch, 1, n)}
+
+
+# Notes on a layer that held nothing before a call, and what they follow from.
+FreshNotes = tuple[tuple[Any, ...], dict[str, Tensor]]
+
+
+def note_part(
+    layer: Any, sequences: Sequences, past: Tensor | None, fresh: FreshNotes | None
+) -> FreshNotes | None:
+    """Note the kinds and places of what has come; new layers of a call share notes.
+
+    `fresh` is what this returned for a layer before, `past` as of `begin`.
+    """
+    before = entries(layer) - sequences.length
+    if layer.notes is not None or before:
+        if layer.notes is None:
+            begin(layer, before, past, len(layer.keys))
+        arrive(layer, kinds_of(sequences))
+        return fresh
+    # Tokens that leave between layers change these in place.
+    now = sequences, sequences.ok, sequences.index
+    facts = sequences.length, len(layer.keys), layer.keys.device
+    if fresh is None or fresh[0][3] != facts or any(map(is_not, fresh[0], now)):
+        fresh = (*now, facts), open_notes(layer, sequences)
+    layer.notes = dict(fresh[1])
+    return fresh
 
 
 def arrive(layer: Any, kinds: Tensor) -> None:

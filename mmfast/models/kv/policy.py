@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import is_not
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ from mmfast.ops.quantisation import Quantiser
 class _Account(threading.local):
     """Sums over the layers of a prompt, per thread."""
 
-    fresh: tuple[tuple[Any, ...], dict[str, Tensor]] | None = None  # notes of a layer before
+    fresh: notes.FreshNotes | None = None
     ms: float = 0.0
     before: int = 0
     after: int = 0
@@ -319,7 +318,8 @@ class KVStage:
         `turned` are cosines and sines of its tokens, or of the last one.
         """
         layer, count = shrinkable(cache, index), sequences.length
-        self._begin(layer, sequences, past)
+        account = self._account
+        account.fresh = notes.note_part(layer, sequences, past, account.fresh)
         masses = dict(masses)
         queries, power = (masses.pop(name, None) for name in (notes.QUERIES, notes.POWER))
         if power is not None:
@@ -347,22 +347,6 @@ class KVStage:
         if self._reading is not None:
             assert raw is not None
             self._reading.arrive(layer, sequences, *raw)
-
-    def _begin(self, layer: Any, sequences: Sequences, past: Tensor | None) -> None:
-        """Note the kinds and places of what has come; new layers of a call share their notes."""
-        before, account = notes.entries(layer) - sequences.length, self._account
-        if layer.notes is None and before == 0:
-            # Tokens that leave between layers change these in place.
-            now = sequences, sequences.ok, sequences.index
-            facts = sequences.length, len(layer.keys), layer.keys.device
-            fresh = account.fresh
-            if fresh is None or fresh[0][3] != facts or any(map(is_not, fresh[0], now)):
-                fresh = account.fresh = (*now, facts), notes.open_notes(layer, sequences)
-            layer.notes = dict(fresh[1])
-            return
-        if layer.notes is None:
-            notes.begin(layer, before, past, len(layer.keys))
-        notes.arrive(layer, notes.kinds_of(sequences))
 
     def at_rest(self, layer: Any, more: int) -> tuple[KVBlock, Leaving | None] | None:
         """Return what decode steps of one row read of a layer, and what leaves it at each of them.
