@@ -8,12 +8,34 @@ from torch import Tensor
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap
+from mmfast.ops.ranking import ROUNDING, RoughScores, snap
+from mmfast.ops.similarity import rough_lengths
 
 _TINY = 1e-30  # a token of no length
 
 
-@policy("curdkv", paper="2509.15038", needs=("x", "values"), role="score")
+def _rough(
+    tokens: Tokens, budget: int, *, sink: int = 4, rank: int = 20, seed: int = 0
+) -> RoughScores | None:
+    values = tokens.need("values")
+    if rank or sink < 0:
+        return None
+    one, other = rough_lengths(tokens.x), rough_lengths(values)
+    if one is None or other is None:
+        return None
+    (keys, off), (wide, more) = one, other
+    score = 2 * (keys * wide).clamp_min(_TINY**0.5).log()
+    score[..., : min(sink, budget)] = torch.inf
+
+    def exact(places: tuple[Tensor, ...]) -> Tensor:
+        pair = (_leverage(x[places], 0, 0) for x in (tokens.x, values))
+        return _score(*pair).masked_fill(places[-1] < min(sink, budget), torch.inf)
+
+    # The logarithm has the relative error of what it is of, and one of its own.
+    return RoughScores(score, 3 * (off + more) + 2**-16 + ROUNDING, exact)
+
+
+@policy("curdkv", paper="2509.15038", needs=("x", "values"), role="score", rough=_rough)
 def curdkv(tokens: Tokens, budget: int, *, sink: int = 4, rank: int = 20, seed: int = 0) -> Tensor:
     """Keep in each head the first tokens, and those of the largest leverage of key and value.
 
@@ -34,9 +56,13 @@ def curdkv(tokens: Tokens, budget: int, *, sink: int = 4, rank: int = 20, seed: 
     if min(sink, rank) < 0:
         raise SpecError(f"knobs sink={sink}, rank={rank} of 'curdkv': choose 0 or more")
     keys, values = (_leverage(x, rank, seed) for x in (tokens.x, tokens.need("values")))
-    score = snap((keys * values).clamp_min(_TINY).log())
+    score = _score(keys, values)
     score[..., : min(sink, budget)] = torch.inf
     return score
+
+
+def _score(keys: Tensor, values: Tensor) -> Tensor:
+    return snap((keys * values).clamp_min(_TINY).log())
 
 
 def _leverage(rows: Tensor, rank: int, seed: int) -> Tensor:
@@ -46,4 +72,5 @@ def _leverage(rows: Tensor, rank: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         plane = torch.randn(rows.shape[-1], rank, dtype=torch.float64, generator=generator)
         rows = rows @ (plane / rank**0.5).to(rows.device)
-    return rows.square().sum(-1)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1)  # makes no table of squares
+    return lengths.square()

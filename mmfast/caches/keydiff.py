@@ -9,6 +9,8 @@ from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import snap
 
+_LEAST = 2.0**-40  # a key that is shorter is not brought to length 1
+
 
 @policy("keydiff", paper="2504.15364", needs=("x",), role="score")
 def keydiff(tokens: Tokens, budget: int) -> Tensor:
@@ -21,13 +23,10 @@ def keydiff(tokens: Tokens, budget: int) -> Tensor:
         tokens: Keys `x` `[..., H, N, d]`, as the cache holds them.
         budget: Tokens to keep in every head; a share is of all tokens.
     """
-    unit = _unit(tokens.x.double())
-    anchor = _unit(unit.mean(-2, keepdim=True))
-    return -snap((unit * anchor).sum(-1))
-
-
-def _unit(rows: Tensor) -> Tensor:
-    """Rows `[..., d]` at length 1; one of zeros stays."""
+    keys = tokens.x.double()
     # Keys that cancel out have a mean of rounding errors, which points nowhere.
-    length: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    return rows / length.clamp_min(2.0**-40)
+    length = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).clamp_min(_LEAST)
+    share = length.reciprocal().transpose(-1, -2)  # [..., 1, N]
+    mean = share @ keys / tokens.n
+    anchor = mean / torch.linalg.vector_norm(mean, dim=-1, keepdim=True).clamp_min(_LEAST)
+    return -snap((anchor @ keys.transpose(-1, -2) * share).squeeze(-2))

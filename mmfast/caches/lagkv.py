@@ -54,5 +54,7 @@ def _score(rows: Tensor, size: int) -> Tensor:
     mine, lag = parts[..., :-1, :, :], parts[..., 1:, :, :]
     low = lag.amin(-2, keepdim=True)
     span = lag.amax(-2, keepdim=True) - low
-    spread = ((mine - low) / span.masked_fill(span == 0, 1)).std(-1)
+    scaled = mine.sub(low).div_(span.masked_fill_(span == 0, 1))
+    scaled.sub_(scaled.mean(-1, keepdim=True))  # `std` of torch takes four times as long
+    spread = torch.linalg.vector_norm(scaled, dim=-1) / max(rows.shape[-1] - 1, 0) ** 0.5
     return snap(spread).softmax(-1).flatten(-2)

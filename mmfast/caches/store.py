@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
+from mmfast.ops.pages import selected
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def leave(
     dims `[H]`. A merged entry keeps the note of the one it stands for.
     """
     # Heads that agree share their notes.
-    alike = all(bool((r.keep == r.keep[:1]).all()) for r in reductions)
+    alike = all(torch.equal(r.keep[0], each) for r in reductions for each in r.keep[1:])
     rows = [
         _row(alike, keys[b], values[b], {name: note[b] for name, note in notes.items()}, *pair)
         for b, pair in enumerate(zip(where, reductions, strict=True))
@@ -82,14 +83,22 @@ def _row(
         notes = {name: note.index_select(-1, where) for name, note in notes.items()}
     keep = reduction.keep
     kept = {
-        name: note.gather(-1, keep[:1])
-        if alike and len(note) == 1
-        else note.expand(len(keep), -1).gather(-1, keep)
+        name: _of_note(note, keep[:1] if alike and len(note) == 1 else keep)
         for name, note in notes.items()
     }
     if reduction.m == reduction.n and reduction.pure:
         return keys, values, kept
+    if reduction.pure:  # rows of both lie alike, and are found once
+        keys, values = selected(keys[None], values[None], keep[None])
+        return keys[0], values[0], kept
     return reduction.apply(keys), reduction.apply(values), kept
+
+
+def _of_note(note: Tensor, keep: Tensor) -> Tensor:
+    """The part `[H, m]` of a note `[1 or H, n]`; one that says the same of all is not read."""
+    if note.stride(-1) == 0:
+        return note[:, :1].expand(len(keep), keep.shape[-1])
+    return note.expand(len(keep), -1).gather(-1, keep)
 
 
 def _together(rows: Sequence[Tensor], gaps: Sequence[int], value: int = 0) -> Tensor:

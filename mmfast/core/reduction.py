@@ -233,9 +233,12 @@ class Reduction:
         return Reduction(index, index.clone(), pure=True)
 
     @staticmethod
-    def prune(keep: Tensor, n: int) -> Reduction:
-        """Keep the sources `keep` `[..., M]` (any order, no duplicates) of `n`, drop the rest."""
-        keep = keep.sort(dim=-1).values
+    def prune(keep: Tensor, n: int, ordered: bool = False) -> Reduction:
+        """Keep the sources `keep` `[..., M]` of `n`, without duplicates, and drop the rest.
+
+        They come in any order, or `ordered`, that is ascending.
+        """
+        keep = keep if ordered else keep.sort(dim=-1).values
         owner = torch.full((*keep.shape[:-1], n), -1, dtype=torch.int64, device=keep.device)
         slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep)
         return Reduction(keep, owner.scatter_(-1, keep, slots), pure=True)

@@ -66,6 +66,8 @@ class Method:
         rate: A compressor of text before a question: a whole-number budget is the rate by which it
             shrinks, and the model side makes what it puts there.
         coupled: With `parity=true` the items of a batch decide together, as in the reference.
+        rough: The same scores as of `fn`, near enough in float32 and exact on demand:
+            `(tokens, budget, **knobs) -> RoughScores`, or None where float32 does not do.
         stream: The same method frame by frame: `(tokens of one frame, budget, state, **knobs) ->
             (Reduction, state)`, where the state is None at the start and then a mapping of
             tensors of fixed size.
@@ -95,6 +97,7 @@ class Method:
     temporal: bool = False
     rate: bool = False
     coupled: bool = False
+    rough: Callable[..., Any] | None = field(default=None, repr=False)
     stream: Callable[..., Any] | None = field(default=None, repr=False)
     knobs: Mapping[str, Any] = field(default_factory=dict)
 

@@ -14,7 +14,7 @@ from mmfast.core.registry import EVERY
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens, all_finite, choosing
 from mmfast.ops.merging import segment_merge
-from mmfast.ops.ranking import best_places, complement, marked
+from mmfast.ops.ranking import RoughScores, best_places, complement, marked
 from mmfast.ops.similarity import nearest, unit_rows
 
 _MOST = torch.finfo(torch.float64).max
@@ -28,10 +28,11 @@ def evict(spec: Spec, tokens: Tokens, total: int | None = None) -> Reduction:
     budget = _budget(spec, tokens.n, total)
     if budget == tokens.n:
         return _all(tokens)
-    found = call(spec, tokens, budget)
-    if isinstance(found, Tensor):
+    rough = None if budget is None else _rough(spec, tokens, budget)
+    found = call(spec, tokens, budget) if rough is None else rough
+    if isinstance(found, Tensor | RoughScores):
         assert budget is not None
-        return Reduction.prune(best_places(found, budget), tokens.n)
+        return Reduction.prune(best_places(found, budget), tokens.n, ordered=True)
     reduction: Reduction = found
     if budget is not None and reduction.m != budget and not spec.method.uneven:
         raise MmfastError(
@@ -54,6 +55,22 @@ def call(spec: Spec, tokens: Tokens, budget: int | None) -> Any:
         return spec.method.fn(tokens, budget, **knobs)
 
 
+def _rough(spec: Spec, tokens: Tokens, budget: int) -> RoughScores | None:
+    """Return scores that are exact only where the choice hangs on them; None without any.
+
+    An accelerator would wait for the CPU to see where that is.
+    """
+    tell, x = spec.method.rough, tokens.x
+    if tell is None or x.device.type != "cpu" or x.dtype == torch.float64:
+        return None
+    if not all(tokens.has(need) for need in spec.method.needs):
+        return None
+    with choosing(x.device):
+        knobs = {name: value for name, value in spec.knobs.items() if name != EVERY}
+        found: RoughScores | None = tell(tokens, budget, **knobs)
+        return found
+
+
 def marks(
     stands: Tensor | None, tokens: Tokens, score: Spec | None, rule: Spec, total: int | None = None
 ) -> Tensor:
@@ -64,7 +81,7 @@ def marks(
     """
     if stands is not None and bool(stands.any()):
         heads = tokens.x.shape[-3:-2]
-        rest = complement(marked(stands), tokens.n)
+        rest = marked(~stands)
         mine = marks(None, _some(tokens, rest, heads), score, rule, tokens.n)
         found: Tensor = _each(stands.to(torch.int8), heads).bool()
         return found.scatter(-1, _each(rest, heads), mine)
@@ -85,7 +102,7 @@ def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
     fixed = _each(marked(stands), heads)  # [..., H, S]
     if fixed.shape[-1] == tokens.n:
         return _all(tokens)
-    rest = complement(marked(stands), tokens.n)  # [..., R]
+    rest = marked(~stands)  # [..., R]
     found = evict(spec, _some(tokens, rest, heads), tokens.n)
     wide = _each(rest, heads)
     keep = torch.cat([fixed, wide.gather(-1, found.keep)], -1)
@@ -136,11 +153,13 @@ def _each(index: Tensor, heads: torch.Size) -> Tensor:
 
 
 def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
-    wide = _each(index, heads)
+    wide, run = _each(index, heads), _run(index)
 
     def pick(value: Tensor) -> Tensor:
         if value.ndim == 0:  # the number of a layer, for example
             return value
+        if run is not None:  # read where they lie
+            return value.narrow(-2 if value.shape == tokens.x.shape else -1, run, len(index))
         if value.shape == tokens.x.shape:  # values beside keys
             return gather_rows(value, wide)
         return value.gather(-1, wide if value.ndim == wide.ndim else index)
@@ -151,6 +170,14 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
     }
     signals["behind"] = tokens.n - index  # how many queries see each of them
     return Tokens(pick(tokens.x), signals=signals)
+
+
+def _run(index: Tensor) -> int | None:
+    """The first of ascending indices `[K]` where they are a run; None where they are not."""
+    if index.ndim > 1 or not len(index) or index.is_cuda:
+        return None
+    first, last = int(index[0]), int(index[-1])
+    return first if last - first == len(index) - 1 else None
 
 
 def pooled_votes(score: Tensor, kernel: int, pool: str = "mean") -> Tensor:
@@ -171,7 +198,7 @@ def window_choice(
 ) -> Reduction:
     """Keep the last tokens, and before them what they vote for, `budget` in each head."""
     votes = window_votes(attn, budget, window=window, kernel=kernel, pool=pool)
-    return Reduction.prune(best_places(votes, budget), attn.shape[-1])
+    return Reduction.prune(best_places(votes, budget), attn.shape[-1], ordered=True)
 
 
 def window_votes(

@@ -91,11 +91,14 @@ def selected(keys: Tensor, values: Tensor, index: Tensor) -> tuple[Tensor, Tenso
 class PageTable:
     """Facts about the complete pages of a layer, found once for each page.
 
-    `describe` makes them of keys `[B, H, P, page, d]`: a tensor `[B, H, P, w]`.
+    `describe` makes them of keys `[B, H, P, page, d]`: a tensor `[B, H, P, w]`. With `columns`, the
+    same fact of all pages lies together, which makes a product with one query a third shorter.
     """
 
-    def __init__(self, page: int, describe: Callable[[Tensor], Tensor]) -> None:
-        self._page, self._describe = page, describe
+    def __init__(
+        self, page: int, describe: Callable[[Tensor], Tensor], columns: bool = False
+    ) -> None:
+        self._page, self._describe, self._columns = page, describe, columns
         self._count, self._rows = 0, torch.empty(0)
 
     def grow(self, keys: Tensor, count: int, device: torch.device | None = None) -> Tensor:
@@ -119,7 +122,11 @@ class PageTable:
         batch, heads, new, width = rows.shape
         total = self._count + new
         if not self._rows.numel() or self._rows.shape[2] < total:
-            wider = rows.new_empty(batch, heads, total + max(16, total // 8), width)
+            room = total + max(16, total // 8)
+            if self._columns:
+                wider = rows.new_empty(batch, heads, width, room).transpose(2, 3)
+            else:
+                wider = rows.new_empty(batch, heads, room, width)
             if self._count:
                 wider[:, :, : self._count] = self._rows[:, :, : self._count]
             self._rows = wider

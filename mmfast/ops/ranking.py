@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,21 +18,76 @@ def stable_topk(score: Tensor, count: int) -> Tensor:
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def best_places(score: Tensor, count: int) -> Tensor:
-    """Indices `[..., count]` of the highest scores `[..., N]`, in any order; ties: lowest index.
+@dataclass(frozen=True, eq=False)
+class RoughScores:
+    """Scores in float32 that are near exact ones, which are computed where the order hangs on them.
+
+    Attributes:
+        score: `[..., N]`, finite or infinity.
+        error: The most by which an exact score is greater or less, `[..., 1]` or a number.
+        exact: From K places, one index `[K]` for each axis, to their exact scores `[K]` float64.
+    """
+
+    score: Tensor
+    error: Tensor | float
+    exact: Callable[[tuple[Tensor, ...]], Tensor]
+
+    def all(self) -> Tensor:
+        """The exact scores `[..., N]` of all entries."""
+        every = torch.ones_like(self.score, dtype=torch.bool).nonzero(as_tuple=True)
+        return self.exact(every).view(self.score.shape)
+
+
+def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
+    """Ascending indices `[..., count]` of the highest scores `[..., N]`; ties: lowest index.
 
     The same entries as of `stable_topk`, five times sooner on a CPU.
     """
+    if isinstance(score, RoughScores):
+        return _best_of_rough(score, count)
     if score.is_cuda or not 0 < count < score.shape[-1]:  # looking for ties takes longer there
-        return stable_topk(score, count)
-    values, places = score.topk(count, sorted=False)
-    last = values.amin(-1, keepdim=True)
-    alike = score == last
-    if bool((alike.sum(-1) == (values == last).sum(-1)).all()):
-        return places
+        return stable_topk(score, count).sort(dim=-1).values
+    last = score.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    inside = score >= last
+    if int(inside.sum()) == last.numel() * count:  # no row has fewer
+        return marked(inside)
     above = score > last  # `topk` takes any of equal ones
-    wanted = count - above.sum(-1, keepdim=True)
+    wanted, alike = count - above.sum(-1, keepdim=True), score == last
     return marked(above | (alike & (alike.cumsum(-1) <= wanted)))
+
+
+def _best_of_rough(rough: RoughScores, count: int) -> Tensor:
+    """Find the best by exact scores, which only entries near the last of them need."""
+    score = rough.score
+    if not 0 < count < score.shape[-1]:
+        return best_places(rough.all(), count)
+    last = score.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    # The exact score of the last one is at most `error` away, and so is that of any other one.
+    inside = score >= last - 2 * rough.error
+    if int(inside.sum()) == last.numel() * count:
+        return marked(inside)
+    highest = last + 2 * rough.error  # what is above stays
+    places = (inside & (score <= highest)).nonzero(as_tuple=True)
+    if len(places[0]) <= _FEW:
+        _drop_worst(inside, count, places, rough.exact(places))
+        return marked(inside)
+    exact = torch.full(score.shape, -torch.inf, dtype=torch.float64, device=score.device)
+    exact = exact.masked_fill_(score > highest, torch.inf).index_put_(places, rough.exact(places))
+    return best_places(exact, count)
+
+
+_FEW = 64  # entries that are ranked sooner in Python
+
+
+def _drop_worst(inside: Tensor, count: int, places: tuple[Tensor, ...], exact: Tensor) -> None:
+    """Unmark entries at `places` until `inside` has `count` in each row: the lowest, then last."""
+    more, rows = inside.sum(-1) - count, dict[tuple[int, ...], list[tuple[float, int]]]()
+    spots = zip(*(axis.tolist() for axis in places), strict=True)
+    for (*row, place), score in zip(spots, exact.tolist(), strict=True):
+        rows.setdefault(tuple(row), []).append((score, -place))
+    for lead, found in rows.items():
+        for _, place in sorted(found)[: int(more[lead])]:
+            inside[(*lead, -place)] = False
 
 
 # Scores and remainders this close differ by rounding only: float64 is a million times finer.

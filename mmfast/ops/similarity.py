@@ -103,6 +103,18 @@ def relevance(x: Tensor, query: Tensor) -> Tensor:
     return snap((table - table.mean(dim=-2, keepdim=True)).amax(dim=-1))
 
 
+def rough_lengths(rows: Tensor) -> tuple[Tensor, float] | None:
+    """Lengths `[..., N]` of rows `[..., N, d]` in float32, and the share by which they may be off.
+
+    None where a length is not finite, or leaves the range in which squares keep their precision.
+    """
+    lengths = torch.linalg.vector_norm(rows.float(), dim=-1)
+    low, high = map(float, lengths.aminmax())
+    if not (low > 1e-12 and high < 1e18):  # NaN is neither
+        return None
+    return lengths, (rows.shape[-1] + 16) * 2.0**-24  # twice the bound for a sum in any order
+
+
 def sum_of(terms: Iterable[Tensor]) -> Tensor:
     """Sum of at least one tensor."""
     return reduce(Tensor.add, terms)

@@ -25,8 +25,9 @@ _GUMBEL, _HOLDING, _WINDOW_VOTES = keyformer._gumbel, quantised._holding, evicti
 Fault = tuple[str, str, Callable[..., object]]
 
 
-def _least(score: torch.Tensor, count: int) -> torch.Tensor:
-    return ranking.stable_topk(-score, count)
+def _least(score: torch.Tensor | ranking.RoughScores, count: int) -> torch.Tensor:
+    score = score.all() if isinstance(score, ranking.RoughScores) else score
+    return ranking.stable_topk(-score, count).sort(-1).values
 
 
 def _unpooled(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.Tensor:
@@ -103,16 +104,16 @@ def _mixed_windows(text: torch.Tensor, budget: int, first: int, last: int) -> to
     return (place < first) | (place >= text.shape[-1] - (budget - first))
 
 
-def _shifted(keep: torch.Tensor, n: int) -> Reduction:
+def _shifted(keep: torch.Tensor, n: int, ordered: bool = False) -> Reduction:
     return _prune((keep + 1) % n, n)
 
 
-def _unsorted(keep: torch.Tensor, n: int) -> Reduction:
+def _unsorted(keep: torch.Tensor, n: int, ordered: bool = False) -> Reduction:
     good = _prune(keep, n)
     return replace(good, keep=good.keep.flip(-1))
 
 
-def _short(keep: torch.Tensor, n: int) -> Reduction:
+def _short(keep: torch.Tensor, n: int, ordered: bool = False) -> Reduction:
     return _prune(keep[..., :-1], n)
 
 

@@ -64,7 +64,7 @@ class PaidPages:
         if step.depth < self.skip or cost >= step.n or count < 2:
             return StepChoice()
         wanted = max(1, pages_paid(cost, step.n, self.page))
-        table = step.memory.setdefault("means", PageTable(self.page, key_means))
+        table = step.memory.setdefault("means", PageTable(self.page, key_means, columns=True))
         means = table.grow(step.keys, count)
         pages = chosen_pages(step, mean_scores(step.query, means), self.page, wanted, within=True)
         nbytes = means.numel() * means.element_size()

@@ -60,16 +60,18 @@ class BoundedPages:
         wanted = pages_of(self.budget, step.n, self.page)
         if step.depth < self.skip or wanted >= count:
             return StepChoice()
-        pages, nbytes = best_pages(step, self.page, wanted, count)
+        pages, nbytes = best_pages(step, self.page, wanted, count, columns=True)
         return StepChoice(pages, self.page, count * self.page, nbytes=nbytes)
 
 
-def best_pages(step: LayerStep, page: int, wanted: int, count: int) -> tuple[Tensor, int]:
+def best_pages(
+    step: LayerStep, page: int, wanted: int, count: int, columns: bool = False
+) -> tuple[Tensor, int]:
     """Numbers `[B, H, P]` of the best of `count` pages and of those that stay, and bytes read.
 
-    The bounds are kept up in `step.memory["bounds"]`.
+    The bounds are kept up in `step.memory["bounds"]`, by `columns` where no row is read alone.
     """
-    table = step.memory.setdefault("bounds", PageTable(page, key_bounds))
+    table = step.memory.setdefault("bounds", PageTable(page, key_bounds, columns))
     bounds = table.grow(step.keys, count)
     score = bound_scores(step.query, bounds)
     return chosen_pages(step, score, page, wanted), bounds.numel() * bounds.element_size()

@@ -42,6 +42,7 @@ from mmfast.models.kv.notes import (
     fill,
     note_mutual,
     note_vision,
+    real_entries,
     saliency,
 )
 from mmfast.models.kv.output import added_lengths
@@ -66,15 +67,14 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     """
     layer = cache.layers[index]
     notes, length = fill(layer), entries(layer)
-    real = notes[KIND][:, 0] != PADDING  # [B, n]; padding is the same in all heads
-    where = [row.nonzero()[:, 0] for row in real]
+    where = real_entries(notes[KIND])
     reductions = [
         beside(choose(b, mine[: len(mine) - drafts]), drafts) for b, mine in enumerate(where)
     ]
     before, after = sum(map(len, where)), sum(r.m for r in reductions)
     if before == after and all(r.pure for r in reductions):
-        if not bool(real.all()):  # the model's mask is that of a layer which may lose its padding
-            layer.valid = real
+        if before < length * len(where):  # the model's mask is that of a layer without its padding
+            layer.valid = notes[KIND][:, 0] != PADDING
         regroup(cache, index)
         return before, after
     if isinstance(layer, PackedLayer) and all(r.pure for r in reductions):

@@ -7,9 +7,11 @@ follow it through beams, crops and copies.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -136,6 +138,52 @@ def begin(layer: Any, before: int, past: Tensor | None, batch: int) -> None:
     layer.notes = {KIND: kinds, PLACE: places}
 
 
+class _Looked(threading.local):
+    """Kinds that were looked at last, and where they are no padding."""
+
+    kinds: Any = staticmethod(lambda: None)
+    where: tuple[Tensor, ...] = ()
+
+
+_LOOKED = _Looked()
+
+
+def open_notes(layer: Any, sequences: Sequences) -> dict[str, Tensor]:
+    """Notes on a layer that holds no more than the tokens of the call at hand."""
+    batch, n, device = len(layer.keys), sequences.length, layer.keys.device
+    places = torch.arange(n, device=device)
+    kinds = kinds_of(sequences)[:, None].to(device).expand(batch, 1, n)
+    if sequences.ok is None:
+        _LOOKED.kinds, _LOOKED.where = weakref.ref(kinds), (places,) * batch
+    return {KIND: kinds, PLACE: places.expand(batch, 1, n)}
+
+
+# Notes on a layer that held nothing before a call, and what they follow from.
+FreshNotes = tuple[tuple[Any, ...], dict[str, Tensor]]
+
+
+def note_part(
+    layer: Any, sequences: Sequences, past: Tensor | None, fresh: FreshNotes | None
+) -> FreshNotes | None:
+    """Note the kinds and places of what has come; new layers of a call share notes.
+
+    `fresh` is what this returned for a layer before, `past` as of `begin`.
+    """
+    before = entries(layer) - sequences.length
+    if layer.notes is not None or before:
+        if layer.notes is None:
+            begin(layer, before, past, len(layer.keys))
+        arrive(layer, kinds_of(sequences))
+        return fresh
+    # Tokens that leave between layers change these in place.
+    now = sequences, sequences.ok, sequences.index
+    facts = sequences.length, len(layer.keys), layer.keys.device
+    if fresh is None or fresh[0][3] != facts or any(map(is_not, fresh[0], now)):
+        fresh = (*now, facts), open_notes(layer, sequences)
+    layer.notes = dict(fresh[1])
+    return fresh
+
+
 def arrive(layer: Any, kinds: Tensor) -> None:
     """Note the kinds `[B, n]` of the n entries that a call has just stored."""
     notes = fill(layer)
@@ -173,8 +221,20 @@ def remember_basis(layer: Any) -> None:
     """Note how many tokens each row holds, before a policy acts on them."""
     notes = fill(layer)
     kinds = notes[KIND]
-    held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # [B, 1, 1]
+    held = torch.tensor(list(map(len, real_entries(kinds)))).to(kinds.device)[:, None, None]
     layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
+
+
+def real_entries(kinds: Tensor) -> tuple[Tensor, ...]:
+    """Places `[n_b]` of each row of kinds `[B, 1 or H, n]` that are no padding.
+
+    The layers of a call share their kinds, which nobody writes to, so one search does for all.
+    """
+    if _LOOKED.kinds() is not kinds:
+        real = kinds[:, 0] != PADDING  # the same in all heads
+        _LOOKED.where = tuple(row.nonzero()[:, 0] for row in real)
+        _LOOKED.kinds = weakref.ref(kinds)
+    return _LOOKED.where
 
 
 def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:

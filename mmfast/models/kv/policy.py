@@ -75,6 +75,7 @@ from mmfast.ops.quantisation import Quantiser
 class _Account(threading.local):
     """Sums over the layers of a prompt, per thread."""
 
+    fresh: notes.FreshNotes | None = None
     ms: float = 0.0
     before: int = 0
     after: int = 0
@@ -317,9 +318,8 @@ class KVStage:
         `turned` are cosines and sines of its tokens, or of the last one.
         """
         layer, count = shrinkable(cache, index), sequences.length
-        if layer.notes is None:
-            notes.begin(layer, notes.entries(layer) - count, past, len(layer.keys))
-        notes.arrive(layer, notes.kinds_of(sequences))
+        account = self._account
+        account.fresh = notes.note_part(layer, sequences, past, account.fresh)
         masses = dict(masses)
         queries, power = (masses.pop(name, None) for name in (notes.QUERIES, notes.POWER))
         if power is not None:
