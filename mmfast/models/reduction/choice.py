@@ -264,6 +264,9 @@ class SiteRunner:
         self.see(item)
         for reduction in chain.reductions:
             self._trace.record(site.name, item.number, reduction)
+            note = f"item {item.number}: {reduction.note}"
+            if reduction.note and note not in self._trace.notes:
+                self._trace.notes.append(note)
         self.noted.append(chain)
         if site.fuses and (change := chain.text) is not None:
             self.texts.setdefault(item.row, []).append(change)
