@@ -152,7 +152,7 @@ def print_answer(answer: Any, as_json: bool) -> None:
         name, ms = answer.plan.spec or "all tokens", answer.plan.total_ms
         _err.print(f"planned: {name}, predicted after {ms:.0f} ms", style="dim")
     for note in answer.trace.notes:
-        if note.startswith("weights: "):  # others were warned of
+        if note.startswith(("weights: ", "route, ")):  # others were warned of
             _err.print(note, style="dim", highlight=False)
     rows = [
         (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows

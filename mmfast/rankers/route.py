@@ -116,4 +116,4 @@ def route(tokens: Tokens, budget: None, *, sure: float = 0.9, path: str = "") ->
         assert isinstance(chosen, Reduction)
         found = chosen
     why = f"{float(chance[min(number, last - 1)]):.2f} sure"
-    return replace(found, note=f"route: {judge.config['ways'][number]} ({why})")
+    return replace(found, note=f"{judge.config['ways'][number]} ({why})")

@@ -32,7 +32,7 @@ from mmfast.tiny.suites import SuiteCase, suite, suite_of
 
 ITEMS, HELD = 64, 0.2  # of a step, and share of the questions that are never trained on
 LESSONS = 77_000  # added to the seed: exams ask with seeds up to some thousands
-WAYS = ("divprune:8", "divprune:32", "divprune:128")
+WAYS = ("divprune:8", "divprune:32", "all")
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95)
 RESAMPLES = 2000  # of the questions, for an interval
 
@@ -78,7 +78,7 @@ def observe(subject: Subject, cases: Sequence[SuiteCase], ways: Sequence[str]) -
     same, right, tokens = (torch.zeros(len(cases), len(ways), dtype=torch.int64) for _ in range(3))
     for number, way in enumerate(ways):
         with attach(subject.model, None if way == ALL else way) as trace:
-            replies = subject.answers(batch.encoded)
+            replies = answers if way == ALL else subject.answers(batch.encoded)
         counts = token_counts(subject.model, subject.asked.media, batch.inputs, trace)
         for row, (reply, answer, case) in enumerate(zip(replies, answers, cases, strict=True)):
             same[row, number], right[row, number] = reply == answer, reply == case.answer
@@ -234,8 +234,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ways", nargs="+", default=list(WAYS), help="from cheap to dear; `all` keeps all tokens")
     add("--out", type=Path, default=Path("ranked"), help="folder that gets rankers/")
     training.teach_options(parser, rate=1e-3, steps=600)
-    add("--questions", type=int, default=2400, help="to learn from, held-out ones included")
-    add("--exam", type=int, default=800, help="questions about clips of another seed")
+    add("--questions", type=int, default=640, help="to learn from, held-out ones included")
+    add("--exam", type=int, default=400, help="questions about clips of another seed")
     options = parser.parse_args(argv)
     if min(options.questions, options.exam) < 2:
         parser.error("--questions and --exam must be at least 2")
