@@ -1,13 +1,13 @@
 """Which words of an answer are probably made up: a small head beside generation.
 
-HalLoc (Park et al., CVPR 2025, arXiv 2506.10286) labels the tokens of answers that state what a picture does not show
-and runs a light detector beside the model. Here the detector reads what the decoder holds when it
-writes a token; the answer itself stays as it is.
+HalLoc (Park et al., CVPR 2025, arXiv 2506.10286) labels the tokens of answers that state what a
+picture does not show and runs a light detector beside the model. Here the detector reads what the
+decoder holds when it writes a token; the answer itself stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from mmfast.compressors.base import placed, read_module
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import MmfastError, ModelError
 
 FOLDER = "detectors"  # beside the weights of a checkpoint
 NAME = "doubt"
@@ -75,6 +75,14 @@ def load(path: str | Path) -> TokenDoubt:
 def file_of(folder: str | Path) -> Path:
     """The file of a detector beside a checkpoint."""
     return Path(folder) / FOLDER / f"{NAME}.safetensors"
+
+
+def check_plain(check: bool, drafts: bool, how: Mapping[str, Any]) -> None:
+    """Refuse what writes tokens that a detector does not see step by step (MmfastError)."""
+    beams = (how.get("num_beams") or 1) > 1
+    if check and (drafts or beams):
+        name = "decode=" if drafts else "num_beams="
+        raise MmfastError(f"check=True reads plain decoding, one step a token; leave out {name}")
 
 
 def detector_of(model: Any) -> TokenDoubt:
