@@ -222,3 +222,48 @@ def test_the_gain_is_over_a_draw_of_the_same_frequencies() -> None:
 def test_wrong_arguments_are_refused(text: str) -> None:
     with pytest.raises(SystemExit):
         recipe.arguments(text.split())
+
+
+@pytest.mark.slow
+def test_with_its_weights_questions_go_their_own_ways_everywhere() -> None:
+    """The pipeline, a batch and the server agree; colours are read off few tokens."""
+    from scheduling import answers, ask
+
+    from mmfast.frontends.video.reader import read_video
+    from mmfast.models.prompt import Shot
+    from mmfast.serve.engine.base import Finish, Media
+    from mmfast.serve.engine.scheduler import Scheduler
+
+    clip = EMBEDDED.parents[1] / "clips" / "red-circle.mp4"
+    asked = [
+        "Which colour is the circle?",
+        "Which appears first, the red circle or the white cross?",
+    ]
+    pipe = mmfast.pipeline("video-qa", "tiny-video", reduce="route", batch_size=2)
+    found = pipe([str(clip)] * 2, asked)
+    alone = [pipe(str(clip), question) for question in asked]
+    assert [each.text for each in found] == [each.text for each in alone]
+    assert found[0].kept_tokens < found[1].kept_tokens
+    assert [each.kept_tokens for each in found] == [each.kept_tokens for each in alone]
+    notes = [note for note in found[0].trace.notes if note.startswith("route, ")]
+    assert len(notes) == 2 and notes[0].startswith("route, item 0: divprune:8 (")
+    assert (
+        mmfast.pipeline("video-qa", "tiny-video", reduce="route?sure=1.0")(
+            str(clip), asked[0]
+        ).kept_tokens
+        == 288
+    )
+    video = read_video(str(clip), frames=8)
+    media = Media(Shot("video", video.frames, video.metadata()), "red-circle")
+    engine = Scheduler((pipe.model, pipe.processor), chunk=512, memory="200MB")
+    try:
+        requests = [ask(str(i), media, q, tokens=8, reduce="route") for i, q in enumerate(asked)]
+        served = answers(engine, requests)
+    finally:
+        engine.close()
+    for (text, end), known in zip(served, alone, strict=True):
+        assert isinstance(end, Finish) and text.strip() == known.text
+        assert end.trace["kept_tokens"] == known.kept_tokens
+        assert [note.split(": ")[1] for note in end.trace["notes"]] == [
+            note.split(": ")[1] for note in known.trace.notes if note.startswith("route, ")
+        ]
