@@ -1,4 +1,4 @@
-"""Which words of an answer are probably made up: a small head beside generation.
+"""Detection of made-up words: a small head beside generation judges every token of an answer.
 
 HalLoc (Park et al., CVPR 2025, arXiv 2506.10286) labels the tokens of answers that state what a
 picture does not show and runs a light detector beside the model. Here the detector reads what the
@@ -28,7 +28,7 @@ SIGNALS = 2  # beside states: surprise at the token, and entropy of the step
 
 
 @dataclass(frozen=True)
-class Steps:
+class AnswerSteps:
     """Decoder at every token of answers: B rows of L tokens.
 
     Attributes:
@@ -58,7 +58,7 @@ class TokenDoubt(nn.Module):
         self.enter = nn.Linear(2 * width + SIGNALS, inner)
         self.leave = nn.Linear(inner, 1)
 
-    def forward(self, steps: Steps, word: Tensor) -> Tensor:
+    def forward(self, steps: AnswerSteps, word: Tensor) -> Tensor:
         """Judge tokens with embeddings `word` `[B, L, D]`: `[B, L]` float32."""
         signals = torch.stack([steps.surprise, steps.entropy], -1)
         read = torch.cat([self.state(steps.state), self.word(word.float()), signals], -1)
@@ -129,7 +129,7 @@ class StepRecorder:
         finally:
             handle.remove()
 
-    def steps(self, ids: Tensor) -> Steps:
+    def steps(self, ids: Tensor) -> AnswerSteps:
         """Return the steps of the tokens `[B, L]` that were written; ModelError if others ran."""
         if len(self._steps) != ids.shape[1] or len(self._steps[0][0]) != len(ids):
             raise ModelError(
@@ -141,7 +141,7 @@ class StepRecorder:
         )
         same = known == ids.to(known.device)[..., None]
         chosen = best.masked_fill(~same, -torch.inf).amax(-1)
-        return Steps(state, -torch.maximum(chosen, best[..., -1]), entropy)
+        return AnswerSteps(state, -torch.maximum(chosen, best[..., -1]), entropy)
 
 
 @dataclass(frozen=True)

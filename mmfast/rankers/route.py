@@ -93,8 +93,8 @@ def route(tokens: Tokens, budget: None, *, sure: float = 0.9, path: str = "") ->
     Wang et al., 2025 (When to Reason): a classifier of the prompt switches reasoning on only where
     it pays. Here a small head reads the mean embedding of the question and chooses how many visual
     tokens are read. It was taught by the model itself: a way is right for a question if the answer
-    is the one on all tokens. Rows of a batch go their own ways, and so do the clips of a prompt
-    (all of them the same one, as they share the question). The trace says which.
+    is the one on all tokens. Rows of a batch go their own ways; all clips of a prompt go the same
+    one, as they share the question. The trace says which.
 
     Args:
         tokens: Features `x` `[N, D]`, the embedded text `query` `[T, D]`, and a `grid` where a

@@ -19,8 +19,8 @@ from mmfast import MmfastError, ModelError, pipeline
 from mmfast.attach import attach
 from mmfast.compressors.base import save
 from mmfast.models.doubt import (
+    AnswerSteps,
     StepRecorder,
-    Steps,
     TokenDoubt,
     check_plain,
     detector_of,
@@ -61,14 +61,14 @@ def odds(judge: TokenDoubt, state: Tensor, word: Tensor, signals: list[float]) -
 @torch.no_grad()
 def test_the_head_is_that_of_loops() -> None:
     judge, (state, word) = make(), torch.randn(2, 2, 3, 16)
-    steps = Steps(state, torch.rand(2, 3), torch.rand(2, 3))
+    steps = AnswerSteps(state, torch.rand(2, 3), torch.rand(2, 3))
     found = judge(steps, word)
     for row in range(2):
         for at in range(3):
             signals = [float(steps.surprise[row, at]), float(steps.entropy[row, at])]
             known = odds(judge, state[row, at], word[row, at], signals)
             assert math.isclose(float(found[row, at]), known, rel_tol=1e-4, abs_tol=1e-5)
-    swapped = Steps(state, steps.entropy, steps.surprise)  # a planted fault
+    swapped = AnswerSteps(state, steps.entropy, steps.surprise)  # a planted fault
     assert not torch.allclose(judge(swapped, word), found, 1e-3)
 
 
@@ -152,7 +152,7 @@ def described(rows: int = 40, seed: int = 0) -> recipe.Described:
     wrong = (state[:, 2] > 0.8) & (torch.rand(n, generator=rng) < 0.8)
     flat = torch.rand(2, n, generator=rng)
     stated = torch.rand(n, generator=rng) < 0.7
-    steps = Steps(state, flat[0], flat[1])
+    steps = AnswerSteps(state, flat[0], flat[1])
     return recipe.Described(steps, word, stated, wrong & stated, torch.arange(n) // 20)
 
 

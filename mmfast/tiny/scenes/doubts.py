@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from mmfast.attach import attach
-from mmfast.models.doubt import StepRecorder, Steps, TokenDoubt, file_of, load, pieces
+from mmfast.models.doubt import AnswerSteps, StepRecorder, TokenDoubt, file_of, load, pieces
 from mmfast.models.loading import load as load_model
 from mmfast.models.prompt import chat_inputs
 from mmfast.tiny import training
@@ -79,14 +79,14 @@ class Described:
     """Tokens of descriptions: n of them, from `row` `[n]` different ones."""
 
     def __init__(
-        self, steps: Steps, word: Tensor, stated: Tensor, wrong: Tensor, row: Tensor
+        self, steps: AnswerSteps, word: Tensor, stated: Tensor, wrong: Tensor, row: Tensor
     ) -> None:
         self.steps, self.word = steps, word
         self.stated, self.wrong, self.row = stated, wrong, row
 
     def take(self, chosen: Tensor) -> Described:
         """The tokens at these places, or where a mask is True."""
-        steps = Steps(*(each[chosen] for each in vars(self.steps).values()))
+        steps = AnswerSteps(*(each[chosen] for each in vars(self.steps).values()))
         rest = (each[chosen] for each in (self.word, self.stated, self.wrong, self.row))
         return Described(steps, *rest)
 
@@ -99,7 +99,7 @@ class Described:
             first += int(part.row.max()) + 1
         steps = zip(*(vars(part.steps).values() for part in parts), strict=True)
         return cls(
-            Steps(*map(torch.cat, steps)),
+            AnswerSteps(*map(torch.cat, steps)),
             *(torch.cat([vars(p)[name] for p in parts]) for name in ("word", "stated", "wrong")),
             torch.cat(rows),
         )
@@ -119,7 +119,7 @@ def describe(pair: tuple[Any, Any], cases: Sequence[SceneCase], spec: str | None
     stated, wrong = (torch.tensor([mark[k] for mark in marks]) for k in (0, 1))
     real = torch.tensor([[bool(piece) for piece in said] for said in parts])
     row = torch.arange(len(cases))[:, None].expand_as(real)
-    flat = Steps(*(each[real].clone() for each in vars(steps).values()))
+    flat = AnswerSteps(*(each[real].clone() for each in vars(steps).values()))
     return Described(flat, embed[real].clone(), stated[real], wrong[real], row[real])
 
 
