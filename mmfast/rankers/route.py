@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import gelu
@@ -54,7 +55,7 @@ class BudgetRouter(nn.Module):
 
     def __init__(self, width: int, ways: Sequence[str], *, inner: int = 96) -> None:
         super().__init__()
-        self.config = {"width": width, "ways": list(ways), "inner": inner}
+        self.config: dict[str, Any] = {"width": width, "ways": list(ways), "inner": inner}
         if len(ways) < 2:
             raise SpecError(f"a router chooses among two ways or more, not {list(ways)}")
         self.specs = [way_of(way) for way in ways]

@@ -87,8 +87,8 @@ class Described:
     def take(self, chosen: Tensor) -> Described:
         """The tokens at these places, or where a mask is True."""
         steps = AnswerSteps(*(each[chosen] for each in vars(self.steps).values()))
-        rest = (each[chosen] for each in (self.word, self.stated, self.wrong, self.row))
-        return Described(steps, *rest)
+        word, row = self.word[chosen], self.row[chosen]
+        return Described(steps, word, self.stated[chosen], self.wrong[chosen], row)
 
     @classmethod
     def join(cls, parts: Sequence[Described]) -> Described:
