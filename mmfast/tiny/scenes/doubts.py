@@ -98,11 +98,10 @@ class Described:
             rows.append(part.row + first)
             first += int(part.row.max()) + 1
         steps = zip(*(vars(part.steps).values() for part in parts), strict=True)
-        return cls(
-            AnswerSteps(*map(torch.cat, steps)),
-            *(torch.cat([vars(p)[name] for p in parts]) for name in ("word", "stated", "wrong")),
-            torch.cat(rows),
+        word, stated, wrong = (
+            torch.cat([vars(part)[name] for part in parts]) for name in ("word", "stated", "wrong")
         )
+        return cls(AnswerSteps(*map(torch.cat, steps)), word, stated, wrong, torch.cat(rows))
 
 
 @torch.inference_mode()
