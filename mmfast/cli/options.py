@@ -20,7 +20,7 @@ def complete_cache(incomplete: str) -> list[str]:
 
 def complete_decode(incomplete: str) -> list[str]:
     """Kinds of draft and verify that begin as typed."""
-    kinds = ("self:0.1", "self?reduce=", "draft:", "recycle", "lookup")
+    kinds = ("self:0.1", "self?reduce=", "draft:", "exit:", "recycle", "lookup", "bild:")
     return [kind for kind in kinds if kind.startswith(incomplete)]
 
 

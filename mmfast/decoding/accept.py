@@ -8,6 +8,7 @@ alone, whatever q is. The typical rule is that of Medusa (arXiv 2401.10774).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +77,44 @@ def accept_sampled(
         fell = (accepted < counts) & (rest.sum(-1) > 0)
         wanted = torch.where(fell[:, None], rest, wanted)
     return accepted, draw(wanted, v)
+
+
+def accept_among(
+    drafts: Sequence[int], p: Tensor, q: Tensor, u: Tensor, v: Tensor
+) -> tuple[int, int]:
+    """Keep one of several drafts for the same place, or none, so that p alone is said.
+
+    Drafts `[k]` were drawn in turn, each from its row of q `[k, V]`, which may be zero at those
+    before it; p `[V]` are probabilities of the backbone. Rejection in rounds (SpecInfer, arXiv
+    2305.09781; for draws without replacement DySpec, arXiv 2410.11744): behind a draft that falls,
+    norm(max(p - q, 0)) takes the place of p for the next. u `[k]` in [0, 1) decides on drafts, v
+    `[1]` on the token where all fall. Returns the place of the draft that stands, k where none
+    does, and the token.
+    """
+    wanted = p
+    for place, draft in enumerate(drafts):
+        if bool(u[place] * q[place, draft] < wanted[draft]):
+            return place, draft
+        rest = (wanted - q[place]).clamp_(min=0)
+        total = rest.sum()
+        if not total > 0:  # p is q up to rounding, and as good
+            break
+        wanted = rest / total
+    return len(drafts), int(draw(wanted[None], v))
+
+
+def accept_close(
+    drafts: Tensor, logits: Tensor, most: float, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keep drafts while the backbone finds them not too unlikely: they may not be its own words.
+
+    A draft stands where its cross-entropy `-log p(d)` is at most `most` nats: the rollback of BiLD
+    (arXiv 2302.07863). Up to `log 2` only likeliest tokens stand. Drafts `[B, n]` and `logits`
+    `[B, n + 1, V]`; the result is as of `accept_greedy`.
+    """
+    losses = -logits[:, :-1].log_softmax(-1).gather(-1, drafts[..., None]).squeeze(-1)
+    accepted = _leading(losses <= most, counts)
+    return accepted, logits.argmax(-1).gather(1, accepted[:, None]).squeeze(1)
 
 
 def accept_typical(drafts: Tensor, p: Tensor, epsilon: float) -> int:

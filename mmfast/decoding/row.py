@@ -98,7 +98,7 @@ class DraftLength:
         self._chance = 1.0
         if not most:
             return 0
-        if self._worth(self.mean) or self._idle >= _PROBE:
+        if self.worth(self.mean) or self._idle >= _PROBE:
             self._idle = 0
             return most
         self._idle += 1
@@ -115,7 +115,7 @@ class DraftLength:
     def more(self, confidence: float) -> bool:
         """Test if another draft is worth it behind one of this confidence."""
         self._chance *= self.expected(confidence)
-        return self._worth(self._chance * self.mean)
+        return self.worth(self._chance * self.mean)
 
     def end(self, confidences: list[float], accepted: int) -> None:
         """Take in how a run went: drafts behind the first that fell say nothing."""
@@ -127,7 +127,8 @@ class DraftLength:
         self._tokens = _FADE * self._tokens + accepted + 1
         self._spent = _FADE * self._spent + spent
 
-    def _worth(self, chance: float) -> bool:
+    def worth(self, chance: float) -> bool:
+        """Test if a draft that stands with this chance pays for itself."""
         rate = self._tokens / self._spent
         return chance >= (self.costs.draft + self.costs.wide) * max(1.0, rate)
 

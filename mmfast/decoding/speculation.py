@@ -5,11 +5,22 @@ A spec is ``kind[:value][?knob=value&…]``:
 * ``self:0.1``: the model itself drafts, on a share (or a number) of its visual keys and values;
   ``self?reduce=SPEC``: on a prompt that a reducer has shortened.
 * ``draft:DIR``: a smaller model drafts, which may see less: ``?reduce=SPEC`` or ``?media=false``.
+* both take ``?tree=``: a tree of drafts, verified in one pass. ``tree=3`` or ``tree=3x2x1`` are the
+  children of every token, level by level (SpecInfer, Miao et al., arXiv 2305.09781);
+  ``tree=dynamic`` grows where the product of draft probabilities is greatest (DySpec, Xiong et al.,
+  arXiv 2410.11744).
+* ``draft:DIR?learn=1e-4``: the smaller model learns from the places where its drafts fell, at this
+  rate, while it drafts (Online Speculative Decoding, Liu et al., arXiv 2310.07177).
+* ``exit:FILE``: the first layers of the model itself and a trained adapter draft, over the model's
+  own cache, and stop where they are unsure (Kangaroo, Liu et al., arXiv 2404.18911).
 * ``recycle``: Token Recycling (Luo et al., arXiv 2408.08696): the likeliest tokens that followed
   each token when it was verified are the candidates when it comes again.
 * ``lookup``: prompt lookup: what followed the last tokens where they stood before.
 
 All are verified by the model on the whole cache, so that what it says is what it would have said.
+
+* ``bild:DIR`` is the exception (BiLD, Kim et al., arXiv 2302.07863): a smaller model writes alone
+  while it is sure, and the model takes back only what it finds very unlikely. Answers differ.
 """
 
 from __future__ import annotations
@@ -23,16 +34,22 @@ from mmfast.core.errors import SpecError, an, unknown
 from mmfast.core.spec import Budget, check_budget
 from mmfast.core.spec import parse as parse_stages
 
-SELF, DRAFT, RECYCLE, LOOKUP = "self", "draft", "recycle", "lookup"
+SELF, DRAFT, RECYCLE, LOOKUP, BILD = "self", "draft", "recycle", "lookup", "bild"
+EXIT = "exit"
 ATTENTION = "attention"  # the score of self-drafting that is no cache policy
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
-    SELF: {"score": ATTENTION, "reduce": ""},
-    DRAFT: {"media": True, "reduce": ""},
+    SELF: {"score": ATTENTION, "tree": "", "reduce": ""},
+    DRAFT: {"media": True, "tree": "", "learn": 0.0, "reduce": ""},
     RECYCLE: {"width": 8, "tree": 24},
     LOOKUP: {"ngram": 3},
+    EXIT: {},
+    BILD: {"fallback": 0.6, "rollback": 3.0, "media": True, "reduce": ""},
 }
-_EXAMPLES = "'self:0.1', 'self?reduce=divprune:0.1', 'draft:DIR', 'recycle' or 'lookup'"
+_EXAMPLES = (
+    "'self:0.1', 'self?reduce=divprune:0.1', 'draft:DIR', 'exit:FILE', 'recycle' or 'lookup'"
+)
+_LONE = 16  # tokens that the small model of `bild` writes at most before the model reads them
 
 
 @dataclass(frozen=True)
@@ -41,20 +58,26 @@ class DecodePlan:
 
     Attributes:
         text: The spec as it was written.
-        kind: `self`, `draft`, `recycle` or `lookup`.
+        kind: `self`, `draft`, `recycle`, `lookup`, `bild` or `exit`.
         budget: Visual keys and values per layer and head that a `self` draft reads; a share is of
             those of the prompt.
         score: Choice of them: `attention` (of the last tokens of the prompt, pooled over
             neighbours) or the name of a cache policy of role `score`.
-        model: Directory of the draft model.
+        model: Directory of the draft model, or file of the adapter of an early exit.
         reduce: Spec of the reducers that shorten the prompt of the draft.
         media: The draft model sees the media of the prompt.
         ngram: Tokens at the end that `lookup` looks for, fewer where so many are not found.
         width: Candidates that `recycle` remembers of a token.
         tree: Most candidates that `recycle` verifies in one pass, as a tree where the model can.
+        branches: Children of a token in a tree that a model drafts, level by level; the last number
+            is that of all further levels.
+        dynamic: Such a tree grows where its draft is likeliest.
         most: Most drafts of a pass.
         least: Drafts end in front of one that the draft is less confident of.
         adapt: The number of drafts follows what was accepted and what passes cost.
+        learn: Rate at which the draft model learns from drafts that fell; 0 is not at all.
+        rollback: Negative log probability (nats) up to which the model of `bild` lets a draft
+            stand; None lets those stand that it would have said.
     """
 
     text: str
@@ -67,9 +90,13 @@ class DecodePlan:
     ngram: int = 3
     width: int = 8
     tree: int = 24
+    branches: tuple[int, ...] = ()
+    dynamic: bool = False
     most: int = 8
     least: float = 0.3
     adapt: bool = True
+    rollback: float | None = None
+    learn: float = 0.0
 
     def __str__(self) -> str:
         return self.text
@@ -82,7 +109,12 @@ class DecodePlan:
     @property
     def runs_model(self) -> bool:
         """A second pass over a prompt of its own stands behind the drafts."""
-        return self.kind == DRAFT or bool(self.reduce)
+        return self.kind in (DRAFT, BILD) or bool(self.reduce)
+
+    @property
+    def grows(self) -> bool:
+        """A model drafts a tree."""
+        return self.dynamic or bool(self.branches)
 
 
 def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
@@ -102,11 +134,17 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
     found = _knobs(kind, match["knobs"] or "")
     if found.get("reduce"):
         parse_stages(str(found["reduce"]))
+    if kind in (SELF, DRAFT):
+        found |= _branches(kind, str(found.pop("tree", "")))
     value = match["value"]
-    if kind == DRAFT:
+    if kind in (DRAFT, BILD, EXIT):
         if not value:
-            raise SpecError(f"decode {text!r} names no model; write 'draft:DIR'")
+            what, where = ("adapter", "FILE") if kind == EXIT else ("model", "DIR")
+            raise SpecError(f"decode {text!r} names no {what}; write '{kind}:{where}'")
         found["model"] = value
+        if kind == BILD:
+            found = {"most": _LONE, "rollback": _KNOBS[BILD]["rollback"], **found, "adapt": False}
+            found["least"] = found.pop("fallback", _KNOBS[BILD]["fallback"])
     elif kind == SELF:
         found["budget"] = _budget(text, value, bool(found.get("reduce")))
         _check_score(str(found.get("score", ATTENTION)))
@@ -117,7 +155,7 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
 
 def _knobs(kind: str, text: str) -> dict[str, object]:
     """Read knobs; `reduce` takes all that follows, as a spec has knobs of its own."""
-    known = {**_COMMON, **_KNOBS[kind]}
+    known = {**(_COMMON if kind != BILD else {"most": _LONE}), **_KNOBS[kind]}
     text, here, reduce = text.partition("reduce=") if "reduce" in known else (text, "", "")
     if here and not reduce:
         raise SpecError(f"decode {kind!r}: reduce= is empty; write reduce=divprune:0.1")
@@ -141,10 +179,34 @@ def _knobs(kind: str, text: str) -> dict[str, object]:
         number = found.get(name)
         if isinstance(number, int) and not low <= number <= high:
             raise SpecError(f"knob {name}={number} of decode {kind!r}: choose {low} to {high}")
-    least = found.get("least")
-    if isinstance(least, float) and not 0 <= least <= 1:
-        raise SpecError(f"knob least={least} of decode {kind!r} is no probability; choose 0 to 1")
+    for name in ("least", "fallback"):
+        share = found.get(name)
+        if isinstance(share, float) and not 0 <= share <= 1:
+            raise SpecError(
+                f"knob {name}={share} of decode {kind!r} is no probability; choose 0 to 1"
+            )
+    learn = found.get("learn")
+    if isinstance(learn, float) and not 0 <= learn < 1:
+        raise SpecError(f"knob learn={learn} of decode {kind!r} is no rate; write 1e-4")
+    if learn and found.get("tree"):
+        raise SpecError(f"decode {kind!r} learns from chains; leave out learn= or tree=")
+    rollback = found.get("rollback")
+    if isinstance(rollback, float) and not rollback >= 0:
+        raise SpecError(f"knob rollback={rollback} of decode {kind!r} is below 0; write 3.0")
     return found
+
+
+def _branches(kind: str, tree: str) -> dict[str, object]:
+    """Read `dynamic`, or children per level such as `3x2x1`."""
+    if tree in ("", "dynamic"):
+        return {"dynamic": True} if tree else {}
+    levels = tree.split("x")
+    if not all(level.isdecimal() and 1 <= int(level) <= 64 for level in levels):
+        raise SpecError(
+            f"knob tree={tree!r} of decode {kind!r}: write 'dynamic', or the children of a token, "
+            "1 to 64, such as 3 or 3x2x1"
+        )
+    return {"branches": tuple(int(level) for level in levels)}
 
 
 def _budget(text: str, value: str | None, reduced: bool) -> Budget:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -15,7 +16,7 @@ from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.spec import AUTO, Spec
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.row import Costs
-from mmfast.decoding.speculation import DRAFT, LOOKUP, RECYCLE, DecodePlan, Recycler
+from mmfast.decoding.speculation import BILD, DRAFT, EXIT, LOOKUP, RECYCLE, DecodePlan, Recycler
 from mmfast.models import loading
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.decoder.drafters import (
@@ -26,8 +27,11 @@ from mmfast.models.decoder.drafters import (
     RecycleDrafter,
     prompt_reader,
 )
+from mmfast.models.decoder.early_exit import ExitDrafter, ExitReader, ExitStates, load_exit
+from mmfast.models.decoder.online_draft import OnlineLearner
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.decoder.speculation import VerifiedDecoding
+from mmfast.models.decoder.token_tree import TreeDrafter
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.kv.view import ViewStage, view_plan
 from mmfast.models.patching import override
@@ -56,6 +60,11 @@ def check_decode(
     if skips and plan.views:
         raise SpecError(
             f"'{skips[0]}' drops visual keys that decode={plan.text!r} reads; leave out one of them"
+        )
+    if plan.kind == EXIT and (specs or cache is not None):
+        raise SpecError(
+            f"decode={plan.text!r} reads the whole cache of its first layers; leave out reduce= "
+            "and cache=, or use decode='recycle'"
         )
     _check_cache(plan, cache)
     if not plan.views:
@@ -103,10 +112,14 @@ class DraftSource:
         self._costs = Costs(draft, wide, live=plan.adapt)
         self._stage: ViewStage | None = None
         self._draft: Any = None
-        if plan.kind == DRAFT:
-            self._draft = load_draft(plan.model, model)
+        if plan.kind in (DRAFT, BILD):
+            kind = torch.float32 if plan.learn else model.dtype  # small steps vanish in 16 bits
+            self._draft = load_draft(plan.model, model, kind)
         elif plan.runs_model:
             self._draft = loading.twin(model, None)[0]
+        self._exit = load_exit(plan.model, model) if plan.kind == EXIT else None
+        self._states = ExitStates()
+        self._learner = OnlineLearner(self._draft, plan.learn) if plan.learn else None
 
     def views(self, state: PassState) -> ViewStage | None:
         """The stage that chooses what a draft on part of the cache reads; None for other drafts."""
@@ -179,7 +192,12 @@ class DraftSource:
         def make(reader: SequenceReader, text: BatchText) -> Drafter | None:
             return self._drafter(reader, text, kwargs, inputs, drawn)
 
-        output = run.run(kwargs, make)
+        with ExitStack() as stack:
+            if self._exit is not None:
+                stack.enter_context(self._states.watched(model, self._exit.layer))
+            output = run.run(kwargs, make)
+        if self._learner is not None:
+            self._learner.step()
         row = Row("draft", run.proposed, run.accepted, run.drafting * 1e3, peak_bytes())
         row.method = f"{self.plan.text} {run.passes} passes"
         self._trace.rows.append(row)
@@ -202,9 +220,12 @@ class DraftSource:
             return RecycleDrafter(known, plan, trees)
         if plan.kind == LOOKUP:
             return LookupDrafter(text.prompt, plan)
+        if self._exit is not None:
+            return ExitDrafter(ExitReader(reader, self._states, self._exit), plan, vocabulary)
         if self._draft is not None:
             without = None if plan.media and adapter_for(self._draft).media else self._placeholders
-            return ModelDrafter(prompt_reader(self._draft, inputs, without), plan, vocabulary)
+            own = prompt_reader(self._draft, inputs, without)
+            return self._drafting(reader, own, text, vocabulary, None)
         assert self._stage is not None
         view = self._stage.view(reader.cache)
         if view.entries[0] == view.entries[1]:
@@ -213,9 +234,23 @@ class DraftSource:
                 "out; use decode='recycle' for text"
             )
             return None
-        return ModelDrafter(
-            SequenceReader(self._model, kwargs, view.cache), plan, vocabulary, view.sync
-        )
+        own = SequenceReader(self._model, kwargs, view.cache)
+        return self._drafting(reader, own, text, vocabulary, view.sync)
+
+    def _drafting(
+        self,
+        reader: SequenceReader,
+        own: SequenceReader,
+        text: BatchText,
+        vocabulary: int,
+        sync: Callable[[], None] | None,
+    ) -> ModelDrafter:
+        """Drafts of a model as a tree where both caches can read one, else one after the other."""
+        if self._learner is not None:
+            lessons = self._learner.lessons(own)
+            return ModelDrafter(own, self.plan, vocabulary, sync, lessons)
+        trees = self.plan.grows and len(text.said) == 1 and reader.plain and own.even
+        return (TreeDrafter if trees else ModelDrafter)(own, self.plan, vocabulary, sync)
 
     @property
     def _placeholders(self) -> set[int]:
@@ -229,6 +264,11 @@ class DraftSource:
             raise ModelError(
                 f"{spec} takes the likeliest tokens or draws them, and this call is a "
                 f"{mode.value.replace('_', ' ')}; leave out its options, or decode="
+            )
+        if self.plan.kind == BILD and config.do_sample:
+            raise ModelError(
+                f"{spec} takes the likeliest tokens of both models; leave out do_sample, or use "
+                f"decode='draft:{self.plan.model}', which draws as the model does"
             )
         if not kwargs.get("use_cache"):
             raise ModelError(f"{spec} needs a cache; leave out use_cache=False")
@@ -259,7 +299,7 @@ def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "stopping_criteria": StoppingCriteriaList([*own, stop])}
 
 
-def load_draft(where: str, model: Any) -> Any:
+def load_draft(where: str, model: Any, kind: torch.dtype | None = None) -> Any:
     """Load a draft model for `model`, beside it; ModelError where their tokens differ."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -267,7 +307,7 @@ def load_draft(where: str, model: Any) -> Any:
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         text = loading.is_text_model(config.model_type)
         cls = AutoModelForCausalLM if text else loading.answering_class(config)
-        draft = loading.from_pretrained(cls, where, model.device, model.dtype)
+        draft = loading.from_pretrained(cls, where, model.device, kind or model.dtype)
     _check_tokens(where, draft, model)
     return draft
 

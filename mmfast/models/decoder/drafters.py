@@ -77,27 +77,59 @@ class Drafter(Protocol):
         """Take in tokens that stand."""
 
 
+class DraftReader(Protocol):
+    """Reads tokens for a draft: a `SequenceReader`, or what looks like one."""
+
+    model: Any
+    held: int
+
+    def read(self, tokens: Tensor, depths: Tensor | None = None, mask: Any = None) -> Tensor:
+        """Read tokens `[B, n]`; returns their logits `[B, n, V]`."""
+
+    def rewind(self, held: int) -> None:
+        """Go back to the first `held` new tokens."""
+
+
+class DraftLessons(Protocol):
+    """Learns from drafts that fell, in one call of `generate`."""
+
+    def read(
+        self, text: BatchText, held: int, streams: Sequence[Sequence[int]], logits: Tensor
+    ) -> None:
+        """Take in what the verifying model said behind `streams`, which begin at token `held`."""
+
+    def judged(self, row: int) -> None:
+        """Take in that a row has said what stands."""
+
+
 class ModelDrafter:
     """Drafts of a model over a cache of its own, token by token, all rows at once."""
 
     def __init__(
         self,
-        reader: SequenceReader,
+        reader: DraftReader,
         plan: DecodePlan,
         vocabulary: int,
         sync: Callable[[], None] | None = None,
+        lessons: DraftLessons | None = None,
     ) -> None:
-        self.reader, self._plan, self._sync = reader, plan, sync
-        self._vocabulary = vocabulary
+        self.reader, self.plan, self._sync = reader, plan, sync
+        self._vocabulary, self._lessons = vocabulary, lessons
+        self._seen: tuple[BatchText, int] | None = None
 
-    def propose(self, text: BatchText, held: int, length: DraftLength, most: int) -> DraftRun:
-        """Draft until the rows are unsure of what follows, or `most` tokens."""
-        start = time.perf_counter()
+    def begin(self, held: int) -> None:
+        """Let the cache of the draft hold what the verifying model does, `held` tokens, or less."""
         if self._sync is not None:
             self._sync()
             self.reader.held = held
         else:
             self.reader.rewind(min(held, self.reader.held))
+
+    def propose(self, text: BatchText, held: int, length: DraftLength, most: int) -> DraftRun:
+        """Draft until the rows are unsure of what follows, or `most` tokens."""
+        start = time.perf_counter()
+        self.begin(held)
+        self._seen = text, held
         run = DraftRun([[] for _ in text.said], [[] for _ in text.said])
         if text.generators is not None:
             run.q = [[] for _ in text.said]
@@ -105,7 +137,7 @@ class ModelDrafter:
         given = min(map(len, waiting))
         limit = held + 1 + most  # tokens that the verifying pass reads at most
         while True:
-            logits = self._read([mine[:given] for mine in waiting])
+            logits = self.read([mine[:given] for mine in waiting])
             waiting = [mine[given:] for mine in waiting]
             given = 1
             if not self._draft(text, run, waiting, logits, length):
@@ -115,9 +147,19 @@ class ModelDrafter:
         run.seconds = time.perf_counter() - start
         return run
 
-    def _read(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+    def read(
+        self,
+        tokens: Sequence[Sequence[int]],
+        depths: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `[B, V]` behind the last of the next tokens of all rows.
+
+        With `depths` `[n]` and a `mask`, those `[n, V]` behind all n nodes of a tree.
+        """
         ids = torch.tensor([list(each) for each in tokens], device=self.reader.model.device)
-        logits = self.reader.read(ids)[:, -1]
+        logits = self.reader.read(ids, depths, mask)
+        logits = logits[:, -1] if mask is None else logits[0]
         missing = self._vocabulary - logits.shape[-1]  # checkpoints pad their vocabularies
         return F.pad(logits, (0, missing), value=-torch.inf)
 
@@ -153,15 +195,20 @@ class ModelDrafter:
             run.tokens[row].append(token)
             run.sure[row].append(best[row])
             waiting[row].append(token)
-        if len(free) < len(waiting) or not self._plan.adapt:
+        if len(free) < len(waiting) or not self.plan.adapt:
             return True
         return length.more(sure)
 
     def learn(self, streams: Sequence[Sequence[int]], logits: Tensor) -> None:
-        """Learn nothing."""
+        """Hand on what the model said, if anything learns from it."""
+        if self._lessons is not None and self._seen is not None:
+            self._lessons.read(*self._seen, streams, logits)
+            self._seen = None
 
     def tell(self, row: int, tokens: Sequence[int]) -> None:
-        """Learn nothing."""
+        """Hand on that a row was judged."""
+        if self._lessons is not None:
+            self._lessons.judged(row)
 
 
 def fitted(

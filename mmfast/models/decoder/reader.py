@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError, an
 from mmfast.models.cache_name import CACHE
@@ -50,6 +51,14 @@ class SequenceReader:
         `depths` `[n]` are positions counted from the first of them, and `mask` the attention mask
         `[1, 1, n, S]`, where they are no plain sequence.
         """
+        return self.run(tokens, depths, mask)
+
+    def beside(self, cache: Any) -> SequenceReader:
+        """Return a reader of the same prompt over another cache, which holds that prompt alone."""
+        return SequenceReader(self.model, self._kwargs, cache)
+
+    def run(self, tokens: Tensor, depths: Tensor | None = None, mask: Any = None) -> Tensor:
+        """Read as `read` does, with gradients where they are enabled."""
         count = tokens.shape[1]
         kwargs = self._grown(count, depths)
         if mask is not None:
@@ -86,10 +95,20 @@ class SequenceReader:
             layer.values = layer.values.index_select(2, where)
         self.held += len(path) - width
 
-    @property
-    def eager(self) -> bool:
-        """Attention takes masks that are added."""
-        return bool(self._attention == "eager")
+    def tree_mask(self, seen: Tensor) -> Tensor:
+        """Attention mask `[1, 1, n, S]` of n tokens that see all that is held, but for the last m.
+
+        Of the m - n tokens held last, and of each other, they see what `seen` `[n, m]` bool says.
+        """
+        held = max(int(layer.keys.shape[2]) for layer in self.cache.layers)
+        mask = F.pad(seen, (held + len(seen) - seen.shape[1], 0), value=True)[None, None]
+        mask = mask.to(self.model.device)
+        if self._attention != "eager":
+            return mask
+        kind = self.model.dtype  # masks that are added
+        return torch.zeros(mask.shape, dtype=kind, device=mask.device).masked_fill(
+            ~mask, torch.finfo(kind).min
+        )
 
     @property
     def _attention(self) -> Any:
@@ -98,15 +117,38 @@ class SequenceReader:
     @property
     def plain(self) -> bool:
         """All layers hold the whole sequence, unpadded, so that a pass may read a tree."""
+        return self._even and not any(is_short(layer) for layer in self.cache.layers)
+
+    @property
+    def even(self) -> bool:
+        """All layers hold equally many tokens, unpadded, so that a draft may be a tree."""
+        lengths = {layer.keys.shape[2] for layer in self.cache.layers} if self._even else {}
+        ragged = any(getattr(layer, "valid", None) is not None for layer in self.cache.layers)
+        return len(lengths) == 1 and not ragged
+
+    @property
+    def whole(self) -> bool:
+        """All layers hold the whole sequence, which may be padded."""
+        from transformers.cache_utils import DynamicLayer
+
+        return all(
+            plain_kind(layer) is DynamicLayer and not is_short(layer) for layer in self.cache.layers
+        )
+
+    @property
+    def prompt_mask(self) -> Tensor | None:
+        """The attention mask `[B, P]` of the prompt; None where nothing is padded."""
+        mask: Tensor | None = self._kwargs.get("attention_mask")
+        return mask
+
+    @property
+    def _even(self) -> bool:
         from transformers.cache_utils import DynamicLayer
 
         return (
             self._attention in ("sdpa", "eager")
             and self._kwargs.get("attention_mask") is None
-            and all(
-                plain_kind(layer) is DynamicLayer and not is_short(layer)
-                for layer in self.cache.layers
-            )
+            and all(plain_kind(layer) is DynamicLayer for layer in self.cache.layers)
             and not getattr(self.model.config.get_text_config(), "sliding_window", None)
         )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
-from mmfast.decoding.accept import accept_greedy, accept_sampled
+from mmfast.decoding.accept import accept_among, accept_close, accept_greedy, accept_sampled
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.sampling import draw
 from mmfast.decoding.speculation import DecodePlan
@@ -190,10 +190,13 @@ class VerifiedDecoding:
     def _accept(
         self, row: int, drafts: list[int], scores: Tensor, q: list[Tensor] | None
     ) -> tuple[int, int]:
-        """Drafts that stand by the exact rule, and the token behind them."""
+        """Drafts that stand, by the exact rule but for `bild`, and the token behind them."""
         text = self.text
         mine = torch.tensor([drafts], dtype=torch.long, device=scores.device)
         counts = torch.tensor([len(drafts)], device=scores.device)
+        if self.plan.rollback is not None:
+            accepted, token = accept_close(mine, scores[None], self.plan.rollback, counts)
+            return int(accepted), int(token)
         if text.generators is None:
             accepted, token = accept_greedy(mine, scores.argmax(-1)[None], counts)
             return int(accepted), int(token)
@@ -221,38 +224,45 @@ class VerifiedDecoding:
         device = text.prompt.device
         tokens = [text.said[0][-1], *run.tokens[0]]
         seen, depths = tree_mask(parents)
-        past = int(reader.cache.get_seq_length())
-        mask = F.pad(seen, (past, 0), value=True)[None, None].to(device)
-        if reader.eager:
-            low = torch.finfo(self.model.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=device).masked_fill(
-                ~mask, low
-            )
         ids = torch.tensor([tokens], device=device)
-        logits = reader.read(ids, depths, mask)
+        logits = reader.read(ids, depths, reader.tree_mask(seen))
         if drafter is not None:
             drafter.learn([tokens], logits)
         path, here = [0], 0
         while True:
             ids = text.ids(text.said)
             scores = text.process(ids, logits[:, here].clone())
-            if text.generators is None:
-                token = int(scores.argmax(-1))
-            else:
-                token = int(draw(scores.softmax(-1), text.uniform(0, 1).to(device)))
+            children = [i + 1 for i, p in enumerate(parents) if p == here - 1]
+            stands, token = self._among(run, children, scores[0])
             self._keep(0, scores[0], logits[0, here])
             self._say(0, token)
-            children = [i + 1 for i, p in enumerate(parents) if p == here - 1]
-            here = next((c for c in children if tokens[c] == token), -1)
-            if here < 0 or text.over[0]:
+            if stands is None or text.over[0]:
                 break
+            here = stands
             path.append(here)
         reader.keep_path(path, len(tokens))
         self.proposed += len(tokens) - 1
         self.accepted += len(path) - 1
         if self.plan.adapt:
-            self._length.end([run.sure[0][0]] * int(depths.max()), len(path) - 1)
+            tried = path[1:] + children[:1] if stands is None else path[1:]
+            sure = [run.sure[0][node - 1] for node in tried]
+            more = int(depths.max()) - len(sure)
+            self._length.end(sure + sure[-1:] * more, len(path) - 1)
         return len(tokens)
+
+    def _among(self, run: DraftRun, children: list[int], scores: Tensor) -> tuple[int | None, int]:
+        """Return the child of a tree that stands behind scores `[V]`, if any, and the token."""
+        text, drafts = self.text, [run.tokens[0][child - 1] for child in children]
+        if text.generators is not None and run.q is not None and drafts:
+            q = torch.stack([run.q[0][child - 1] for child in children])
+            u, v = (text.uniform(0, n).to(scores.device) for n in (len(drafts), 1))
+            place, token = accept_among(drafts, scores.softmax(-1), q.to(scores.device), u, v)
+            return (children[place] if place < len(children) else None), token
+        if text.generators is None:
+            token = int(scores.argmax(-1))
+        else:
+            token = int(draw(scores.softmax(-1)[None], text.uniform(0, 1).to(scores.device)))
+        return next((c for c, d in zip(children, drafts, strict=True) if d == token), None), token
 
     def _say(self, row: int, token: int) -> None:
         """Let a row say a token, and note where it ends."""

@@ -1,0 +1,203 @@
+"""Training of the adapter of an early exit (Kangaroo) on what its model itself says.
+
+The frozen model goes on from texts once. Behind every token of them the adapter, which reads the
+states of the first layers, learns the distribution of the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmfast.core.errors import ModelError
+from mmfast.models.decoder.early_exit import TRAINING, ExitAdapter, ExitStates, new_adapter
+from mmfast.models.text_chat import load_text
+from mmfast.tiny import training
+from mmfast.tiny.text.evaluate import NAME
+from mmfast.tiny.text.haystack import FactCounts, make_document
+
+HELD = 0.2  # share of the texts that are never trained on
+
+
+@dataclass(frozen=True)
+class ExitLesson:
+    """A text as the first layers see it, and what the whole model makes of it.
+
+    States behind the layer of the exit, and those that the head reads, each `[T, D]`.
+    """
+
+    states: Tensor
+    last: Tensor
+
+
+@torch.no_grad()
+def observe(model: Any, inputs: Mapping[str, Any], layer: int, length: int) -> list[ExitLesson]:
+    """Let a model go on from prompts without padding, at most `length` likeliest tokens.
+
+    `inputs` are those of `generate`; media among them are seen as the model sees them. A text ends
+    where the model ends it. Returns a lesson for each.
+    """
+    start, watch, heads = inputs["input_ids"].shape[1], ExitStates(), list[Tensor]()
+    ids = model.generate(**inputs, max_new_tokens=length, do_sample=False)
+    ends = torch.tensor(_ends(model), device=ids.device)
+    over = torch.isin(ids[:, start:], ends).long().cumsum(1).cumsum(1) > 1  # behind the first
+    counts = (start + (~over).sum(1)).tolist()
+    given = {**inputs, "input_ids": ids}
+    if "attention_mask" in inputs:
+        given["attention_mask"] = torch.ones_like(ids)
+
+    def note(_: Any, args: tuple[Tensor, ...]) -> None:
+        heads.append(args[0].float())
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(note)
+    try:
+        with watch.watched(model, layer):
+            model(**given)
+            states = torch.cat([each for _, each in watch.found], dim=1).float()
+    finally:
+        handle.remove()
+    pairs = zip(states, torch.cat(heads, dim=1), counts, strict=True)
+    return [ExitLesson(early[:count], last[:count]) for early, last, count in pairs]
+
+
+def _ends(model: Any) -> list[int]:
+    found = model.generation_config.eos_token_id
+    return [] if found is None else found if isinstance(found, list) else [found]
+
+
+def divergence(adapter: ExitAdapter, head: Any, lesson: ExitLesson) -> tuple[Tensor, Tensor]:
+    """Mean divergence of the exit from the model over a text, and the places where they agree.
+
+    Cross-entropy with the model's probabilities, as in the paper, less what no draft can gain.
+    """
+    found, _ = adapter(lesson.states[None])
+    q = head(found[0]).float().log_softmax(-1)
+    with torch.no_grad():
+        p = head(lesson.last).float().log_softmax(-1)
+    loss = F.kl_div(q, p, reduction="batchmean", log_target=True)
+    return loss, q.argmax(-1) == p.argmax(-1)
+
+
+class ExitTask(training.Task):
+    """An adapter in training under a frozen model."""
+
+    def __init__(
+        self,
+        adapter: ExitAdapter,
+        head: Any,
+        lessons: Sequence[ExitLesson],
+        *,
+        rate: float,
+        batch: int = 8,
+        seed: int = 0,
+    ) -> None:
+        cut = len(lessons) - max(1, round(HELD * len(lessons)))
+        if cut < 1:
+            raise ModelError(f"{len(lessons)} texts leave none to train on; give 2 or more")
+        self.adapter, self.head, self.batch = adapter.train(), head, batch
+        self.lessons, self.exam = lessons[:cut], lessons[cut:]
+        matrices: list[Any] = [m.weight for m in adapter.modules() if isinstance(m, nn.Linear)]
+        known = {id(each) for each in matrices}
+        rest = [each for each in adapter.parameters() if id(each) not in known]
+        self.optimiser = training.Optimiser(matrices, rest, rate)
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def batches(self, step: int, done: float) -> list[list[ExitLesson]]:
+        """Random texts."""
+        chosen = torch.randint(len(self.lessons), (self.batch,), generator=self.rng).tolist()
+        return [[self.lessons[number] for number in chosen]]
+
+    def loss(self, batch: Sequence[ExitLesson]) -> tuple[Tensor, training.Figures]:
+        """Mean divergence, and the share of tokens that the exit drafts right."""
+        parts = [divergence(self.adapter, self.head, each) for each in batch]
+        total = torch.stack([loss for loss, _ in parts]).mean()
+        right = torch.cat([agrees for _, agrees in parts]).float().mean()
+        return total, {"loss": total.item(), "right": right.item()}
+
+    @torch.no_grad()
+    def look(self) -> training.Figures:
+        """Both figures on held-out texts."""
+        return self.loss(self.exam)[1]
+
+
+def texts(options: argparse.Namespace) -> Iterator[str]:
+    """Lines of `--data`, or endless documents."""
+    if options.data is not None:
+        with options.data.open(encoding="utf-8") as lines:
+            yield from (line.strip() for line in lines if line.strip())
+        return
+    rng = np.random.default_rng([options.seed, 71])
+    while True:
+        yield make_document(4 * options.context, rng, FactCounts(2, 1, 1)).text
+
+
+def gather(model: Any, words: Any, options: argparse.Namespace) -> list[ExitLesson]:
+    """Lessons of prompts that are cut to `context` tokens; ModelError where too few are as long."""
+    lines = list[list[int]]()
+    for text in texts(options):
+        ids = words(text).input_ids[: options.context]
+        if len(ids) == options.context:
+            lines.append(ids)
+        if len(lines) == options.prompts:
+            break
+    if len(lines) < 2:
+        raise ModelError(
+            f"{len(lines)} of the texts have {options.context} tokens; lower --context, or give "
+            "longer lines in --data"
+        )
+    found, source = list[ExitLesson](), iter(lines)
+    while part := list(islice(source, options.batch)):
+        ids = torch.tensor(part, device=model.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found += observe(model, inputs, options.layer, options.length)
+        training.progress("texts", len(found), len(lines))
+    return found
+
+
+def run(options: argparse.Namespace, log: training.Log) -> None:
+    """Train one adapter."""
+    model, words = load_text(options.model, options.device, "float32")
+    model.requires_grad_(False)
+    torch.manual_seed(options.seed)
+    adapter = new_adapter(model, options.layer)
+    with log.stage("texts", prompts=options.prompts):
+        lessons = gather(model, words, options)
+    adapter.to(model.device)
+    head = model.get_output_embeddings()
+    how = {"rate": options.rate, "batch": options.batch, "seed": options.seed}
+    task = ExitTask(adapter, head, lessons, **how)
+    log({"stage": "untrained", "layer": options.layer, **task.look()})
+    training.teach(task, log, options, options.out, adapter, watch=1.0)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog=TRAINING, description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", default=NAME, help="embedded model or folder of a causal language model")
+    add("--data", type=Path, help="texts to go on from, one a line; else documents")
+    add("--layer", type=int, default=1, help="decoder layers in front of the exit")
+    add("--out", type=Path, default=Path("exit.safetensors"), help="file of the adapter")
+    add("--prompts", type=int, default=200, help="texts that the model goes on from")
+    add("--context", type=int, default=64, help="tokens of each")
+    add("--length", type=int, default=48, help="tokens that it adds to each, at most")
+    add("--batch", type=int, default=8, help="texts of a step")
+    training.teach_options(parser, rate=1e-2, steps=1000)
+    add("--device", default="cpu")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train and write the weights and the log."""
+    options = arguments(argv)
+    fields = ("model", "layer", "seed", "minutes", "steps", "prompts", "context", "length")
+    training.Log.record(options.out.parent, run, options, *fields)
