@@ -1,4 +1,4 @@
-"""Options of `generate`: those of a call above those of its pipeline, and seeded draws."""
+"""Arguments of a call: media paired with questions, options of `generate`, and seeded draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from transformers.generation import GenerationMixin
 
 from mmfast.core.errors import MmfastError, an
 from mmfast.models.decoder.draft_stage import SEED
+from mmfast.models.prompt import check_question
 from mmfast.pipelines.options import check_names, check_values, named
+from mmfast.streams.reuse.schema import ModulePrompt
 
 CALL = ("max_new_tokens", "do_sample", "temperature", "top_p", "generation_config", "seed")
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
@@ -97,3 +99,49 @@ def seeded(seed: int, streamer: Any) -> Callable[..., Any]:
 
     decode.__dict__[SEED] = seed  # where drafts are verified, the draws are theirs
     return decode
+
+
+def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple[Any, str]], bool]:
+    """Pair media with questions; says whether the caller asked for a list.
+
+    Of clips, a list of arrays or PIL images with ONE question is one clip given as frames; a list
+    of paths or bytes, or a list of questions, means several inputs. Of `images`, a list is always
+    several inputs and a tuple one, with all its images in the prompt. MmfastError: lists of
+    different lengths, an empty list, or an empty question.
+    """
+    many = _many_images(media) if images else _many_clips(media, question)
+    if isinstance(question, (list, tuple)):
+        items = list(media) if many else [media] * len(question)
+        if len(items) != len(question) or not items:
+            raise MmfastError(
+                f"{len(items)} media and {len(question)} questions; give one question per media"
+            )
+        return [(m, check_question(q)) for m, q in zip(items, question, strict=True)], True
+    text = check_question(question)
+    if many and media:
+        return [(m, text) for m in media], True
+    return [(media, text)], False
+
+
+def several(media: Any, name: str) -> bool:
+    """Tell whether the media given as `images` or `videos` are several inputs."""
+    return isinstance(media, (list, tuple)) and (name == "images" or _many_clips(media, ""))
+
+
+def _many_images(media: Any) -> bool:
+    """Tell whether each element is an input; rows of numbers are an image written as a list."""
+    return isinstance(media, list) and not any(isinstance(m, list) for m in media)
+
+
+def _many_clips(media: Any, question: Any) -> bool:
+    if not isinstance(media, (list, tuple)) or not media:
+        return False
+    questions = len(question) if isinstance(question, (list, tuple)) else 1
+    if all(
+        isinstance(m, (str, bytes, ModulePrompt)) or hasattr(m, "__fspath__") or hasattr(m, "read")
+        for m in media
+    ):
+        return True
+    # Arrays of rank 4 are clips; images and rank-3 arrays are frames of one clip unless there is
+    # exactly one question for each.
+    return getattr(media[0], "ndim", 3) != 3 or len(media) == questions

@@ -40,7 +40,7 @@ RANGES = (
     ("a number of at least 0", 0, MOST, "delay quiet temperature"),
     ("a number above 0 and at most 1", ABOVE, 1, "frame_cache top_p typical_p"),
     ("a number from 0 to 1", 0, 1, "gate min_p"),
-    ("True or False", 0, 1, "do_sample"),
+    ("True or False", 0, 1, "check do_sample"),
 )
 NUMBERS = {name: (each[1], each[2], each[0]) for each in RANGES for name in each[3].split()}
 READERS: dict[str, Callable[[Any], Any]] = {

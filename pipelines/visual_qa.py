@@ -25,6 +25,7 @@ from mmfast.frontends.video.reader import read_video
 from mmfast.models.attention import with_attn
 from mmfast.models.cost import FirstToken, encoder_timer
 from mmfast.models.decoder.grouped import grouped
+from mmfast.models.doubt import Doubt, StepRecorder, check_plain, detector_of, doubts
 from mmfast.models.families.adapter import add_views, check_media, token_counts
 from mmfast.models.kv.growing import growing_cache
 from mmfast.models.loading import load
@@ -41,7 +42,7 @@ from mmfast.models.prompt import (
 )
 from mmfast.models.reduction.check import check
 from mmfast.models.text_stream import stream_text, stripped
-from mmfast.pipelines.generation import CALL, GENERATE, merged, seeded
+from mmfast.pipelines.generation import CALL, GENERATE, merged, pair_up, seeded, several
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
@@ -70,7 +71,8 @@ class Answer:
     to the first token, reading the media included. `visual_tokens` are those the model would have
     got, separators not counted, `kept_tokens` those left after the last stage. `plan` is what the
     planner chose and predicted, where a target was given. `note` says what of the input is unlike
-    all that the embedded model was trained on.
+    all that the embedded model was trained on. `doubts` are, with `check=True`, the pieces of the
+    answer in order, each with the probability that it is made up.
     """
 
     text: str
@@ -80,6 +82,7 @@ class Answer:
     kept_tokens: int = 0
     plan: Plan | None = field(default=None, repr=False)
     note: str = ""
+    doubts: tuple[Doubt, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return self.text
@@ -95,52 +98,9 @@ class Answer:
         }
         if self.plan is not None:
             document["plan"] = self.plan.to_dict(self.ttft_ms)
+        if self.doubts:
+            document["doubts"] = [[each.text, round(each.chance, 4)] for each in self.doubts]
         return document | ({"note": self.note} if self.note else {})
-
-
-def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple[Any, str]], bool]:
-    """Pair media with questions; says whether the caller asked for a list.
-
-    Of clips, a list of arrays or PIL images with ONE question is one clip given as frames; a list
-    of paths or bytes, or a list of questions, means several inputs. Of `images`, a list is always
-    several inputs and a tuple one, with all its images in the prompt. MmfastError: lists of
-    different lengths, an empty list, or an empty question.
-    """
-    many = _many_images(media) if images else _many_clips(media, question)
-    if isinstance(question, (list, tuple)):
-        items = list(media) if many else [media] * len(question)
-        if len(items) != len(question) or not items:
-            raise MmfastError(
-                f"{len(items)} media and {len(question)} questions; give one question per media"
-            )
-        return [(m, check_question(q)) for m, q in zip(items, question, strict=True)], True
-    text = check_question(question)
-    if many and media:
-        return [(m, text) for m in media], True
-    return [(media, text)], False
-
-
-def _several(media: Any, name: str) -> bool:
-    return isinstance(media, (list, tuple)) and (name == "images" or _many_clips(media, ""))
-
-
-def _many_images(media: Any) -> bool:
-    """Tell whether each element is an input; rows of numbers are an image written as a list."""
-    return isinstance(media, list) and not any(isinstance(m, list) for m in media)
-
-
-def _many_clips(media: Any, question: Any) -> bool:
-    if not isinstance(media, (list, tuple)) or not media:
-        return False
-    questions = len(question) if isinstance(question, (list, tuple)) else 1
-    if all(
-        isinstance(m, (str, bytes, ModulePrompt)) or hasattr(m, "__fspath__") or hasattr(m, "read")
-        for m in media
-    ):
-        return True
-    # Arrays of rank 4 are clips; images and rank-3 arrays are frames of one clip unless there is
-    # exactly one question for each.
-    return getattr(media[0], "ndim", 3) != 3 or len(media) == questions
 
 
 class VisualQA:
@@ -170,6 +130,8 @@ class VisualQA:
             (and of pictures seen elsewhere, of which every layer reads that share of the tokens
             again; with `"kvcomm"` none, but offsets that other pictures tell). Questions of a
             batch are then asked one by one.
+        check: Judge every token of an answer by the detector beside the weights (`Answer.doubts`):
+            which words are probably made up. Plain decoding alone.
         store: A `mmfast.ReuseStore` that pipelines share, or a folder of one; None: 1 GB of main
             memory.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
@@ -214,6 +176,7 @@ class VisualQA:
         prefill: str | None = None,
         attn: str | None = None,
         reuse: str | None = None,
+        check: bool = False,
         store: ReuseStore | str | Path | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -240,6 +203,8 @@ class VisualQA:
             if again is None and store is not None:
                 raise MmfastError("store= keeps nothing without reuse=; give reuse='prefix' too")
             check_alone(self.target, reduce)
+            self.check = check
+            check_plain(check, self.decode is not None, self._own)
             self.generate = merged(self._own, {})
         self.embedded = model is None
         self._warned = False
@@ -250,6 +215,8 @@ class VisualQA:
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
         self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
+        if check:
+            detector_of(self.model)  # an error of its own where there is none
         self.packing = use_weights(self.model, weights, model)
         self.reuse: MediaReuse | None = None
         if again is not None:
@@ -298,6 +265,8 @@ class VisualQA:
         pairs, many, wanted, how = self._asked(media, question, options)
         if many or (how.get("num_beams") or 1) > 1:
             raise MmfastError("stream() answers one question, and without num_beams; call the pipe")
+        if self.check:
+            raise MmfastError("stream() tells no doubts; call the pipe, or leave out check=True")
         inputs, items = self._inputs(pairs, Trace())
         reduce, cache = self.reduce, None
         if wanted:
@@ -322,6 +291,7 @@ class VisualQA:
         with within(self.task):
             wanted = self._wanted({k: options.pop(k) for k in TARGET if k in options})
             how = merged(self._own, options)
+            check_plain(self.check, False, how)
         for name in given.keys() - {own}:
             raise MediaError(f"{self.task} takes no {name}=; use {name[:-1]}-qa")
         if (given and media is not None) or (text is not None and question is not None):
@@ -337,7 +307,7 @@ class VisualQA:
         if isinstance(chats, (list, tuple)) and chats and all(map(is_chat, chats)):
             if fill is not None and chats is chat:
                 raise MmfastError(f"{own}= goes with one conversation; write them inside of each")
-            own_parts = [] if fill is None else fill if _several(fill, own) else [fill]
+            own_parts = [] if fill is None else fill if several(fill, own) else [fill]
             return [(read_chat(c, own_parts), None) for c in chats], chats is chat, wanted, how
         if media is None:
             raise MmfastError(f"there is no {self.kind} to ask about; give one, or a conversation")
@@ -455,6 +425,7 @@ class VisualQA:
             turn_of(self.model),
             encoder_timer(self.model) as encode,
             self._attached(inputs, reduce, how, plan.cache if plan else None) as (trace, given),
+            StepRecorder().on(self.model) if self.check else nullcontext() as recorder,
         ):
             output = self.run(given, how, streamer=first)
         end = time.perf_counter()
@@ -477,9 +448,13 @@ class VisualQA:
         trace.rows[:0] = [*reading.rows, Row("encode", visual, visual, encode.ms, peak_bytes())]
         texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
         ttft = (first.at - start) * 1e3
+        told: list[tuple[Doubt, ...]] = [()] * len(texts)
+        if recorder is not None:
+            with trace.stage("check"):
+                told = doubts(self.model, self.processor.tokenizer, recorder, output[:, prompt:])
         return [
-            Answer(text.strip(), trace, ttft, n, m, plan, note)
-            for text, (n, m), note in zip(texts, counts, notes, strict=True)
+            Answer(text.strip(), trace, ttft, n, m, plan, note, doubt)
+            for text, (n, m), note, doubt in zip(texts, counts, notes, told, strict=True)
         ]
 
     @contextmanager

@@ -17,6 +17,7 @@ _Compare = Annotated[
     str | None,
     typer.Option(metavar="[SPEC]", help="Time SPEC, or --reduce and --cache, and all tokens."),
 ]
+_Check = Annotated[bool, typer.Option("--check", help="Say which words are probably made up.")]
 _Overlay = Annotated[
     Path | None,
     typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
@@ -44,6 +45,7 @@ def ask(
     max_memory: shared.Memory = None,
     quality: shared.Quality = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 128,
+    check: _Check = False,
     compare: _Compare = None,
     save_overlay: _Overlay = None,
     as_json: shared.Json = False,
@@ -68,12 +70,11 @@ def ask(
         check_target(save_overlay)
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
     given = {"reduce": reduce, "cache": cache, "decode": decode, "prefill": prefill, "attn": attn}
-    more = {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
+    more = {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder, check)}
     more |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
     pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **more)
     pipe.tick = shared.silent if as_json else pipe.tick
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ScopeWarning)  # the answer has a note of it
+    with warnings.catch_warnings(action="ignore", category=ScopeWarning):  # noted in the answer
         answer = pipe(media, question)
     if save_overlay is not None:
         save_sheet(pipe.overlay(media, answer.trace), save_overlay)
@@ -85,13 +86,13 @@ def ask(
     print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
 
 
-def _kept(reuse: str | None, folder: Path | None) -> dict[str, Any]:
-    """Return what later questions find, and the folder of it, as options of a pipeline."""
+def _kept(reuse: str | None, folder: Path | None, check: bool) -> dict[str, Any]:
+    """Return options of a pipeline: what later questions find, its folder, and `check`."""
     from mmfast.planner.rates import cache_folder
 
     if reuse is None and folder is None:
-        return {}
-    return {"reuse": reuse, "store": folder or cache_folder() / "reuse"}
+        return {"check": check}
+    return {"check": check, "reuse": reuse, "store": folder or cache_folder() / "reuse"}
 
 
 def _beside(stock: Any, pipe: Any, media: str, question: str) -> dict[str, Any]:

@@ -148,11 +148,15 @@ def print_answer(answer: Any, as_json: bool) -> None:
         f"first token after {answer.ttft_ms:.0f} ms",
         style="dim",
     )
+    if answer.doubts:
+        worst = sorted(answer.doubts, key=lambda each: -each.chance)[:5]
+        told = ", ".join(f"{each.text.strip()} {each.chance:.2f}" for each in worst)
+        _err.print(f"probably made up: {told}", style="dim", highlight=False)
     if answer.plan is not None:
         name, ms = answer.plan.spec or "all tokens", answer.plan.total_ms
         _err.print(f"planned: {name}, predicted after {ms:.0f} ms", style="dim")
     for note in answer.trace.notes:
-        if note.startswith("weights: "):  # others were warned of
+        if note.startswith(("weights: ", "route, ")):  # others were warned of
             _err.print(note, style="dim", highlight=False)
     rows = [
         (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows

@@ -203,6 +203,7 @@ class Reduction:
         pure: Every output is one untouched source, so `apply` is a gather.
         vectors: `[..., M, D]` outputs that a learned compressor computed, which `apply` returns.
         text: `[..., T, D]` what a learned compressor adds to the embeddings of the question.
+        note: What the method says of its choice, for the trace.
     """
 
     keep: Tensor
@@ -213,6 +214,7 @@ class Reduction:
     pure: bool = False
     vectors: Tensor | None = None
     text: Tensor | None = None
+    note: str = ""
 
     @property
     def n(self) -> int:

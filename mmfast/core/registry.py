@@ -65,6 +65,7 @@ class Method:
         temporal: It compares the frames of a video, so it needs more than one frame.
         rate: A compressor of text before a question: a whole-number budget is the rate by which it
             shrinks, and the model side makes what it puts there.
+        routes: It chooses one of several reductions by the question; a spec gives it no budget.
         coupled: With `parity=true` the items of a batch decide together, as in the reference.
         rough: The same scores as of `fn`, near enough in float32 and exact on demand:
             `(tokens, budget, **knobs) -> RoughScores`, or None where float32 does not do.
@@ -96,6 +97,7 @@ class Method:
     resizes: bool = False
     temporal: bool = False
     rate: bool = False
+    routes: bool = False
     coupled: bool = False
     rough: Callable[..., Any] | None = field(default=None, repr=False)
     stream: Callable[..., Any] | None = field(default=None, repr=False)
@@ -122,6 +124,8 @@ class Method:
     @property
     def takes(self) -> str:
         """Meaning of its budget, in words."""
+        if self.routes:
+            return "none: the ways that it chooses from have their own"
         if self.rate:
             return "rate by which text shrinks, as it was trained for"
         if self.learned:
@@ -142,7 +146,7 @@ class Method:
         if self.learned:
             return f"{self.name}:{2 if self.rate else 1}"
         repeats = self.adaptive and self.sites[0] == "pixel"  # it finds what repeats
-        if self.kind == "head" or repeats:
+        if self.kind == "head" or repeats or self.routes:
             return "" if self.kind == "head" else self.name
         budgets = {"retrieve": "16", "store": "4", "position": "64", "score": "0.5"}
         budgets |= {"select": "0.1", "mass": "0.95", "read": "0.3"}

@@ -174,6 +174,11 @@ def _parse_stage(text: str, kind: str, among: Sequence[Method]) -> Spec:
             f"{method.name!r} needs a budget; write '{method.name}:0.25' for a share "
             f"or '{method.name}:64' for a number of tokens"
         )
+    if budget is not None and method.routes:
+        raise SpecError(
+            f"{method.name!r} takes no budget: it chooses among ways that have their own; write "
+            f"'{method.example}'"
+        )
     spec = Spec(method, site, layer, budget, _parse_knobs(method, match["knobs"]))
     if method.learned and isinstance(budget, float) and not spec.whole:
         raise SpecError(

@@ -13,6 +13,7 @@ import torch
 
 from mmfast.compressors.base import config_of, placed
 from mmfast.core.errors import ModelError
+from mmfast.core.registry import get
 from mmfast.core.tokens import Tokens
 
 FOLDER = "rankers"  # beside the weights of a checkpoint
@@ -22,6 +23,10 @@ def training(name: str, layer: int | None = None) -> str:
     """The command that trains a ranking."""
     layers = "" if layer is None else f" --layers {layer}"
     return f"python -m mmfast.rankers.train{layers} --ranker {name}"
+
+
+def _example(name: str) -> str:
+    return get(name, "ranker").example
 
 
 def file_of(folder: str | Path, name: str, layer: int | None = None) -> Path:
@@ -43,7 +48,7 @@ def find(home: str | Path, name: str, layer: int | None = None, path: str = "") 
         missing = f"no file {path!r}" if path else f"{str(home)!r} has no {FOLDER}/{file.name}"
         raise ModelError(
             f"'{spec}' is learned, and {missing}{have}; train it with `{training(name, layer)}`, "
-            f"or name a file: {spec}:0.25?path=FILE"
+            f"or name a file: {_example(name).replace(name, spec)}?path=FILE"
         )
     mine = config_of(file, "ranking", name).get("layer")
     if mine != layer:
@@ -62,7 +67,7 @@ def fitted(name: str, path: str, tokens: Tokens, load: Callable[[str], Any]) -> 
     if not Path(path).is_file():
         raise ModelError(
             f"{name!r} is learned and {path!r} is no file; attach it to a model that has weights, "
-            f"or name a file: {name}:0.25?path=FILE"
+            f"or name a file: {_example(name)}?path=FILE"
         )
     module = placed(path, tokens.x.device, torch.float32, load)
     width = module.config["width"]

@@ -7,6 +7,7 @@ import importlib
 
 # Recipes, a layer above, imported when run.
 RECIPES = {"top": "mmfast.tiny.rankers", "bavit": "mmfast.tiny.video.background"}
+RECIPES |= {"route": "mmfast.tiny.router"}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)

@@ -309,9 +309,18 @@ def _prefill_rows(method: Method, folder: Path) -> list[str]:
 def _ranker_rows(method: Method, folder: Path) -> list[str]:
     how = f"--layers {method.layer}" if method.sites[0] == "llm" else f"--ranker {method.name}"
     command = f"python -m mmfast.rankers.train {how}"
+    if _shipped(method, folder.parent):
+        return [
+            f"`tiny-video` has weights, which `{command}` trained; the log beside them has the "
+            "figures of questions about other clips."
+        ]
     return [
         f"Not measured here: weights fit one model, and none are shipped; `{command}` trains some."
     ]
+
+
+def _shipped(method: Method, assets: Path) -> bool:
+    return (assets / "models" / "tiny-video" / "rankers" / f"{method.name}.safetensors").is_file()
 
 
 def _scored(spec: str) -> bool:
@@ -334,7 +343,8 @@ def _example(method: Method) -> str:
         question = "What is in the picture?"
         options = f'model="Qwen/Qwen2.5-VL-7B-Instruct", reduce="{method.example}"'
     elif method.kind == "ranker":
-        options = f'model="DIR", reduce="{method.example}"'
+        name = "tiny-video" if _shipped(method, ROOT / "assets") else "DIR"
+        options = f'model="{name}", reduce="{method.example}"'
     else:
         options = f'reduce="{method.example}"'
     return _PIPELINE.format(task=task, options=options, media=media, question=question)

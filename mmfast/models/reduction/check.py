@@ -200,9 +200,10 @@ def refuse_files(specs: Sequence[Spec]) -> None:
     """Refuse stages that name a file, for callers that must not choose what is read (SpecError)."""
     for spec in specs:
         if spec.knobs.get("path"):
+            budget = "" if spec.budget is None else f":{spec.budget}"
             raise SpecError(
                 f"'{spec}' names a file, which a request must not; put the weights beside the "
-                f"served checkpoint and write '{spec.method.name}:{spec.budget}'"
+                f"served checkpoint and write '{spec.method.name}{budget}'"
             )
 
 

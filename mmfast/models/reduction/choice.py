@@ -262,8 +262,11 @@ class SiteRunner:
 
     def _note(self, site: Site, item: MediaItem, chain: Chain) -> None:
         self.see(item)
-        for reduction in chain.reductions:
+        for spec, reduction in zip(site.specs, chain.reductions, strict=False):
             self._trace.record(site.name, item.number, reduction)
+            note = f"{spec.method.name}, item {item.number}: {reduction.note}"
+            if reduction.note and note not in self._trace.notes:
+                self._trace.notes.append(note)
         self.noted.append(chain)
         if site.fuses and (change := chain.text) is not None:
             self.texts.setdefault(item.row, []).append(change)

@@ -177,6 +177,7 @@ def _joined(
         kept_tokens=kept_tokens(visual, trace),
         rows=document["rows"],
         reductions=document["reductions"],
+        notes=list(trace.notes),
         images=_images(model, prepared.inputs, sequences),
         recipe=_recipe(prepared, sequences, trace),
     )

@@ -106,6 +106,7 @@ class Embedded:
     kept_tokens: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)
     reductions: list[dict[str, Any]] = field(default_factory=list)  # of `Trace.to_dict()`
+    notes: list[str] = field(default_factory=list)  # of its stages
 
     @property
     def length(self) -> int:
@@ -120,7 +121,7 @@ class Embedded:
     @property
     def trace(self) -> dict[str, Any]:
         """Entries of the trace, without tensors."""
-        names = ("rows", "reductions", "visual_tokens", "kept_tokens")
+        names = ("rows", "reductions", "visual_tokens", "kept_tokens", "notes")
         return {**{name: getattr(self, name) for name in names}, "prompt": self.length}
 
 
