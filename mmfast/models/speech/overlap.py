@@ -313,10 +313,19 @@ class OverlapSession:
         self._buffer, self._before, self._dropped = torch.zeros(AROUND[0]), 0, 0
         self._pushed = 0
 
+    @property
+    def pushed(self) -> float:
+        """Seconds of sound so far."""
+        return self._pushed / RATE
+
     def push(self, pcm: Tensor) -> Iterator[HeardWindow]:
-        """Take sound `[n]` at 16 kHz; yield the windows that it completes."""
+        """Take sound `[n]` at 16 kHz; yield the windows that it completes.
+
+        Samples that are no numbers are silence, as a line that breaks must not end a session.
+        """
         self._pushed += len(pcm)
-        yield from self._add(pcm)
+        clean = torch.nan_to_num(pcm.detach().float().cpu(), posinf=0.0, neginf=0.0)
+        yield from self._add(clean.clamp(-1.0, 1.0))
 
     def finish(self) -> Iterator[HeardWindow]:
         """End the stream; yield the last windows."""
