@@ -209,7 +209,7 @@ class SpeechTranslation:
         pieces = [piece for chunk in sound.split(CHUNK) for piece in session.push(chunk)]
         pieces += session.finish()
         if isinstance(session, OverlapInterpreter):
-            return self._of_two(pieces, len(sound) / RATE, session)
+            return self._of_two(pieces, len(sound) / RATE, session.trace)
         seconds, end = len(sound) / RATE, max((piece.at for piece in pieces), default=0.0)
         delays = [piece.at for piece in pieces for _ in range(piece.words)]
         heard = " ".join(piece.heard for piece in pieces if piece.final).strip()
@@ -218,21 +218,20 @@ class SpeechTranslation:
         unknown = tuple(self.translator.unknown(heard))
         return Translation(text, heard, seconds, lag, tuple(pieces), unknown, session.trace)
 
-    def _of_two(
-        self, pieces: list[Translated], seconds: float, session: OverlapInterpreter
-    ) -> Translation:
+    def _of_two(self, pieces: list[Translated], seconds: float, trace: Trace) -> Translation:
         heard, texts, lags = list[str](), list[str](), list[float]()
-        for speaker, (begin, end) in enumerate(session.spans):
+        for speaker in range(CHANNELS):
             own = [piece for piece in pieces if piece.speaker == speaker]
+            if not own:
+                continue
             heard.append(" ".join(piece.heard for piece in own if piece.final))
             texts.append(joined(own))
+            begin, end = own[0].span[0], own[-1].span[1]
             delays = [piece.at - begin for piece in own for _ in range(piece.words)]
-            lags += [average_lagging(delays, end - begin)] if delays else []
-        both = "\n".join(filter(None, heard))
-        return Translation(
-            "\n".join(filter(None, texts)), both, seconds, sum(lags) / max(1, len(lags)),
-            tuple(pieces), tuple(self.translator.unknown(both)), session.trace,
-        )  # fmt: skip
+            lags.append(average_lagging(delays, end - begin))
+        both, lag = "\n".join(heard), sum(lags) / max(1, len(lags))
+        unknown = tuple(self.translator.unknown(both))
+        return Translation("\n".join(texts), both, seconds, lag, tuple(pieces), unknown, trace)
 
     def stream(
         self, media: Any, rate: int = RATE, policy: str | WritePolicy | None = None

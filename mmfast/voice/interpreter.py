@@ -38,6 +38,7 @@ class Translated:
         heard: The source of this sentence, as it was understood so far.
         final: True at the end of a sentence, whose text may be "".
         speaker: Whose words they are, 0 or 1; None where there is one speaker.
+        span: With it, the ends of the first and the last word heard of the sentence, in seconds.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Translated:
     heard: str
     final: bool = False
     speaker: int | None = None
+    span: tuple[float, float] = (0.0, 0.0)
 
 
 class SentenceWriter:
@@ -335,10 +337,6 @@ class OverlapInterpreter:
         every, context: Seconds that are written down at once, and heard on both sides of them.
         silence: Seconds of silence that end a sentence.
 
-    Attributes:
-        spans: Ends of the first and the last word of each speaker in seconds, 0 of one who says
-            nothing.
-
     Raises:
         SpecError: A policy, or a number of seconds, that there is not.
     """
@@ -363,7 +361,7 @@ class OverlapInterpreter:
         self._session = self._ear.open(*self._seconds)
         self._writers = [self._writer() for _ in range(CHANNELS)]
         self._heard: list[list[str]] = [[] for _ in range(CHANNELS)]
-        self.spans = [(0.0, 0.0)] * CHANNELS
+        self._spans = [(0.0, 0.0)] * CHANNELS  # of the newest sentences
         self._over = False
 
     def _writer(self) -> SentenceWriter | InterleavedWriter:
@@ -398,13 +396,14 @@ class OverlapInterpreter:
 
     def _window(self, window: HeardWindow) -> Iterator[Translated]:
         for word in window.words:
-            begin, last = self.spans[word.speaker]
+            begin, last = self._spans[word.speaker]
             if word.at - last > self._pause:
                 yield from self._end(word.speaker, window.at)
+            begin = begin if self._heard[word.speaker] else word.at
             self._heard[word.speaker].append(word.text)
-            self.spans[word.speaker] = begin or word.at, word.at
+            self._spans[word.speaker] = begin, word.at
         for speaker, heard in enumerate(self._heard):
-            if window.until - self.spans[speaker][1] > self._pause:
+            if window.until - self._spans[speaker][1] > self._pause:
                 yield from self._end(speaker, window.at)
             elif heard and any(word.speaker == speaker for word in window.words):
                 piece = self._write(speaker, window.at)
@@ -422,4 +421,4 @@ class OverlapInterpreter:
         text, words = writer.read(self._heard[speaker], over)
         self._clock.count("translate", start)
         heard = writer.transcript or " ".join(self._heard[speaker])
-        return Translated(text, at, words, heard, over, speaker)
+        return Translated(text, at, words, heard, over, speaker, self._spans[speaker])
