@@ -231,11 +231,12 @@ class RightEar:
         return self
 
     def push(self, pcm: Tensor) -> Iterator[HeardWindow]:
-        """Yield the words that end in sound `[n]`."""
+        """Yield the words that end in sound `[n]`, then the silence."""
         self.pushed += len(pcm) / RATE
         while self._words and self._words[0][0].at <= self.pushed:
             word, speaker = self._words.pop(0)
             yield HeardWindow([SpeakerWord(speaker, word.text, word.at)], word.at, word.at)
+        yield HeardWindow([], self.pushed, self.pushed)
 
     def finish(self) -> Iterator[HeardWindow]:
         """Yield nothing more."""
