@@ -26,9 +26,11 @@ from mmfast.voice import models
 from mmfast.voice.dubbing import DubbedSentence, dub
 from mmfast.voice.ear import RATE
 from mmfast.voice.interpreter import (
+    LONGEST_WINDOW,
     Interpreter,
     OverlapInterpreter,
     Translated,
+    check_pace,
     joined,
     sentence_writer,
     word_by_word,
@@ -143,6 +145,10 @@ class SpeechTranslation:
         self._place = place
         languages: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
         with within(self.task):
+            check_pace(silence=silence)
+            check_pace(60 if speakers == 1 else LONGEST_WINDOW, every=every, context=context)
+            if context is not None and speakers == 1:
+                raise MmfastError("context= is of speakers=2; give that, or leave it out")
             chosen = None if policy is None else write_policy(policy)
             self._how: dict[str, Any] = {**place, "model_kwargs": model_kwargs, **languages}
             self._embedded = dict[bool, AnyTranslator]()  # by whether it is the interleaved one
@@ -153,8 +159,6 @@ class SpeechTranslation:
                 self._embedded[late] = self.translator
             own = isinstance(self.translator, InterleavedTranslator)
             self.policy = chosen or write_policy("interleaved" if own else "confidence")
-            if context is not None and speakers == 1:
-                raise MmfastError("context= is of speakers=2; give that, or leave it out")
             self.listener: Any = (
                 models.can(models.load_voice(listener, **place), "transcribe")
                 if speakers == 1 and not isinstance(speakers, bool)
@@ -163,7 +167,7 @@ class SpeechTranslation:
         self.speakers = speakers
         paces = {"every": every, "context": context, "silence": silence}
         self._pace: dict[str, Any] = {k: v for k, v in paces.items() if v is not None}
-        self._open(None)  # refuses a pace that there is not
+        self._open(None)  # refuses a policy of another model
 
     def _open(self, policy: str | WritePolicy | None) -> Interpreter | OverlapInterpreter:
         with within(self.task):

@@ -24,6 +24,7 @@ from mmfast.voice.ear import RATE
 
 # Seconds that a word may take: an ear for two knows the ends of words and not their beginnings
 WORD = 0.8
+LONGEST_WINDOW = 12  # seconds of a window, and around it, that an ear for two takes
 UNSURE = 1  # last words of what is still being said, which may be the beginning of others
 
 
@@ -211,10 +212,11 @@ def word_by_word(
     yield Translated(text, len(read), count, writer.transcript or " ".join(read), final=True)
 
 
-def _check_pace(most: float = 60, **seconds: float) -> None:
+def check_pace(most: float = 60, **seconds: float | None) -> None:
+    """Refuse what is no number of seconds from 0.05 to `most` (SpecError); None passes."""
     for name, value in seconds.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0.05 <= value <= most:
+        if value is not None and (not number or not 0.05 <= value <= most):
             raise SpecError(f"{name}={value!r}: give seconds from 0.05 to {most:g}")
 
 
@@ -261,7 +263,7 @@ class Interpreter:
         every: float = 0.4,
         silence: float = 0.5,
     ) -> None:
-        _check_pace(every=every, silence=silence)
+        check_pace(every=every, silence=silence)
         self._listener, self._translator = listener, translator
         self._policy, self._every = write_policy(policy), math.ceil(every * RATE)
         self._cutter = TurnCutter(silence_duration_ms=round(1000 * silence), sound=True)
@@ -350,8 +352,8 @@ class OverlapInterpreter:
         context: float = CONTEXT,
         silence: float = 0.5,
     ) -> None:
-        _check_pace(silence=silence)
-        _check_pace(12, every=every, context=context)  # no more was heard at once in training
+        check_pace(silence=silence)
+        check_pace(LONGEST_WINDOW, every=every, context=context)
         self._ear, self._translator, self._policy = ear, translator, write_policy(policy)
         self._seconds, self._pause = (every, context), silence + WORD
         self._clock = StageClock()
