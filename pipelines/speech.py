@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.errors import MmfastError, ModelError, unknown
 from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
@@ -150,7 +150,8 @@ class SpeechChat:
 
     Args:
         model: Answers: None (embedded), a directory or hub id of a model of speech or of a language
-            model of text with a chat template, or a `Chatter`.
+            model of text with a chat template, or a `Chatter`. A directory with a `codec` holds a
+            model that reads the codes of sound as tokens; see `mmfast.models.speech.fused`.
         chat: A function of the turns so far that gives the answer as text or pieces of it: any
             text model gets a voice. None lets the model answer.
         listener: Understands speech: a directory, a hub id, `tiny-speech` or a `Listener`; None
@@ -206,9 +207,15 @@ class SpeechChat:
             ears = models.load_listener(listener, stages, device, dtype, kwargs)
         self.chatter: Chatter
         if text:
+            from mmfast.models.speech.fused import is_fused, load_fused
             from mmfast.models.text_chat import load_text_chat  # imports transformers
 
-            answers = load_text_chat(model, **place)
+            answers: Any
+            if ears is None and is_fused(model):
+                with within(self.task):
+                    answers = ears = load_fused(model, **place)
+            else:
+                answers = load_text_chat(model, **place)
             self.chatter = cascade(answers, None, ears, talker, device, dtype)
         elif chat is not None:
             self.chatter = cascade(chat, model, ears, talker, **place)
@@ -282,6 +289,13 @@ def ear_of(name: str, chatter: Any = None) -> Ear:
     if name not in (known := ("voice", "semantic", "prosody", "manual")):
         raise MmfastError(unknown("ear", name, known))
     own = chatter if hasattr(chatter, "transcribe") else getattr(chatter, "listener", None)
+    if not getattr(own, "writes", True):
+        if name == "semantic":
+            raise ModelError(
+                f"{type(own).__name__} writes down no words, by which ear='semantic' finds the "
+                "ends of turns; choose 'voice', 'prosody' or 'manual', or give a listener="
+            )
+        own = None
     if name == "semantic":
         return SemanticEar(hears=partial(overhear, models.can(own, "transcribe")))
     if name == "prosody":
