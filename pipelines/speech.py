@@ -210,12 +210,10 @@ class SpeechChat:
             from mmfast.models.speech.fused import is_fused, load_fused
             from mmfast.models.text_chat import load_text_chat  # imports transformers
 
-            answers: Any
-            if ears is None and is_fused(model):
-                with within(self.task):
-                    answers = ears = load_fused(model, **place)
-            else:
-                answers = load_text_chat(model, **place)
+            with within(self.task):
+                fused = is_fused(model)
+                answers: Any = (load_fused if fused else load_text_chat)(model, **place)
+            ears = answers if fused and ears is None else ears
             self.chatter = cascade(answers, None, ears, talker, device, dtype)
         elif chat is not None:
             self.chatter = cascade(chat, model, ears, talker, **place)

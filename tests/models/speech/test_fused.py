@@ -17,11 +17,13 @@ import mmfast
 from mmfast.core.errors import MediaError, ModelError
 from mmfast.core.speech import Turn
 from mmfast.models.loading import load_codec
-from mmfast.models.speech.fused import END, KEPT, START, FusedChat, load_fused
+from mmfast.models.speech import fused
+from mmfast.models.speech.fused import END, START, FusedChat, load_fused
 from mmfast.pipelines.speech import SpeechChat
 
-RATE, CODES = 400, 32  # of the tiny Mimi
+RATE, CODES = 4000, 32  # of the tiny Mimi
 NAMES = [f"<|sound_{i:04d}|>" for i in range(CODES)]
+MIMI = codec_cases.mimi(sampling_rate=RATE, frame_rate=250.0)
 TEMPLATE = (
     "{% for m in messages %}{{ '<u>' if m.role == 'user' else '<a>' }}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
@@ -57,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     words = tokenizer()
     llama(len(words)).save_pretrained(where)
     words.save_pretrained(where)
-    codec_cases.mimi().save_pretrained(where / "codec")
+    MIMI.save_pretrained(where / "codec")
     return str(where)
 
 
@@ -66,7 +68,7 @@ def pipe(folder: str) -> SpeechChat:
     return SpeechChat(folder, talker=HumModel(), device="cpu", dtype="float32")
 
 
-def sound(seed: int, seconds: float = 0.5) -> torch.Tensor:
+def sound(seed: int, seconds: float = 0.08) -> torch.Tensor:
     torch.manual_seed(seed)
     return 0.4 * torch.rand(int(seconds * RATE)) - 0.2
 
@@ -74,7 +76,7 @@ def sound(seed: int, seconds: float = 0.5) -> torch.Tensor:
 def sound_text(pcm: torch.Tensor, shift: int = 0) -> str:
     """Codes of the stock class for the first codebook, as entries."""
     with torch.no_grad():
-        codes = codec_cases.mimi().encode(pcm[None, None], num_quantizers=1).audio_codes[0, 0]
+        codes = MIMI.encode(pcm[None, None], num_quantizers=1).audio_codes[0, 0]
     return START + "".join(NAMES[(int(c) + shift) % CODES] for c in codes) + END
 
 
@@ -98,7 +100,7 @@ def test_sound_is_tokens_of_the_one_sequence(pipe: SpeechChat, folder: str) -> N
     before = "<u>a b<a>c<u>"
     assert told == answer(folder, f"{before}{sound_text(pcm)}<a>") != ""
     assert told != answer(folder, f"{before}{sound_text(pcm, shift=1)}<a>")
-    assert pieces[0].heard is not None and pieces[0].heard.startswith("(sound 1: 0.5 s")
+    assert pieces[0].heard is not None and pieces[0].heard.startswith("(sound 1: 0.1 s")
 
 
 def test_a_conversation_keeps_the_sound_of_its_turns(pipe: SpeechChat, folder: str) -> None:
@@ -111,10 +113,10 @@ def test_a_conversation_keeps_the_sound_of_its_turns(pipe: SpeechChat, folder: s
 
 
 def test_a_conversation_through_the_pipeline(pipe: SpeechChat) -> None:
-    spoken = pipe((sound(4, 1.0).numpy(), RATE))
+    spoken = pipe((sound(4, 0.5).numpy(), RATE))
     assert spoken.heard.startswith("(sound ") and spoken.text and len(spoken.pcm)
     with pipe.open(ear="manual") as session:
-        events = list(session.run([sound(4, 1.0)], RATE))
+        events = list(session.run([sound(4, 0.5)], RATE))
     kinds = [event.kind for event in events]
     assert "error" not in kinds, events
     with pytest.raises(ModelError, match="writes down no words"):
@@ -143,11 +145,13 @@ def test_silence_is_not_answered_and_no_sound_is_refused(pipe: SpeechChat) -> No
         list(pipe.chatter.reply(torch.full((RATE,), torch.nan), RATE))
 
 
-def test_the_oldest_turns_are_forgotten(pipe: SpeechChat) -> None:
+def test_the_oldest_turns_are_forgotten(pipe: SpeechChat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "KEPT", 3)
     chat: Any = pipe.chatter.chat  # type: ignore[attr-defined]
-    first = chat.transcribe(sound(6, 0.1), RATE)
-    names = {chat.transcribe(sound(6, 0.1), RATE) for _ in range(KEPT)}
-    assert len(names) == KEPT == len(chat._turns) and first not in chat._turns
+    first = chat.transcribe(sound(6, 0.02), RATE)
+    chat._turns.clear()
+    names = [chat.transcribe(sound(6, 0.02), RATE) for _ in range(5)]
+    assert len({first, *names}) == 6 and [*chat._turns] == names[2:]
 
 
 def test_a_listener_writes_down_instead(folder: str) -> None:
@@ -171,14 +175,14 @@ def test_a_listener_writes_down_instead(folder: str) -> None:
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_one_line(names: list[str], rows: int, part: str) -> None:
-    words, codec = tokenizer(names), load_codec(codec_cases.mimi(), codebooks=1)
+    words, codec = tokenizer(names), load_codec(MIMI, codebooks=1)
     with pytest.raises(ModelError, match=part) as caught:
         FusedChat(llama(len(words) + rows), words, codec)
     assert "\n" not in str(caught.value)
 
 
 def test_what_a_folder_lacks_is_one_line(tmp_path: Path) -> None:
-    words, codec = tokenizer(), load_codec(codec_cases.mimi(), codebooks=1)
+    words, codec = tokenizer(), load_codec(MIMI, codebooks=1)
     with pytest.raises(ModelError, match="no chat template"):
         FusedChat(llama(len(words)), tokenizer(template=None), codec)
     bare = transformers.PreTrainedTokenizerFast(
