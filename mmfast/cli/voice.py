@@ -324,12 +324,9 @@ def translate(
         raise MmfastError("translate takes recordings or --text; give one of them")
     if stream and (as_json or len(files) > 1):
         raise MmfastError("--stream prints the words of one source; leave --json and others out")
-    if out is None and (talker or voice):
-        raise MmfastError("--talker and --voice speak a translated clip; give --out CLIP.mp4, too")
     if speakers != 1 and (out is not None or text is not None):
         raise MmfastError("--speakers parts the voices of recordings; leave --text and --out out")
-    if out is not None and (len(files) != 1 or stream or policy or files[0] == "-"):
-        raise MmfastError("--out takes one clip, by whole sentences; leave --policy, --stream out")
+    check_clip(files, out, talker or voice, bool(stream or policy))
     check_recordings(files)
     if policy is not None:
         write_policy(policy)
@@ -349,6 +346,14 @@ def translate(
     for piece in pieces:
         print(piece.text, end="", flush=True)
     print()
+
+
+def check_clip(files: Sequence[str], out: str | None, spoken: str | None, while_said: bool) -> None:
+    """Refuse options of a clip without one, and a clip with those of speech that goes on."""
+    if out is None and spoken:
+        raise MmfastError("--talker and --voice speak a translated clip; give --out CLIP.mp4, too")
+    if out is not None and (len(files) != 1 or while_said or files[0] == "-"):
+        raise MmfastError("--out takes one clip, by whole sentences; leave --policy, --stream out")
 
 
 def print_translated(pipe: Any, files: Sequence[str], text: str | None, as_json: bool) -> None:

@@ -246,8 +246,8 @@ class RightEar:
 def judged_pair(spoken: SpokenPair, pieces: Sequence[Translated]) -> list[JudgedTranslation]:
     """Compare the pieces of two translations with the right ones, by the best assignment.
 
-    Words and delays of a speaker count from the end of the first word; pieces that are nobody's are
-    those of a first speaker.
+    Words and delays of a speaker count from the end of the first word; pieces without a speaker are
+    of the first.
     """
     told = [[p for p in pieces if (p.speaker or 0) == speaker] for speaker in range(2)]
     wanted = [velda.split() for velda in spoken.velda]
