@@ -12,7 +12,7 @@ import torch
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.decoding.serialised import CHANNELS
-from mmfast.frontends.audio.reader import load_audio
+from mmfast.frontends.audio.reader import load_audio, to_mono
 from mmfast.models.speech.overlap import (
     OverlapEar,
     SpeakerWord,
@@ -188,5 +188,8 @@ class SpeechToText:
         """
         self._check(self.listener, options)
         with within(self.task):
-            heard = models.can(self.listener, "stream").stream(*stream_of(media, rate), **options)
+            own = models.can(self.listener, "stream")
+            chunks, rate = stream_of(media, rate)
+            sound = (to_mono(chunk, "the chunk") for chunk in chunks)
+            heard = own.stream(sound, rate, **options)
         return iter(heard)

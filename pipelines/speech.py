@@ -11,12 +11,13 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, ModelError, unknown
+from mmfast.core.errors import MediaError, MmfastError, ModelError, unknown
 from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.prompt import check_characters
+from mmfast.ops.audio import check_rate
 from mmfast.pipelines.options import check_names, check_values, checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.voice import models
@@ -140,7 +141,7 @@ def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
     """Pieces of a text as they come; MmfastError where one is no text."""
     for part in parts:
         if not isinstance(part, str):
-            raise MmfastError(f"{type(part).__name__} cannot be said; give pieces of text")
+            raise MmfastError(f"{type(part).__name__} is no piece of a text; give pieces of text")
         yield check_characters("text", part)
 
 
@@ -324,10 +325,15 @@ def cascade(
 
 
 def stream_of(chunks: Any, rate: int) -> tuple[Any, int]:
-    """Chunks and their rate; a recording is read as it is needed."""
+    """Chunks and their rate; a recording is read as it is needed. MediaError: it is neither."""
+    rate = check_rate(rate)
     whole = isinstance(chunks, str | Path | bytes | bytearray) or hasattr(chunks, "read")
     if whole or hasattr(chunks, "__array__"):
         return iter_audio(chunks, RATE, media_rate=rate), RATE
+    if not isinstance(chunks, Iterable):
+        raise MediaError(
+            f"{type(chunks).__name__} is no stream of sound; give a recording or chunks of one"
+        )
     return chunks, rate
 
 

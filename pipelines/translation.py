@@ -21,7 +21,7 @@ from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, load_
 from mmfast.pipelines.options import checked, within
 from mmfast.pipelines.recognition import ear_for_two
 from mmfast.pipelines.registry import task
-from mmfast.pipelines.speech import speech_options
+from mmfast.pipelines.speech import checked_parts, speech_options
 from mmfast.voice import models
 from mmfast.voice.dubbing import DubbedSentence, dub
 from mmfast.voice.ear import RATE
@@ -303,5 +303,7 @@ class SpeechTranslation:
         with within(self.task):
             chosen, translator = self._chosen(policy)
             sentence_writer(translator, chosen)  # refuses a policy of another model now
-        checked_words = (check_characters("text", each) for each in words)
+        if not isinstance(words, Iterable):
+            raise MmfastError(f"{self.task}: {type(words).__name__} is no text; give words of one")
+        checked_words = checked_parts(words)
         return word_by_word(translator, chosen, checked_words)

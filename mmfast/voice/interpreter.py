@@ -16,6 +16,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.trace import Trace
 from mmfast.decoding.serialised import CHANNELS, HEARD, SAID, Demultiplexer
 from mmfast.decoding.simultaneous import WritePolicy, write_policy
+from mmfast.frontends.audio.reader import mix
 from mmfast.frontends.audio.turns import TurnCutter, TurnEvent
 from mmfast.models.interleaved import InterleavedTranslator
 from mmfast.models.speech.overlap import CHUNK, CONTEXT, HeardWindow, OverlapEar
@@ -277,8 +278,8 @@ class Interpreter:
         self._heard: list[str] = []
 
     def push(self, pcm: Tensor) -> list[Translated]:
-        """Add sound `[n]` at 16 kHz; return what is written now."""
-        self._state, events = self._cutter.step(self._state, pcm)
+        """Add sound `[n]` at 16 kHz; return what is written now. MediaError: it is no sound."""
+        self._state, events = self._cutter.step(self._state, mix(pcm, "the chunk"))
         return [piece for event in events for piece in self._take(event)]
 
     def finish(self) -> list[Translated]:
@@ -370,10 +371,14 @@ class OverlapInterpreter:
         return sentence_writer(self._translator, self._policy)
 
     def push(self, pcm: Tensor) -> list[Translated]:
-        """Add sound `[n]` at 16 kHz; return what is written now. After `finish` another begins."""
+        """Add sound `[n]` at 16 kHz; return what is written now. MediaError: it is no sound.
+
+        After `finish` another stream begins.
+        """
+        sound = mix(pcm, "the chunk")
         if self._over:
             self._begin()
-        return self._take(self._session.push(pcm))
+        return self._take(self._session.push(sound))
 
     def finish(self) -> list[Translated]:
         """End the stream; return the rest of open sentences."""

@@ -9,17 +9,19 @@ from functools import cache
 from typing import Any
 
 import cli_runs
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import mmfast
-from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.errors import MediaError, MmfastError, ModelError, SpecError
 from mmfast.decoding.serialised import CHANGE, TimedWord, serialise_channels, split_channels
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.speech.overlap import RATE, HeardWindow, OverlapEar, SpeakerWord
 from mmfast.models.translation import load_translator
 from mmfast.pipelines import recognition
+from mmfast.pipelines.speech import stream_of
 from mmfast.pipelines.translation import SpeechTranslation
 from mmfast.tiny.speech.recordings import say
 from mmfast.tiny.speech.text import EspeakVoice
@@ -200,6 +202,51 @@ def test_command_of_two(
     assert [how["speakers"] for how in given] == [2, 2, 2]
     code, out, error = run("--speakers", "2", "--out", "b.mp4")
     assert code == 2 and not out and "--speakers parts the voices" in error
+
+
+def test_a_stream_takes_chunks_of_any_kind(
+    both: list[TimedWord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As recordings are: a microphone gives integers, in channels, as arrays."""
+    heard = list[Tensor]()
+
+    class Heard(PlantedEar):
+        def stream(self, chunks: Any, rate: int = RATE, **_: Any) -> Any:
+            heard.extend(chunks)
+            return iter(())
+
+    monkeypatch.setattr(recognition, "load_overlap", lambda *_: Heard(both))
+    pipe = mmfast.pipeline("speech-to-text", speakers=2)
+    whole = np.arange(8, dtype=np.int16) * 1000
+    list(pipe.stream([whole, np.stack([whole, whole]), [0.5] * 3]))
+    wanted = torch.from_numpy(whole / 32768).float()
+    assert torch.equal(heard[0], wanted) and torch.equal(heard[1], wanted)
+    assert heard[2].tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("chunks", "rate", "part"),
+    [
+        (None, RATE, "NoneType is no stream of sound"),
+        (3, RATE, "int is no stream"),
+        ([torch.zeros(10)], "a", "'a' is no sampling rate"),
+        ([torch.zeros(10)], None, "None is no sampling rate"),
+    ],
+)
+def test_what_is_no_stream_is_one_line(chunks: Any, rate: Any, part: str) -> None:
+    """Of `speech-chat`, `speech-to-text` and `omni-chat`."""
+    with pytest.raises(MediaError, match=part) as caught:
+        stream_of(chunks, rate)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_session_of_two_takes_chunks_of_any_kind(planted: SpeechTranslation) -> None:
+    session = planted.open("offline")
+    found = [*session.push(np.zeros((2, 7 * RATE), np.int16)), *session.finish()]
+    assert joined(found, 1) == VELDA[1]
+    for wrong in (None, "a", torch.zeros(1, 2, 10)):
+        with pytest.raises(MediaError, match="the chunk"):
+            planted.open().push(wrong)
 
 
 def asked_of(ear: Any, *asked: dict[str, str]) -> list[Any]:
