@@ -141,7 +141,9 @@ def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
     """Pieces of a text as they come; MmfastError where one is no text."""
     for part in parts:
         if not isinstance(part, str):
-            raise MmfastError(f"{type(part).__name__} is no piece of a text; give pieces of text")
+            raise MmfastError(
+                f"{type(part).__name__} cannot be said or translated; give pieces of text"
+            )
         yield check_characters("text", part)
 
 

@@ -208,7 +208,7 @@ def test_what_is_no_text_is_one_line(pipe: SpeechTranslation) -> None:
     for words in (None, 3):
         with pytest.raises(MmfastError, match="is no text"):
             pipe.stream_text(words)
-    with pytest.raises(MmfastError, match="int is no piece of a text"):
+    with pytest.raises(MmfastError, match="int cannot be said or translated"):
         list(pipe.stream_text(["red", 3]))
 
 
