@@ -152,7 +152,7 @@ class Translator:
 
     def _room(self, source: int, begun: int) -> int:
         """Return how many tokens may be written; ModelError: there is no place for the source."""
-        places = getattr(self.model.config, "max_position_embeddings", None)
+        places: int | None = getattr(self.model.config, "max_position_embeddings", None)
         if places is None:
             return LONGEST
         if source > places or begun >= places:

@@ -31,7 +31,7 @@ from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Strict, T
 from mmfast.serve.http.service import VOICES, Service
 from mmfast.voice.dubbing import clock
 from mmfast.voice.ear import VoiceEar
-from mmfast.voice.interpreter import WORD, OverlapInterpreter
+from mmfast.voice.interpreter import WORD, OverlapInterpreter, Translated
 from mmfast.voice.models import can
 
 PCM_RATE = 24_000  # OpenAI's clients expect this rate of `pcm`, which has no header
@@ -285,8 +285,9 @@ async def _of_two(
     late = getattr(translator, "latencies", None)  # of a model that reads and writes in turn
     policy = f"interleaved:{late[-1]}" if late else "offline"
     session, open_texts, number = OverlapInterpreter(ear, translator, policy), [""] * CHANNELS, 0
-    works = [partial(session.push, part) for part in pcm.split(rate)]
-    for work in [*works, session.finish]:
+    works: list[Callable[[], list[Translated]]]
+    works = [*(partial(session.push, part) for part in pcm.split(rate)), session.finish]
+    for work in works:
         for piece in await service.in_voice_thread(work):
             assert piece.speaker is not None
             open_texts[piece.speaker] += piece.text

@@ -252,11 +252,12 @@ def judged_pair(spoken: SpokenPair, pieces: Sequence[Translated]) -> list[Judged
     told = [[p for p in pieces if (p.speaker or 0) == speaker] for speaker in range(2)]
     wanted = [velda.split() for velda in spoken.velda]
 
-    def errors(order: Sequence[int]) -> int:
-        return sum(edit_distance(wanted[i], joined(told[at]).split()) for i, at in enumerate(order))
+    def errors(order: tuple[int, ...]) -> int:
+        pairs = enumerate(order)
+        return sum(int(edit_distance(wanted[i], joined(told[at]).split())) for i, at in pairs)
 
     found = list[JudgedTranslation]()
-    for i, at in enumerate(min(permutations(range(2)), key=errors)):
+    for i, at in enumerate(min([*permutations(range(2))], key=errors)):
         channel: Sequence[TimedWord] = spoken.mixture.channels[i]
         begin, length = channel[0].at, channel[-1].at - channel[0].at
         delays = [max(0.0, p.at - begin) for p in told[at] for _ in range(p.words)]
