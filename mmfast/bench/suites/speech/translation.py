@@ -257,7 +257,8 @@ def judged_pair(spoken: SpokenPair, pieces: Sequence[Translated]) -> list[Judged
         return sum(int(edit_distance(wanted[i], joined(told[at]).split())) for i, at in pairs)
 
     found = list[JudgedTranslation]()
-    for i, at in enumerate(min([*permutations(range(2))], key=errors)):
+    orders: list[tuple[int, ...]] = [*permutations(range(2))]
+    for i, at in enumerate(min(orders, key=errors)):
         channel: Sequence[TimedWord] = spoken.mixture.channels[i]
         begin, length = channel[0].at, channel[-1].at - channel[0].at
         delays = [max(0.0, p.at - begin) for p in told[at] for _ in range(p.words)]
