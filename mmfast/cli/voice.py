@@ -341,8 +341,11 @@ def translate(
     if not stream:
         return print_translated(pipe, files, text, as_json)
     pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0]))
-    if speakers > 1:
-        return print_speakers(pieces)
+    return print_speakers(pieces) if speakers > 1 else print_pieces(pieces)
+
+
+def print_pieces(pieces: Iterable[Any]) -> None:
+    """Print pieces of text as they come."""
     for piece in pieces:
         print(piece.text, end="", flush=True)
     print()

@@ -258,7 +258,8 @@ def judged_pair(spoken: SpokenPair, pieces: Sequence[Translated]) -> list[Judged
 
     found = list[JudgedTranslation]()
     orders: list[tuple[int, ...]] = [*permutations(range(2))]
-    for i, at in enumerate(min(orders, key=errors)):
+    best = min(orders, key=errors)
+    for i, at in enumerate(best):
         channel: Sequence[TimedWord] = spoken.mixture.channels[i]
         begin, length = channel[0].at, channel[-1].at - channel[0].at
         delays = [max(0.0, p.at - begin) for p in told[at] for _ in range(p.words)]
