@@ -12,7 +12,7 @@ import torch
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.decoding.serialised import CHANNELS
-from mmfast.frontends.audio.reader import load_audio
+from mmfast.frontends.audio.reader import load_audio, to_mono
 from mmfast.models.speech.overlap import (
     OverlapEar,
     SpeakerWord,
@@ -57,6 +57,25 @@ class Transcript:
         }
 
 
+def ear_for_two(speakers: int, model: Any, options: Mapping[str, Any]) -> OverlapEar:
+    """Return the ear for two speakers of a folder, or the embedded one.
+
+    MmfastError: another number of `speakers`, an object, or an option beside `device` that is no
+    default.
+    """
+    if isinstance(speakers, bool) or speakers != CHANNELS:
+        raise MmfastError(f"speakers={speakers!r} is not allowed; give 1 or {CHANNELS}")
+    if not (model is None or isinstance(model, str | Path)):
+        raise MmfastError(
+            f"speakers=2 is of the embedded model, not of {type(model).__name__}; leave one out"
+        )
+    given = {**options, "dtype": None if options["dtype"] == "auto" else options["dtype"]}
+    for name, value in given.items():
+        if value is not None and name != "device":
+            raise MmfastError(f"speakers=2 takes no {name}; leave it out")
+    return load_overlap(None if model == models.EMBEDDED else model, options["device"])
+
+
 @task("speech-to-text", aliases=("automatic-speech-recognition",))
 class SpeechToText:
     """Write speech down with the embedded model or a stock one.
@@ -99,26 +118,12 @@ class SpeechToText:
         self.speakers, self.batch_size = speakers, batch_size
         if speakers != 1 or isinstance(speakers, bool):
             with within(self.task):
-                self.listener: Any = self._pair(model, {**options, **place})
+                self.listener: Any = ear_for_two(speakers, model, {**options, **place})
             return
         self._check(model, options)
         loaded = models.can(models.load_voice(model, **place), "transcribe")
         with within(self.task):
             self.listener = models.load_listener(loaded, options)
-
-    def _pair(self, model: Any, options: Mapping[str, Any]) -> OverlapEar:
-        """Return the ear for two speakers."""
-        if isinstance(self.speakers, bool) or self.speakers != CHANNELS:
-            raise MmfastError(f"speakers={self.speakers!r} is not allowed; give 1 or {CHANNELS}")
-        if not (model is None or isinstance(model, str | Path)):
-            raise MmfastError(
-                f"speakers=2 is of the embedded model, not of {type(model).__name__}; leave one out"
-            )
-        given = {**options, "dtype": None if options["dtype"] == "auto" else options["dtype"]}
-        for name, value in given.items():
-            if value is not None and name != "device":
-                raise MmfastError(f"speakers=2 takes no {name}; leave it out")
-        return load_overlap(None if model == models.EMBEDDED else model, options["device"])
 
     def _check(self, model: Any, options: Mapping[str, Any]) -> None:
         if options and (names := models.check_options(model, "transcribe", {})) is not None:
@@ -183,5 +188,8 @@ class SpeechToText:
         """
         self._check(self.listener, options)
         with within(self.task):
-            heard = models.can(self.listener, "stream").stream(*stream_of(media, rate), **options)
+            own = models.can(self.listener, "stream")
+            chunks, rate = stream_of(media, rate)
+            sound = (to_mono(chunk, "the chunk") for chunk in chunks)
+            heard = own.stream(sound, rate, **options)
         return iter(heard)

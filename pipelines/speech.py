@@ -11,12 +11,13 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.errors import MediaError, MmfastError, ModelError, unknown
 from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.prompt import check_characters
+from mmfast.ops.audio import check_rate
 from mmfast.pipelines.options import check_names, check_values, checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.voice import models
@@ -140,7 +141,9 @@ def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
     """Pieces of a text as they come; MmfastError where one is no text."""
     for part in parts:
         if not isinstance(part, str):
-            raise MmfastError(f"{type(part).__name__} cannot be said; give pieces of text")
+            raise MmfastError(
+                f"{type(part).__name__} cannot be said or translated; give pieces of text"
+            )
         yield check_characters("text", part)
 
 
@@ -150,7 +153,8 @@ class SpeechChat:
 
     Args:
         model: Answers: None (embedded), a directory or hub id of a model of speech or of a language
-            model of text with a chat template, or a `Chatter`.
+            model of text with a chat template, or a `Chatter`. A directory with a `codec` holds a
+            model that reads the codes of sound as tokens; see `mmfast.models.speech.fused`.
         chat: A function of the turns so far that gives the answer as text or pieces of it: any
             text model gets a voice. None lets the model answer.
         listener: Understands speech: a directory, a hub id, `tiny-speech` or a `Listener`; None
@@ -206,9 +210,13 @@ class SpeechChat:
             ears = models.load_listener(listener, stages, device, dtype, kwargs)
         self.chatter: Chatter
         if text:
+            from mmfast.models.speech.fused import is_fused, load_fused
             from mmfast.models.text_chat import load_text_chat  # imports transformers
 
-            answers = load_text_chat(model, **place)
+            with within(self.task):
+                fused = is_fused(model)
+                answers: Any = (load_fused if fused else load_text_chat)(model, **place)
+            ears = answers if fused and ears is None else ears
             self.chatter = cascade(answers, None, ears, talker, device, dtype)
         elif chat is not None:
             self.chatter = cascade(chat, model, ears, talker, **place)
@@ -282,6 +290,13 @@ def ear_of(name: str, chatter: Any = None) -> Ear:
     if name not in (known := ("voice", "semantic", "prosody", "manual")):
         raise MmfastError(unknown("ear", name, known))
     own = chatter if hasattr(chatter, "transcribe") else getattr(chatter, "listener", None)
+    if not getattr(own, "writes", True):
+        if name == "semantic":
+            raise ModelError(
+                f"{type(own).__name__} writes down no words, by which ear='semantic' finds the "
+                "ends of turns; choose 'voice', 'prosody' or 'manual', or give a listener="
+            )
+        own = None
     if name == "semantic":
         return SemanticEar(hears=partial(overhear, models.can(own, "transcribe")))
     if name == "prosody":
@@ -312,10 +327,15 @@ def cascade(
 
 
 def stream_of(chunks: Any, rate: int) -> tuple[Any, int]:
-    """Chunks and their rate; a recording is read as it is needed."""
+    """Chunks and their rate; a recording is read as it is needed. MediaError: it is neither."""
+    rate = check_rate(rate)
     whole = isinstance(chunks, str | Path | bytes | bytearray) or hasattr(chunks, "read")
     if whole or hasattr(chunks, "__array__"):
         return iter_audio(chunks, RATE, media_rate=rate), RATE
+    if not isinstance(chunks, Iterable):
+        raise MediaError(
+            f"{type(chunks).__name__} is no stream of sound; give a recording or chunks of one"
+        )
     return chunks, rate
 
 

@@ -11,20 +11,26 @@ import torch
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
+from mmfast.decoding.serialised import CHANNELS
 from mmfast.decoding.simultaneous import WritePolicy, average_lagging, write_policy
 from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.models.interleaved import InterleavedTranslator
 from mmfast.models.prompt import check_characters
+from mmfast.models.speech.overlap import OverlapEar
 from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, load_translator
 from mmfast.pipelines.options import checked, within
+from mmfast.pipelines.recognition import ear_for_two
 from mmfast.pipelines.registry import task
-from mmfast.pipelines.speech import speech_options
+from mmfast.pipelines.speech import checked_parts, speech_options
 from mmfast.voice import models
 from mmfast.voice.dubbing import DubbedSentence, dub
 from mmfast.voice.ear import RATE
 from mmfast.voice.interpreter import (
+    LONGEST_WINDOW,
     Interpreter,
+    OverlapInterpreter,
     Translated,
+    check_pace,
     joined,
     sentence_writer,
     word_by_word,
@@ -40,6 +46,9 @@ class Translation:
     `heard` is the source as it was understood, `lag` the average lagging in seconds: 0 is one who
     speaks with the speaker; one who waits for the end of a sentence lags by all of it. `unknown`
     are words that the translator has no tokens for.
+
+    With `speakers=2`, `text` and `heard` have a line for each who speaks, and `lag` is the mean of
+    theirs: each counts from the end of the first word that was heard of them.
     """
 
     text: str
@@ -53,6 +62,13 @@ class Translation:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """Translation of each of two speakers, with `speakers=2`: the first is heard first."""
+        if not any(piece.speaker is not None for piece in self.pieces):
+            return ()
+        return tuple(joined(self.pieces, speaker) for speaker in range(CHANNELS))
+
     def to_dict(self) -> dict[str, Any]:
         """The document that `mmfast translate --json` prints."""
         return {
@@ -61,11 +77,15 @@ class Translation:
             "seconds": round(self.seconds, 4),
             "average_lagging": round(self.lag, 4),
             "unknown": list(self.unknown),
-            "pieces": [
-                {"at": round(p.at, 4), "text": p.text, "final": p.final} for p in self.pieces
-            ],
+            **({"speakers": list(self.speakers)} if self.speakers else {}),
+            "pieces": [_piece(piece) for piece in self.pieces],
             "trace": self.trace.to_dict()["rows"],
         }
+
+
+def _piece(piece: Translated) -> dict[str, Any]:
+    own = {} if piece.speaker is None else {"speaker": piece.speaker}
+    return {"at": round(piece.at, 4), **own, "text": piece.text, "final": piece.final}
 
 
 @task("speech-translation", aliases=("translation",))
@@ -82,7 +102,11 @@ class SpeechTranslation:
             "learned:P", "greedy" or "offline", of a causal model "interleaved:N" or "joint:N";
             None (what the model takes: "confidence:0.99" or "interleaved:1"). See
             `mmfast.decoding.simultaneous.write_policy`.
-        every: Seconds of speech between two hearings.
+        speakers: 2 translates two people who may speak at once, each for themselves; for the
+            embedded listener and folders of its kind.
+        every: Seconds of speech between two hearings, 0.4; with `speakers=2` those that are written
+            down at once, 1.0.
+        context: Seconds of speech that are heard on both sides of these, with `speakers=2`: 2.0.
         silence: Seconds of silence that end a sentence.
         source, target: Languages, for tokenizers with codes such as "eng_Latn".
         prefix: Text in front of every source, such as T5's "translate English to German: ".
@@ -106,7 +130,9 @@ class SpeechTranslation:
         *,
         listener: Any = None,
         policy: str | WritePolicy | None = None,
-        every: float = 0.4,
+        speakers: int = 1,
+        every: float | None = None,
+        context: float | None = None,
         silence: float = 0.5,
         source: str | None = None,
         target: str | None = None,
@@ -119,6 +145,10 @@ class SpeechTranslation:
         self._place = place
         languages: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
         with within(self.task):
+            check_pace(silence=silence)
+            check_pace(60 if speakers == 1 else LONGEST_WINDOW, every=every, context=context)
+            if context is not None and speakers == 1:
+                raise MmfastError("context= is of speakers=2; give that, or leave it out")
             chosen = None if policy is None else write_policy(policy)
             self._how: dict[str, Any] = {**place, "model_kwargs": model_kwargs, **languages}
             self._embedded = dict[bool, AnyTranslator]()  # by whether it is the interleaved one
@@ -129,13 +159,21 @@ class SpeechTranslation:
                 self._embedded[late] = self.translator
             own = isinstance(self.translator, InterleavedTranslator)
             self.policy = chosen or write_policy("interleaved" if own else "confidence")
-            self.listener = models.can(models.load_voice(listener, **place), "transcribe")
-        self._pace = {"every": every, "silence": silence}
-        self._open(None)  # refuses a pace that there is not
+            self.listener: Any = (
+                models.can(models.load_voice(listener, **place), "transcribe")
+                if speakers == 1 and not isinstance(speakers, bool)
+                else ear_for_two(speakers, listener, place)
+            )
+        self.speakers = speakers
+        paces = {"every": every, "context": context, "silence": silence}
+        self._pace: dict[str, Any] = {k: v for k, v in paces.items() if v is not None}
+        self._open(None)  # refuses a policy of another model
 
-    def _open(self, policy: str | WritePolicy | None) -> Interpreter:
+    def _open(self, policy: str | WritePolicy | None) -> Interpreter | OverlapInterpreter:
         with within(self.task):
             chosen, translator = self._chosen(policy)
+            if isinstance(self.listener, OverlapEar):
+                return OverlapInterpreter(self.listener, translator, chosen, **self._pace)
             return Interpreter(self.listener, translator, chosen, **self._pace)
 
     def _chosen(self, policy: str | WritePolicy | None) -> tuple[WritePolicy, AnyTranslator]:
@@ -148,8 +186,11 @@ class SpeechTranslation:
             )
         return chosen, self._embedded.get(late, self.translator)
 
-    def open(self, policy: str | WritePolicy | None = None) -> Interpreter:
-        """Return an `Interpreter`, a session that takes sound at 16 kHz as it comes."""
+    def open(self, policy: str | WritePolicy | None = None) -> Interpreter | OverlapInterpreter:
+        """Return a session that takes sound at 16 kHz as it comes.
+
+        An `Interpreter`, or with `speakers=2` an `OverlapInterpreter`.
+        """
         return self._open(policy)
 
     def __call__(self, media: Any, policy: str | WritePolicy | None = None) -> Any:
@@ -171,6 +212,8 @@ class SpeechTranslation:
         sound, session = load_audio(media, RATE), self._open(policy)
         pieces = [piece for chunk in sound.split(CHUNK) for piece in session.push(chunk)]
         pieces += session.finish()
+        if isinstance(session, OverlapInterpreter):
+            return self._of_two(pieces, len(sound) / RATE, session.trace)
         seconds, end = len(sound) / RATE, max((piece.at for piece in pieces), default=0.0)
         delays = [piece.at for piece in pieces for _ in range(piece.words)]
         heard = " ".join(piece.heard for piece in pieces if piece.final).strip()
@@ -178,6 +221,21 @@ class SpeechTranslation:
         lag = average_lagging(delays, end)
         unknown = tuple(self.translator.unknown(heard))
         return Translation(text, heard, seconds, lag, tuple(pieces), unknown, session.trace)
+
+    def _of_two(self, pieces: list[Translated], seconds: float, trace: Trace) -> Translation:
+        heard, texts, lags = list[str](), list[str](), list[float]()
+        for speaker in range(CHANNELS):
+            own = [piece for piece in pieces if piece.speaker == speaker]
+            if not own:
+                continue
+            heard.append(" ".join(piece.heard for piece in own if piece.final))
+            texts.append(joined(own))
+            begin, end = own[0].span[0], own[-1].span[1]
+            delays = [piece.at - begin for piece in own for _ in range(piece.words)]
+            lags.append(average_lagging(delays, end - begin))
+        both, lag = "\n".join(heard), sum(lags) / max(1, len(lags))
+        unknown = tuple(self.translator.unknown(both))
+        return Translation("\n".join(texts), both, seconds, lag, tuple(pieces), unknown, trace)
 
     def stream(
         self, media: Any, rate: int = RATE, policy: str | WritePolicy | None = None
@@ -213,6 +271,8 @@ class SpeechTranslation:
             MmfastError: The talker cannot speak, or has no such option.
         """
         with within(self.task):
+            if self.speakers > 1:
+                raise MmfastError("speakers=2 speaks no clips; leave it out to dub one")
             given = speech_options("text-to-speech", talker, options, "speak")
             voice = models.can(models.load_voice(talker, **self._place), "speak")
             silence = self._pace["silence"]
@@ -243,5 +303,7 @@ class SpeechTranslation:
         with within(self.task):
             chosen, translator = self._chosen(policy)
             sentence_writer(translator, chosen)  # refuses a policy of another model now
-        checked_words = (check_characters("text", each) for each in words)
+        if not isinstance(words, Iterable):
+            raise MmfastError(f"{self.task}: {type(words).__name__} is no text; give words of one")
+        checked_words = checked_parts(words)
         return word_by_word(translator, chosen, checked_words)

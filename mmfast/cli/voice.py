@@ -49,6 +49,9 @@ Policy = Annotated[
         help="agreement:N, wait:K, confidence:P, learned:P, interleaved:N, joint:N, greedy, offline"
     ),
 ]
+Speakers = Annotated[
+    int, typer.Option(help="2 parts two people who may speak at once: a line for each.")
+]
 Dubbed = Annotated[
     str | None, typer.Option(help="Write a clip: translation spoken over it, subtitles beside.")
 ]
@@ -231,9 +234,7 @@ def transcribe(
     ] = None,
     reduce: Reduce = None,
     cache: Cache = None,
-    speakers: Annotated[
-        int, typer.Option(help="2 parts two people who may speak at once: a line for each.")
-    ] = 1,
+    speakers: Speakers = 1,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print words as they are heard, of one recording.")
     ] = False,
@@ -271,12 +272,14 @@ def transcribe(
 
 
 def print_speakers(words: Iterable[Any]) -> None:
-    """Print words as they come, on a new line where another speaks."""
+    """Print words as they come, or pieces of text, on a new line where another speaks."""
     before = None
     for word in words:
+        if not word.text:  # a sentence whose words had all come
+            continue
         turn = f"{word.speaker + 1}:"
         line = [] if word.speaker == before else [turn] if before is None else ["\n" + turn]
-        print(*line, word.text, end=" ", flush=True)
+        print(*line, word.text.strip(), end=" ", flush=True)
         before = word.speaker
     print()
 
@@ -289,6 +292,7 @@ def translate(
     model: Model = None,
     listener: Listener = None,
     policy: Policy = None,
+    speakers: Speakers = 1,
     source: Annotated[
         str | None, typer.Option(help="Language, where the tokenizer has codes: eng_Latn.")
     ] = None,
@@ -320,17 +324,16 @@ def translate(
         raise MmfastError("translate takes recordings or --text; give one of them")
     if stream and (as_json or len(files) > 1):
         raise MmfastError("--stream prints the words of one source; leave --json and others out")
-    if out is None and (talker or voice):
-        raise MmfastError("--talker and --voice speak a translated clip; give --out CLIP.mp4, too")
-    if out is not None and (len(files) != 1 or stream or policy or files[0] == "-"):
-        raise MmfastError("--out takes one clip, by whole sentences; leave --policy, --stream out")
+    if speakers != 1 and (out is not None or text is not None):
+        raise MmfastError("--speakers parts the voices of recordings; leave --text and --out out")
+    check_clip(files, out, talker or voice, bool(stream or policy))
     check_recordings(files)
     if policy is not None:
         write_policy(policy)
     from mmfast.pipelines import pipeline
 
     options: dict[str, Any] = {"source": source, "target": target, "prefix": prefix}
-    options |= {"policy": policy, "device": device, "dtype": dtype}
+    options |= {"policy": policy, "speakers": speakers, "device": device, "dtype": dtype}
     pipe = pipeline("speech-translation", model, listener=listener, **options)
     if out is not None:
         given = {} if voice is None else {"voice": voice}
@@ -338,9 +341,22 @@ def translate(
     if not stream:
         return print_translated(pipe, files, text, as_json)
     pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0]))
+    return print_speakers(pieces) if speakers > 1 else print_pieces(pieces)
+
+
+def print_pieces(pieces: Iterable[Any]) -> None:
+    """Print pieces of text as they come."""
     for piece in pieces:
         print(piece.text, end="", flush=True)
     print()
+
+
+def check_clip(files: Sequence[str], out: str | None, spoken: str | None, while_said: bool) -> None:
+    """Refuse options of a clip without one, and a clip with those of speech that goes on."""
+    if out is None and spoken:
+        raise MmfastError("--talker and --voice speak a translated clip; give --out CLIP.mp4, too")
+    if out is not None and (len(files) != 1 or while_said or files[0] == "-"):
+        raise MmfastError("--out takes one clip, by whole sentences; leave --policy, --stream out")
 
 
 def print_translated(pipe: Any, files: Sequence[str], text: str | None, as_json: bool) -> None:

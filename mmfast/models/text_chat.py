@@ -37,22 +37,30 @@ class TextChat:
 
     def __call__(self, turns: Sequence[Turn]) -> Iterator[str]:
         """Yield the answer to a conversation, oldest turn first; leaving early stops it."""
-        said = [{"role": turn.role, "content": [turn.text]} for turn in turns]
-        read, _, marks = marked(self.tokenizer, said, {})
-        chat = [{**turn, "content": turn["content"][0]} for turn in read]
+        chat, marks = self._marked(turns)
         text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", **marks).to(
             self.model.device
         )
-        config = self.model.generation_config
-        most: dict[str, Any] = {} if config.max_new_tokens else {"max_new_tokens": LONGEST}
-        most |= growing_cache(self.model, {})
+        most = self._options()
 
         def generate(streamer: Any, criteria: Any) -> None:
             with self.lock, torch.inference_mode():
                 self.model.generate(**inputs, **most, streamer=streamer, stopping_criteria=criteria)
 
         return stream_text(self.tokenizer, generate)
+
+    def _marked(self, turns: Sequence[Turn]) -> tuple[list[dict[str, str]], Mapping[str, Any]]:
+        """Return what the chat template reads, and the arguments of what reads its marks."""
+        said = [{"role": turn.role, "content": [turn.text]} for turn in turns]
+        read, _, marks = marked(self.tokenizer, said, {})
+        return [{**turn, "content": turn["content"][0]} for turn in read], marks
+
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of `generate`."""
+        config = self.model.generation_config
+        most: dict[str, Any] = {} if config.max_new_tokens else {"max_new_tokens": LONGEST}
+        return most | growing_cache(self.model, {})
 
 
 def load_text(

@@ -150,6 +150,18 @@ class Translator:
         both = self.tokenizer.decode([*before, token], **given)
         return bool(both[len(alone) :][:1].isspace())
 
+    def _room(self, source: int, begun: int) -> int:
+        """Return how many tokens may be written; ModelError: there is no place for the source."""
+        places: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        if places is None:
+            return LONGEST
+        if source > places or begun >= places:
+            raise ModelError(
+                f"a text of {max(source, begun)} tokens is too long: {type(self.model).__name__} "
+                f"has {places} places; translate it in sentences"
+            )
+        return min(LONGEST, places - begun)
+
     @torch.inference_mode()
     def _generate(self, texts: list[str], begin: Sequence[int], states: bool = False) -> Any:
         with self._lock:
@@ -159,12 +171,13 @@ class Translator:
                 [self.prefix + text for text in texts], padding=True, return_tensors="pt"
             ).to(self.model.device)
             inputs.pop("token_type_ids", None)
+            most = self._room(inputs["input_ids"].shape[1], len(begin))
             first = torch.tensor([list(begin)] * len(texts), device=self.model.device)
             return self.model.generate(
                 **inputs,
                 decoder_input_ids=first,
                 forced_bos_token_id=None,
-                max_new_tokens=LONGEST,
+                max_new_tokens=most,
                 do_sample=False,
                 num_beams=1,
                 output_logits=True,

@@ -14,13 +14,18 @@ from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.trace import Trace
-from mmfast.decoding.serialised import HEARD, SAID, Demultiplexer
+from mmfast.decoding.serialised import CHANNELS, HEARD, SAID, Demultiplexer
 from mmfast.decoding.simultaneous import WritePolicy, write_policy
+from mmfast.frontends.audio.reader import mix
 from mmfast.frontends.audio.turns import TurnCutter, TurnEvent
 from mmfast.models.interleaved import InterleavedTranslator
+from mmfast.models.speech.overlap import CHUNK, CONTEXT, HeardWindow, OverlapEar
 from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, Translator
 from mmfast.voice.ear import RATE
 
+# Seconds that a word may take: an ear for two knows the ends of words and not their beginnings
+WORD = 0.8
+LONGEST_WINDOW = 12  # seconds of a window, and around it, that an ear for two takes
 UNSURE = 1  # last words of what is still being said, which may be the beginning of others
 
 
@@ -34,6 +39,8 @@ class Translated:
         words: How many words it has.
         heard: The source of this sentence, as it was understood so far.
         final: True at the end of a sentence, whose text may be "".
+        speaker: Whose words they are, 0 or 1; None where there is one speaker.
+        span: With it, the ends of the first and the last word heard of the sentence, in seconds.
     """
 
     text: str
@@ -41,6 +48,8 @@ class Translated:
     words: int
     heard: str
     final: bool = False
+    speaker: int | None = None
+    span: tuple[float, float] = (0.0, 0.0)
 
 
 class SentenceWriter:
@@ -177,8 +186,10 @@ def sentence_writer(
     return SentenceWriter(translator, policy)
 
 
-def joined(pieces: Sequence[Translated]) -> str:
-    """Return the text of pieces, sentences parted by a space."""
+def joined(pieces: Sequence[Translated], speaker: int | None = None) -> str:
+    """Return the text of pieces, of one speaker or of all; sentences are parted by a space."""
+    if speaker is not None:
+        pieces = [piece for piece in pieces if piece.speaker == speaker]
     found, text = list[str](), ""
     for piece in pieces:
         text += piece.text
@@ -200,6 +211,35 @@ def word_by_word(
             yield Translated(text, len(read), count, writer.transcript or " ".join(read))
     text, count = writer.read(read, over=True)
     yield Translated(text, len(read), count, writer.transcript or " ".join(read), final=True)
+
+
+def check_pace(most: float = 60, **seconds: float | None) -> None:
+    """Refuse what is no number of seconds from 0.05 to `most` (SpecError); None passes."""
+    for name, value in seconds.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and (not number or not 0.05 <= value <= most):
+            raise SpecError(f"{name}={value!r}: give seconds from 0.05 to {most:g}")
+
+
+class StageClock:
+    """Time that goes into listening and into translating."""
+
+    def __init__(self) -> None:
+        self._ms = {"listen": 0.0, "translate": 0.0}
+        self._counts = dict.fromkeys(self._ms, 0)
+
+    def count(self, stage: str, start: float) -> None:
+        """Add a run of a stage that began at `start`, in seconds of `time.perf_counter`."""
+        self._ms[stage] += (time.perf_counter() - start) * 1e3
+        self._counts[stage] += 1
+
+    @property
+    def trace(self) -> Trace:
+        """The time of each stage, and how often it ran."""
+        found = Trace()
+        for stage, ms in self._ms.items():
+            found.add(stage, self._counts[stage], 0, ms)
+        return found
 
 
 class Interpreter:
@@ -224,16 +264,13 @@ class Interpreter:
         every: float = 0.4,
         silence: float = 0.5,
     ) -> None:
-        for name, value in (("every", every), ("silence", silence)):
-            if isinstance(value, bool) or not 0.05 <= value <= 60:
-                raise SpecError(f"{name}={value!r}: give seconds from 0.05 to 60")
+        check_pace(every=every, silence=silence)
         self._listener, self._translator = listener, translator
         self._policy, self._every = write_policy(policy), math.ceil(every * RATE)
         self._cutter = TurnCutter(silence_duration_ms=round(1000 * silence), sound=True)
         self._state = self._cutter.start()
         self._begin()
-        self._ms = {"listen": 0.0, "translate": 0.0}
-        self._counts = {"listen": 0, "translate": 0}
+        self._clock = StageClock()
 
     def _begin(self) -> None:
         self._sound, self._unheard = list[Tensor](), 0
@@ -241,8 +278,8 @@ class Interpreter:
         self._heard: list[str] = []
 
     def push(self, pcm: Tensor) -> list[Translated]:
-        """Add sound `[n]` at 16 kHz; return what is written now."""
-        self._state, events = self._cutter.step(self._state, pcm)
+        """Add sound `[n]` at 16 kHz; return what is written now. MediaError: it is no sound."""
+        self._state, events = self._cutter.step(self._state, mix(pcm, "the chunk"))
         return [piece for event in events for piece in self._take(event)]
 
     def finish(self) -> list[Translated]:
@@ -254,10 +291,7 @@ class Interpreter:
     @property
     def trace(self) -> Trace:
         """Time that went into listening and into translating, and how often."""
-        found = Trace()
-        for stage, ms in self._ms.items():
-            found.add(stage, self._counts[stage], 0, ms)
-        return found
+        return self._clock.trace
 
     def _take(self, event: TurnEvent) -> Iterator[Translated]:
         if event.kind == "turn":
@@ -280,16 +314,118 @@ class Interpreter:
     def _words(self, pcm: Tensor) -> list[str]:
         start = time.perf_counter()
         found = str(self._listener.transcribe(pcm, RATE)).split()
-        self._count("listen", start)
+        self._clock.count("listen", start)
         return found
 
     def _write(self, at_ms: int, over: bool = False) -> Translated:
         start = time.perf_counter()
         text, words = self._writer.read(self._heard, over)
-        self._count("translate", start)
+        self._clock.count("translate", start)
         heard = self._writer.transcript or " ".join(self._heard)
         return Translated(text, at_ms / 1000, words, heard, over)
 
-    def _count(self, stage: str, start: float) -> None:
-        self._ms[stage] += (time.perf_counter() - start) * 1e3
-        self._counts[stage] += 1
+
+class OverlapInterpreter:
+    """A stream of two speakers, who may speak at once; the words of each are translated.
+
+    The ear writes both down as one stream with marks of change (joint t-SOT, Papi et al. 2023,
+    2307.03354, of the overlapping speakers of Kanda et al. 2022, 2202.00842). What is parted goes
+    to a translation for each speaker. It writes a word down once, so all that is heard is read. A
+    sentence ends where its speaker writes no word for so long as a word and a silence take.
+
+    Args:
+        ear: An `OverlapEar`.
+        translator: A `Translator` or an `InterleavedTranslator`.
+        policy: As of `write_policy`.
+        every, context: Seconds that are written down at once, and heard on both sides of them.
+        silence: Seconds of silence that end a sentence.
+
+    Raises:
+        SpecError: A policy, or a number of seconds, that there is not.
+    """
+
+    def __init__(
+        self,
+        ear: OverlapEar,
+        translator: AnyTranslator,
+        policy: str | WritePolicy = "confidence:0.99",
+        every: float = CHUNK,
+        context: float = CONTEXT,
+        silence: float = 0.5,
+    ) -> None:
+        check_pace(silence=silence)
+        check_pace(LONGEST_WINDOW, every=every, context=context)
+        self._ear, self._translator, self._policy = ear, translator, write_policy(policy)
+        self._seconds, self._pause = (every, context), silence + WORD
+        self._clock = StageClock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._session = self._ear.open(*self._seconds)
+        self._writers = [self._writer() for _ in range(CHANNELS)]
+        self._heard: list[list[str]] = [[] for _ in range(CHANNELS)]
+        self._spans = [(0.0, 0.0)] * CHANNELS  # of the newest sentences
+        self._over = False
+
+    def _writer(self) -> SentenceWriter | InterleavedWriter:
+        return sentence_writer(self._translator, self._policy)
+
+    def push(self, pcm: Tensor) -> list[Translated]:
+        """Add sound `[n]` at 16 kHz; return what is written now. MediaError: it is no sound.
+
+        After `finish` another stream begins.
+        """
+        sound = mix(pcm, "the chunk")
+        if self._over:
+            self._begin()
+        return self._take(self._session.push(sound))
+
+    def finish(self) -> list[Translated]:
+        """End the stream; return the rest of open sentences."""
+        found = [] if self._over else self._take(self._session.finish(), over=True)
+        self._over = True
+        return found
+
+    @property
+    def trace(self) -> Trace:
+        """Time that went into listening and into translating, and how often."""
+        return self._clock.trace
+
+    def _take(self, windows: Iterator[HeardWindow], over: bool = False) -> list[Translated]:
+        found, start, at = list[Translated](), time.perf_counter(), self._session.pushed
+        for window in windows:
+            self._clock.count("listen", start)
+            found += self._window(window)
+            start = time.perf_counter()
+        for speaker in range(CHANNELS if over else 0):
+            found += self._end(speaker, at)
+        return found
+
+    def _window(self, window: HeardWindow) -> Iterator[Translated]:
+        for word in window.words:
+            begin, last = self._spans[word.speaker]
+            if word.at - last > self._pause:
+                yield from self._end(word.speaker, window.at)
+            begin = begin if self._heard[word.speaker] else word.at
+            self._heard[word.speaker].append(word.text)
+            self._spans[word.speaker] = begin, word.at
+        for speaker, heard in enumerate(self._heard):
+            if window.until - self._spans[speaker][1] > self._pause:
+                yield from self._end(speaker, window.at)
+            elif heard and any(word.speaker == speaker for word in window.words):
+                piece = self._write(speaker, window.at)
+                if piece.words:
+                    yield piece
+
+    def _end(self, speaker: int, at: float) -> Iterator[Translated]:
+        """Write the rest of a speaker's sentence, where one is open."""
+        if self._heard[speaker]:
+            yield self._write(speaker, at, over=True)
+            self._heard[speaker], self._writers[speaker] = [], self._writer()
+
+    def _write(self, speaker: int, at: float, over: bool = False) -> Translated:
+        start, writer = time.perf_counter(), self._writers[speaker]
+        text, words = writer.read(self._heard[speaker], over)
+        self._clock.count("translate", start)
+        heard = writer.transcript or " ".join(self._heard[speaker])
+        return Translated(text, at, words, heard, over, speaker, self._spans[speaker])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,12 +13,19 @@ from mmfast.bench.suites.speech import translation as speech_translation
 from mmfast.bench.suites.speech.translation import (
     RememberingListener,
     RememberingTranslator,
+    RightEar,
+    SpokenPair,
     judged,
+    judged_pair,
+    pair_figures,
+    spoken_pairs,
     spoken_sentences,
     translation_figures,
 )
 from mmfast.core.errors import MmfastError
+from mmfast.decoding.serialised import TimedWord
 from mmfast.models.translation import Translator, load_translator
+from mmfast.tiny.speech.overlap import VoiceMixture
 from mmfast.tiny.translation.grammar import split_of, vocabulary
 from mmfast.voice.interpreter import Translated
 
@@ -84,3 +94,51 @@ class CountingListener:
     def transcribe(self, pcm: torch.Tensor, rate: int = 16_000) -> str:
         self.count += 1
         return str(float(pcm.max()))
+
+
+def planted_pair() -> SpokenPair:
+    """Two voices of three words each, of which the second begins a second later."""
+    channels = tuple(
+        tuple(TimedWord(f"{name}{i}", start + i) for i in range(3))
+        for name, start in (("a", 1.0), ("b", 2.0))
+    )
+    return SpokenPair(VoiceMixture(np.zeros(64_000, np.float32), channels, 0.4), ("x y", "z"))
+
+
+def test_pairs_are_judged_by_the_best_assignment() -> None:
+    """The speakers' numbers do not matter, their words do; delays are from their first words."""
+    pieces = [
+        Translated("z", 3.5, 1, "", final=True, speaker=0),
+        Translated("x", 2.0, 1, "", speaker=1),
+        Translated(" y", 4.0, 1, "", final=True, speaker=1),
+    ]
+    first, second = judged_pair(planted_pair(), pieces)
+    assert (first.errors, first.words, first.length) == (0, 2, 2.0)
+    assert first.lag == (1.0 + (3.0 - 1.0)) / 2  # 1 and 3 seconds late, at a pace of 1
+    assert (second.errors, second.words, second.lag) == (0, 1, 1.5)
+    mixed_up = [replace(piece, speaker=0) for piece in pieces]
+    assert sum(each.errors for each in judged_pair(planted_pair(), mixed_up)) == 2  # z twice
+    figures = pair_figures([planted_pair()], [[first, second]])
+    assert figures["score"] == 1 and figures["by_overlap"] == {"under half": 1.0}
+
+
+def test_the_right_ear_gives_each_word_when_it_ends() -> None:
+    ear = RightEar(planted_pair().mixture).open(1.0, 2.0)
+    windows = [w for part in torch.zeros(64_000).split(8_000) for w in ear.push(part)]
+    words = [(word.speaker, word.text, window.at) for window in windows for word in window.words]
+    assert words[:3] == [(0, "a0", 1.0), (0, "a1", 2.0), (1, "b0", 2.0)] and len(words) == 6
+    assert windows[-1].until == 4.0 and not list(ear.finish())
+
+
+@pytest.mark.slow
+def test_rows_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [*speech_translation.overlap(lambda *_: None, count=2, only=["offline"])]
+    assert [row["source"] for row in rows] == ["right words", "ear for two", "ear for one"]
+    assert rows[0]["score"] == 1 and rows[0]["n"] == 4 > rows[0]["lag"] > 0
+    with pytest.raises(MmfastError, match="wait:6"):
+        next(speech_translation.overlap(lambda *_: None, only=["wait:6"]))
+    for pair in spoken_pairs(2, 3):
+        assert all(split_of(" ".join(words)) == "eval" for words in pair.mixture.words)
+    shared = {"processor": "p", "date": "2026-01-01", "commit": "c", "suite": "speech"}
+    lines = write_table("speech_cost", [{**row, **shared, "bench": "overlap"} for row in rows])
+    assert any("ear for two" in line and "%" in line for line in lines)

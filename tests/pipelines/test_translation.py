@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import mmfast
-from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.errors import MediaError, MmfastError, ModelError, SpecError
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.translation import Translator
 from mmfast.pipelines.translation import SpeechTranslation
@@ -193,6 +193,35 @@ def test_words_that_are_typed(pipe: SpeechTranslation) -> None:
     assert list(pipe.stream_text([SENTENCE[:20], SENTENCE[20:]]))[-1].final
     with pytest.raises(MmfastError, match="no text"):
         pipe.translate(3)
+
+
+def test_a_text_without_place_in_the_model_is_one_line(pipe: SpeechTranslation) -> None:
+    """It was an index out of range; what fits is translated to the last place."""
+    places = pipe.translator.model.config.max_position_embeddings
+    with pytest.raises(ModelError, match=f"has {places} places; translate it in sentences"):
+        pipe.translate("and " * (places + 1))
+    found = pipe.translator.hypothesis("the red circle", [5] * (places - 3))
+    assert len(found.words) <= 2
+
+
+def test_what_is_no_text_is_one_line(pipe: SpeechTranslation) -> None:
+    for words in (None, 3):
+        with pytest.raises(MmfastError, match="is no text"):
+            pipe.stream_text(words)
+    with pytest.raises(MmfastError, match="int cannot be said or translated"):
+        list(pipe.stream_text(["red", 3]))
+
+
+def test_a_session_takes_chunks_of_any_kind(pipe: SpeechTranslation, recording: Path) -> None:
+    """Integers, channels, lists and numbers that are none, as other streams do."""
+    pcm = (say(f"{SENTENCE}.").pcm * 32768).round().clamp(-32768, 32767)
+    for chunk in (pcm.numpy().astype(np.int16), np.stack([pcm.numpy() / 32768] * 2)):
+        session = pipe.open("offline")
+        assert joined([*session.push(chunk), *session.finish()]) == VELDA
+    assert pipe.open().push([float("nan")] * 100) == []
+    for wrong in (None, "a", torch.zeros(1, 2, 10)):
+        with pytest.raises(MediaError, match="the chunk"):
+            pipe.open().push(wrong)
 
 
 @pytest.mark.parametrize("folder", sorted(CONFIGS), indirect=True)

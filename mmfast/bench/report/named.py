@@ -228,6 +228,11 @@ SPEECH = {
         "whole sentences: {whole:.1%} | average lagging: {lag:.2f} | "
         "of the source: {lag_share:.0%}",
     ),
+    "overlap": (
+        "Translation of two unseen sentences that are said at once; lagging in seconds",
+        "policy: `{policy}` | heard by: {source} | right words: {score:.1%} | "
+        "by overlap: {by_overlap} | whole sentences: {whole:.1%} | average lagging: {lag:.2f}",
+    ),
 }
 SERVE = {
     "load": (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from mmfast.decoding.serialised import CHANGE, CHANNELS, ChannelSplitter, TimedW
 from mmfast.models.loading import embedded_path, part_of, pick_device
 from mmfast.models.speech.ear import AROUND, FOLDER, SLOTS, scaled
 from mmfast.models.speech.layout import SpeechLayout
-from mmfast.models.speech.sound import LOUDNESS, resampled, samples, taken
+from mmfast.models.speech.sound import LOUDNESS, resampled, samples
 from mmfast.ops.audio import HOP, log_mel
 
 FILE = "overlap.safetensors"  # in the folder of an ear
@@ -150,6 +149,49 @@ def speaker_texts(words: Iterable[SpeakerWord]) -> tuple[str, ...]:
     return tuple(" ".join(own) for own in said)
 
 
+class SpeakerParter:
+    """Parts the words of frames by speaker while they come.
+
+    A mark stands between two words where its chances between them add up.
+
+    Args:
+        layout: Meaning of the rows.
+        ahead: Samples of silence in front of the sound.
+    """
+
+    def __init__(self, layout: SpeechLayout, ahead: int) -> None:
+        self._layout, self._ahead, self._blank = layout, ahead, layout.id("<pad>")
+        self._splitter, self._letters = ChannelSplitter(), [""] * CHANNELS
+        self._last, self._marks, self._begun = self._blank, 0.0, False
+        self._frames = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of sound that are written down."""
+        return max(0.0, (self._frames * FRAME - self._ahead) / RATE)
+
+    def push(self, frames: Iterable[HeardFrame]) -> Iterator[SpeakerWord]:
+        """Take frames; yield the words that end in them."""
+        for found, chance in frames:
+            self._frames += 1
+            self._marks += chance
+            if found not in (self._blank, self._last):
+                yield from self._row(found)
+            self._last = found
+
+    def _row(self, found: int) -> Iterator[SpeakerWord]:
+        at, text = self.seconds, self._layout.rows[found]
+        if self._begun and self._marks >= LIKELY:
+            self._splitter.push(TimedWord(CHANGE, at))
+        self._marks, self._begun = 0.0, True
+        speaker = self._splitter.push(TimedWord(text, at))
+        assert speaker is not None
+        self._letters[speaker] += text
+        if text.endswith("_"):
+            yield SpeakerWord(speaker, self._letters[speaker][:-1], at)
+            self._letters[speaker] = ""
+
+
 class OverlapEar:
     """Writes down two speakers, who may speak at once.
 
@@ -215,50 +257,101 @@ class OverlapEar:
                 raise SpecError(f"{name}={value!r} is no number; give seconds from 0.04 to 12")
             if not 0.04 <= value <= 12:
                 raise SpecError(f"{name}={value!r}: give seconds from 0.04 to 12")
-        size, around = (round(seconds * RATE / FRAME) for seconds in (chunk, context))
-        sound = resampled(chunks, rate, RATE)
-        return self._words(self._windows(_framed(sound), size, around), AROUND[0])
+        session = self.open(chunk, context)
+        return self._streamed(session, resampled(chunks, rate, RATE))
 
-    def _windows(
-        self, sound: Iterator[Tensor], size: int, around: int
-    ) -> Iterator[list[HeardFrame]]:
-        """`size` frames after another, each heard with `around` frames on both sides."""
-        buffer, before, going = torch.zeros(0), 0, True
-        while going:
-            most = (before + size + around) * FRAME  # a later sample would depend on the split
-            buffer, going = taken(buffer, sound, most)
-            if len(buffer) <= before * FRAME:
-                return
-            window = buffer[:most]
-            silent = float(window.abs().max()) <= LOUDNESS
-            nothing = [(self.blank, 0.0)] * -(-len(window) // FRAME)
-            found = nothing if silent else self.frames(window)
-            yield found[before : before + size if going else None]
-            drop = max(before + size - around, 0) if going else 0
-            buffer, before = buffer[drop * FRAME :], before + size - drop
+    def open(self, chunk: float = CHUNK, context: float = CONTEXT) -> OverlapSession:
+        """Return a session that takes sound at 16 kHz as it comes; SpecError: as of `stream`."""
+        for name, value in (("chunk", chunk), ("context", context)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise SpecError(f"{name}={value!r} is no number; give seconds from 0.04 to 12")
+            if not 0.04 <= value <= 12:
+                raise SpecError(f"{name}={value!r}: give seconds from 0.04 to 12")
+        size, around = (round(seconds * RATE / FRAME) for seconds in (chunk, context))
+        return OverlapSession(self, size, around)
+
+    def _streamed(self, session: OverlapSession, sound: Iterable[Tensor]) -> Iterator[SpeakerWord]:
+        for part in sound:
+            for window in session.push(part):
+                yield from window.words
+        for window in session.finish():
+            yield from window.words
 
     def _words(self, parts: Iterable[list[HeardFrame]], ahead: int) -> Iterator[SpeakerWord]:
-        """Part the words of frames; a mark stands where its chances between two words add up."""
-        splitter, last, letters = ChannelSplitter(), self.blank, [""] * CHANNELS
-        marks, begun = 0.0, False
-        for frame, (found, chance) in enumerate(chain.from_iterable(parts), 1):
-            marks += chance
-            if found not in (self.blank, last):
-                at = max(0.0, (frame * FRAME - ahead) / RATE)
-                if begun and marks >= LIKELY:
-                    splitter.push(TimedWord(CHANGE, at))
-                marks, begun, text = 0.0, True, self.layout.rows[found]
-                speaker = splitter.push(TimedWord(text, at))
-                assert speaker is not None
-                letters[speaker] += text
-                if text.endswith("_"):
-                    yield SpeakerWord(speaker, letters[speaker][:-1], at)
-                    letters[speaker] = ""
-            last = found
+        parter = SpeakerParter(self.layout, ahead)
+        for part in parts:
+            yield from parter.push(part)
 
 
-def _framed(sound: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Sound with the silence around it that the ear is used to."""
-    yield torch.zeros(AROUND[0])
-    yield from sound
-    yield torch.zeros(AROUND[1])
+@dataclass(frozen=True)
+class HeardWindow:
+    """Words of a window of sound.
+
+    Attributes:
+        words: The words that end in it.
+        until: Seconds of sound that are written down with it.
+        at: Seconds of sound that had to come for it.
+    """
+
+    words: list[SpeakerWord]
+    until: float
+    at: float
+
+
+class OverlapSession:
+    """A stream of two speakers, written down window by window; any split gives the same windows.
+
+    Args:
+        ear: The ear.
+        size: Frames that are written down at once.
+        around: Frames that are heard on both sides of them.
+    """
+
+    def __init__(self, ear: OverlapEar, size: int, around: int) -> None:
+        self._ear, self._size, self._around = ear, size, around
+        self._parter = SpeakerParter(ear.layout, AROUND[0])
+        self._buffer, self._before, self._dropped = torch.zeros(AROUND[0]), 0, 0
+        self._pushed = 0
+
+    @property
+    def pushed(self) -> float:
+        """Seconds of sound so far."""
+        return self._pushed / RATE
+
+    def push(self, pcm: Tensor) -> Iterator[HeardWindow]:
+        """Take sound `[n]` at 16 kHz; yield the windows that it completes.
+
+        Samples that are no numbers are silence, as a line that breaks must not end a session.
+        """
+        self._pushed += len(pcm)
+        clean = torch.nan_to_num(pcm.detach().float().cpu(), posinf=0.0, neginf=0.0)
+        yield from self._add(clean.clamp(-1.0, 1.0))
+
+    def finish(self) -> Iterator[HeardWindow]:
+        """End the stream; yield the last windows."""
+        yield from self._add(torch.zeros(AROUND[1]))
+        if len(self._buffer) > self._before * FRAME:
+            yield self._window(self._buffer, None)
+            self._before = -(-len(self._buffer) // FRAME)
+
+    def _add(self, pcm: Tensor) -> Iterator[HeardWindow]:
+        self._buffer = torch.cat([self._buffer, pcm])
+        while len(self._buffer) >= self._most:
+            yield self._window(self._buffer[: self._most], self._before + self._size)
+            drop = max(self._before + self._size - self._around, 0)
+            self._buffer, self._dropped = self._buffer[drop * FRAME :], self._dropped + drop
+            self._before += self._size - drop
+
+    @property
+    def _most(self) -> int:
+        """Samples of a window; a later one would depend on the split."""
+        return (self._before + self._size + self._around) * FRAME
+
+    def _window(self, sound: Tensor, end: int | None) -> HeardWindow:
+        """Hear a window, and write its frames from `_before` to `end` down."""
+        silent = float(sound.abs().max()) <= LOUDNESS
+        nothing = [(self._ear.blank, 0.0)] * -(-len(sound) // FRAME)
+        found = nothing if silent else self._ear.frames(sound)
+        words = list(self._parter.push(found[self._before : end]))
+        came = min(self._dropped * FRAME + len(sound) - AROUND[0], self._pushed)
+        return HeardWindow(words, self._parter.seconds, max(0, came) / RATE)

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from mmfast.core.errors import MmfastError
 from mmfast.serve.config import ServerConfig, answers_to
 from mmfast.serve.engine.base import Executor, Finish, Health
-from mmfast.serve.guard.errors import ApiError, busy
+from mmfast.serve.guard.errors import ApiError, bad_request, busy
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -256,6 +256,7 @@ class Service:
         self._engine = LazyLoader(self._load, executor)
         self._voice = LazyLoader(lambda: _voice(config), voice)
         self._translator = LazyLoader(lambda: _translator(config))
+        self._pair = LazyLoader(lambda: _ear_for_two(config))
         self.metrics = Metrics(self.health, lambda: self.model)
         self.parts: dict[str, Any] = {}
         self._threads, self._listening = ThreadPoolExecutor(VOICES, "voice"), 0
@@ -307,6 +308,17 @@ class Service:
         """Return the model that translates, loaded on first use; `ApiError` as for `voice`."""
         await self.voice()
         return await self._translator.get()
+
+    async def ear_for_two(self) -> Any:
+        """Return the ear for two speakers, loaded on first use; `ApiError` as for `voice`.
+
+        It is 400 where the listener of the server has none.
+        """
+        await self.voice()
+        try:
+            return await self._pair.get()
+        except ApiError as error:
+            raise bad_request(str(error), "unsupported", "speakers") from error
 
     def spawn_voice(self, work: Callable[[], None]) -> None:
         """Start a speech in one of the threads for speech."""
@@ -436,6 +448,13 @@ def _translator(config: ServerConfig) -> Any:
     from mmfast.models.translation import load_translator
 
     return load_translator(config.translator, config.device)
+
+
+def _ear_for_two(config: ServerConfig) -> Any:
+    from mmfast.models.speech.overlap import load_overlap
+
+    listener = config.listener or config.speech
+    return load_overlap(None if listener == SPEECH else listener, config.device)
 
 
 def _voice(config: ServerConfig) -> Any:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.decoding.serialised import CHANNELS
 from mmfast.frontends.audio.wav import WavWriter, format_rate
 from mmfast.ops.audio import Resampler
 from mmfast.serve.config import VOICE_NAMES
@@ -30,6 +31,7 @@ from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Strict, T
 from mmfast.serve.http.service import VOICES, Service
 from mmfast.voice.dubbing import clock
 from mmfast.voice.ear import VoiceEar
+from mmfast.voice.interpreter import WORD, OverlapInterpreter, Translated
 from mmfast.voice.models import can
 
 PCM_RATE = 24_000  # OpenAI's clients expect this rate of `pcm`, which has no header
@@ -233,12 +235,17 @@ async def translations(
     model: Annotated[str, Form(min_length=1, max_length=256)],
     response_format: Annotated[str, Form()] = "json",
     stream: Annotated[bool, Form()] = False,
+    speakers: Annotated[int, Form(ge=1, le=CHANNELS)] = 1,
 ) -> Response:
-    """Translate a recording sentence by sentence, into the language of `--translator`."""
+    """Translate a recording sentence by sentence, into the language of `--translator`.
+
+    Of two `speakers`, who may speak at once, each sentence is a line that begins with "1: " or
+    "2: ", and segments have the number as `speaker`.
+    """
     service: Service = http.app.state.service
     _checked(model, (service.translator_model, "whisper-1"), response_format, stream)
-    headers = ignoring(_idle(await http.form()), service.config)
-    work = _translated(service, await file.read(), response_format, stream, headers)
+    headers = ignoring(_idle(await http.form(), "speakers"), service.config)
+    work = _translated(service, await file.read(), response_format, stream, headers, speakers)
     return await while_connected(http.receive, work)
 
 
@@ -254,10 +261,11 @@ def _checked(model: str, known: Sequence[str], form: str, stream: bool) -> None:
 
 
 async def _translated(
-    service: Service, data: bytes, form: str, stream: bool, headers: dict[str, str]
+    service: Service, data: bytes, form: str, stream: bool, headers: dict[str, str], speakers: int
 ) -> Response:
     pcm, rate = await load_sound(data, service.config, param="file")
     translator = await service.translator()
+    ear = None if speakers == 1 else await service.ear_for_two()
 
     async def sentences() -> AsyncGenerator[dict[str, Any]]:
         async for row in segments(service, pcm, rate, heard):
@@ -266,16 +274,41 @@ async def _translated(
 
     language = "velda" if service.config.translator is None else "unknown"
     task = "translate", language
-    return await _reply(sentences(), len(pcm) / rate, form, stream, headers, task)
+    found = sentences() if ear is None else _of_two(service, ear, translator, pcm, rate)
+    return await _reply(found, len(pcm) / rate, form, stream, headers, task)
 
 
-def _idle(form: FormData) -> Strict:
+async def _of_two(
+    service: Service, ear: Any, translator: Any, pcm: Tensor, rate: int
+) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the translated sentences of two speakers as segments, in order of their ends."""
+    late = getattr(translator, "latencies", None)  # of a model that reads and writes in turn
+    policy = f"interleaved:{late[-1]}" if late else "offline"
+    session, open_texts, number = OverlapInterpreter(ear, translator, policy), [""] * CHANNELS, 0
+    works: list[Callable[[], list[Translated]]]
+    works = [*(partial(session.push, part) for part in pcm.split(rate)), session.finish]
+    for work in works:
+        for piece in await service.in_voice_thread(work):
+            assert piece.speaker is not None
+            open_texts[piece.speaker] += piece.text
+            text = open_texts[piece.speaker].strip()
+            if not piece.final or not text:
+                continue
+            open_texts[piece.speaker], who = "", piece.speaker + 1
+            span = max(0.0, piece.span[0] - WORD / 2), piece.span[1]
+            yield {**_segment(number, *span, f"{who}: {text}"), "speaker": who}
+            number += 1
+    if not number:
+        raise bad_request("no word was understood in the sound; speak louder", param="file")
+
+
+def _idle(form: FormData, *taken: str) -> Strict:
     """Return the fields without effect; `ApiError` for times of words, which no model tells."""
     times = ("timestamp_granularities", "timestamp_granularities[]")
     if wrong := {str(each) for name in times for each in form.getlist(name)} - {"segment"}:
         text = unknown("timestamp_granularities", min(wrong)[:80], ("segment",))
         raise bad_request(text, "invalid_value", "timestamp_granularities")
-    known = {"file", "model", "response_format", "stream", *times}
+    known = {"file", "model", "response_format", "stream", *times, *taken}
     return Strict(**dict.fromkeys(name for name in form if name not in known))
 
 
@@ -314,7 +347,7 @@ def _document(
     task: tuple[str, str],
 ) -> Response:
     """Return segments in one of `FORMATS`; `task` is its name and the language of the text."""
-    text = " ".join(row["text"] for row in rows)
+    text = "".join(part for row in rows for part in (_gap(row), row["text"]))[1:]
     usage = {"type": "duration", "seconds": math.ceil(seconds)}
     if form == "text":
         return PlainTextResponse(f"{text}\n", headers=headers)
@@ -356,21 +389,31 @@ async def segments(
     turns = [(each.at - len(each.pcm), each.pcm) for each in events if each.pcm is not None]
     for start, part in turns or [(0, pcm)]:
         if text := await service.in_voice_thread(partial(write, voice, part, rate)):
-            begin, end = (round(at / rate, 3) for at in (start, start + len(part)))
-            row = {"id": number, "seek": 0, "start": begin, "end": end, "text": text, "tokens": []}
-            size = len(text.encode()) / len(zlib.compress(text.encode()))
-            row |= {"temperature": 0.0, "avg_logprob": 0.0, "no_speech_prob": 0.0}
-            yield {**row, "compression_ratio": size}
+            begin, end = (at / rate for at in (start, start + len(part)))
+            yield _segment(number, begin, end, text)
             number += 1
     if not number:
         raise bad_request("no word was understood in the sound; speak louder", param="file")
+
+
+def _gap(row: dict[str, Any]) -> str:
+    """Return what parts a segment from the one before: of two speakers each has a line."""
+    return "\n" if "speaker" in row else " "
+
+
+def _segment(number: int, start: float, end: float, text: str) -> dict[str, Any]:
+    times = {"start": round(start, 3), "end": round(end, 3)}
+    row: dict[str, Any] = {"id": number, "seek": 0, **times, "text": text, "tokens": []}
+    size = len(text.encode()) / len(zlib.compress(text.encode()))
+    row |= {"temperature": 0.0, "avg_logprob": 0.0, "no_speech_prob": 0.0}
+    return {**row, "compression_ratio": size}
 
 
 async def _deltas(first: Any, rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
     text, row = "", first
     try:
         while row is not None:
-            delta = f" {row['text']}" if text else row["text"]
+            delta = f"{_gap(row)}{row['text']}" if text else row["text"]
             text += delta
             yield event({"type": "transcript.text.delta", "delta": delta})
             row = await anext(rest, None)
