@@ -25,6 +25,8 @@ SETTINGS = {
     "minference": {"probes": 9},
     "pbs": {"segment": 2},
     "hip": {},
+    "sale": {"width": 2, "local": 4},
+    "dhsa": {"chunk": 3, "window": 1},
 }
 BUDGET, SIZE = 0.4, 4
 
@@ -184,6 +186,8 @@ def test_short_prompts_run_as_in_the_stock_model() -> None:
         ("flexprefill:0.9?tau=-1.0", "0 or more"),
         ("sample_attention:0.9?rows=2.0", "choose shares"),
         ("minference?probes=0", "at least 1"),
+        ("sale?width=0", "at least 1 token"),
+        ("dhsa?window=0", "at least 1 token"),
         ("evs:0.3", "unknown prefill"),
     ],
 )
