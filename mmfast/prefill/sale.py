@@ -15,6 +15,7 @@ from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts
 from mmfast.prefill.plan import BlockSettings, share_of
 
+_KEYS = 1024  # keys of a product at a time, so that its numbers stay in the processor's cache
 LEVELS = 7  # largest number of 4 bits with a sign, of which -8 is not used
 
 
@@ -88,27 +89,28 @@ class LowBitEstimate(BlockSettings):
         steady = keys - keys.mean(0)  # moves all logits of a query alike
         mean = query.mean(1)  # [G, d]
         small_keys, small = in_4_bits(steady), in_4_bits(query - mean[:, None])
-        offset = mean @ steady.T  # [G, S], what the mean query adds, which is not rounded
+        # Two further parts of a product: what the mean query adds, unrounded, and the threshold.
+        wise = torch.cat([small_keys, torch.ones_like(steady[:, :1]), steady @ mean.T], 1)
+        heads = torch.eye(len(query), device=keys.device)[:, None]  # [G, 1, G]
         chosen = torch.zeros(rows, count, dtype=torch.bool, device=keys.device)
         for row, start in enumerate(range(0, layer.length, size)):
             mine = slice(start, min(start + size, layer.length))
             first = start + layer.before
             near = max(0, (first - self.local) // wide)  # block in which the local keys begin
             chosen[row, near : -(-first // wide)] = True
-            if not near:
-                continue
-            chosen[row, 0] = True
-            if near == 1:
+            chosen[row, : near > 0] = True
+            if near < 2:
                 continue
             level = self._level(query[:, mine], steady, first, near * wide)
             bound = level + math.log(max(1 - self.budget, 1e-30))
-            middle = slice(wide, near * wide)
-            for group in range(len(query)):
-                logits = torch.addmm(
-                    offset[group, middle], small[group, mine], small_keys[middle].T
-                )
-                above = (logits - bound[group, :, None]).amax(0).view(-1, wide).amax(1) >= 0
-                chosen[row, 1:near] |= above
+            whose = heads.expand(-1, level.shape[1], -1)
+            asked = torch.cat([small[:, mine], -bound[..., None], whose], -1).flatten(0, 1)
+            step = max(1, _KEYS // wide) * wide
+            tops = []
+            for at in range(wide, near * wide, step):
+                above = wise[at : min(at + step, near * wide)] @ asked.T
+                tops.append(above.view(-1, wide * len(asked)).amax(1))
+            chosen[row, 1:near] = torch.cat(tops) >= 0
         return chosen
 
     def _level(self, query: Tensor, keys: Tensor, first: int, near: int) -> Tensor:
