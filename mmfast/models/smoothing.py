@@ -104,9 +104,10 @@ def smooth(
         raise ModelError("smooth() needs at least one batch of inputs and one exponent")
     with torch.no_grad():
         exact, found = _places(text, stock, batches)
-        found = [place for place in found if _holds(place, stock, batches, exact)]
+        if not _holds(found, stock, batches[0], exact[0]):
+            found = [place for place in found if _holds([place], stock, batches[0], exact[0])]
         if not found:
-            raise ModelError(f"{type(stock).__name__} has no layers behind norms that smooth() knows")
+            raise ModelError(f"{type(stock).__name__} has no layers that smooth() knows")
         plain = _rounded_error(text, stock, batches, exact, form)
         errors = {}
         for alpha in alphas:
@@ -186,18 +187,16 @@ def _places(
     return exact, list(found.values())
 
 
-def _holds(
-    place: _Place, stock: Any, batches: Sequence[Mapping[str, Any]], exact: Sequence[Tensor]
-) -> bool:
-    """Return whether the model computes the same with this place scaled alone.
+def _holds(places: Sequence[_Place], stock: Any, batch: Mapping[str, Any], exact: Tensor) -> bool:
+    """Return whether the model computes the same with these places scaled.
 
     It does not where something reads the channels that was not seen.
     """
-    with _restored(nn.ModuleList([place.source, *place.layers])):
-        place.divide(place.scale(0.5))
-        found = _logits(stock, batches[0])
-    limit = _SAME if stock.dtype == torch.float32 else 100 * _SAME
-    return _error([found], exact[:1]) < limit
+    modules = {each for place in places for each in (place.source, *place.layers)}
+    with _restored(nn.ModuleList(modules)):
+        _divide(places, 0.5)
+        found = _logits(stock, batch)
+    return _error([found], [exact]) < (_SAME if stock.dtype == torch.float32 else 100 * _SAME)
 
 
 @contextmanager

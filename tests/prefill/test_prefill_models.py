@@ -90,8 +90,18 @@ def same(this: Tiny, inputs: Any, name: str, share: bool = True, **kwargs: Any) 
     return trace, got
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+# Of the methods whose oracles are slowest one family is asked by default.
+PROMPTED = [
+    pytest.param(
+        *(family, name),
+        marks=[pytest.mark.slow] if name in ("sale", "dhsa") and family != FAMILIES[0] else [],
+    )
+    for family in FAMILIES
+    for name in SETTINGS
+]
+
+
+@pytest.mark.parametrize(("family", "name"), PROMPTED)
 def test_prompt_of_a_family(family: str, name: str) -> None:
     this = tiny(family)
     inputs = one(this)

@@ -6,6 +6,7 @@ Each takes queries `[H, G, L, d]`, keys `[H, S, d]`, the scale and settings, and
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -278,13 +279,11 @@ def sale(
                 for i in range(r * size, min(length, (r + 1) * size)):
                     exact = keys @ head[i] * scale
                     sure = [j for j in range(before + i + 1) if j < width or j >= near]
-                    total = sum(math.exp(exact[j]) for j in sure)
-                    mine = np.array(four_bits(head[i] - middle))
-                    for j in range(width, near):
-                        about = mine @ small[j] + (middle @ (keys[j] - center))
-                        about = about * scale + head[i] @ center * scale
-                        if math.exp(about) / total >= 1 - budget:
-                            blocks.add(j // width)
+                    total = np.exp(exact[sure]).sum()
+                    about = small @ np.array(four_bits(head[i] - middle))
+                    about += (keys - center) @ middle + head[i] @ center
+                    big = np.exp(about * scale) / total >= 1 - budget
+                    blocks |= {j // width for j in range(width, near) if big[j]}
             read[r] = blocks
         found.append(pairs(length, n, size, lambda r, j, b=read: j // width in b[r]))
     return np.stack(found)
@@ -318,7 +317,7 @@ def dhsa(
         dips.sort(key=lambda t: (alike[t], t))
         cuts = [0, *sorted(dips[: max(0, n // chunk - 1)]), n]
         score = np.zeros((-(-length // size), n))
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             stands = keys[start:stop].mean(0) * math.sqrt(stop - start)
             for r in range(len(score)):
                 rows = sum(head[r * size : (r + 1) * size].mean(0) for head in heads)
