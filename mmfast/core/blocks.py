@@ -21,24 +21,31 @@ class BlockChoice:
     Attributes:
         blocks: `[H, q, k]` bool; H choices, one for each query head or for each group of them that
             shares a key head.
-        size: Tokens of a block of queries, and of one of keys.
+        size: Tokens of a block of queries.
         columns: `[H, S]` bool, keys that all later blocks of queries read; None where there are
             none.
         order: `[H, S]`, the key at each place: blocks of keys are cut from the keys in this order.
             None where that is the order of time.
+        width: Tokens of a block of keys; None where they are as many as those of queries.
     """
 
     blocks: Tensor
     size: int
     columns: Tensor | None = None
     order: Tensor | None = None
+    width: int | None = None
+
+    @property
+    def wide(self) -> int:
+        """Tokens of a block of keys."""
+        return self.size if self.width is None else self.width
 
     def seen(self, head: int, row: int, first: int) -> Tensor:
         """Places `[n]` of the keys before key `first` that block `row` of the queries reads."""
         size = self.columns.shape[1] if self.columns is not None else first
         if self.order is not None:
             size = self.order.shape[1]
-        mask = self.blocks[head, row].repeat_interleave(self.size)[:size]
+        mask = self.blocks[head, row].repeat_interleave(self.wide)[:size]
         if mask.shape[0] < size:
             mask = functional.pad(mask, (0, size - mask.shape[0]))
         places = self.order[head] if self.order is not None else None
@@ -51,17 +58,17 @@ class BlockChoice:
     def reads(self, length: int, n: int) -> Tensor:
         """Keys `[H]` that a query reads, mean over the `length` queries whose last key is n - 1."""
         heads, rows, count = self.blocks.shape
-        device, size = self.blocks.device, self.size
+        device, size, wide = self.blocks.device, self.size, self.wide
         starts = torch.arange(rows, device=device) * size
         before = (starts + n - length).expand(heads, count, -1).contiguous()
         places = torch.arange(n, device=device).expand(heads, -1)
         places = places if self.order is None else self.order
-        cut = functional.pad(places, (0, count * size - n), value=n).view(heads, count, size)
+        cut = functional.pad(places, (0, count * wide - n), value=n).view(heads, count, wide)
         early = torch.searchsorted(cut.sort(-1).values, before).transpose(1, 2)  # [H, q, k]
         read = (early * self.blocks).sum(-1)
         if self.columns is not None:
             marks = self.columns if self.order is None else self.columns.gather(1, self.order)
-            marked = functional.pad(marks, (0, count * size - n)).view(heads, count, size)
+            marked = functional.pad(marks, (0, count * wide - n)).view(heads, count, wide)
             beside = torch.where(marked, cut, n).sort(-1).values
             early = torch.searchsorted(beside, before).transpose(1, 2)
             read = read + (early * ~self.blocks).sum(-1)

@@ -57,7 +57,8 @@ class Method:
         role: Kind of a KV policy: `position` (keeps by place and kind alone), `score` (keeps
             by keys or attention), `retrieve` (keeps all, reads a part), `select` (as that, anew at
             every decode step), `store` (fewer bits). Of sparse prefill `mass` (reads what holds a
-            share of the attention) or `read` (a share of the keys).
+            share of the attention), `read` (a share of the keys) or `floor` (what has a least
+            attention, as a share of that to the first and last keys).
         moment: Time at which a KV policy acts: `prefill` (once, after a prompt) or `always`.
         uneven: A KV policy whose budget is a mean over layers, so that one layer may keep more.
         resizes: It keeps a smaller raster, so it may keep less than its budget; at `pixel` the
@@ -132,6 +133,8 @@ class Method:
             return "number of tokens a frame that it was trained for"
         if self.role in ("mass", "read"):
             return f"share of the {'attention' if self.role == 'mass' else 'keys'}"
+        if self.role == "floor":
+            return "1 less the least relative attention"
         if self.role in ("retrieve", "select") and self.adaptive:
             return "share of the attention"
         if self.role == "retrieve":
@@ -149,7 +152,7 @@ class Method:
         if self.kind == "head" or repeats or self.routes:
             return "" if self.kind == "head" else self.name
         budgets = {"retrieve": "16", "store": "4", "position": "64", "score": "0.5"}
-        budgets |= {"select": "0.1", "mass": "0.95", "read": "0.3"}
+        budgets |= {"select": "0.1", "mass": "0.95", "read": "0.3", "floor": "0.996"}
         if self.role == "store" and not self.adaptive:
             budgets = {"store": "0.6"}
         if self.role in ("retrieve", "select") and self.adaptive:

@@ -33,7 +33,7 @@ from mmfast.ops.weight_forms import FEW, FORMS, WeightForm, pack, pack_joint
 
 STOCK = "stock"  # the layer as it was, in the model's own dtype
 FASTEST = "fastest"
-_SMALL = 4096  # numbers below which a layer costs its call alone, such as routers and gates
+SMALL = 4096  # numbers below which a layer costs its call alone, such as routers and gates
 # Children of a module that its forward calls with the same tensor, in the names of transformers.
 _JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 # Forms whose products gain by it, measured: int8 and int4 gain less than 2 % of a step, and
@@ -383,7 +383,7 @@ def _groups(model: Any, plan: WeightPlan) -> Mapping[int, tuple[str, str]]:
 
     def add(layers: Any, few: str, many: str) -> None:
         for each in layers:
-            plain = type(each) is nn.Linear and each.weight.numel() >= _SMALL
+            plain = type(each) is nn.Linear and each.weight.numel() >= SMALL
             if plain and (few, many) != (STOCK, STOCK):
                 found[id(each)] = few, many
 

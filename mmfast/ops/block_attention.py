@@ -155,6 +155,7 @@ def flex_mask(choice: BlockChoice, heads: int, length: int, n: int) -> BlockMask
     size, device = choice.size, choice.blocks.device
     times, before = heads // len(choice.blocks), n - length
     blocks = choice.blocks.repeat_interleave(times, 0)  # [Hq, q, k]
+    wide = choice.wide
     places = torch.arange(n, device=device).expand(heads, -1)
     if choice.order is not None:
         places = choice.order.repeat_interleave(times, 0)
@@ -164,16 +165,22 @@ def flex_mask(choice: BlockChoice, heads: int, length: int, n: int) -> BlockMask
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         place, first = places[h, k], q // size * size + before
-        chosen = blocks[h, q // size, k // size] | columns[h, k]
+        chosen = blocks[h, q // size, k // wide] | columns[h, k]
         return torch.where(place < first, chosen, place <= q + before)
 
-    rows, wide = blocks.shape[1], -(-n // size)
+    # Tiles of the kernel are squares; blocks of keys of another width are looked up in them.
+    rows, tiles = blocks.shape[1], -(-n // size)
     starts = torch.arange(rows, device=device) * size + before
-    padded = torch.nn.functional.pad(places, (0, wide * size - n), value=n + size)
-    cut = padded.view(heads, 1, wide, size)
-    marked = torch.nn.functional.pad(columns, (0, wide * size - n)).view(heads, 1, wide, size)
+    padded = torch.nn.functional.pad(places, (0, tiles * size - n), value=n + size)
+    cut = padded.view(heads, 1, tiles, size)
+    marked = torch.nn.functional.pad(columns, (0, tiles * size - n)).view(heads, 1, tiles, size)
+    picked = blocks[..., None]
+    if wide != size:
+        each = blocks.repeat_interleave(wide, -1)[..., :n]
+        each = torch.nn.functional.pad(each, (0, tiles * size - n))
+        picked = each.view(heads, rows, tiles, size)
     early, own = cut < starts[:, None, None], cut < starts[:, None, None] + size
-    some = (early & (blocks[..., None] | marked)).any(-1) | (own & ~early).any(-1)
+    some = (early & (picked | marked)).any(-1) | (own & ~early).any(-1)
     counts, index = _listed(some)
     made: BlockMask = BlockMask.from_kv_blocks(
         counts, index, BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(length, n)

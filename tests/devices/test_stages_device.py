@@ -51,6 +51,8 @@ SETTINGS = {
     "minference": "probes=9",
     "pbs": "segment=2",
     "hip": "share=True",
+    "sale": "width=16&local=32",
+    "dhsa": "chunk=8&window=2",
 }
 VARIED = {"repetition_penalty": 1.3}  # tiny models repeat themselves, and drafts would all stand
 DECODE = {

@@ -25,6 +25,8 @@ SETTINGS = {
     "minference": {"probes": 9},
     "pbs": {"segment": 2},
     "hip": {},
+    "sale": {"width": 2, "local": 4},
+    "dhsa": {"chunk": 3, "window": 1},
 }
 BUDGET, SIZE = 0.4, 4
 
@@ -88,8 +90,18 @@ def same(this: Tiny, inputs: Any, name: str, share: bool = True, **kwargs: Any) 
     return trace, got
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+# Of the methods whose oracles are slowest one family is asked by default.
+PROMPTED = [
+    pytest.param(
+        *(family, name),
+        marks=[pytest.mark.slow] if name in ("sale", "dhsa") and family != FAMILIES[0] else [],
+    )
+    for family in FAMILIES
+    for name in SETTINGS
+]
+
+
+@pytest.mark.parametrize(("family", "name"), PROMPTED)
 def test_prompt_of_a_family(family: str, name: str) -> None:
     this = tiny(family)
     inputs = one(this)
@@ -184,6 +196,8 @@ def test_short_prompts_run_as_in_the_stock_model() -> None:
         ("flexprefill:0.9?tau=-1.0", "0 or more"),
         ("sample_attention:0.9?rows=2.0", "choose shares"),
         ("minference?probes=0", "at least 1"),
+        ("sale?width=0", "at least 1 token"),
+        ("dhsa?window=0", "at least 1 token"),
         ("evs:0.3", "unknown prefill"),
     ],
 )

@@ -32,6 +32,8 @@ SPECS = (
     "pbs:0.95",
     "minference:0.3",
     "hip:0.25",
+    "dhsa:0.25",
+    "sale:0.996",
 )
 
 

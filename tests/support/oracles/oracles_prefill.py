@@ -6,6 +6,7 @@ Each takes queries `[H, G, L, d]`, keys `[H, S, d]`, the scale and settings, and
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -248,6 +249,87 @@ def hip(q: np.ndarray, k: np.ndarray, scale: float, budget: float, size: int) ->
     return np.stack(found)
 
 
+def four_bits(row: np.ndarray) -> list[float]:
+    """One of the 15 numbers -7 to 7, times a seventh of the largest one, for each number."""
+    step = max(abs(float(x)) for x in row) / 7
+    return [round(float(x) / step) * step if step else 0.0 for x in row]
+
+
+def sale(
+    q: np.ndarray,
+    k: np.ndarray,
+    scale: float,
+    budget: float,
+    size: int,
+    width: int = 32,
+    local: int = 128,
+) -> np.ndarray:
+    length, n = q.shape[2], k.shape[1]
+    before, found = n - length, []
+    for heads, keys in zip(q, k, strict=True):
+        center = keys.mean(0)
+        small = np.array([four_bits(key - center) for key in keys])
+        read: dict[int, set[int]] = {}
+        for r in range(-(-length // size)):
+            first = r * size + before
+            near = max(0, (first - local) // width * width)
+            blocks = {j // width for j in range(first) if j < width or j >= near}
+            for head in heads:
+                middle = head.mean(0)
+                for i in range(r * size, min(length, (r + 1) * size)):
+                    exact = keys @ head[i] * scale
+                    sure = [j for j in range(before + i + 1) if j < width or j >= near]
+                    total = np.exp(exact[sure]).sum()
+                    about = small @ np.array(four_bits(head[i] - middle))
+                    about += (keys - center) @ middle + head[i] @ center
+                    big = np.exp(about * scale) / total >= 1 - budget
+                    blocks |= {j // width for j in range(width, near) if big[j]}
+            read[r] = blocks
+        found.append(pairs(length, n, size, lambda r, j, b=read: j // width in b[r]))
+    return np.stack(found)
+
+
+def cosine(x: np.ndarray, y: np.ndarray) -> float:
+    return float(x @ y) / math.sqrt(float(x @ x) * float(y @ y))
+
+
+def dhsa(
+    q: np.ndarray,
+    k: np.ndarray,
+    scale: float,
+    budget: float,
+    size: int,
+    chunk: int = 32,
+    window: int = 4,
+) -> np.ndarray:
+    length, n = q.shape[2], k.shape[1]
+    before, found = n - length, []
+    for heads, keys in zip(q, k, strict=True):
+        alike = {
+            t: cosine(keys[max(0, t - window) : t].mean(0), keys[t : t + window].mean(0))
+            for t in range(1, n)
+        }
+        dips = [
+            t
+            for t in alike
+            if all(alike[t] <= alike.get(s, 2) for s in range(t - window, t + window + 1))
+        ]
+        dips.sort(key=lambda t: (alike[t], t))
+        cuts = [0, *sorted(dips[: max(0, n // chunk - 1)]), n]
+        score = np.zeros((-(-length // size), n))
+        for start, stop in itertools.pairwise(cuts):
+            stands = keys[start:stop].mean(0) * math.sqrt(stop - start)
+            for r in range(len(score)):
+                rows = sum(head[r * size : (r + 1) * size].mean(0) for head in heads)
+                score[r, start:stop] = rows @ stands
+        count, read = round(budget * n), {}
+        for r in range(len(score)):
+            first = r * size + before
+            read[r] = {*best(score[r, :first], count), *range(min(size, first))}
+        found.append(pairs(length, n, size, lambda r, j, b=read: j in b[r]))
+    return np.stack(found)
+
+
 ORACLES: dict[str, Callable[..., np.ndarray]] = {
     "sample_attention": sample_attention,
     "zipvl": zipvl,
@@ -255,6 +337,8 @@ ORACLES: dict[str, Callable[..., np.ndarray]] = {
     "minference": minference,
     "pbs": pbs,
     "hip": hip,
+    "sale": sale,
+    "dhsa": dhsa,
 }
 
 
