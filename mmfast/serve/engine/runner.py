@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,11 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.registry import MEDIA
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
+from mmfast.decoding.speculation import DecodePlan, plan_decode
 from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.families.adapter import adapter_for, token_counts
+from mmfast.models.kv.view import view_plan
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check, refuse_files
 from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
@@ -35,6 +38,7 @@ from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
+from mmfast.serve.engine.drafts import AnswerDrafts, check_served
 from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
 from mmfast.serve.engine.kv.bucket import taken
 from mmfast.serve.engine.kv.rows import layer_bytes
@@ -351,7 +355,7 @@ class ModelRunner:
             return sum(answer.piece + answer.reserve for answer in waiting)
         waiting += self.batch.coming
         store = self.batch.decoder.store
-        held = -(-store.held_bytes // self.per_token)
+        held = -(-store.held_bytes // self.per_token) + self.batch.decoder.drafts.views.needed()
         # Until it is copied to its row, a prompt lies in a tensor of its own.
         pieces = sum(answer.piece for answer in waiting)
         return store.needed([answer.reserve for answer in waiting]) + held + pieces
@@ -413,6 +417,9 @@ class ModelRunner:
             check(specs, self.model, plan)
         if (sparse := plan_prefill(answer.prefill)) is not None:
             check_prefill(sparse, self.model)
+        if (drafts := plan_decode(answer.decode)) is not None:
+            lane = None if self.batch is None else self.batch.decoder.lane
+            check_served(drafts, self.model, lane, specs, plan)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
         if self.reuse is None:
@@ -444,6 +451,28 @@ class ModelRunner:
         more = answer.sampling.max_tokens
         answer.piece = answer.prepared.length + self.ahead(answer)
         answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
+        if (drafts := plan_decode(answer.decode)) is not None:
+            answer.drafts = AnswerDrafts(drafts, answer.request.tenant)
+            if drafts.views:
+                self._let_view(answer, drafts)
+
+    def _let_view(self, answer: ActiveRequest, drafts: DecodePlan) -> None:
+        """Let the model draft for an answer on a part of its keys and values."""
+        assert answer.prepared is not None
+        if not features_given(answer.prepared.inputs):
+            answer.notes.append(
+                f"decode {drafts.text!r} drafted nothing: the prompt has no visual keys to leave "
+                "out; use decode='recycle' for text"
+            )
+            return
+        if not answer.batched:
+            raise SpecError(
+                f"decode={drafts.text!r} needs a prompt that is read in the batch, which this one "
+                "is not, for its reducers, sparse prefill or stored media; use decode='recycle', "
+                "or leave them out"
+            )
+        answer.prepared = replace(answer.prepared, view=view_plan(drafts.score, drafts.budget))
+        answer.reserve += answer.piece + answer.sampling.max_tokens + drafts.most
 
     def ahead(self, answer: ActiveRequest) -> int:
         """Return how many tokens of modules stand before the question of a request."""
