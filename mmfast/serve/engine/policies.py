@@ -215,6 +215,7 @@ class PromptPolicy:
                 mine.append((i, keys, values))
         if stage is not None and mine:
             alike = stage.alike and len({keys.shape for _, keys, _ in mine}) == 1
+            alike = alike and not self._recipe.drafts  # which choose beside what stands
             found |= self._together(stage, mine) if alike else self._apart(stage, mine)
         self._parts += [found[i] for i in sorted(found)]
 
