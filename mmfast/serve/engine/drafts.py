@@ -20,7 +20,15 @@ from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import Spec
 from mmfast.decoding.row import Costs, DraftLength
-from mmfast.decoding.speculation import LOOKUP, RECYCLE, DecodePlan, PromptIndex, Recycler
+from mmfast.decoding.speculation import (
+    LOOKUP,
+    RECYCLE,
+    SELF,
+    DecodePlan,
+    PromptIndex,
+    Recycler,
+    check_kind,
+)
 from mmfast.models.decoder.draft_stage import check_decode
 from mmfast.models.decoder.drafters import GUESS
 from mmfast.models.wrappers import CONV
@@ -32,7 +40,6 @@ from mmfast.serve.engine.lane import Lane
 
 _OWNERS = 16  # tenants whose statistics of what follows a token are kept
 _PLAIN = 64  # steps after which one without drafts is timed again
-_SERVED = "'self:0.1', 'recycle' or 'lookup'"
 
 
 def check_served(
@@ -43,10 +50,7 @@ def check_served(
     `lane` is None where the rows of the model cannot be told apart.
     """
     spec = f"decode={plan.text!r}"
-    if plan.runs_model:
-        raise SpecError(
-            f"{spec} reads a second prompt, which the server does not; use {_SERVED}, or a pipeline"
-        )
+    check_kind(plan)
     if lane is None or CONV in lane.kinds:
         raise SpecError(
             f"{spec} takes drafts back, which a batch of {type(model).__name__} cannot: its layers "
@@ -121,7 +125,9 @@ class StepPrices:
     """
 
     def __init__(self) -> None:
-        self.costs = {RECYCLE: Costs(0.001, 0.1), LOOKUP: Costs(0.001, 0.1), "self": Costs(0.6, 0.1)}
+        self.costs = {RECYCLE: Costs(0.001), LOOKUP: Costs(0.001), SELF: Costs(0.6)}
+        for each in self.costs.values():
+            each.wide = 0.1
         self._plain: dict[int, float] = {}  # seconds of a step without drafts, by its rows
         self._since = 0
 
@@ -146,7 +152,7 @@ class StepPrices:
     def drafted(self, rows: int, tokens: int, seconds: float) -> None:
         """Take in the seconds in which the model itself made so many drafts for a batch."""
         if (plain := self._plain.get(rows)) is not None and tokens:
-            costs = self.costs["self"]
+            costs = self.costs[SELF]
             costs.draft += 0.3 * (min(4.0, seconds / tokens * rows / plain) - costs.draft)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
+from mmfast.decoding.speculation import OFF
 from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.prompt import scope_note_of
 from mmfast.models.reduction.record import features_given
@@ -42,7 +43,6 @@ from mmfast.streams.reuse.plan import check_beside, parse_reuse
 from mmfast.streams.reuse.schema import PromptSchema
 from mmfast.streams.reuse.store import ReuseStore, store_of
 
-OFF = "none"  # a request's `decode` that takes one token a pass, whatever the engine's is
 GATHER = 0.05  # seconds that an idle engine waits for requests that are being prepared
 LULL = 0.002  # seconds after which no more of several requests is expected
 
