@@ -120,8 +120,8 @@ def check_kind(plan: DecodePlan) -> None:
     """Refuse (SpecError) drafts that no server makes: those of a second prompt."""
     if plan.runs_model:
         raise SpecError(
-            f"decode={plan.text!r} reads a second prompt for its drafts, which the server does not; "
-            "use 'self:0.1', 'recycle' or 'lookup', or a pipeline"
+            f"decode={plan.text!r} reads a second prompt for its drafts, which the server does "
+            "not; use 'self:0.1', 'recycle' or 'lookup', or a pipeline"
         )
 
 

@@ -22,6 +22,7 @@ from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.prompt import check_question
 from mmfast.streams import snapshots
 from mmfast.streams.archive.tiers import TierQuotas
+from mmfast.streams.drafts import plan_stream
 from mmfast.streams.feed import Feed
 from mmfast.streams.frontend import Frame
 from mmfast.streams.history import (
@@ -249,6 +250,7 @@ class Session:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        decode: str | None = None,
     ) -> Reply:
         """Ask about what was seen so far; iterate over the text deltas of the answer.
 
@@ -262,13 +264,17 @@ class Session:
             temperature: 0 takes the likeliest token.
             top_p: See `Sampler`.
             seed: See `Sampler`.
+            decode: Draft and verify, `recycle` or `lookup`, by which no answer changes; None takes
+                that of the pipeline, and `none` is one token a pass.
 
         Raises:
+            SpecError: Wrong `decode`.
             MmfastError: Empty question, a value out of range, or the session is closed.
         """
         started, text, trace = clocks.perf_counter(), check_question(question), Trace()
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise MmfastError(f"max_new_tokens={max_new_tokens!r}; give a whole number from 1")
+        drafts = plan_stream(decode, self.model.decode)
         if self.stream.recent is not None and not self.stream.recent.whole:
             past = HistoryQuestion.of(text) if self.stream.album is not None else None
             if past is not None:
@@ -298,6 +304,7 @@ class Session:
             started=started,
             ended=lambda reply: self._ended(reply, text if remember else None, version),
             prompt=prompt,
+            drafter=None if drafts is None else model.drafting.drafter(drafts, prompt),
         )
 
     def history(self, question: str) -> HistoryAnswer:

@@ -83,7 +83,6 @@ class Chooser:
                 own.chosen(token)
         return found
 
-
     def _block(self, logits: Tensor) -> None:
         if len(self._blocked):
             logits[:, self._blocked] = -torch.inf

@@ -316,7 +316,9 @@ class BatchDrafts:
         own.verified(max(0, len(said) - 1))
 
     @torch.inference_mode()
-    def follow(self, rows: Sequence[RunningRow], store: AnswerRows, kept: dict[RunningRow, int]) -> None:
+    def follow(
+        self, rows: Sequence[RunningRow], store: AnswerRows, kept: dict[RunningRow, int]
+    ) -> None:
         """Let views take over from `store` what was read and stands, in place of their drafts."""
         for number, row in enumerate(self._viewing):
             if row not in kept:

@@ -160,7 +160,9 @@ def _joined(
     rest: Mapping[str, Any] = inputs
     sequences: Sequences | None = None
     try:
-        if prepared.reduce or prepared.deep or prepared.cache or prepared.view:  # else no place need be known
+        if (
+            prepared.reduce or prepared.deep or prepared.cache or prepared.view
+        ):  # else no place need be known
             with using((prepared.request.adapter,)):
                 rest, sequences = compressed(model, inputs, prepared.reduce, trace)
     except ModelError as error:

@@ -268,7 +268,6 @@ class PromptPolicy:
             return AnswerRow(list(self._whole))
         return row_of(self._parts, self._stage, getattr(self, "_cache", None))
 
-
     def view(self) -> AnswerRow | None:
         """Return the row on which the model drafts; None where it would read all there is."""
         if not self._recipe.drafts:

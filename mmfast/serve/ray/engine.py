@@ -15,9 +15,9 @@ from typing import Any
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.spec import parse
+from mmfast.decoding.speculation import OFF, check_kind, plan_decode
 from mmfast.models.attention import check_attn
 from mmfast.models.loading import EMBEDDED
-from mmfast.decoding.speculation import OFF, check_kind, plan_decode
 from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine import base
 from mmfast.serve.engine.encoder import early

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from scheduling import EMBEDDED, Ear, answers, ask, clip, image, model_of, stock
+from scheduling import EMBEDDED, answers, ask, image, model_of, stock
 
-from mmfast.core.errors import MmfastError
-from mmfast.serve.engine.base import Finish, Request, SamplingOptions
+from mmfast.serve.engine.base import Finish, Request
 from mmfast.serve.engine.scheduler import Scheduler
 
 SPECS = ["lookup?adapt=false", "recycle?adapt=false&most=3", "self:0.2?adapt=false&least=0&most=4"]
