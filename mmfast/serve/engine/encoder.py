@@ -160,9 +160,8 @@ def _joined(
     rest: Mapping[str, Any] = inputs
     sequences: Sequences | None = None
     try:
-        if (
-            prepared.reduce or prepared.deep or prepared.cache or prepared.view
-        ):  # else no place need be known
+        places = prepared.deep or prepared.cache or prepared.view  # need the places of tokens
+        if prepared.reduce or places:
             with using((prepared.request.adapter,)):
                 rest, sequences = compressed(model, inputs, prepared.reduce, trace)
     except ModelError as error:

@@ -132,11 +132,11 @@ class Scheduler:
     has the device measured.
 
     `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
-    `reduce`, `cache`, `prefill` and `decode` are for requests that name none. At most `slots` requests are
-    answered at once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of
-    prompts between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context`
-    the longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values,
-    such as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
+    `reduce`, `cache`, `prefill` and `decode` are for requests that name none. At most `slots`
+    requests are answered at once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in
+    tokens of prompts between two decoding steps (None: 256, up to 2,048 where that takes a moment),
+    `context` the longest prompt and answer in tokens (None: the model's). `memory` bounds keys and
+    values, such as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
     `lora` are folders of adapters by name, for requests that name one. `weights` packs those of a
     model loaded here (`"int8"`, `"fastest"`), and `attn` names its attention back end, as in
     pipelines. `reuse` keeps what media cost for later requests, as in pipelines (`"blend:0.15"`),
