@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from scheduling import EMBEDDED, answers, ask, image, model_of, stock
+import torch
+from scheduling import EMBEDDED, Ear, answers, ask, image, model_of, stock
 
-from mmfast.serve.engine.base import Finish, Request
+from mmfast.attach import attach
+from mmfast.core.errors import MmfastError
+from mmfast.core.kv import KVBlock
+from mmfast.serve.engine.base import Delta, Finish, Request, SamplingOptions
+from mmfast.serve.engine.drafts import BatchDrafts
+from mmfast.serve.engine.kv.bucket import Entries, Slots, beyond
+from mmfast.serve.engine.kv.rows import AnswerRows
 from mmfast.serve.engine.scheduler import Scheduler
 
 SPECS = ["lookup?adapt=false", "recycle?adapt=false&most=3", "self:0.2?adapt=false&least=0&most=4"]
@@ -56,7 +65,7 @@ def test_answers_with_drafts_are_those_of_stock_generate(family: str) -> None:
             assert text == stock(model_of(family), request), request.options.decode
             counts = drafts(end)
             assert (counts is None) == (request.options.decode is None)
-            if str(request.options.decode).startswith("self") and not request.id == "6":
+            if str(request.options.decode).startswith("self") and request.id != "6":
                 assert counts and counts[0] > 0
         assert made._runner.nbytes == 0
         made_in_all = [drafts(end) for _, end in found]
@@ -149,7 +158,7 @@ def test_what_cannot_draft_is_refused_in_one_line() -> None:
         assert text == stock(model_of(FAMILIES[0]), ask("c", "a b a b a", tokens=9))
     with pytest.raises(MmfastError, match="second prompt"):
         Scheduler(model_of(FAMILIES[0]), decode="draft:x")
-    with pytest.raises(MmfastError, match="takes drafts back.*Lfm2Vl"):
+    with pytest.raises(MmfastError, match=r"takes drafts back.*Lfm2Vl"):
         Scheduler(model_of("lfm2_vl"), decode="recycle")
 
 
