@@ -295,6 +295,8 @@ class DecodeBatch:
         for row in rows:
             first[row], drafts[row] = at, [] if row.drafts is None else [*row.drafts.tokens]
             at += row.count
+            if row.drafts is not None:
+                row.drafts.proposed += len(drafts[row])
         said: dict[RunningRow, list[int]] = {row: [] for row in rows}
         live, place = rows, 0
         try:
@@ -308,9 +310,12 @@ class DecodeBatch:
                 self._clock = None
                 for row, token in zip(live, chosen, strict=True):
                     said[row] += [token] if isinstance(token, int) else []
-                yield [(row.key, token) for row, token in zip(live, chosen, strict=True)]
-                pairs = zip(live, chosen, strict=True)
+                pairs = list(zip(live, chosen, strict=True))
                 stands = [row for row, token in pairs if drafts[row][place : place + 1] == [token]]
+                for row in stands:  # counted before the answer may end
+                    if row.drafts is not None:
+                        row.drafts.accepted += 1
+                yield [(row.key, token) for row, token in pairs]
                 live, place = [row for row in stands if row in self._rows], place + 1
         finally:
             self._settle(said)

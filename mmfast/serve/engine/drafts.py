@@ -82,14 +82,10 @@ class AnswerDrafts:
     sure: list[float] = field(default_factory=list)
     proposed: int = 0
     accepted: int = 0
-    passes: int = 0
     seconds: float = 0.0
 
     def verified(self, accepted: int) -> None:
-        """Count how many drafts of the step stood."""
-        self.passes += 1
-        self.proposed += len(self.tokens)
-        self.accepted += accepted
+        """Learn how many drafts of the step stood."""
         if self.tokens and self.length is not None:
             self.length.end(self.sure, accepted)
         self.tokens, self.sure = [], []
