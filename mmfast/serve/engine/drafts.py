@@ -31,6 +31,7 @@ from mmfast.decoding.speculation import (
 )
 from mmfast.models.decoder.draft_stage import check_decode
 from mmfast.models.decoder.drafters import GUESS
+from mmfast.models.kv.view import view_plan
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import SamplingOptions
@@ -62,6 +63,28 @@ def check_served(
             f"{spec} and cache {str(cache)!r} both choose behind a prompt, of which the server "
             "does one; leave out one of them, or use decode='recycle'"
         )
+
+
+NO_VIEW = (  # a note of an answer, about its spec
+    "decode {!r} drafted nothing: the prompt has no visual keys to leave out; use decode='recycle' "
+    "for text"
+)
+
+
+def served_view(plan: DecodePlan, media: bool, batched: bool) -> CachePlan | None:
+    """Return the choice of what the model drafts on; None where that is not a part of its keys.
+
+    `media` tells if a prompt has any, and `batched` if it is read in the batch: else SpecError.
+    """
+    if not plan.views or not media:
+        return None
+    if not batched:
+        raise SpecError(
+            f"decode={plan.text!r} needs a prompt that is read in the batch, which this one is not, "
+            "for its reducers, sparse prefill or stored media; use decode='recycle', or leave them "
+            "out"
+        )
+    return view_plan(plan.score, plan.budget)
 
 
 @dataclass(eq=False)

@@ -21,11 +21,10 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.registry import MEDIA
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.decoding.speculation import DecodePlan, plan_decode
+from mmfast.decoding.speculation import plan_decode
 from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.families.adapter import adapter_for, token_counts
-from mmfast.models.kv.view import view_plan
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check, refuse_files
 from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
@@ -38,7 +37,7 @@ from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
-from mmfast.serve.engine.drafts import AnswerDrafts, check_served
+from mmfast.serve.engine.drafts import NO_VIEW, AnswerDrafts, check_served, served_view
 from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
 from mmfast.serve.engine.kv.bucket import taken
 from mmfast.serve.engine.kv.rows import layer_bytes
@@ -453,26 +452,12 @@ class ModelRunner:
         answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
         if (drafts := plan_decode(answer.decode)) is not None:
             answer.drafts = AnswerDrafts(drafts, answer.request.tenant)
-            if drafts.views:
-                self._let_view(answer, drafts)
-
-    def _let_view(self, answer: ActiveRequest, drafts: DecodePlan) -> None:
-        """Let the model draft for an answer on a part of its keys and values."""
-        assert answer.prepared is not None
-        if not features_given(answer.prepared.inputs):
-            answer.notes.append(
-                f"decode {drafts.text!r} drafted nothing: the prompt has no visual keys to leave "
-                "out; use decode='recycle' for text"
-            )
-            return
-        if not answer.batched:
-            raise SpecError(
-                f"decode={drafts.text!r} needs a prompt that is read in the batch, which this one "
-                "is not, for its reducers, sparse prefill or stored media; use decode='recycle', "
-                "or leave them out"
-            )
-        answer.prepared = replace(answer.prepared, view=view_plan(drafts.score, drafts.budget))
-        answer.reserve += answer.piece + answer.sampling.max_tokens + drafts.most
+            media = bool(features_given(answer.prepared.inputs))
+            if (view := served_view(drafts, media, answer.batched)) is not None:
+                answer.prepared = replace(answer.prepared, view=view)
+                answer.reserve += answer.piece + more + drafts.most
+            elif drafts.views:
+                answer.notes.append(NO_VIEW.format(drafts.text))
 
     def ahead(self, answer: ActiveRequest) -> int:
         """Return how many tokens of modules stand before the question of a request."""
