@@ -80,9 +80,9 @@ def served_view(plan: DecodePlan, media: bool, batched: bool) -> CachePlan | Non
         return None
     if not batched:
         raise SpecError(
-            f"decode={plan.text!r} needs a prompt that is read in the batch, which this one is not, "
-            "for its reducers, sparse prefill or stored media; use decode='recycle', or leave them "
-            "out"
+            f"decode={plan.text!r} needs a prompt that is read in the batch, which this one is "
+            "not, for its reducers, sparse prefill or stored media; use decode='recycle', or leave "
+            "them out"
         )
     return view_plan(plan.score, plan.budget)
 
@@ -130,6 +130,12 @@ class RunningRow:
     seen: Tensor | None
     adapter: str | None
     drafts: AnswerDrafts | None = None
+
+    @property
+    def own(self) -> AnswerDrafts:
+        """Its drafts, where it has any."""
+        assert self.drafts is not None
+        return self.drafts
 
     @property
     def count(self) -> int:
@@ -193,8 +199,7 @@ class BatchDrafts:
 
     def admit(self, row: RunningRow, ids: Tensor | None) -> None:
         """Begin to draft for an answer that has said its first token."""
-        own = row.drafts
-        assert own is not None
+        own = row.own
         plan, prompt = own.plan, [] if ids is None else ids.tolist()
         if plan.adapt:
             own.length = DraftLength(self.prices.costs[plan.kind], plan.least)
@@ -253,7 +258,7 @@ class BatchDrafts:
         due = self.prices.due(len(rows))
         wanted: dict[RunningRow, int] = {}
         for row in drafting:
-            own = row.drafts
+            own = row.own
             own.tokens, own.sure = [], []
             most = min(own.plan.most, row.sampling.max_tokens - row.step - 1)
             if own.length is not None:
@@ -276,7 +281,7 @@ class BatchDrafts:
             seconds = time.perf_counter() - start
             self.prices.drafted(len(rows), made, seconds)
             for row in wanted:
-                row.drafts.seconds += seconds / len(wanted)
+                row.own.seconds += seconds / len(wanted)
 
     def _by_model(self, wanted: dict[RunningRow, int]) -> int:
         """Let the model draft on the entries that it was given; returns how many it made."""
@@ -287,7 +292,7 @@ class BatchDrafts:
             counts = [int(row in live) for row in rows]
             self.views.advance(counts, further=place > 0)
             self._ran = True
-            tokens = [(row.drafts.tokens or [row.token])[-1] for row in live]
+            tokens = [(row.own.tokens or [row.token])[-1] for row in live]
             spots = [[at + place for at in row.position] for row in live]
             embeds = table(torch.tensor(tokens, device=device))[None]
             positions = torch.tensor(spots, device=device).T[:, None]
@@ -298,7 +303,7 @@ class BatchDrafts:
             found = self._chooser.guess(logits, live, place)
             place, going = place + 1, []
             for row, token, chance in zip(live, found, sure, strict=True):
-                own = row.drafts
+                own = row.own
                 if own.length is not None and own.length.doubts(chance):
                     continue
                 own.tokens.append(token)
@@ -328,8 +333,7 @@ class BatchDrafts:
 
     def settle(self, row: RunningRow, said: Sequence[int]) -> None:
         """Note the tokens that an answer has said in a step, the last one not yet read."""
-        own = row.drafts
-        assert own is not None
+        own = row.own
         if own.index is not None:
             own.index.push(said)
         own.verified(max(0, len(said) - 1))

@@ -416,8 +416,8 @@ def load_engine(config: ServerConfig) -> Executor:
 
             store = ReuseStore(host=config.reuse_memory, folder=config.reuse_folder)
             options |= {"reuse": config.reuse, "store": store, "modules": config.modules}
-        specs = {"prefill": config.prefill, "decode": config.decode}
-        return Scheduler(config.model, **options, **specs)
+        options |= {"prefill": config.prefill, "decode": config.decode}
+        return Scheduler(config.model, **options)
     if config.engine == "vllm":
         raise MmfastError("vLLM has a server of its own; start it with mmfast serve --engine vllm")
     options |= {"workers": config.workers, "prefill_spec": config.prefill}
