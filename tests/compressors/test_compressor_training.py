@@ -54,11 +54,16 @@ def test_questions_alone_are_answered_as_in_their_lesson(school: tuple[Any, Clip
     ) - sum(map(len, lesson.kinds))
 
 
-def test_the_loss_falls_and_the_model_stays(school: tuple[Any, ClipSampler]) -> None:
+def test_the_loss_falls_and_the_model_stays(
+    school: tuple[Any, ClipSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, clips = school
+    monkeypatch.setattr(recipe, "CLIPS", 2)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     torch.manual_seed(0)
-    task = recipe.CompressorTask(model, QueryCompressor(192, 1, (6, 6)), clips, 0, held=HELD)
+    task = recipe.CompressorTask(
+        model, QueryCompressor(192, 1, (6, 6)), clips, 0, held=2, questions=4
+    )
     (lesson,) = task.batches(0, 0.0)
 
     def loss() -> float:
@@ -76,8 +81,11 @@ def test_the_loss_falls_and_the_model_stays(school: tuple[Any, ClipSampler]) -> 
     assert 0 <= task.look()["mean"] <= 1
 
 
-def test_a_run_leaves_a_file_and_a_log(school: tuple[Any, ClipSampler], tmp_path: Path) -> None:
+def test_a_run_leaves_a_file_and_a_log(
+    school: tuple[Any, ClipSampler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, clips = school
+    monkeypatch.setattr(recipe, "CLIPS", 2)
     options = recipe.arguments(["--out", str(tmp_path), "--tokens", "4", "--steps", "1"])
     options.held = HELD
     log = training.Log(tmp_path / "compressors")

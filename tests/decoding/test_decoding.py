@@ -300,7 +300,7 @@ def test_a_planted_wrong_rule_is_noticed(fault: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         row_module, "accept_sampled", {"always": always, "resample": resample}[fault]
     )
-    assert max(_distance("mctp", sampling) for sampling in SAMPLINGS[:2]) > 0.09
+    assert any(_distance("mctp", sampling) > 0.09 for sampling in SAMPLINGS[:2])
 
 
 def test_a_seed_says_everything() -> None:
