@@ -36,9 +36,9 @@ def drafting() -> Iterator[Scheduler]:
 
 def asked(decode: str | None = None, **more: Any) -> dict[str, Any]:
     part = {"type": "video_url", "video_url": {"url": data_url(CLIP.read_bytes(), "video/mp4")}}
-    ours = {"frames": 4, **({"decode": decode} if decode else {})}
+    ours = {"frames": 2, **({"decode": decode} if decode else {})}
     content = user(part, text("How many shapes are there?"))
-    return {"model": MODEL, "messages": content, "mmfast": ours, "max_tokens": 10, **more}
+    return {"model": MODEL, "messages": content, "mmfast": ours, "max_tokens": 6, **more}
 
 
 def posted(engine: Any, path: str, *documents: dict[str, Any]) -> list[Any]:
@@ -77,6 +77,7 @@ def test_streams_and_whole_replies_are_those_without_drafts(drafting: Scheduler)
     assert "vllm:spec_decode_num_accepted_tokens_total" in metrics.text
 
 
+@pytest.mark.slow
 def test_grammars_several_answers_completions_and_responses(drafting: Scheduler) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
