@@ -14,6 +14,7 @@ bits, too, by the largest number of each row, so that no row depends on those be
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -163,7 +164,9 @@ def _pack_int8(whole: Tensor, scale: Tensor) -> Any:
     """Int8 weights as FBGEMM lays them out."""
     zeros = torch.zeros(len(scale), dtype=torch.long)
     make: Any = torch._make_per_channel_quantized_tensor
-    with _fbgemm():
+    with _fbgemm(), warnings.catch_warnings():
+        # torch 2.14 says that such tensors will go; no other kernel multiplies in int8 as fast yet
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
         return _kernels().linear_prepack(make(whole, scale.double(), zeros, 0), None)
 
 
