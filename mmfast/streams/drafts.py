@@ -44,7 +44,7 @@ def plan_stream(spec: str | None, default: DecodePlan | None = None) -> DecodePl
 
 
 class DraftMemory:
-    """What drafts of a model have learnt: prices of passes, and what follows each token."""
+    """Prices of passes, and what follows each token, as drafts of a model learn them."""
 
     def __init__(self) -> None:
         self._costs = {kind: Costs(0.001, 0.03, live=True) for kind in (LOOKUP, RECYCLE)}

@@ -262,13 +262,10 @@ class Session:
             remember: Keep question and answer in the stream, at its end when the answer ends.
             max_new_tokens: Longest answer.
             temperature: 0 takes the likeliest token.
-            top_p: See `Sampler`.
-            seed: See `Sampler`.
-            decode: Draft and verify, `recycle` or `lookup`, by which no answer changes; None takes
-                that of the pipeline, and `none` is one token a pass.
+            top_p, seed: See `Sampler`.
+            decode: `recycle` or `lookup`, drafts that change no answer; None: the pipeline's.
 
         Raises:
-            SpecError: Wrong `decode`.
             MmfastError: Empty question, a value out of range, or the session is closed.
         """
         started, text, trace = clocks.perf_counter(), check_question(question), Trace()
