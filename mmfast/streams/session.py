@@ -262,7 +262,8 @@ class Session:
             remember: Keep question and answer in the stream, at its end when the answer ends.
             max_new_tokens: Longest answer.
             temperature: 0 takes the likeliest token.
-            top_p, seed: See `Sampler`.
+            top_p: See `Sampler`.
+            seed: See `Sampler`.
             decode: `recycle` or `lookup`, drafts that change no answer; None: the pipeline's.
 
         Raises:
@@ -275,9 +276,7 @@ class Session:
         if self.stream.recent is not None and not self.stream.recent.whole:
             past = HistoryQuestion.of(text) if self.stream.album is not None else None
             if past is not None:
-                told = self._history(past)
-                ended = partial(self._ended, question=text if remember else None, version=-1)
-                return ToldReply(told.text, trace=told.trace, started=started, ended=ended)
+                return self._told(past, text if remember else None, started)
         with self.turns.question():
             self._check_open()
             if remember:  # what waits for its partner belongs before the question
@@ -288,8 +287,7 @@ class Session:
             prompt = stream.words(wording)
             branch, logits = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
-            # the branch of another stream cannot be kept in this one: it is written anew
-            version = self.stream.version if stream is self.stream else -1
+            version = self.stream.version if stream is self.stream else -1  # -1: is written anew
         return Reply(
             branch,
             logits,
@@ -303,6 +301,10 @@ class Session:
             prompt=prompt,
             drafter=None if drafts is None else model.drafting.drafter(drafts, prompt),
         )
+
+    def _told(self, past: HistoryQuestion, kept: str | None, started: float) -> ToldReply:
+        told, ended = self._history(past), partial(self._ended, question=kept, version=-1)
+        return ToldReply(told.text, trace=told.trace, started=started, ended=ended)
 
     def history(self, question: str) -> HistoryAnswer:
         """Answer about order, count, duration or time of what the stream has shown since it began.
