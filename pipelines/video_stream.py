@@ -23,6 +23,7 @@ from mmfast.pipelines.registry import task
 from mmfast.planner.arithmetic import use_weights
 from mmfast.streams import snapshots
 from mmfast.streams.archive.tiers import TierQuotas
+from mmfast.streams.drafts import plan_stream
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.plan import ReusePlan, parse_reuse
 from mmfast.streams.reuse.store import ReuseStore, store_of
@@ -62,6 +63,8 @@ class VideoStream:
         reuse: `"encoder"` keeps the encoder's output of every frame for other sessions and later
             runs, in `store`; None keeps none.
         store: A `mmfast.ReuseStore`, or a folder of one; None: 1 GB of main memory.
+        decode: Draft and verify for answers, `"recycle"` or `"lookup"`: the same answers in fewer
+            passes; None is one token a pass.
         clips: Answers about motion beside the embedded model: None (embedded), or a
             `(model, processor)` pair.
 
@@ -99,10 +102,12 @@ class VideoStream:
         batch: int = 1,
         reuse: str | None = None,
         store: ReuseStore | str | Path | None = None,
+        decode: str | None = None,
         clips: Any = None,
     ) -> None:
         with within(self.task):
             parse(reduce)
+            drafts = plan_stream(decode)
             plan = _encoder_alone(reuse, store, frame_cache)
             model_kwargs = with_attn(model_kwargs, attn, model)
         gate = FrameGate(gate) if isinstance(gate, int | float) else gate
@@ -123,6 +128,7 @@ class VideoStream:
             sized_for=sized_for,
             batch=batch,
             reuse=plan and MediaReuse(self.model, self.processor, plan, store_of(store)),
+            decode=drafts,
             clips=_clips(clips, device, dtype) if source == _path(STREAM_MODEL) else None,
         )
 

@@ -132,6 +132,7 @@ def batch(
     model: shared.Model = None,
     reduce: shared.Reduce = None,
     cache: shared.Cache = None,
+    decode: shared.Decode = None,
     frames: Annotated[int, typer.Option(help="Frames sampled uniformly.")] = 8,
     fps: Annotated[float | None, typer.Option(help="Sample at this rate instead.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 128,
@@ -169,7 +170,7 @@ def batch(
     asked = read_questions(question or [], questions)
     how: dict[str, Any] = {"model": model, "reduce": reduce, "cache": cache, "dtype": dtype}
     how |= {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens, "device": device}
-    how |= {"packed": weights}
+    how |= {"packed": weights, "decode": decode}
     job = BatchJob(folder.resolve(), asked, **how, batch_size=batch_size)
     way = runner.BatchOptions(engine, workers, address, pattern, limit, resume, retry_errors)
     target = out.parent.resolve() / out.name

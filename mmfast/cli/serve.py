@@ -125,12 +125,18 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.prefill.plan import plan_prefill
 
         plan_prefill(config.prefill)
+    if config.decode is not None:
+        from mmfast.decoding.speculation import check_kind, plan_decode
+
+        if (drafts := plan_decode(config.decode)) is not None:
+            check_kind(drafts)
     if config.engine == "ray" and not config.replicas:
         specs = parse(config.reduce, among=listed("reducer"))
-        if config.cache or config.prefill or any(s.site not in ("pixel", "pre") for s in specs):
+        whole = config.cache or config.prefill or config.decode
+        if whole or any(s.site not in ("pixel", "pre") for s in specs):
             from mmfast.serve.ray.engine import check_parts
 
-            check_parts(config.reduce, config.cache, config.prefill)
+            check_parts(config.reduce, config.cache, config.prefill, config.decode)
     if config.engine == "vllm":
         if config.attn is not None:
             raise MmfastError("--attn: vLLM chooses its attention itself; leave it out")

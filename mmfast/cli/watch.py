@@ -38,6 +38,7 @@ def watch(
     device: Device = None,
     dtype: Dtype = "auto",
     weights: options.Weights = None,
+    decode: options.Decode = None,
     max_new_tokens: options.MaxNewTokens = 64,
     as_json: Json = False,
 ) -> None:
@@ -53,7 +54,7 @@ def watch(
     check_plan(plan_cache(None if memory == AUTO else memory))  # before any weight is read
     parse_bytes(host_bytes)
     given: dict[str, Any] = {"reduce": reduce, "frame_cache": frame_cache, "gate": gate}
-    given |= {"weights": weights}
+    given |= {"weights": weights, "decode": decode}
     pipe = pipeline("video-stream", model, device=device, dtype=dtype, fps=fps, **given)
     kept: dict[str, Any] = {} if memory is None else {"memory": memory}
     kept |= {} if host_bytes is None else {"host_bytes": host_bytes, "host_blocks": None}

@@ -37,6 +37,7 @@ from mmfast.core.spec import parse as parse_stages
 SELF, DRAFT, RECYCLE, LOOKUP, BILD = "self", "draft", "recycle", "lookup", "bild"
 EXIT = "exit"
 ATTENTION = "attention"  # the score of self-drafting that is no cache policy
+OFF = "none"  # of a request to a server: one token a pass, whatever the server's spec is
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
     SELF: {"score": ATTENTION, "tree": "", "reduce": ""},
@@ -151,6 +152,15 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
     elif value:
         raise SpecError(f"decode {kind!r} takes no value, got {value!r}; write {kind!r}")
     return DecodePlan(text.strip(), kind, **found)  # type: ignore[arg-type]
+
+
+def check_kind(plan: DecodePlan) -> None:
+    """Refuse (SpecError) drafts that no server makes: those of a second prompt."""
+    if plan.runs_model:
+        raise SpecError(
+            f"decode={plan.text!r} reads a second prompt for its drafts, which the server does "
+            "not; use 'self:0.1', 'recycle' or 'lookup', or a pipeline"
+        )
 
 
 def _knobs(kind: str, text: str) -> dict[str, object]:

@@ -41,6 +41,7 @@ from mmfast.streams.buffers import (
     ROTATED,
     VALUES,
     VISUAL,
+    Cursor,
     LayerBuffer,
     LiveBlock,
     RecalledRows,
@@ -75,6 +76,8 @@ class Branch:
         self._broken = False
         self._recalled: dict[int, RecalledRows] = {}
         self._said = 0  # tokens of the answer
+        # the cursor in front of a pass over drafts, and its tokens, until `stand`
+        self._ahead: tuple[Cursor, Tensor] | None = None
         self.every = 0 if memory.plan is None else memory.plan.rechoice
         self.choices = self.changes = 0
         self.blocks = list(memory.blocks)
@@ -99,18 +102,54 @@ class Branch:
         ids = torch.tensor([token])
         axes, said = self._engine.turner.axes, self._said + 1
         with torch.no_grad():
-            piece = Piece(
-                self._engine.embed(ids),
-                torch.zeros(axes, 1, dtype=torch.int64),
-                torch.ones(axes, dtype=torch.int64),
-                "text",
-                fresh=not self._own or self._own[-1].kind == "frame",
-                ids=ids,
-            )
+            piece = self._text(ids, axes)
             logits = self._run(piece, bool(self.every and self.found) and said % self.every == 0)
             self._join()
         self._said = said
         return logits
+
+    @property
+    def room(self) -> int:
+        """Tokens that one pass may read before stored blocks are chosen anew."""
+        return self.every - self._said % self.every - 1 if self.every and self.found else ROOM
+
+    def tokens(self, tokens: Sequence[int]) -> Tensor:
+        """Read the newest token of the answer and drafts behind it, `room` at most.
+
+        Returns their logits `[n, V]`; `stand` must follow.
+        """
+        ids, axes = torch.tensor(tokens), self._engine.turner.axes
+        self._ahead = (replace(self._cursor), ids)
+        with torch.no_grad():
+            hidden = self._run_all(self._text(ids, axes), False)
+            return self._engine.logits(hidden)
+
+    def stand(self, count: int) -> None:
+        """Keep the first tokens of the pass of `tokens`; the others were not said."""
+        assert self._ahead is not None
+        (cursor, ids), self._ahead = self._ahead, None
+        fresh, start = self.blocks[-1].fresh, self.blocks[-1].start
+        alone = all(buffer.alone for buffer in self.buffers)
+        with nullcontext() if alone else self._memory.lock:
+            for buffer in self.buffers:
+                buffer.length -= len(ids) - count
+        piece = replace(self._text(ids[:count], len(start)), fresh=fresh)
+        self.blocks[-1], self._cursor = live(piece, -1, start), cursor
+        self._cursor.place(self.blocks[-1])
+        self._join()
+        self._said += count
+
+    def _text(self, ids: Tensor, axes: int) -> Piece:
+        """Tokens `[n]` of the answer as a piece, one position each."""
+        n = len(ids)
+        return Piece(
+            self._engine.embed(ids),
+            torch.arange(n).expand(axes, n).clone(),
+            torch.full((axes,), n, dtype=torch.int64),
+            "text",
+            fresh=not self._own or self._own[-1].kind == "frame",
+            ids=ids,
+        )
 
     def keep(self) -> None:
         """Append what was said on this branch to the stream, at its present end.
@@ -137,14 +176,17 @@ class Branch:
         return self.blocks[self._shared :]
 
     def _run(self, piece: Piece, reading: bool) -> Tensor:
+        return self._engine.logits(self._run_all(piece, reading)[-1])
+
+    def _run_all(self, piece: Piece, reading: bool) -> Tensor:
+        """Write a piece; returns the last hidden states `[n, D]`."""
         if self._broken:
             raise MmfastError("this branch failed in the middle of a step; open another one")
         block = live(piece, -1, self._cursor.start(piece))
         # While the stream has the same tensors they take turns, step by step.
         alone = all(buffer.alone for buffer in self.buffers)
         with nullcontext() if alone else self._memory.lock:
-            hidden = self._write(piece, block, reading)
-        return self._engine.logits(hidden)
+            return self._write(piece, block, reading)
 
     def _write(self, piece: Piece, block: LiveBlock, reading: bool) -> Tensor:
         before = partial(self._before, block) if reading else None
@@ -459,7 +501,7 @@ class Engine:
             return Branch(self, memory)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[V]`, float32, of a last hidden state `[D]`."""
+        """Logits `[.., V]`, float32, of last hidden states `[.., D]`."""
         found: Tensor = self.model.get_output_embeddings()(hidden)
         found = found.float()
         cap = getattr(self.decoder.config, "final_logit_softcapping", None)
@@ -479,7 +521,10 @@ class Engine:
         recall: Callable[[Raw], Callable[[int], None]] | None = None,
         after: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in."""
+        """Run a piece behind the tokens of the buffers; they hold its tokens, not counted in.
+
+        Returns the last hidden states `[n, D]`.
+        """
         weight = self.decoder.get_input_embeddings().weight
         embeds = piece.embeds.to(weight.device, weight.dtype)[None]  # [1, n, D]
         places = (
@@ -509,7 +554,7 @@ class Engine:
                     use_cache=True,
                     **_planes(piece, weight),
                 )
-        last: Tensor = output.last_hidden_state[0, -1]
+        last: Tensor = output.last_hidden_state[0]
         return last
 
 

@@ -14,6 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.models.families.tower import KINDS
+from mmfast.streams.drafts import DraftedTokens, StreamDrafter
 
 _BROKEN = "\ufffd"  # a character whose bytes are not all there yet
 
@@ -128,7 +129,8 @@ class Reply(Iterator[str]):
 
     `trace` has rows `question` (prefill) and, when it has ended, `generate`; before it `recall`
     where the memory chooses anew on the way: how often layers did, and how often that changed what
-    they read (its time is in `generate`). `ttft_ms` and `ms` count milliseconds from the question
+    they read (its time is in `generate`), and behind it `draft`, of drafts proposed and accepted,
+    where the answer has any. `ttft_ms` and `ms` count milliseconds from the question
     to the first token and to the end. `finished` is `stop` (the model ended it), `length`, `closed`
     (left early), or None before. `recalled` are the frames that were read again from the archive so
     far, by time.
@@ -147,6 +149,7 @@ class Reply(Iterator[str]):
         started: float,
         ended: Callable[[Reply], None],
         prompt: Sequence[int] = (),
+        drafter: StreamDrafter | None = None,
     ) -> None:
         self.branch = branch  # of the stream, a `mmfast.streams.engine.Branch`
         self.trace = trace
@@ -156,7 +159,7 @@ class Reply(Iterator[str]):
         self.ms: float | None = None
         self.finished: str | None = None
         self._logits: Tensor | None = logits
-        self._fed = 0  # tokens of the answer that the branch holds
+        self._drafted = DraftedTokens(branch, drafter, limit)
         self.tokenizer, self._letters, self._sampler = tokenizer, Letters(tokenizer), sampler
         self._stops, self._limit = stops, limit
         self._started, self._ended, self._prompt = started, ended, prompt
@@ -191,18 +194,21 @@ class Reply(Iterator[str]):
         """The last token is fed when the next is wanted, so that its text is not held up."""
         logits, self._logits = self._logits, None
         if logits is None:
-            logits = self.branch.token(self.ids[-1])
-            self._fed += 1
+            logits = self._drafted.behind(self.ids)
             if self.branch.every:
                 self.recalled = recalled_frames(self.branch)
         return logits
 
     def _end(self, finished: str) -> str:
+        self._drafted.settle(self.ids)
         self.finished, self.ms = finished, self._passed()
         if self.branch.every:
             name = f"every={self.branch.every}"
             self.trace.add("recall", self.branch.choices, self.branch.changes, 0.0, name)
         self.trace.add("generate", 1, len(self.ids), self.ms - self.ttft_ms)
+        if (drafter := self._drafted.drafter) is not None:
+            made, stood, ms = drafter.proposed, drafter.accepted, drafter.seconds * 1e3
+            self.trace.add("draft", made, stood, ms, drafter.plan.text)
         delta = self._letters.end()
         self._ended(self)
         self.branch = None  # its buffers are as large as the window
@@ -213,7 +219,7 @@ class Reply(Iterator[str]):
 
     def keep(self) -> None:
         """Append question and answer to the stream; called when it ends."""
-        for token in self.ids[self._fed :]:  # the last one, where no next was wanted
+        for token in self.ids[self._drafted.fed :]:  # the last one, where no next was wanted
             self.branch.token(token)
         self.branch.keep()
 

@@ -22,6 +22,7 @@ from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.prompt import check_question
 from mmfast.streams import snapshots
 from mmfast.streams.archive.tiers import TierQuotas
+from mmfast.streams.drafts import plan_stream
 from mmfast.streams.feed import Feed
 from mmfast.streams.frontend import Frame
 from mmfast.streams.history import (
@@ -249,6 +250,7 @@ class Session:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        decode: str | None = None,
     ) -> Reply:
         """Ask about what was seen so far; iterate over the text deltas of the answer.
 
@@ -262,6 +264,7 @@ class Session:
             temperature: 0 takes the likeliest token.
             top_p: See `Sampler`.
             seed: See `Sampler`.
+            decode: `recycle` or `lookup`, drafts that change no answer; None: the pipeline's.
 
         Raises:
             MmfastError: Empty question, a value out of range, or the session is closed.
@@ -269,12 +272,11 @@ class Session:
         started, text, trace = clocks.perf_counter(), check_question(question), Trace()
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise MmfastError(f"max_new_tokens={max_new_tokens!r}; give a whole number from 1")
+        drafts = plan_stream(decode, self.model.decode)
         if self.stream.recent is not None and not self.stream.recent.whole:
             past = HistoryQuestion.of(text) if self.stream.album is not None else None
             if past is not None:
-                told = self._history(past)
-                ended = partial(self._ended, question=text if remember else None, version=-1)
-                return ToldReply(told.text, trace=told.trace, started=started, ended=ended)
+                return self._told(past, text if remember else None, started)
         with self.turns.question():
             self._check_open()
             if remember:  # what waits for its partner belongs before the question
@@ -285,8 +287,7 @@ class Session:
             prompt = stream.words(wording)
             branch, logits = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
-            # the branch of another stream cannot be kept in this one: it is written anew
-            version = self.stream.version if stream is self.stream else -1
+            version = self.stream.version if stream is self.stream else -1  # -1: is written anew
         return Reply(
             branch,
             logits,
@@ -298,7 +299,12 @@ class Session:
             started=started,
             ended=lambda reply: self._ended(reply, text if remember else None, version),
             prompt=prompt,
+            drafter=None if drafts is None else model.drafting.drafter(drafts, prompt),
         )
+
+    def _told(self, past: HistoryQuestion, kept: str | None, started: float) -> ToldReply:
+        told, ended = self._history(past), partial(self._ended, question=kept, version=-1)
+        return ToldReply(told.text, trace=told.trace, started=started, ended=ended)
 
     def history(self, question: str) -> HistoryAnswer:
         """Answer about order, count, duration or time of what the stream has shown since it began.

@@ -22,11 +22,13 @@ from torch import Tensor
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace, free_bytes
+from mmfast.decoding.speculation import DecodePlan
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.live.source import FAR
 from mmfast.models.prompt import unknown_words
 from mmfast.streams.archive.files import raw, value
 from mmfast.streams.archive.tiers import TierQuotas
+from mmfast.streams.drafts import DraftMemory
 from mmfast.streams.engine import Engine
 from mmfast.streams.families import prove, script_for
 from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer
@@ -115,7 +117,7 @@ class StreamModel:
     a system message, None leaves it to the chat template. See `FrameEncoder` for `sized_for`,
     `FrontEnd` for `batch`. `clips` loads a model that answers questions about motion in its place
     (see `mmfast.streams.recent`); None where it answers them itself. `reuse` has units that other
-    streams have encoded (see `FrameEncoder`).
+    streams have encoded (see `FrameEncoder`). `decode` drafts answers, which it verifies.
     """
 
     model: Any
@@ -129,6 +131,8 @@ class StreamModel:
     batch: int = 1
     clips: Callable[[], StreamModel] | None = None
     reuse: Any = None
+    decode: DecodePlan | None = None
+    drafting: DraftMemory = field(init=False, default_factory=DraftMemory)
     engine: Engine = field(init=False)
     script: Script = field(init=False)
     frontend: FrontEnd = field(init=False)

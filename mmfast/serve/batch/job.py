@@ -12,6 +12,7 @@ from typing import Any
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
+from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.sampling import Ask
 from mmfast.frontends.source import quote
 from mmfast.models.loading import embedded_path, pick_device, pick_dtype
@@ -30,6 +31,7 @@ class BatchJob:
     model: str | None = None  # directory or hub id; None is the embedded model
     reduce: str | None = None
     cache: str | None = None
+    decode: str | None = None  # draft and verify, by which no answer changes; not of the identity
     dtype: str = "auto"
     packed: str | None = None  # form of packed weights
     frames: int = 8  # frames sampled uniformly from a clip
@@ -49,6 +51,7 @@ class BatchJob:
             raise MmfastError(f"question {quote(twice)} is given twice; drop one of them")
         parse(self.reduce)
         call_plan(self.cache)
+        plan_decode(self.decode)
         pick_dtype(self.dtype)
         pick_device(self.device)
         check_weights(self.packed)
@@ -62,7 +65,7 @@ class BatchJob:
     def identity(self) -> dict[str, Any]:
         """Return everything that the answers depend on, as JSON."""
         known = asdict(self) | {"folder": str(self.folder), "questions": list(self.questions)}
-        del known["device"], known["batch_size"]
+        del known["device"], known["batch_size"], known["decode"]
         return known | {"weights": weights(self.model)}
 
 

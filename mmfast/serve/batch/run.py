@@ -89,7 +89,7 @@ class Answerer:
 
             job = self._job
             options: dict[str, Any] = {"frames": job.frames, "fps": job.fps}
-            options |= {"reduce": job.reduce, "cache": job.cache}
+            options |= {"reduce": job.reduce, "cache": job.cache, "decode": job.decode}
             options |= {"max_new_tokens": job.max_new_tokens, "batch_size": job.batch_size}
             self._pipes[kind] = pipeline(f"{kind}-qa", self._parts, **options)
         return self._pipes[kind]

@@ -87,6 +87,7 @@ class Options:
     cache: str | None = None
     target_ttft_ms: float | None = None
     prefill: str | None = None
+    decode: str | None = None
     reuse: str | None = None
     modules: tuple[str, ...] = ()  # of the engine's schema, before the question
     arguments: Mapping[str, str] = field(default_factory=dict)  # of their parameters

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from mmfast.serve.engine.decode import DecodeBatch, PausedAnswer
+from mmfast.serve.engine.decode import DecodeBatch, PausedAnswer, Said
 from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps, kept_tokens
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob, token_bytes
 from mmfast.serve.engine.prefixes import Prefixes
@@ -126,7 +126,7 @@ class RunningBatch:
         """Bytes of keys and values of requests at work."""
         both = [*list(self._jobs.values()), *list(self.paused.values())]
         jobs = sum(held.nbytes for _, held in both if held is not None)
-        return self.decoder.store.nbytes + jobs
+        return self.decoder.nbytes + jobs
 
     def start(self, answer: ActiveRequest) -> None:
         """Take a request in."""
@@ -202,13 +202,22 @@ class RunningBatch:
         """Decode one token of every running answer, unless the last pass of prefill did."""
         decoded, self._decoded = self._decoded, False
         if self._running and not decoded:
-            self._push(self.decoder.step())
+            self._push(self.decoder.rounds())
 
-    def _push(self, found: Sequence[tuple[Hashable, int | Exception]]) -> None:
+    def _push(self, rounds: Iterator[list[Said]]) -> None:
+        """Send the tokens of a step: one of every answer, then those behind drafts that stand."""
+        for number, found in enumerate(rounds):
+            if not number:
+                self._timed()
+            self._say(found)
+
+    def _timed(self) -> None:
         now = time.perf_counter(), time.thread_time() + self.encoder.slicer.worked
         if self._stepped is not None:
             self.gaps.append((now[0] - self._stepped[0], now[1] - self._stepped[1]))
         self._stepped = now
+
+    def _say(self, found: Sequence[Said]) -> None:
         for payer, tokens in Counter(self._running[str(key)].payer for key, _ in found).items():
             self._served(payer, tokens)
         for key, token in found:
@@ -347,7 +356,7 @@ class RunningBatch:
         """Decode an answer with the others from now on, after its first token."""
         if not self._running:
             self._stepped = None  # no answer waited for this step
-        self.decoder.admit(answer.id, filled, token, answer.sampling)
+        self.decoder.admit(answer.id, filled, token, answer.sampling, answer.drafts)
         self._running[answer.id] = answer
 
     def _release(self, answer: ActiveRequest) -> None:

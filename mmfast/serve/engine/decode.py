@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Hashable, Sequence
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +19,13 @@ from mmfast.models.families.tower import KINDS
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
+from mmfast.serve.engine.drafts import AnswerDrafts, BatchDrafts, RunningRow, with_room
 from mmfast.serve.engine.kv.bucket import Entries
 from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries
 from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.slots import Draw, Filled
 
+Said = tuple[Hashable, int | Exception]  # a token of an answer, or why there is none
 _GREEDY = 1e-5  # a temperature below it would overflow the logits
 
 
@@ -58,16 +61,13 @@ class Chooser:
         The logits, `[B, V]` float32, are changed in place; `seen` is read for repetition penalties
         only.
         """
-        if len(self._blocked):
-            logits[:, self._blocked] = -torch.inf
+        self._block(logits)
         rules = [each.sampling.rules for each in draws]
         for row, mine in enumerate(seen):
             if rules[row] is not None:
                 rules[row].row(logits[row], mine, self.penalty)
-            elif mine is not None and self.penalty != 1:
-                old = logits[row, mine]
-                old = torch.where(old < 0, old * self.penalty, old / self.penalty)
-                logits[row, mine] = old
+            else:
+                self._penalise(logits[row], mine)
         peaks, best = logits.max(-1)
         fine, tokens = torch.isfinite(peaks).tolist(), best.tolist()
         found: list[int | Exception] = []
@@ -83,6 +83,30 @@ class Chooser:
                 own.chosen(token)
         return found
 
+    def _block(self, logits: Tensor) -> None:
+        if len(self._blocked):
+            logits[:, self._blocked] = -torch.inf
+
+    def _penalise(self, logits: Tensor, seen: Tensor | None) -> None:
+        if seen is not None and self.penalty != 1:
+            old = logits[seen]
+            logits[seen] = torch.where(old < 0, old * self.penalty, old / self.penalty)
+
+    def guess(self, logits: Tensor, rows: Sequence[RunningRow], ahead: int) -> list[int]:
+        """Guess the tokens of rows from logits `[B, V]` of drafts, `ahead` of their next ones.
+
+        They are chosen by the draw that decides there. Rules of an answer are left out.
+        """
+        self._block(logits)
+        found = []
+        for mine, row in zip(logits, rows, strict=True):
+            if row.sampling.rules is None:
+                self._penalise(mine, row.seen)
+            greedy = row.sampling.temperature < _GREEDY
+            draw = Draw(row.sampling, row.step + ahead)
+            found.append(int(mine.argmax()) if greedy else _drawn(mine, draw))
+        return found
+
 
 def _drawn(logits: Tensor, options: Draw) -> int:
     given = options.sampling
@@ -93,21 +117,10 @@ def _drawn(logits: Tensor, options: Draw) -> int:
 
 
 @dataclass(eq=False)
-class _Answer:
-    key: Hashable
-    sampling: SamplingOptions
-    token: int
-    step: int
-    position: list[int]  # [A] of the token that is read next
-    seen: Tensor | None
-    adapter: str | None
-
-
-@dataclass(eq=False)
 class PausedAnswer:
     """An answer outside the batch, with its keys and values."""
 
-    row: _Answer
+    row: RunningRow
     held: AnswerRow
 
     @property
@@ -128,8 +141,10 @@ class DecodeBatch:
         self._table = self.lane.decoder.get_input_embeddings()
         self.chooser = Chooser(model)
         self.store = AnswerRows(len(self.lane.kinds), self.lane.modules.keys())
-        self._rows: list[_Answer] = []
+        self.drafts = BatchDrafts(self.lane, self.chooser)
+        self._rows: list[RunningRow] = []
         self._begun = False  # a step whose pass has not come back
+        self._clock: float | None = None  # when a step of decoding alone began
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -143,8 +158,18 @@ class DecodeBatch:
         return found[0]
 
     @torch.inference_mode()
-    def admit(self, key: Hashable, filled: Filled, token: int, sampling: SamplingOptions) -> None:
-        """Add an answer after its first token; the seed of its sampling is set."""
+    def admit(
+        self,
+        key: Hashable,
+        filled: Filled,
+        token: int,
+        sampling: SamplingOptions,
+        drafts: AnswerDrafts | None = None,
+    ) -> None:
+        """Add an answer after its first token; the seed of its sampling is set.
+
+        With `drafts` it may say several tokens in a step.
+        """
         seen = None if sampling.rules is not None else self.chooser.seen(filled.ids, sampling)
         if seen is not None:
             seen = torch.cat([seen, seen.new_tensor([token])]).unique()
@@ -152,9 +177,16 @@ class DecodeBatch:
         if made is None:
             most = filled.length + sampling.max_tokens
             made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
+        if drafts is not None:
+            made = with_room(made, drafts.plan.most)
         self.store.add(made)
-        row = _Answer(key, sampling, token, 1, filled.position.tolist(), seen, filled.adapter)
+        place = filled.position.tolist()
+        row = RunningRow(key, sampling, token, 1, place, seen, filled.adapter, drafts)
         self._rows.append(row)
+        if drafts is not None:
+            if drafts.plan.views and filled.view is not None:
+                drafts.view = with_room(filled.view, drafts.plan.most, views=True)
+            self.drafts.admit(row, filled.ids)
 
     @torch.inference_mode()
     def release(self, key: Hashable) -> bool:
@@ -162,6 +194,7 @@ class DecodeBatch:
         for number, row in enumerate(self._rows):
             if row.key == key:
                 self.store.remove(number)
+                self.drafts.release(row)
                 self._rows[number] = self._rows[-1]
                 self._rows.pop()
                 self._begun = self._begun and bool(self._rows)
@@ -181,6 +214,7 @@ class DecodeBatch:
             return None
         row, self._rows[number] = self._rows[number], self._rows[-1]
         self._rows.pop()
+        self.drafts.pause(row)
         return PausedAnswer(row, held)
 
     @torch.inference_mode()
@@ -188,49 +222,106 @@ class DecodeBatch:
         """Go on with an answer from where it was paused."""
         self.store.add(paused.held)
         self._rows.append(paused.row)
+        self.drafts.resume(paused.row)
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Hashable, int | Exception]]:
-        """Return the next token of every answer, or the error where there is none."""
+    def step(self) -> list[Said]:
+        """Return the next tokens of every answer, or the error where there is none."""
+        return [each for said in self.rounds() for each in said]
+
+    def rounds(self) -> Iterator[list[Said]]:
+        """Make a step; see `end`."""
         if not self._rows:
-            return []
+            return iter(())
+        return self.end(self._logits())
+
+    @torch.inference_mode()
+    def _logits(self) -> Tensor:
         embeds, positions = self.begin()
         assert self.store.cache is not None
-        given = self.store.cache, embeds[:, None], positions[..., None]
+        self._clock = time.perf_counter()
+        attend, given = self.store.attend, (embeds[:, None], positions[..., None])
+        if self.store.spread:
+            attend, given = self.store.attend_flat, (embeds[None], positions[:, None])
         with using(self.adapters):
-            logits = self.lane.logits(self.lane.run(self.store.attend, *given)[:, -1])
-        return self.end(logits)
+            hidden = self.lane.run(attend, self.store.cache, *given)
+            return self.lane.logits(hidden[0] if self.store.spread else hidden[:, -1])
 
     @property
     def adapters(self) -> list[str | None]:
-        """Adapter of each answer."""
-        return [row.adapter for row in self._rows]
+        """Adapter of each token of a step."""
+        return [row.adapter for row in self._rows for _ in range(row.count)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.store.nbytes + self.drafts.views.nbytes
 
     def begin(self) -> tuple[Tensor, Tensor]:
-        """Begin a step: what enters the first layer, `[B, D]`, and its positions `[A, B]`.
+        """Begin a step: what enters the first layer, `[T, D]`, and its positions `[A, T]`.
 
-        A step whose pass failed is begun again, without the answers that have left since.
+        An answer reads its newest token and its drafts. A step whose pass failed is begun again,
+        without the answers that have left since.
         """
         if self._begun:
             self.store.arrange()
         else:
-            self.store.advance()
+            self.drafts.propose(self._rows)
+            self.store.advance([row.count for row in self._rows])
         self._begun = True
         device = self._table.weight.device
-        tokens = torch.tensor([row.token for row in self._rows], device=device)
-        places = [list(axis) for axis in zip(*(row.position for row in self._rows), strict=True)]
-        return self._table(tokens), torch.tensor(places, device=device)
+        tokens, places = list[int](), list[list[int]]()
+        for row in self._rows:
+            tokens += [row.token, *([] if row.drafts is None else row.drafts.tokens)]
+            places += [[at + i for at in row.position] for i in range(row.count)]
+        positions = torch.tensor(places, device=device).T
+        return self._table(torch.tensor(tokens, device=device)), positions
 
     def unrepeatable(self) -> list[Hashable]:
         """Return the answers whose own caches took a token in a pass that failed."""
         rows = zip(self._rows, self.store.rows, strict=True)
         return [mine.key for mine, row in rows if self._begun and row.parts]
 
-    @torch.inference_mode()
-    def end(self, logits: Tensor) -> list[tuple[Hashable, int | Exception]]:
-        """End a step: choose the next tokens from logits `[B, V]`."""
-        rows = self._rows
+    def end(self, logits: Tensor) -> Iterator[list[Said]]:
+        """End a step: yield the next token of all answers from logits `[T, V]`, then further ones.
+
+        Behind a token that is the draft in its place, the answer says another one, unless it was
+        released meanwhile. The iterator must be read to its end.
+        """
         self._begun = False
+        rows, at = list(self._rows), 0
+        self.drafts.learn(rows, logits)
+        first, drafts = dict[RunningRow, int](), dict[RunningRow, list[int]]()
+        for row in rows:
+            first[row], drafts[row] = at, [] if row.drafts is None else [*row.drafts.tokens]
+            at += row.count
+            if row.drafts is not None:
+                row.drafts.proposed += len(drafts[row])
+        said: dict[RunningRow, list[int]] = {row: [] for row in rows}
+        live, place = rows, 0
+        try:
+            while live:
+                plain = place == 0 and at == len(rows)
+                mine = logits if plain else logits[[first[row] + place for row in live]]
+                chosen = self._chosen(live, mine)
+                if self._clock is not None and any(row.drafts for row in rows):
+                    seconds = time.perf_counter() - self._clock
+                    self.drafts.prices.verified(len(rows), at, seconds)
+                self._clock = None
+                for row, token in zip(live, chosen, strict=True):
+                    said[row] += [token] if isinstance(token, int) else []
+                pairs = list(zip(live, chosen, strict=True))
+                stands = [row for row, token in pairs if drafts[row][place : place + 1] == [token]]
+                for row in stands:  # counted before the answer may end
+                    if row.drafts is not None:
+                        row.drafts.accepted += 1
+                yield [(row.key, token) for row, token in pairs]
+                live, place = [row for row in stands if row in self._rows], place + 1
+        finally:
+            self._settle(said)
+
+    @torch.inference_mode()
+    def _chosen(self, rows: Sequence[RunningRow], logits: Tensor) -> list[int | Exception]:
         draws = [Draw(row.sampling, row.step) for row in rows]
         chosen = self.chooser.choose(logits, draws, [row.seen for row in rows])
         for row, token in zip(rows, chosen, strict=True):
@@ -239,7 +330,18 @@ class DecodeBatch:
                 row.token = token
                 if row.seen is not None:
                     row.seen = torch.cat([row.seen, row.seen.new_tensor([token])]).unique()
-        return [(row.key, token) for row, token in zip(rows, chosen, strict=True)]
+        return chosen
+
+    def _settle(self, said: dict[RunningRow, list[int]]) -> None:
+        """Take back the drafts that fell, of the answers that are still here."""
+        kept = {row: max(1, len(said[row])) for row in self._rows if row in said}
+        for number, row in enumerate(self._rows):
+            if row in kept and row.count > 1:
+                self.store.settle(number, kept[row])
+        self.drafts.follow(self._rows, self.store, kept)
+        for row in kept:
+            if row.drafts is not None:
+                self.drafts.settle(row, said[row])
 
 
 _HALF = "\ufffd"  # a tokenizer writes this for an incomplete character

@@ -160,7 +160,8 @@ def _joined(
     rest: Mapping[str, Any] = inputs
     sequences: Sequences | None = None
     try:
-        if prepared.reduce or prepared.deep or prepared.cache:  # else no place need be known
+        places = prepared.deep or prepared.cache or prepared.view  # need the places of tokens
+        if prepared.reduce or places:
             with using((prepared.request.adapter,)):
                 rest, sequences = compressed(model, inputs, prepared.reduce, trace)
     except ModelError as error:
@@ -193,10 +194,11 @@ def _images(model: Any, inputs: Mapping[str, Any], sequences: Sequences | None) 
 
 
 def _recipe(prepared: Prepared, sequences: Sequences | None, trace: Trace) -> PromptRecipe | None:
-    plan = call_plan(prepared.cache)
+    plan = prepared.view or call_plan(prepared.cache)
     if sequences is None or (plan is None and not prepared.deep):
         return None
-    return PromptRecipe(tuple(sites_of(prepared.deep)), plan, sequences, trace)
+    sites, drafts = tuple(sites_of(prepared.deep)), prepared.view is not None
+    return PromptRecipe(sites, plan, sequences, trace, drafts)
 
 
 def kept_tokens(visual: int, trace: Trace) -> int:

@@ -39,12 +39,16 @@ from mmfast.serve.engine.lane import AttentionCall, Lane
 
 @dataclass(frozen=True, eq=False)
 class PromptRecipe:
-    """Reducers inside the model and the KV policy of a prompt, with the places of its media."""
+    """Reducers inside the model and the KV policy of a prompt, with the places of its media.
+
+    With `drafts`, the plan chooses what the model drafts on, and the answer reads all of it.
+    """
 
     sites: tuple[Site, ...]
     plan: CachePlan | None
     sequences: Sequences
     trace: Trace
+    drafts: bool = False
 
     @property
     def rereads(self) -> int | None:
@@ -99,11 +103,13 @@ class PromptPolicy:
         ahead = [site.specs[0] for site in self.step.sites if site.ahead]
         self.ahead = layer_ahead(ahead[0], lane.decoder) if ahead else None
         self._parts: list[Entries | State | Held] = []
+        self._whole: list[Entries | State | Held] = []  # of an answer that drafts on its parts
         self._queries: list[Tensor] = []
         self._notes: dict[int, _LayerNotes] = {}
         self._stage: KVStage | None = None
         if recipe.plan is not None:
-            self._stage = KVStage(model, recipe.plan, recipe.trace, PassState())
+            trace = Trace() if recipe.drafts else recipe.trace
+            self._stage = KVStage(model, recipe.plan, trace, PassState())
             self._cache = DynamicCache(config=lane.decoder.config)
 
     @property
@@ -201,16 +207,24 @@ class PromptPolicy:
                 found[i] = State(state)
                 continue
             keys, values = own.read(0, 0, n), own.read(1, 0, n)
-            if self._lane.kinds[i] == SLIDING:
-                found[i] = windowed(keys, values, self._lane.window, n + self._more)
-            elif stage is None or i not in stage.layers:
-                found[i] = Entries(KVBlock((keys,), (values,)), n + self._more)
-            else:
+            if stage is None or i not in stage.layers or self._recipe.drafts:
+                found[i] = self._all(i, keys, values)
+            if self._recipe.drafts:
+                self._whole.append(self._all(i, keys, values))
+            if stage is not None and i in stage.layers:
                 mine.append((i, keys, values))
         if stage is not None and mine:
             alike = stage.alike and len({keys.shape for _, keys, _ in mine}) == 1
+            alike = alike and not self._recipe.drafts  # which choose beside what stands
             found |= self._together(stage, mine) if alike else self._apart(stage, mine)
         self._parts += [found[i] for i in sorted(found)]
+
+    def _all(self, index: int, keys: Tensor, values: Tensor) -> Entries:
+        """Return the entries of a layer on which nothing acts."""
+        most = self.step.sequences.length + self._more
+        if self._lane.kinds[index] == SLIDING:
+            return windowed(keys, values, self._lane.window, most)
+        return Entries(KVBlock((keys,), (values,)), most)
 
     def _together(
         self, stage: KVStage, layers: Sequence[tuple[int, Tensor, Tensor]]
@@ -250,7 +264,18 @@ class PromptPolicy:
 
     def row(self) -> AnswerRow:
         """Return the row of the answer; all layers have ended."""
+        if self._recipe.drafts:
+            return AnswerRow(list(self._whole))
         return row_of(self._parts, self._stage, getattr(self, "_cache", None))
+
+    def view(self) -> AnswerRow | None:
+        """Return the row on which the model drafts; None where it would read all there is."""
+        if not self._recipe.drafts:
+            return None
+        pairs = zip(self._parts, self._whole, strict=True)
+        both = [(a, b) for a, b in pairs if isinstance(a, Entries) and isinstance(b, Entries)]
+        shorter = any(part.keys.shape[1] < whole.keys.shape[1] for part, whole in both)
+        return AnswerRow(list(self._parts)) if shorter and len(both) == len(self._parts) else None
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -432,7 +432,7 @@ class Prefiller:
         if job.policy is not None:
             while not self.settled(job):
                 pass
-            made = 0, prompt.whole, job.policy.row(), prompt.adapter
+            made = 0, prompt.whole, job.policy.row(), prompt.adapter, job.policy.view()
             return Filled(KVBlock(), position, job.logits, *made)
         kv = job.prefix()
         assert kv is not None

@@ -23,6 +23,7 @@ from mmfast.serve.engine.base import (
 )
 from mmfast.serve.engine.base import failure as failure_of
 from mmfast.serve.engine.decode import Writer
+from mmfast.serve.engine.drafts import AnswerDrafts
 from mmfast.serve.engine.rules import TokenRules, needed
 from mmfast.serve.engine.slots import Prepared
 from mmfast.streams.reuse.schema import ModulePrompt
@@ -47,6 +48,8 @@ class ActiveRequest:
         self.reduce: str | None = None
         self.cache: str | None = None
         self.prefill: str | None = None  # spec string of sparse prefill
+        self.decode: str | None = None  # spec string of draft and verify
+        self.drafts: AnswerDrafts | None = None
         # the part of `reduce` between vision tower and language model, and the part inside it
         self.early: str | None = None
         self.deep: tuple[Spec, ...] = ()
@@ -126,6 +129,9 @@ class ActiveRequest:
             _row("prefill", trace["prompt"], 1, self.prefill_ms),
             _row("decode", 1, self.writer.count, (now - self._first) * 1e3),
         ]
+        if (drafts := self.drafts) is not None:
+            made = drafts.proposed, drafts.accepted, drafts.seconds * 1e3
+            rows.append(_row("draft", *made))
         names = ("reductions", "visual_tokens", "kept_tokens")
         whole = {"rows": rows, **{name: trace[name] for name in names}}
         if notes := [*self.notes, *trace.get("notes", ())]:

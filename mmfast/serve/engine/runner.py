@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.registry import MEDIA
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
+from mmfast.decoding.speculation import plan_decode
 from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.families.adapter import adapter_for, token_counts
@@ -35,6 +37,7 @@ from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
+from mmfast.serve.engine.drafts import NO_VIEW, AnswerDrafts, check_served, served_view
 from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
 from mmfast.serve.engine.kv.bucket import taken
 from mmfast.serve.engine.kv.rows import layer_bytes
@@ -351,7 +354,7 @@ class ModelRunner:
             return sum(answer.piece + answer.reserve for answer in waiting)
         waiting += self.batch.coming
         store = self.batch.decoder.store
-        held = -(-store.held_bytes // self.per_token)
+        held = -(-store.held_bytes // self.per_token) + self.batch.decoder.drafts.views.needed()
         # Until it is copied to its row, a prompt lies in a tensor of its own.
         pieces = sum(answer.piece for answer in waiting)
         return store.needed([answer.reserve for answer in waiting]) + held + pieces
@@ -413,6 +416,9 @@ class ModelRunner:
             check(specs, self.model, plan)
         if (sparse := plan_prefill(answer.prefill)) is not None:
             check_prefill(sparse, self.model)
+        if (drafts := plan_decode(answer.decode)) is not None:
+            lane = None if self.batch is None else self.batch.decoder.lane
+            check_served(drafts, self.model, lane, specs, plan)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
         if self.reuse is None:
@@ -444,6 +450,14 @@ class ModelRunner:
         more = answer.sampling.max_tokens
         answer.piece = answer.prepared.length + self.ahead(answer)
         answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
+        if (drafts := plan_decode(answer.decode)) is not None:
+            answer.drafts = AnswerDrafts(drafts, answer.request.tenant)
+            media = bool(features_given(answer.prepared.inputs))
+            if (view := served_view(drafts, media, answer.batched)) is not None:
+                answer.prepared = replace(answer.prepared, view=view)
+                answer.reserve += answer.piece + more + drafts.most
+            elif drafts.views:
+                answer.notes.append(NO_VIEW.format(drafts.text))
 
     def ahead(self, answer: ActiveRequest) -> int:
         """Return how many tokens of modules stand before the question of a request."""

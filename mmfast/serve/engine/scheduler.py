@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
+from mmfast.decoding.speculation import OFF
 from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.prompt import scope_note_of
 from mmfast.models.reduction.record import features_given
@@ -131,11 +132,11 @@ class Scheduler:
     has the device measured.
 
     `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
-    `reduce`, `cache` and `prefill` are for requests that name none. At most `slots` requests are
-    answered at once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in tokens of
-    prompts between two decoding steps (None: 256, up to 2,048 where that takes a moment), `context`
-    the longest prompt and answer in tokens (None: the model's). `memory` bounds keys and values,
-    such as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
+    `reduce`, `cache`, `prefill` and `decode` are for requests that name none. At most `slots`
+    requests are answered at once; beyond `queue` waiting ones, `BusyError` is raised. `chunk` is in
+    tokens of prompts between two decoding steps (None: 256, up to 2,048 where that takes a moment),
+    `context` the longest prompt and answer in tokens (None: the model's). `memory` bounds keys and
+    values, such as `"2GB"`; None takes a share of the free memory, which `sharing` engines divide.
     `lora` are folders of adapters by name, for requests that name one. `weights` packs those of a
     model loaded here (`"int8"`, `"fastest"`), and `attn` names its attention back end, as in
     pipelines. `reuse` keeps what media cost for later requests, as in pipelines (`"blend:0.15"`),
@@ -161,6 +162,7 @@ class Scheduler:
         weights: str | None = None,
         attn: str | None = None,
         prefill: str | None = None,
+        decode: str | None = None,
         reuse: str | None = None,
         store: ReuseStore | str | Path | None = None,
         modules: PromptSchema | str | Path | None = None,
@@ -186,7 +188,7 @@ class Scheduler:
         elif modules is not None:
             raise MmfastError("modules= are kept nowhere without reuse=; give reuse='prefix' too")
         self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model, again)
-        self._default = Options(reduce, cache, prefill=prefill)
+        self._default = Options(reduce, cache, prefill=prefill, decode=decode)
         self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))
         self._wake = threading.Condition()
         self._known: dict[str, ActiveRequest | None] = {}
@@ -260,6 +262,8 @@ class Scheduler:
         answer, mine = ActiveRequest(request, emit, sampling), request.options
         answer.cache = self._default.cache if mine.cache is None else mine.cache
         answer.prefill = self._default.prefill if mine.prefill is None else mine.prefill
+        decode = self._default.decode if mine.decode is None else mine.decode
+        answer.decode = None if decode == OFF else decode
         answer.target = mine.target_ttft_ms
         if mine.target_ttft_ms is not None:
             check_alone(make_target(mine.target_ttft_ms), mine.reduce)

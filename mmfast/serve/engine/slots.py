@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mmfast.caches.plan import CachePlan
 from mmfast.core.kv import KVBlock
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import free_bytes
@@ -68,6 +69,7 @@ class Prepared:
     deep: tuple[Spec, ...] = ()  # reducers inside the language model
     cache: str | None = None  # spec string of the KV policy
     inside: Spec | None = None  # reducer inside the vision tower
+    view: CachePlan | None = None  # choice of the keys and values on which the model drafts
 
     @property
     def tower_specs(self) -> list[Spec]:
@@ -137,6 +139,7 @@ class Filled:
     ids: Tensor | None = None
     row: AnswerRow | None = None  # what is left of `kv` behind a policy; None where that is all
     adapter: str | None = None  # LoRA adapter that read it, and answers
+    view: AnswerRow | None = None  # the part of it on which the model drafts
 
     @property
     def length(self) -> int:

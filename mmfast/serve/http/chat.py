@@ -180,6 +180,7 @@ class ChatExchange:
             options.cache,
             options.target_ttft_ms,
             options.prefill,
+            options.decode,
             options.reuse,
             tuple(options.modules or ()),
             options.arguments or {},

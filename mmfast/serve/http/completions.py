@@ -65,7 +65,7 @@ class Completions:
         """Answer with one document, or with a stream."""
         answers, given = self._answers, self._asked.mmfast or schema.MmfastOptions()
         raws = [each if isinstance(each, str) else tuple(each) for each in self._prompts]
-        asked = base.Options(cache=given.cache, prefill=given.prefill)
+        asked = base.Options(cache=given.cache, prefill=given.prefill, decode=given.decode)
         prompts = [((), replace(asked, raw=raw)) for raw in raws]
         run = await answers.run(prompts)
         if self._asked.stream:

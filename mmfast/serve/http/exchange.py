@@ -428,11 +428,25 @@ class AnswerSet:
             completion_tokens=self.spent,
             total_tokens=prompt + self.spent,
             prompt_tokens_details=details,
+            completion_tokens_details=self._drafted(),
             transcribed=schema.Transcribed(sounds=len(heard), seconds=round(seconds, 3)),
         ).model_dump(mode="json")
         if not heard:
             del found["transcribed"]
+        if found["completion_tokens_details"] is None:
+            del found["completion_tokens_details"]
         return found
+
+    def _drafted(self) -> schema.CompletionDetails | None:
+        """Return what became of the drafts of all answers; None where nothing drafts."""
+        traces = (end.trace.get("rows") or () for end in self.ends.values())
+        rows = [row for mine in traces for row in mine if row["stage"] == "draft"]
+        if not rows:
+            return None
+        made, stood = (sum(row[name] for row in rows) for name in ("tokens_in", "tokens_out"))
+        return schema.CompletionDetails(
+            accepted_prediction_tokens=stood, rejected_prediction_tokens=made - stood
+        )
 
 
 def ignoring(asked: schema.Strict, config: ServerConfig) -> dict[str, str]:

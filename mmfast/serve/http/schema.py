@@ -262,15 +262,16 @@ class NamedTool(Strict):
 class MmfastOptions(Strict, extra="forbid"):
     """Options of this server: reduction of media and caches, and sampling of clips.
 
-    `reduce`, `cache`, `prefill` and `reuse` are spec strings; for `target_ttft_ms` the planner
-    picks the reducers; `priority` orders the requests of one key, higher first; `frames` or `fps`
-    set the sampling of clips; `modules` of the server's schema, with `arguments` of their
-    parameters, stand before the question.
+    `reduce`, `cache`, `prefill`, `decode` and `reuse` are spec strings (`decode` may be `none`);
+    for `target_ttft_ms` the planner picks the reducers; `priority` orders the requests of one key,
+    higher first; `frames` or `fps` set the sampling of clips; `modules` of the server's schema,
+    with `arguments` of their parameters, stand before the question.
     """
 
     reduce: Spec | None = None
     cache: Spec | None = None
     prefill: Spec | None = None
+    decode: Spec | None = None
     target_ttft_ms: Annotated[float, Field(gt=0, le=3.6e6)] | None = None
     reuse: Spec | None = None
     modules: Annotated[list[Name], Field(max_length=256)] | None = None
@@ -426,6 +427,13 @@ class PromptDetails(BaseModel):
     audio_tokens: int = 0
 
 
+class CompletionDetails(BaseModel):
+    """Drafts that stand in the answer, and those that fell."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class Transcribed(BaseModel):
     """Transcribed sounds; their words count as text."""
 
@@ -440,6 +448,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = None
     transcribed: Transcribed | None = None
 
 

@@ -49,6 +49,8 @@ _SERIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "vllm:request_decode_time_seconds": (_FIRST, "First to last token.", _M),
     "vllm:prompt_tokens": (Counter, "Tokens of prompts.", _M),
     "vllm:generation_tokens": (Counter, "Tokens of answers.", _M),
+    "vllm:spec_decode_num_draft_tokens": (Counter, "Drafts proposed.", _M),
+    "vllm:spec_decode_num_accepted_tokens": (Counter, "Drafts accepted.", _M),
     "vllm:request_success": (Counter, "Complete answers.", (*_M, "finished_reason")),
 }
 
@@ -107,6 +109,9 @@ class Metrics:
             note("mmfast_stage_seconds", max(row["ms"] / 1e3, 0.0), str(row["stage"]))
             if row["stage"] in ("prefill", "decode"):
                 note(f"vllm:request_{row['stage']}_time_seconds", max(row["ms"] / 1e3, 0.0))
+            if row["stage"] == "draft":
+                note("vllm:spec_decode_num_draft_tokens", row["tokens_in"])
+                note("vllm:spec_decode_num_accepted_tokens", row["tokens_out"])
 
     def request(self, route: str, status: int) -> None:
         """Count a reply; `route` is the pattern, never the path of the client."""
@@ -423,10 +428,12 @@ def load_engine(config: ServerConfig) -> Executor:
 
             store = ReuseStore(host=config.reuse_memory, folder=config.reuse_folder)
             options |= {"reuse": config.reuse, "store": store, "modules": config.modules}
-        return Scheduler(config.model, **options, prefill=config.prefill)
+        options |= {"prefill": config.prefill, "decode": config.decode}
+        return Scheduler(config.model, **options)
     if config.engine == "vllm":
         raise MmfastError("vLLM has a server of its own; start it with mmfast serve --engine vllm")
     options |= {"workers": config.workers, "prefill_spec": config.prefill}
+    options["decode_spec"] = config.decode
     for role in ("encode", "prefill", "decode"):
         options[role] = getattr(config, f"{role}_replicas")
     from mmfast.serve.ray.engine import RayEngine

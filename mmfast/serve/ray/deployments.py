@@ -96,6 +96,7 @@ class ReplicaSettings:
     weights: str | None = None  # form of packed weights
     attn: str | None = None  # attention back end
     prefill: str | None = None  # spec of a whole engine's sparse prefill
+    decode: str | None = None  # spec of a whole engine's draft and verify
 
     def settle(self) -> None:
         """Set up the process of a replica."""
@@ -301,6 +302,7 @@ class AnswerReplica:
             "weights",
             "attn",
             "prefill",
+            "decode",
         )
         options = {name: getattr(plan, name) for name in names}
         # A request that was cancelled holds its place here for a moment longer than on Ray.

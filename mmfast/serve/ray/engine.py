@@ -15,6 +15,7 @@ from typing import Any
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.spec import parse
+from mmfast.decoding.speculation import OFF, check_kind, plan_decode
 from mmfast.models.attention import check_attn
 from mmfast.models.loading import EMBEDDED
 from mmfast.prefill.plan import plan_prefill
@@ -179,7 +180,9 @@ def failure_of(error: BaseException) -> base.Failure:
     return base.Failure(f"the engine failed on this request ({type(error).__name__})")
 
 
-def check_parts(reduce: str | None, cache: str | None, prefill: str | None) -> None:
+def check_parts(
+    reduce: str | None, cache: str | None, prefill: str | None, decode: str | None = None
+) -> None:
     """Refuse specs that need the whole model, of which every worker runs a part (SpecError)."""
     fix = "start the server with --replicas, whose copies run all of it, or take inproc"
     if not early(reduce):
@@ -191,6 +194,8 @@ def check_parts(reduce: str | None, cache: str | None, prefill: str | None) -> N
         raise SpecError(f"cache {cache!r} acts inside the model, which Ray runs in parts; {fix}")
     if prefill:
         raise SpecError(f"prefill {prefill!r} needs a prompt in one piece; {fix}")
+    if decode:
+        raise SpecError(f"decode {decode!r} drafts from what a prompt's own worker knows; {fix}")
 
 
 class RayEngine:
@@ -234,6 +239,7 @@ class RayEngine:
         weights: str | None = None,
         attn: str | None = None,
         prefill_spec: str | None = None,
+        decode_spec: str | None = None,
     ) -> None:
         check_form(weights, lora)
         check_attn(attn)
@@ -242,7 +248,7 @@ class RayEngine:
         single = {f"{WORKER}-{number}": 1 for number in range(workers or 0)}
         self.replicas: dict[str, int] = single or ({WHOLE: replicas} if replicas else parts)
         self._last = [*self.replicas][-1]  # the role that decodes
-        self._check(reduce, cache, prefill_spec)
+        self._check(reduce, cache, prefill_spec, decode_spec)
         self._reduce = reduce
         self.model = name or (EMBEDDED if model is None else str(model))
         self._most = slots * (workers or self.replicas[self._last]) + queue
@@ -251,7 +257,7 @@ class RayEngine:
         plan = ReplicaSettings(where, device, dtype, threads, slots, chunk, context, memory, linger)
         self._lora = dict(lora or {})
         plan = replace(plan, reduce=reduce, cache=cache, weights=weights, attn=attn)
-        plan = replace(plan, lora=self._lora, prefill=prefill_spec)
+        plan = replace(plan, lora=self._lora, prefill=prefill_spec, decode=decode_spec)
         self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -274,7 +280,8 @@ class RayEngine:
     def submit(self, request: base.Request, emit: base.Emit) -> None:
         """See `Executor.submit`."""
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
-        self._check(reduce, request.options.cache, request.options.prefill)
+        mine = request.options
+        self._check(reduce, mine.cache, mine.prefill, None if mine.decode == OFF else mine.decode)
         check_storeless(request.options)
         if request.adapter is not None and request.adapter not in self._lora:
             raise MmfastError(unknown("adapter", request.adapter, [*self._lora]))
@@ -342,11 +349,15 @@ class RayEngine:
         self._loop.close()
         self._cluster.close(self._apps)
 
-    def _check(self, reduce: str | None, cache: str | None, prefill: str | None) -> None:
+    def _check(
+        self, reduce: str | None, cache: str | None, prefill: str | None, decode: str | None
+    ) -> None:
         """Refuse wrong specs, and those that need the whole model where it runs in parts."""
         parse(reduce), served_plan(cache), plan_prefill(prefill)
+        if (drafts := plan_decode(decode)) is not None:
+            check_kind(drafts)
         if self._last != WHOLE:
-            check_parts(reduce, cache, prefill)
+            check_parts(reduce, cache, prefill, decode)
 
     # --- the loop's thread --------------------------------------------------------------------
 

@@ -302,14 +302,14 @@ def test_what_ends_all_answers_is_logged_once(
     engine: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = threading.Event()
-    decode = DecodeBatch.step
+    decode = DecodeBatch.rounds
 
     def step(self: DecodeBatch) -> Any:
         if broken.is_set():
             raise RuntimeError("no memory")
         return decode(self)
 
-    monkeypatch.setattr(DecodeBatch, "step", step)
+    monkeypatch.setattr(DecodeBatch, "rounds", step)
     ears = [Ear(engine, ask(f"{i}", "hello", tokens=400)) for i in range(3)]
     for ear in ears:
         ear.next()

@@ -434,10 +434,10 @@ def _rolled(attend: Any) -> Any:
 
 
 def test_a_ring_that_loses_the_wrong_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def newest(self: Slots) -> None:
+    def newest(self: Slots, *given: Any) -> None:
         if self.leaving is not None and self.leaving(len(self.order)):
             self.order.reverse()
-        advance(self)
+        advance(self, *given)
 
     advance = Slots.advance
     assert _agree(_asked(cache="sink:4+window:24"))

@@ -84,7 +84,7 @@ def talk(
     """A request of several messages, the user's first."""
     roles = ("user", "assistant")
     messages = tuple(Message(roles[i % 2], tuple(turn)) for i, turn in enumerate(turns))
-    names = ("reduce", "cache", "target_ttft_ms", "prefill", "reuse")
+    names = ("reduce", "cache", "target_ttft_ms", "prefill", "decode", "reuse")
     options = {k: more.pop(k) for k in names if k in more}
     return Request(
         name, messages, sampling or SamplingOptions(max_tokens=tokens), Options(**options), **more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -93,33 +94,87 @@ def _beyond(window: int, n: int) -> Sequence[int]:
 
 
 class Slots:
-    """Places of one answer in the tensors of the layers in which it holds equally many entries."""
+    """Places of one answer in the tensors of the layers in which it holds equally many entries.
+
+    A step may read several tokens of which only the first ones stand, see `settle`. What leaves in
+    front of a token keeps its place until then, and later tokens no longer see it.
+    """
 
     def __init__(self, owner: int, length: int, part: Entries) -> None:
         self.owner, self.length, self.most = owner, length, max(part.most, length + 1)
         self.place, self.leaving = part.place, part.leaving
         self.order = list(range(length)) if part.leaving else []  # places in order of time
         self.free: list[int] = []  # places before `length` that are empty
-        self.slot = -1  # of the newest token
+        self.slots: list[int] = []  # of the tokens of this step, the newest last
+        # places that the tokens of a step see, in order of time, where entries leave
+        self.orders: list[list[int]] = []
 
-    def advance(self) -> None:
-        """Let entries leave, and find the place of the next token."""
-        if self.leaving is None:
-            self.slot, self.length = self.length, self.length + 1
-            return
-        for place in reversed(self.leaving(len(self.order))):
+    @property
+    def slot(self) -> int:
+        """Place of the newest token."""
+        return self.slots[-1] if self.slots else -1
+
+    def advance(self, count: int = 1, further: bool = False) -> None:
+        """Let entries leave, and find the places of the next tokens.
+
+        `further` tokens belong to the step that has begun, and `settle` takes all of them back.
+        """
+        if not further:
+            self.slots, self.orders = [], []
+        for _ in range(count):
+            if self.leaving is None:
+                self.slots.append(self.length)
+                self.length += 1
+            elif self.slots:
+                self._follow(self.leaving)
+            else:
+                self._lead(self.leaving)
+
+    def _lead(self, leaving: Leaving) -> None:
+        """Place the first token of a step, which stands: what leaves is gone for good."""
+        for place in reversed(leaving(len(self.order))):
             self.free.append(self.order.pop(place))
+        self._put(self.order)
+
+    def _follow(self, leaving: Leaving) -> None:
+        """Place a token that may fall."""
+        gone = set(leaving(len(self.order)))
+        self.order = [slot for place, slot in enumerate(self.order) if place not in gone]
+        self._put(self.order)
+
+    def _put(self, order: list[int]) -> None:
         if self.free:
-            self.slot = self.free.pop()
+            slot = self.free.pop()
         else:
-            self.slot, self.length = self.length, self.length + 1
-        self.order.append(self.slot)
+            slot, self.length = self.length, self.length + 1
+        self.slots.append(slot)
+        order.append(slot)
+        self.orders.append(order)
+
+    def settle(self, kept: int) -> None:
+        """Take back all but the first tokens of a step, with what left in front of them."""
+        if not self.slots:
+            return
+        if self.leaving is None:
+            self.length -= len(self.slots) - kept
+        elif len(self.slots) > 1 or not kept:
+            self.order = [*(self.orders[kept - 1] if kept else self.orders[0][:-1])]
+            held = set(self.order)
+            self.free = [place for place in range(self.length) if place not in held]
+        self.slots, self.orders = self.slots[:kept], self.orders[:kept]
 
 
 class Places:
-    """Places of the next tokens of some rows, for all layers in which these share a tensor."""
+    """Places of the next tokens of some rows, for all layers in which these share a tensor.
+
+    Where rows read several tokens, they are as wide as the one with most: the others repeat their
+    last one, which is stored and seen as it is once. `index` `[B, n]` are then places in the list
+    of the tokens of all answers, and `real` those of `[B * n]` that are no repetition.
+    """
 
     def __init__(self, rows: Sequence[Slots], answers: int, like: Tensor) -> None:
+        self.index: Tensor | None = None
+        self.real, self.targets = torch.empty(0), torch.empty(0)
         self.rows, self._device, self._dtype = rows, like.device, like.dtype
         self.numbers = torch.arange(len(rows), device=like.device)[:, None]
         self.at, self.mask, self.stop = self.numbers, None, 0  # type: Tensor, Tensor | None, int
@@ -130,8 +185,12 @@ class Places:
         if owners != list(range(answers)):
             self.owners = torch.tensor(owners, device=like.device)
 
-    def advance(self) -> None:
-        """Find the places of one step."""
+    def advance(self, counts: Sequence[int] | None = None) -> None:
+        """Find the places of one step; `counts` are the tokens of each answer, None one each."""
+        self.index = None
+        if counts is not None:
+            self._spread(counts)
+            return
         lengths = [row.length for row in self.rows]
         self.at = torch.tensor([[row.slot] for row in self.rows], device=self._device)
         self.stop, self.mask = max(lengths), None
@@ -152,6 +211,33 @@ class Places:
             rows, places = torch.tensor(holes, device=self._device).T
             flat[rows, places] = torch.finfo(self._dtype).min
         self.mask = self._added[..., : self.stop]  # [B, 1, 1, stop]
+
+    def _spread(self, counts: Sequence[int]) -> None:
+        """Find the places of a step in which an answer reads `counts` of its tokens, maybe none."""
+        self._added = None
+        starts = [0, *itertools.accumulate(counts)]
+        numbers = [counts[row.owner] for row in self.rows]
+        wide = max(1, *numbers)
+        self.stop = max(row.length + (not n) for row, n in zip(self.rows, numbers, strict=True))
+        index, at, real = list[list[int]](), list[list[int]](), list[int]()
+        seen = torch.zeros(len(self.rows), wide, self.stop, dtype=torch.bool)
+        for b, (row, n) in enumerate(zip(self.rows, numbers, strict=True)):
+            slots = row.slots[len(row.slots) - n :] if n else [row.length]  # beyond all it sees
+            last = [min(i, max(0, n - 1)) for i in range(wide)]
+            index.append([min(starts[row.owner] + i, starts[-1] - 1) for i in last])
+            at.append([slots[i] for i in last])
+            real += [b * wide + i for i in range(n)]
+            for i, place in enumerate(last):
+                if row.leaving is None:
+                    seen[b, i, : slots[place] + 1] = True
+                else:
+                    own = row.orders[len(row.orders) - n + place] if n else [row.length]
+                    seen[b, i, own] = True
+        self.index = torch.tensor(index, device=self._device)
+        self.at = torch.tensor(at, device=self._device)
+        self.real = torch.tensor(real, device=self._device)
+        self.targets = self.index.flatten()[self.real]
+        self.mask = added(seen.to(self._device)[:, None], self._dtype)  # [B, 1, n, stop]
 
 
 class RowBucket:
@@ -206,7 +292,7 @@ class RowBucket:
         return self.own.nbytes
 
     def attend(self, attention: AttentionCall, query: Tensor, both: Tensor) -> Tensor:
-        """Store new entries `[2, b, H, 1, d]` and attend to all of the rows."""
+        """Store new entries `[2, b, H, n, d]` and attend to all of the rows."""
         places, count = self.places, len(self.rows)
         assert places is not None
         self.own.scatter(both, (places.numbers, places.at))

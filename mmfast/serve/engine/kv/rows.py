@@ -52,10 +52,14 @@ class Held:
 
 @dataclass(eq=False)
 class AnswerRow:
-    """An answer behind its prompt: its parts by layer, and what acts on them at every step."""
+    """An answer behind its prompt: its parts by layer, and what acts on them at every step.
+
+    `count` are the tokens that it reads in this step.
+    """
 
     parts: Sequence[Entries | State | Held]
     driver: Callable[[], None] | None = None
+    count: int = 1
 
 
 def entries(
@@ -78,6 +82,14 @@ class RowLayer:
         self.buckets: dict[Hashable, RowBucket] = {}
         self.held: dict[AnswerRow, Held] = {}
         self.state: Any = None  # the layer of a convolution, of all rows in order
+
+    def find(self, mine: Collection[Slots]) -> tuple[RowBucket, int, Slots] | None:
+        """Return where the row of one of these slots lies: its tensor, and its number there."""
+        for bucket in self.buckets.values():
+            for number, slots in enumerate(bucket.rows):
+                if slots in mine:
+                    return bucket, number, slots
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -208,28 +220,62 @@ class AnswerRows:
         self.remove(number)
         return AnswerRow(parts)
 
-    def advance(self) -> None:
-        """Begin a step of all rows; `cache` is what their pass is to get."""
-        for row in self.rows:
+    def advance(self, counts: Sequence[int] | None = None, further: bool = False) -> None:
+        """Begin a step of all rows; `cache` is what their pass is to get.
+
+        `counts` are the tokens that each of them reads, None is one; see `settle`. `further` tokens
+        belong to the step that has begun. Rows with several tokens hold entries alone.
+        """
+        for number, row in enumerate(self.rows):
+            row.count = 1 if counts is None else counts[number]
             if row.driver is not None:
                 row.driver()
         self._pack()
-        for mine in self._slots:
+        for row, mine in zip(self.rows, self._slots, strict=True):
             for slots in mine:
-                slots.advance()
+                slots.advance(row.count, further)
         self.arrange()
+
+    def settle(self, number: int, kept: int) -> None:
+        """Take back all but the first `kept` tokens that a row has read in this step."""
+        for slots in self._slots[number]:
+            slots.settle(kept)
+
+    def copy_from(self, other: AnswerRows, theirs: int, mine: int, count: int) -> None:
+        """Append to a row the first tokens that a row of `other` has read in its last step."""
+        for slots in self._slots[mine]:
+            slots.advance(count)
+        for own, source in zip(self.layers, other.layers, strict=True):
+            if (to := own.find(self._slots[mine])) is None:
+                continue
+            at = source.find(other._slots[theirs])
+            assert at is not None
+            (bucket, number, slots), (origin, row, known) = to, at
+            assert bucket.own.data is not None and origin.own.data is not None
+            new = origin.own.data[:, row][:, :, known.slots[:count]]  # [2, H, n, d]
+            bucket.own.data[:, number, :, slots.slots] = new
+        for slots in self._slots[mine]:
+            slots.settle(count)
 
     def arrange(self) -> None:
         """Find the places of the next tokens, also again after rows of a begun step have left."""
         if self._changed:
             self._rearrange()
+        counts = [row.count for row in self.rows]
         for places in self._places:
-            places.advance()
+            places.advance(counts if self.spread else None)
+
+    @property
+    def spread(self) -> bool:
+        """Rows read other numbers of tokens than one each: `attend_flat` attends to them."""
+        return any(row.count != 1 for row in self.rows)
 
     def attend_flat(
         self, index: int, attention: AttentionCall, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Attend as `attend` does, for tokens in one row `[1, H, B, d]`: `[1, B, H, d]`."""
+        """Attend as `attend` does, for tokens in one row `[1, H, T, d]`: `[1, T, H, d]`."""
+        if self.spread:
+            return self._attend_spread(index, attention, query, torch.stack((key, value)))
         tokens = (each[0].transpose(0, 1)[:, :, None] for each in (query, key, value))
         return self.attend(index, attention, *tokens).transpose(0, 1)
 
@@ -262,6 +308,34 @@ class AnswerRows:
                 out[one] = found
         assert out is not None
         return out
+
+    def _attend_spread(
+        self, index: int, attention: AttentionCall, query: Tensor, both: Tensor
+    ) -> Tensor:
+        """Attend with the tokens of all answers in one row, keys and values `[2, 1, H, T, d]`."""
+        layer = self.layers[index]
+        out = query.new_empty(query.shape[2], query.shape[1], both.shape[-1])  # [T, H, d]
+        for bucket in layer.buckets.values():
+            if (places := bucket.places) is None:
+                continue
+            assert places.index is not None
+            mine = query[0][:, places.index].transpose(0, 1)  # [B, H, n, d]
+            pairs = both[:, 0][:, :, places.index].transpose(1, 2)  # [2, B, H, n, d]
+            found = bucket.attend(attention, mine, pairs)  # [B, n, H, d]
+            out[places.targets] = found.reshape(-1, *out.shape[1:])[places.real]
+        at = 0
+        for row in self.rows:
+            if row in layer.held:  # rows of such policies read one token
+                one = slice(at, at + 1)
+                held = layer.held[row]
+                pair = held.read(*held.layer.update(*both[..., one, :]))
+                found = attention(query[:, :, one], *pair, None)
+                if held.watch is not None:
+                    more = None, attention.scaling, True
+                    held.watch(attention.module, query[:, :, one], *pair, *more)
+                out[one] = found[0]
+            at += row.count
+        return out[None]
 
     def _buckets(self) -> list[RowBucket]:
         return [bucket for layer in self.layers for bucket in list(layer.buckets.values())]
