@@ -155,12 +155,17 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
 
 
 def check_kind(plan: DecodePlan) -> None:
-    """Refuse (SpecError) drafts that no server makes: those of a second prompt."""
+    """Refuse (SpecError) drafts that no server makes."""
     if plan.runs_model:
-        raise SpecError(
-            f"decode={plan.text!r} reads a second prompt for its drafts, which the server does "
-            "not; use 'self:0.1', 'recycle' or 'lookup', or a pipeline"
-        )
+        why = "reads a second prompt for its drafts"
+    elif plan.kind == EXIT or plan.grows:
+        why = "drafts in layers or trees that a batch of answers does not have"
+    else:
+        return
+    raise SpecError(
+        f"decode={plan.text!r} {why}, so no server takes it; use 'self:0.1', 'recycle' or "
+        "'lookup', or a pipeline"
+    )
 
 
 def _knobs(kind: str, text: str) -> dict[str, object]:

@@ -142,6 +142,9 @@ def test_what_cannot_draft_is_refused_in_one_line() -> None:
     wrong = {
         "draft:x": "second prompt.*use 'self:0.1'",
         "self?reduce=evs:0.5": "second prompt",
+        "bild:x": "second prompt",
+        "exit:x": "layers or trees",
+        "self?tree=2x1": "layers or trees",
         "lokup": "lookup",
         "self:0.1?score=none": "snapkv",
     }
