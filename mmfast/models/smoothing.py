@@ -28,7 +28,7 @@ _TINY = 1e-5  # least activation and weight of a channel
 
 @dataclass(frozen=True)
 class Smoothing:
-    """What a search for the exponent found.
+    """Exponent that a search found.
 
     Attributes:
         alpha: The exponent; None where no smoothing lessens the error, and nothing was changed.
@@ -129,7 +129,7 @@ def _divide(places: Sequence[_Place], alpha: float) -> None:
 
 
 def _shift(norm: nn.Module) -> float:
-    """What a norm adds to its weight (Gemma: 1), read from what it makes of a row."""
+    """Number that a norm adds to its weight (Gemma: 1), read from what it makes of a row."""
     if isinstance(norm, nn.Linear):
         return 0.0
     weight: Any = norm.weight
