@@ -81,7 +81,7 @@ def test_nearest_names_of_questions(task: str, wrong: str, right: str) -> None:
     [
         ("video-stream", {"frame_cach": 0.5}, "did you mean 'frame_cache'"),
         ("video-qa", {"num_return_sequences": 2}, "an input has one answer"),
-        ("video-stream", {"max_new_tokens": 5}, "choices: attn, batch, clips, device"),
+        ("video-stream", {"max_new_tokens": 5}, "choices: attn, batch, clips, decode, device"),
         ("text-to-speech", {"voise": "x"}, "did you mean 'voice'"),
         ("text-to-speech", {"speed": 165}, "choices: head, mode"),
         ("speech-chat", {"voise": "x"}, "did you mean 'voice'"),
