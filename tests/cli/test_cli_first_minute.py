@@ -53,12 +53,13 @@ def guarded(*args: str, limit: float = 1.5) -> tuple[int, str, str]:
 
 
 def _columns(method: Method) -> dict[str, object]:
-    names = [f.name for f in fields(Method) if f.name not in ("fn", "stream")]
+    named = ("stream", "rough")  # functions of a method, of which the listing knows the name
+    names = [f.name for f in fields(Method) if f.name not in ("fn", *named)]
     row = {name: getattr(method, name) for name in names} | {"knobs": dict(method.knobs)}
     row["function"] = (method.fn.__module__, method.fn.__name__)
     row["signature"] = [p.replace(annotation="") for p in _parameters(method.fn)]
-    row["stream"] = method.stream and method.stream.__name__
-    return row
+    functions = {name: getattr(method, name) for name in named}
+    return row | {name: fn and fn.__name__ for name, fn in functions.items()}
 
 
 def _parameters(function: object) -> list[inspect.Parameter]:
