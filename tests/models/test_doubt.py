@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from mmfast import MmfastError, ModelError, pipeline
 from mmfast.attach import attach
+from mmfast.cli.output import made_up
 from mmfast.compressors.base import save
 from mmfast.models.doubt import (
     AnswerSteps,
+    Doubt,
     StepRecorder,
     TokenDoubt,
     check_plain,
@@ -238,6 +240,12 @@ def test_a_character_of_several_tokens_is_a_piece() -> None:
     ids = words("né 🙂!")["input_ids"]
     assert pieces(words, ids) == ["n", "", "é", " ", "", "", "", "🙂", "!"]
     assert pieces(words, ids[:6])[3:] == [" ", "", "\ufffd"] and words.decode(ids[:2]) != "né"
+
+
+def test_the_command_names_no_word_that_is_probably_so() -> None:
+    said = [Doubt(" left", 0.2), Doubt(" 4", 0.7), Doubt("red", 0.51), Doubt(".", 0.5)]
+    assert made_up(said) == "probably made up: 4 0.70, red 0.51"
+    assert made_up(said[:1]) == "no word is probably made up"
 
 
 @pytest.mark.slow
