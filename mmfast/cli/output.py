@@ -164,10 +164,8 @@ def print_answer(answer: Any, as_json: bool) -> None:
 
 def made_up(doubts: Sequence[Any]) -> str:
     """Return a line with the five pieces of an answer that are most probably made up, if any."""
-    worst = sorted(doubts, key=lambda each: -each.chance)[:5]
-    told = ", ".join(
-        f"{each.text.strip()} {each.chance:.2f}" for each in worst if each.chance > 0.5
-    )
+    worst = sorted((each for each in doubts if each.chance > 0.5), key=lambda each: -each.chance)
+    told = ", ".join(f"{each.text.strip()} {each.chance:.2f}" for each in worst[:5])
     return f"probably made up: {told}" if told else "no word is probably made up"
 
 
