@@ -69,11 +69,10 @@ def ask(
     if save_overlay is not None:
         check_target(save_overlay)
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
-    given: dict[str, Any] = {"reduce": reduce, "cache": cache, "decode": decode, "check": check}
-    given |= {"prefill": prefill, "attn": attn}
-    more = {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder)}
-    more |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
-    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **more)
+    given = {"reduce": reduce, "cache": cache, "prefill": prefill, "attn": attn, "weights": weights}
+    how = {"decode": decode, "check": check, "max_memory": max_memory, **_kept(reuse, reuse_folder)}
+    how |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
+    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **how)
     pipe.tick = shared.silent if as_json else pipe.tick
     with warnings.catch_warnings(action="ignore", category=ScopeWarning):  # noted in the answer
         answer = pipe(media, question)
