@@ -26,8 +26,8 @@ TRAINING = "python -m mmfast.tiny.scenes.doubts --out DIR"
 KNOWN = 16  # likeliest tokens of a step that are kept; others count as the last of them
 UNFINISHED = "\ufffd"  # what a tokenizer makes of some bytes of a character
 # Arguments of `generate` with which a token takes several passes, or a pass several tokens
-STEPS = ("num_beams", "guidance_scale", "prefill_chunk_size", "prompt_lookup_num_tokens")
-STEPS += ("assistant_model", "assistant_early_exit")
+STEPS: tuple[str, ...] = ("num_beams", "guidance_scale", "prefill_chunk_size")
+STEPS += ("prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit")
 SIGNALS = 2  # beside states: surprise at the token, and entropy of the step
 
 
