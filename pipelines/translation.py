@@ -150,6 +150,11 @@ class SpeechTranslation:
             if context is not None and speakers == 1:
                 raise MmfastError("context= is of speakers=2; give that, or leave it out")
             chosen = None if policy is None else write_policy(policy)
+            self.listener: Any = (
+                models.can(models.load_voice(listener, **place), "transcribe")
+                if speakers == 1 and not isinstance(speakers, bool)
+                else ear_for_two(speakers, listener, place)
+            )
             self._how: dict[str, Any] = {**place, "model_kwargs": model_kwargs, **languages}
             self._embedded = dict[bool, AnyTranslator]()  # by whether it is the interleaved one
             late = chosen is not None and chosen.late is not None
@@ -159,11 +164,6 @@ class SpeechTranslation:
                 self._embedded[late] = self.translator
             own = isinstance(self.translator, InterleavedTranslator)
             self.policy = chosen or write_policy("interleaved" if own else "confidence")
-            self.listener: Any = (
-                models.can(models.load_voice(listener, **place), "transcribe")
-                if speakers == 1 and not isinstance(speakers, bool)
-                else ear_for_two(speakers, listener, place)
-            )
         self.speakers = speakers
         paces = {"every": every, "context": context, "silence": silence}
         self._pace: dict[str, Any] = {k: v for k, v in paces.items() if v is not None}

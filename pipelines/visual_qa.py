@@ -204,8 +204,8 @@ class VisualQA:
                 raise MmfastError("store= keeps nothing without reuse=; give reuse='prefix' too")
             check_alone(self.target, reduce)
             self.check = check
-            check_plain(check, self.decode is not None, self._own)
             self.generate = merged(self._own, {})
+            check_plain(check, self.decode is not None, self.generate)
         self.embedded = model is None
         self._warned = False
         self.reduce: str | Sequence[Spec] | None = specs

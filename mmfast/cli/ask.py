@@ -56,7 +56,7 @@ def ask(
     from mmfast.models.quiet import quiet
 
     open_source(media, DEFAULT_LIMITS)  # what is wrong here needs no import of torch
-    reduce, cache = _compared(compare, reduce, cache)
+    reduce, cache = _compared(compare, reduce, cache, check)
     check_names([reduce], [cache], [prefill])
     quiet()
     from mmfast.frontends.image import kind_of
@@ -69,10 +69,10 @@ def ask(
     if save_overlay is not None:
         check_target(save_overlay)
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
-    given = {"reduce": reduce, "cache": cache, "decode": decode, "prefill": prefill, "attn": attn}
-    more = {"max_memory": max_memory, "weights": weights, **_kept(reuse, reuse_folder, check)}
-    more |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
-    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **more)
+    given = {"reduce": reduce, "cache": cache, "prefill": prefill, "attn": attn, "weights": weights}
+    how = {"decode": decode, "check": check, "max_memory": max_memory, **_kept(reuse, reuse_folder)}
+    how |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
+    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **how)
     pipe.tick = shared.silent if as_json else pipe.tick
     with warnings.catch_warnings(action="ignore", category=ScopeWarning):  # noted in the answer
         answer = pipe(media, question)
@@ -86,13 +86,13 @@ def ask(
     print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
 
 
-def _kept(reuse: str | None, folder: Path | None, check: bool) -> dict[str, Any]:
-    """Return options of a pipeline: what later questions find, its folder, and `check`."""
+def _kept(reuse: str | None, folder: Path | None) -> dict[str, Any]:
+    """Return what later questions find, and the folder of it, as options of a pipeline."""
     from mmfast.planner.rates import cache_folder
 
     if reuse is None and folder is None:
-        return {"check": check}
-    return {"check": check, "reuse": reuse, "store": folder or cache_folder() / "reuse"}
+        return {}
+    return {"reuse": reuse, "store": folder or cache_folder() / "reuse"}
 
 
 def _beside(stock: Any, pipe: Any, media: str, question: str) -> dict[str, Any]:
@@ -104,11 +104,13 @@ def _beside(stock: Any, pipe: Any, media: str, question: str) -> dict[str, Any]:
 
 
 def _compared(
-    spec: str | None, reduce: str | None, cache: str | None
+    spec: str | None, reduce: str | None, cache: str | None, check: bool
 ) -> tuple[str | None, str | None]:
     """Return the reduction and the policy that `--compare` sets beside all tokens."""
     from mmfast.core.registry import listed
 
+    if spec is not None and check:
+        raise MmfastError("--compare prints no doubts; leave out --check, or ask without --compare")
     if spec is not None and (reduce if spec else not (reduce or cache)):
         raise MmfastError(
             "--compare sets one spec beside all tokens: --compare evs:0.25, or alone "

@@ -149,9 +149,7 @@ def print_answer(answer: Any, as_json: bool) -> None:
         style="dim",
     )
     if answer.doubts:
-        worst = sorted(answer.doubts, key=lambda each: -each.chance)[:5]
-        told = ", ".join(f"{each.text.strip()} {each.chance:.2f}" for each in worst)
-        _err.print(f"probably made up: {told}", style="dim", highlight=False)
+        _err.print(made_up(answer.doubts), style="dim", highlight=False)
     if answer.plan is not None:
         name, ms = answer.plan.spec or "all tokens", answer.plan.total_ms
         _err.print(f"planned: {name}, predicted after {ms:.0f} ms", style="dim")
@@ -162,6 +160,13 @@ def print_answer(answer: Any, as_json: bool) -> None:
         (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
     ]
     _table(_err, ("stage", "tokens in", "out", "ms", "peak MB"), rows)
+
+
+def made_up(doubts: Sequence[Any]) -> str:
+    """Return a line with the five pieces of an answer that are most probably made up, if any."""
+    worst = sorted((each for each in doubts if each.chance > 0.5), key=lambda each: -each.chance)
+    told = ", ".join(f"{each.text.strip()} {each.chance:.2f}" for each in worst[:5])
+    return f"probably made up: {told}" if told else "no word is probably made up"
 
 
 def print_comparison(document: dict[str, Any], as_json: bool) -> None:

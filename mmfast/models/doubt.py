@@ -24,6 +24,10 @@ FOLDER = "detectors"  # beside the weights of a checkpoint
 NAME = "doubt"
 TRAINING = "python -m mmfast.tiny.scenes.doubts --out DIR"
 KNOWN = 16  # likeliest tokens of a step that are kept; others count as the last of them
+UNFINISHED = "\ufffd"  # what a tokenizer makes of some bytes of a character
+# Arguments of `generate` with which a token takes several passes, or a pass several tokens
+STEPS: tuple[str, ...] = ("num_beams", "guidance_scale", "prefill_chunk_size")
+STEPS += ("prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit")
 SIGNALS = 2  # beside states: surprise at the token, and entropy of the step
 
 
@@ -79,10 +83,10 @@ def file_of(folder: str | Path) -> Path:
 
 def check_plain(check: bool, drafts: bool, how: Mapping[str, Any]) -> None:
     """Refuse what writes tokens that a detector does not see step by step (MmfastError)."""
-    beams = (how.get("num_beams") or 1) > 1
-    if check and (drafts or beams):
-        name = "decode=" if drafts else "num_beams="
-        raise MmfastError(f"check=True reads plain decoding, one step a token; leave out {name}")
+    names = [name for name in STEPS if how.get(name) not in (None, 1)]
+    if check and (drafts or names):
+        name = "decode" if drafts else names[0]
+        raise MmfastError(f"check=True reads plain decoding, one step a token; leave out {name}=")
 
 
 def detector_of(model: Any) -> TokenDoubt:
@@ -134,7 +138,7 @@ class StepRecorder:
         if len(self._steps) != ids.shape[1] or len(self._steps[0][0]) != len(ids):
             raise ModelError(
                 f"{len(self._steps)} steps were seen for {ids.shape[1]} tokens: check= reads plain "
-                "decoding alone; leave out num_beams and decode"
+                "decoding, one step a token; leave out arguments of generate that change that"
             )
         state, best, known, entropy = (
             torch.stack(part, 1) for part in zip(*self._steps, strict=True)
@@ -171,10 +175,15 @@ def doubts(
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Text that each token adds to an answer, "" for special ones; joined they are the answer."""
+    """Text that each token adds to an answer, "" for special ones; joined they are the answer.
+
+    Of several tokens that write one character, the last has it.
+    """
     found, before = [], ""
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        if end < len(ids):
+            text = text.rstrip(UNFINISHED)
         found.append(text[len(before) :])
         before = text
     return found

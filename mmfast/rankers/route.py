@@ -116,5 +116,6 @@ def route(tokens: Tokens, budget: None, *, sure: float = 0.9, path: str = "") ->
         chosen = run(spec, tokens)
         assert isinstance(chosen, Reduction)
         found = chosen
-    why = f"{float(chance[min(number, last - 1)]):.2f} sure"
+    most = float(chance[number] if number < last else chance.max())
+    why = f"{most:.2f} sure" if number < last else f"others at most {most:.2f} sure"
     return replace(found, note=f"{judge.config['ways'][number]} ({why})")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from mmfast.attach import attach
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import Method
 from mmfast.core.spec import Spec
@@ -241,8 +241,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--questions and --exam must be at least 2")
     if len(options.ways) < 2:
         parser.error("--ways needs two ways or more, such as divprune:8 all")
-    for way in options.ways:
-        way_of(way)
+    try:
+        for way in options.ways:
+            way_of(way)
+    except SpecError as error:
+        parser.error(str(error))
     return options
 
 

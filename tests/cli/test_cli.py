@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import warnings
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,9 @@ import pytest
 from cli_runs import CLIP, QUESTION, ROOT, fails, run
 from PIL import Image
 
-from mmfast import cli
+from mmfast import attach, cli
 from mmfast.cli import COMMANDS, load
+from mmfast.core.registry import listed
 
 
 def test_ask(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,6 +53,19 @@ def test_methods_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["kind"] for row in rows} == kinds
     code, out, _ = run(capsys, "methods", "--kind", "cache")
     assert code == 0 and "snapkv" in out and "divprune" not in out and "cache position" in out
+
+
+def test_methods_are_shown_with_arguments_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = set(signature(attach).parameters)
+    for method in {method.kind: method for method in listed()}.values():  # one of each kind
+        code, out, _ = run(capsys, "methods", method.name, "--kind", method.kind, "--json")
+        example = json.loads(out)["example"]
+        assert code == 0
+        if "attach" in example:
+            (name,) = re.findall(r", (\w+)=", example["attach"])
+            assert name in known and f"--{name} " in example["command"], example
 
 
 def test_verify(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_help_of_a_command_needs_no_torch(name: str) -> None:
         (["ask", CLIP, "q", "--cache", "snapkw:64"], ["did you mean 'snapkv'"]),
         (["ask", CLIP, "q", "--compare"], ["--compare"]),
         (["ask", CLIP, "q", "--compare", "evz:0.5"], ["did you mean 'evs'"]),
+        (["ask", CLIP, "q", "--compare", "evs:0.5", "--check"], ["leave out --check"]),
         (["bench", "--fram", "3"], ["did you mean '--frames'", "(see mmfast bench --help)"]),
         (["methods", "evz"], ["did you mean 'evs'"]),
         (["methods", "--sort", "acuracy"], ["did you mean 'accuracy'"]),

@@ -13,13 +13,17 @@ import oracles_compressors as oracle
 import pytest
 import torch
 from tiny_models import build, tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from mmfast import MmfastError, ModelError, pipeline
 from mmfast.attach import attach
+from mmfast.cli.output import made_up
 from mmfast.compressors.base import save
 from mmfast.models.doubt import (
     AnswerSteps,
+    Doubt,
     StepRecorder,
     TokenDoubt,
     check_plain,
@@ -210,13 +214,38 @@ def test_doubts_are_told_word_by_word(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("drafts", "how", "word"), [(True, {}, "decode="), (False, {"num_beams": 3}, "num_beams=")]
+    ("drafts", "how", "word"),
+    [
+        (True, {}, "decode="),
+        (False, {"num_beams": 3}, "num_beams="),
+        (False, {"guidance_scale": 1.5}, "guidance_scale="),
+        (False, {"prefill_chunk_size": 16}, "prefill_chunk_size="),
+        (False, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens="),
+    ],
 )
 def test_what_is_not_step_by_step_is_refused(drafts: bool, how: dict[str, Any], word: str) -> None:
     with pytest.raises(MmfastError, match=word):
         check_plain(True, drafts, how)
     check_plain(False, drafts, how)
-    check_plain(True, False, {"num_beams": 1})
+    check_plain(True, False, {"num_beams": 1, "guidance_scale": None})
+
+
+def test_a_character_of_several_tokens_is_a_piece() -> None:
+    """Byte-level tokenizers write letters beyond ASCII as several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
+    made.pre_tokenizer, made.decoder = split, decoders.ByteLevel()
+    words = PreTrainedTokenizerFast(tokenizer_object=made)
+    ids = words("né 🙂!")["input_ids"]
+    assert pieces(words, ids) == ["n", "", "é", " ", "", "", "", "🙂", "!"]
+    assert pieces(words, ids[:6])[3:] == [" ", "", "\ufffd"] and words.decode(ids[:2]) != "né"
+
+
+def test_the_command_names_no_word_that_is_probably_so() -> None:
+    said = [Doubt(" left", 0.2), Doubt(" 4", 0.7), Doubt("red", 0.51), Doubt(".", 0.5)]
+    assert made_up(said) == "probably made up: 4 0.70, red 0.51"
+    assert made_up(said[:1]) == "no word is probably made up"
 
 
 @pytest.mark.slow

@@ -84,7 +84,9 @@ def test_it_goes_the_way_of_the_loops(weights: Path) -> None:
         found = mmfast.reduce(tokens, f"route?sure=0.6&path={weights}")
         alone = None if WAYS[number] == "all" else mmfast.reduce(tokens, WAYS[number])
         assert found.keep.tolist() == (list(range(12)) if alone is None else alone.keep.tolist())
-        assert found.note.startswith(f"{WAYS[number]} (")
+        chance = [1 / (1 + math.exp(-value)) for value in odds(judge, each)]
+        why = f"others at most {max(chance):.2f}" if number == 2 else f"{chance[number]:.2f}"
+        assert found.note == f"{WAYS[number]} ({why} sure)"
         seen.add(number)
     assert seen == {0, 1, 2}
 
@@ -218,7 +220,9 @@ def test_the_gain_is_over_a_draw_of_the_same_frequencies() -> None:
     assert low < np.mean(known) < high and high - low < 0.5
 
 
-@pytest.mark.parametrize("text", ["--ways divprune:8", "--ranker top", "--exam 1"])
+@pytest.mark.parametrize(
+    "text", ["--ways divprune:8", "--ways none:8 all", "--ranker top", "--exam 1"]
+)
 def test_wrong_arguments_are_refused(text: str) -> None:
     with pytest.raises(SystemExit):
         recipe.arguments(text.split())

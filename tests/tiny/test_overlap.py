@@ -27,6 +27,7 @@ from mmfast.models.speech.layout import SpeechLayout
 from mmfast.models.speech.overlap import (
     FRAME,
     OverlapEar,
+    SpeakerParter,
     SpeakerWord,
     load_overlap,
     read_overlap,
@@ -173,14 +174,26 @@ def test_words_come_before_the_end(random_ear: OverlapEar) -> None:
 
 
 def test_marks_part_the_words_and_letters_of_each_speaker() -> None:
-    ear = OverlapEar(None, LAYOUT)
     red, zoe, star = (LAYOUT.group(word) for word in ("red", "zoe", "star"))
     written = [*red, 0, *zoe[:1], *zoe, 0, *star]
     marks = [0.0, 0.1, 0.15, *[0.05] * len(zoe), 0.2, 0.0]  # enough before zoe and star
     frames = list(zip(written, marks, strict=True))
-    found = list(ear._words([frames[:2], frames[2:]], 0))
-    assert speaker_texts(found) == ("red star", "zoe")
+    parter = SpeakerParter(LAYOUT, 0)
+    found = [*parter.push(frames[:2]), *parter.push(frames[2:])]
+    assert speaker_texts(found) == ("red star", "zoe") and not [*parter.finish()]
     assert [word.at for word in found] == sorted(word.at for word in found)
+
+
+def test_a_word_that_the_end_cuts_is_what_was_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a recording as in a stream; the ear hears "red", and "zo" of zoe."""
+    ear = OverlapEar(None, LAYOUT)
+    ids = [*LAYOUT.group("red"), *LAYOUT.group("zoe")[:2]]
+    frames = [(id, 0.0) for id in ids]
+    silence = [(ear.blank, 0.0)] * 1000
+    monkeypatch.setattr(ear, "frames", lambda pcm: [*frames, *silence][: len(pcm) // 640])
+    whole = ear.words(torch.ones(8000))
+    assert [word.text for word in whole] == ["red", "zo"] and whole[1].at < 0.5
+    assert list(ear.stream(torch.ones(8000).split(999))) == whole
 
 
 def test_weights_are_kept_in_four_bits(

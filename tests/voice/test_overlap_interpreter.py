@@ -150,7 +150,7 @@ def test_a_stream_of_two_is_the_recording_however_it_is_cut(
 @pytest.mark.parametrize(
     ("options", "kind", "part"),
     [
-        ({"speakers": 3}, MmfastError, "speakers=3 is not allowed; give 1 or 2"),
+        ({"speakers": 3, "model": "/none"}, MmfastError, "speakers=3 is not allowed; give 1 or 2"),
         ({"speakers": True}, MmfastError, "speakers=True"),
         ({"speakers": 2, "listener": object()}, MmfastError, "not of object"),
         ({"speakers": 2, "listener": "assets/models/tiny-video"}, ModelError, "speech"),

@@ -9,8 +9,8 @@ in `codec`.
 
 from __future__ import annotations
 
-import itertools
 import re
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -34,15 +34,16 @@ KEPT = 256  # turns whose tokens are kept for the conversations that they are of
 
 def is_fused(model: Any) -> bool:
     """Return whether a directory holds a causal model with a codec whose codes it reads."""
-    return isinstance(model, str | Path) and (Path(model) / FOLDER / "config.json").is_file()
+    return isinstance(model, str | Path) and (Path(model) / FOLDER).is_dir()
 
 
 class FusedChat(TextChat):
     """Answers a conversation whose user's turns are text or tokens of sound.
 
-    It is a listener, too: what it "writes down" is the name of a turn, such as "(sound 3: 1.2 s)",
-    which stands for the turn's tokens in a conversation. Names are only of this object, and of its
-    last 256 turns; an older one is read as text.
+    It is a listener, too: what it "writes down" is the name of a turn, such as
+    "(sound 9f03c2d1: 1.2 s)", which stands for the turn's tokens in a conversation. Names are only
+    of this object, and of its last 256 turns; an older one is read as text. They are drawn, so that
+    nobody can write the name of a turn of another conversation.
 
     Args:
         model: Causal language model of transformers.
@@ -80,7 +81,7 @@ class FusedChat(TextChat):
             raise ModelError(f"the tokenizer reads {probe!r} as more than 3 tokens; add them to it")
         self.codec = codec
         self._turns: OrderedDict[str, str] = OrderedDict()
-        self._numbers, self._naming = itertools.count(1), threading.Lock()
+        self._naming = threading.Lock()
 
     def codes(self, pcm: Tensor, rate: int = 16_000) -> list[int]:
         """Return the codes of sound `[n]`, of the first codebook; MediaError: it is no sound."""
@@ -94,8 +95,8 @@ class FusedChat(TextChat):
         if not len(pcm) or float(samples(pcm, rate, rate).abs().max()) <= LOUDNESS:
             return ""
         codes = "".join(self.names[code] for code in self.codes(pcm, rate))
+        name = f"(sound {secrets.token_hex(4)}: {len(pcm) / rate:.1f} s)"
         with self._naming:
-            name = f"(sound {next(self._numbers)}: {len(pcm) / rate:.1f} s)"
             self._turns[name] = f"{START}{codes}{END}"
             if len(self._turns) > KEPT:
                 self._turns.popitem(last=False)
@@ -105,8 +106,9 @@ class FusedChat(TextChat):
         """Marks are set before sound is: entries for sound in a user's text stay text."""
         chat, marks = super()._marked(turns)
         for message, turn in zip(chat, turns, strict=True):
-            if turn.role == "user" and turn.text in self._turns:
-                message["content"] = self._turns[turn.text]
+            sound = self._turns.get(turn.text)
+            if turn.role == "user" and sound is not None:
+                message["content"] = sound
         return chat, marks
 
     def _options(self) -> dict[str, Any]:

@@ -161,7 +161,8 @@ class SpeakerParter:
 
     def __init__(self, layout: SpeechLayout, ahead: int) -> None:
         self._layout, self._ahead, self._blank = layout, ahead, layout.id("<pad>")
-        self._splitter, self._letters = ChannelSplitter(), [""] * CHANNELS
+        self._splitter = ChannelSplitter()
+        self._letters, self._ends = [""] * CHANNELS, [0.0] * CHANNELS  # of words that have begun
         self._last, self._marks, self._begun = self._blank, 0.0, False
         self._frames = 0
 
@@ -187,9 +188,17 @@ class SpeakerParter:
         speaker = self._splitter.push(TimedWord(text, at))
         assert speaker is not None
         self._letters[speaker] += text
+        self._ends[speaker] = at
         if text.endswith("_"):
             yield SpeakerWord(speaker, self._letters[speaker][:-1], at)
             self._letters[speaker] = ""
+
+    def finish(self) -> Iterator[SpeakerWord]:
+        """End the sound; yield the words that it cuts, as far as they were said."""
+        for speaker, (letters, at) in enumerate(zip(self._letters, self._ends, strict=True)):
+            if letters:
+                yield SpeakerWord(speaker, letters, at)
+        self._letters = [""] * CHANNELS
 
 
 class OverlapEar:
@@ -227,7 +236,8 @@ class OverlapEar:
             return []
         if len(sound) > LONGEST * RATE:
             return list(self.stream([sound], chunk=CUT, context=CONTEXT))
-        return list(self._words([self.frames(F.pad(sound, AROUND))], AROUND[0]))
+        parter = SpeakerParter(self.layout, AROUND[0])
+        return [*parter.push(self.frames(F.pad(sound, AROUND))), *parter.finish()]
 
     def transcribe(self, pcm: Tensor, rate: int = RATE) -> str:
         """Return what is said, a line for each speaker; "" for silence."""
@@ -252,11 +262,6 @@ class OverlapEar:
             SpecError: `chunk` or `context` is no number of seconds from 0.04 to 12.
             MediaError: A chunk is no sound.
         """
-        for name, value in (("chunk", chunk), ("context", context)):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise SpecError(f"{name}={value!r} is no number; give seconds from 0.04 to 12")
-            if not 0.04 <= value <= 12:
-                raise SpecError(f"{name}={value!r}: give seconds from 0.04 to 12")
         session = self.open(chunk, context)
         return self._streamed(session, resampled(chunks, rate, RATE))
 
@@ -276,11 +281,6 @@ class OverlapEar:
                 yield from window.words
         for window in session.finish():
             yield from window.words
-
-    def _words(self, parts: Iterable[list[HeardFrame]], ahead: int) -> Iterator[SpeakerWord]:
-        parter = SpeakerParter(self.layout, ahead)
-        for part in parts:
-            yield from parter.push(part)
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,8 @@ class OverlapSession:
         if len(self._buffer) > self._before * FRAME:
             yield self._window(self._buffer, None)
             self._before = -(-len(self._buffer) // FRAME)
+        if cut := list(self._parter.finish()):
+            yield HeardWindow(cut, self._parter.seconds, self.pushed)
 
     def _add(self, pcm: Tensor) -> Iterator[HeardWindow]:
         self._buffer = torch.cat([self._buffer, pcm])
