@@ -19,6 +19,7 @@ from mmfast.serve.engine.base import Failure, Finish, Request
 from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.kv.bucket import Entries, Places, Slots, beyond
 from mmfast.serve.engine.kv.packed_rows import PackedBucket, PackedEntries
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.slots import Embedded
@@ -422,8 +423,6 @@ def test_a_pass_that_fails_costs_running_answers_no_token(monkeypatch: pytest.Mo
 
 
 def test_tokens_of_another_answer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.engine.kv.rows import AnswerRows
-
     assert _agree(_asked(cache="sink:4+window:24"))
     monkeypatch.setattr(AnswerRows, "attend_flat", _rolled(AnswerRows.attend_flat))
     assert not _agree(_asked(cache="sink:4+window:24"))
@@ -468,6 +467,15 @@ def test_places_that_change_step_by_step_hide_what_places_made_anew_hide(seed: i
             place[[*row.free, *range(row.length, kept.stop)]] = torch.finfo(like.dtype).min
         for mask in (kept.mask, anew.mask):
             assert torch.equal(seen if mask is None else mask[:, 0, 0], seen)
+
+
+def test_packed_rows_hold_no_prompt_in_full_precision() -> None:
+    held = AnswerRows(1)
+    keys = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
+    block = KVBlock((keys[:, 30:],), (keys[:, 30:],))  # recent entries, a view of all
+    part = PackedEntries(block, 20, packs=(), store=None, form=(4, 8), whole=60, bytes=0)
+    held.add(AnswerRow([part]))
+    assert part.keys.untyped_storage().nbytes() == 0 == part.values.untyped_storage().nbytes()
 
 
 def test_packs_of_another_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
