@@ -135,6 +135,12 @@ def test_each_head_may_choose_for_itself(method: str) -> None:
     np.testing.assert_allclose(out[:, None], want, atol=2e-6)
 
 
+@pytest.mark.parametrize("method", [m.name for m in methods("prefill")])
+def test_a_prompt_of_one_token_is_read(method: str) -> None:
+    choice = chosen(f"{method}:0.5{SMALL.get(method, '')}", layer_of(1, 1), 8)
+    assert mask_of(choice, 1, 1).all()
+
+
 def test_every_method_has_an_oracle() -> None:
     assert {m.name for m in methods("prefill")} == set(oracles.ORACLES)
     assert {spec.partition(":")[0] for spec in CASES} == set(oracles.ORACLES)
