@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -476,6 +478,24 @@ def test_packed_rows_hold_no_prompt_in_full_precision() -> None:
     part = PackedEntries(block, 20, packs=(), store=None, form=(4, 8), whole=60, bytes=0)
     held.add(AnswerRow([part]))
     assert part.keys.untyped_storage().nbytes() == 0 == part.values.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("spec", ["h2o:20", "keydiff:0.4?every=3"])
+def test_what_is_known_of_media_goes_with_the_prompt(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrive, seen = KVStage.arrive, list[weakref.ref[Any]]()
+
+    def noted(
+        stage: KVStage, cache: Any, index: int, sequences: Any, *given: Any, **more: Any
+    ) -> None:
+        seen.append(weakref.ref(sequences))
+        arrive(stage, cache, index, sequences, *given, **more)
+
+    monkeypatch.setattr(KVStage, "arrive", noted)
+    parts, _ = rows_of(spec, 3)
+    gc.collect()
+    assert parts and seen and all(each() is None for each in seen)
 
 
 def test_packs_of_another_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
