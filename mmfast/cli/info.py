@@ -22,7 +22,7 @@ import mmfast
 from mmfast.cli.options import Json
 from mmfast.cli.output import print_json, print_rows, print_table
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.core.registry import NAMED_TOO, Method, listed
+from mmfast.core.registry import Method, listed
 
 # Files of rows by kind of media, and fields to sort by, the best first.
 _MEASURED = {kind: f"eval-{kind}" for kind in ("video", "image", "multi-image", "document")}
@@ -81,8 +81,7 @@ def _show(found: Sequence[Method], name: str, kind: str | None, as_json: bool) -
 
 
 def _example(method: Method) -> dict[str, str]:
-    reduces = method.kind in ("reducer", *NAMED_TOO["reducer"])
-    option = "reduce" if reduces else method.kind
+    option = "reduce" if method.kind == "reducer" else method.kind
     spec = f'{option}="{method.example}"'
     task, file = ("image-qa", "a.jpg") if method.sites[0] == "pixel" else ("video-qa", "a.mp4")
     if method.kind == "head":
