@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_AT_ONCE = 2**22  # counts of keys that are made at a time
+
 
 @dataclass(frozen=True, eq=False)
 class BlockChoice:
@@ -60,21 +62,33 @@ class BlockChoice:
         heads, rows, count = self.blocks.shape
         device, size, wide = self.blocks.device, self.size, self.wide
         starts = torch.arange(rows, device=device) * size
-        before = (starts + n - length).expand(heads, count, -1).contiguous()
         places = torch.arange(n, device=device).expand(heads, -1)
         places = places if self.order is None else self.order
         cut = functional.pad(places, (0, count * wide - n), value=n).view(heads, count, wide)
-        early = torch.searchsorted(cut.sort(-1).values, before).transpose(1, 2)  # [H, q, k]
-        read = (early * self.blocks).sum(-1)
+        marked = None
         if self.columns is not None:
             marks = self.columns if self.order is None else self.columns.gather(1, self.order)
-            marked = functional.pad(marks, (0, count * wide - n)).view(heads, count, wide)
-            beside = torch.where(marked, cut, n).sort(-1).values
-            early = torch.searchsorted(beside, before).transpose(1, 2)
-            read = read + (early * ~self.blocks).sum(-1)
+            marks = functional.pad(marks, (0, count * wide - n)).view(heads, count, wide)
+            marked = torch.where(marks, cut, n).sort(-1).values
+        cut, parts = cut.sort(-1).values, list[Tensor]()
+        step = max(1, _AT_ONCE // (heads * count))  # single keys times blocks of queries are many
+        before = (starts + n - length).split(step)
+        for firsts, blocks in zip(before, self.blocks.split(step, 1), strict=True):
+            part = _early(cut, firsts, blocks)
+            parts.append(part if marked is None else part + _early(marked, firsts, ~blocks))
+        read = torch.cat(parts, 1)
         queries = (length - starts).clamp_max(size)
         pairs = (read * queries).sum(-1) + (queries * (queries + 1) // 2).sum()
         return pairs / length
+
+
+def _early(cut: Tensor, firsts: Tensor, blocks: Tensor) -> Tensor:
+    """Number `[H, q]` of the keys `cut` `[H, k, w]`, ascending, of `blocks` before `firsts` `[q]`.
+
+    `blocks` `[H, q, k]` are the blocks of keys that each block of queries reads.
+    """
+    ends = firsts.expand(*cut.shape[:2], -1).contiguous()
+    return (torch.searchsorted(cut, ends).transpose(1, 2) * blocks).sum(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ multiplied by it: the model computes what it did, and its weights round better.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -229,6 +230,7 @@ def _logits(stock: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Norm of the difference, as a share of the norm."""
+    """Norm of the difference, as a share of the norm; infinity where it is no number."""
     wrong = sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True))
-    return float((wrong / sum(float(each.square().sum()) for each in exact)) ** 0.5)
+    error = float((wrong / sum(float(each.square().sum()) for each in exact)) ** 0.5)
+    return math.inf if math.isnan(error) else error  # NaN is not greater than any other

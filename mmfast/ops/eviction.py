@@ -158,9 +158,10 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
     def pick(value: Tensor) -> Tensor:
         if value.ndim == 0:  # the number of a layer, for example
             return value
+        rows = value.ndim == tokens.x.ndim  # keys and values, which may differ in width
         if run is not None:  # read where they lie
-            return value.narrow(-2 if value.shape == tokens.x.shape else -1, run, len(index))
-        if value.shape == tokens.x.shape:  # values beside keys
+            return value.narrow(-2 if rows else -1, run, len(index))
+        if rows:
             return gather_rows(value, wide)
         return value.gather(-1, wide if value.ndim == wide.ndim else index)
 

@@ -178,7 +178,12 @@ class RowBuffer:
         assert self.data is not None
         self.claim(0, 0)
         rows = self.data.index_select(-2, index)
-        if not self.alone:
+        if self.bounded and self.data.shape[-2] > 2 * max(self.reserve, len(index), _STEP):
+            # One long piece does not hold its room for ever.
+            capacity = -(-max(self.reserve, len(index)) // _STEP) * _STEP
+            shape = (*rows.shape[:-2], capacity, rows.shape[-1])
+            self._alone_with(rows.new_empty(shape))
+        elif not self.alone:
             self._alone_with(torch.empty_like(self.data))
         self.data.narrow(-2, 0, len(index)).copy_(rows)
         self.length = len(index)

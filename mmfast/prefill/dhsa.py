@@ -103,6 +103,8 @@ def borders(keys: Tensor, settings: ChunkSearch) -> Tensor:
     lowest cosine within a window stay, and of these as many as `chunk` allows, the lowest first.
     """
     n, window = len(keys), settings.window
+    if n < 2:
+        return torch.zeros(0, dtype=torch.long, device=keys.device)
     sums = F.pad(keys.double().cumsum(0), (0, 0, 1, 0))
     at = torch.arange(1, n, device=keys.device)
     low, high = (at - window).clamp_min(0), (at + window).clamp_max(n)

@@ -49,3 +49,31 @@ def test_a_whole_layer_beside_a_cut_one_under_left_padding(family: str, some_lay
     for row, ids in enumerate(rows):
         alone = steps(model, some_layers, input_ids=ids)
         torch.testing.assert_close(found[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+def held(spec: str) -> tuple[int, int]:
+    """Bytes of memory behind keys, values and notes after a prompt of 60 tokens, and of these."""
+    model = text_model("llama")
+    with attach(model, cache=spec), torch.no_grad():
+        cache = model(prompt(60), use_cache=True).past_key_values
+    found = [x for layer in cache.layers for x in (layer.keys, layer.values, *layer.notes.values())]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+    return sum(storages.values()), sum(x.nbytes for x in found)
+
+
+SHORT = ["knorm:6", "window:6", "sink:2+window:4+curdkv:4?rank=0", "h2o:6", "snapkv:0.1?every=9"]
+
+
+@pytest.mark.parametrize("spec", SHORT)
+def test_a_short_cache_holds_no_memory_of_a_long_one(spec: str) -> None:
+    memory, used = held(spec)
+    assert memory <= used
+
+
+def test_a_view_of_a_long_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def views(keys: Any, values: Any, index: torch.Tensor) -> Any:
+        return tuple(x[:, :, -index.shape[-1] :] for x in (keys, values))
+
+    monkeypatch.setattr("mmfast.caches.store.selected", views)
+    memory, used = held("knorm:6")
+    assert memory > used

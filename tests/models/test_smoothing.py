@@ -110,6 +110,13 @@ def test_what_does_not_help_changes_nothing() -> None:
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
 
 
+def test_an_exponent_that_leaves_the_range_of_numbers_is_not_chosen() -> None:
+    model = spiky()
+    exact = logits(model)
+    assert smooth(model, BATCH, alphas=(100.0, 0.5)).alpha == 0.5  # 100 makes NaN
+    assert error(logits(model), exact) < 1e-4
+
+
 def test_refusals_are_one_line() -> None:
     model = spiky()
     for change, words in (

@@ -99,3 +99,17 @@ def test_a_part_of_the_entries_is_read_where_it_lies() -> None:
     steps = (lengths / lengths.amax(-1, keepdim=True) * 2**16).round()
     old = steps.sort(dim=-1, stable=True).indices[:, :30].sort(-1).values
     assert torch.equal(kept, torch.cat([old, torch.arange(296, 300).expand(2, 4)], -1))
+
+
+@pytest.mark.parametrize("spec", ["window:4+curdkv:6?rank=0", "sink:2+window:4+vatp:6"])
+@pytest.mark.parametrize("n", [16, 60])
+def test_values_of_another_width_than_keys_are_chosen_from(spec: str, n: int) -> None:
+    keys, values = (torch.randn(2, n, width, generator=_DRAWN) for width in (24, 16))
+    signals = {"kind": torch.zeros(n, dtype=torch.int64), "attn_sum": torch.rand(2, n)}
+    made: Any = plan_cache(spec)
+    wide = torch.nn.functional.pad(values, (0, 8))  # zeros add nothing to a length
+    want, kept = (
+        made.reduce(Tokens(keys, signals={**signals, "values": each})).keep
+        for each in (wide, values)
+    )
+    assert torch.equal(kept, want)

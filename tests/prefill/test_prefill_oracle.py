@@ -135,6 +135,27 @@ def test_each_head_may_choose_for_itself(method: str) -> None:
     np.testing.assert_allclose(out[:, None], want, atol=2e-6)
 
 
+@pytest.mark.parametrize("method", [m.name for m in methods("prefill")])
+def test_a_prompt_of_one_token_is_read(method: str) -> None:
+    choice = chosen(f"{method}:0.5{SMALL.get(method, '')}", layer_of(1, 1), 8)
+    assert mask_of(choice, 1, 1).all()
+
+
+def test_counts_of_single_keys_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, search = list[int](), torch.searchsorted
+
+    def noted(cut: Any, ends: Any) -> Any:
+        asked.append(ends.numel())
+        return search(cut, ends)
+
+    monkeypatch.setattr(torch, "searchsorted", noted)
+    n = 1536
+    blocks = (torch.arange(2 * n * n) % 7 < 3).view(2, n, n)
+    found = BlockChoice(blocks, 1).reads(n, n)
+    want = blocks.tril(-1).sum((1, 2)) / n + 1
+    assert max(asked) <= 2**22 and torch.allclose(found, want)
+
+
 def test_every_method_has_an_oracle() -> None:
     assert {m.name for m in methods("prefill")} == set(oracles.ORACLES)
     assert {spec.partition(":")[0] for spec in CASES} == set(oracles.ORACLES)

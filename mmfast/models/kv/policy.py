@@ -449,6 +449,7 @@ class KVStage:
         account.before, account.after = account.before + before, account.after + after
         account.bytes += held
         if index == max(self._layers):
+            account.fresh = None  # an answer may keep this stage, and with it media of the prompt
             count = len(self._layers)
             before, after = round(account.before / count), round(account.after / count)
             row = Row("kv", before, after, account.ms, account.bytes, str(self._plan))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from mmfast.serve.engine.base import Failure, Finish, Request
 from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.kv.bucket import Entries, Places, Slots, beyond
 from mmfast.serve.engine.kv.packed_rows import PackedBucket, PackedEntries
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.slots import Embedded
@@ -422,8 +425,6 @@ def test_a_pass_that_fails_costs_running_answers_no_token(monkeypatch: pytest.Mo
 
 
 def test_tokens_of_another_answer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmfast.serve.engine.kv.rows import AnswerRows
-
     assert _agree(_asked(cache="sink:4+window:24"))
     monkeypatch.setattr(AnswerRows, "attend_flat", _rolled(AnswerRows.attend_flat))
     assert not _agree(_asked(cache="sink:4+window:24"))
@@ -468,6 +469,33 @@ def test_places_that_change_step_by_step_hide_what_places_made_anew_hide(seed: i
             place[[*row.free, *range(row.length, kept.stop)]] = torch.finfo(like.dtype).min
         for mask in (kept.mask, anew.mask):
             assert torch.equal(seen if mask is None else mask[:, 0, 0], seen)
+
+
+def test_packed_rows_hold_no_prompt_in_full_precision() -> None:
+    held = AnswerRows(1)
+    keys = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
+    block = KVBlock((keys[:, 30:],), (keys[:, 30:],))  # recent entries, a view of all
+    part = PackedEntries(block, 20, packs=(), store=None, form=(4, 8), whole=60, bytes=0)
+    held.add(AnswerRow([part]))
+    assert part.keys.untyped_storage().nbytes() == 0 == part.values.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("spec", ["h2o:20", "keydiff:0.4?every=3"])
+def test_what_is_known_of_media_goes_with_the_prompt(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrive, seen = KVStage.arrive, list[weakref.ref[Any]]()
+
+    def noted(
+        stage: KVStage, cache: Any, index: int, sequences: Any, *given: Any, **more: Any
+    ) -> None:
+        seen.append(weakref.ref(sequences))
+        arrive(stage, cache, index, sequences, *given, **more)
+
+    monkeypatch.setattr(KVStage, "arrive", noted)
+    parts, _ = rows_of(spec, 3)
+    gc.collect()
+    assert parts and seen and all(each() is None for each in seen)
 
 
 def test_packs_of_another_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,8 @@ class PackedBucket(RowBucket):
         self._stores.append(part)
         self._seen.append(torch.ones(0, dtype=torch.bool, device=part.keys.device))
         self._add(len(self.rows) - 1, part.packs)
-        part.block = KVBlock((part.keys[:, :0],), (part.keys[:, :0],))  # not held twice
+        nothing = part.keys[:, :0].clone()  # a view would hold the prompt as it was, of all layers
+        part.block = KVBlock((nothing,), (nothing,))  # not held twice
         part.packs = ()
 
     def drop(self, slots: Slots) -> None:
