@@ -117,6 +117,11 @@ class DecodePlan:
         """A model drafts a tree."""
         return self.dynamic or bool(self.branches)
 
+    @property
+    def exact(self) -> bool:
+        """Answers are those of the model alone."""
+        return self.kind != BILD
+
 
 def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
     """Read a spec of draft and verify; None or "" is one token a pass.

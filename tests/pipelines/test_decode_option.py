@@ -80,6 +80,7 @@ def test_wrong_specs_end_before_any_weight_is_read(capsys: pytest.CaptureFixture
     assert complete_decode("re") == ["recycle"]
 
 
-def test_a_request_to_the_server_has_no_such_option() -> None:
+def test_a_request_to_the_server_has_the_option() -> None:
+    assert MmfastOptions.model_validate({"decode": "self:0.1"}).decode == "self:0.1"
     with pytest.raises(ValidationError, match="decode"):
-        MmfastOptions.model_validate({"decode": "self:0.1"})
+        MmfastOptions.model_validate({"decode": 1})
