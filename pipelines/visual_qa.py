@@ -199,7 +199,7 @@ class VisualQA:
             reduce, self.target = automatic(reduce, target)
             specs, plan, self.decode = parse(reduce), call_plan(cache), plan_decode(decode)
             again = parse_reuse(reuse)
-            check_beside(again, specs, plan, decode, prefill)
+            check_beside(again, specs, plan, self.decode, prefill)
             self.prefill = plan_prefill(prefill)
             model_kwargs = with_attn(model_kwargs, attn, model)
             if again is None and store is not None:

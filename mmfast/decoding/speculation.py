@@ -37,7 +37,7 @@ from mmfast.core.spec import parse as parse_stages
 SELF, DRAFT, RECYCLE, LOOKUP, BILD = "self", "draft", "recycle", "lookup", "bild"
 EXIT = "exit"
 ATTENTION = "attention"  # the score of self-drafting that is no cache policy
-OFF = "none"  # of a request to a server: one token a pass, whatever the server's spec is
+OFF = "none"  # one token a pass, where a server or a stream has another spec
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
     SELF: {"score": ATTENTION, "tree": "", "reduce": ""},
@@ -124,15 +124,17 @@ class DecodePlan:
 
 
 def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
-    """Read a spec of draft and verify; None or "" is one token a pass.
+    """Read a spec of draft and verify; None, "" or "none" is one token a pass.
 
     Raises:
         SpecError: Names the value, the choices and the fix.
     """
-    if text is None or isinstance(text, DecodePlan) or not str(text).strip():
-        return text if isinstance(text, DecodePlan) else None
+    if text is None or isinstance(text, DecodePlan):
+        return text
     if not isinstance(text, str):
         raise SpecError(f"decode is {an(type(text).__name__)}: {text!r}; write {_EXAMPLES}")
+    if text.strip() in ("", OFF):
+        return None
     match = re.fullmatch(r"(?P<kind>[^:?]*)(:(?P<value>[^?]*))?(\?(?P<knobs>.*))?", text.strip())
     kind = match["kind"] if match else ""
     if match is None or kind not in _KNOBS:

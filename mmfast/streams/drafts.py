@@ -16,7 +16,6 @@ from mmfast.core.errors import SpecError
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.speculation import (
     LOOKUP,
-    OFF,
     RECYCLE,
     DecodePlan,
     PromptIndex,
@@ -32,9 +31,7 @@ def plan_stream(spec: str | None, default: DecodePlan | None = None) -> DecodePl
     Raises:
         SpecError: A wrong spec, or drafts of a model, which has no prompt in a stream to read.
     """
-    if spec is None:
-        return default
-    plan = None if spec == OFF else plan_decode(spec)
+    plan = default if spec is None else plan_decode(spec)
     if plan is not None and plan.kind not in (LOOKUP, RECYCLE):
         raise SpecError(
             f"decode={plan.text!r} drafts on a prompt of its own, and a stream has none that stays "
