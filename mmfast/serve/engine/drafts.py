@@ -92,12 +92,14 @@ class AnswerDrafts:
     """Drafts of one answer, and what became of them.
 
     `tokens` are those of the step at hand, and `sure` the confidences in them; `view` are the keys
-    and values that the model itself drafts on, until they are copied.
+    and values that the model itself drafts on, until they are copied, and `room` the most entries
+    that they take.
     """
 
     plan: DecodePlan
     owner: str = ""  # tenant whose statistics it shares
     view: AnswerRow | None = None
+    room: int = 0
     length: DraftLength | None = None  # None: as many drafts as there may be
     recycler: Recycler | None = None
     index: PromptIndex | None = None
