@@ -122,7 +122,8 @@ class VisualQA:
         encoder: None (stock), `"fast"`, `"compile"`, `"graph"` or `"riformer:2"`: how the vision
             tower runs.
         decode: Draft and verify, such as `"self:0.1"` or `"recycle"`: the same answer in fewer
-            passes; the trace gets a row `draft`. See `mmfast.attach`.
+            passes (another one under `bild:`); the trace gets a row `draft`. What drafts is made
+            once and learns from question to question. See `mmfast.decoding.speculation`.
         prefill: What a long prompt reads, such as `"sample_attention:0.95"`: its attention goes to
             chosen blocks of keys; the trace gets a row `sparse`.
         attn: Attention back end of a model that is loaded: `"sdpa"`, `"eager"`,
@@ -157,7 +158,7 @@ class VisualQA:
         SpecError: Wrong `reduce` or `cache`, before any weight is read.
         MmfastError: An unknown option or value, before any weight is read; a target that nothing
             can meet, or one beside `reduce`.
-        ModelError: The checkpoint cannot be loaded.
+        ModelError: The checkpoint, or the model that drafts, cannot be loaded.
     """
 
     task: str
