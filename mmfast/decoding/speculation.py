@@ -315,6 +315,26 @@ class Recycler:
         return tokens[:nodes], parents[:nodes]
 
 
+class TextDrafts:
+    """Drafts for one text of what followed its last tokens: by a `Recycler`, else in the text."""
+
+    def __init__(self, plan: DecodePlan, recycler: Recycler | None, text: Sequence[int]) -> None:
+        self.recycler, self._index = recycler, PromptIndex(plan.ngram)
+        if recycler is not None:
+            recycler.warm(text)
+        self.push(text)
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the text."""
+        if self.recycler is None:
+            self._index.push(tokens)
+
+    def find(self, last: int, most: int) -> list[int]:
+        """Draft at most `most` tokens behind the text, which ends with `last`."""
+        recycler = self.recycler
+        return self._index.find(most) if recycler is None else recycler.chain(last, most)
+
+
 class PromptIndex:
     """Places of all runs of up to `ngram` tokens in one sequence, for prompt lookup."""
 
