@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,10 +71,10 @@ NO_VIEW = (  # a note of an answer, about its spec
 )
 
 
-def served_view(plan: DecodePlan, media: bool, batched: bool) -> CachePlan | None:
+def served_view(plan: DecodePlan, media: Collection[Any], batched: bool) -> CachePlan | None:
     """Return the choice of what the model drafts on; None where that is not a part of its keys.
 
-    `media` tells if a prompt has any, and `batched` if it is read in the batch: else SpecError.
+    `media` are those of the prompt, and `batched` tells if it is read in the batch: else SpecError.
     """
     if not plan.views or not media:
         return None

@@ -354,16 +354,14 @@ class ModelRunner:
             return sum(answer.piece + answer.reserve for answer in waiting)
         waiting += self.batch.coming
         store, views = self.batch.decoder.store, self.batch.decoder.drafts.views
-        held = -(-store.held_bytes // self.per_token)
-        held += views.needed([a.drafts.room for a in waiting if a.drafts and a.drafts.room])
+        held = views.needed([room for answer in waiting for room in answer.draft_rooms])
+        held += -(-store.held_bytes // self.per_token)
         # Until it is copied to its row, a prompt lies in a tensor of its own.
-        pieces = sum(answer.piece for answer in waiting)
-        return store.needed([answer.reserve for answer in waiting]) + held + pieces
+        return store.needed([a.reserve for a in waiting]) + held + sum(a.piece for a in waiting)
 
     def check_fits(self, answer: ActiveRequest) -> None:
         """Refuse a request that is too large even alone, naming the bytes needed and available."""
-        room = answer.drafts.room if answer.drafts is not None else 0
-        tokens = taken([answer.reserve]) + taken([room] if room else ()) + answer.piece
+        tokens = taken([answer.reserve]) + taken(answer.draft_rooms) + answer.piece
         if tokens * self.per_token > self.limit:
             raise MmfastError(
                 f"this request takes {tokens * self.per_token:,} bytes of keys and values, and "
@@ -455,8 +453,7 @@ class ModelRunner:
         if (drafts := plan_decode(answer.decode)) is not None:
             answer.drafts = AnswerDrafts(drafts, answer.request.tenant)
             answer.reserve += drafts.most + 1  # drafts may fall where a window goes on
-            media = bool(features_given(answer.prepared.inputs))
-            if (view := served_view(drafts, media, answer.batched)) is not None:
+            if view := served_view(drafts, features_given(answer.prepared.inputs), answer.batched):
                 answer.prepared = replace(answer.prepared, view=view)
                 answer.drafts.room = answer.piece + more + drafts.most + 1
             elif drafts.views:
