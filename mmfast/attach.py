@@ -143,8 +143,7 @@ def attach(
             `retrieve`, bits for `quant`). For a DynamicCache.
         encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding;
             `"riformer:2"`: with learned weights, and no attention in two of its blocks.
-        decode: Draft and verify in `generate`, such as `"self:0.1"`: see `decoding.speculation`. A
-            `DraftSource` of this model keeps what its drafts learn over several handles.
+        decode: Draft and verify, as `"self:0.1"` (`decoding.speculation`); a `DraftSource` is kept.
         prefill: What long prompts read, such as `"flexprefill:0.95"`.
         attn: Attention back end, such as `"sdpa"` or `"flash_attention_2"`.
 
@@ -161,10 +160,9 @@ def attach(
     """
     specs: Any = AUTO if reduce == AUTO else parse(reduce)
     drafts = plan_decode(decode) if isinstance(decode, str) else decode
-    plan, model = call_plan(cache), _stock(model)
-    more: dict[str, Any] = {"cache": plan, "encoder": encoder, "decode": drafts}
+    more: dict[str, Any] = {"cache": call_plan(cache), "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
-    return _attached(model, reduce, specs, more)
+    return _attached(_stock(model), reduce, specs, more)
 
 
 def _stock(held: Any) -> Any:
