@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mmfast.caches.plan import CachePlan, call_plan
 from mmfast.core.errors import ModelError
@@ -20,6 +20,9 @@ from mmfast.core.spec import AUTO, Spec, parse
 from mmfast.core.trace import Trace
 from mmfast.decoding.speculation import DecodePlan, plan_decode
 from mmfast.prefill.plan import PrefillPlan, plan_prefill
+
+if TYPE_CHECKING:
+    from mmfast.models.decoder.draft_stage import DraftSource
 
 PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = threading.Lock()
@@ -105,7 +108,7 @@ def attach(
     reduce: str | Sequence[Spec] | None = None,
     cache: str | CachePlan | None = None,
     encoder: str | None = None,
-    decode: str | DecodePlan | None = None,
+    decode: str | DecodePlan | DraftSource | None = None,
     prefill: str | PrefillPlan | None = None,
     attn: str | None = None,
 ) -> Handle:
@@ -140,7 +143,7 @@ def attach(
             `retrieve`, bits for `quant`). For a DynamicCache.
         encoder: `"fast"`, `"compile"` or `"graph"` (CUDA): a vision tower faster up to rounding;
             `"riformer:2"`: with learned weights, and no attention in two of its blocks.
-        decode: Draft and verify in `generate`, such as `"self:0.1"`: see `decoding.speculation`.
+        decode: Draft and verify, as `"self:0.1"` (`decoding.speculation`); a `DraftSource` is kept.
         prefill: What long prompts read, such as `"flexprefill:0.95"`.
         attn: Attention back end, such as `"sdpa"` or `"flash_attention_2"`.
 
@@ -156,10 +159,10 @@ def attach(
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace: model.generate(**inputs)
     """
     specs: Any = AUTO if reduce == AUTO else parse(reduce)
-    plan, drafts, model = call_plan(cache), plan_decode(decode), _stock(model)
-    more: dict[str, Any] = {"cache": plan, "encoder": encoder, "decode": drafts}
+    drafts = plan_decode(decode) if isinstance(decode, str) else decode
+    more: dict[str, Any] = {"cache": call_plan(cache), "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
-    return _attached(model, reduce, specs, more)
+    return _attached(_stock(model), reduce, specs, more)
 
 
 def _stock(held: Any) -> Any:
@@ -201,12 +204,17 @@ def _attention(
         yield SparsePrefill(model, sparse, trace).installed()
 
 
-def _source(model: Any, specs: Any, plan: CachePlan | None, drafts: DecodePlan | None) -> Any:
+def _source(
+    model: Any, specs: Any, plan: CachePlan | None, drafts: DecodePlan | DraftSource | None
+) -> DraftSource | None:
     """Make what drafts before anything is attached, as it may be a twin of the model."""
     if drafts is None:
         return None
     from mmfast.models.decoder.draft_stage import DraftSource, check_decode
 
+    if isinstance(drafts, DraftSource):
+        check_decode(drafts.plan, model, specs, plan)
+        return drafts
     check_decode(drafts, model, specs, plan)
     return DraftSource(model, drafts)
 

@@ -16,7 +16,7 @@ import torch
 from mmfast.attach import attach, turn_of
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MediaError, MmfastError, warn
-from mmfast.core.spec import Spec, parse
+from mmfast.core.spec import AUTO, Spec, parse
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.image import kind_of, read_image
@@ -24,6 +24,7 @@ from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, see
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.attention import with_attn
 from mmfast.models.cost import FirstToken, encoder_timer
+from mmfast.models.decoder.draft_stage import DraftSource, check_decode
 from mmfast.models.decoder.grouped import grouped
 from mmfast.models.doubt import Doubt, StepRecorder, check_plain, detector_of, doubts
 from mmfast.models.families.adapter import add_views, check_media, token_counts
@@ -42,6 +43,7 @@ from mmfast.models.prompt import (
 )
 from mmfast.models.reduction.check import check
 from mmfast.models.text_stream import stream_text, stripped
+from mmfast.models.wrappers import stock_model
 from mmfast.pipelines.generation import CALL, GENERATE, merged, pair_up, seeded, several
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
@@ -120,7 +122,8 @@ class VisualQA:
         encoder: None (stock), `"fast"`, `"compile"`, `"graph"` or `"riformer:2"`: how the vision
             tower runs.
         decode: Draft and verify, such as `"self:0.1"` or `"recycle"`: the same answer in fewer
-            passes; the trace gets a row `draft`. See `mmfast.attach`.
+            passes (another one under `bild:`); the trace gets a row `draft`. What drafts is made
+            once and learns from question to question. See `mmfast.decoding.speculation`.
         prefill: What a long prompt reads, such as `"sample_attention:0.95"`: its attention goes to
             chosen blocks of keys; the trace gets a row `sparse`.
         attn: Attention back end of a model that is loaded: `"sdpa"`, `"eager"`,
@@ -155,7 +158,7 @@ class VisualQA:
         SpecError: Wrong `reduce` or `cache`, before any weight is read.
         MmfastError: An unknown option or value, before any weight is read; a target that nothing
             can meet, or one beside `reduce`.
-        ModelError: The checkpoint cannot be loaded.
+        ModelError: The checkpoint, or the model that drafts, cannot be loaded.
     """
 
     task: str
@@ -197,7 +200,7 @@ class VisualQA:
             reduce, self.target = automatic(reduce, target)
             specs, plan, self.decode = parse(reduce), call_plan(cache), plan_decode(decode)
             again = parse_reuse(reuse)
-            check_beside(again, specs, plan, decode, prefill)
+            check_beside(again, specs, plan, self.decode, prefill)
             self.prefill = plan_prefill(prefill)
             model_kwargs = with_attn(model_kwargs, attn, model)
             if again is None and store is not None:
@@ -211,18 +214,28 @@ class VisualQA:
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
-        self._inside = (plan, encoder, self.decode, self.prefill)
         self.frames, self.fps = frames, fps
         self.batch_size = batch_size
         self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
         if check:
             detector_of(self.model)  # an error of its own where there is none
         self.packing = use_weights(self.model, weights, model)
+        self._inside = (plan, encoder, self._drafts(), self.prefill)
         self.reuse: MediaReuse | None = None
         if again is not None:
             self.reuse = MediaReuse(self.model, self.processor, again, store_of(store))
         self._name = model
         self._planner: PipelinePlanner | None = None
+
+    def _drafts(self) -> DraftSource | None:
+        """Return what drafts for all questions, as it learns from one to the next."""
+        if self.decode is None:
+            return None
+        model = stock_model(self.model)
+        specs: Any = AUTO if self.target else self.reduce or ()
+        check_decode(self.decode, model, specs, self.cache)
+        with turn_of(model):  # a twin of it has none of the hooks of a call
+            return DraftSource(model, self.decode)
 
     @abstractmethod
     def _read(self, media: Any) -> list[Shot]:

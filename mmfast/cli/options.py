@@ -81,7 +81,7 @@ Cache = Annotated[
 Decode = Annotated[
     str | None,
     typer.Option(
-        help="Draft and verify: self:0.1, self?reduce=SPEC, draft:DIR, recycle or lookup.",
+        help="Draft and verify: self:0.1, draft:DIR, exit:FILE, recycle, lookup or bild:DIR.",
         autocompletion=complete_decode,
     ),
 ]

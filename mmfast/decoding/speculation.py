@@ -37,7 +37,7 @@ from mmfast.core.spec import parse as parse_stages
 SELF, DRAFT, RECYCLE, LOOKUP, BILD = "self", "draft", "recycle", "lookup", "bild"
 EXIT = "exit"
 ATTENTION = "attention"  # the score of self-drafting that is no cache policy
-OFF = "none"  # of a request to a server: one token a pass, whatever the server's spec is
+OFF = "none"  # one token a pass, where a server or a stream has another spec
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
     SELF: {"score": ATTENTION, "tree": "", "reduce": ""},
@@ -117,17 +117,24 @@ class DecodePlan:
         """A model drafts a tree."""
         return self.dynamic or bool(self.branches)
 
+    @property
+    def exact(self) -> bool:
+        """Answers are those of the model alone."""
+        return self.kind != BILD
+
 
 def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
-    """Read a spec of draft and verify; None or "" is one token a pass.
+    """Read a spec of draft and verify; None, "" or "none" is one token a pass.
 
     Raises:
         SpecError: Names the value, the choices and the fix.
     """
-    if text is None or isinstance(text, DecodePlan) or not str(text).strip():
-        return text if isinstance(text, DecodePlan) else None
+    if text is None or isinstance(text, DecodePlan):
+        return text
     if not isinstance(text, str):
         raise SpecError(f"decode is {an(type(text).__name__)}: {text!r}; write {_EXAMPLES}")
+    if text.strip() in ("", OFF):
+        return None
     match = re.fullmatch(r"(?P<kind>[^:?]*)(:(?P<value>[^?]*))?(\?(?P<knobs>.*))?", text.strip())
     kind = match["kind"] if match else ""
     if match is None or kind not in _KNOBS:
@@ -306,6 +313,26 @@ class Recycler:
                     parents.append(place)
                     front.append((len(tokens) - 1, following, level + 1, price))
         return tokens[:nodes], parents[:nodes]
+
+
+class TextDrafts:
+    """Drafts for one text of what followed its last tokens: by a `Recycler`, else in the text."""
+
+    def __init__(self, plan: DecodePlan, recycler: Recycler | None, text: Sequence[int]) -> None:
+        self.recycler, self._index = recycler, PromptIndex(plan.ngram)
+        if recycler is not None:
+            recycler.warm(text)
+        self.push(text)
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the text."""
+        if self.recycler is None:
+            self._index.push(tokens)
+
+    def find(self, last: int, most: int) -> list[int]:
+        """Draft at most `most` tokens behind the text, which ends with `last`."""
+        recycler = self.recycler
+        return self._index.find(most) if recycler is None else recycler.chain(last, most)
 
 
 class PromptIndex:

@@ -16,11 +16,10 @@ from mmfast.core.errors import SpecError
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.speculation import (
     LOOKUP,
-    OFF,
     RECYCLE,
     DecodePlan,
-    PromptIndex,
     Recycler,
+    TextDrafts,
     plan_decode,
 )
 from mmfast.models.decoder.drafters import GUESS
@@ -32,9 +31,7 @@ def plan_stream(spec: str | None, default: DecodePlan | None = None) -> DecodePl
     Raises:
         SpecError: A wrong spec, or drafts of a model, which has no prompt in a stream to read.
     """
-    if spec is None:
-        return default
-    plan = None if spec == OFF else plan_decode(spec)
+    plan = default if spec is None else plan_decode(spec)
     if plan is not None and plan.kind not in (LOOKUP, RECYCLE):
         raise SpecError(
             f"decode={plan.text!r} drafts on a prompt of its own, and a stream has none that stays "
@@ -66,35 +63,27 @@ class StreamDrafter:
     ) -> None:
         self.plan, self._costs = plan, costs
         self._length = DraftLength(costs, plan.least) if plan.adapt else None
-        self._recycler, self._index, self._known = recycler, PromptIndex(plan.ngram), 0
-        if recycler is not None:
-            recycler.warm(prompt)
-        else:
-            self._index.push(prompt)
+        self._text, self._known = TextDrafts(plan, recycler, prompt), 0
         self.proposed = self.accepted = 0
         self.seconds = 0.0
 
     def propose(self, said: Sequence[int], room: int) -> list[int]:
         """Draft at most `room` tokens behind those said."""
         start, most = time.perf_counter(), min(self.plan.most, room)
-        if self._recycler is None:
-            self._index.push(said[self._known :])
-            self._known = len(said)
+        self._text.push(said[self._known :])
+        self._known = len(said)
         if self._length is not None:
             most = self._length.begin(max(0, most))
-        found: list[int] = []
-        if most > 0:
-            recycler, last = self._recycler, said[-1]
-            found = recycler.chain(last, most) if recycler is not None else self._index.find(most)
+        found = self._text.find(said[-1], most) if most > 0 else []
         self.seconds += time.perf_counter() - start
         return found
 
     def read(self, tokens: Sequence[int], logits: Tensor, seconds: float) -> None:
         """Take in the pass over the last token and its drafts: logits `[n, V]`, and its time."""
         self._costs.time(len(tokens), seconds, max(1, len(tokens) - 1), 1e-6)
-        if self._recycler is not None:
-            width = min(self._recycler.width, logits.shape[-1])
-            self._recycler.learn(tokens, logits.topk(width, dim=-1).indices.tolist())
+        if (recycler := self._text.recycler) is not None:
+            width = min(recycler.width, logits.shape[-1])
+            recycler.learn(tokens, logits.topk(width, dim=-1).indices.tolist())
 
     def settle(self, proposed: int, accepted: int) -> None:
         """Count how many drafts of a pass stood."""

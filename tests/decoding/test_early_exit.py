@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mmfast.compressors.base import save
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.models.decoder import early_exit
 from mmfast.models.decoder.early_exit import ExitAdapter, ExitReader, new_adapter
+from mmfast.models.decoder.reader import SequenceReader
 
 FIXED = "adapt=0&least=0&most=4"
 VARIED = {"repetition_penalty": 1.3}
@@ -179,3 +182,58 @@ def test_training_makes_more_drafts_stand(tmp_path: Path) -> None:
         (row,) = [row for row in trace.rows if row.stage == "draft"]
         shares.append(row.tokens_out / row.tokens_in)
     assert losses[1] < 0.7 * losses[0] and shares[1] > 1.5 * shares[0]
+
+
+def test_a_later_turn_has_the_padding_of_its_own_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, known = small("llama", num_hidden_layers=3), list[Tensor]()
+    save(_random(model, 1), tmp_path / "exit.safetensors")
+    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    ids = torch.tensor([[0, 0, 3, 4], [7, 2, 8, 1]])
+    turn = {"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1], [1] * 4])}
+    stock = ExitAdapter.forward
+
+    def noted(self: ExitAdapter, states: Tensor, past: Any, mask: Tensor) -> Any:
+        known.append(mask)
+        return stock(self, states, past, mask)
+
+    monkeypatch.setattr(ExitAdapter, "forward", noted)
+    with attach(model, decode=f"exit:{tmp_path}/exit.safetensors?{FIXED}"):
+        first = model.generate(**turn, **how)
+        assert not known[0][0, :2].any()
+        known.clear()
+        more = torch.tensor([[5, 6, 9], [3, 3, 4]])
+        again = torch.cat([first.sequences, more], 1)
+        mask = torch.cat([turn["attention_mask"], torch.ones(2, 7, dtype=torch.long)], 1)
+        model.generate(again, attention_mask=mask, past_key_values=first.past_key_values, **how)
+    assert known and all(each.all() for each in known)
+
+
+def test_calls_of_several_threads_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, gate = small("llama", num_hidden_layers=3), threading.Barrier(2, timeout=20)
+    save(_random(model, 1), tmp_path / "exit.safetensors")
+    how = {"max_new_tokens": 8, "do_sample": False}
+    asked = [torch.tensor([[3, 4, 5, 9]]), torch.tensor([[7, 2, 8, 1, 1]])]
+    want = [model.generate(ids, **how) for ids in asked]
+    stock = SequenceReader.run
+
+    def together(self: SequenceReader, *given: Any) -> Tensor:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            gate.wait()  # a pass of one call begins while the other drafts
+        return stock(self, *given)
+
+    monkeypatch.setattr(SequenceReader, "run", together)
+
+    def ask(ids: Tensor) -> Tensor:
+        try:
+            return model.generate(ids, **how)
+        finally:
+            gate.abort()
+
+    spec = f"exit:{tmp_path}/exit.safetensors?{FIXED}"
+    with attach(model, decode=spec), ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(ask, asked))
+    assert all(map(torch.equal, found, want))

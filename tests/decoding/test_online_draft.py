@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mmfast.attach import attach
 from mmfast.core.errors import SpecError
 from mmfast.decoding.speculation import plan_decode
 from mmfast.models.decoder import online_draft
+from mmfast.models.decoder.draft_stage import DraftSource
 from mmfast.models.decoder.online_draft import CorrectionLessons, OnlineLearner
 
 FIXED = "adapt=0&least=0&most=3"
@@ -141,3 +143,23 @@ def test_specs_that_learn() -> None:
     ):
         with pytest.raises(SpecError, match=words):
             plan_decode(text)
+
+
+def test_nothing_of_a_prompt_stays_and_threads_take_turns(tmp_path: Path) -> None:
+    model = text_model("llama", num_hidden_layers=3)
+    text_model("qwen2", seed=4, scale=1.0).save_pretrained(tmp_path)
+    plan = plan_decode(f"draft:{tmp_path}?{FIXED}&learn=0.02")
+    assert plan is not None
+    source, how = DraftSource(model, plan), {"max_new_tokens": 12, "do_sample": False}
+    asked = [torch.tensor([[3, 4, 5, 9]]), torch.tensor([[7, 2, 8, 1, 1]])] * 2
+    want = [model.generate(ids, **how) for ids in asked]
+    with attach(model, decode=source), ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda ids: model.generate(ids, **how), asked))
+    assert all(map(torch.equal, found, want))
+    learner = source._learner
+    assert learner is not None and len(learner.losses) > 1
+    assert learner._lessons is None and learner.losses.maxlen
+    before = list(learner.losses)
+    with attach(model, decode=source):  # goes on where it was
+        model.generate(asked[0], **how)
+    assert list(learner.losses)[: len(before)] == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from pydantic import ValidationError
 import mmfast
 from mmfast.cli.options import complete_decode
 from mmfast.core.errors import SpecError
+from mmfast.decoding.speculation import Recycler
+from mmfast.models.decoder.draft_stage import DraftSource
 from mmfast.serve.http.schema import MmfastOptions
 
 LONG = {"max_new_tokens": 10, "min_new_tokens": 10}
@@ -80,6 +83,35 @@ def test_wrong_specs_end_before_any_weight_is_read(capsys: pytest.CaptureFixture
     assert complete_decode("re") == ["recycle"]
 
 
-def test_a_request_to_the_server_has_no_such_option() -> None:
+def test_a_request_to_the_server_has_the_option() -> None:
+    assert MmfastOptions.model_validate({"decode": "self:0.1"}).decode == "self:0.1"
     with pytest.raises(ValidationError, match="decode"):
-        MmfastOptions.model_validate({"decode": "self:0.1"})
+        MmfastOptions.model_validate({"decode": 1})
+
+
+def test_what_drafts_is_made_once_and_learns_from_one_question_to_the_next(
+    stock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, chains = list[str](), list[int]()
+    learn, kept = Recycler.learn, DraftSource.__init__
+
+    def noted(self: Recycler, tokens: Any, candidates: Any) -> None:
+        chains.append(len(self))
+        learn(self, tokens, candidates)
+
+    def counted(self: DraftSource, model: Any, plan: Any) -> None:
+        made.append(plan.kind)
+        kept(self, model, plan)
+
+    monkeypatch.setattr(Recycler, "learn", noted)
+    monkeypatch.setattr(DraftSource, "__init__", counted)
+    pipe = _with(stock, "recycle?adapt=false")
+    texts = {pipe(CLIP, QUESTION, max_new_tokens=3, min_new_tokens=3).text for _ in range(2)}
+    assert len(texts) == 1 and made == ["recycle"]
+    assert chains[-1] > chains[0]
+
+
+def test_a_target_beside_an_early_exit_is_refused_at_once(stock: Any, tmp_path: Path) -> None:
+    for more in ({"reduce": "auto"}, {"reduce": "evs:0.5"}, {"cache": "snapkv:8"}):
+        with pytest.raises(SpecError, match="whole cache"):
+            _with(stock, f"exit:{tmp_path}", **more)

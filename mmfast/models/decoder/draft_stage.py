@@ -27,7 +27,7 @@ from mmfast.models.decoder.drafters import (
     RecycleDrafter,
     prompt_reader,
 )
-from mmfast.models.decoder.early_exit import ExitDrafter, ExitReader, ExitStates, load_exit
+from mmfast.models.decoder.early_exit import ExitStates, exit_drafter, load_exit
 from mmfast.models.decoder.online_draft import OnlineLearner
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.decoder.speculation import VerifiedDecoding
@@ -99,7 +99,10 @@ def _check_cache(plan: DecodePlan, cache: CachePlan | None) -> None:
 
 
 class DraftSource:
-    """Draft and verify for one attached model; the draft model, if any, is loaded at once.
+    """Draft and verify for one model; the draft model, if any, is loaded at once.
+
+    It keeps prices, statistics and what a draft model learns for as long as it lives, and nothing
+    of a prompt.
 
     Raises:
         ModelError: The draft model cannot be loaded, or has another vocabulary.
@@ -118,8 +121,10 @@ class DraftSource:
         elif plan.runs_model:
             self._draft = loading.twin(model, None)[0]
         self._exit = load_exit(plan.model, model) if plan.kind == EXIT else None
-        self._states = ExitStates()
         self._learner = OnlineLearner(self._draft, plan.learn) if plan.learn else None
+
+    def __str__(self) -> str:
+        return self.plan.text
 
     def views(self, state: PassState) -> ViewStage | None:
         """The stage that chooses what a draft on part of the cache reads; None for other drafts."""
@@ -139,7 +144,10 @@ class DraftSource:
             if self._draft is not None and self.plan.reduce:
                 stack.enter_context(attach(self._draft, self.plan.reduce))
             stack.enter_context(override(self._model, "generate", self._generate))
-            yield
+            try:
+                yield
+            finally:
+                self._stage = None
 
     def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         custom, streamer = kwargs.pop("custom_generate", None), kwargs.get("streamer")
@@ -188,16 +196,19 @@ class DraftSource:
         if drawn:
             costs = Costs(*_COSTS.get(self.plan.kind, (0.6, 0.05)))
         run = VerifiedDecoding(model, ids, config, tools, self.plan, costs, seed)
+        states = ExitStates()
 
         def make(reader: SequenceReader, text: BatchText) -> Drafter | None:
+            if self._exit is not None:
+                return exit_drafter(reader, states, self._exit, self.plan)
             return self._drafter(reader, text, kwargs, inputs, drawn)
 
         with ExitStack() as stack:
             if self._exit is not None:
-                stack.enter_context(self._states.watched(model, self._exit.layer))
+                stack.enter_context(states.watched(model, self._exit.layer))
+            if self._learner is not None:
+                stack.enter_context(self._learner.call())
             output = run.run(kwargs, make)
-        if self._learner is not None:
-            self._learner.step()
         row = Row("draft", run.proposed, run.accepted, run.drafting * 1e3, peak_bytes())
         row.method = f"{self.plan.text} {run.passes} passes"
         self._trace.rows.append(row)
@@ -220,8 +231,6 @@ class DraftSource:
             return RecycleDrafter(known, plan, trees)
         if plan.kind == LOOKUP:
             return LookupDrafter(text.prompt, plan)
-        if self._exit is not None:
-            return ExitDrafter(ExitReader(reader, self._states, self._exit), plan, vocabulary)
         if self._draft is not None:
             without = None if plan.media and adapter_for(self._draft).media else self._placeholders
             own = prompt_reader(self._draft, inputs, without)

@@ -12,6 +12,7 @@ the middle.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 from mmfast.compressors.base import placed, read_module
 from mmfast.core.errors import ModelError
 from mmfast.decoding.row import DraftLength
+from mmfast.decoding.speculation import DecodePlan
 from mmfast.models.decoder.drafters import BatchText, DraftRun, ModelDrafter
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.wrappers import decoder_of, layers_of
@@ -151,7 +153,7 @@ class _ExitReached(Exception):  # noqa: N818 (it is a way out, and no error)
 
 
 class ExitStates:
-    """States behind one layer of a model, as its passes go by.
+    """States behind one layer of a model, as the passes of one call and its thread go by.
 
     `found` are those of whole passes, with the number of new tokens that `reader` held before; a
     pass that `leaves` ends there.
@@ -161,11 +163,11 @@ class ExitStates:
         self.found: list[tuple[int, Tensor]] = []
         self.reader: SequenceReader | None = None
         self.leaves = False
+        self._thread = threading.get_ident()
 
     @contextmanager
     def watched(self, model: Any, layer: int) -> Iterator[None]:
         """Watch a model for one call of `generate`."""
-        self.found, self.reader, self.leaves = [], None, False
         handle = layers_of(decoder_of(model))[layer - 1].register_forward_hook(self._note)
         try:
             yield
@@ -174,6 +176,8 @@ class ExitStates:
             self.found, self.reader = [], None
 
     def _note(self, _module: Any, _args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:  # another call on the same model
+            return
         states: Tensor = (output[0] if isinstance(output, tuple) else output).detach()
         if self.leaves:
             raise _ExitReached(states)
@@ -196,11 +200,14 @@ class ExitReader:
         self._main, self._states, self._adapter = reader, states, adapter
         self._own = reader.beside(reader.cache)
         self._head = reader.model.get_output_embeddings()
-        self._prompt = sum(each.shape[1] for _, each in states.found)
         # The prompt may come in several passes; what the adapter keeps of it comes first.
         prompt = torch.cat([each for _, each in states.found], dim=1)
+        mask, length = reader.prompt_mask, prompt.shape[1]
+        # Of a cache to go on from, the adapter has not seen the turns before.
+        self._mask = None if mask is None else mask[:, -length:].bool()
         states.found, states.reader = [], reader
-        _, self._past = adapter(prompt, None, self._known(prompt))
+        self._prompt = length
+        _, self._past = adapter(prompt, None, self._mask)
 
     def sync(self) -> None:
         """Take over the states of the tokens that the model holds."""
@@ -234,7 +241,7 @@ class ExitReader:
     def rewind(self, held: int) -> None:
         """Forget tokens behind the first `held` new ones."""
         gone = self.held - held
-        for layer in self._main.cache.layers[: self._adapter.layer]:
+        for layer in self._main.cache.layers[: self._adapter.layer] if gone else ():  # not to 0
             layer.crop(-gone)
         keys, values = self._past
         length = self._prompt + held
@@ -246,18 +253,16 @@ class ExitReader:
 
     def _known(self, states: Tensor) -> Tensor | None:
         """False at padding among what the adapter holds with `states` added, `[B, S]`."""
-        mask = self._main.prompt_mask
-        if mask is None:
+        if self._mask is None:
             return None
-        past = getattr(self, "_past", None)
-        length = (0 if past is None else past[0].shape[2]) + states.shape[1]
-        return F.pad(mask.bool(), (0, length - mask.shape[1]), value=True)[:, :length]
+        length = self._past[0].shape[2] + states.shape[1]
+        return F.pad(self._mask, (0, length - self._prompt), value=True)
 
 
 class ExitDrafter(ModelDrafter):
     """Drafts of an early exit."""
 
-    def __init__(self, reader: ExitReader, plan: Any, vocabulary: int) -> None:
+    def __init__(self, reader: ExitReader, plan: DecodePlan, vocabulary: int) -> None:
         super().__init__(reader, plan, vocabulary, reader.sync)
         self._exit = reader
 
@@ -267,3 +272,11 @@ class ExitDrafter(ModelDrafter):
             return super().propose(text, held, length, most)
         finally:
             self._exit.leave()
+
+
+def exit_drafter(
+    reader: SequenceReader, states: ExitStates, adapter: ExitAdapter, plan: DecodePlan
+) -> ExitDrafter:
+    """Return what drafts for one call, whose prompt the model has just read."""
+    vocabulary = reader.model.config.get_text_config().vocab_size
+    return ExitDrafter(ExitReader(reader, states, adapter), plan, vocabulary)

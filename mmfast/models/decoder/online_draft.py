@@ -8,7 +8,10 @@ What is said does not change: drafts are verified as before, each by what it was
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,7 @@ from mmfast.models.decoder.drafters import BatchText
 from mmfast.models.decoder.reader import SequenceReader
 
 EVERY = 8  # corrections of a step
+_LOSSES = 1024
 
 
 @dataclass
@@ -38,7 +42,8 @@ class OnlineLearner:
     """Steps of distillation into a draft model, over all calls of `generate`.
 
     A step is made for every `every` corrections, and for what is left at the end of an answer.
-    `losses` are the divergences (Kullback-Leibler, nats) before each step.
+    `losses` are the divergences (Kullback-Leibler, nats) before each of the last steps. Calls take
+    turns, as a step changes the weights under all of them.
     """
 
     def __init__(self, model: Any, rate: float, every: int = EVERY) -> None:
@@ -46,10 +51,21 @@ class OnlineLearner:
         self._parameters = [each for each in model.parameters() if each.is_floating_point()]
         self._optimiser = torch.optim.AdamW(self._parameters, lr=rate, weight_decay=0.0)
         self._lessons: CorrectionLessons | None = None
-        self.losses: list[float] = []
+        self._turn = threading.RLock()
+        self.losses: deque[float] = deque(maxlen=_LOSSES)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Let one call of `generate` draft and learn; nothing of its prompt stays behind."""
+        with self._turn:
+            try:
+                yield
+                self.step()
+            finally:
+                self._lessons = None
 
     def lessons(self, reader: SequenceReader) -> CorrectionLessons:
-        """Begin a call whose prompt the draft has just read; corrections of another are dropped."""
+        """Begin to note corrections behind a prompt that the draft has just read."""
         self._lessons = CorrectionLessons(self, reader)
         return self._lessons
 

@@ -31,7 +31,7 @@ class BatchJob:
     model: str | None = None  # directory or hub id; None is the embedded model
     reduce: str | None = None
     cache: str | None = None
-    decode: str | None = None  # draft and verify, by which no answer changes; not of the identity
+    decode: str | None = None  # draft and verify; part of the identity where answers change
     dtype: str = "auto"
     packed: str | None = None  # form of packed weights
     frames: int = 8  # frames sampled uniformly from a clip
@@ -65,7 +65,10 @@ class BatchJob:
     def identity(self) -> dict[str, Any]:
         """Return everything that the answers depend on, as JSON."""
         known = asdict(self) | {"folder": str(self.folder), "questions": list(self.questions)}
-        del known["device"], known["batch_size"], known["decode"]
+        del known["device"], known["batch_size"]
+        drafts = plan_decode(self.decode)
+        if drafts is None or drafts.exact:
+            del known["decode"]
         return known | {"weights": weights(self.model)}
 
 

@@ -125,8 +125,10 @@ class PausedAnswer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        parts = [part for part in self.held.parts if isinstance(part, Entries)]
+        """Bytes of keys and values, those that it drafts on included."""
+        view = None if self.row.drafts is None else self.row.drafts.view
+        both = [*self.held.parts, *(() if view is None else view.parts)]
+        parts = [part for part in both if isinstance(part, Entries)]
         return sum(part.keys.nbytes + part.values.nbytes for part in parts)
 
 
@@ -267,6 +269,7 @@ class DecodeBatch:
             self.store.arrange()
         else:
             self.drafts.propose(self._rows)
+            self._clock = None  # that of a pass that failed
             self.store.advance([row.count for row in self._rows])
         self._begun = True
         device = self._table.weight.device

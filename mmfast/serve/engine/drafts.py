@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,8 @@ from mmfast.decoding.speculation import (
     RECYCLE,
     SELF,
     DecodePlan,
-    PromptIndex,
     Recycler,
+    TextDrafts,
     check_kind,
 )
 from mmfast.models.decoder.draft_stage import check_decode
@@ -71,10 +71,10 @@ NO_VIEW = (  # a note of an answer, about its spec
 )
 
 
-def served_view(plan: DecodePlan, media: bool, batched: bool) -> CachePlan | None:
+def served_view(plan: DecodePlan, media: Collection[Any], batched: bool) -> CachePlan | None:
     """Return the choice of what the model drafts on; None where that is not a part of its keys.
 
-    `media` tells if a prompt has any, and `batched` if it is read in the batch: else SpecError.
+    `media` are those of the prompt, and `batched` tells if it is read in the batch: else SpecError.
     """
     if not plan.views or not media:
         return None
@@ -92,15 +92,16 @@ class AnswerDrafts:
     """Drafts of one answer, and what became of them.
 
     `tokens` are those of the step at hand, and `sure` the confidences in them; `view` are the keys
-    and values that the model itself drafts on, until they are copied.
+    and values that the model itself drafts on, until they are copied, and `room` the most entries
+    that they take.
     """
 
     plan: DecodePlan
     owner: str = ""  # tenant whose statistics it shares
     view: AnswerRow | None = None
+    room: int = 0
     length: DraftLength | None = None  # None: as many drafts as there may be
-    recycler: Recycler | None = None
-    index: PromptIndex | None = None
+    text: TextDrafts | None = None  # None: the model itself drafts
     tokens: list[int] = field(default_factory=list)
     sure: list[float] = field(default_factory=list)
     proposed: int = 0
@@ -203,12 +204,9 @@ class BatchDrafts:
         plan, prompt = own.plan, [] if ids is None else ids.tolist()
         if plan.adapt:
             own.length = DraftLength(self.prices.costs[plan.kind], plan.least)
-        if plan.kind == RECYCLE:
-            own.recycler = self._recycler(own.owner, plan.width)
-            own.recycler.warm([*prompt, row.token])
-        elif plan.kind == LOOKUP:
-            own.index = PromptIndex(plan.ngram)
-            own.index.push([*prompt, row.token])
+        if not plan.views:
+            shared = self._recycler(own.owner, plan.width) if plan.kind == RECYCLE else None
+            own.text = TextDrafts(plan, shared, [*prompt, row.token])
         if own.view is not None:
             self.views.add(own.view)
             self._viewing.append(row)
@@ -269,10 +267,8 @@ class BatchDrafts:
                 wanted[row] = most
                 continue
             start = time.perf_counter()
-            if own.recycler is not None:
-                own.tokens = own.recycler.chain(row.token, most)
-            elif own.index is not None:
-                own.tokens = own.index.find(most)
+            if own.text is not None:
+                own.tokens = own.text.find(row.token, most)
             own.sure = [GUESS] * len(own.tokens)
             own.seconds += time.perf_counter() - start
         if wanted:
@@ -319,10 +315,11 @@ class BatchDrafts:
         """Note what the model said behind all tokens that were read, `[T, V]`."""
         at, places, tokens = 0, list[int](), list[tuple[Recycler, int]]()
         for row in rows:
-            if row.drafts is not None and row.drafts.recycler is not None:
-                read = [row.token, *row.drafts.tokens]
+            text = None if row.drafts is None else row.drafts.text
+            if text is not None and text.recycler is not None:
+                read = [row.token, *row.own.tokens]
                 places += range(at, at + len(read))
-                tokens += [(row.drafts.recycler, token) for token in read]
+                tokens += [(text.recycler, token) for token in read]
             at += row.count
         if not places:
             return
@@ -334,8 +331,8 @@ class BatchDrafts:
     def settle(self, row: RunningRow, said: Sequence[int]) -> None:
         """Note the tokens that an answer has said in a step, the last one not yet read."""
         own = row.own
-        if own.index is not None:
-            own.index.push(said)
+        if own.text is not None:
+            own.text.push(said)
         own.verified(max(0, len(said) - 1))
 
     @torch.inference_mode()

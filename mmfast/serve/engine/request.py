@@ -74,6 +74,11 @@ class ActiveRequest:
         self.waited_ms: float | None = None  # time in the queue
         self._unsent = 0
 
+    @property
+    def draft_rooms(self) -> list[int]:
+        """Most entries of the row on which the model drafts, if it does."""
+        return [self.drafts.room] if self.drafts is not None and self.drafts.room else []
+
     def adopt(
         self, early: str | None, deep: tuple[Spec, ...], inside: Spec | None, batched: bool
     ) -> None:

@@ -353,15 +353,15 @@ class ModelRunner:
         if self.batch is None:
             return sum(answer.piece + answer.reserve for answer in waiting)
         waiting += self.batch.coming
-        store = self.batch.decoder.store
-        held = -(-store.held_bytes // self.per_token) + self.batch.decoder.drafts.views.needed()
+        store, views = self.batch.decoder.store, self.batch.decoder.drafts.views
+        held = views.needed([room for answer in waiting for room in answer.draft_rooms])
+        held += -(-store.held_bytes // self.per_token)
         # Until it is copied to its row, a prompt lies in a tensor of its own.
-        pieces = sum(answer.piece for answer in waiting)
-        return store.needed([answer.reserve for answer in waiting]) + held + pieces
+        return store.needed([a.reserve for a in waiting]) + held + sum(a.piece for a in waiting)
 
     def check_fits(self, answer: ActiveRequest) -> None:
         """Refuse a request that is too large even alone, naming the bytes needed and available."""
-        tokens = taken([answer.reserve]) + answer.piece
+        tokens = taken([answer.reserve]) + taken(answer.draft_rooms) + answer.piece
         if tokens * self.per_token > self.limit:
             raise MmfastError(
                 f"this request takes {tokens * self.per_token:,} bytes of keys and values, and "
@@ -452,10 +452,10 @@ class ModelRunner:
         answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
         if (drafts := plan_decode(answer.decode)) is not None:
             answer.drafts = AnswerDrafts(drafts, answer.request.tenant)
-            media = bool(features_given(answer.prepared.inputs))
-            if (view := served_view(drafts, media, answer.batched)) is not None:
+            answer.reserve += drafts.most + 1  # drafts may fall where a window goes on
+            if view := served_view(drafts, features_given(answer.prepared.inputs), answer.batched):
                 answer.prepared = replace(answer.prepared, view=view)
-                answer.reserve += answer.piece + more + drafts.most
+                answer.drafts.room = answer.piece + more + drafts.most + 1
             elif drafts.views:
                 answer.notes.append(NO_VIEW.format(drafts.text))
 

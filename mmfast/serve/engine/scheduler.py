@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
-from mmfast.decoding.speculation import OFF
 from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.prompt import scope_note_of
 from mmfast.models.reduction.record import features_given
@@ -262,8 +261,7 @@ class Scheduler:
         answer, mine = ActiveRequest(request, emit, sampling), request.options
         answer.cache = self._default.cache if mine.cache is None else mine.cache
         answer.prefill = self._default.prefill if mine.prefill is None else mine.prefill
-        decode = self._default.decode if mine.decode is None else mine.decode
-        answer.decode = None if decode == OFF else decode
+        answer.decode = self._default.decode if mine.decode is None else mine.decode
         answer.target = mine.target_ttft_ms
         if mine.target_ttft_ms is not None:
             check_alone(make_target(mine.target_ttft_ms), mine.reduce)

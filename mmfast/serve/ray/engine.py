@@ -15,7 +15,7 @@ from typing import Any
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.spec import parse
-from mmfast.decoding.speculation import OFF, check_kind, plan_decode
+from mmfast.decoding.speculation import check_kind, plan_decode
 from mmfast.models.attention import check_attn
 from mmfast.models.loading import EMBEDDED
 from mmfast.prefill.plan import plan_prefill
@@ -194,7 +194,7 @@ def check_parts(
         raise SpecError(f"cache {cache!r} acts inside the model, which Ray runs in parts; {fix}")
     if prefill:
         raise SpecError(f"prefill {prefill!r} needs a prompt in one piece; {fix}")
-    if decode:
+    if plan_decode(decode) is not None:
         raise SpecError(f"decode {decode!r} drafts from what a prompt's own worker knows; {fix}")
 
 
@@ -281,7 +281,7 @@ class RayEngine:
         """See `Executor.submit`."""
         reduce = self._reduce if request.options.reduce is None else request.options.reduce
         mine = request.options
-        self._check(reduce, mine.cache, mine.prefill, None if mine.decode == OFF else mine.decode)
+        self._check(reduce, mine.cache, mine.prefill, mine.decode)
         check_storeless(request.options)
         if request.adapter is not None and request.adapter not in self._lora:
             raise MmfastError(unknown("adapter", request.adapter, [*self._lora]))

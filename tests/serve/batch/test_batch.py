@@ -26,6 +26,7 @@ from mmfast.serve.batch import store  # noqa: E402
 from mmfast.serve.batch.job import (  # noqa: E402
     BatchJob,
     Medium,
+    differences,
     file_hash,
     find_media,
 )
@@ -349,6 +350,14 @@ def test_weights_tell_models_apart(many: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     assert first["weights"] != _job(many, model=str(tmp_path)).identity()["weights"]
     assert _job(many, model="owner/name").identity()["weights"] == "owner/name"
+
+
+def test_drafts_tell_runs_apart_where_they_change_answers(many: Path) -> None:
+    plain, same, other = (
+        _job(many, decode=spec).identity() for spec in (None, "draft:x?learn=1e-4", "bild:x")
+    )
+    assert plain == same
+    assert differences(plain, other) == "decode was 'None', is 'bild:x'"
 
 
 def test_usage(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,12 @@ pytest.importorskip("ray")
 
 from serve_tools import CHAT, MODEL, app_of, client_of, data_url, text, user
 
+from mmfast.cli import main
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.serve.config import ServerConfig, resolve
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.http.service import load_engine
-from mmfast.serve.ray.engine import RayEngine
+from mmfast.serve.ray.engine import RayEngine, check_parts
 from mmfast.vllm.launch import command
 
 CLIP = Path("assets/clips/four-shapes.mp4")
@@ -111,6 +112,9 @@ def test_options_and_engines_take_it_or_refuse_it(tmp_path: Path) -> None:
     assert resolve({"decode": "lookup"}, str(file)).decode == "lookup"
     with pytest.raises(SpecError, match="start the server with --replicas"):
         RayEngine(None, decode_spec="recycle")
+    check_parts(None, None, None, "none")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["serve", "--decode", "none", "--dry-run"])
     with pytest.raises(SpecError, match="second prompt"):
         RayEngine(None, decode_spec="draft:x", replicas=1)
     with pytest.raises(MmfastError, match="--decode has no effect on --engine vllm"):
