@@ -221,7 +221,7 @@ def remember_basis(layer: Any) -> None:
     """Note how many tokens each row holds, before a policy acts on them."""
     notes = fill(layer)
     kinds = notes[KIND]
-    held = torch.tensor(list(map(len, real_entries(kinds)))).to(kinds.device)[:, None, None]
+    held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # waits for no device
     layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
 
 

@@ -169,17 +169,17 @@ def _operations(monkeypatch: pytest.MonkeyPatch, caches: tuple[str, ...]) -> int
     """Operations of one decoding step of 16 answers."""
     model, processor = model_of("llava_onevision")
     counts: list[int] = []
-    stock = DecodeBatch.step
+    stock = DecodeBatch.rounds
 
-    def step(batch: DecodeBatch) -> Any:
+    def rounds(batch: DecodeBatch) -> Any:
         if len(batch) < 16:
             return stock(batch)
         with _Count() as mode:
-            found = stock(batch)
+            found = list(stock(batch))
         counts.append(mode.count)
-        return found
+        return iter(found)
 
-    monkeypatch.setattr(DecodeBatch, "step", step)
+    monkeypatch.setattr(DecodeBatch, "rounds", rounds)
     requests = [
         ask(f"{i}", image(i), "what is it?", tokens=48, cache=caches[i % len(caches)])
         for i in range(16)

@@ -502,7 +502,7 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer() -> None:
     with scheduler("llava_onevision", chunk=64, context=4096) as engine:
         batch, log = engine._runner.batch, list[int]()
         assert batch is not None
-        decode, run, run_with = batch.decoder.step, batch.prefiller.run, batch.prefiller.run_with
+        decode, run, run_with = batch.decoder.rounds, batch.prefiller.run, batch.prefiller.run_with
 
         def stepped() -> Any:
             log.append(0)
@@ -516,7 +516,7 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer() -> None:
             log.extend((sum(n for _, n in plan), 0))
             return run_with(plan, decoder)
 
-        batch.decoder.step, batch.prefiller.run = stepped, filled  # type: ignore[method-assign]
+        batch.decoder.rounds, batch.prefiller.run = stepped, filled  # type: ignore[method-assign]
         batch.prefiller.run_with = both  # type: ignore[method-assign]
         running = Ear(engine, ask("a", "hello", tokens=60))
         running.next()

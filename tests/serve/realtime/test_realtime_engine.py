@@ -162,7 +162,7 @@ def test_sessions_and_chat_are_decoded_in_one_batch(
     """Six answers at once: the gauge of running requests and the rows of a step say so."""
     batch, rows, highest = server.engine._runner.batch, list[tuple[int, set[str]]](), 0
     arrived = threading.Event()
-    step, latest = batch.decoder.step, time.monotonic() + 30
+    step, latest = batch.decoder.rounds, time.monotonic() + 30
 
     def counted(*given: Any, **named: Any) -> Any:
         kinds = {each.id.partition("-")[0] for each in batch.answers}
@@ -173,7 +173,7 @@ def test_sessions_and_chat_are_decoded_in_one_batch(
         time.sleep(0.02)  # so that all are there at once
         return step(*given, **named)
 
-    monkeypatch.setattr(batch.decoder, "step", counted)
+    monkeypatch.setattr(batch.decoder, "rounds", counted)
     asked = "Which way does the red circle move?"  # nothing is shown: the answers are long
 
     async def session() -> str:
