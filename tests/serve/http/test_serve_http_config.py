@@ -244,10 +244,15 @@ def test_every_engine_gets_its_options(
         reduce="evs:0.5",
         slots=3,
         queue=4,
+        decode="recycle",
         decode_replicas=2 if engine == "ray" else 1,
     )
     found: Any = load_engine(config)
     given = {**found.arguments, **found.arguments.get("given", {})}
     assert given["model"] == "org/some" and given["name"] == "org/some"
     assert (given["reduce"], given["slots"], given["queue"]) == ("evs:0.5", 3, 4)
-    assert given.get("decode", 2) == 2 and given.get("address", "local") == "local"
+    if engine == "ray":  # where `decode` counts the processes that decode
+        assert (given["decode"], given["decode_spec"]) == (2, "recycle")
+        assert given["address"] == "local"
+    else:
+        assert given["decode"] == "recycle"
