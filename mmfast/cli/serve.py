@@ -128,8 +128,7 @@ def _check_specs(config: ServerConfig) -> None:
     if config.decode is not None:
         from mmfast.decoding.speculation import check_kind, plan_decode
 
-        if (drafts := plan_decode(config.decode)) is not None:
-            check_kind(drafts)
+        check_kind(plan_decode(config.decode))
     if config.engine == "ray" and not config.replicas:
         specs = parse(config.reduce, among=listed("reducer"))
         whole = config.cache or config.prefill or config.decode

@@ -161,8 +161,10 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
     return DecodePlan(text.strip(), kind, **found)  # type: ignore[arg-type]
 
 
-def check_kind(plan: DecodePlan) -> None:
+def check_kind(plan: DecodePlan | None) -> None:
     """Refuse (SpecError) drafts that no server makes."""
+    if plan is None:
+        return
     if plan.runs_model:
         why = "reads a second prompt for its drafts"
     elif plan.kind == EXIT or plan.grows:

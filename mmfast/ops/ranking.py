@@ -68,26 +68,9 @@ def _best_of_rough(rough: RoughScores, count: int) -> Tensor:
         return marked(inside)
     highest = last + 2 * rough.error  # what is above stays
     places = (inside & (score <= highest)).nonzero(as_tuple=True)
-    if len(places[0]) <= _FEW:
-        _drop_worst(inside, count, places, rough.exact(places))
-        return marked(inside)
     exact = torch.full(score.shape, -torch.inf, dtype=torch.float64, device=score.device)
     exact = exact.masked_fill_(score > highest, torch.inf).index_put_(places, rough.exact(places))
     return best_places(exact, count)
-
-
-_FEW = 64  # entries that are ranked sooner in Python
-
-
-def _drop_worst(inside: Tensor, count: int, places: tuple[Tensor, ...], exact: Tensor) -> None:
-    """Unmark entries at `places` until `inside` has `count` in each row: the lowest, then last."""
-    more, rows = inside.sum(-1) - count, dict[tuple[int, ...], list[tuple[float, int]]]()
-    spots = zip(*(axis.tolist() for axis in places), strict=True)
-    for (*row, place), score in zip(spots, exact.tolist(), strict=True):
-        rows.setdefault(tuple(row), []).append((score, -place))
-    for lead, found in rows.items():
-        for _, place in sorted(found)[: int(more[lead])]:
-            inside[(*lead, -place)] = False
 
 
 # Scores and remainders this close differ by rounding only: float64 is a million times finer.

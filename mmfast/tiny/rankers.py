@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import softplus
 
 from mmfast.attach import attach
@@ -126,10 +126,7 @@ class RankTask(training.Task):
         rate: float,
     ) -> None:
         self.head, self.lessons, self.exam = head.train(), lessons, held
-        linear: list[Any] = [m.weight for m in head.modules() if isinstance(m, nn.Linear)]
-        known = {id(weight) for weight in linear}
-        rest = [each for each in head.parameters() if id(each) not in known]
-        self.optimiser = training.Optimiser(linear, rest, rate)
+        self.optimiser = training.Optimiser.by_layer(head, rate)
         self.rng = torch.Generator().manual_seed(seed)
 
     def batches(self, step: int, done: float) -> list[Sequence[RankLesson]]:

@@ -115,6 +115,13 @@ class Optimiser:
             (matrices if parameter.ndim == 2 and "layers." in name else others).append(parameter)
         return cls(matrices, others, rate)
 
+    @classmethod
+    def by_layer(cls, module: nn.Module, rate: float) -> Optimiser:
+        """Optimiser of a module; matrices are the weights of its linear layers."""
+        linear = [each.weight for each in module.modules() if isinstance(each, nn.Linear)]
+        known = {id(weight) for weight in linear}
+        return cls(linear, [each for each in module.parameters() if id(each) not in known], rate)
+
     def step(self, gradients: Sequence[Tensor | None], factor: float) -> None:
         """Update all parameters at `factor` times the peak rates."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):

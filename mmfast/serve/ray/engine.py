@@ -354,8 +354,7 @@ class RayEngine:
     ) -> None:
         """Refuse wrong specs, and those that need the whole model where it runs in parts."""
         parse(reduce), served_plan(cache), plan_prefill(prefill)
-        if (drafts := plan_decode(decode)) is not None:
-            check_kind(drafts)
+        check_kind(plan_decode(decode))
         if self._last != WHOLE:
             check_parts(reduce, cache, prefill, decode)
 

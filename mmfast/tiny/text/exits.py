@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
@@ -105,10 +105,7 @@ class ExitTask(training.Task):
             raise ModelError(f"{len(lessons)} texts leave none to train on; give 2 or more")
         self.adapter, self.head, self.batch = adapter.train(), head, batch
         self.lessons, self.exam = lessons[:cut], lessons[cut:]
-        matrices: list[Any] = [m.weight for m in adapter.modules() if isinstance(m, nn.Linear)]
-        known = {id(each) for each in matrices}
-        rest = [each for each in adapter.parameters() if id(each) not in known]
-        self.optimiser = training.Optimiser(matrices, rest, rate)
+        self.optimiser = training.Optimiser.by_layer(adapter, rate)
         self.rng = torch.Generator().manual_seed(seed)
 
     def batches(self, step: int, done: float) -> list[list[ExitLesson]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +31,7 @@ class BackgroundTask(training.Task):
     ) -> None:
         """Learn from features `[n, T, P, D]` and what they show `[n, T, P]`, 0 for background."""
         self.judge = judge.train()
-        linear: list[Any] = [m.weight for m in judge.modules() if isinstance(m, torch.nn.Linear)]
-        known = {id(weight) for weight in linear}
-        rest = [each for each in judge.parameters() if id(each) not in known]
-        self.optimiser = training.Optimiser(linear, rest, rate)
+        self.optimiser = training.Optimiser.by_layer(judge, rate)
         self.rng = torch.Generator().manual_seed(seed)
         side = round(features.shape[-2] ** 0.5)
         self.grid = (side, side)

@@ -153,12 +153,7 @@ class CompressorTask(training.Task):
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.compressor, self.clips, self.questions = compressor.train(), clips, questions
-        linear: list[Any] = [
-            m.weight for m in compressor.modules() if isinstance(m, torch.nn.Linear)
-        ]
-        known = {id(weight) for weight in linear}
-        rest = [each for each in compressor.parameters() if id(each) not in known]
-        self.optimiser = training.Optimiser(linear, rest, rate)
+        self.optimiser = training.Optimiser.by_layer(compressor, rate)
         self.rng = torch.Generator().manual_seed(seed)
         self.lead = 1.0  # weight of the patches to choose; they matter less once they are known
         self.count = len(clips.bank.tables) - held
