@@ -118,7 +118,7 @@ class Optimiser:
     @classmethod
     def by_layer(cls, module: nn.Module, rate: float) -> Optimiser:
         """Optimiser of a module; matrices are the weights of its linear layers."""
-        linear = [each.weight for each in module.modules() if isinstance(each, nn.Linear)]
+        linear: list[Any] = [m.weight for m in module.modules() if isinstance(m, nn.Linear)]
         known = {id(weight) for weight in linear}
         return cls(linear, [each for each in module.parameters() if id(each) not in known], rate)
 
