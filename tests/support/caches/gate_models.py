@@ -17,7 +17,7 @@ Weights = dict[int, dict[str, np.ndarray]]
 def give_gates(model: Any, seed: int = 0) -> Weights:
     """Give a model gates that tell tokens apart; their weights by layer."""
     generator, config = torch.Generator().manual_seed(seed), model.config.get_text_config()
-    heads = int(config.num_key_value_heads or config.num_attention_heads)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     groups, made = config.num_attention_heads // heads, dict[int, KeyGate]()
     for index in read_modules(model):
         made[index] = KeyGate(config.hidden_size, heads, groups, rank=4, sinks=3)
