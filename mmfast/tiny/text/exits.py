@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,8 @@ def observe(model: Any, inputs: Mapping[str, Any], layer: int, length: int) -> l
     `inputs` are those of `generate`; media among them are seen as the model sees them. A text ends
     where the model ends it. Returns a lesson for each.
     """
-    start, watch, heads = inputs["input_ids"].shape[1], ExitStates(), list[Tensor]()
-    ids = model.generate(**inputs, max_new_tokens=length, do_sample=False)
-    ends = torch.tensor(_ends(model), device=ids.device)
-    over = torch.isin(ids[:, start:], ends).long().cumsum(1).cumsum(1) > 1  # behind the first
-    counts = (start + (~over).sum(1)).tolist()
+    watch, heads = ExitStates(), list[Tensor]()
+    ids, counts = written(model, inputs, length)
     given = {**inputs, "input_ids": ids}
     if "attention_mask" in inputs:
         given["attention_mask"] = torch.ones_like(ids)
@@ -69,9 +65,19 @@ def observe(model: Any, inputs: Mapping[str, Any], layer: int, length: int) -> l
     return [ExitLesson(early[:count], last[:count]) for early, last, count in pairs]
 
 
-def _ends(model: Any) -> list[int]:
+@torch.no_grad()
+def written(model: Any, inputs: Mapping[str, Any], length: int) -> tuple[Tensor, list[int]]:
+    """Prompts without padding with at most `length` likeliest tokens behind each.
+
+    Returns ids `[B, T]`, and how many of each row there are up to where the model ends it.
+    """
+    start = inputs["input_ids"].shape[1]
+    ids = model.generate(**inputs, max_new_tokens=length, do_sample=False)
     found = model.generation_config.eos_token_id
-    return [] if found is None else found if isinstance(found, list) else [found]
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    marks = torch.isin(ids[:, start:], torch.tensor(ends, device=ids.device))
+    over = marks.long().cumsum(1).cumsum(1) > 1  # behind the first
+    return ids, (start + (~over).sum(1)).tolist()
 
 
 def divergence(adapter: ExitAdapter, head: Any, lesson: ExitLesson) -> tuple[Tensor, Tensor]:
@@ -126,19 +132,19 @@ class ExitTask(training.Task):
         return self.loss(self.exam)[1]
 
 
-def texts(options: argparse.Namespace) -> Iterator[str]:
-    """Lines of `--data`, or endless documents."""
+def texts(options: argparse.Namespace, part: Sequence[int] = ()) -> Iterator[str]:
+    """Lines of `--data`, or endless documents, which another `part` has others of."""
     if options.data is not None:
         with options.data.open(encoding="utf-8") as lines:
             yield from (line.strip() for line in lines if line.strip())
         return
-    rng = np.random.default_rng([options.seed, 71])
+    rng = np.random.default_rng([options.seed, 71, *part])
     while True:
         yield make_document(4 * options.context, rng, FactCounts(2, 1, 1)).text
 
 
-def gather(model: Any, words: Any, options: argparse.Namespace) -> list[ExitLesson]:
-    """Lessons of prompts that are cut to `context` tokens; ModelError where too few are as long."""
+def prompts(words: Any, options: argparse.Namespace) -> list[Tensor]:
+    """Texts cut to `context` tokens, `[B, context]` each; ModelError where too few are as long."""
     lines = list[list[int]]()
     for text in texts(options):
         ids = words(text).input_ids[: options.context]
@@ -151,12 +157,17 @@ def gather(model: Any, words: Any, options: argparse.Namespace) -> list[ExitLess
             f"{len(lines)} of the texts have {options.context} tokens; lower --context, or give "
             "longer lines in --data"
         )
-    found, source = list[ExitLesson](), iter(lines)
-    while part := list(islice(source, options.batch)):
-        ids = torch.tensor(part, device=model.device)
+    return list(torch.tensor(lines).split(options.batch))
+
+
+def gather(model: Any, words: Any, options: argparse.Namespace) -> list[ExitLesson]:
+    """Lessons of prompts; ModelError where too few texts are long enough."""
+    found, parts = list[ExitLesson](), prompts(words, options)
+    for part in parts:
+        ids = part.to(model.device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         found += observe(model, inputs, options.layer, options.length)
-        training.progress("texts", len(found), len(lines))
+        training.progress("texts", len(found), sum(map(len, parts)))
     return found
 
 
@@ -180,17 +191,23 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog=TRAINING, description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", default=NAME, help="embedded model or folder of a causal language model")
-    add("--data", type=Path, help="texts to go on from, one a line; else documents")
     add("--layer", type=int, default=1, help="decoder layers in front of the exit")
     add("--out", type=Path, default=Path("exit.safetensors"), help="file of the adapter")
+    text_options(parser, rate=1e-2)
+    return parser.parse_args(argv)
+
+
+def text_options(parser: argparse.ArgumentParser, rate: float) -> None:
+    """Add the options of a model, of the texts that it goes on from, and of training on them."""
+    add = parser.add_argument
+    add("--model", default=NAME, help="embedded model or folder of a causal language model")
+    add("--data", type=Path, help="texts to go on from, one a line; else documents")
     add("--prompts", type=int, default=200, help="texts that the model goes on from")
     add("--context", type=int, default=64, help="tokens of each")
     add("--length", type=int, default=48, help="tokens that it adds to each, at most")
     add("--batch", type=int, default=8, help="texts of a step")
-    training.teach_options(parser, rate=1e-2, steps=1000)
+    training.teach_options(parser, rate=rate, steps=1000)
     add("--device", default="cpu")
-    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
