@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -46,6 +46,7 @@ class Handle(AbstractContextManager[Trace]):
         self.what = what
         self._name = type(model).__name__
         self._undo: ExitStack | None = None
+        self._turn: AbstractContextManager[Any] = nullcontext()
         self._quiet = not what  # nothing to warn of
         self._over = False
 
@@ -55,10 +56,14 @@ class Handle(AbstractContextManager[Trace]):
         return self._undo is not None
 
     def install(self, model: Any, stages: Iterator[Stage]) -> None:
-        """Enter the stages, all or none. The model keeps them, also when the handle is gone."""
+        """Enter the stages, all or none. The model keeps them, also when the handle is gone.
+
+        A call of a pipeline that another thread is in ends first, and so it does before `detach`.
+        """
         quiet, self._quiet = self._quiet, True  # an error says it all
         base = _base_of(model)
-        with ExitStack() as stack:
+        self._turn = turn_of(base)
+        with self._turn, ExitStack() as stack:
             stack.enter_context(_held(model, base, self))
             for stage in stages:
                 stack.enter_context(stage)
@@ -69,9 +74,10 @@ class Handle(AbstractContextManager[Trace]):
     def detach(self) -> None:
         """Make the model stock again; nothing happens the second time."""
         self._over = True
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo.close()
+        with self._turn:
+            undo, self._undo = self._undo, None
+            if undo is not None:
+                undo.close()
 
     def __enter__(self) -> Trace:
         if self._over:

@@ -34,6 +34,7 @@ from mmfast.models.prompt import (
     MediaPart,
     ScopeWarning,
     Shot,
+    by_length,
     check_question,
     is_chat,
     read_chat,
@@ -268,7 +269,9 @@ class VisualQA:
         pairs, many, wanted, how = self._asked(media, question, options)
         answers: list[Answer] = []
         for at in range(0, len(pairs), size):
-            answers += self._answer(pairs[at : at + size], wanted, how)
+            answers += by_length(
+                pairs[at : at + size], lambda each: self._answer(each, wanted, how)
+            )
         return answers if many else answers[0]
 
     @checked({*CALL, *TARGET, *MEDIA}, GENERATE)
@@ -385,6 +388,7 @@ class VisualQA:
             return {MODULES: (prompt, question)}, [0]
         with trace.stage("read"):
             chats = [self._chat(media, question) for media, question in pairs]
+            pairs[:] = [(chat, None) for chat in chats]  # nothing is read twice
         with turn_of(self.model), trace.stage("preprocess"):  # padding is a state of tokenizers
             inputs = user_inputs(self.processor, chats, self.model.device)
             notes = [] if notes is None else notes

@@ -16,7 +16,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmfast.core.errors import MmfastError, ModelError, an, unknown
+from mmfast.core.errors import MediaError, MmfastError, ModelError, an, unknown
+
+
+class UnevenClipsError(MediaError):
+    """Clips of different numbers of frames, of which the model takes one number at a time."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ def chat_inputs(
 
     A message has a `role` and a `content`, a list of texts and shots in order; further keys are for
     the template. `template` holds arguments of the chat template, `options` of the processor.
-    ModelError for a processor without a chat template.
+    ModelError for a processor without a chat template, UnevenClipsError for clips that its model
+    does not take together.
     """
     if getattr(processor, "chat_template", None) is None:
         raise ModelError(f"{type(processor).__name__} has no chat template; give one that has")
@@ -98,8 +103,40 @@ def chat_inputs(
         for chat in chats
     ]
     given = {**media_arguments(processor, shots), **(options or {})}
-    batch = processor(text=texts, padding=True, return_tensors="pt", **given)
+    try:
+        batch = processor(text=texts, padding=True, return_tensors="pt", **given)
+    except ValueError:  # of stacking them
+        frames = sorted({len(s.pixels) for mine in shots for s in mine if s.kind == "video"})
+        if len(frames) < 2:
+            raise
+        raise UnevenClipsError(
+            f"clips of {' and '.join(map(str, frames))} frames do not go into one prompt of "
+            f"{type(processor).__name__}; ask about one at a time, or give as many frames of each"
+        ) from None
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def by_length(
+    pairs: list[tuple[Any, Any]], ask: Callable[[list[tuple[Any, Any]]], Sequence[Any]]
+) -> list[Any]:
+    """Answers about pairs of media and question, one pass for each length of clips if need be.
+
+    Where `ask` raises UnevenClipsError it has put what it read, `(chat, None)`, into the list.
+    """
+    try:
+        return [*ask(pairs)]
+    except UnevenClipsError:
+        groups: dict[frozenset[int], list[int]] = {}
+        for i, (chat, _) in enumerate(pairs):
+            parts = [part for message in chat for part in message["content"]]
+            frames = frozenset(len(part.pixels) for part in parts if isinstance(part, Shot))
+            groups.setdefault(frames, []).append(i)
+        if len(groups) == 1:
+            raise
+    found: dict[int, Any] = {}
+    for group in groups.values():
+        found.update(zip(group, by_length([pairs[i] for i in group], ask), strict=True))
+    return [found[i] for i in range(len(pairs))]
 
 
 def user_inputs(

@@ -42,6 +42,7 @@ Run = Callable[[str | None], float]  # spec -> measured ms to the first token, i
 PROBE = "uniform:0.25"  # chooses in no time: what a reduced call takes beside choosing
 SHORT_MS = 2000.0  # calls predicted to be this short are run, to learn their overhead
 ROUNDS = 5
+AGAIN = 60.0  # seconds until a busy machine is measured anew: a call may take far less than that
 
 
 class Learner:
@@ -69,7 +70,7 @@ class Learner:
         known = read_rates(self.key) if self.key is not None and rates is None else rates
         self.rates = known or Rates()
         self.measuring_ms = 0.0
-        self.busy = ""
+        self.busy, self._again = "", 0.0
         self.refused: dict[str, str] = {}
         self._asides = 0
 
@@ -107,7 +108,12 @@ class Learner:
     def settle(
         self, work: Work, call: str = "generate", run: Run | None = None, tick: Tick | None = None
     ) -> str:
-        """Compare the machine with itself before it is measured; the reason not to trust it."""
+        """Compare the machine with itself before it is measured; the reason not to trust it.
+
+        What a busy machine was found to do holds for `AGAIN` seconds.
+        """
+        if self.busy and time.monotonic() < self._again:
+            return self.busy
         known = not missing_points(self.rates.linear, work.prompt * work.rows)
         known = known and not unknown_pixels(self.rates, work.pixels)
         learnt = run is None or call in self.rates.overhead or not self._short(work, call)
@@ -118,6 +124,7 @@ class Learner:
         if self.busy:
             self.forget()
         noise, self.busy = unrest(self.bench)
+        self._again = time.monotonic() + AGAIN
         self.rates = self.rates.gain(noise=noise)
         return self.busy
 

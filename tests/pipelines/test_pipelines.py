@@ -53,6 +53,20 @@ def test_every_kind_of_media_gives_the_same_answer(pipe: Any) -> None:
     assert len({pipe(media, QUESTION).text for media in same}) == 1
 
 
+def test_clips_of_different_lengths_in_a_batch(pipe: Any) -> None:
+    """LLaVA-OneVision takes clips of one length at a time; answers are those of one by one."""
+    frames = read_video(CLIP, frames=8).frames
+    media = [frames, iter(frames[:1]), frames[:3], OTHER, frames[4:5]]
+    one_by_one = [pipe(each, QUESTION) for each in [frames, frames[:1], *media[2:]]]
+    together = pipe(media, QUESTION, batch_size=5)
+    assert [a.text for a in together] == [a.text for a in one_by_one]
+    assert [a.visual_tokens for a in together] == [a.visual_tokens for a in one_by_one]
+    parts = [{"type": "video", "video": each} for each in (frames, frames[:1])]
+    chat = [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
+    with pytest.raises(MmfastError, match=r"^clips of 1 and 8 frames .*; ask about one at a time"):
+        pipe([chat, chat], batch_size=2)
+
+
 def test_lists_in_lists_out(pipe: Any) -> None:
     questions = [QUESTION, "How many objects are there?"]
     one_by_one = [pipe(CLIP, questions[0]).text, pipe(OTHER, questions[1]).text]

@@ -73,6 +73,31 @@ def test_what_a_user_attached_is_refused_still(pair: Any) -> None:
         pipe(CLIPS[0], QUESTION)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_call_at_work_ends_as_it_began(pair: Any, leaves: bool) -> None:
+    """Another thread that attaches, or detaches, in the middle of it waits for its end."""
+    model, inside, done = pair[0], threading.Event(), threading.Event()
+    pipe = mmfast.pipeline("video-qa", pair)
+
+    def pause(*_: Any) -> None:
+        if not inside.is_set():
+            inside.set()
+            done.wait(0.5)  # long enough for what does not wait
+
+    handle = mmfast.attach(model, "divprune:0.25" if leaves else None)
+    expected = pipe(CLIPS[0], QUESTION).text
+    parts = model.model.vision_tower, model.model.language_model.layers[2]
+    with parts[leaves].register_forward_pre_hook(pause), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(pipe, CLIPS[0], QUESTION)
+        assert inside.wait(60)
+        handle.detach()
+        with mmfast.attach(model, "evs:0.5") as trace:
+            done.set()
+            pipe(CLIPS[1], QUESTION)
+        assert running.result(60).text == expected
+    assert len(trace.reductions) == 1  # of this thread's call alone
+
+
 def test_a_turn_belongs_to_the_model_and_dies_with_it(pair: Any) -> None:
     from mmfast.attach import _TURNS, turn_of
 

@@ -151,9 +151,28 @@ def test_a_busy_machine_is_not_measured_and_nothing_kept(
     with pytest.warns(PlanWarning, match="too busy"):  # a target is met as well as it can be
         late = pipe(CLIP, QUESTION, target_tokens=40)
     assert late.kept_tokens < 100 and not list(kept.iterdir())
+    pipe.planner.planner.learner._again = 0.0  # some time later
     state(monkeypatch, "")  # the machine is quiet again
     answer = pipe(CLIP, QUESTION)
     assert answer.plan.met and len(list(kept.iterdir())) == 1
+
+
+def test_a_busy_machine_is_not_measured_at_every_call(
+    pipe: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    answer = (0.03, "this machine is too busy to be measured (load 9)")
+    monkeypatch.setattr("mmfast.planner.learner.unrest", lambda bench: asked.append(1) or answer)
+    with pytest.warns(PlanWarning, match="too busy"):
+        plans = [pipe(CLIP, QUESTION, target_ttft_ms=1e5).plan for _ in range(2)]
+        monkeypatch.setattr(calibration, "duration", None)  # would fail
+        later = pipe(CLIP, QUESTION, target_ttft_ms=1e5)
+    assert len(asked) == 1
+    assert later.plan.spec == plans[0].spec and not list(kept.iterdir())
+    pipe.planner.planner.learner._again = 0.0  # some time later
+    with pytest.raises(TypeError), pytest.warns(PlanWarning):  # measured anew
+        pipe(CLIP, QUESTION, target_ttft_ms=1e5)
+    assert len(asked) == 2
 
 
 def test_measured_once_and_kept(

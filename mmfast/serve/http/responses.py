@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field, ValidationError
@@ -35,6 +35,8 @@ class ResponseRequest(schema.Strict):
     tool_choice: str | dict[str, Any] | None = None
     previous_response_id: None = None
     background: bool | None = None
+    include: Annotated[list[str], Field(max_length=64)] | None = None
+    n: Literal[1] | None = None
 
 
 _SAME = (
@@ -52,18 +54,23 @@ def translated(asked: ResponseRequest) -> schema.ChatRequest:
     """
     rest = dict(asked.model_extra or {})
     given = {name: rest.pop(name) for name in _SAME if name in rest} | {"model": asked.model}
-    if "message.output_text.logprobs" in (rest.get("include") or ()):
+    if "message.output_text.logprobs" in (asked.include or ()):
         given["logprobs"] = True
-        rest.pop("include")
+    elif asked.include:
+        rest["include"] = asked.include
     given.setdefault("top_logprobs", None)
     given["max_completion_tokens"] = asked.max_output_tokens
     start = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     given["messages"] = start + _messages(asked.input)
+    rest |= {f"text.{name}": each for name, each in (asked.text or {}).items() if name != "format"}
     form = (asked.text or {}).get("format")
     if isinstance(form, dict):
         own = {k: v for k, v in form.items() if k != "type"}
         wraps = form.get("type") == "json_schema"
         given["response_format"] = {"type": "json_schema", "json_schema": own} if wraps else form
+    elif form is not None:
+        text = "give an object with a type, such as text, json_object or json_schema"
+        raise bad_request(f"text.format is {str(form)[:60]!r}; {text}", param="text.format")
     kinds = [tool.get("type") for tool in asked.tools or ()]
     if wrong := [kind for kind in kinds if kind != "function"]:
         raise bad_request(f"tools of type {str(wrong[0])[:60]!r} are not here; give functions")
@@ -72,6 +79,8 @@ def translated(asked: ResponseRequest) -> schema.ChatRequest:
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     given["tool_choice"] = choice
+    if "messages" in rest:
+        raise bad_request("messages are those of a chat completion; give input", param="messages")
     if asked.background:
         raise bad_request("background answers are not kept here; leave it out", param="background")
     try:
@@ -118,7 +127,7 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _part(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = str(part.get("type")) if isinstance(part, dict) else ""
     if kind == "input_image":
         return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
     if kind in _PARTS:

@@ -497,6 +497,29 @@ def test_responses_are_the_chats_answers(engine: Any) -> None:
         assert post(app, path, **wrong).status_code == 400
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"include": 5},
+        {"include": [["message.output_text.logprobs"]]},
+        {"input": [{"role": "user", "content": [{"type": []}]}]},
+        {"input": [{"role": "user", "content": [{"type": {}, "text": "a"}]}]},
+        {"text": {"format": 5}},
+        {"n": 3},  # one answer would come back, and three be paid
+        {"messages": [{"role": "user", "content": "another question"}]},  # in place of the input
+    ],
+)
+def test_responses_refuse_in_one_line(wrong: dict[str, Any]) -> None:
+    reply = post(app_of(saying(*ANSWER)), "/v1/responses", **{"input": QUESTION, **wrong})
+    assert reply.status_code == 400 and next(iter(wrong)) in reply.json()["error"]["param"]
+
+
+def test_responses_name_what_has_no_effect_in_their_texts_options() -> None:
+    app, more = app_of(saying(*ANSWER)), {"text": {"verbosity": "low"}, "include": ["a.b"]}
+    reply = post(app, "/v1/responses", input=QUESTION, **more)
+    assert reply.headers["x-mmfast-ignored"] == "include, text.verbosity"
+
+
 def test_a_recording_is_written_down() -> None:
     app = app_of(saying(*ANSWER), Hum())
 
