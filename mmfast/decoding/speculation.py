@@ -165,8 +165,10 @@ def check_kind(plan: DecodePlan | None) -> None:
     """Refuse (SpecError) drafts that no server makes."""
     if plan is None:
         return
-    if plan.runs_model:
-        why = "reads a second prompt for its drafts"
+    if plan.kind == BILD:
+        why = "changes answers"
+    elif plan.learn:
+        why = "learns from what all callers are told"
     elif plan.kind == EXIT or plan.grows:
         why = "drafts in layers or trees that a batch of answers does not have"
     else:

@@ -44,8 +44,8 @@ class Chooser:
         self.penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
         named = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
         blocked = [i for i in named if i is not None]  # an answer has no media
-        rows = model.get_output_embeddings().weight.shape[0]
-        inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < rows)
+        self.width = int(model.get_output_embeddings().weight.shape[0])  # of logits
+        inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < self.width)
         self._blocked = torch.tensor(inside, device=model.device, dtype=torch.int64)
 
     def seen(self, ids: Tensor | None, sampling: SamplingOptions) -> Tensor | None:
@@ -92,8 +92,8 @@ class Chooser:
             old = logits[seen]
             logits[seen] = torch.where(old < 0, old * self.penalty, old / self.penalty)
 
-    def guess(self, logits: Tensor, rows: Sequence[RunningRow], ahead: int) -> list[int]:
-        """Guess the tokens of rows from logits `[B, V]` of drafts, `ahead` of their next ones.
+    def guess(self, logits: Tensor, rows: Sequence[RunningRow]) -> list[int]:
+        """Guess the tokens of rows behind their drafts, from logits `[B, V]` of a draft.
 
         They are chosen by the draw that decides there. Rules of an answer are left out.
         """
@@ -103,7 +103,7 @@ class Chooser:
             if row.sampling.rules is None:
                 self._penalise(mine, row.seen)
             greedy = row.sampling.temperature < _GREEDY
-            draw = Draw(row.sampling, row.step + ahead)
+            draw = Draw(row.sampling, row.step + len(row.own.tokens))
             found.append(int(mine.argmax()) if greedy else _drawn(mine, draw))
         return found
 
@@ -257,7 +257,7 @@ class DecodeBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return self.store.nbytes + self.drafts.views.nbytes
+        return self.store.nbytes + self.drafts.nbytes
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """Begin a step: what enters the first layer, `[T, D]`, and its positions `[A, T]`.
@@ -337,14 +337,11 @@ class DecodeBatch:
 
     def _settle(self, said: dict[RunningRow, list[int]]) -> None:
         """Take back the drafts that fell, of the answers that are still here."""
-        kept = {row: max(1, len(said[row])) for row in self._rows if row in said}
+        left = {row: said[row] for row in self._rows if row in said}
         for number, row in enumerate(self._rows):
-            if row in kept and row.count > 1:
-                self.store.settle(number, kept[row])
-        self.drafts.follow(self._rows, self.store, kept)
-        for row in kept:
-            if row.drafts is not None:
-                self.drafts.settle(row, said[row])
+            if row in left and row.count > 1:
+                self.store.settle(number, max(1, len(left[row])))
+        self.drafts.follow(self._rows, self.store, left)
 
 
 _HALF = "\ufffd"  # a tokenizer writes this for an incomplete character

@@ -235,7 +235,7 @@ class Places:
                     seen[b, i, own] = True
         self.index = torch.tensor(index, device=self._device)
         self.at = torch.tensor(at, device=self._device)
-        self.real = torch.tensor(real, device=self._device)
+        self.real = torch.tensor(real, device=self._device, dtype=torch.int64)  # maybe none
         self.targets = self.index.flatten()[self.real]
         self.mask = added(seen.to(self._device)[:, None], self._dtype)  # [B, 1, n, stop]
 
