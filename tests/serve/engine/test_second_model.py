@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -268,6 +270,38 @@ def test_who_leaves_takes_the_rows_of_the_draft_model_along(
             assert isinstance(ear.wait(), Finish) == (name == "c")
             assert name == "d" or ear.text == stock(model_of(ONEVISION), long)
             eventually(lambda: empty(made) and made._runner.nbytes == 0)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_who_comes_and_goes_at_random_changes_no_text(seed: int) -> None:
+    """Knobs, lengths, priorities, and moments of coming and leaving are random."""
+    rng = random.Random(seed)
+    with engine(spec_of("near"), slots=3) as made:
+        ears: list[tuple[Request, Ear, bool]] = []
+        for number in range(12):
+            most = rng.choice([1, 2, 5])
+            spec = f"draft:{folder(ONEVISION)}/near?most={most}" + rng.choice(
+                ["", "&adapt=false&least=0", "&media=false&adapt=false&least=0", "&reduce=evs:0.5"]
+            )
+            parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
+            request = ask(
+                f"{number}",
+                *parts,
+                tokens=rng.randrange(1, 40),
+                decode=rng.choice([spec, spec, "none", "recycle", "lookup?adapt=false"]),
+                priority=rng.randrange(3),
+            )
+            ears.append((request, Ear(made, request), rng.random() < 0.3))
+            time.sleep(rng.random() * 0.05)
+            if ears[-1][2]:
+                made.cancel(request.id)
+        for request, ear, leaves in ears:
+            end = ear.wait()
+            if not leaves:
+                assert isinstance(end, Finish), end
+                assert ear.text == stock(model_of(ONEVISION), request), request.options
+                assert not end.trace.get("notes")
+        eventually(lambda: empty(made) and made._runner.nbytes == 0)
 
 
 def test_its_rows_are_in_the_memory_that_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
