@@ -19,7 +19,13 @@ from mmfast.models.families.tower import KINDS
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
-from mmfast.serve.engine.drafts import AnswerDrafts, BatchDrafts, RunningRow, with_room
+from mmfast.serve.engine.drafts import (
+    AnswerDrafts,
+    BatchDrafts,
+    RunningRow,
+    reads_trees,
+    with_room,
+)
 from mmfast.serve.engine.kv.bucket import Entries
 from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries
 from mmfast.serve.engine.lane import Lane
@@ -180,7 +186,8 @@ class DecodeBatch:
             most = filled.length + sampling.max_tokens
             made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
         if drafts is not None:
-            made = with_room(made, drafts.plan.most)
+            drafts.grows = drafts.plan.branching and reads_trees(made)
+            made = with_room(made, drafts.plan.widest, drafts.grows)
         self.store.add(made)
         place = filled.position.tolist()
         row = RunningRow(key, sampling, token, 1, place, seen, filled.adapter, drafts)
@@ -270,13 +277,15 @@ class DecodeBatch:
         else:
             self.drafts.propose(self._rows)
             self._clock = None  # that of a pass that failed
-            self.store.advance([row.count for row in self._rows])
+            paths = [row.paths for row in self._rows]
+            self.store.advance([row.count for row in self._rows], paths=paths)
         self._begun = True
         device = self._table.weight.device
         tokens, places = list[int](), list[list[int]]()
         for row in self._rows:
             tokens += [row.token, *([] if row.drafts is None else row.drafts.tokens)]
-            places += [[at + i for at in row.position] for i in range(row.count)]
+            depths = range(row.count) if row.paths is None else [len(p) - 1 for p in row.paths]
+            places += [[at + depth for at in row.position] for depth in depths]
         positions = torch.tensor(places, device=device).T
         return self._table(torch.tensor(tokens, device=device)), positions
 
@@ -294,18 +303,18 @@ class DecodeBatch:
         self._begun = False
         rows, at = list(self._rows), 0
         self.drafts.learn(rows, logits)
-        first, drafts = dict[RunningRow, int](), dict[RunningRow, list[int]]()
+        first, nodes = dict[RunningRow, int](), dict.fromkeys(rows, 0)
         for row in rows:
-            first[row], drafts[row] = at, [] if row.drafts is None else [*row.drafts.tokens]
+            first[row] = at
             at += row.count
             if row.drafts is not None:
-                row.drafts.proposed += len(drafts[row])
+                row.drafts.proposed += len(row.drafts.tokens)
         said: dict[RunningRow, list[int]] = {row: [] for row in rows}
         live, place = rows, 0
         try:
             while live:
                 plain = place == 0 and at == len(rows)
-                mine = logits if plain else logits[[first[row] + place for row in live]]
+                mine = logits if plain else logits[[first[row] + nodes[row] for row in live]]
                 chosen = self._chosen(live, mine)
                 if self._clock is not None and any(row.drafts for row in rows):
                     seconds = time.perf_counter() - self._clock
@@ -314,14 +323,19 @@ class DecodeBatch:
                 for row, token in zip(live, chosen, strict=True):
                     said[row] += [token] if isinstance(token, int) else []
                 pairs = list(zip(live, chosen, strict=True))
-                stands = [row for row, token in pairs if drafts[row][place : place + 1] == [token]]
-                for row in stands:  # counted before the answer may end
-                    if row.drafts is not None:
-                        row.drafts.accepted += 1
+                stands = list[RunningRow]()
+                for row, token in pairs if at > len(rows) else ():
+                    node = None
+                    if row.drafts is not None and isinstance(token, int):
+                        node = row.drafts.behind(nodes[row], token)
+                    if node is not None:
+                        nodes[row] = node
+                        stands.append(row)
+                        row.own.accepted += 1  # before the answer may end
                 yield [(row.key, token) for row, token in pairs]
                 live, place = [row for row in stands if row in self._rows], place + 1
         finally:
-            self._settle(said)
+            self._settle(said, nodes)
 
     @torch.inference_mode()
     def _chosen(self, rows: Sequence[RunningRow], logits: Tensor) -> list[int | Exception]:
@@ -335,12 +349,17 @@ class DecodeBatch:
                     row.seen = torch.cat([row.seen, row.seen.new_tensor([token])]).unique()
         return chosen
 
-    def _settle(self, said: dict[RunningRow, list[int]]) -> None:
-        """Take back the drafts that fell, of the answers that are still here."""
+    def _settle(self, said: dict[RunningRow, list[int]], nodes: dict[RunningRow, int]) -> None:
+        """Take back the drafts that fell, of the answers that are still here.
+
+        `nodes` are the last drafts that stand, from 1.
+        """
         left = {row: said[row] for row in self._rows if row in said}
         for number, row in enumerate(self._rows):
             if row in left and row.count > 1:
-                self.store.settle(number, max(1, len(left[row])))
+                kept, paths = max(1, len(left[row])), row.paths
+                path = None if paths is None else paths[nodes[row]][:kept]
+                self.store.settle(number, kept, path)
         self.drafts.follow(self._rows, self.store, left)
 
 

@@ -42,6 +42,7 @@ from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows
 from mmfast.serve.engine.lane import Lane
 
 _OWNERS = 16  # tenants whose statistics of what follows a token are kept
+CATCH_UP = 64  # tokens of one answer that a model that drafts reads at most before it does
 _PLAIN = 64  # steps after which one without drafts is timed again
 
 
@@ -120,6 +121,8 @@ class AnswerDrafts:
     length: DraftLength | None = None  # None: as many drafts as there may be
     text: TextDrafts | None = None  # None: a model drafts
     tokens: list[int] = field(default_factory=list)
+    grows: bool = False  # its row can read a tree
+    parents: list[int] | None = None  # of the tokens of a tree, -1 for the newest token
     sure: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # those of the request
     said: list[int] = field(default_factory=list)
@@ -136,11 +139,17 @@ class AnswerDrafts:
         at, behind = self.held + self.read, len(self.said)
         return [*self.said[at:], *self.tokens[max(0, at - behind) :]]
 
+    def behind(self, node: int, token: int) -> int | None:
+        """Return the draft, from 1, that is this token behind a draft, 0 the newest token."""
+        parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+        pairs = enumerate(zip(self.tokens, parents, strict=True), start=1)
+        return next((i for i, both in pairs if both == (token, node - 1)), None)
+
     def verified(self, accepted: int) -> None:
         """Learn how many drafts of the step stood."""
         if self.tokens and self.length is not None:
             self.length.end(self.sure, accepted)
-        self.tokens, self.sure = [], []
+        self.tokens, self.sure, self.parents = [], [], None
 
 
 @dataclass(eq=False)
@@ -170,6 +179,16 @@ class RunningRow:
     def count(self) -> int:
         """Tokens that it reads in the step at hand."""
         return 1 if self.drafts is None else 1 + len(self.drafts.tokens)
+
+    @property
+    def paths(self) -> list[list[int]] | None:
+        """The ways from its newest token to each that it reads; None where these are a chain."""
+        if self.drafts is None or self.drafts.parents is None:
+            return None
+        found = [[0]]
+        for node, parent in enumerate(self.drafts.parents, start=1):
+            found.append([*found[parent + 1], node])
+        return found
 
 
 class StepPrices:
@@ -205,7 +224,10 @@ class StepPrices:
                 costs.wide += 0.3 * (min(4.0, price) - costs.wide)
 
     def drafted(self, kind: str, rows: int, tokens: int, seconds: float) -> None:
-        """Take in the seconds in which a model made so many drafts for a batch."""
+        """Take in the seconds in which a model read so many tokens to draft for a batch.
+
+        Several of one answer at once cost less, so that one that lags is tried again.
+        """
         if (plain := self._plain.get(rows)) is not None and tokens:
             costs = self.costs[kind]
             costs.draft += 0.3 * (min(4.0, seconds / tokens * rows / plain) - costs.draft)
@@ -260,16 +282,17 @@ class DraftRows:
         self.rows.pop()
 
     def draft(self, wanted: dict[RunningRow, int]) -> int:
-        """Draft so many tokens for these answers, fewer where unsure; returns how many.
+        """Draft so many tokens for these answers, fewer where unsure; returns how many were read.
 
         One that lags far behind its answer reads on, and does not draft yet.
         """
-        made, first = 0, True
+        count, first = 0, True
         live = [row for row in self.rows if row in wanted]
         while live:
-            reads = {row: row.own.unread[: row.own.plan.most + 1] for row in live}
+            reads = {row: row.own.unread[:CATCH_UP] for row in live}
             self.store.advance([len(reads.get(row, ())) for row in self.rows], further=not first)
             logits, first = self._logits(reads), False
+            count += sum(map(len, reads.values()))
             ready = [row for row in live if not row.own.unread]
             if not ready:
                 break
@@ -283,11 +306,10 @@ class DraftRows:
                     continue
                 own.tokens.append(token)
                 own.sure.append(chance)
-                made += 1
                 more = own.length is None or own.length.more(chance)
                 if more and len(own.tokens) < wanted[row]:
                     live.append(row)
-        return made
+        return count
 
     def _logits(self, reads: dict[RunningRow, list[int]]) -> Tensor:
         """Read tokens of answers, in the order of their rows; logits `[B, V]` behind the last."""
@@ -412,7 +434,7 @@ class BatchDrafts:
         wanted: dict[RunningRow, int] = {}
         for row in drafting:
             own = row.own
-            own.tokens, own.sure = [], []
+            own.tokens, own.sure, own.parents = [], [], None
             most = min(own.plan.most, row.sampling.max_tokens - row.step - 1)
             if own.length is not None:
                 most = 0 if due else own.length.begin(max(0, most))
@@ -422,15 +444,19 @@ class BatchDrafts:
                 wanted[row] = most
                 continue
             start = time.perf_counter()
-            own.tokens = own.text.find(row.token, most)
+            if own.grows and own.text.recycler is not None:
+                nodes = min(own.plan.tree, 3 * most)
+                own.tokens, own.parents = own.text.recycler.tree(row.token, nodes, most)
+            else:
+                own.tokens = own.text.find(row.token, most)
             own.sure = [GUESS] * len(own.tokens)
             own.seconds += time.perf_counter() - start
         for source in self._sources if wanted else ():
             if mine := {row: most for row, most in wanted.items() if row in source.rows}:
                 start = time.perf_counter()
-                made = self._drafted(source, mine)
+                read = self._drafted(source, mine)
                 seconds = time.perf_counter() - start
-                self.prices.drafted(source.kind, len(rows), made, seconds)
+                self.prices.drafted(source.kind, len(rows), read, seconds)
                 for row in mine:
                     row.own.seconds += seconds / len(mine)
 
@@ -485,10 +511,15 @@ class BatchDrafts:
                 own.verified(max(0, len(mine) - 1))
 
 
+def reads_trees(row: AnswerRow) -> bool:
+    """Return True if a row may read a tree: all of its entries stay, as they are."""
+    return all(type(part) is Entries and part.leaving is None for part in row.parts)
+
+
 def with_room(row: AnswerRow, most: int, views: bool = False) -> AnswerRow:
     """Let the entries of a row whose oldest leave have room for drafts, which may fall.
 
-    Those of `views` may stand still while others draft, and have a place for that.
+    Those of `views` may stand still while others draft, and have a place for that; so have trees.
     """
     for part in row.parts:
         if isinstance(part, Entries) and (views or part.leaving is not None):

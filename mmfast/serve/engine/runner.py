@@ -452,7 +452,7 @@ class ModelRunner:
         answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
         if (drafts := plan_decode(answer.decode)) is not None:
             answer.drafts = AnswerDrafts(drafts, answer.request.tenant, notes=answer.notes)
-            answer.reserve += drafts.most + 1  # drafts may fall where a window goes on
+            answer.reserve += drafts.widest + 1  # drafts may fall where a window goes on
             if drafts.runs_model:
                 self.seconds[drafts.model].adopt(answer.drafts, answer.prepared, more)
             elif view := served_view(
@@ -499,8 +499,10 @@ class ModelRunner:
     def close(self) -> None:
         """Drop all requests and end the threads of encoders."""
         self.clear()
-        for each in (self.encoder.slicer, self.sequential, *self.seconds.values()):
-            each.close()
+        self.encoder.slicer.close()
+        self.sequential.close()
+        for model in self.seconds.values():
+            model.close()
 
     def clear(self) -> list[ActiveRequest]:
         """Drop all requests and return them."""

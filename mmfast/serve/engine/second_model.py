@@ -8,6 +8,7 @@ drafts; then the model reads what was said meanwhile and drafts, on rows of its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.base import Event, Failure
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import DecodeBatch
-from mmfast.serve.engine.drafts import AnswerDrafts, DraftRows, RunningRow, with_room
+from mmfast.serve.engine.drafts import CATCH_UP, AnswerDrafts, DraftRows, RunningRow, with_room
 from mmfast.serve.engine.encoder import MediaEncoder, parted
 from mmfast.serve.engine.kv.bucket import taken
 from mmfast.serve.engine.kv.rows import AnswerRow, entries
@@ -113,7 +114,7 @@ class SecondModel(DraftRows):
             reason = f"it takes other media ({' '.join(str(error).split())[:160]})"
             raise SpecError(self._refused(plan, reason)) from error
         drafts.piece = drafts.prompt.length
-        drafts.room = drafts.piece + tokens + 2 * plan.most + 1
+        drafts.room = drafts.piece + tokens + plan.most + CATCH_UP + 1
 
     def _refused(self, plan: DecodePlan, reason: str) -> str:
         return (
@@ -128,8 +129,9 @@ class SecondModel(DraftRows):
         ids = inputs["input_ids"]
         if int(ids.max()) >= self._words:
             raise ModelError(f"token {int(ids.max())} is none of its {self._words}")
+        request = replace(prepared.request, messages=())  # which can be large
         if not (given := features_given(inputs)):
-            return Prepared(prepared.request, inputs, {}, None)
+            return Prepared(request, inputs, {}, None)
         adapter, base = adapter_for(self._model), self._model.base_model
         for kind in given:
             check_media(self._model, kind)
@@ -142,7 +144,7 @@ class SecondModel(DraftRows):
         early, deep, inside, whole = parted(specs)
         if not whole:
             raise SpecError(f"{plan.reduce!r} does not act when a prompt is read")
-        return Prepared(prepared.request, inputs, prepared.media, early, 0.0, deep, None, inside)
+        return Prepared(request, inputs, prepared.media, early, 0.0, deep, None, inside)
 
     def needed(self, answers: Iterable[ActiveRequest]) -> int:
         """Return the bound of memory in bytes, with rows for those of these answers that lack one.
@@ -191,14 +193,15 @@ class SecondModel(DraftRows):
         if made is None:
             most = filled.length + row.sampling.max_tokens
             made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
-        # What an answer has said meanwhile is read along with drafts, at most as many again.
-        own.view = with_room(made, 2 * own.plan.most, views=True)
+        # What an answer has said meanwhile is read along with drafts.
+        own.view = with_room(made, own.plan.most + CATCH_UP, views=True)
         own.start = filled.position.tolist()
         self.add(row)
 
     def _told(self, row: RunningRow, event: Event) -> None:
         if isinstance(event, Failure):
             self._coming.pop(str(row.key), None)
+            row.own.view = None
             row.own.notes.append(self._refused(row.own.plan, event.message))
 
     def release(self, row: RunningRow) -> None:

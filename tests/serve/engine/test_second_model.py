@@ -118,12 +118,12 @@ def test_drafts_of_the_model_itself_all_stand(family: str, monkeypatch: pytest.M
 
     def late(self: SecondModel) -> None:
         turn[0] += 1
-        if turn[0] > 9:
+        if turn[0] > (9 if family != ONEVISION else 90):  # more than one step catches up with
             stock_read(self)
 
     monkeypatch.setattr(SecondModel, "read", late)
     with engine(spec_of("same", family), family) as made:
-        requests = mixed(None)[:4]
+        requests = mixed(None, 40 if family != ONEVISION else 130)[:4]
         if family == "gemma3":  # takes no clips
             requests[2] = ask("2", image(3), "and?", tokens=30)
         for request, (text, end) in zip(requests, answers(made, requests), strict=True):

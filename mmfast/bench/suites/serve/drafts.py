@@ -33,7 +33,16 @@ LAYERS = 2  # of the 5 of the model, in the draft model
 _PLAIN, _AGAIN = "none", "none again"
 _FIXED = "?adapt=false&most=3"
 _OWN = ("draft:", f"draft:{_FIXED}", f"draft:{_FIXED}&media=false")
-WAYS = (_PLAIN, _AGAIN, "self:0.1", f"self:0.1{_FIXED}", "recycle", "lookup", *_OWN)
+WAYS = (
+    _PLAIN,
+    _AGAIN,
+    "self:0.1",
+    f"self:0.1{_FIXED}",
+    "recycle",
+    "recycle?tree=24",
+    "lookup",
+    *_OWN,
+)
 _NUMBERS = itertools.count()
 
 
@@ -42,7 +51,7 @@ def described(seed: int) -> Iterator[SceneCase]:
     return scene_cases(seed, ("describe",), stills=False)
 
 
-def taught(pair: tuple[Any, Any], tick: Tick, groups: int = 10, passes: int = 4) -> Any:
+def taught(pair: tuple[Any, Any], tick: Tick, groups: int = 8, passes: int = 4) -> Any:
     """Return the first layers of a model, taught to say what it says of clips.
 
     So many `groups` of eight clips, each of which is read in so many `passes`.
@@ -124,7 +133,7 @@ def _round(
 
 
 @benchmark("serve", "drafts")
-def draft_rows(tick: Tick, rounds: int = 7, groups: int = 10, passes: int = 4) -> list[Row]:
+def draft_rows(tick: Tick, rounds: int = 5, groups: int = 8, passes: int = 4) -> list[Row]:
     """Describe four clips, at once and one by one, with each kind of drafts and without."""
     pair = load(MODEL, "cpu", "float32")
     rows, cases = list[Row](), described(2)
