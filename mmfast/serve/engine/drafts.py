@@ -135,7 +135,7 @@ class AnswerDrafts:
 
     @property
     def unread(self) -> list[int]:
-        """What the model that drafts has not read."""
+        """Tokens that the model that drafts has not read."""
         at, behind = self.held + self.read, len(self.said)
         return [*self.said[at:], *self.tokens[max(0, at - behind) :]]
 
