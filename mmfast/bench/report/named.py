@@ -249,8 +249,8 @@ SERVE = {
     "drafts": (
         "Descriptions of clips under each kind of drafts; `draft:` is the first two of five "
         "layers, taught for a minute; processor time of the whole request",
-        "at once: {sessions} | drafts: [proposed]`{job}` or {job} | ms a token: "
-        "{cpu_ms_per_token:.2f} | of none: {to_plain:.2f}x | proposed: [proposed]{proposed:,} | "
+        "at once: {sessions} | drafts: {pruned} | ms a token: {cpu_ms_per_token:.2f} | "
+        "of none: {to_plain:.2f}x | A/A noise: {noise:.1%} | proposed: [proposed]{proposed:,} | "
         "accepted: [proposed]{accepted_share:.0%} | of all tokens: [proposed]{drafted:.0%} | "
         "same text: {same}",
     ),
