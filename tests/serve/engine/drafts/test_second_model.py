@@ -97,8 +97,28 @@ def empty(made: Scheduler) -> bool:
     return not (own.rows or own.store.rows or own._coming or own.reader.answers or own.nbytes)
 
 
+def reads(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
+    """Let prompts of drafts be read when their answers have said so much, whatever the clock."""
+    begin, propose, waiting = SecondModel.begin, BatchDrafts.propose, list[tuple[Any, Any]]()
+    monkeypatch.setattr(SecondModel, "begin", lambda *both: waiting.append(both))
+
+    def proposing(self: BatchDrafts, rows: Any) -> None:
+        for model, row in [*waiting]:
+            if row in rows and len(row.own.said) > after:
+                waiting.remove((model, row))
+                begin(model, row)
+                while model._coming:
+                    model.reader.unit(False)
+        propose(self, rows)
+
+    monkeypatch.setattr(BatchDrafts, "propose", proposing)
+
+
 @pytest.mark.parametrize("name", ["near", "near?media=false", "near?reduce=evs:0.3", "text"])
-def test_text_is_that_of_stock_generate_beside_answers_without_drafts(name: str) -> None:
+def test_text_is_that_of_stock_generate_beside_answers_without_drafts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads(monkeypatch)
     with engine(spec_of(name)) as made:
         requests = mixed(None)
         for request, (text, end) in zip(requests, answers(made, requests), strict=True):
@@ -114,14 +134,7 @@ def test_text_is_that_of_stock_generate_beside_answers_without_drafts(name: str)
 )
 def test_drafts_of_the_model_itself_all_stand(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions and rows of the second model are right in a ragged batch, also where it is late."""
-    stock_read, turn = SecondModel.read, [0]
-
-    def late(self: SecondModel) -> None:
-        turn[0] += 1
-        if turn[0] > (9 if family != ONEVISION else 90):  # more than one step catches up with
-            stock_read(self)
-
-    monkeypatch.setattr(SecondModel, "read", late)
+    reads(monkeypatch, 9 if family != ONEVISION else 80)  # more than one step catches up with
     with engine(spec_of("same", family), family) as made:
         requests = mixed(None, 40 if family != ONEVISION else 130)[:4]
         if family == "gemma3":  # takes no clips
@@ -132,7 +145,10 @@ def test_drafts_of_the_model_itself_all_stand(family: str, monkeypatch: pytest.M
             assert proposed == accepted > 0
 
 
-def test_the_model_drafts_on_a_prompt_that_a_reducer_has_shortened() -> None:
+def test_the_model_drafts_on_a_prompt_that_a_reducer_has_shortened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads(monkeypatch)
     with engine(f"self?{FIXED}&reduce=random:0.4") as made:
         requests = mixed(f"self?{FIXED}&reduce=divprune:0.9")
         for request, (text, end) in zip(requests, answers(made, requests), strict=True):
@@ -182,6 +198,7 @@ def checked(made: Scheduler, found: list[tuple[list[int], list[int]]]) -> bool:
 def test_drafts_are_the_words_of_the_draft_model_behind_what_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    reads(monkeypatch)
     with engine(spec_of("text")) as made:
         assert checked(made, proposals(monkeypatch))
 
@@ -204,6 +221,7 @@ def test_wrong_drafts_change_no_text_and_a_lenient_verifier_would(
 ) -> None:
     request = ask("a", image(1), "what?", tokens=20)
     plain = stock(model_of(ONEVISION), request)
+    reads(monkeypatch)
     monkeypatch.setattr(Chooser, "guess", lambda self, logits, rows: [7] * len(rows))
     with engine(spec_of("same")) as made:
         ((text, end),) = answers(made, [request])
@@ -225,6 +243,7 @@ def test_wrong_drafts_change_no_text_and_a_lenient_verifier_would(
 
 
 def test_drawn_text_is_that_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads(monkeypatch)
     found = proposals(monkeypatch)
     sampling = SamplingOptions(max_tokens=20, temperature=1.0, top_p=0.9, seed=5)
     with engine(spec_of("same")) as made:
