@@ -14,7 +14,7 @@ from mmfast.bench.results import Row, environment
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.models.loading import device_name
 
-_SERVE = ("chats", "load", "mix", "paged", "faults", "realtime", "hostile")
+_SERVE = ("chats", "load", "mix", "drafts", "paged", "faults", "realtime", "hostile")
 _SPEECH = ("quality", "speed", "drafts", "replies", "soak", "translation", "turns")
 # Modules of `mmfast.bench.suites` that hold the benchmarks of each suite.
 SUITES = {

@@ -118,6 +118,16 @@ class DecodePlan:
         return self.dynamic or bool(self.branches)
 
     @property
+    def branching(self) -> bool:
+        """A server drafts a tree of candidates: only where that is asked for."""
+        return self.kind == RECYCLE and self.tree > 0 and "tree=" in self.text
+
+    @property
+    def widest(self) -> int:
+        """Most drafts that a server verifies in one pass."""
+        return max(self.most, self.tree) if self.branching else self.most
+
+    @property
     def exact(self) -> bool:
         """Answers are those of the model alone."""
         return self.kind != BILD
@@ -165,8 +175,10 @@ def check_kind(plan: DecodePlan | None) -> None:
     """Refuse (SpecError) drafts that no server makes."""
     if plan is None:
         return
-    if plan.runs_model:
-        why = "reads a second prompt for its drafts"
+    if plan.kind == BILD:
+        why = "changes answers"
+    elif plan.learn:
+        why = "learns from what all callers are told"
     elif plan.kind == EXIT or plan.grows:
         why = "drafts in layers or trees that a batch of answers does not have"
     else:

@@ -246,6 +246,14 @@ SERVE = {
         "model: {model} | pictures each: {pictures} | chats: {pruned} | s: {seconds:.2f} | "
         "of no spec: {to_plain:.2f}x | of stock: {to_stock:.2f}x",
     ),
+    "drafts": (
+        "Descriptions of clips under each kind of drafts; `draft:` is the first two of five "
+        "layers, taught for a minute; processor time of the whole request",
+        "at once: {sessions} | drafts: {pruned} | ms a token: {cpu_ms_per_token:.2f} | "
+        "of none: {to_plain:.2f}x | A/A noise: {noise:.1%} | proposed: [proposed]{proposed:,} | "
+        "accepted: [proposed]{accepted_share:.0%} | of all tokens: [proposed]{drafted:.0%} | "
+        "same text: {same}",
+    ),
     "paged": (
         "16 texts at once, 40 tokens each, beside the continuous batching of transformers",
         "answered by: {job} | model: {model} | s: {seconds:.2f} | of stock: {to_stock:.2f}x",

@@ -232,7 +232,8 @@ class DraftSource:
         if plan.kind == LOOKUP:
             return LookupDrafter(text.prompt, plan)
         if self._draft is not None:
-            without = None if plan.media and adapter_for(self._draft).media else self._placeholders
+            seen = plan.media and adapter_for(self._draft).media
+            without = None if seen else placeholders(self._model)
             own = prompt_reader(self._draft, inputs, without)
             return self._drafting(reader, own, text, vocabulary, None)
         assert self._stage is not None
@@ -260,11 +261,6 @@ class DraftSource:
             return ModelDrafter(own, self.plan, vocabulary, sync, lessons)
         trees = self.plan.grows and len(text.said) == 1 and reader.plain and own.even
         return (TreeDrafter if trees else ModelDrafter)(own, self.plan, vocabulary, sync)
-
-    @property
-    def _placeholders(self) -> set[int]:
-        ids = (getattr(self._model.config, f"{kind}_token_id", None) for kind in _KINDS)
-        return {each for each in ids if each is not None}
 
     def _check_call(self, config: Any, kwargs: dict[str, Any], inputs: dict[str, Any]) -> None:
         """Refuse what this loop does not decode, in one line."""
@@ -306,6 +302,12 @@ def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
     stop = StopStringCriteria(words, strings)
     own = kwargs.get("stopping_criteria") or ()
     return {**rest, "stopping_criteria": StoppingCriteriaList([*own, stop])}
+
+
+def placeholders(model: Any) -> set[int]:
+    """Return the ids that stand for media in prompts of a model."""
+    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in _KINDS)
+    return {each for each in ids if each is not None}
 
 
 def load_draft(where: str, model: Any, kind: torch.dtype | None = None) -> Any:

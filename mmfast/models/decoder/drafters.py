@@ -278,13 +278,9 @@ def prompt_reader(
     """Let a draft model read a prompt; the reader of what follows.
 
     Stock `generate` prepares positions, masks, media and cache, and hands them over. The assistant
-    of transformers' own loop gets no media. Arguments that the model does not know stay out; with
-    ids `without`, so do these and all media.
+    of transformers' own loop gets no media. For `without` see `own_inputs`.
     """
-    known = set(inspect.signature(model.forward).parameters) - _UNSHARED
-    given = {name: value for name, value in inputs.items() if name in known}
-    if without is not None:
-        given = _text_alone(inputs["input_ids"], inputs.get("attention_mask"), without)
+    given = own_inputs(model, inputs, without)
     given = {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in given.items()}
     found: list[SequenceReader] = []
 
@@ -314,6 +310,19 @@ def prompt_reader(
 # Arguments of the main model's call that say nothing to another model.
 _UNSHARED = {NEW, OLD, "use_cache", "inputs_embeds", "labels", "logits_to_keep"}
 _UNSHARED |= {"output_attentions", "output_hidden_states", "return_dict"}
+
+
+def own_inputs(
+    model: Any, inputs: Mapping[str, Any], without: Collection[int] | None = None
+) -> dict[str, Any]:
+    """Return the inputs of another model that a draft model reads.
+
+    Arguments that it does not know stay out; with ids `without`, so do these and all media.
+    """
+    if without is not None:
+        return _text_alone(inputs["input_ids"], inputs.get("attention_mask"), without)
+    known = set(inspect.signature(model.forward).parameters) - _UNSHARED
+    return {name: value for name, value in inputs.items() if name in known}
 
 
 def _text_alone(ids: Tensor, mask: Tensor | None, without: Collection[int]) -> dict[str, Any]:

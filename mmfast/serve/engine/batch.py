@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmfast.serve.engine.decode import DecodeBatch, PausedAnswer, Said
 from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps, kept_tokens
+from mmfast.serve.engine.model import chunk_work
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob, token_bytes
 from mmfast.serve.engine.prefixes import Prefixes
 from mmfast.serve.engine.request import ActiveRequest
@@ -136,7 +137,8 @@ class RunningBatch:
         """Drop a request at any stage; its memory is free at once."""
         self._tower.cancel(name)
         self._jobs.pop(name, None)
-        self.paused.pop(name, None)
+        if isinstance(paused := self.paused.pop(name, (None, None))[1], PausedAnswer):
+            self.decoder.drafts.release(paused.row)
         if self._running.pop(name, None) is not None:
             self.decoder.release(name)
 
@@ -197,6 +199,16 @@ class RunningBatch:
         self._prefill_next = False
         self._prefill()
         return False
+
+    def unit(self, waited: bool) -> None:
+        """Do one unit of work on prompts; `waited` if answers, here or elsewhere, wait for it."""
+        self.waited, start, slicer = waited, time.perf_counter(), self.encoder.slicer
+        work = chunk_work(self.prefiller.model, self.prefiller.chunk)
+        slicer.allow(0.7 * self.pace if waited else None, work)
+        # Small units share a step: each step costs as much as a few of them.
+        while self.work():
+            if time.perf_counter() - start > self.pace / 3 or slicer.done > work / 3:
+                break
 
     def decode(self) -> None:
         """Decode one token of every running answer, unless the last pass of prefill did."""

@@ -19,7 +19,13 @@ from mmfast.models.families.tower import KINDS
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
-from mmfast.serve.engine.drafts import AnswerDrafts, BatchDrafts, RunningRow, with_room
+from mmfast.serve.engine.drafts import (
+    AnswerDrafts,
+    BatchDrafts,
+    RunningRow,
+    reads_trees,
+    with_room,
+)
 from mmfast.serve.engine.kv.bucket import Entries
 from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries
 from mmfast.serve.engine.lane import Lane
@@ -44,8 +50,8 @@ class Chooser:
         self.penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
         named = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
         blocked = [i for i in named if i is not None]  # an answer has no media
-        rows = model.get_output_embeddings().weight.shape[0]
-        inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < rows)
+        self.width = int(model.get_output_embeddings().weight.shape[0])  # of logits
+        inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < self.width)
         self._blocked = torch.tensor(inside, device=model.device, dtype=torch.int64)
 
     def seen(self, ids: Tensor | None, sampling: SamplingOptions) -> Tensor | None:
@@ -92,8 +98,8 @@ class Chooser:
             old = logits[seen]
             logits[seen] = torch.where(old < 0, old * self.penalty, old / self.penalty)
 
-    def guess(self, logits: Tensor, rows: Sequence[RunningRow], ahead: int) -> list[int]:
-        """Guess the tokens of rows from logits `[B, V]` of drafts, `ahead` of their next ones.
+    def guess(self, logits: Tensor, rows: Sequence[RunningRow]) -> list[int]:
+        """Guess the tokens of rows behind their drafts, from logits `[B, V]` of a draft.
 
         They are chosen by the draw that decides there. Rules of an answer are left out.
         """
@@ -103,7 +109,7 @@ class Chooser:
             if row.sampling.rules is None:
                 self._penalise(mine, row.seen)
             greedy = row.sampling.temperature < _GREEDY
-            draw = Draw(row.sampling, row.step + ahead)
+            draw = Draw(row.sampling, row.step + len(row.own.tokens))
             found.append(int(mine.argmax()) if greedy else _drawn(mine, draw))
         return found
 
@@ -180,7 +186,8 @@ class DecodeBatch:
             most = filled.length + sampling.max_tokens
             made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
         if drafts is not None:
-            made = with_room(made, drafts.plan.most)
+            drafts.grows = drafts.plan.branching and reads_trees(made)
+            made = with_room(made, drafts.plan.widest, drafts.grows)
         self.store.add(made)
         place = filled.position.tolist()
         row = RunningRow(key, sampling, token, 1, place, seen, filled.adapter, drafts)
@@ -257,7 +264,7 @@ class DecodeBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return self.store.nbytes + self.drafts.views.nbytes
+        return self.store.nbytes + self.drafts.nbytes
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """Begin a step: what enters the first layer, `[T, D]`, and its positions `[A, T]`.
@@ -270,13 +277,15 @@ class DecodeBatch:
         else:
             self.drafts.propose(self._rows)
             self._clock = None  # that of a pass that failed
-            self.store.advance([row.count for row in self._rows])
+            paths = [row.paths for row in self._rows]
+            self.store.advance([row.count for row in self._rows], paths=paths)
         self._begun = True
         device = self._table.weight.device
         tokens, places = list[int](), list[list[int]]()
         for row in self._rows:
             tokens += [row.token, *([] if row.drafts is None else row.drafts.tokens)]
-            places += [[at + i for at in row.position] for i in range(row.count)]
+            depths = range(row.count) if row.paths is None else [len(p) - 1 for p in row.paths]
+            places += [[at + depth for at in row.position] for depth in depths]
         positions = torch.tensor(places, device=device).T
         return self._table(torch.tensor(tokens, device=device)), positions
 
@@ -294,18 +303,18 @@ class DecodeBatch:
         self._begun = False
         rows, at = list(self._rows), 0
         self.drafts.learn(rows, logits)
-        first, drafts = dict[RunningRow, int](), dict[RunningRow, list[int]]()
+        first, nodes = dict[RunningRow, int](), dict.fromkeys(rows, 0)
         for row in rows:
-            first[row], drafts[row] = at, [] if row.drafts is None else [*row.drafts.tokens]
+            first[row] = at
             at += row.count
             if row.drafts is not None:
-                row.drafts.proposed += len(drafts[row])
+                row.drafts.proposed += len(row.drafts.tokens)
         said: dict[RunningRow, list[int]] = {row: [] for row in rows}
         live, place = rows, 0
         try:
             while live:
                 plain = place == 0 and at == len(rows)
-                mine = logits if plain else logits[[first[row] + place for row in live]]
+                mine = logits if plain else logits[[first[row] + nodes[row] for row in live]]
                 chosen = self._chosen(live, mine)
                 if self._clock is not None and any(row.drafts for row in rows):
                     seconds = time.perf_counter() - self._clock
@@ -314,14 +323,19 @@ class DecodeBatch:
                 for row, token in zip(live, chosen, strict=True):
                     said[row] += [token] if isinstance(token, int) else []
                 pairs = list(zip(live, chosen, strict=True))
-                stands = [row for row, token in pairs if drafts[row][place : place + 1] == [token]]
-                for row in stands:  # counted before the answer may end
-                    if row.drafts is not None:
-                        row.drafts.accepted += 1
+                stands = list[RunningRow]()
+                for row, token in pairs if at > len(rows) else ():
+                    node = None
+                    if row.drafts is not None and isinstance(token, int):
+                        node = row.drafts.behind(nodes[row], token)
+                    if node is not None:
+                        nodes[row] = node
+                        stands.append(row)
+                        row.own.accepted += 1  # before the answer may end
                 yield [(row.key, token) for row, token in pairs]
                 live, place = [row for row in stands if row in self._rows], place + 1
         finally:
-            self._settle(said)
+            self._settle(said, nodes)
 
     @torch.inference_mode()
     def _chosen(self, rows: Sequence[RunningRow], logits: Tensor) -> list[int | Exception]:
@@ -335,16 +349,18 @@ class DecodeBatch:
                     row.seen = torch.cat([row.seen, row.seen.new_tensor([token])]).unique()
         return chosen
 
-    def _settle(self, said: dict[RunningRow, list[int]]) -> None:
-        """Take back the drafts that fell, of the answers that are still here."""
-        kept = {row: max(1, len(said[row])) for row in self._rows if row in said}
+    def _settle(self, said: dict[RunningRow, list[int]], nodes: dict[RunningRow, int]) -> None:
+        """Take back the drafts that fell, of the answers that are still here.
+
+        `nodes` are the last drafts that stand, from 1.
+        """
+        left = {row: said[row] for row in self._rows if row in said}
         for number, row in enumerate(self._rows):
-            if row in kept and row.count > 1:
-                self.store.settle(number, kept[row])
-        self.drafts.follow(self._rows, self.store, kept)
-        for row in kept:
-            if row.drafts is not None:
-                self.drafts.settle(row, said[row])
+            if row in left and row.count > 1:
+                kept, paths = max(1, len(left[row])), row.paths
+                path = None if paths is None else paths[nodes[row]][:kept]
+                self.store.settle(number, kept, path)
+        self.drafts.follow(self._rows, self.store, left)
 
 
 _HALF = "\ufffd"  # a tokenizer writes this for an incomplete character

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import Spec
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.speculation import (
+    DRAFT,
     LOOKUP,
     RECYCLE,
     SELF,
@@ -34,21 +36,28 @@ from mmfast.models.decoder.drafters import GUESS
 from mmfast.models.kv.view import view_plan
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
-from mmfast.serve.engine.base import SamplingOptions
+from mmfast.serve.engine.base import LOG, SamplingOptions
 from mmfast.serve.engine.kv.bucket import Entries
 from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows
 from mmfast.serve.engine.lane import Lane
 
 _OWNERS = 16  # tenants whose statistics of what follows a token are kept
+CATCH_UP = 64  # tokens of one answer that a model that drafts reads at most before it does
 _PLAIN = 64  # steps after which one without drafts is timed again
 
 
 def check_served(
-    plan: DecodePlan, model: Any, lane: Lane | None, specs: Sequence[Spec], cache: CachePlan | None
+    plan: DecodePlan,
+    model: Any,
+    lane: Lane | None,
+    specs: Sequence[Spec],
+    cache: CachePlan | None,
+    seconds: Collection[str] = (),
 ) -> None:
     """Refuse (SpecError, ModelError) drafts that the batch cannot verify, or not beside the rest.
 
-    `lane` is None where the rows of the model cannot be told apart.
+    `lane` is None where the rows of the model cannot be told apart, and `seconds` are the second
+    models at hand.
     """
     spec = f"decode={plan.text!r}"
     check_kind(plan)
@@ -56,6 +65,11 @@ def check_served(
         raise SpecError(
             f"{spec} takes drafts back, which a batch of {type(model).__name__} cannot: its layers "
             "keep no keys to drop; leave out decode=, or use a pipeline"
+        )
+    if plan.runs_model and plan.model not in seconds:  # no request names a folder to read
+        raise SpecError(
+            f"{spec} drafts from a second prompt, and this server was not started for that; start "
+            f"it with --decode {spec[7:]}, or use 'self:0.1', 'recycle' or 'lookup'"
         )
     check_decode(plan, model, specs, cache)
     if plan.views and cache is not None:
@@ -91,28 +105,51 @@ def served_view(plan: DecodePlan, media: Collection[Any], batched: bool) -> Cach
 class AnswerDrafts:
     """Drafts of one answer, and what became of them.
 
-    `tokens` are those of the step at hand, and `sure` the confidences in them; `view` are the keys
-    and values that the model itself drafts on, until they are copied, and `room` the most entries
-    that they take.
+    `tokens` are those of the step at hand, and `sure` the confidences in them. A model that drafts
+    has read a `prompt` of its own and the first `held` tokens of `said`, in this step `read` more;
+    the first of them is at `start` `[A]`. `view` are its keys and values until they are copied, or
+    while the answer is `paused`, and `room` the most entries that they take.
     """
 
     plan: DecodePlan
     owner: str = ""  # tenant whose statistics it shares
+    prompt: Any = None  # what a second model is to read, until it begins
     view: AnswerRow | None = None
     room: int = 0
+    piece: int = 0  # tokens of that prompt
+    paused: bool = False
     length: DraftLength | None = None  # None: as many drafts as there may be
-    text: TextDrafts | None = None  # None: the model itself drafts
+    text: TextDrafts | None = None  # None: a model drafts
     tokens: list[int] = field(default_factory=list)
+    grows: bool = False  # its row can read a tree
+    parents: list[int] | None = None  # of the tokens of a tree, -1 for the newest token
     sure: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # those of the request
+    said: list[int] = field(default_factory=list)
+    start: list[int] = field(default_factory=list)
+    held: int = 0
+    read: int = 0
     proposed: int = 0
     accepted: int = 0
     seconds: float = 0.0
+
+    @property
+    def unread(self) -> list[int]:
+        """Tokens that the model that drafts has not read."""
+        at, behind = self.held + self.read, len(self.said)
+        return [*self.said[at:], *self.tokens[max(0, at - behind) :]]
+
+    def behind(self, node: int, token: int) -> int | None:
+        """Return the draft, from 1, that is this token behind a draft, 0 the newest token."""
+        parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+        pairs = enumerate(zip(self.tokens, parents, strict=True), start=1)
+        return next((i for i, both in pairs if both == (token, node - 1)), None)
 
     def verified(self, accepted: int) -> None:
         """Learn how many drafts of the step stood."""
         if self.tokens and self.length is not None:
             self.length.end(self.sure, accepted)
-        self.tokens, self.sure = [], []
+        self.tokens, self.sure, self.parents = [], [], None
 
 
 @dataclass(eq=False)
@@ -143,6 +180,16 @@ class RunningRow:
         """Tokens that it reads in the step at hand."""
         return 1 if self.drafts is None else 1 + len(self.drafts.tokens)
 
+    @property
+    def paths(self) -> list[list[int]] | None:
+        """The ways from its newest token to each that it reads; None where these are a chain."""
+        if self.drafts is None or self.drafts.parents is None:
+            return None
+        found = [[0]]
+        for node, parent in enumerate(self.drafts.parents, start=1):
+            found.append([*found[parent + 1], node])
+        return found
+
 
 class StepPrices:
     """Prices of drafts as shares of what one token of an answer costs, by the clock.
@@ -151,7 +198,8 @@ class StepPrices:
     """
 
     def __init__(self) -> None:
-        self.costs = {RECYCLE: Costs(0.001), LOOKUP: Costs(0.001), SELF: Costs(0.6)}
+        self.costs = {RECYCLE: Costs(0.001), LOOKUP: Costs(0.001)}
+        self.costs |= {SELF: Costs(0.6), DRAFT: Costs(0.3)}
         for each in self.costs.values():
             each.wide = 0.1
         self._plain: dict[int, float] = {}  # seconds of a step without drafts, by its rows
@@ -175,26 +223,161 @@ class StepPrices:
             for costs in self.costs.values():
                 costs.wide += 0.3 * (min(4.0, price) - costs.wide)
 
-    def drafted(self, rows: int, tokens: int, seconds: float) -> None:
-        """Take in the seconds in which the model itself made so many drafts for a batch."""
+    def drafted(self, kind: str, rows: int, tokens: int, seconds: float) -> None:
+        """Take in the seconds in which a model read so many tokens to draft for a batch.
+
+        Several of one answer at once cost less, so that one that lags is tried again.
+        """
         if (plain := self._plain.get(rows)) is not None and tokens:
-            costs = self.costs[SELF]
+            costs = self.costs[kind]
             costs.draft += 0.3 * (min(4.0, seconds / tokens * rows / plain) - costs.draft)
+
+
+class DraftRows:
+    """Rows of keys and values on which a model drafts for answers of a batch.
+
+    Drafts have logits of the vocabulary of the `chooser`, which may be larger than its own.
+    """
+
+    kind = SELF
+
+    def __init__(self, lane: Lane, chooser: Any) -> None:
+        self.lane, self._chooser = lane, chooser
+        self.store = AnswerRows(len(lane.kinds), lane.modules.keys())
+        self.rows: list[RunningRow] = []  # answers of the rows of `store`
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.store.nbytes
+
+    def begin(self, row: RunningRow) -> None:
+        """Begin to draft for an answer."""
+        self.add(row)
+
+    def add(self, row: RunningRow) -> None:
+        """Take the entries that an answer has, if it has any now."""
+        own = row.own
+        if own.view is not None and not own.paused:
+            self.store.add(own.view)
+            self.rows.append(row)
+            own.view = None
+
+    def release(self, row: RunningRow) -> None:
+        """Forget an answer."""
+        if row in self.rows:
+            number = self.rows.index(row)
+            self.store.remove(number)
+            self._moved(number)
+
+    def take(self, row: RunningRow) -> None:
+        """Give an answer its entries back."""
+        if row in self.rows:
+            number = self.rows.index(row)
+            row.own.view = self.store.take(number)
+            self._moved(number)
+
+    def _moved(self, number: int) -> None:
+        self.rows[number] = self.rows[-1]
+        self.rows.pop()
+
+    def draft(self, wanted: dict[RunningRow, int]) -> int:
+        """Draft so many tokens for these answers, fewer where unsure; returns how many were read.
+
+        One that lags far behind its answer reads on, and does not draft yet.
+        """
+        count, first = 0, True
+        live = [row for row in self.rows if row in wanted]
+        while live:
+            reads = {row: row.own.unread[:CATCH_UP] for row in live}
+            self.store.advance([len(reads.get(row, ())) for row in self.rows], further=not first)
+            logits, first = self._logits(reads), False
+            count += sum(map(len, reads.values()))
+            ready = [row for row in live if not row.own.unread]
+            if not ready:
+                break
+            logits = logits[[live.index(row) for row in ready]]
+            sure = logits.softmax(-1).amax(-1).tolist()
+            live = []
+            found = self._chooser.guess(logits, ready)
+            for row, token, chance in zip(ready, found, sure, strict=True):
+                own = row.own
+                if own.length is not None and own.length.doubts(chance):
+                    continue
+                own.tokens.append(token)
+                own.sure.append(chance)
+                more = own.length is None or own.length.more(chance)
+                if more and len(own.tokens) < wanted[row]:
+                    live.append(row)
+        return count
+
+    def _logits(self, reads: dict[RunningRow, list[int]]) -> Tensor:
+        """Read tokens of answers, in the order of their rows; logits `[B, V]` behind the last."""
+        table, tokens, places, ends = self.lane.decoder.get_input_embeddings(), [], [], []
+        for row, mine in reads.items():
+            own = row.own
+            at = own.held + own.read
+            places += [[start + at + i for start in own.start] for i in range(len(mine))]
+            tokens += mine
+            ends.append(len(tokens) - 1)
+            own.read += len(mine)
+        device = table.weight.device
+        embeds = table(torch.tensor(tokens, device=device))[None]
+        positions = torch.tensor(places, device=device).T[:, None]
+        with using([row.adapter for row, mine in reads.items() for _ in mine]):
+            given = self.store.cache, embeds, positions
+            hidden = self.lane.run(self.store.attend_flat, *given)[0]
+        with using([row.adapter for row in reads]):
+            logits = self.lane.logits(hidden[ends])
+        return F.pad(logits, (0, self._chooser.width - logits.shape[-1]), value=-torch.inf)
+
+    def settle(self, kept: dict[RunningRow, int]) -> None:
+        """Keep what was read and stands, where answers have said so many tokens in a step."""
+        for number, row in enumerate(self.rows):
+            own = row.own
+            if row in kept and own.read:
+                stands = min(own.read, len(own.said) - own.held + kept[row] - 1)
+                self.store.settle(number, stands)
+                own.held, own.read = own.held + stands, 0
+
+
+class ViewRows(DraftRows):
+    """Rows with a part of the keys of the model itself, which take what it has verified."""
+
+    def follow(
+        self, rows: Sequence[RunningRow], store: AnswerRows, kept: dict[RunningRow, int]
+    ) -> None:
+        """Take over from `store` what was read and stands, in place of drafts."""
+        for number, row in enumerate(self.rows):
+            if row not in kept:
+                continue
+            if row.own.read:
+                self.store.settle(number, 0)
+            self.store.copy_from(store, rows.index(row), number, kept[row])
+            row.own.held, row.own.read = row.own.held + kept[row], 0
 
 
 class BatchDrafts:
     """Sources of drafts for the answers of one batch.
 
     Statistics of what follows a token are shared by the answers of a tenant, and by no others.
+    `models` are second models that draft, by the name of a spec.
     """
 
     def __init__(self, lane: Lane, chooser: Any) -> None:
-        self.lane, self._chooser = lane, chooser
         self.prices = StepPrices()
-        self.views = AnswerRows(len(lane.kinds), lane.modules.keys())
-        self._viewing: list[RunningRow] = []  # answers of the rows of `views`
-        self._ran = False  # the model has drafted in the step at hand
+        self.views = ViewRows(lane, chooser)
+        self.models: dict[str, DraftRows] = {}
         self._known: OrderedDict[tuple[str, int], Recycler] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values of models that draft."""
+        return sum(rows.nbytes for rows in self._sources)
+
+    @property
+    def _sources(self) -> list[DraftRows]:
+        return [self.views, *list(self.models.values())]  # any thread may ask for health
 
     # --- answers come and go --------------------------------------------------------------------
 
@@ -202,15 +385,17 @@ class BatchDrafts:
         """Begin to draft for an answer that has said its first token."""
         own = row.own
         plan, prompt = own.plan, [] if ids is None else ids.tolist()
+        own.said, own.start = [row.token], row.position
         if plan.adapt:
             own.length = DraftLength(self.prices.costs[plan.kind], plan.least)
-        if not plan.views:
+        if plan.runs_model or plan.views:
+            self._source(plan).begin(row)
+        else:
             shared = self._recycler(own.owner, plan.width) if plan.kind == RECYCLE else None
             own.text = TextDrafts(plan, shared, [*prompt, row.token])
-        if own.view is not None:
-            self.views.add(own.view)
-            self._viewing.append(row)
-            own.view = None
+
+    def _source(self, plan: DecodePlan) -> DraftRows:
+        return self.models[plan.model] if plan.runs_model else self.views
 
     def _recycler(self, owner: str, width: int) -> Recycler:
         found = self._known.setdefault((owner, width), Recycler(width))
@@ -221,35 +406,27 @@ class BatchDrafts:
 
     def release(self, row: RunningRow) -> None:
         """Forget an answer."""
-        if row in self._viewing:
-            number = self._viewing.index(row)
-            self.views.remove(number)
-            self._moved(number)
+        for rows in self._sources:
+            rows.release(row)
 
     def pause(self, row: RunningRow) -> None:
         """Take the entries of an answer out, for `resume`."""
-        if row in self._viewing and row.drafts is not None:
-            number = self._viewing.index(row)
-            row.drafts.view = self.views.take(number)
-            self._moved(number)
+        if row.drafts is not None:
+            row.drafts.paused = True
+            for rows in self._sources:
+                rows.take(row)
 
     def resume(self, row: RunningRow) -> None:
         """Put them back."""
-        if row.drafts is not None and row.drafts.view is not None:
-            self.views.add(row.drafts.view)
-            self._viewing.append(row)
-            row.drafts.view = None
-
-    def _moved(self, number: int) -> None:
-        self._viewing[number] = self._viewing[-1]
-        self._viewing.pop()
+        if row.drafts is not None:
+            row.drafts.paused = False
+            self._source(row.drafts.plan).add(row)
 
     # --- a step ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[RunningRow]) -> None:
         """Draft for the answers of a step, as many tokens as are worth it and have room."""
-        self._ran = False
         drafting = [row for row in rows if row.drafts is not None]
         if not drafting:
             return
@@ -257,59 +434,45 @@ class BatchDrafts:
         wanted: dict[RunningRow, int] = {}
         for row in drafting:
             own = row.own
-            own.tokens, own.sure = [], []
+            own.tokens, own.sure, own.parents = [], [], None
             most = min(own.plan.most, row.sampling.max_tokens - row.step - 1)
             if own.length is not None:
                 most = 0 if due else own.length.begin(max(0, most))
             if most <= 0:
                 continue
-            if row in self._viewing:
+            if own.text is None:
                 wanted[row] = most
                 continue
             start = time.perf_counter()
-            if own.text is not None:
+            if own.grows and own.text.recycler is not None:
+                nodes = min(own.plan.tree, 3 * most)
+                own.tokens, own.parents = own.text.recycler.tree(row.token, nodes, most)
+            else:
                 own.tokens = own.text.find(row.token, most)
             own.sure = [GUESS] * len(own.tokens)
             own.seconds += time.perf_counter() - start
-        if wanted:
-            start = time.perf_counter()
-            made = self._by_model(wanted)
-            seconds = time.perf_counter() - start
-            self.prices.drafted(len(rows), made, seconds)
-            for row in wanted:
-                row.own.seconds += seconds / len(wanted)
+        for source in self._sources if wanted else ():
+            if mine := {row: most for row, most in wanted.items() if row in source.rows}:
+                start = time.perf_counter()
+                read = self._drafted(source, mine)
+                seconds = time.perf_counter() - start
+                self.prices.drafted(source.kind, len(rows), read, seconds)
+                for row in mine:
+                    row.own.seconds += seconds / len(mine)
 
-    def _by_model(self, wanted: dict[RunningRow, int]) -> int:
-        """Let the model draft on the entries that it was given; returns how many it made."""
-        table, rows, made = self.lane.decoder.get_input_embeddings(), self._viewing, 0
-        device = table.weight.device
-        live, place = [row for row in rows if row in wanted], 0
-        while live:
-            counts = [int(row in live) for row in rows]
-            self.views.advance(counts, further=place > 0)
-            self._ran = True
-            tokens = [(row.own.tokens or [row.token])[-1] for row in live]
-            spots = [[at + place for at in row.position] for row in live]
-            embeds = table(torch.tensor(tokens, device=device))[None]
-            positions = torch.tensor(spots, device=device).T[:, None]
-            with using([row.adapter for row in live]):
-                hidden = self.lane.run(self.views.attend_flat, self.views.cache, embeds, positions)
-                logits = self.lane.logits(hidden[0])
-            sure = logits.softmax(-1).amax(-1).tolist()
-            found = self._chooser.guess(logits, live, place)
-            place, going = place + 1, []
-            for row, token, chance in zip(live, found, sure, strict=True):
-                own = row.own
-                if own.length is not None and own.length.doubts(chance):
-                    continue
-                own.tokens.append(token)
-                own.sure.append(chance)
-                made += 1
-                more = own.length is None or own.length.more(chance)
-                if more and place < wanted[row]:
-                    going.append(row)
-            live = going
-        return made
+    def _drafted(self, source: DraftRows, wanted: dict[RunningRow, int]) -> int:
+        """Let a model draft; where that fails its answers go on without drafts."""
+        try:
+            return source.draft(wanted)
+        except Exception as error:
+            LOG.exception("drafts failed")
+            for row in wanted:
+                source.release(row)
+                row.own.tokens, row.own.sure = [], []
+                row.own.notes.append(
+                    f"decode {row.own.plan.text!r} drafted no longer: {type(error).__name__}"
+                )
+        return 0
 
     def learn(self, rows: Sequence[RunningRow], logits: Tensor) -> None:
         """Note what the model said behind all tokens that were read, `[T, V]`."""
@@ -328,31 +491,35 @@ class BatchDrafts:
         for (recycler, token), mine in zip(tokens, best, strict=True):
             recycler.learn([token], [mine])
 
-    def settle(self, row: RunningRow, said: Sequence[int]) -> None:
-        """Note the tokens that an answer has said in a step, the last one not yet read."""
-        own = row.own
-        if own.text is not None:
-            own.text.push(said)
-        own.verified(max(0, len(said) - 1))
-
     @torch.inference_mode()
     def follow(
-        self, rows: Sequence[RunningRow], store: AnswerRows, kept: dict[RunningRow, int]
+        self, rows: Sequence[RunningRow], store: AnswerRows, said: dict[RunningRow, list[int]]
     ) -> None:
-        """Let views take over from `store` what was read and stands, in place of their drafts."""
-        for number, row in enumerate(self._viewing):
-            if row not in kept:
-                continue
-            if self._ran:
-                self.views.settle(number, 0)
-            self.views.copy_from(store, rows.index(row), number, kept[row])
-        self._ran = False
+        """Note the tokens that answers have said in a step, the last ones not yet read.
+
+        Views take over from `store` what was read and stands.
+        """
+        kept = {row: max(1, len(mine)) for row, mine in said.items()}
+        self.views.follow(rows, store, kept)
+        for model in self.models.values():
+            model.settle(kept)
+        for row, mine in said.items():
+            if (own := row.drafts) is not None:
+                own.said += mine
+                if own.text is not None:
+                    own.text.push(mine)
+                own.verified(max(0, len(mine) - 1))
+
+
+def reads_trees(row: AnswerRow) -> bool:
+    """Return True if a row may read a tree: all of its entries stay, as they are."""
+    return all(type(part) is Entries and part.leaving is None for part in row.parts)
 
 
 def with_room(row: AnswerRow, most: int, views: bool = False) -> AnswerRow:
     """Let the entries of a row whose oldest leave have room for drafts, which may fall.
 
-    Those of `views` may stand still while others draft, and have a place for that.
+    Those of `views` may stand still while others draft, and have a place for that; so have trees.
     """
     for part in row.parts:
         if isinstance(part, Entries) and (views or part.leaving is not None):

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.registry import MEDIA
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, check_media
 from mmfast.models.prompt import chat_inputs, marked
-from mmfast.models.reduction.decoder_signals import AHEAD
+from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
 from mmfast.models.reduction.inputs import compressed, prompt_rows
 from mmfast.models.reduction.record import features_given
 from mmfast.models.reduction.sequence import Sequences
@@ -214,6 +215,26 @@ Features = dict[Key, UnitFeatures]
 Steps = Generator[tuple[int, Result] | None, None, None]
 # Values of pixels that enter the tower at once; a single medium may have more.
 _MOST, _START = 8 << 20, 1 << 18
+
+
+def parted(specs: Sequence[Spec]) -> tuple[str | None, tuple[Spec, ...], Spec | None, bool]:
+    """Part specs by where a prompt that is read in a batch meets them.
+
+    Returns those between vision tower and language model, those inside the language model, the one
+    inside the tower, and True if these are all.
+    """
+    between = [spec for spec in specs if early([spec])]
+    inner = [spec for spec in specs if spec.site == "llm" or AHEAD in spec.method.needs]
+    deep = tuple(
+        s
+        for s in inner
+        if not (s.method.revives or s.method.bypasses)
+        and ROPE not in s.method.needs
+        and s.tokens == MEDIA
+    )
+    inside = [spec for spec in specs if spec.site == "vit"][:1]
+    whole = len(between) + len(deep) + len(inside) == len(specs)
+    return "+".join(map(str, between)) or None, deep, inside[0] if inside else None, whole
 
 
 def early(reduce: str | Sequence[Spec] | None) -> bool:

@@ -70,3 +70,19 @@ def settled(processor: Any) -> Any:
 
     made._merge_kwargs = merged
     return made
+
+
+def chunk_work(model: Any, tokens: int) -> float:
+    """Return the multiplications of the decoder on a prompt of so many tokens."""
+    layers, config = model.get_decoder().layers, model.config.get_text_config()
+    weights = sum(each.numel() for layer in layers for each in layer.parameters())
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return float(tokens * (weights + tokens * width * config.num_attention_heads * len(layers)))
+
+
+def stated_bytes(model: Any) -> int:
+    """Return the bytes of keys and values of one token from the configuration."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)

@@ -76,8 +76,9 @@ class ActiveRequest:
 
     @property
     def draft_rooms(self) -> list[int]:
-        """Most entries of the row on which the model drafts, if it does."""
-        return [self.drafts.room] if self.drafts is not None and self.drafts.room else []
+        """Most entries of the row on which the model itself drafts, if it does."""
+        own = self.drafts
+        return [own.room] if own is not None and own.room and own.plan.views else []
 
     def adopt(
         self, early: str | None, deep: tuple[Spec, ...], inside: Spec | None, batched: bool

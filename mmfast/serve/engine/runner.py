@@ -18,16 +18,14 @@ from mmfast.attach import attach
 from mmfast.caches.plan import call_plan, served_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.kv import KVBlock
-from mmfast.core.registry import MEDIA
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.decoding.speculation import plan_decode
+from mmfast.decoding.speculation import DecodePlan, check_kind, plan_decode
 from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check, refuse_files
-from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
 from mmfast.models.reduction.inputs import axes, positions_of
 from mmfast.models.reduction.record import features_given
 from mmfast.pipelines.planning import PipelinePlanner
@@ -38,15 +36,17 @@ from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.drafts import NO_VIEW, AnswerDrafts, check_served, served_view
-from mmfast.serve.engine.encoder import MediaEncoder, early, kept_tokens
+from mmfast.serve.engine.encoder import MediaEncoder, kept_tokens, parted
 from mmfast.serve.engine.kv.bucket import taken
 from mmfast.serve.engine.kv.rows import layer_bytes
 from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.media import ByteCache
+from mmfast.serve.engine.model import chunk_work, stated_bytes
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import CHUNKS, PAUSE, Prefiller
 from mmfast.serve.engine.request import ActiveRequest, check_storeless
 from mmfast.serve.engine.reuse import PREFILL, ServedReuse
+from mmfast.serve.engine.second_model import SecondModel
 from mmfast.serve.engine.slicer import Slicer
 from mmfast.serve.engine.slots import Draw, Filled
 
@@ -317,6 +317,7 @@ class ModelRunner:
         served: Callable[[str, float], None],
         name: Any,
         reuse: ServedReuse | None = None,
+        decode: DecodePlan | None = None,
     ) -> None:
         self.encoder, self.model, self.processor = encoder, encoder.model, encoder.processor
         self._slots, self.limit, self._name = slots, limit, name
@@ -329,7 +330,14 @@ class ModelRunner:
             self.batch = RunningBatch(self.encoder, *parts, limit // 4, served)
             self.per_token = self.batch.per_token
         except ModelError:  # layers whose rows cannot be told apart
-            self.per_token = _stated_bytes(self.model)
+            self.per_token = stated_bytes(self.model)
+        # models that read prompts of their own to draft, by the name of their spec
+        self.seconds: dict[str, SecondModel] = {}
+        if self.batch is not None and decode is not None and decode.runs_model:
+            check_kind(decode)
+            given = self.model, self.chooser, chunk, limit, served
+            self.seconds[decode.model] = SecondModel(decode, *given)
+            self.batch.decoder.drafts.models |= self.seconds
         self.reuse = reuse
         self.sequential = SequentialRunner(self.model, self.chooser, served, self._join, reuse)
         self._planner: PipelinePlanner | None = None
@@ -353,18 +361,22 @@ class ModelRunner:
         if self.batch is None:
             return sum(answer.piece + answer.reserve for answer in waiting)
         waiting += self.batch.coming
-        store, views = self.batch.decoder.store, self.batch.decoder.drafts.views
+        store, views = self.batch.decoder.store, self.batch.decoder.drafts.views.store
         held = views.needed([room for answer in waiting for room in answer.draft_rooms])
         held += -(-store.held_bytes // self.per_token)
+        for model in self.seconds.values():
+            held += -(-model.needed([*self.answers, *more]) // self.per_token)
         # Until it is copied to its row, a prompt lies in a tensor of its own.
         return store.needed([a.reserve for a in waiting]) + held + sum(a.piece for a in waiting)
 
     def check_fits(self, answer: ActiveRequest) -> None:
         """Refuse a request that is too large even alone, naming the bytes needed and available."""
         tokens = taken([answer.reserve]) + taken(answer.draft_rooms) + answer.piece
-        if tokens * self.per_token > self.limit:
+        bytes_ = tokens * self.per_token
+        bytes_ += sum(model.alone(answer.drafts) for model in self.seconds.values())
+        if bytes_ > self.limit:
             raise MmfastError(
-                f"this request takes {tokens * self.per_token:,} bytes of keys and values, and "
+                f"this request takes {bytes_:,} bytes of keys and values, and "
                 f"there are {self.limit:,}; ask for fewer tokens, or give the server more memory"
             )
 
@@ -418,7 +430,7 @@ class ModelRunner:
             check_prefill(sparse, self.model)
         if (drafts := plan_decode(answer.decode)) is not None:
             lane = None if self.batch is None else self.batch.decoder.lane
-            check_served(drafts, self.model, lane, specs, plan)
+            check_served(drafts, self.model, lane, specs, plan, self.seconds)
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
         if self.reuse is None:
@@ -431,29 +443,21 @@ class ModelRunner:
         assert answer.prepared is not None
         plan, specs = call_plan(answer.cache), tuple(parse(answer.reduce))
         specs = check(specs, self.model, plan) if specs else ()
-        between = [spec for spec in specs if early([spec])]
-        inner = [spec for spec in specs if spec.site == "llm" or AHEAD in spec.method.needs]
-        deep = tuple(
-            s
-            for s in inner
-            if not (s.method.revives or s.method.bypasses)
-            and ROPE not in s.method.needs
-            and s.tokens == MEDIA
-        )
-        inside = [spec for spec in specs if spec.site == "vit"][:1]
-        known = len(between) + len(deep) + len(inside)
+        early, deep, inside, whole = parted(specs)
         answer.reuses = self.reuse is not None and self.reuse.acts(answer)
         alone = answer.reuses or _skips_keys(answer)
-        batched = self._decodes(answer) and known == len(specs) and not alone
-        early_part = "+".join(map(str, between)) or None
-        answer.adopt(early_part, deep, inside[0] if inside else None, batched)
+        answer.adopt(early, deep, inside, self._decodes(answer) and whole and not alone)
         more = answer.sampling.max_tokens
         answer.piece = answer.prepared.length + self.ahead(answer)
         answer.reserve = bound(plan, answer.piece, more, self.model.dtype.itemsize)
         if (drafts := plan_decode(answer.decode)) is not None:
-            answer.drafts = AnswerDrafts(drafts, answer.request.tenant)
-            answer.reserve += drafts.most + 1  # drafts may fall where a window goes on
-            if view := served_view(drafts, features_given(answer.prepared.inputs), answer.batched):
+            answer.drafts = AnswerDrafts(drafts, answer.request.tenant, notes=answer.notes)
+            answer.reserve += drafts.widest + 1  # drafts may fall where a window goes on
+            if drafts.runs_model:
+                self.seconds[drafts.model].adopt(answer.drafts, answer.prepared, more)
+            elif view := served_view(
+                drafts, features_given(answer.prepared.inputs), answer.batched
+            ):
                 answer.prepared = replace(answer.prepared, view=view)
                 answer.drafts.room = answer.piece + more + drafts.most + 1
             elif drafts.views:
@@ -492,6 +496,14 @@ class ModelRunner:
             self.batch.cancel(name)
         self.sequential.cancel(name)
 
+    def close(self) -> None:
+        """Drop all requests and end the threads of encoders."""
+        self.clear()
+        self.encoder.slicer.close()
+        self.sequential.close()
+        for model in self.seconds.values():
+            model.close()
+
     def clear(self) -> list[ActiveRequest]:
         """Drop all requests and return them."""
         dropped = self.answers
@@ -510,22 +522,18 @@ class ModelRunner:
         waited = alone.runs or (batch is not None and bool(len(batch.decoder)))
         pace, chunk = (batch.pace, batch.prefiller.chunk) if batch else (PAUSE, self._chunk)
         seconds, work = 0.7 * pace, chunk_work(self.model, chunk)
-        budget = seconds if waited else None
         if batch is not None:
             batch.waited = waited
         if alone.stopped:  # before any prompt, so that its stream waits for one unit at most
             pass
         elif alone.waits and (self._prompt_turn or not (batch and batch.coming)):
-            alone.read(budget, work)
+            alone.read(seconds if waited else None, work)
             self._prompt_turn = False
         elif batch is not None:
-            start, slicer = time.perf_counter(), self.encoder.slicer
-            slicer.allow(budget, work)
-            # Small units share a step: each step costs as much as a few of them.
-            while batch.work():
-                if time.perf_counter() - start > batch.pace / 3 or slicer.done > work / 3:
-                    break
+            batch.unit(waited)
             self._prompt_turn = True
+            for model in self.seconds.values() if not batch.coming else ():
+                model.read()
         if batch is not None:
             batch.decode()
         alone.step(seconds, work / 2)  # what steps read again is no more than half a chunk
@@ -582,19 +590,3 @@ def _skips_keys(answer: ActiveRequest) -> bool:
     if plan is None or plan.whole or prepared is None:
         return False
     return prepared.length >= plan.selector().least
-
-
-def chunk_work(model: Any, tokens: int) -> float:
-    """Return the multiplications of the decoder on a prompt of so many tokens."""
-    layers, config = model.get_decoder().layers, model.config.get_text_config()
-    weights = sum(each.numel() for layer in layers for each in layer.parameters())
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return float(tokens * (weights + tokens * width * config.num_attention_heads * len(layers)))
-
-
-def _stated_bytes(model: Any) -> int:
-    """Return the bytes of keys and values of one token from the configuration."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)

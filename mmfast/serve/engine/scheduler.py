@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
+from mmfast.decoding.speculation import plan_decode
 from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.prompt import scope_note_of
 from mmfast.models.reduction.record import features_given
@@ -186,7 +187,8 @@ class Scheduler:
             again = ServedReuse(stock, processor, kept_plan, store_of(store), modules)
         elif modules is not None:
             raise MmfastError("modules= are kept nowhere without reuse=; give reuse='prefix' too")
-        self._runner = ModelRunner(kept, slots, chunk, limit, self._served, model, again)
+        how = model, again, plan_decode(decode)
+        self._runner = ModelRunner(kept, slots, chunk, limit, self._served, *how)
         self._default = Options(reduce, cache, prefill=prefill, decode=decode)
         self._runner.check(self._answer(Request("", ()), print, SamplingOptions()))
         self._wake = threading.Condition()
@@ -391,9 +393,7 @@ class Scheduler:
             self._ended = now
 
     def _end_all(self) -> None:
-        self._runner.clear()
-        self._runner.encoder.slicer.close()
-        self._runner.sequential.close()
+        self._runner.close()
         self._adapters.close()
         with self._wake:
             left = [answer for answer in self._known.values() if answer is not None]

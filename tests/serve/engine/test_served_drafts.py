@@ -95,10 +95,55 @@ def test_a_draft_that_stands_although_it_was_not_chosen_is_seen(
         ends = [ear.wait() for ear in ears]
         assert drafts(ends[1]) is not None and drafts(ends[1])[1] == 0  # type: ignore[index]
         assert chances(ears[1]) == pytest.approx(chances(ears[0]), abs=1e-4)
-        monkeypatch.setattr(AnswerRows, "settle", lambda self, number, kept: None)
+        monkeypatch.setattr(AnswerRows, "settle", lambda *_: None)
         ears.append(Ear(made, replace(request, id="c")))
         ears[2].wait()
         assert chances(ears[2]) != pytest.approx(chances(ears[0]), abs=1e-4)
+
+
+TREE = "recycle?adapt=false&most=4&tree=12&width=4"
+
+
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[1:4])]
+)
+def test_trees_of_candidates_change_no_text(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside chains and none; on windows the same spec drafts chains. A path moves together."""
+    settle, branches = AnswerRows.settle, list[bool]()
+
+    def noted(self: AnswerRows, number: int, kept: int, path: Any = None) -> None:
+        if path is not None:
+            branches.append(list(path) != list(range(len(path))))
+        settle(self, number, kept, path)
+
+    monkeypatch.setattr(AnswerRows, "settle", noted)
+    sampling = SamplingOptions(max_tokens=30, temperature=0.7, seed=2)
+    drawn = [replace(ask(f"d{i}", "a b a c a b d a " * 3), sampling=sampling) for i in range(2)]
+    texts = ["a b a c a b d a " * 4, "a b a c a b d a e " * 3]
+    asked = [ask(f"t{i}", each, tokens=40) for i, each in enumerate(texts)]
+    requests = [*asked, ask("i", image(1), "a b a c a b d a?", tokens=30), *drawn]
+
+    def under(spec: str, name: str) -> list[Request]:
+        specs = [spec, spec, spec, spec, "none"]
+        return [
+            replace(each, id=f"{name}{each.id}", options=replace(each.options, decode=own))
+            for each, own in zip(requests, specs, strict=True)
+        ]
+
+    with engine(family) as made:
+        plain = [text for text, _ in answers(made, under("none", "p"))]
+        assert plain[:3] == [stock(model_of(family), each) for each in requests[:3]]
+        chains = [*under("recycle?adapt=false", "c")[:2], *under(TREE, "a")[2:]]
+        for name, mine in (("t", under(TREE, "t")), ("u", under(TREE, "u")), ("c", chains)):
+            assert [text for text, _ in answers(made, mine)] == plain, name
+        assert any(branches) or family == "gemma3"
+        assert made._runner.nbytes == 0
+        if family != FAMILIES[0]:
+            return
+        # planted: what stands stays where it was read
+        monkeypatch.setattr(AnswerRows, "settle", lambda s, n, kept, path=None: settle(s, n, kept))
+        found = [text for text, _ in answers(made, under(TREE, "w"))]
+        assert found != plain
 
 
 @pytest.mark.slow
@@ -144,9 +189,9 @@ def test_what_cannot_draft_is_refused_in_one_line() -> None:
     wrong = {
         "draft:x": "second prompt.*use 'self:0.1'",
         "self?reduce=evs:0.5": "second prompt",
-        "bild:x": "second prompt",
+        "bild:x": "changes answers",
         "exit:x": "layers or trees",
-        "self?tree=2x1": "layers or trees",
+        "self:0.1?tree=2x1": "layers or trees",
         "lokup": "lookup",
         "self:0.1?score=none": "snapkv",
     }
@@ -164,8 +209,8 @@ def test_what_cannot_draft_is_refused_in_one_line() -> None:
         ((_, plain), (text, _)) = answers(made, [beside, ask("c", "a b a b a", tokens=9)])
         assert drafts(plain) is None
         assert text == stock(model_of(FAMILIES[0]), ask("c", "a b a b a", tokens=9))
-    with pytest.raises(MmfastError, match="second prompt"):
-        Scheduler(model_of(FAMILIES[0]), decode="draft:x")
+    with pytest.raises(MmfastError, match="changes answers"):
+        Scheduler(model_of(FAMILIES[0]), decode="bild:x")
     with pytest.raises(MmfastError, match=r"takes drafts back.*Lfm2Vl"):
         Scheduler(model_of("lfm2_vl"), decode="recycle")
 

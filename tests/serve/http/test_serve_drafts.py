@@ -17,6 +17,7 @@ from serve_tools import CHAT, MODEL, app_of, client_of, data_url, text, user
 
 from mmfast.cli import main
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.models.loading import load
 from mmfast.serve.config import ServerConfig, resolve
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.http.service import load_engine
@@ -105,6 +106,28 @@ def test_wrong_specs_are_one_line(drafting: Scheduler) -> None:
         assert reply.status_code == 400 and said in message and "\n" not in message
 
 
+def test_a_draft_model_that_the_server_was_started_with(tmp_path: Path) -> None:
+    """Its answers are the plain ones; another folder and other words are refused in one line."""
+    model = load(None, "cpu", "float32")[0]
+    model.save_pretrained(tmp_path)  # the model itself, which drafts what it will say
+    spec = f"draft:{tmp_path}?adapt=false&least=0&most=2"
+    made = load_engine(ServerConfig(decode=spec, slots=4, name=MODEL))
+    try:
+        documents = [
+            asked("none", max_tokens=8, ignore_eos=True),
+            asked(max_tokens=8, ignore_eos=True),
+        ]
+        *replies, other, _ = posted(made, CHAT, *documents, asked("draft:/else/where"))
+        assert told(replies[0]) == told(replies[1])
+        details = replies[1].json()["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] > 0 == details["rejected_prediction_tokens"]
+        message = other.json()["error"]["message"]
+        assert other.status_code == 400 and "start it with --decode" in message
+        assert "\n" not in message
+    finally:
+        made.close()
+
+
 def test_options_and_engines_take_it_or_refuse_it(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text('decode = "recycle"\n')
@@ -115,7 +138,7 @@ def test_options_and_engines_take_it_or_refuse_it(tmp_path: Path) -> None:
     check_parts(None, None, None, "none")
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["serve", "--decode", "none", "--dry-run"])
-    with pytest.raises(SpecError, match="second prompt"):
-        RayEngine(None, decode_spec="draft:x", replicas=1)
+    with pytest.raises(SpecError, match="changes answers"):
+        RayEngine(None, decode_spec="bild:x", replicas=1)
     with pytest.raises(MmfastError, match="--decode has no effect on --engine vllm"):
         command(ServerConfig(model="org/model", engine="vllm", decode="recycle"))

@@ -73,17 +73,19 @@ def chat(
 
 
 class ChatRecord:
-    """Submits a request; records its last event and the time of that."""
+    """Submits a request; records its text, its last event and the time of that."""
 
     def __init__(self, engine: Any, request: Request) -> None:
         self.name, self.begun, self.over = request.id, threading.Event(), threading.Event()
         self.last: Event | None = None
-        self.at = 0.0
+        self.text, self.at = "", 0.0
         engine.submit(request, self._receive)
 
     def _receive(self, event: Event) -> None:
         self.begun.set()
-        if not isinstance(event, Delta):
+        if isinstance(event, Delta):
+            self.text += event.text
+        else:
             self.last, self.at = event, time.perf_counter()
             self.over.set()
 

@@ -185,11 +185,18 @@ class Places:
         if owners != list(range(answers)):
             self.owners = torch.tensor(owners, device=like.device)
 
-    def advance(self, counts: Sequence[int] | None = None) -> None:
-        """Find the places of one step; `counts` are the tokens of each answer, None one each."""
+    def advance(
+        self,
+        counts: Sequence[int] | None = None,
+        paths: Sequence[Sequence[Sequence[int]] | None] = (),
+    ) -> None:
+        """Find the places of one step; `counts` are the tokens of each answer, None one each.
+
+        A token of a tree sees its path, of all tokens of the step.
+        """
         self.index = None
         if counts is not None:
-            self._spread(counts)
+            self._spread(counts, paths)
             return
         lengths = [row.length for row in self.rows]
         self.at = torch.tensor([[row.slot] for row in self.rows], device=self._device)
@@ -212,7 +219,9 @@ class Places:
             flat[rows, places] = torch.finfo(self._dtype).min
         self.mask = self._added[..., : self.stop]  # [B, 1, 1, stop]
 
-    def _spread(self, counts: Sequence[int]) -> None:
+    def _spread(
+        self, counts: Sequence[int], paths: Sequence[Sequence[Sequence[int]] | None]
+    ) -> None:
         """Find the places of a step in which an answer reads `counts` of its tokens, maybe none."""
         self._added = None
         starts = [0, *itertools.accumulate(counts)]
@@ -228,14 +237,17 @@ class Places:
             at.append([slots[i] for i in last])
             real += [b * wide + i for i in range(n)]
             for i, place in enumerate(last):
-                if row.leaving is None:
+                if (tree := paths[row.owner]) is not None:
+                    seen[b, i, : slots[0]] = True
+                    seen[b, i, [slots[node] for node in tree[place]]] = True
+                elif row.leaving is None:
                     seen[b, i, : slots[place] + 1] = True
                 else:
                     own = row.orders[len(row.orders) - n + place] if n else [row.length]
                     seen[b, i, own] = True
         self.index = torch.tensor(index, device=self._device)
         self.at = torch.tensor(at, device=self._device)
-        self.real = torch.tensor(real, device=self._device)
+        self.real = torch.tensor(real, device=self._device, dtype=torch.int64)  # maybe none
         self.targets = self.index.flatten()[self.real]
         self.mask = added(seen.to(self._device)[:, None], self._dtype)  # [B, 1, n, stop]
 

@@ -54,12 +54,14 @@ class Held:
 class AnswerRow:
     """An answer behind its prompt: its parts by layer, and what acts on them at every step.
 
-    `count` are the tokens that it reads in this step.
+    `count` are the tokens that it reads in this step; of a tree, `paths` are the ways from its root
+    to each of them.
     """
 
     parts: Sequence[Entries | State | Held]
     driver: Callable[[], None] | None = None
     count: int = 1
+    paths: Sequence[Sequence[int]] | None = None
 
 
 def entries(
@@ -220,14 +222,21 @@ class AnswerRows:
         self.remove(number)
         return AnswerRow(parts)
 
-    def advance(self, counts: Sequence[int] | None = None, further: bool = False) -> None:
+    def advance(
+        self,
+        counts: Sequence[int] | None = None,
+        further: bool = False,
+        paths: Sequence[Sequence[Sequence[int]] | None] | None = None,
+    ) -> None:
         """Begin a step of all rows; `cache` is what their pass is to get.
 
         `counts` are the tokens that each of them reads, None is one; see `settle`. `further` tokens
-        belong to the step that has begun. Rows with several tokens hold entries alone.
+        belong to the step that has begun. Rows with several tokens hold entries alone, and none of
+        those that read a tree leave.
         """
         for number, row in enumerate(self.rows):
             row.count = 1 if counts is None else counts[number]
+            row.paths = None if paths is None else paths[number]
             if row.driver is not None:
                 row.driver()
         self._pack()
@@ -236,8 +245,19 @@ class AnswerRows:
                 slots.advance(row.count, further)
         self.arrange()
 
-    def settle(self, number: int, kept: int) -> None:
-        """Take back all but the first `kept` tokens that a row has read in this step."""
+    @torch.inference_mode()
+    def settle(self, number: int, kept: int, path: Sequence[int] | None = None) -> None:
+        """Take back all but the first `kept` tokens that a row has read in this step.
+
+        Of a tree those on a `path` stand, and take the places of the first.
+        """
+        moved = path is not None and list(path) != list(range(kept))
+        for layer in self.layers if moved else ():
+            if path is not None and (at := layer.find(self._slots[number])) is not None:
+                bucket, row, slots = at
+                assert bucket.own.data is not None
+                data, stand = bucket.own.data[:, row], [slots.slots[node] for node in path]
+                data[:, :, slots.slots[: len(path)]] = data[:, :, stand]
         for slots in self._slots[number]:
             slots.settle(kept)
 
@@ -263,7 +283,7 @@ class AnswerRows:
             self._rearrange()
         counts = [row.count for row in self.rows]
         for places in self._places:
-            places.advance(counts if self.spread else None)
+            places.advance(counts if self.spread else None, [row.paths for row in self.rows])
 
     @property
     def spread(self) -> bool:
