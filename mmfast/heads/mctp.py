@@ -77,8 +77,9 @@ class Mctp(AudioHead):
         parts = zip(self.norms_e, self.norms_h, self.projs, self._blocks, strict=True)
         lone = [self.trunk.lone((e, h), proj, block) for e, h, proj, block in parts]
         self._lone = [each for each in lone if each is not None] if self.window == 1 else []
-        for parts in (self._blocks, self._entries, self._lone):
-            parts += parts[-1:] * self.repeats  # type: ignore[attr-defined]
+        self._blocks += self._blocks[-1:] * self.repeats
+        self._entries += self._entries[-1:] * self.repeats
+        self._lone += self._lone[-1:] * self.repeats
 
     def _take(self, state: HeadState, module: int, token: Tensor) -> None:
         embeds = self.trunk.embed(token)
