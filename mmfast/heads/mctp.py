@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmfast.core.errors import ModelError
 from mmfast.core.registry import register
 from mmfast.heads.base import AudioHead, HeadState, Trunk, gather
 
@@ -21,15 +22,22 @@ class Mctp(AudioHead):
     """Chained draft modules, each reading the token drafted before it (VITA-Audio).
 
     Module k: `x = proj([norm_e(E(token t+k+1)); norm_h(H_k)])`, one decoder layer, the backbone's
-    final norm gives `H_(k+1)` and, through its output head, the guess of token t + k + 2. The
-    arguments are those of `AudioHead`.
+    final norm gives `H_(k+1)` and, through its output head, the guess of token t + k + 2. Behind
+    the last module it runs again, fed by itself, `repeats` times (as in EAGLE, arXiv 2401.15077):
+    its weights are read once more and are no others. The other arguments are those of `AudioHead`.
     """
 
     name: ClassVar[str] = "mctp"
     reads: ClassVar[str] = "normed"
 
-    def __init__(self, trunk: Trunk, modules: int = 10, **options: Any) -> None:
+    def __init__(
+        self, trunk: Trunk, modules: int = 10, *, repeats: int = 0, **options: Any
+    ) -> None:
         super().__init__(trunk, modules, **options)
+        if repeats < 0:
+            raise ModelError(f"a head whose last module repeats {repeats} times; use 0 or more")
+        self.config["repeats"], self.repeats = repeats, repeats
+        self.modules_count += repeats
         width = trunk.width
         like = next(self.layers.parameters())
         self.norms_e = nn.ModuleList(trunk.new_norm() for _ in range(modules))
@@ -52,14 +60,12 @@ class Mctp(AudioHead):
     def forward(self, hidden: Tensor, embeds: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """See `AudioHead.forward`."""
         found = []
-        for k, layer in enumerate(self.layers):
-            n = embeds.shape[1] - 1 - k
-            if n < 1:
-                break
-            pair = self.norms_e[k](embeds[:, k + 1 :]), self.norms_h[k](hidden[:, :n])
-            x = self.projs[k](torch.cat(pair, -1))
+        for k in range(min(self.modules_count, embeds.shape[1] - 1)):
+            n, part = embeds.shape[1] - 1 - k, min(k, len(self.layers) - 1)
+            pair = self.norms_e[part](embeds[:, k + 1 :]), self.norms_h[part](hidden[:, :n])
+            x = self.projs[part](torch.cat(pair, -1))
             cut = None if mask is None else mask[..., :n, :n]
-            hidden = self.trunk.norm(self.trunk.whole(layer, x, cut))
+            hidden = self.trunk.norm(self.trunk.whole(self.layers[part], x, cut))
             found.append(hidden)
         return found
 
@@ -71,6 +77,9 @@ class Mctp(AudioHead):
         parts = zip(self.norms_e, self.norms_h, self.projs, self._blocks, strict=True)
         lone = [self.trunk.lone((e, h), proj, block) for e, h, proj, block in parts]
         self._lone = [each for each in lone if each is not None] if self.window == 1 else []
+        self._blocks += self._blocks[-1:] * self.repeats
+        self._entries += self._entries[-1:] * self.repeats
+        self._lone += self._lone[-1:] * self.repeats
 
     def _take(self, state: HeadState, module: int, token: Tensor) -> None:
         embeds = self.trunk.embed(token)

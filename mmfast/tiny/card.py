@@ -197,7 +197,7 @@ def _speech(folder: Path, log: list[Row]) -> Row:
 
 def _heads(log: list[Row]) -> str:
     lines = []
-    for name in ("mctp", "mtp"):
+    for name in ("mctp", "again", "mtp"):
         mine = [row for row in log if name in row]
         shares = [row[name] for row in mine if "held" in row or row["stage"] == "held-out"][-1:]
         shares = shares or [row[name] for row in mine[-5:]]

@@ -120,6 +120,11 @@ def test_pairs_are_judged_by_the_best_assignment() -> None:
     assert sum(each.errors for each in judged_pair(planted_pair(), mixed_up)) == 2  # z twice
     figures = pair_figures([planted_pair()], [[first, second]])
     assert figures["score"] == 1 and figures["by_overlap"] == {"under half": 1.0}
+    row = {**figures, "suite": "speech", "bench": "overlap", "device": "cpu", "job": "offline"}
+    row |= {"policy": "offline", "source": "ear for two", "processor": "p", "date": "2026-01-01"}
+    row |= {"commit": "c", "by_overlap": {"apart": -0.0833, "over half": 1.0}}
+    table = write_table("speech_cost", [row])
+    assert any("| apart -8 %, over half 100 % |" in line for line in table)
 
 
 def test_the_right_ear_gives_each_word_when_it_ends() -> None:

@@ -179,6 +179,36 @@ def test_one_stream_in_few_operations_drafts_what_the_modules_do(family: str) ->
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 1, 4])
+@pytest.mark.parametrize("lean", [False, True])
+def test_the_last_module_runs_again(lean: bool, window: int, tmp_path: Path) -> None:
+    """A head that repeats it is one whose further modules are copies of it, of fewer weights."""
+    backbone = Backbone(small.tiny("qwen3", seed=3).double(), lean=lean)
+    torch.manual_seed(8)
+    options: dict[str, Any] = {"window": window, "start": "random"}
+    short = make_head("mctp", backbone, modules=2, repeats=3, **options).eval()
+    long = make_head("mctp", backbone, modules=5, **options).eval()
+    state = {
+        name.replace(".1.", f".{k}."): value
+        for name, value in short.state_dict().items()
+        for k in ((1, 2, 3, 4) if ".1." in name else (0,))
+    }
+    long.load_state_dict(state)
+    assert sum(p.numel() for p in short.parameters()) < sum(p.numel() for p in long.parameters())
+    save_head(short, tmp_path / "head.safetensors")
+    ids, found = torch.randint(0, 24, (1, 9), generator=torch.Generator().manual_seed(2)), []
+    for head in (short, long, load_head(tmp_path / "head.safetensors", backbone)):
+        hidden, embeds = small.read(backbone, ids, head.reads)
+        place = head.init_state(1, 8)
+        head.observe(place, embeds, hidden, [9])
+        found.append((_drafts(head, place, torch.tensor([7]), 5), head.loss(hidden, embeds, ids)))
+    for drafts, loss in found[1:]:
+        torch.testing.assert_close(found[0][0], drafts, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(found[0][1].each, loss.each)
+    with pytest.raises(ModelError, match="-1 times"):
+        make_head("mctp", backbone, modules=2, repeats=-1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_drafting_computes_what_training_did(name: str) -> None:
     backbone, head = _made(name)

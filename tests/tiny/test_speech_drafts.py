@@ -48,6 +48,7 @@ def test_places_are_what_the_backbone_says_of_them(parts: Any) -> None:
 
 def test_modules_learn_what_drafting_computes(parts: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(drafts, "CHAINED", 4)
+    monkeypatch.setattr(drafts, "REPEATS", 1)
     monkeypatch.setattr(drafts, "CHAINED_INNER", 24)
     model, said = parts
     lm = model.backbone.model
@@ -60,7 +61,7 @@ def test_modules_learn_what_drafting_computes(parts: Any, monkeypatch: Any) -> N
     head, texts = task.head.eval(), model.layout.texts
     mask = causal_mask(7, hidden, 1)
     want = torch.zeros(())
-    for k, states in enumerate(head(hidden, embeds, mask)[:4]):
+    for k, states in enumerate(head(hidden, embeds, mask)[:5]):
         logits = head.output(k, states[:, 0], slice(texts, None))
         label = data.chosen[at + k + 1][None]
         want += drafts.CHAINED_FADE**k * torch.nn.functional.cross_entropy(logits, label)
@@ -81,6 +82,27 @@ def test_they_get_better_and_are_judged_on_other_texts(parts: Any, monkeypatch: 
     after = task.judge(data, places)[1]
     assert sum(after) > sum(before) + 0.3
     assert rows[-1]["stage"] == "held-out" and rows[-1]["mctp"] == task.look()["mctp"]
+
+
+def test_the_last_module_alone_learns_to_run_again(parts: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(drafts, "CHAINED", 3)
+    monkeypatch.setattr(drafts, "REPEATS", 2)
+    monkeypatch.setattr(drafts, "CHAINED_BATCH", 64)
+    model, said = parts
+    data = make_places(model.backbone.model, model.layout, said, 0)
+    given = (model.backbone, model.layout, data, data, 0, 5e-3)
+    whole = ChainedTask(*given)
+    old = {name: value.clone() for name, value in whole.head.state_dict().items()}
+    task, rows = ChainedTask(*given, head=whole.head), list[Any]()
+    before = task.look()["again"]
+    train(task, Course("again", steps=40), rows.append)
+    after = task.look()["again"]
+    assert len(before) == len(after) == 3 and sum(after) > sum(before) + 0.3
+    for name, value in task.head.state_dict().items():
+        kept = ".2." not in name or "q_proj" in name or "k_proj" in name
+        assert torch.equal(value, old[name]) == kept, name
+    alike = whole.judge(data, torch.arange(len(data.run))[data.run > 3])[1]
+    assert before == pytest.approx(alike[2:], abs=1e-3)  # the places from the third module on
 
 
 def test_independent_modules_learn_too(parts: Any) -> None:

@@ -38,6 +38,10 @@ def _accepted(row: Row) -> str:
     return ", ".join(f"{100 * value:.0f} %" for value in values)
 
 
+def _by_overlap(row: Row) -> str:
+    return ", ".join(f"{band} {share:.0%}" for band, share in row["by_overlap"].items())
+
+
 def _gain(row: Row) -> str:
     if row["speedup"] == 1.0:
         return "1"
@@ -66,6 +70,7 @@ def _socket(key: str) -> Callable[[Row], str]:
 _SPANS = {"reply": "end of a question to first sound"}
 DERIVED.update(
     accepted=_accepted,
+    bands=_by_overlap,
     gain=_gain,
     added=_overhead,
     answered_ms=_answered,
@@ -231,7 +236,7 @@ SPEECH = {
     "overlap": (
         "Translation of two unseen sentences that are said at once; lagging in seconds",
         "policy: `{policy}` | heard by: {source} | right words: {score:.1%} | "
-        "by overlap: {by_overlap} | whole sentences: {whole:.1%} | average lagging: {lag:.2f}",
+        "by overlap: {bands} | whole sentences: {whole:.1%} | average lagging: {lag:.2f}",
     ),
 }
 SERVE = {

@@ -45,6 +45,7 @@ _LAYERS = ("layers", "h")
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 _INNER = ("intermediate_size", "n_inner", "moe_intermediate_size", "ffn_dim")  # widths in configs
 _SCALES = "logits_scaling", "logit_scale", "final_logit_softcapping"  # Granite, Cohere, Gemma
+_VECTORS = 32  # columns of a block of the output head
 _CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # of the largest logit; else 5e-2
 
 
@@ -153,10 +154,12 @@ class Backbone:
         if self.lean and bias is None and not torch.is_grad_enabled():
             part = self._parts.get((start, stop))
             if part is None:
-                part = WideProduct(weight[start:stop].detach().t().contiguous(), None)
+                own = weight[start:stop].detach().t()
+                # Blocks of vectors' width need columns that they divide: 2050 would be 82 x 25.
+                part = WideProduct(F.pad(own, (0, -own.shape[1] % _VECTORS)).contiguous(), None)
                 self._parts[start, stop] = part
-            found = part(hidden.reshape(-1, self.width))
-            return found if hidden.ndim == 2 else found.view(*hidden.shape[:-1], -1)
+            found = part(hidden.reshape(-1, self.width))[:, : stop - start]
+            return found if hidden.ndim == 2 else found.unflatten(0, hidden.shape[:-1])
         return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
 
     def new_layer(self, ffn: int | None = None) -> nn.Module:

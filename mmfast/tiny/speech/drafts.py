@@ -33,6 +33,7 @@ from mmfast.tiny.speech.model import run_backbone, sounding
 from mmfast.tiny.training import Figures, Optimiser, Task
 
 CHAINED, CHAINED_INNER = 10, 320  # chained modules, and width of their feed-forward parts
+REPEATS = 4  # times that the last chained module runs again
 CHAINED_FADE = 0.88  # weight of a module's loss relative to the one before it
 CHAINED_BATCH, CHAINED_TOKENS = 1536, 1200
 LATE = 0.25  # share of texts that are read once more, their words coming late
@@ -148,7 +149,10 @@ class _HeadTask(Task):
 
 
 class ChainedTask(_HeadTask):
-    """An `mctp` head without attention, trained on single places of many texts."""
+    """An `mctp` head without attention, trained on single places of many texts.
+
+    Of a `head` that is trained already only the last module is, for the places from its own on.
+    """
 
     name = "mctp"
 
@@ -160,10 +164,18 @@ class ChainedTask(_HeadTask):
         held: SoundPlaces,
         seed: int,
         rate: float = 2e-3,
+        head: Any = None,
     ) -> None:
-        options = {"modules": CHAINED, "ffn": CHAINED_INNER, "window": 1}
+        options = {"modules": CHAINED, "repeats": REPEATS, "ffn": CHAINED_INNER, "window": 1}
         super().__init__(backbone, layout, seed, **options)
-        self._optimise(rate, ("q_proj", "k_proj"))  # unused where a place sees itself alone
+        frozen: list[str] = []
+        if head is not None:
+            self.head.load_state_dict(head.state_dict())
+            frozen = [f".{k}." for k in range(CHAINED - 1)]
+        self.first = len(frozen)  # module that is trained
+        self.figure = "again" if frozen else self.name
+        # The projections are unused where a place sees itself alone.
+        self._optimise(rate, ("q_proj", "k_proj", *frozen))
         self.data, self.held = data, held
         self.rng = np.random.default_rng([seed, 62])
         self.index = np.zeros(0, np.int64)
@@ -171,24 +183,30 @@ class ChainedTask(_HeadTask):
     def batches(self, step: int, done: float) -> list[Tensor]:
         """Places in random order, each once before any is repeated."""
         if len(self.index) < CHAINED_BATCH:
-            self.index = self.rng.permutation(np.flatnonzero(self.data.run.numpy() > 1))
+            longer = self.data.run.numpy() > self.first + 1
+            self.index = self.rng.permutation(np.flatnonzero(longer))
         now, self.index = self.index[:CHAINED_BATCH], self.index[CHAINED_BATCH:]
         return [torch.from_numpy(now)]
 
     def loss(self, batch: Tensor) -> tuple[Tensor, Figures]:
         """Weighted sum over modules, and the share that each predicts correctly."""
         total, right = self.judge(self.data, batch)
-        return total, {self.name: right}
+        return total, {self.figure: right}
 
     def judge(self, data: SoundPlaces, at: Tensor) -> tuple[Tensor, list[float]]:
         """Loss and shares on places of the given data."""
         head, norm = self.head, self.head.trunk.final_norm
         hidden, total, right = data.hidden[at], torch.zeros(()), []
         for k in range(head.modules_count):
-            keep = data.run[at] > k + 1
+            keep, part = data.run[at] > k + 1, min(k, len(head.layers) - 1)
             at, hidden = at[keep], hidden[keep]
-            pair = head.norms_e[k](self.embed[data.ids[at + k + 1]]), head.norms_h[k](hidden)
-            hidden = norm(alone(head.layers[k], head.projs[k](torch.cat(pair, -1))))
+            with torch.set_grad_enabled(torch.is_grad_enabled() and k >= self.first):
+                embeds = self.embed[data.ids[at + k + 1]]
+                pair = head.norms_e[part](embeds), head.norms_h[part](hidden)
+                hidden = norm(alone(head.layers[part], head.projs[part](torch.cat(pair, -1))))
+            if k < self.first or not len(at):
+                right += [0.0] * (k >= self.first)
+                continue
             logits, labels = linear(hidden, self.rows), data.chosen[at + k + 1]
             total = total + CHAINED_FADE**k * cross_entropy(logits, labels)
             right.append(float((logits.argmax(-1) == labels).float().mean()))
@@ -197,8 +215,8 @@ class ChainedTask(_HeadTask):
     @torch.no_grad()
     def look(self) -> Figures:
         """Share that each module predicts correctly on held-out texts."""
-        places = torch.arange(len(self.held.run))[self.held.run > 1]
-        return {self.name: [round(share, 3) for share in self.judge(self.held, places)[1]]}
+        places = torch.arange(len(self.held.run))[self.held.run > self.first + 1]
+        return {self.figure: [round(share, 3) for share in self.judge(self.held, places)[1]]}
 
 
 def alone(layer: Any, x: Tensor) -> Tensor:

@@ -29,7 +29,13 @@ from mmfast.tiny.speech import bank
 from mmfast.tiny.speech.codec import fit_codec, fit_vocoder
 from mmfast.tiny.speech.codec import recordings as codec_recordings
 from mmfast.tiny.speech.dialogue import WORDS
-from mmfast.tiny.speech.drafts import ChainedTask, ParallelTask, make_places, own_words
+from mmfast.tiny.speech.drafts import (
+    ChainedTask,
+    ParallelTask,
+    SoundPlaces,
+    make_places,
+    own_words,
+)
 from mmfast.tiny.speech.ear import train_ear
 from mmfast.tiny.speech.model import (
     Part,
@@ -227,18 +233,33 @@ class Recipe:
         """Train the draft modules on what the model says."""
         options, seed = self.options, self.options.seed
         backbone = load_speech(options.out).backbone
-        with self.log.stage("own words"):
-            said = own_words(backbone, wanted, options.own, seed)
-        many = max(1, len(said) // 20)
-        data, held = (
-            make_places(backbone.model, wanted, s, seed) for s in (said[many:], said[:many])
-        )
-        chained = ChainedTask(backbone, wanted, data, held, seed, options.rate)
+        said, places = self.own(backbone, wanted)
+        chained = ChainedTask(backbone, wanted, *places, seed, options.rate)
         course = training.Course("drafts", options.drafts, hold=0.3, watch=20, every=50)
         training.train(chained, course, self.log, partial(chained.save, options.out))
         independent = ParallelTask(backbone, wanted, said, seed, options.rate)
         course = training.Course("heads", options.heads, hold=0.4, watch=2)
         training.train(independent, course, self.log, partial(independent.save, options.out))
+
+    def own(
+        self, backbone: Any, wanted: SpeechLayout
+    ) -> tuple[list[bank.SpokenText], tuple[SoundPlaces, SoundPlaces]]:
+        """Return what the model says, and places of it: those to learn from, and held out."""
+        with self.log.stage("own words"):
+            said = own_words(backbone, wanted, self.options.own, self.options.seed)
+        many = max(1, len(said) // 20)
+        parts, seed = (said[many:], said[:many]), self.options.seed
+        data, held = (make_places(backbone.model, wanted, part, seed) for part in parts)
+        return said, (data, held)
+
+    def again(self) -> None:
+        """Train the last chained module of a finished model, which runs again behind itself."""
+        options, speech = self.options, load_speech(self.options.start)
+        places = self.own(speech.backbone, speech.layout)[1]
+        given = (speech.backbone, speech.layout, *places, options.seed, options.rate)
+        task = ChainedTask(*given, head=speech.heads["mctp"])
+        course = training.Course("again", options.again, hold=0.3, watch=2)
+        training.train(task, course, self.log, partial(task.save, options.out))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -258,6 +279,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--own", type=int, default=4000, help="texts that draft modules learn from")
     add("--drafts", type=float, default=40, help="minutes for chained modules")
     add("--heads", type=float, default=8, help="minutes for independent ones")
+    add("--again", type=float, help="minutes for the last chained module of --start, and no more")
     add("--rate", type=float, default=2e-3)
     add("--hold", type=float, default=0.45)
     return parser.parse_args(argv)
@@ -271,7 +293,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
     log.start(**settings)
     torch.manual_seed(options.seed)
-    Recipe(options, log).run()
+    recipe = Recipe(options, log)
+    recipe.run() if options.again is None else recipe.again()
     log.end()
 
 

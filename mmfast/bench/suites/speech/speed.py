@@ -168,7 +168,7 @@ def draft_weights(head: Any, entries: int) -> float:
         for name, p in head.named_parameters(remove_duplicate=False)
         if not name.startswith("outputs") and not any(part in name for part in unread)
     )
-    return float(own / head.modules_count + entries * head.trunk.width)
+    return float(own / len(head.layers) + entries * head.trunk.width)
 
 
 SENTENCES, SOUND_SEED = 20, 5
