@@ -24,11 +24,10 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
         near = (length >= most * (1 - 2 * error)).nonzero(as_tuple=True)  # the longest among them
         lengths = torch.zeros(length.shape, dtype=torch.float64)
         lengths[near] = _lengths(tokens.x[near])
-        longest = lengths.amax(-1)[places[:-1]] if length.ndim > 1 else lengths.amax()
-        return _score(_lengths(tokens.x[places]), longest)
+        return _score(_lengths(tokens.x[places]), lengths.amax(-1)[places[:-1]])
 
     # Rounding to steps moves a score by half of one, and both lengths are off.
-    return RoughScores(length / most * -_STEPS, 0.5 + _STEPS * 3 * error, exact)
+    return RoughScores(length * (-_STEPS / most), 0.5 + _STEPS * 3 * error, exact)
 
 
 @policy("knorm", paper="2406.11430", needs=("x",), role="score", rough=_rough)

@@ -84,7 +84,8 @@ def kinds_of(sequences: Sequences) -> Tensor:
     items, ok, n = sequences.items, sequences.ok, sequences.length
     device = sequences.fixed[0].device if sequences.fixed else None
     device = ok.device if ok is not None else device
-    kinds = torch.zeros(len(sequences.fixed) or 1, n, dtype=torch.int8, device=device)
+    rows, width = len(sequences.fixed) or 1, n if items else 1
+    kinds = torch.zeros(rows, width, dtype=torch.int8, device=device).expand(rows, n)
     if items:
         kinds[:] = MARK
         for row, text in enumerate(sequences.text):
