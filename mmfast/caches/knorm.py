@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,13 +24,16 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
     most = length.amax(-1, keepdim=True)
 
     def exact(places: tuple[Tensor, ...]) -> Tensor:
-        near = (length >= most * (1 - 2 * error)).nonzero(as_tuple=True)  # the longest among them
-        lengths = torch.zeros(length.shape, dtype=torch.float64)
-        lengths[near] = _lengths(tokens.x[near])
-        return _score(_lengths(tokens.x[places]), lengths.amax(-1)[places[:-1]])
+        told, given = length.numpy(), [place.numpy() for place in places]
+        longest = (told >= most.numpy() * (1 - 2 * error)).nonzero()  # or nearly so
+        count, both = len(longest[0]), map(np.concatenate, zip(longest, given, strict=True))
+        lengths = _lengths(tokens.x[tuple(map(torch.from_numpy, both))]).numpy()
+        best = np.zeros(told.shape[:-1])
+        np.maximum.at(best, longest[:-1], lengths[:count])
+        return torch.from_numpy(_score(lengths[count:], best[tuple(given[:-1])]))
 
     # Rounding to steps moves a score by half of one, and both lengths are off.
-    return RoughScores(length * (-_STEPS / most), 0.5 + _STEPS * 3 * error, exact)
+    return RoughScores(length / most * -_STEPS, 0.5 + _STEPS * 3 * error, exact)
 
 
 @policy("knorm", paper="2406.11430", needs=("x",), role="score", rough=_rough)
@@ -42,7 +48,8 @@ def knorm(tokens: Tokens, budget: int) -> Tensor:
         budget: Tokens to keep in every head; a share is of all tokens.
     """
     length = _lengths(tokens.x)
-    return _score(length, length.amax(-1, keepdim=True))
+    scores: Tensor = _score(length, length.amax(-1, keepdim=True))
+    return scores
 
 
 def _lengths(rows: Tensor) -> Tensor:
@@ -50,7 +57,6 @@ def _lengths(rows: Tensor) -> Tensor:
     return found
 
 
-def _score(length: Tensor, longest: Tensor) -> Tensor:
+def _score(length: Any, longest: Any) -> Any:
     # Keys that a model normalises differ in length by rounding alone, which must not choose.
-    scores: Tensor = -(length / longest.clamp_min(_TINY) * _STEPS).round()
-    return scores
+    return (length / longest.clip(_TINY) * -_STEPS).round()

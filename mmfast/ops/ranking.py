@@ -35,6 +35,8 @@ class RoughScores:
 
     def all(self) -> Tensor:
         """The exact scores `[..., N]` of all entries."""
+        if not self.error:
+            return self.score
         every = torch.ones_like(self.score, dtype=torch.bool).nonzero(as_tuple=True)
         return self.exact(every).view(self.score.shape)
 
@@ -42,7 +44,7 @@ class RoughScores:
 def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
     """Ascending indices `[..., count]` of the highest scores `[..., N]`; ties: lowest index.
 
-    The same entries as of `stable_topk`, ten times sooner on a CPU.
+    The same entries as of `stable_topk`, five times sooner on a CPU.
     """
     if isinstance(score, Tensor):
         score = RoughScores(score, 0.0, score.__getitem__)
@@ -55,9 +57,9 @@ def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
     taken = told > last + 2 * score.error
     near = (told >= last - 2 * score.error) ^ taken
     wanted = count - taken.reshape(-1, n).sum(-1)
-    row = near.reshape(-1, n).nonzero()[0]
-    if len(row) > wanted.sum():
-        places = near.nonzero()
+    flat = near.reshape(-1).nonzero()[0]
+    if len(flat) > wanted.sum():
+        row, places = flat // n, np.unravel_index(flat, near.shape)
         exact = score.exact(tuple(map(torch.from_numpy, places))).double().numpy()
         order = np.lexsort((-exact, row))  # row by row, best first, then in the order of places
         late = order[np.arange(len(row)) - np.searchsorted(row, row) >= wanted[row]]
