@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +21,10 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
     most = length.amax(-1, keepdim=True)
 
     def exact(places: tuple[Tensor, ...]) -> Tensor:
-        told, given = length.numpy(), [place.numpy() for place in places]
-        longest = (told >= most.numpy() * (1 - 2 * error)).nonzero()  # or nearly so
-        count, both = len(longest[0]), map(np.concatenate, zip(longest, given, strict=True))
-        lengths = _lengths(tokens.x[tuple(map(torch.from_numpy, both))]).numpy()
-        best = np.zeros(told.shape[:-1])
-        np.maximum.at(best, longest[:-1], lengths[:count])
-        return torch.from_numpy(_score(lengths[count:], best[tuple(given[:-1])]))
+        near = (length >= most * (1 - 2 * error)).nonzero(as_tuple=True)  # the longest among them
+        lengths = torch.zeros(length.shape, dtype=torch.float64)
+        lengths[near] = _lengths(tokens.x[near])
+        return _score(_lengths(tokens.x[places]), lengths.amax(-1)[places[:-1]])
 
     # Rounding to steps moves a score by half of one, and both lengths are off.
     return RoughScores(length / most * -_STEPS, 0.5 + _STEPS * 3 * error, exact)
@@ -48,8 +42,7 @@ def knorm(tokens: Tokens, budget: int) -> Tensor:
         budget: Tokens to keep in every head; a share is of all tokens.
     """
     length = _lengths(tokens.x)
-    scores: Tensor = _score(length, length.amax(-1, keepdim=True))
-    return scores
+    return _score(length, length.amax(-1, keepdim=True))
 
 
 def _lengths(rows: Tensor) -> Tensor:
@@ -57,6 +50,7 @@ def _lengths(rows: Tensor) -> Tensor:
     return found
 
 
-def _score(length: Any, longest: Any) -> Any:
+def _score(length: Tensor, longest: Tensor) -> Tensor:
     # Keys that a model normalises differ in length by rounding alone, which must not choose.
-    return (length / longest.clip(_TINY) * -_STEPS).round()
+    scores: Tensor = (length / longest.clamp_min(_TINY) * -_STEPS).round()
+    return scores
