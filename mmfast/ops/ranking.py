@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
     wanted = count - taken.reshape(-1, n).sum(-1)
     flat = near.reshape(-1).nonzero()[0]
     if len(flat) > wanted.sum():
-        row, places = flat // n, np.unravel_index(flat, near.shape)
+        row, places = flat // n, cast(tuple[Any, ...], np.unravel_index(flat, near.shape))
         exact = score.exact(tuple(map(torch.from_numpy, places))).double().numpy()
         order = np.lexsort((-exact, row))  # row by row, best first, then in the order of places
         late = order[np.arange(len(row)) - np.searchsorted(row, row) >= wanted[row]]
