@@ -6,13 +6,18 @@ import torch
 from torch import Tensor
 
 from mmfast.core.registry import policy
-from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import snap
+from mmfast.core.tokens import Tokens, all_finite
+from mmfast.ops.ranking import RoughScores, snap
 
 _LEAST = 2.0**-40  # a key that is shorter is not brought to length 1
 
 
-@policy("keydiff", paper="2504.15364", needs=("x",), role="score")
+def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
+    score = _score(tokens.x)  # one key that is not finite spoils the mean, and with it all scores
+    return RoughScores(score, 0.0, score.__getitem__) if all_finite(score) else None
+
+
+@policy("keydiff", paper="2504.15364", needs=("x",), role="score", rough=_rough)
 def keydiff(tokens: Tokens, budget: int) -> Tensor:
     """Keep in each head the keys of the lowest cosine with the mean direction of all keys.
 
@@ -23,10 +28,14 @@ def keydiff(tokens: Tokens, budget: int) -> Tensor:
         tokens: Keys `x` `[..., H, N, d]`, as the cache holds them.
         budget: Tokens to keep in every head; a share is of all tokens.
     """
-    keys = tokens.x.double()
+    return _score(tokens.x)
+
+
+def _score(keys: Tensor) -> Tensor:
+    rows = keys.double()
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    share = length.clamp_min_(_LEAST).reciprocal_()  # [..., N, 1]
     # Keys that cancel out have a mean of rounding errors, which points nowhere.
-    length = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).clamp_min(_LEAST)
-    share = length.reciprocal().transpose(-1, -2)  # [..., 1, N]
-    mean = share @ keys / tokens.n
-    anchor = mean / torch.linalg.vector_norm(mean, dim=-1, keepdim=True).clamp_min(_LEAST)
-    return -snap((anchor @ keys.transpose(-1, -2) * share).squeeze(-2))
+    mean = (share.transpose(-1, -2) @ rows).transpose(-1, -2) / -rows.shape[-2]  # [..., d, 1]
+    anchor = mean / torch.linalg.vector_norm(mean, dim=-2, keepdim=True).clamp_min(_LEAST)
+    return snap((rows @ anchor).mul_(share).squeeze(-1))

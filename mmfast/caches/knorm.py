@@ -24,8 +24,7 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
         near = (length >= most * (1 - 2 * error)).nonzero(as_tuple=True)  # the longest among them
         lengths = torch.zeros(length.shape, dtype=torch.float64)
         lengths[near] = _lengths(tokens.x[near])
-        longest = lengths.amax(-1)[places[:-1]] if length.ndim > 1 else lengths.amax()
-        return _score(_lengths(tokens.x[places]), longest)
+        return _score(_lengths(tokens.x[places]), lengths.amax(-1)[places[:-1]])
 
     # Rounding to steps moves a score by half of one, and both lengths are off.
     return RoughScores(length / most * -_STEPS, 0.5 + _STEPS * 3 * error, exact)
@@ -53,5 +52,5 @@ def _lengths(rows: Tensor) -> Tensor:
 
 def _score(length: Tensor, longest: Tensor) -> Tensor:
     # Keys that a model normalises differ in length by rounding alone, which must not choose.
-    scores: Tensor = -(length / longest.clamp_min(_TINY) * _STEPS).round()
+    scores: Tensor = (length / longest.clamp_min(_TINY) * -_STEPS).round()
     return scores

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class CachePlan:
     def __str__(self) -> str:
         return "+".join(str(spec).replace("@kv", "", 1) for spec in self.parts)
 
-    @property
+    @cached_property
     def needs(self) -> tuple[str, ...]:
         """Signals that `reduce` reads beside the keys."""
         read = (*self.position, *(spec for spec in (self.score, self.heads) if spec is not None))

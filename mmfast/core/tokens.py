@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,8 +20,12 @@ from mmfast.core.reduction import Reduction, gather_rows
 @contextmanager
 def choosing(device: torch.device) -> Iterator[None]:
     """Choose tokens without gradients and as written: autocast of the caller rounds no product."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+    with torch.no_grad():
+        if not torch.is_autocast_enabled(device.type):
+            yield
+            return
+        with torch.autocast(device.type, enabled=False):
+            yield
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Tokens:
 
     def signal(self, name: str) -> Tensor | None:
         """Return the signal called `name` (a field or an entry of `signals`), or None."""
-        if name in {f.name for f in fields(self)} - {"signals", "grid"}:
+        if name in ("x", "attn", "query"):
             value = getattr(self, name)
             return value if isinstance(value, Tensor) else None
         return self.signals.get(name)

@@ -77,9 +77,11 @@ def selected(keys: Tensor, values: Tensor, index: Tensor) -> tuple[Tensor, Tenso
         return gather_rows(keys, index), gather_rows(values, index)
     # Slices of alike buffers, whose rows have the same numbers in both: found once, copied twice.
     rows, each_head = over_rows // width, over_heads // width
-    if batch * heads > 1:
-        place = torch.arange(batch, device=index.device)[:, None] * rows
-        index = index + (place + torch.arange(heads, device=index.device) * each_head)[..., None]
+    if heads > 1:
+        index = index + torch.arange(0, heads * each_head, each_head, device=index.device)[:, None]
+    if batch > 1:
+        place = torch.arange(0, batch * rows, rows, device=index.device)
+        index = index + place[:, None, None]
     size, flat = (batch - 1) * rows + (heads - 1) * each_head + n, index.reshape(-1)
     keys, values = (
         x.as_strided((size, width), (width, 1)).index_select(0, flat).view(*index.shape, width)

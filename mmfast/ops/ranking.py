@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,16 +26,18 @@ class RoughScores:
 
     Attributes:
         score: `[..., N]`, finite or infinity.
-        error: The most by which an exact score is greater or less, `[..., 1]` or a number.
+        error: The most by which an exact score is greater or less.
         exact: From K places, one index `[K]` for each axis, to their exact scores `[K]` float64.
     """
 
     score: Tensor
-    error: Tensor | float
+    error: float
     exact: Callable[[tuple[Tensor, ...]], Tensor]
 
     def all(self) -> Tensor:
         """The exact scores `[..., N]` of all entries."""
+        if not self.error:
+            return self.score
         every = torch.ones_like(self.score, dtype=torch.bool).nonzero(as_tuple=True)
         return self.exact(every).view(self.score.shape)
 
@@ -43,34 +47,26 @@ def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
 
     The same entries as of `stable_topk`, five times sooner on a CPU.
     """
-    if isinstance(score, RoughScores):
-        return _best_of_rough(score, count)
-    if score.is_cuda or not 0 < count < score.shape[-1]:  # looking for ties takes longer there
-        return stable_topk(score, count).sort(dim=-1).values
-    last = score.topk(count, sorted=False).values.amin(-1, keepdim=True)
-    inside = score >= last
-    if int(inside.sum()) == last.numel() * count:  # no row has fewer
-        return marked(inside)
-    above = score > last  # `topk` takes any of equal ones
-    wanted, alike = count - above.sum(-1, keepdim=True), score == last
-    return marked(above | (alike & (alike.cumsum(-1) <= wanted)))
-
-
-def _best_of_rough(rough: RoughScores, count: int) -> Tensor:
-    """Find the best by exact scores, which only entries near the last of them need."""
-    score = rough.score
-    if not 0 < count < score.shape[-1]:
-        return best_places(rough.all(), count)
-    last = score.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    if isinstance(score, Tensor):
+        score = RoughScores(score, 0.0, score.__getitem__)
+    rough, n = score.score.detach(), score.score.shape[-1]
+    if rough.device.type != "cpu" or not 0 < count < n:  # looking for ties takes longer there
+        return stable_topk(score.all(), count).sort(dim=-1).values
+    told = (rough.float() if rough.dtype == torch.bfloat16 else rough).numpy()
+    last = np.partition(told, n - count, -1)[..., n - count, None]
     # The exact score of the last one is at most `error` away, and so is that of any other one.
-    inside = score >= last - 2 * rough.error
-    if int(inside.sum()) == last.numel() * count:
-        return marked(inside)
-    highest = last + 2 * rough.error  # what is above stays
-    places = (inside & (score <= highest)).nonzero(as_tuple=True)
-    exact = torch.full(score.shape, -torch.inf, dtype=torch.float64, device=score.device)
-    exact = exact.masked_fill_(score > highest, torch.inf).index_put_(places, rough.exact(places))
-    return best_places(exact, count)
+    taken = told > last + 2 * score.error
+    near = (told >= last - 2 * score.error) ^ taken
+    wanted = count - taken.reshape(-1, n).sum(-1)
+    flat = near.reshape(-1).nonzero()[0]
+    if len(flat) > wanted.sum():
+        row, places = flat // n, cast(tuple[Any, ...], np.unravel_index(flat, near.shape))
+        exact = score.exact(tuple(map(torch.from_numpy, places))).double().numpy()
+        order = np.lexsort((-exact, row))  # row by row, best first, then in the order of places
+        late = order[np.arange(len(row)) - np.searchsorted(row, row) >= wanted[row]]
+        near[tuple(each[late] for each in places)] = False
+    where = (taken | near).reshape(-1).nonzero()[0].reshape(*rough.shape[:-1], count)
+    return torch.from_numpy(where % n)
 
 
 # Scores and remainders this close differ by rounding only: float64 is a million times finer.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmfast.caches import plan
 from mmfast.caches.plan import plan_cache
+from mmfast.core.errors import MmfastError
 from mmfast.core.tokens import Tokens
 from mmfast.ops import eviction
 from mmfast.ops.pages import PageTable, key_bounds
@@ -36,6 +37,25 @@ def test_rough_scores_choose_as_exact_ones(levels: int) -> None:
         error = [0.0, 1e-3, 0.3, 20.0][case % 4]
         want = stable_topk(exact, count).sort(-1).values
         assert torch.equal(_places(exact, error, count), want), (n, count, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_scores_that_lie_across_memory_are_ranked_where_they_lie(dtype: torch.dtype) -> None:
+    for _ in range(20):
+        score = torch.randint(4, (30, 3, 2), generator=_DRAWN).to(dtype).permute(2, 1, 0)
+        assert not score.is_contiguous()
+        want = stable_topk(score, 11).sort(-1).values
+        assert torch.equal(best_places(score, 11), want)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_keydiff_sees_in_its_scores_that_a_key_is_not_finite(bad: float) -> None:
+    made: Any = plan_cache("keydiff:70")
+    rows = _rows("random", torch.float32)
+    assert made.score.method.rough(Tokens(rows), 70) is not None
+    rows[1, 200, 3] = bad
+    with pytest.raises(MmfastError, match="not finite at"):
+        made.reduce(Tokens(rows))
 
 
 def test_an_error_that_is_told_too_small_is_seen() -> None:

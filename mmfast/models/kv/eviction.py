@@ -145,10 +145,9 @@ def seen(
     notes = {k: _pick(note[row], where, -1) for k, note in layer.notes.items()}
     shared = {k: notes[k].long() for k in (KIND, FRAME, SPOT) if k in notes}
     signals = _signals(values, shared[KIND][0], notes)
-    signals["layer"] = torch.tensor(index, device=keys.device)
+    about = {"layer": index}
     if layers:
-        signals["depth"] = torch.tensor([*layers].index(index), device=keys.device)
-        signals["depths"] = torch.tensor(len(layers), device=keys.device)
+        about |= {"depth": [*layers].index(index), "depths": len(layers)}
         if "values_out" in plan.needs:
             signals["values_out"] = added_lengths(layers[index], values)
         if expectation is not None:
@@ -156,6 +155,8 @@ def seen(
                 layer.pending, row, index, layers[index], layer.keys.shape[1]
             )
         signals |= known_heads(plan.needs, layers[index])
+    for name in about.keys() & plan.needs:
+        signals[name] = torch.tensor(about[name], device=keys.device)
     return keys, signals, shared
 
 

@@ -84,7 +84,8 @@ def kinds_of(sequences: Sequences) -> Tensor:
     items, ok, n = sequences.items, sequences.ok, sequences.length
     device = sequences.fixed[0].device if sequences.fixed else None
     device = ok.device if ok is not None else device
-    kinds = torch.zeros(len(sequences.fixed) or 1, n, dtype=torch.int8, device=device)
+    rows, width = len(sequences.fixed) or 1, n if items else 1
+    kinds = torch.zeros(rows, width, dtype=torch.int8, device=device).expand(rows, n)
     if items:
         kinds[:] = MARK
         for row, text in enumerate(sequences.text):
@@ -143,6 +144,7 @@ class _Looked(threading.local):
 
     kinds: Any = staticmethod(lambda: None)
     where: tuple[Tensor, ...] = ()
+    held: Tensor | None = None
 
 
 _LOOKED = _Looked()
@@ -154,7 +156,7 @@ def open_notes(layer: Any, sequences: Sequences) -> dict[str, Tensor]:
     places = torch.arange(n, device=device)
     kinds = kinds_of(sequences)[:, None].to(device).expand(batch, 1, n)
     if sequences.ok is None:
-        _LOOKED.kinds, _LOOKED.where = weakref.ref(kinds), (places,) * batch
+        _look(kinds, (places,) * batch)
     return {KIND: kinds, PLACE: places.expand(batch, 1, n)}
 
 
@@ -221,7 +223,11 @@ def remember_basis(layer: Any) -> None:
     """Note how many tokens each row holds, before a policy acts on them."""
     notes = fill(layer)
     kinds = notes[KIND]
-    held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # waits for no device
+    held = _LOOKED.held if _LOOKED.kinds() is kinds else None
+    if held is None:
+        held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # waits for no device
+        if _LOOKED.kinds() is kinds:
+            _LOOKED.held = held
     layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
 
 
@@ -232,9 +238,12 @@ def real_entries(kinds: Tensor) -> tuple[Tensor, ...]:
     """
     if _LOOKED.kinds() is not kinds:
         real = kinds[:, 0] != PADDING  # the same in all heads
-        _LOOKED.where = tuple(row.nonzero()[:, 0] for row in real)
-        _LOOKED.kinds = weakref.ref(kinds)
+        _look(kinds, tuple(row.nonzero()[:, 0] for row in real))
     return _LOOKED.where
+
+
+def _look(kinds: Tensor, where: tuple[Tensor, ...]) -> None:
+    _LOOKED.kinds, _LOOKED.where, _LOOKED.held = weakref.ref(kinds), where, None
 
 
 def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:
