@@ -31,7 +31,15 @@ from mmfast.tiny.scenes.evaluate import (
     scene_rows,
 )
 from mmfast.tiny.scenes.facts import clip_items, picture_items
-from mmfast.tiny.scenes.lessons import KINDS, Encoded, SceneSampler, picture_frames, token_weights
+from mmfast.tiny.scenes.lessons import (
+    KINDS,
+    Encoded,
+    SceneSampler,
+    letterboxed,
+    picture_frames,
+    picture_sizes,
+    token_weights,
+)
 from mmfast.tiny.scenes.model import make_model, make_processor
 from mmfast.tiny.scenes.questions import (
     ABSENT,
@@ -54,11 +62,14 @@ from mmfast.tiny.scenes.scoring import (
     score,
 )
 from mmfast.tiny.video import scene
-from mmfast.tiny.video.lessons import pack
+from mmfast.tiny.video.clips import shrink
+from mmfast.tiny.video.lessons import laid_out, pack
 from mmfast.tiny.video.model import ASSISTANT
 from mmfast.tiny.video.scene import COLOURS, IGNORE, SHAPES
+from mmfast.tiny.video.tower import scale_pixels, tower_features
 
 VIEWS = [looks.make_view(scene.EVAL, 3, index) for index in range(14)]
+MORE = [looks.make_view(scene.EVAL, 4, index) for index in range(20)]
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +224,8 @@ def test_the_outside_is_outside(processor: Any) -> None:
 def sampler(processor: Any, drawn: list[Any], tmp_path_factory: Any) -> SceneSampler:
     bank = make_bank(tmp_path_factory.mktemp("bank") / "bank.npz", 3, 4, 0, 1, lambda _: None)
     frames = picture_frames(bank, 3, 0)
-    clips, pictures = torch.zeros(7, 8, 36, 192), torch.zeros(len(frames), 1, 144, 192)
-    encoded = Encoded(clips, pictures, frames)
+    clips, pictures = torch.zeros(7, 8, 36, 192), torch.zeros(len(frames), 2, 144, 192)
+    encoded = Encoded(clips, pictures, frames, picture_sizes(bank, frames))
     return SceneSampler(bank, encoded, torch.zeros(192), processor.tokenizer, 0)
 
 
@@ -255,10 +266,58 @@ def test_lessons_ask_strangers_and_the_world(sampler: SceneSampler) -> None:
     assert set(lesson.kinds[2]) == {OUTSIDE} and "where" in lesson.kinds[0] + lesson.kinds[1]
     labels = lesson.packed.labels[2]
     assert labels[labels != IGNORE].tolist()[: len(refusal)] == refusal
-    shown = sampler.pictures([0, len(sampler.encoded.frames) - 1], 8, weights)
+    sizes = sampler.encoded.sizes
+    stranger = next(i for i, (clip, _) in enumerate(sampler.encoded.frames) if clip > 2)
+    stranger = sizes.index(sizes[0], stranger)
+    shown = sampler.pictures([0, stranger], 8, weights)
     assert set(shown.kinds[0]) <= {*STILL_KINDS, OUTSIDE, ABSENT} and set(shown.kinds[1]) == {
         OUTSIDE
     }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", sorted(set(looks.CANVASES)))
+def test_pictures_are_learned_as_the_image_path_shows_them(
+    processor: Any, size: tuple[int, int]
+) -> None:
+    """The stock path from the picture itself; the lesson from the square frame of the bank."""
+    view = next(v for v in VIEWS + MORE if (v.look.width, v.look.height) == size)
+    frame = looks.draw(view, [5]).frames[5:6]
+    chat = [{"role": "user", "content": [Shot("image", frame[0], None), "?"]}]
+    inputs = chat_inputs(processor, [chat], torch.device("cpu"))
+    square, canvas = torch.from_numpy(shrink(frame))[0], (size[1], size[0])
+    shown = scale_pixels(torch.stack([square, letterboxed(square, canvas)]))
+    assert (shown - inputs["pixel_values"][0]).abs().mean() < 0.02
+    model = load("tiny-scenes", "cpu", "float32")[0].model
+    stock = model.get_image_features(inputs["pixel_values"], inputs["image_sizes"])
+    tokens = model.multi_modal_projector(tower_features(SimpleNamespace(
+        model=model, config=model.config), shown))  # fmt: skip
+    mine = laid_out(tokens[None], model.image_newline, canvas)[0, 0]
+    (wanted,) = stock.pooler_output
+    assert len(wanted) == len(mine) + 1  # the newline that ends a picture
+    assert torch.cosine_similarity(mine, wanted[:-1], dim=-1).mean() > 0.99
+
+
+def test_pictures_of_a_lesson_are_of_one_size(sampler: SceneSampler) -> None:
+    sizes, views = sampler.encoded.sizes, sampler.bank.views
+    for (clip, _), size in zip(sampler.encoded.frames, sizes, strict=True):
+        assert clip > 2 or size == (views[clip].look.height, views[clip].look.width)
+    other = next(i for i, size in enumerate(sizes) if size != sizes[0])
+    with pytest.raises(ValueError, match="too many values"):
+        sampler.pictures([0, other], 4, dict.fromkeys(KINDS, 1.0))
+
+
+def test_the_reach_of_a_thing_is_half_its_box(drawn: list[Any]) -> None:
+    bank = SceneBank(SimpleNamespace(tables=[t for _, _, t in drawn] + [None]), VIEWS)
+    found = train.reaches(bank)
+    assert found[-1].isnan().all()  # a stranger
+    for number, (view, _, table) in enumerate(drawn):
+        for thing in range(table.count):
+            place = table.place[thing, 3].astype(np.float64)
+            edges = (place[:, None] + found[number, thing].numpy()).T.ravel() * 100 / scene.SIDE
+            box = view.box(thing, place)
+            assert np.abs(np.clip(np.floor(edges), 0, 99) - box).max() <= 1
+        assert found[number, table.count :].isnan().all()
 
 
 def test_long_answers_weigh_as_the_root_of_their_length() -> None:

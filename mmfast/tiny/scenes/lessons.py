@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as vision
 
 from mmfast.tiny.scenes import outside
 from mmfast.tiny.scenes.bank import SceneBank
@@ -33,8 +35,9 @@ class Encoded:
     """Visual tokens of a bank after tower and projector, clips outside the world last."""
 
     clips: Tensor  # pooled, float16 `[n, T, P, H]`
-    pictures: Tensor  # as they are, float16 `[m, 1, 4 P, H]`
+    pictures: Tensor  # overview, and all of it without distortion, float16 `[m, 2, 4 P, H]`
     frames: list[tuple[int, int]]  # clip and frame of each picture
+    sizes: list[tuple[int, int]]  # height and width of each picture
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ class SceneSampler:
         """A drawn batch with its visual tokens."""
         device = self.newline.device
         if draft.still:
-            shown = laid_out(self.encoded.pictures[draft.media].float(), self.newline)
+            (size,) = {self.encoded.sizes[medium] for medium in draft.media}
+            shown = laid_out(self.encoded.pictures[draft.media].float(), self.newline, size)
         else:
             shown = self.encoded.clips[draft.media].float()
             back = torch.tensor(draft.back, device=device)[:, None, None, None]
@@ -195,7 +199,7 @@ class SceneSampler:
         return self.lesson(self.draw(ask))
 
     def pictures(self, chosen: Sequence[int], questions: int, weights: Weights) -> Lesson:
-        """A batch of pictures."""
+        """A batch of pictures of one size."""
         ask = SceneAsk((self.seed, 3, *chosen), list(chosen), True, questions, weights)
         return self.lesson(self.draw(ask))
 
@@ -210,6 +214,21 @@ def picture_frames(bank: SceneBank, many: int, seed: int) -> list[tuple[int, int
             found.append((clip, frame))
     strangers = range(inside, len(bank.clips.tables))
     return found + [(clip, int(rng.integers(SAMPLED))) for clip in strangers]
+
+
+def picture_sizes(bank: SceneBank, frames: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Height and width of the canvas of each picture; strangers have those of known ones."""
+    looks = [bank.views[clip].look for clip, _ in frames if clip < len(bank.views)]
+    return [(looks[i % len(looks)].height, looks[i % len(looks)].width) for i in range(len(frames))]
+
+
+def letterboxed(frame: Tensor, size: tuple[int, int]) -> Tensor:
+    """A square frame `[3, S, S]` as the image path shows a picture of a size: black around it."""
+    side, longest = frame.shape[-1], max(size)
+    high, wide = (min(-(-side * part // longest), side) for part in size)
+    small = vision.resize(frame, [high, wide], InterpolationMode.BICUBIC, antialias=True)
+    left, top = (side - wide) // 2, (side - high) // 2
+    return vision.pad(small, [left, top, side - wide - left, side - high - top])
 
 
 def token_weights(packed: PackedQuestions) -> Tensor:

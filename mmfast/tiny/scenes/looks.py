@@ -52,11 +52,15 @@ class SceneView:
     scene: Scene
     look: SceneLook
 
-    def box(self, thing: int, place: Floats) -> tuple[int, int, int, int]:
-        """Box of a thing at a place (in units): left, top, right, bottom in 0 to 99."""
+    def reach(self, thing: int) -> Floats:
+        """Ways from the centre of a thing to its corners top left and bottom right, in units."""
         one = self.scene.things[thing]
         reach = np.asarray(EXTENTS[one.shape]).reshape(2, 2) * one.radius * scene.SCALE
-        corners = (place + reach / self.look.scale) * (100 / SIDE)
+        return np.asarray(reach / self.look.scale)
+
+    def box(self, thing: int, place: Floats) -> tuple[int, int, int, int]:
+        """Box of a thing at a place (in units): left, top, right, bottom in 0 to 99."""
+        corners = (place + self.reach(thing)) * (100 / SIDE)
         x1, y1, x2, y2 = np.clip(np.floor(corners), 0, 99).astype(int).ravel().tolist()
         return x1, y1, x2, y2
 

@@ -31,7 +31,9 @@ from mmfast.tiny.scenes.lessons import (
     Encoded,
     SceneAsk,
     SceneSampler,
+    letterboxed,
     picture_frames,
+    picture_sizes,
     scene_loss,
     scene_score,
 )
@@ -41,15 +43,16 @@ from mmfast.tiny.scenes.questions import ABSENT
 from mmfast.tiny.scenes.readout import SceneReadout
 from mmfast.tiny.video import tower
 from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
-from mmfast.tiny.video.scene import IGNORE
+from mmfast.tiny.video.scene import IGNORE, THINGS, patch_offsets
 
 HELD = 96  # clips of the world that are never trained on, for looks
 BATCH, QUESTIONS = 12, 12  # of each thread, or of a device
 FRAMES = {"cpu": 32}  # frames that the tower learns from, of each thread; 256 of a device
 CHUNK = {"cpu": 1}  # clips that are encoded at once; 64 on a device
-STILLS, WHOLE = 0.35, 0.5  # shares of steps with pictures, and with all visual tokens
+STILLS, WHOLE = 0.4, 0.5  # shares of steps with pictures, and with all visual tokens
 KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
-HARD = {"where": 3, "describe": 3, "count": 2, "speed": 2}  # asked more even where right
+HARD = {"where": 5, "describe": 4, "count": 2, "speed": 2}  # asked more even where right
+EDGES = 2.0  # weight of a mean distance, in patches, of the edges that the tower tells
 STRANGERS = 2  # clips outside the world in a batch
 
 
@@ -64,10 +67,15 @@ class SceneTower(tower.TowerTask):
         self.grounds = torch.tensor([*kinds, *[IGNORE] * strangers])
         widths = (model.config.vision_config.hidden_size, model.config.text_config.hidden_size)
         self.ground = nn.ModuleList(nn.Linear(width, len(BACKGROUNDS)) for width in widths)
-        self.ground.to(model.device)
+        self.edges = nn.ModuleList(nn.Linear(width, 4) for width in widths)
+        own = nn.ModuleList([self.ground, self.edges]).to(model.device)
         self.grounds = self.grounds.to(model.device)
-        readouts, size = self.ground.parameters(), FRAMES.get(model.device.type, 256)
-        super().__init__(model, bank.clips, seed, size=size, rate=6e-4, readouts=readouts)
+        self.reaches = reaches(bank).to(model.device)
+        size = FRAMES.get(model.device.type, 256)
+        super().__init__(model, bank.clips, seed, size=size, rate=6e-4, readouts=own.parameters())
+        for weight in (*own.parameters(), *self.fine.parameters(), *self.coarse.parameters()):
+            if weight.ndim == 2:  # at first the tower feels nothing of them
+                nn.init.zeros_(weight)
         if self.device.type == "cpu":
             # The gradient of the fused kernel takes a processor half of a step.
             model.model.vision_tower.set_attn_implementation("eager")
@@ -86,16 +94,37 @@ class SceneTower(tower.TowerTask):
             return super().loss(batch)
 
     def judge_frames(
-        self, features: Tensor, tokens: Tensor, clips: Tensor
+        self, features: Tensor, tokens: Tensor, clips: Tensor, times: Tensor
     ) -> tuple[Tensor, training.Figures]:
-        """Every patch and every token tells what is behind the things."""
+        """Every patch and token tells what is behind the things, and the edges of its thing."""
         truth, total = self.grounds[clips], features.new_zeros(())
+        places, gaps = self.truth.places[clips, :, times][..., None], list[Tensor]()
+        corners = (places + self.reaches[clips]).unbind(-1)  # of things, `[n, THINGS, 2]` each
+        for read, x, owners in zip(self.edges, (features, tokens), self.truth.owners, strict=True):
+            owner = owners[clips, times].long()
+            ways = torch.cat([patch_offsets(owner, corner) for corner in corners], -1)
+            known = ~ways.isnan()
+            gap = (read(x).float() - ways.nan_to_num())[known].abs().mean()
+            total = total + EDGES * gap
+            gaps.append(gap.detach())
         for read, x in zip(self.ground, (features, tokens), strict=True):
             seen = read(x).float()
             each = truth[:, None].expand(seen.shape[:2])
             total = total + cross_entropy(seen.flatten(0, 1), each.flatten(), ignore_index=IGNORE)
         right = (seen.mean(1).argmax(-1) == truth)[truth != IGNORE].float().mean()
-        return total, {"background": right}
+        return total, {
+            "background": right,
+            "edges": dict(zip(("patch", "cell"), gaps, strict=True)),
+        }
+
+
+def reaches(bank: SceneBank) -> Tensor:
+    """Ways from centres to corners, top left and bottom right: `[n, THINGS, 2 (x, y), 2]`."""
+    found = torch.full((len(bank.clips.tables), THINGS, 2, 2), float("nan"))
+    for number, view in enumerate(bank.views):
+        for thing in range(len(view.scene.things)):
+            found[number, thing] = torch.from_numpy(view.reach(thing)).T
+    return found
 
 
 class SceneLanguage(training.Task):
@@ -116,22 +145,37 @@ class SceneLanguage(training.Task):
         self.weights = dict.fromkeys(KINDS, 1.0)
         total, inside = len(sampler.encoded.clips), len(sampler.bank.views)
         self.inside, self.strange = inside - options.held, np.arange(inside, total)
-        known = [i for i, (clip, _) in enumerate(sampler.encoded.frames) if clip < self.inside]
-        foreign = [i for i, (clip, _) in enumerate(sampler.encoded.frames) if clip >= inside]
-        self.shown = np.array(known), np.array(foreign)
+        self.shown = self._shown(range(self.inside))
+        self.alien = self._shown(range(inside, total))
         held, part = range(self.inside, inside), -(-options.held // 3)
         self.exam = [
             sampler.clips([*held[at : at + part], *self.strange[:2].tolist()], 12,
                           self.weights, kept=at == 0)
             for at in range(0, options.held, part)
         ]  # fmt: skip
+        self.exam += [
+            sampler.pictures(some, 12, self.weights) for some in self._shown(held).values()
+        ]
         self.drawn = training.DrawAhead(sampler.draw, self.ask, options.workers)
+
+    def _shown(self, clips: range) -> dict[tuple[int, int], list[int]]:
+        """Pictures of clips by their size: those of a batch are of one."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for picture, (clip, _) in enumerate(self.sampler.encoded.frames):
+            if clip in clips:
+                found.setdefault(self.sampler.encoded.sizes[picture], []).append(picture)
+        return found
 
     def ask(self, number: int) -> SceneAsk:
         """Clips, or now and then pictures, of the batch of a number."""
         rng = np.random.default_rng([self.seed, 5, number])
         still = bool(rng.random() < STILLS)
-        known, foreign = self.shown if still else (self.inside, self.strange)
+        known, foreign = np.arange(self.inside), self.strange
+        if still:
+            sizes = [size for size in self.shown if size in self.alien]
+            many = np.array([len(self.shown[size]) for size in sizes])
+            size = sizes[rng.choice(len(sizes), p=many / many.sum())]
+            known, foreign = (np.array(some[size]) for some in (self.shown, self.alien))
         strangers = max(STRANGERS * self.batch // BATCH, 1)
         chosen = [*rng.choice(known, self.batch - strangers), *rng.choice(foreign, strangers)]
         media = [int(medium) for medium in chosen]
@@ -182,30 +226,34 @@ def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
     """Run tower and projector over all clips and over the frames that are pictures."""
     model.eval()
     frames = picture_frames(bank, pictures, seed)
-    shown, stills = dict(frames), dict[int, Tensor]()
+    sizes = picture_sizes(bank, frames)
     project, pool = model.model.multi_modal_projector, model.model.apply_pooling
-    many, size = len(bank.clips.tables), CHUNK.get(model.device.type, 64)
+    size = CHUNK.get(model.device.type, 64)
 
     @torch.no_grad()  # of each thread
-    def some(first: int) -> Tensor:
-        clips = range(first, min(first + size, many))
-        pixels = bank.clips.frames[first : first + size].to(model.device)
+    def tokens(pixels: Tensor) -> Tensor:
         # A device has the time for float32, in which the model is used.
         with training.fast() if model.device.type == "cpu" else nullcontext():
-            tokens = project(tower.tower_features(model, tower.scale_pixels(pixels.flatten(0, 1))))
-        each = tokens.unflatten(0, pixels.shape[:2])
-        for place, clip in enumerate(clips):
-            if clip in shown:
-                stills[clip] = each[place, shown[clip]].half()[None]
-        pooled: Tensor = pool(tokens.float()).half().unflatten(0, pixels.shape[:2])
-        return pooled
+            found: Tensor = project(tower.tower_features(model, tower.scale_pixels(pixels)))
+            return found
+
+    def pooled(first: int) -> Tensor:
+        pixels = bank.clips.frames[first : first + size].to(model.device)
+        found: Tensor = pool(tokens(pixels.flatten(0, 1)).float())
+        return found.half().unflatten(0, pixels.shape[:2])
+
+    def still(number: int) -> Tensor:
+        frame = bank.clips.frames[frames[number]]
+        both = torch.stack([frame, letterboxed(frame, sizes[number])])
+        return tokens(both.to(model.device)).half()
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with ThreadPoolExecutor(training.side_by_side(model.device)) as threaded:
-        clips = torch.cat(list(threaded.map(some, range(0, many, size))))
+        clips = torch.cat(list(threaded.map(pooled, range(0, len(bank.clips.tables), size))))
+        stills = torch.stack(list(threaded.map(still, range(len(frames)))))
     torch.set_num_threads(threads)
-    return Encoded(clips, torch.stack([stills[clip] for clip, _ in frames]), frames)
+    return Encoded(clips, stills, frames, sizes)
 
 
 def run(options: argparse.Namespace, log: training.Log) -> None:

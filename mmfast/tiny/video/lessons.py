@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedTokenizerFast
+from transformers.models.llava_onevision.modeling_llava_onevision import unpad_image
 
 from mmfast.tiny.training import shares
 from mmfast.tiny.video import scene
@@ -269,13 +270,18 @@ def _farthest(tokens: Tensor, keep: int) -> Tensor:
     return torch.stack(chosen, -1)
 
 
-def laid_out(encoded: Tensor, newline: Tensor) -> Tensor:
-    """Lay out pictures as the image path does: `[B, 1 + tiles, P, H]` to `[B, 1, N, H]`."""
+def laid_out(encoded: Tensor, newline: Tensor, size: tuple[int, int] = (1, 1)) -> Tensor:
+    """Lay out pictures as the image path does: `[B, 1 + tiles, P, H]` to `[B, 1, N, H]`.
+
+    All are of one size, height and width: the tiles without the padding around it are shown.
+    """
     tiles = encoded[:, 1:] if encoded.shape[1] > 1 else encoded
     grid, side = round(tiles.shape[1] ** 0.5), round(tiles.shape[2] ** 0.5)
     mosaic = rearrange(tiles, "b (r c) (y x) h -> b (r y) (c x) h", r=grid, y=side)
-    ends = newline.expand(len(encoded), grid * side, 1, -1)
-    lines = torch.cat([mosaic, ends], 2).flatten(1, 2)
+    places = torch.arange(mosaic[0, ..., 0].numel()).view(1, grid * side, grid * side)
+    rows = unpad_image(places, size)[0].to(encoded.device)
+    ends = newline.expand(len(encoded), len(rows), 1, -1)
+    lines = torch.cat([mosaic.flatten(1, 2)[:, rows], ends], 2).flatten(1, 2)
     return torch.cat([encoded[:, 0], lines[:, :-1]], 1)[:, None]
 
 

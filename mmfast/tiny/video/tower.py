@@ -102,14 +102,14 @@ class TowerTask(Task):
         loss, right = self.fine.judge(features, patches)
         tokens = pooled_tokens(self.model, features)
         cell_loss, cell_right = self.coarse.judge(tokens, cells)
-        more, whole = self.judge_frames(features, tokens, clips)
+        more, whole = self.judge_frames(features, tokens, clips, times)
         total = loss + cell_loss + more
         return total, {"loss": total.detach(), "patches": right, "cells": cell_right, **whole}
 
     def judge_frames(
-        self, features: Tensor, tokens: Tensor, clips: Tensor
+        self, features: Tensor, tokens: Tensor, clips: Tensor, times: Tensor
     ) -> tuple[Tensor, Figures]:
-        """Loss on frames as a whole, for a world that asks about them."""
+        """Further loss on frames at times of clips, for a world that asks about more."""
         return features.new_zeros(()), {}
 
 
