@@ -58,17 +58,27 @@ def test_batches_depend_on_their_number_alone(drawer: SceneDrawer) -> None:
     assert not np.array_equal(first[0].packed, first[2].packed)  # another number, other questions
 
 
+SHOWN = {(9, 16): ([*range(30)], [30, 31]), (16, 9): ([*range(40, 60)], [60, 61, 62])}
+
+
 def test_media_and_weights_of_a_step_are_asked_again_alike() -> None:
     task: Any = object.__new__(SceneLanguage)
     task.__dict__ |= {"seed": 4, "batch": 24, "inside": 40, "strange": np.arange(50, 60),
-                      "shown": (np.arange(30), np.arange(30, 35)), "weights": WEIGHTS}  # fmt: skip
-    asks = [task.ask(number) for number in range(12)]
+                      "shown": SHOWN, "weights": WEIGHTS}  # fmt: skip
+    asks = [task.ask(number) for number in range(24)]
     assert task.ask(5) == asks[5] and asks[5] != asks[6]
     assert {ask.still for ask in asks} == {True, False}
+    sizes = set()
     for ask in asks:
-        inside, strange = (range(30), range(30, 35)) if ask.still else (range(40), range(50, 60))
+        inside, strange = range(40), range(50, 60)
+        if ask.still:
+            size = next(size for size, (known, _) in SHOWN.items() if ask.media[0] in known)
+            (inside, strange), sizes = SHOWN[size], sizes | {size}
         assert all(medium in inside for medium in ask.media[:-4]) and len(ask.media) == 24
         assert all(medium in strange for medium in ask.media[-4:])
+    assert sizes == {*SHOWN}  # pictures of a batch are of one
+    task.shown = {}
+    assert not any(task.ask(number).still for number in range(12))
 
 
 @pytest.mark.slow

@@ -145,8 +145,8 @@ class SceneLanguage(training.Task):
         self.weights = dict.fromkeys(KINDS, 1.0)
         total, inside = len(sampler.encoded.clips), len(sampler.bank.views)
         self.inside, self.strange = inside - options.held, np.arange(inside, total)
-        self.shown = self._shown(range(self.inside))
-        self.alien = self._shown(range(inside, total))
+        known, foreign = self._shown(range(self.inside)), self._shown(range(inside, total))
+        self.shown = {size: (known[size], foreign[size]) for size in known if size in foreign}
         held, part = range(self.inside, inside), -(-options.held // 3)
         self.exam = [
             sampler.clips([*held[at : at + part], *self.strange[:2].tolist()], 12,
@@ -169,13 +169,11 @@ class SceneLanguage(training.Task):
     def ask(self, number: int) -> SceneAsk:
         """Clips, or now and then pictures, of the batch of a number."""
         rng = np.random.default_rng([self.seed, 5, number])
-        still = bool(rng.random() < STILLS)
-        known, foreign = np.arange(self.inside), self.strange
+        still = bool(rng.random() < STILLS and self.shown)
+        known, foreign = self.inside, self.strange
         if still:
-            sizes = [size for size in self.shown if size in self.alien]
-            many = np.array([len(self.shown[size]) for size in sizes])
-            size = sizes[rng.choice(len(sizes), p=many / many.sum())]
-            known, foreign = (np.array(some[size]) for some in (self.shown, self.alien))
+            sizes, many = [*self.shown], np.array([len(some) for some, _ in self.shown.values()])
+            known, foreign = self.shown[sizes[rng.choice(len(sizes), p=many / many.sum())]]
         strangers = max(STRANGERS * self.batch // BATCH, 1)
         chosen = [*rng.choice(known, self.batch - strangers), *rng.choice(foreign, strangers)]
         media = [int(medium) for medium in chosen]
