@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import mmfast
 from mmfast import Mix, MmfastError, Reduction, SpecError, Tokens, Trace
 from mmfast.core import registry
-from mmfast.core.errors import warn
+from mmfast.core.errors import unknown, warn
 from mmfast.core.spec import count, parse, run
 from mmfast.core.trace import free_bytes
 
@@ -441,3 +441,8 @@ def test_a_warning_stands_at_the_callers_line() -> None:
         with pytest.warns(UserWarning, match="look") as seen:
             call()
         assert Path(seen[0].filename).name == Path(__file__).name
+
+
+def test_an_unknown_name_where_there_is_none_to_choose() -> None:
+    assert unknown("part", "what", []) == "unknown part 'what'; there is none to choose"
+    assert unknown("part", "whot", ["what"]).endswith("did you mean 'what'? choices: what")

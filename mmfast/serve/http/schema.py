@@ -262,10 +262,10 @@ class NamedTool(Strict):
 class MmfastOptions(Strict, extra="forbid"):
     """Options of this server: reduction of media and caches, and sampling of clips.
 
-    `reduce`, `cache`, `prefill`, `decode` and `reuse` are spec strings (`decode` may be `none`);
-    for `target_ttft_ms` the planner picks the reducers; `priority` orders the requests of one key,
-    higher first; `frames` or `fps` set the sampling of clips; `modules` of the server's schema,
-    with `arguments` of their parameters, stand before the question.
+    `reduce`, `cache`, `prefill`, `decode` and `reuse` are spec strings, and for the first four
+    `none` overrules the server's; for `target_ttft_ms` the planner picks the reducers; `priority`
+    orders the requests of one key, higher first; `frames` or `fps` set the sampling of clips;
+    `modules` of the server's schema, with `arguments` of their parameters, stand in front.
     """
 
     reduce: Spec | None = None

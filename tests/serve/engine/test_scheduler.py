@@ -93,6 +93,17 @@ def attached(pair: Any, request: Request) -> str:
         return stock(pair, request)
 
 
+def test_none_overrules_what_the_server_does() -> None:
+    pair, own = model_of("llava_onevision"), {"reduce": "evs:0.5", "cache": "snapkv:8"}
+    request, served = (ask("a", clip(1), "what?", tokens=9, **specs) for specs in ({}, own))
+    expected = [stock(pair, request), attached(pair, served)]
+    assert expected[0] != expected[1]
+    whole = ask("whole", clip(1), "what?", tokens=9, reduce="none", cache="none", prefill="none")
+    with scheduler("llava_onevision", **own) as engine:
+        found = answers(engine, [whole, request])
+    assert [text for text, _ in found] == expected
+
+
 def test_a_learned_compressor_reads_the_question_of_its_own_request() -> None:
     questions = ("Which way does the red circle move?", "How many objects are there?")
     requests = [
