@@ -11,6 +11,7 @@ from speech_fakes import random_speech_model
 
 from mmfast.heads.base import causal_mask
 from mmfast.tiny.speech import drafts
+from mmfast.tiny.speech import train as speech
 from mmfast.tiny.speech.bank import SpokenText
 from mmfast.tiny.speech.drafts import ChainedTask, ParallelTask, make_places
 from mmfast.tiny.training import Course, train, update
@@ -110,3 +111,9 @@ def test_independent_modules_learn_too(parts: Any) -> None:
     task = ParallelTask(model.backbone, model.layout, said, 0, 5e-3)
     rows = [update(task, task.batches(i, 0.5), 1.0)["mtp"] for i in range(30)]
     assert np.mean(rows[-3:]) > np.mean(rows[:3]) + 0.1
+
+
+def test_going_on_needs_a_model_to_go_on_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        speech.main(["--again", "1"])
+    assert "name its folder with --start" in capsys.readouterr().err

@@ -282,7 +282,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--again", type=float, help="minutes for the last chained module of --start, and no more")
     add("--rate", type=float, default=2e-3)
     add("--hold", type=float, default=0.45)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.again is not None and options.start is None:
+        parser.error("--again trains on at a finished model; name its folder with --start")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
