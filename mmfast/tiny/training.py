@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.compressors.base import save
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.loading import pick_device
 from mmfast.ops.weight_forms import has_bfloat16
 
@@ -442,10 +442,16 @@ class Log:
     def record(
         cls, folder: Path, run: Callable[[Any, Log], None], options: Any, *fields: str
     ) -> None:
-        """Run a recipe with its options, in the log of a folder that goes on; it begins by them."""
+        """Run a recipe with its options, in the log of a folder that goes on; it begins by them.
+
+        What a user can mend ends the program in one line.
+        """
         log = cls(folder, fresh=False)
         log.start(**{name: getattr(options, name) for name in fields})
-        run(options, log)
+        try:
+            run(options, log)
+        except MmfastError as error:
+            raise SystemExit(f"error: {error}") from None
         log.end()
 
     @contextmanager

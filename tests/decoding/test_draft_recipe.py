@@ -98,3 +98,8 @@ def test_training_makes_a_draft_that_agrees(tmp_path: Path) -> None:
     )
     prompt = ids[0].ids[None, :48]
     assert _accepted(model, prompt, folder) > 0.3 + _accepted(model, prompt, untrained)
+
+
+def test_a_width_that_no_draft_has_ends_the_recipe_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="error: width 50 is no multiple of 32 up to 96"):
+        drafts.main(["--width", "50", "--out", str(tmp_path)])
