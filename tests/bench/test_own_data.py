@@ -75,7 +75,7 @@ def test_rows_files_and_report(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     document = json.loads(printed)
     rows = document["rows"]
     assert code == 0 and (document["suite"], document["n"], document["seed"]) == ("data", 5, 1000)
-    assert document["model"] == "tiny-video"
+    assert document["model"] == "tiny-scenes"
     ways = [(None, None), ("evs:0.25", None), (None, "snapkv:0.5"), ("evs:0.25", "snapkv:0.5")]
     assert [(row["reduce"], row["cache"]) for row in rows] == ways
     assert rows[0]["accuracy"] == 1.0 and rows[0]["difference"] is rows[0]["p"] is None
