@@ -228,7 +228,8 @@ def letterboxed(frame: Tensor, size: tuple[int, int]) -> Tensor:
     high, wide = (min(-(-side * part // longest), side) for part in size)
     small = vision.resize(frame, [high, wide], InterpolationMode.BICUBIC, antialias=True)
     left, top = (side - wide) // 2, (side - high) // 2
-    return vision.pad(small, [left, top, side - wide - left, side - high - top])
+    found: Tensor = vision.pad(small, [left, top, side - wide - left, side - high - top])
+    return found
 
 
 def token_weights(packed: PackedQuestions) -> Tensor:

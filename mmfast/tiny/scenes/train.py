@@ -170,12 +170,12 @@ class SceneLanguage(training.Task):
         """Clips, or now and then pictures, of the batch of a number."""
         rng = np.random.default_rng([self.seed, 5, number])
         still = bool(rng.random() < STILLS and self.shown)
-        known, foreign = self.inside, self.strange
+        part: tuple[Any, Any] = (self.inside, self.strange)
         if still:
             sizes, many = [*self.shown], np.array([len(some) for some, _ in self.shown.values()])
-            known, foreign = self.shown[sizes[rng.choice(len(sizes), p=many / many.sum())]]
+            part = self.shown[sizes[rng.choice(len(sizes), p=many / many.sum())]]
         strangers = max(STRANGERS * self.batch // BATCH, 1)
-        chosen = [*rng.choice(known, self.batch - strangers), *rng.choice(foreign, strangers)]
+        chosen = [*rng.choice(part[0], self.batch - strangers), *rng.choice(part[1], strangers)]
         media = [int(medium) for medium in chosen]
         return SceneAsk((self.seed, 6, number), media, still, QUESTIONS, dict(self.weights))
 
@@ -237,13 +237,15 @@ def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
 
     def pooled(first: int) -> Tensor:
         pixels = bank.clips.frames[first : first + size].to(model.device)
-        found: Tensor = pool(tokens(pixels.flatten(0, 1)).float())
-        return found.half().unflatten(0, pixels.shape[:2])
+        some = pool(tokens(pixels.flatten(0, 1)).float()).half()
+        found: Tensor = some.unflatten(0, pixels.shape[:2])
+        return found
 
     def still(number: int) -> Tensor:
         frame = bank.clips.frames[frames[number]]
         both = torch.stack([frame, letterboxed(frame, sizes[number])])
-        return tokens(both.to(model.device)).half()
+        found: Tensor = tokens(both.to(model.device)).half()
+        return found
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
