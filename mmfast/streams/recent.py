@@ -84,10 +84,9 @@ class RecentFrames:
         return strange or present or (self.whole and _ENDS.search(question) is not None)
 
     def worded(self, question: str) -> str:
-        """Return a question in the words of a clip: the place of a thing now is that at its end."""
-        if _PLACE.search(question) and not _MOTION.search(question):
-            return _NOW.sub(" at the end", question)
-        return question
+        """Return a question in the words of a clip, which is of now: a place now is at its end."""
+        place = _PLACE.search(question) and not _MOTION.search(question)
+        return _NOW.sub(" at the end" if place else "", question).lstrip(" ,")
 
     def clip(self) -> tuple[list[Any], list[float]]:
         """Return at most `CLIP` frames and their seconds, of all that is kept or of its end."""
