@@ -27,7 +27,7 @@ def test_nothing_grows(family: str) -> None:
     pipe = pipe_of(family, reduce="dtd:0.5")
     side = watcher(family).size[0]
     held, traced = [], []
-    options = {"host_bytes": "200kB"}
+    options = {"host_bytes": "200kB", "history": "100kB"}  # both are full by frame 100
     with pipe.open(MEMORY, **options) as session:
         for i, frame in enumerate(noise_frames(side)):
             session.push(frame, i / 2)
