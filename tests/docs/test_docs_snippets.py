@@ -40,8 +40,8 @@ CHECKPOINT = "Qwen/Qwen2.5-VL-7B-Instruct"
 ELSEWHERE = ("pip", "pytest", "export", "python -m mmfast.bench.lmms", "HF_HUB_OFFLINE=1")
 ADDRESS = re.compile(r"http://127.0.0.1:\d+")
 MINUTES = re.compile(
-    r"--full|--preset|--encoder timm|--train|--n (?!8\b)\d\d+|mmfast demo|mmfast serve"
-    r"|bench.report.docs"
+    r"--full|--preset|--encoder timm|--train|--minutes|--steps \d{3}|--n (?!8\b)\d\d+"
+    r"|mmfast demo|mmfast serve|bench.report.docs"
 )
 
 
