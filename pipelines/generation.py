@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers.generation import GenerationMixin
 
 from mmfast.core.errors import MmfastError, an
 from mmfast.models.decoder.draft_stage import SEED
-from mmfast.models.prompt import check_question
+from mmfast.models.prompt import Shot, UnevenClipsError, check_question
 from mmfast.pipelines.options import check_names, check_values, named
 from mmfast.streams.reuse.schema import ModulePrompt
 
@@ -145,3 +145,26 @@ def _many_clips(media: Any, question: Any) -> bool:
     # Arrays of rank 4 are clips; images and rank-3 arrays are frames of one clip unless there is
     # exactly one question for each.
     return getattr(media[0], "ndim", 3) != 3 or len(media) == questions
+
+
+def by_length(
+    pairs: list[tuple[Any, Any]], ask: Callable[[list[tuple[Any, Any]]], Sequence[Any]]
+) -> list[Any]:
+    """Answers about pairs of media and question, one pass for each length of clips if need be.
+
+    Where `ask` raises UnevenClipsError it has put what it read, `(chat, None)`, into the list.
+    """
+    try:
+        return [*ask(pairs)]
+    except UnevenClipsError:
+        groups: dict[frozenset[int], list[int]] = {}
+        for i, (chat, _) in enumerate(pairs):
+            parts = [part for message in chat for part in message["content"]]
+            frames = frozenset(len(part.pixels) for part in parts if isinstance(part, Shot))
+            groups.setdefault(frames, []).append(i)
+        if len(groups) == 1:
+            raise
+    found: dict[int, Any] = {}
+    for group in groups.values():
+        found.update(zip(group, by_length([pairs[i] for i in group], ask), strict=True))
+    return [found[i] for i in range(len(pairs))]

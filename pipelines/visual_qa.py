@@ -34,7 +34,6 @@ from mmfast.models.prompt import (
     MediaPart,
     ScopeWarning,
     Shot,
-    by_length,
     check_question,
     is_chat,
     read_chat,
@@ -45,7 +44,15 @@ from mmfast.models.prompt import (
 from mmfast.models.reduction.check import check
 from mmfast.models.text_stream import stream_text, stripped
 from mmfast.models.wrappers import stock_model
-from mmfast.pipelines.generation import CALL, GENERATE, merged, pair_up, seeded, several
+from mmfast.pipelines.generation import (
+    CALL,
+    GENERATE,
+    by_length,
+    merged,
+    pair_up,
+    seeded,
+    several,
+)
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task

@@ -7,8 +7,8 @@ L layers, Q codebooks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -20,12 +20,9 @@ from mmfast.core.reduction import Reduction, gather_rows
 @contextmanager
 def choosing(device: torch.device) -> Iterator[None]:
     """Choose tokens without gradients and as written: autocast of the caller rounds no product."""
-    with torch.no_grad():
-        if not torch.is_autocast_enabled(device.type):
-            yield
-            return
-        with torch.autocast(device.type, enabled=False):
-            yield
+    cast = torch.is_autocast_enabled(device.type)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if cast else nullcontext():
+        yield
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Tokens:
 
     def signal(self, name: str) -> Tensor | None:
         """Return the signal called `name` (a field or an entry of `signals`), or None."""
-        if name in ("x", "attn", "query"):
+        if name in _TENSORS:
             value = getattr(self, name)
             return value if isinstance(value, Tensor) else None
         return self.signals.get(name)
@@ -129,6 +126,10 @@ class Tokens:
             grid=self.grid,
             signals={name: value[index] for name, value in self.signals.items()},
         )
+
+
+# Fields that are signals, found once: policies ask for some in every layer.
+_TENSORS = {each.name for each in fields(Tokens)} - {"signals", "grid"}
 
 
 def all_finite(values: Tensor) -> bool:

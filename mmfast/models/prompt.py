@@ -116,29 +116,6 @@ def chat_inputs(
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
-def by_length(
-    pairs: list[tuple[Any, Any]], ask: Callable[[list[tuple[Any, Any]]], Sequence[Any]]
-) -> list[Any]:
-    """Answers about pairs of media and question, one pass for each length of clips if need be.
-
-    Where `ask` raises UnevenClipsError it has put what it read, `(chat, None)`, into the list.
-    """
-    try:
-        return [*ask(pairs)]
-    except UnevenClipsError:
-        groups: dict[frozenset[int], list[int]] = {}
-        for i, (chat, _) in enumerate(pairs):
-            parts = [part for message in chat for part in message["content"]]
-            frames = frozenset(len(part.pixels) for part in parts if isinstance(part, Shot))
-            groups.setdefault(frames, []).append(i)
-        if len(groups) == 1:
-            raise
-    found: dict[int, Any] = {}
-    for group in groups.values():
-        found.update(zip(group, by_length([pairs[i] for i in group], ask), strict=True))
-    return [found[i] for i in range(len(pairs))]
-
-
 def user_inputs(
     processor: Any, chats: Sequence[Sequence[Mapping[str, Any]]], device: torch.device
 ) -> dict[str, Any]:

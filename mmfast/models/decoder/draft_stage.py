@@ -33,6 +33,7 @@ from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.decoder.speculation import VerifiedDecoding
 from mmfast.models.decoder.token_tree import TreeDrafter
 from mmfast.models.families.adapter import adapter_for
+from mmfast.models.families.tower import KINDS
 from mmfast.models.kv.view import ViewStage, view_plan
 from mmfast.models.patching import override
 from mmfast.models.reduction.call import PassState
@@ -40,7 +41,6 @@ from mmfast.models.reduction.call import PassState
 # A `custom_generate` of ours that only says by which seed tokens are drawn.
 SEED = "mmfast_seed"
 _COSTS = {RECYCLE: (0.001, 0.03), LOOKUP: (0.001, 0.03), DRAFT: (0.3, 0.05)}
-_KINDS = ("image", "video", "audio")
 
 
 def check_decode(
@@ -306,7 +306,7 @@ def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def placeholders(model: Any) -> set[int]:
     """Return the ids that stand for media in prompts of a model."""
-    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in _KINDS)
+    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
     return {each for each in ids if each is not None}
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.decoding.speculation import OFF
 from mmfast.models.prompt import Shot
 
 LOG = logging.getLogger("mmfast.serve")
@@ -78,7 +79,7 @@ class TokenChance:
 
 @dataclass(frozen=True)
 class Options:
-    """The `mmfast` part of a request; None takes the specs of the server.
+    """The `mmfast` part of a request; None takes the spec of the server, `none` takes none.
 
     For `target_ttft_ms`, the time to the first token, the planner picks the reducers.
     """
@@ -95,6 +96,15 @@ class Options:
     # arguments of the chat template, such as `tools`, and of the processor
     template: Mapping[str, Any] = field(default_factory=dict)
     processor: Mapping[str, Any] = field(default_factory=dict)
+
+    def over(self, default: Options) -> Options:
+        """Return these options with the specs that hold on a server with those of `default`."""
+        found = dict[str, str | None]()
+        for name in ("reduce", "cache", "prefill", "decode"):
+            own = getattr(self, name)
+            spec = getattr(default, name) if own is None else own
+            found[name] = None if spec == OFF else spec
+        return replace(self, **found)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
-from mmfast.models.families.tower import KINDS
+from mmfast.models.decoder.draft_stage import placeholders
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
@@ -48,8 +48,7 @@ class Chooser:
         self.ends = frozenset([ends] if isinstance(ends, int) else ends or ())
         # repetition penalty of its generation config; 1 is none
         self.penalty = float(getattr(config, "repetition_penalty", None) or 1.0)
-        named = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
-        blocked = [i for i in named if i is not None]  # an answer has no media
+        blocked = placeholders(model)  # an answer has no media
         self.width = int(model.get_output_embeddings().weight.shape[0])  # of logits
         inside = sorted(i for i in {*blocked, *(config.suppress_tokens or ())} if i < self.width)
         self._blocked = torch.tensor(inside, device=model.device, dtype=torch.int64)

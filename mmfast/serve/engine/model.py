@@ -8,6 +8,7 @@ from typing import Any
 
 from mmfast.core.errors import MmfastError
 from mmfast.models.attention import with_attn
+from mmfast.models.cost import attention_width
 from mmfast.models.loading import load
 from mmfast.planner.arithmetic import check_weights, use_weights
 from mmfast.serve.engine.base import LOG
@@ -74,15 +75,14 @@ def settled(processor: Any) -> Any:
 
 def chunk_work(model: Any, tokens: int) -> float:
     """Return the multiplications of the decoder on a prompt of so many tokens."""
-    layers, config = model.get_decoder().layers, model.config.get_text_config()
+    layers = model.get_decoder().layers
     weights = sum(each.numel() for layer in layers for each in layer.parameters())
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return float(tokens * (weights + tokens * width * config.num_attention_heads * len(layers)))
+    return float(tokens * (weights + tokens * attention_width(model) * len(layers)))
 
 
 def stated_bytes(model: Any) -> int:
     """Return the bytes of keys and values of one token from the configuration."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = attention_width(model) // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)

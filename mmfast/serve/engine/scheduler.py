@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mmfast.caches.plan import served_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
-from mmfast.decoding.speculation import OFF, plan_decode
+from mmfast.decoding.speculation import plan_decode
 from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.prompt import scope_note_of
 from mmfast.models.reduction.record import features_given
@@ -261,14 +261,13 @@ class Scheduler:
     def _answer(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
         """Return a request with the engine's specs where it names no other, or `none`."""
         answer, mine = ActiveRequest(request, emit, sampling), request.options
-        answer.cache = _chosen(mine.cache, self._default.cache)
-        answer.prefill = _chosen(mine.prefill, self._default.prefill)
-        answer.decode = _chosen(mine.decode, self._default.decode)
+        own = mine.over(self._default)
+        answer.cache, answer.prefill, answer.decode = own.cache, own.prefill, own.decode
         answer.target = mine.target_ttft_ms
         if mine.target_ttft_ms is not None:
             check_alone(make_target(mine.target_ttft_ms), mine.reduce)
         else:
-            answer.reduce = _chosen(mine.reduce, self._default.reduce)
+            answer.reduce = own.reduce
         return answer
 
     def _prepared(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
@@ -400,11 +399,6 @@ class Scheduler:
             self._known.clear()
         for answer in left:
             answer.end(Failure("the engine is closed", 503))
-
-
-def _chosen(own: str | None, default: str | None) -> str | None:
-    spec = default if own is None else own
-    return None if spec == OFF else spec
 
 
 def _scope_note(tokenizer: Any, request: Request) -> str:

@@ -279,9 +279,8 @@ class RayEngine:
 
     def submit(self, request: base.Request, emit: base.Emit) -> None:
         """See `Executor.submit`."""
-        reduce = self._reduce if request.options.reduce is None else request.options.reduce
-        mine = request.options
-        self._check(reduce, mine.cache, mine.prefill, mine.decode)
+        mine = request.options.over(base.Options(self._reduce))
+        self._check(mine.reduce, mine.cache, mine.prefill, mine.decode)
         check_storeless(request.options)
         if request.adapter is not None and request.adapter not in self._lora:
             raise MmfastError(unknown("adapter", request.adapter, [*self._lora]))
@@ -303,7 +302,7 @@ class RayEngine:
             self._streams[request.id] = stream
             if self._control is not None:
                 self._control.arrived(time.monotonic())
-            self._loop.call_soon_threadsafe(self._begin, stream, reduce)
+            self._loop.call_soon_threadsafe(self._begin, stream, mine.reduce)
 
     def cancel(self, request_id: str) -> None:
         """See `Executor.cancel`."""

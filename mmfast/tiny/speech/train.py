@@ -297,7 +297,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     log.start(**settings)
     torch.manual_seed(options.seed)
     recipe = Recipe(options, log)
-    recipe.run() if options.again is None else recipe.again()
+    if options.again is None:
+        recipe.run()
+    else:
+        recipe.again()
     log.end()
 
 

@@ -41,7 +41,7 @@ def engine(checkpoint: Path) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_answers_are_those_of_one_process(engine: Any, checkpoint: Path) -> None:
-    requests = [asked(f"same-{i}", i, 12, (None, "evs:0.5")[i % 2]) for i in range(4)]
+    requests = [asked(f"same-{i}", i, 12, (None, "evs:0.5", "none")[i % 3]) for i in range(4)]
     requests.append(asked("drawn", 9, 12, heat=0.8))  # with a seed
     inboxes = [Inbox() for _ in requests]
     for request, inbox in zip(requests, inboxes, strict=True):

@@ -58,6 +58,7 @@ def test_methods_inside_the_model_and_on_its_cache(engine: Any, inproc: Schedule
     requests = [
         asked("plain", 0, 12),
         asked("pre", 1, 12, "evs:0.5"),
+        asked("whole", 1, 12, "none"),
         asked("inside", 2, 12, "fastv@llm2:0.5"),
         with_cache(asked("cached", 3, 12), "snapkv:64"),
         asked("drawn", 4, 12, heat=0.8),  # with a seed

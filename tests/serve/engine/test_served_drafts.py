@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import EMBEDDED, Ear, answers, ask, image, model_of, stock
+from scheduling import EMBEDDED, Ear, answers, ask, image, model_of, promised_bytes, stock
 
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.base import Delta, Finish, Request, SamplingOptions
-from mmfast.serve.engine.decode import DecodeBatch
 from mmfast.serve.engine.drafts import BatchDrafts
 from mmfast.serve.engine.kv.bucket import Entries, Slots, beyond
 from mmfast.serve.engine.kv.rows import AnswerRows
-from mmfast.serve.engine.runner import ModelRunner
 from mmfast.serve.engine.scheduler import Scheduler
 
 SPECS = ["lookup?adapt=false", "recycle?adapt=false&most=3", "self:0.2?adapt=false&least=0&most=4"]
@@ -239,28 +237,10 @@ def test_answers_that_are_cancelled_or_give_way_leave_nothing_behind() -> None:
 def test_rows_of_drafts_are_in_the_memory_that_is_promised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    promised, found = [0], list[tuple[int, int]]()
-    stock_fits, stock_step = ModelRunner.fits, DecodeBatch.rounds
-
-    def fits(self: ModelRunner, answer: Any) -> bool:
-        promised.append(self.worst([answer]) * self.per_token)
-        return stock_fits(self, answer)
-
-    def rounds(self: DecodeBatch) -> Any:
-        found.append((self.nbytes, promised[-1]))
-        return stock_step(self)
-
-    monkeypatch.setattr(ModelRunner, "fits", fits)
-    monkeypatch.setattr(DecodeBatch, "rounds", rounds)
+    found = promised_bytes(monkeypatch)
+    more = {"tokens": 200, "decode": SPECS[2]}
     with engine(FAMILIES[0], slots=5, chunk=256) as made:
-        ears = []
-        for number in range(5):
-            asked = ask(f"{number}", image(number), "what?", tokens=60, decode=SPECS[2])
-            ears.append(Ear(made, asked))
-            ears[-1].next()
-        for number in range(5):
-            made.cancel(f"{number}")
-            ears[number].wait()
+        answers(made, [ask(f"{i}", image(i), "what?", **more) for i in range(5)])
     # A row that is shorter than it may be can lie in a tensor of other rows.
     assert found and all(0.95 * held <= most for held, most in found)
 

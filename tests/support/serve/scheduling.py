@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tiny_models import tiny
 
@@ -26,6 +27,8 @@ from mmfast.serve.engine.base import (
     Request,
     SamplingOptions,
 )
+from mmfast.serve.engine.decode import DecodeBatch
+from mmfast.serve.engine.runner import ModelRunner
 
 EMBEDDED = "embedded"
 _PLUGS = itertools.count()
@@ -129,6 +132,24 @@ def mixed(prefix: str = "") -> list[Request]:
         talk(f"{prefix}g", [(clip(2, 6), "what?"), ("left",), ("and now?",)], tokens=5),
         ask(f"{prefix}h", image(1), clip(1), "which one?", tokens=10),
     ]
+
+
+def promised_bytes(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Bytes that a batch holds at its steps to come, and the most that was promised by then."""
+    promised, found = [0], list[tuple[int, int]]()
+    fits, rounds = ModelRunner.fits, DecodeBatch.rounds
+
+    def promising(self: ModelRunner, answer: Any) -> bool:
+        promised.append(self.worst([answer]) * self.per_token)
+        return fits(self, answer)
+
+    def noted(self: DecodeBatch) -> Any:
+        found.append((self.nbytes, promised[-1]))
+        return rounds(self)
+
+    patch.setattr(ModelRunner, "fits", promising)
+    patch.setattr(DecodeBatch, "rounds", noted)
+    return found
 
 
 def together(executor: Executor, requests: Sequence[Request]) -> list[Ear]:

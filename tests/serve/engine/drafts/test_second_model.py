@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine_requests import eventually
-from scheduling import Ear, answers, ask, clip, image, model_of, stock, together
+from scheduling import Ear, answers, ask, clip, image, model_of, promised_bytes, stock, together
 from tiny_models import build
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -23,7 +23,6 @@ from mmfast.core.errors import MmfastError, ModelError
 from mmfast.serve.engine.base import Finish, Request, SamplingOptions
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.drafts import BatchDrafts, DraftRows
-from mmfast.serve.engine.runner import ModelRunner
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.second_model import SecondModel
 
@@ -324,30 +323,18 @@ def test_who_comes_and_goes_at_random_changes_no_text(seed: int) -> None:
 
 
 def test_its_rows_are_in_the_memory_that_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    promised, found = [0], list[tuple[int, int]]()
-    fits, rounds = ModelRunner.fits, DecodeBatch.rounds
-
-    def promising(self: ModelRunner, answer: Any) -> bool:
-        promised.append(self.worst([answer]) * self.per_token)
-        return fits(self, answer)
-
-    def noted(self: DecodeBatch) -> Any:
-        found.append((self.nbytes, promised[-1]))
-        return rounds(self)
-
-    monkeypatch.setattr(ModelRunner, "fits", promising)
-    monkeypatch.setattr(DecodeBatch, "rounds", noted)
+    found = promised_bytes(monkeypatch)
     with engine(spec_of("near"), slots=5) as made:
-        requests = [ask(f"{i}", image(i), "what?", tokens=40) for i in range(5)]
+        requests = [ask(f"{i}", image(i), "what?", tokens=200) for i in range(5)]
         answers(made, requests)
         assert all(0.95 * held <= most for held, most in found)
         assert max(held for held, _ in found) > 0.3 * max(most for _, most in found)
     with (
-        engine(spec_of("near"), memory="520KB") as made,
+        engine(spec_of("near"), memory="800KB") as made,
         pytest.raises(MmfastError, match="bytes of keys and values"),
     ):
         Ear(made, ask("a", "a", tokens=900))
-    with engine("none", memory="520KB") as made:  # it would fit alone
+    with engine("none", memory="800KB") as made:  # it would fit alone
         Ear(made, ask("a", "a", tokens=900))
         made.cancel("a")
 
