@@ -35,12 +35,12 @@ def unknown(what: str, value: object, choices: Iterable[str], more: Iterable[str
     A name of `more` may be the nearest one, but is not listed.
     """
     names = sorted(choices)
-    if not names:
-        return f"unknown {what} {value!r}; there is none to choose"
     bare = {name.lstrip("-"): name for name in (*names, *more)}  # dashes make no likeness
     near = difflib.get_close_matches(str(value).lstrip("-"), bare, n=1, cutoff=0.5)
     hint = f"; did you mean {bare[near[0]]!r}?" if near else ";"
-    return f"unknown {what} {value!r}{hint} choices: {', '.join(names)}"
+    if names:
+        return f"unknown {what} {value!r}{hint} choices: {', '.join(names)}"
+    return f"unknown {what} {value!r}{hint if near else '; there is none to choose'}"
 
 
 # Packages between a warning and the line of the caller's that it is about.

@@ -445,4 +445,6 @@ def test_a_warning_stands_at_the_callers_line() -> None:
 
 def test_an_unknown_name_where_there_is_none_to_choose() -> None:
     assert unknown("part", "what", []) == "unknown part 'what'; there is none to choose"
+    near = "unknown option 'devcie'; did you mean 'device'?"  # a name that is known, but not listed
+    assert unknown("option", "devcie", [], ["device", "dtype"]) == near
     assert unknown("part", "whot", ["what"]).endswith("did you mean 'what'? choices: what")
