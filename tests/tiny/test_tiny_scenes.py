@@ -26,6 +26,7 @@ from mmfast.tiny.scenes.evaluate import (
     SceneCase,
     answers,
     judge,
+    measure,
     run_scenes,
     scene_cases,
     scene_rows,
@@ -399,6 +400,20 @@ def test_cases_take_turns_and_hold_back_wordings() -> None:
     assert perfect["made_up"] == perfect["calibration"] == 0.0
     blind = judge(cases, _sure(["red"] * len(cases)))
     assert blind["accuracy"] < 0.2 and blind["calibration"] == 1.0 - blind["accuracy"]
+
+
+def test_questions_that_tell_two_things_of_one_colour_apart_have_their_own_figure() -> None:
+    slots = {"red cross": "red star", "blue cross": "red star"}
+    cases = [
+        SceneCase(b"", "video", (ask.format(*pair),), pair[0], "speed", bool(number % 2))
+        for number, ask in enumerate(WORDINGS["speed"][-4:])
+        for pair in slots.items()
+    ]
+    said = _sure([case.answer if "blue" in case.turns[0] else "red star" for case in cases])
+    found = measure(cases, said)
+    assert found["accuracy"] == 0.5
+    assert (found["one_colour"]["n"], found["one_colour"]["accuracy"]) == (4, 0.0)
+    assert "one_colour" not in measure(cases[1::2], said[1::2])
 
 
 def _sure(texts: list[str]) -> list[SceneAnswer]:

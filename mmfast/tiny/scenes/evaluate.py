@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -240,14 +241,24 @@ def run_scenes(
 
 
 def measure(cases: Sequence[SceneCase], said: Sequence[SceneAnswer]) -> dict[str, Any]:
-    """Figures of all answers, and of those in wordings that training showed, and kept back."""
+    """Figures of all answers, in wordings that training showed and kept back, on things alike."""
     found = judge(cases, said)
     for name, kept in (("trained", False), ("kept_back", True)):
         some = [(case, answer) for case, answer in zip(cases, said, strict=True)
                 if case.kept == kept]  # fmt: skip
         if some:
             found[name] = judge(*zip(*some, strict=True))
+    alike = [pair for pair in zip(cases, said, strict=True) if one_colour(pair[0].turns[-1])]
+    if alike:
+        share = judge(*zip(*alike, strict=True))
+        found["one_colour"] = {key: share[key] for key in ("n", "accuracy", "interval")}
     return found
+
+
+def one_colour(question: str) -> bool:
+    """Return whether a question names two things of one colour, which differ in shape alone."""
+    named = re.findall("|".join(scene.COLOURS), question.lower())
+    return len(named) == 2 and named[0] == named[1]
 
 
 def scene_rows(
