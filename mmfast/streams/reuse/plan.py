@@ -26,7 +26,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """One mode, and the share of tokens of media seen elsewhere that every layer recomputes.
+    """One mode, and the share of tokens of media seen elsewhere that layers recompute.
 
     Of `kvcomm` the share is that of the largest entropy up to which anchors are believed, of which
     there are `anchors` at most and must be `least`.
@@ -54,7 +54,7 @@ class ReusePlan:
 
     @property
     def recomputed(self) -> float:
-        """Share of tokens of media seen elsewhere that every layer recomputes."""
+        """Share of tokens of media seen elsewhere that layers recompute, the mean of all."""
         return 0.0 if self.corrected else self.share
 
     def __str__(self) -> str:

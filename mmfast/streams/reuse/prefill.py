@@ -33,9 +33,7 @@ from mmfast.streams.engine import Engine
 from mmfast.streams.reuse.plan import ReusePlan
 
 LOOK = 1  # decoder layer whose keys and values first tell which tokens deviate: made by layer 0
-# Layers that choose among the tokens that run, and how many times the share they leave: the choice
-# narrows, since a layer tells more of a token the more layers before it were read anew.
-NARROW = {LOOK: 2.0, LOOK + 1: 1.0}
+WIDE = 1.5  # times the plan's share that run behind the first look; see `narrowing`
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +166,8 @@ class _Run:
         self.rows: Tensor | None = None  # of the tokens that run, ascending, from `first` on
         last = engine.turner.layers - 1
         self._narrow: dict[int, float] = {}
-        if plan is None or plan.mode == "blend":
-            self._narrow = {i: much for i, much in NARROW.items() if i <= last} or {0: 1.0}
-            self._narrow[max(self._narrow)] = 1.0
+        if plan is not None and plan.mode == "blend":
+            self._narrow = narrowing(last, plan.recomputed)
         self._look, self._last = min(LOOK, last), last
         self._reused = torch.zeros(n, dtype=torch.bool, device=prompt.hidden.device)
         for part in self.elsewhere:
@@ -184,9 +181,10 @@ class _Run:
 
     def run(self) -> PrefilledPrompt:
         if self.elsewhere and not self._narrow:
+            assert self.plan is not None
             score = torch.cat([_impact_of(part) for part in self.elsewhere])
             places = self._reused.nonzero()[:, 0]
-            self._choose(places, score.to(places.device), 1.0)
+            self._choose(places, score.to(places.device), self.plan.recomputed)
         self.layers = self._loaded() if self.seen else []
         engine, prompt, new = self.engine, self.prompt, slice(self.first, self.n)
         places = prompt.positions[:, new]
@@ -216,13 +214,13 @@ class _Run:
             self.layers.append(keys.new_empty(2, keys.shape[1], self.n, keys.shape[3]))
         own = self.layers[layer]
         at = self._at.to(own.device)
-        much, score = self._narrow.get(layer), None
-        if self._choosing and much is not None:
+        share, score = self._narrow.get(layer), None
+        if self._choosing and share is not None:
             score = self._deviation(own, at, keys[0], values[0])
         own[0].index_copy_(1, at, keys[0])
         own[1].index_copy_(1, at, values[0])
-        if score is not None and much is not None:
-            self._choose(self._at, score, much)
+        if score is not None and share is not None:
+            self._choose(self._at, score, share)
         if self._choosing:
             raise _Chosen
         return own[0][None], own[1][None]
@@ -266,10 +264,9 @@ class _Run:
             total += (fresh - held).float().square().sum((0, 2)) / size
         return total
 
-    def _choose(self, at: Tensor, score: Tensor, much: float) -> None:
-        """Let all run that is not seen, and those of the rest `at` places with the top scores."""
-        assert self.plan is not None
-        count = math.ceil(min(1.0, much * self.plan.recomputed) * self._moved)
+    def _choose(self, at: Tensor, score: Tensor, share: float) -> None:
+        """Let all run that is not seen, and a share of the rest `at` places, of the top scores."""
+        count = math.ceil(share * self._moved)
         score = score.to(at.device).masked_fill(~self._reused[at], -torch.inf)
         runs = (~self._reused).float()
         runs[: self.first] = 0
@@ -353,6 +350,20 @@ class _Run:
         span = slice(start, start + int(visual.sum()))
         planes = [plane[span] for plane in self.prompt.planes]
         return {"visual_pos_masks": visual[None], "deepstack_visual_embeds": planes}
+
+
+def narrowing(last: int, share: float) -> dict[int, float]:
+    """Layers of 0 to `last` that choose among the tokens that run, and the share they leave.
+
+    The choice narrows, since a layer tells more of a token the more layers before it were read
+    anew. What runs more behind the first look runs less behind the second: `share` is the mean of
+    all layers from `LOOK` on, as in CacheBlend.
+    """
+    behind = last - LOOK
+    if behind < 1:
+        return {min(LOOK, last): share}
+    wide = min(1.0, WIDE * share)
+    return {LOOK: wide, LOOK + 1: ((behind + 1) * share - wide) / behind}
 
 
 def _impact_of(part: SeenPart) -> Tensor:

@@ -90,3 +90,44 @@ def test_pipelines_on_packed_weights_step_so(
     shared = text.num_attention_heads > text.num_key_value_heads
     assert pipe(CLIP, "Which way does the red circle move?").text
     assert bool(queries) == (used and shared)
+
+
+def _scattered(kind: torch.dtype, batch: int, length: int, keys: int) -> torch.Tensor:
+    """A mask of queries at random places, ascending, one row of which has padding before it."""
+    places = torch.stack([torch.randperm(keys)[:length].sort().values for _ in range(batch)])
+    places[:, 0] = places[:, 0].clamp_min(4)
+    places = places.sort(1).values
+    shown = torch.arange(keys) <= places[:, None, :, None]
+    shown[0, :, :, :3] = False
+    if kind == torch.bool:
+        return shown
+    return torch.zeros(shown.shape).masked_fill_(~shown, torch.finfo(kind).min)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("length", [5, 63, 64, 65, 200])
+def test_scattered_queries_are_those_of_stock(
+    kind: torch.dtype, length: int, queries: list[tuple[int, ...]]
+) -> None:
+    torch.manual_seed(length)
+    query = torch.randn(2, 4, length, 8)
+    key, value = torch.randn(2, 2, 2, 230, 8)
+    mask = _scattered(kind, 2, length, 230)
+    found, _ = module._attend(False, None, torch.nn.Identity(), query, key, value, mask)
+    own, other = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    want = F.scaled_dot_product_attention(query, own, other, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+    rows = sum(shape[2] for shape in queries)
+    assert rows == 2 * length  # each query of a group once
+    assert len(queries) == (-(-length // module.PIECE) if length >= 2 * module.PIECE else 1)
+
+
+def test_runs_of_queries_read_no_key_behind_their_last() -> None:
+    mask = _scattered(torch.float32, 1, 100, 200)
+    cuts = module._pieces(mask, 100, 200)
+    assert [cut[:2] for cut in cuts] == [(0, 32), (32, 64), (64, 96), (96, 100)]
+    for _, stop, keys in cuts:
+        assert mask[0, 0, stop - 1, keys - 1] == 0  # the last one that is seen
+        assert keys == 200 or bool((mask[0, 0, :stop, keys:] < 0).all())
+    assert module._pieces(mask, 50, 200) == [(0, 50, 200)]
+    assert module._pieces(None, 100, 200) == [(0, 100, 200)]

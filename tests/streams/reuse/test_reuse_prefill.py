@@ -17,7 +17,7 @@ from mmfast.models.cache_name import CACHE
 from mmfast.models.reduction.inputs import compressed, prompt_rows
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.plan import ReusePlan, parse_reuse
-from mmfast.streams.reuse.prefill import ReusePrefill, SeenPart
+from mmfast.streams.reuse.prefill import LOOK, ReusePrefill, SeenPart, narrowing
 from mmfast.streams.reuse.store import ReuseStore
 
 
@@ -124,6 +124,19 @@ def test_more_tokens_recomputed_are_nearer() -> None:
         gaps.append(float((found.layers[-1] - whole.layers[-1]).norm()))
     assert gaps[0] > gaps[1] > gaps[2] > gaps[3]
     assert gaps[3] < 1e-4
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 4, 23])
+def test_share_is_the_mean_of_the_layers_behind_the_look(last: int) -> None:
+    for share in (0.0, 0.1, 0.15, 0.5, 0.8, 1.0):
+        chosen, runs, now = narrowing(last, share), list[float](), 1.0
+        for layer in range(last + 1):
+            assert chosen.get(layer, now) <= now  # who was left out stays out
+            now = chosen.get(layer, now)
+            runs.append(now)
+        deep = runs[LOOK:] or runs
+        assert sum(deep) / len(deep) == pytest.approx(share)
+        assert all(0.0 <= each <= 1.0 for each in runs)
 
 
 def test_those_that_deviate_most_are_chosen() -> None:
