@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 from cli_runs import fails, run
 
 from mmfast import cli
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Refusing(io.StringIO):
@@ -90,3 +94,19 @@ def test_a_byte_that_is_no_text_is_refused(
     monkeypatch.chdir(tmp_path)
     error = fails(capsys, *args, "\udcff hello")
     assert "'\\udcff', which is no character" in error and not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path: Path) -> None:
+    slow = "import sys, time\nprint('here', flush=True)\ntime.sleep(60)\n"
+    (tmp_path / "typer.py").write_text(slow)  # stands before the true one
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmfast", "methods"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        # a shell without job control has its children ignore the signal
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "mmfast: interrupted\n")
