@@ -162,11 +162,16 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _open_closed() -> None:
-    """Open what the caller has closed of the standard files, which the next file would replace."""
+    """Open what the caller has closed of the standard files, which the next file would replace.
+
+    Letters that the encoding of the output lacks are escaped, as those of errors always are.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
+    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _stop_output(code: int) -> int:

@@ -74,7 +74,17 @@ def keep_rows(out: Path | None, rows: Any) -> None:
 
 def print_json(document: Any) -> None:
     """Print one document on standard output; NaN is not JSON, so it is refused."""
-    print(json.dumps(document, ensure_ascii=False, allow_nan=False))
+    print(_json(document))
+
+
+def _json(document: Any) -> str:
+    """Return a document with its letters escaped where standard output, or UTF-8, lacks them."""
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(document, allow_nan=False)
+    return text
 
 
 class JsonRows:
@@ -85,8 +95,7 @@ class JsonRows:
 
     def add(self, document: dict[str, Any]) -> None:
         """Write the rows of a document, and before the first of all what stands beside them."""
-        rows = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in document["rows"]]
-        head = json.dumps(document | {"rows": []}, ensure_ascii=False, allow_nan=False)
+        rows, head = [_json(row) for row in document["rows"]], _json(document | {"rows": []})
         start = "," if self._begun else head.removesuffix("]}") + "\n"
         print(start + "\n,".join(rows), flush=True)
         self._begun = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from cli_runs import fails, run
 
 from mmfast import cli
+from mmfast.cli.output import JsonRows, print_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,3 +112,25 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "mmfast: interrupted\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_letters_that_the_output_lacks_are_escaped(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """File names may be no text, and answers in letters that a terminal does not have."""
+    document = {"file": b"\xff.mp4".decode("utf-8", "surrogateescape"), "text": "ü and 左"}
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    print_json(document)
+    rows = JsonRows()
+    rows.add({"rows": [document]})
+    rows.end()
+    sys.stdout.flush()
+    one, rest = written.getvalue().decode(encoding).split("\n", 1)
+    assert json.loads(one) == document and json.loads(rest) == {"rows": [document]}
+    monkeypatch.setattr(cli, "app", lambda **_: print(document["text"]))
+    with pytest.raises(SystemExit) as stop:
+        cli.main([])
+    shown = document["text"].encode(encoding, "backslashreplace")
+    assert not stop.value.code and written.getvalue().endswith(shown + b"\n")
