@@ -9,6 +9,7 @@ decoration of tables to standard error.
 from __future__ import annotations
 
 import ast
+import getpass
 import importlib
 import os
 import re
@@ -140,6 +141,7 @@ def main(args: list[str] | None = None) -> None:
     with _terminated() as signals:
         try:
             _check_folder()
+            _name_user()
             code = app(args=args, prog_name="mmfast", standalone_mode=False)
             sys.stdout.flush()  # a full disk shows here, not when the interpreter ends
         except MmfastError as error:
@@ -186,6 +188,14 @@ def _check_folder() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise MmfastError("the current folder was deleted; change to one that exists") from None
+
+
+def _name_user() -> None:
+    """Name a user without a name, as containers have: torch asks for it when it is imported."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["LOGNAME"] = str(os.getuid())
 
 
 @contextmanager

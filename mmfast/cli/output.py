@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +43,7 @@ def check_writable(option: str, path: Path | None) -> None:
         ) from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def progress(label: str, kept: str = "") -> Iterator[Tick]:
     """Show a bar on standard error; yields `tick(done, total)`.
 
@@ -63,7 +63,14 @@ def progress(label: str, kept: str = "") -> Iterator[Tick]:
 
 
 def keep_rows(out: Path | None, rows: Any) -> None:
-    """Append result rows to a file, where one is given, and count them for Ctrl-C."""
+    """Append result rows to a file, where one is given, and count them for Ctrl-C.
+
+    Without rows yet, MmfastError where the file cannot be written: before the work, not behind it.
+    """
+    if out is not None and not rows:
+        with contextlib.suppress(OSError):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        check_writable("--out", out)
     where = f"in {out}" if out is not None else "as --out names no file"
     KEPT[f"rows kept {where}"] += len(rows) if out is not None else 0
     if out is not None and rows:

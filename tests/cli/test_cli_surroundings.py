@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import getpass
+import importlib.util
 import io
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -15,9 +18,12 @@ import pytest
 from cli_runs import fails, run
 
 from mmfast import cli
+from mmfast.bench import registry as bench_registry
 from mmfast.cli.output import JsonRows, print_json
+from mmfast.planner.rates import Rates, read_rates, write_rates
 
 ROOT = Path(__file__).resolve().parents[2]
+CLIP = ROOT / "assets" / "clips" / "red-circle.mp4"
 
 
 class Refusing(io.StringIO):
@@ -134,3 +140,41 @@ def test_letters_that_the_output_lacks_are_escaped(
         cli.main([])
     shown = document["text"].encode(encoding, "backslashreplace")
     assert not stop.value.code and written.getvalue().endswith(shown + b"\n")
+
+
+def test_a_user_without_name_and_home(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `docker run --user 12345` has it; torch, when it is imported, asks for the name."""
+
+    def nameless(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", nameless)
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME", "MMFAST_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert fails(capsys, "bench", "--preset", "nowhere")
+    assert getpass.getuser()
+    # One sentence instead of a traceback where a folder is needed, and none where it is not.
+    told = fails(capsys, "ask", str(CLIP), "what?", "--reuse", "encoder")
+    assert "set MMFAST_CACHE_DIR" in told
+    assert not write_rates({}, Rates()) and read_rates({}) is None
+    spec = importlib.util.find_spec("mmfast.serve.guard.errors")
+    assert spec is not None and spec.loader is not None
+    errors = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(errors)
+    assert "/root" not in errors.scrub("no /root/x.mp4")
+
+
+def test_rows_that_cannot_be_kept_are_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worked = list[str]()
+    monkeypatch.setattr(bench_registry, "named_rows", lambda *_, **__: worked.append("") or [])
+    (tmp_path / "file").touch()
+    told = fails(capsys, "bench", "--kernels", "reducers", "--out", str(tmp_path / "file" / "x"))
+    assert "--out" in told and "cannot be written" in told and not worked
+    made = tmp_path / "new" / "rows.jsonl"
+    assert run(capsys, "bench", "--kernels", "reducers", "--out", str(made))[0] == 0
+    assert worked and not made.exists() and made.parent.is_dir()
