@@ -178,3 +178,22 @@ def test_rows_that_cannot_be_kept_are_refused_before_the_work(
     made = tmp_path / "new" / "rows.jsonl"
     assert run(capsys, "bench", "--kernels", "reducers", "--out", str(made))[0] == 0
     assert worked and not made.exists() and made.parent.is_dir()
+
+
+def test_no_command_writes_over_what_it_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sound, picture, link = (tmp_path / name for name in ("said.wav", "seen.png", "link.wav"))
+    sound.write_bytes(b"RIFF")
+    picture.write_bytes((ROOT / "assets" / "images" / "kept.png").read_bytes())
+    link.symlink_to(sound)
+    before = picture.read_bytes()
+    for command in (
+        ("codec", str(sound), "-o", str(sound)),
+        ("codec", str(sound), "-o", str(link)),
+        ("talk", str(sound), "-o", str(link)),
+        ("talk", str(link), "--clip", str(CLIP), "-o", str(sound)),
+        ("ask", str(picture), "what?", "--save-overlay", str(picture)),
+    ):
+        assert "is the file that is read" in fails(capsys, *command), command
+    assert sound.read_bytes() == b"RIFF" and picture.read_bytes() == before
