@@ -115,6 +115,12 @@ def checked(listed: Collection[str] = (), more: Collection[str] = ()) -> Callabl
         @wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:
             task = getattr(self, "task", type(self).__name__)
+            for name in sorted(options.keys() - choices - {*more}):
+                if any(name in named(each.__init__) for each in type(self).__mro__):
+                    raise MmfastError(
+                        f"{task}: {name} is set when the pipeline is made, not in a call: "
+                        f"pipeline({task!r}, {name}={options[name]!r})"
+                    )
             check_names(task, options, choices, more)
             check_values(task, {**dict(zip(order, args, strict=False)), **options})
             return method(self, *args, **options)

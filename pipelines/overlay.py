@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, an
 from mmfast.core.trace import Cells, Trace
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -51,6 +51,8 @@ def frame_pictures(
     frames: Any, trace: Trace, item: int = 0, *, square: bool = False
 ) -> list[tuple[Image.Image, str]]:
     """The frames of `overlay` one by one, each with a line that counts its tokens."""
+    if not isinstance(trace, Trace):
+        raise MmfastError(f"{an(type(trace).__name__)} is no trace; give that of the call: .trace")
     pictures = [_square(each) if square else each for each in _frames(frames)]
     high, across = pictures[0].shape[:2]
     cells = trace.cells(item, patches=True, aspect=across / high)
@@ -121,13 +123,15 @@ def _frames(media: Any) -> list[Pixels]:
         found = [np.asarray(each) for each in media]
     else:
         array = np.asarray(media)
-        found = [array] if array.ndim == 3 else list(array)
+        found = list(array) if array.ndim == 4 else [array]
     if not found or any(each.ndim != 3 or each.shape[-1] != 3 for each in found):
         shapes = [list(each.shape) for each in found[:3]]
         raise MmfastError(
             f"no RGB frames to draw on, shapes {shapes}; give [H, W, 3], [T, H, W, 3] or a list"
         )
-    return [each.astype(np.uint8, copy=False) for each in found]
+    if (other := next((each.dtype for each in found if each.dtype != np.uint8), None)) is not None:
+        raise MmfastError(f"frames of type {other} are no RGB frames; give uint8, 0 to 255")
+    return found
 
 
 def _square(frame: Pixels) -> Pixels:

@@ -268,7 +268,8 @@ class SpeechTranslation:
 
         Raises:
             MediaError: The clip has no pictures or no sound.
-            MmfastError: The talker cannot speak, or has no such option.
+            MmfastError: The talker cannot speak, or has no such option; `out` cannot be written, or
+                is the clip itself.
         """
         with within(self.task):
             if self.speakers > 1:

@@ -9,6 +9,7 @@ decoration of tables to standard error.
 from __future__ import annotations
 
 import ast
+import getpass
 import importlib
 import os
 import re
@@ -140,6 +141,7 @@ def main(args: list[str] | None = None) -> None:
     with _terminated() as signals:
         try:
             _check_folder()
+            _name_user()
             code = app(args=args, prog_name="mmfast", standalone_mode=False)
             sys.stdout.flush()  # a full disk shows here, not when the interpreter ends
         except MmfastError as error:
@@ -162,11 +164,16 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _open_closed() -> None:
-    """Open what the caller has closed of the standard files, which the next file would replace."""
+    """Open what the caller has closed of the standard files, which the next file would replace.
+
+    Letters that the encoding of the output lacks are escaped, as those of errors always are.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
+    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _stop_output(code: int) -> int:
@@ -181,6 +188,14 @@ def _check_folder() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise MmfastError("the current folder was deleted; change to one that exists") from None
+
+
+def _name_user() -> None:
+    """Name a user without a name, as containers have: torch asks for it when it is imported."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["LOGNAME"] = str(os.getuid())
 
 
 @contextmanager

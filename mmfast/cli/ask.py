@@ -56,6 +56,7 @@ def ask(
     from mmfast.models.quiet import quiet
 
     open_source(media, DEFAULT_LIMITS)  # what is wrong here needs no import of torch
+    shared.check_apart("--save-overlay", save_overlay, media)
     reduce, cache = _compared(compare, reduce, cache, check)
     check_names([reduce], [cache], [prefill])
     quiet()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmfast.cli.options import Device, Json
+from mmfast.cli.options import Device, Json, check_apart
 from mmfast.core.errors import MediaError, MmfastError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def codec(
     from mmfast.models.quiet import quiet
 
     quiet()
+    check_apart("--output", output, source)
     read, written = (Path(each).suffix.lower() == SUFFIX for each in (source, output))
     if read and written:
         raise MmfastError(f"both files are {SUFFIX}; give a sound file for one of them")

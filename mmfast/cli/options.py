@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from mmfast.core.errors import MmfastError
 
 
 def complete_spec(incomplete: str) -> list[str]:
@@ -195,3 +198,16 @@ Network = Annotated[
 Save = Annotated[Path | None, typer.Option(help="Save the session here at the end.")]
 Restore = Annotated[Path | None, typer.Option(help="Go on with the session saved here.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer in tokens.")]
+
+
+def check_apart(option: str, target: str | Path | None, *inputs: str | None) -> None:
+    """Refuse (MmfastError) to write over a file that the command reads, which would be lost."""
+    for given in filter(None, inputs if target is not None else ()):
+        same = False
+        with suppress(OSError, ValueError):  # one of them is no file
+            same = Path(str(target)).samefile(given)
+        if same:
+            raise MmfastError(
+                f"{option} {str(target)!r} is the file that is read, which would be lost; name "
+                "another"
+            )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +43,7 @@ def check_writable(option: str, path: Path | None) -> None:
         ) from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def progress(label: str, kept: str = "") -> Iterator[Tick]:
     """Show a bar on standard error; yields `tick(done, total)`.
 
@@ -63,7 +63,14 @@ def progress(label: str, kept: str = "") -> Iterator[Tick]:
 
 
 def keep_rows(out: Path | None, rows: Any) -> None:
-    """Append result rows to a file, where one is given, and count them for Ctrl-C."""
+    """Append result rows to a file, where one is given, and count them for Ctrl-C.
+
+    Without rows yet, MmfastError where the file cannot be written: before the work, not behind it.
+    """
+    if out is not None and not rows:
+        with contextlib.suppress(OSError):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        check_writable("--out", out)
     where = f"in {out}" if out is not None else "as --out names no file"
     KEPT[f"rows kept {where}"] += len(rows) if out is not None else 0
     if out is not None and rows:
@@ -74,7 +81,17 @@ def keep_rows(out: Path | None, rows: Any) -> None:
 
 def print_json(document: Any) -> None:
     """Print one document on standard output; NaN is not JSON, so it is refused."""
-    print(json.dumps(document, ensure_ascii=False, allow_nan=False))
+    print(_json(document))
+
+
+def _json(document: Any) -> str:
+    """Return a document with its letters escaped where standard output, or UTF-8, lacks them."""
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(document, allow_nan=False)
+    return text
 
 
 class JsonRows:
@@ -85,8 +102,7 @@ class JsonRows:
 
     def add(self, document: dict[str, Any]) -> None:
         """Write the rows of a document, and before the first of all what stands beside them."""
-        rows = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in document["rows"]]
-        head = json.dumps(document | {"rows": []}, ensure_ascii=False, allow_nan=False)
+        rows, head = [_json(row) for row in document["rows"]], _json(document | {"rows": []})
         start = "," if self._begun else head.removesuffix("]}") + "\n"
         print(start + "\n,".join(rows), flush=True)
         self._begun = True

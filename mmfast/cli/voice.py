@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmfast.cli.options import Cache, Device, Dtype, Json, Model, Reduce
+from mmfast.cli.options import Cache, Device, Dtype, Json, Model, Reduce, check_apart
 from mmfast.core.errors import MediaError, MmfastError
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def talk(
 
     quiet()
     target = check_output(output, as_json)
+    check_apart("--output", output, recording, clip)
     for path in filter(None, (recording if recording != "-" else None, clip)):
         open_source(path, DEFAULT_LIMITS, lambda name, head: "")  # is there, before torch is
     if clip is not None:

@@ -48,8 +48,11 @@ def watch(
     from mmfast.models.quiet import quiet
     from mmfast.pipelines import pipeline
     from mmfast.streams.memory import AUTO, check_plan
+    from mmfast.streams.snapshots import check_folder
 
     quiet()
+    if save is not None:
+        check_folder(save)
     questions = times_of(ask or [], every, ask_at or [])
     check_plan(plan_cache(None if memory == AUTO else memory))  # before any weight is read
     parse_bytes(host_bytes)
@@ -136,7 +139,10 @@ class WatchRun:
                 if question.at is None and not interrupted:
                     self._ask(question)
             if save is not None:
-                self.session.save(save)
+                try:
+                    self.session.save(save)
+                except MmfastError as failure:  # what was seen and answered is told all the same
+                    save, error = None, error or failure
             self._finish(str(source), save, interrupted, error)
         if error is not None:
             raise error

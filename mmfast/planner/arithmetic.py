@@ -144,8 +144,8 @@ def measured(model: Any) -> dict[str, Times]:
         "shapes": {part: list(shape) for part, shape in shapes.items()},
     }
     text = json.dumps(key, sort_keys=True)
-    path = cache_folder() / f"weights-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    known = _read(path, key)
+    name = f"weights-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    known = _read(name, key)
     if known is not None:
         return known
     with torch.inference_mode():
@@ -155,7 +155,7 @@ def measured(model: Any) -> dict[str, Times]:
         }
         if "tower" in shapes:
             found["tower"] = _times(shapes["tower"], _ROWS["tower"], stock.dtype, _of_many())
-    _write(path, key, found)
+    _write(name, key, found)
     return found
 
 
@@ -217,10 +217,10 @@ def _relative(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def _read(path: Path, key: Mapping[str, Any]) -> dict[str, Times] | None:
+def _read(name: str, key: Mapping[str, Any]) -> dict[str, Times] | None:
     """Times that an earlier run measured; None too where the file is not what we wrote."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads((cache_folder() / name).read_text(encoding="utf-8"))
         found = {
             str(part): {str(name): (float(ms), float(error)) for name, (ms, error) in each.items()}
             for part, each in document["times"].items()
@@ -233,9 +233,10 @@ def _read(path: Path, key: Mapping[str, Any]) -> dict[str, Times] | None:
         return None
 
 
-def _write(path: Path, key: Mapping[str, Any], times: Mapping[str, Times]) -> bool:
+def _write(name: str, key: Mapping[str, Any], times: Mapping[str, Times]) -> bool:
     """Keep times for the next run; False where the folder cannot be written."""
     try:
+        path = cache_folder() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(json.dumps({"key": key, "times": times}), encoding="utf-8")

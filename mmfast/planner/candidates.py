@@ -97,6 +97,18 @@ class Evidence:
                 good.append((share, score))
         return good, reasons
 
+    @cached_property
+    def sure(self) -> list[tuple[list[Point], list[str]]]:
+        """What is `allowed` of each curve at the budgets that are tried, the largest first.
+
+        It is weighed once: every request would pay for it in front of its first token.
+        """
+        tried = [[share for share, _ in curve.points] for curve in self.curves]
+        return [
+            self.allowed(curve, sorted({*SHARES, *own}, reverse=True) if curve.single else own)
+            for curve, own in zip(self.curves, tried, strict=True)
+        ]
+
     def accuracy(self, curve: Curve, share: float) -> float | None:
         """Accuracy that is sure at `share`: of the measured points around it, the worse one."""
         around = curve.around(share)
@@ -277,15 +289,12 @@ def candidates(
     """List every spec that the evidence allows on this model, and the others with a reason."""
     best: dict[tuple[object, ...], list[tuple[float, tuple[Spec, ...]]]] = {}
     rejected: list[Rejected] = []
-    for curve in evidence.curves:
+    for curve, sure in zip(evidence.curves, evidence.sure, strict=True):
         stages = _moved(curve, depth)
         if stages[0].method.name == BASELINE:
             continue
         reason = _unfit(stages, work, check)
-        shares = [share for share, _ in curve.points]
-        if curve.single:
-            shares = sorted({*SHARES, *shares}, reverse=True)
-        good, doubts = ([], []) if reason else evidence.allowed(curve, shares)
+        good, doubts = ([], []) if reason else sure
         good = [(share, score) for share, score in good if share >= floor]
         if not good:
             rejected.append(Rejected(_name(stages), reason or _why_none(doubts, floor)))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mmfast.core.errors import MmfastError
 from mmfast.models.loading import device_name
 
 Point = tuple[float, float]  # (amount of work, milliseconds)
@@ -96,13 +97,20 @@ VARIABLE = "MMFAST_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """`MMFAST_CACHE_DIR`, else `mmfast` in the user's cache directory of this platform."""
+    """`MMFAST_CACHE_DIR`, else `mmfast` in the user's cache directory of this platform.
+
+    MmfastError: neither is set, and the user has no home, as in some containers.
+    """
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "mmfast"
-    default = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or default) / "mmfast"
+    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    usual = {"win32": "AppData/Local", "darwin": "Library/Caches"}.get(sys.platform, ".cache")
+    if os.environ.get(variable):
+        return Path(os.environ[variable]) / "mmfast"
+    try:
+        return Path.home() / usual / "mmfast"
+    except RuntimeError:
+        raise MmfastError(f"there is no home folder to keep files in; set {VARIABLE}") from None
 
 
 def rates_key(device: torch.device, dtype: torch.dtype, model: str) -> dict[str, Any]:
@@ -141,6 +149,6 @@ def write_rates(key: Mapping[str, Any], rates: Rates) -> bool:
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(json.dumps({"key": dict(key), "rates": asdict(rates)}), encoding="utf-8")
         draft.replace(path)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, MmfastError):
         return False
     return True

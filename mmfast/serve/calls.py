@@ -23,6 +23,16 @@ def prompt_of(tools: Sequence[Mapping[str, Any]], choice: Any) -> str:
     return "\n".join([*lines, f"Write {form} to call one. {duty}".strip()])
 
 
+def choice_fault(choice: Any, named: str | None, names: Collection[str]) -> str:
+    """Return why a `tool_choice`, which may be one by name, does not go with the tools; or ""."""
+    if choice != "required" and (named is None or named in names):
+        return ""
+    text = "tool_choice='required'" if named is None else f"tool_choice names {named[:80]!r}; it"
+    if not names:
+        return f"{text} needs tools"
+    return "" if named is None else f"{text} is none of the tools: {', '.join(names)[:300]}"
+
+
 def before_call(text: str) -> int:
     """Return the letters of an unfinished text that stand before a tag, or what may become one."""
     if (at := text.find(OPEN)) >= 0:

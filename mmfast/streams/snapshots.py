@@ -56,6 +56,17 @@ def save(folder: str | Path, tree: Any, *, keep: int = 2) -> int:
         ) from error
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse (MmfastError) a folder that `save` could not use, before long work; makes none."""
+    whole = folder.absolute()
+    there = next(place for place in (whole, *whole.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise MmfastError(
+            f"cannot save to {str(folder)!r}: {str(there)!r} is no folder that can be written; "
+            "name another"
+        )
+
+
 def _save(folder: Path, tree: Any, keep: int) -> int:
     for left in folder.glob(".part-*"):  # of a process that died
         shutil.rmtree(left, ignore_errors=True)

@@ -6,6 +6,7 @@ they are; lips still move for the other words.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MediaError
+from mmfast.core.errors import MediaError, MmfastError, unknown
 from mmfast.core.speech import Listener, Speaker
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.audio.turns import TurnCutter
+from mmfast.frontends.source import first_line
 from mmfast.models.translation import AnyTranslator
 from mmfast.voice.ear import RATE
 
+FORMATS = {".mp4": "mp4", ".mkv": "matroska", ".mov": "mov"}
 FASTEST = 1.5  # of the talker's own pace; what is longer still begins the next sentence later
 
 
@@ -80,7 +83,9 @@ def dub(
 
     Raises:
         MediaError: The clip has no pictures or no sound.
+        MmfastError: `out` cannot be written, has another suffix, or is the clip itself.
     """
+    check_target(Path(clip), Path(out))
     sound = load_audio(str(clip), RATE)
     seconds, rate = len(sound) / RATE, talker.sample_rate
     spoken = list[tuple[float, float, str, str, Tensor]]()
@@ -144,16 +149,45 @@ def _pulled(graph: Any) -> Iterator[Any]:
             return
 
 
+def check_target(clip: Path, out: Path) -> None:
+    """Refuse (MmfastError) a file that no clip can be written to, before anything is heard."""
+    if out.suffix.lower() not in FORMATS:
+        raise MmfastError(f"{out.name!r}: {unknown('format of a clip', out.suffix, FORMATS)}")
+    if out.exists() and clip.exists() and out.samefile(clip):
+        raise MmfastError(f"{str(out)!r} is the clip itself, which stays as it is; name another")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise MmfastError(f"{str(out)!r} cannot be written; give a file in an existing folder")
+
+
 def write_dubbed(clip: Path, out: Path, track: Tensor, rate: int) -> None:
-    """Copy the pictures of a clip, packet by packet, and write a track of sound `[n]` beside."""
+    """Copy the pictures of a clip, packet by packet, and write a track of sound `[n]` beside.
+
+    The file appears when it is whole; a failure leaves what was there before.
+    """
+    draft = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        _write(clip, draft, FORMATS[out.suffix.lower()], track, rate)
+        draft.replace(out)
+    except OSError as error:
+        raise MmfastError(f"{str(out)!r} cannot be written: {first_line(error)}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _write(clip: Path, out: Path, form: str, track: Tensor, rate: int) -> None:
     import av
 
     with av.open(str(clip)) as source:
         if not source.streams.video:
             raise MediaError(f"{clip.name} has no pictures to speak over; leave --out out")
         pictures = source.streams.video[0]
-        with av.open(str(out), "w") as target:
-            copied = target.add_stream_from_template(pictures)
+        with av.open(str(out), "w", format=form) as target:
+            try:
+                copied = target.add_stream_from_template(pictures)
+            except ValueError as error:
+                name = pictures.codec_context.name
+                text = f"{name} pictures of {clip.name} do not go into {form}; write an .mkv"
+                raise MediaError(text) from error
             voice = target.add_stream("aac", rate=rate, layout="mono")
             for packet in source.demux(pictures):
                 if packet.dts is not None:

@@ -170,9 +170,10 @@ def _kind_of(model: str | Path) -> str:
 def can(model: Any, part: str) -> Any:
     """The model, if it can do a part; else ModelError."""
     if not callable(getattr(model, part, None)):
+        other = "speakers=2" if part == "stream" else "None for the embedded one"
         raise ModelError(
             f"{type(model).__name__} cannot {_PARTS[part]}: it has no {part}(); "
-            "give a model that does, or None for the embedded one"
+            f"give a model that does, or {other}"
         )
     return model
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import errno
+import getpass
+import importlib.util
 import io
+import json
+import os
+import pwd
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +18,12 @@ import pytest
 from cli_runs import fails, run
 
 from mmfast import cli
+from mmfast.bench import registry as bench_registry
+from mmfast.cli.output import JsonRows, print_json
+from mmfast.planner.rates import Rates, read_rates, write_rates
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIP = ROOT / "assets" / "clips" / "red-circle.mp4"
 
 
 class Refusing(io.StringIO):
@@ -90,3 +102,98 @@ def test_a_byte_that_is_no_text_is_refused(
     monkeypatch.chdir(tmp_path)
     error = fails(capsys, *args, "\udcff hello")
     assert "'\\udcff', which is no character" in error and not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path: Path) -> None:
+    slow = "import sys, time\nprint('here', flush=True)\ntime.sleep(60)\n"
+    (tmp_path / "typer.py").write_text(slow)  # stands before the true one
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmfast", "methods"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        # a shell without job control has its children ignore the signal
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "mmfast: interrupted\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_letters_that_the_output_lacks_are_escaped(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """File names may be no text, and answers in letters that a terminal does not have."""
+    document = {"file": b"\xff.mp4".decode("utf-8", "surrogateescape"), "text": "ü and 左"}
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    print_json(document)
+    rows = JsonRows()
+    rows.add({"rows": [document]})
+    rows.end()
+    sys.stdout.flush()
+    one, rest = written.getvalue().decode(encoding).split("\n", 1)
+    assert json.loads(one) == document and json.loads(rest) == {"rows": [document]}
+    monkeypatch.setattr(cli, "app", lambda **_: print(document["text"]))
+    with pytest.raises(SystemExit) as stop:
+        cli.main([])
+    shown = document["text"].encode(encoding, "backslashreplace")
+    assert not stop.value.code and written.getvalue().endswith(shown + b"\n")
+
+
+def test_a_user_without_name_and_home(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `docker run --user 12345` has it; torch, when it is imported, asks for the name."""
+
+    def nameless(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", nameless)
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME", "MMFAST_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert fails(capsys, "bench", "--preset", "nowhere")
+    assert getpass.getuser()
+    # One sentence instead of a traceback where a folder is needed, and none where it is not.
+    told = fails(capsys, "ask", str(CLIP), "what?", "--reuse", "encoder")
+    assert "set MMFAST_CACHE_DIR" in told
+    assert not write_rates({}, Rates()) and read_rates({}) is None
+    spec = importlib.util.find_spec("mmfast.serve.guard.errors")
+    assert spec is not None and spec.loader is not None
+    errors = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(errors)
+    assert "/root" not in errors.scrub("no /root/x.mp4")
+
+
+def test_rows_that_cannot_be_kept_are_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worked = list[str]()
+    monkeypatch.setattr(bench_registry, "named_rows", lambda *_, **__: worked.append("") or [])
+    (tmp_path / "file").touch()
+    told = fails(capsys, "bench", "--kernels", "reducers", "--out", str(tmp_path / "file" / "x"))
+    assert "--out" in told and "cannot be written" in told and not worked
+    made = tmp_path / "new" / "rows.jsonl"
+    assert run(capsys, "bench", "--kernels", "reducers", "--out", str(made))[0] == 0
+    assert worked and not made.exists() and made.parent.is_dir()
+
+
+def test_no_command_writes_over_what_it_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sound, picture, link = (tmp_path / name for name in ("said.wav", "seen.png", "link.wav"))
+    sound.write_bytes(b"RIFF")
+    picture.write_bytes((ROOT / "assets" / "images" / "kept.png").read_bytes())
+    link.symlink_to(sound)
+    before = picture.read_bytes()
+    for command in (
+        ("codec", str(sound), "-o", str(sound)),
+        ("codec", str(sound), "-o", str(link)),
+        ("talk", str(sound), "-o", str(link)),
+        ("talk", str(link), "--clip", str(CLIP), "-o", str(sound)),
+        ("ask", str(picture), "what?", "--save-overlay", str(picture)),
+    ):
+        assert "is the file that is read" in fails(capsys, *command), command
+    assert sound.read_bytes() == b"RIFF" and picture.read_bytes() == before

@@ -80,6 +80,23 @@ def test_ctrl_c_ends_with_the_summary(
     assert document["answers"] == []  # whoever interrupts does not wait for answers
 
 
+def test_what_was_answered_is_told_where_saving_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from mmfast.streams.session import Session
+
+    def full(*_: object) -> None:
+        raise MmfastError("cannot save: No space left on device")
+
+    monkeypatch.setattr(Session, "save", full)
+    given = (CLIP, "--fps", "1", "--ask", QUESTION, "--save", str(tmp_path / "new"), "--json")
+    code, out, err = run(capsys, *given)
+    document = json.loads(out)
+    assert code == 2 and document["answers"] and document["saved"] is None
+    assert "No space left" in document["error"] and "No space left" in err and err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_folder_and_a_source_that_dies(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -108,6 +125,7 @@ def test_a_folder_and_a_source_that_dies(
         ((CLIP, "--fps", "0"), "fps"),
         ((CLIP, "--latency", "-1"), "latency"),
         ((CLIP, "--restore", "nowhere"), "nowhere"),
+        ((CLIP, "--ask", QUESTION, "--save", f"{CLIP}/session"), "name another"),
     ],
 )
 def test_bad_usage(capsys: pytest.CaptureFixture[str], args: tuple[str, ...], word: str) -> None:

@@ -63,6 +63,15 @@ def test_unknown_names(task: str) -> None:
     assert "safetensors" in refused(task, use_safetensors=False)
 
 
+def test_an_option_of_the_pipeline_in_a_call_says_where_it_belongs(pipe: Any) -> None:
+    for call in (pipe, pipe.stream):
+        with pytest.raises(MmfastError, match="when the pipeline is made") as error:
+            call(None, "what?", cache="snapkv:64")  # else "did you mean 'use_cache'?"
+        assert str(error.value).endswith("pipeline('video-qa', cache='snapkv:64')")
+    with pytest.raises(MmfastError, match="unknown option 'redcue'"):
+        pipe(None, "what?", redcue="evs:0.5")
+
+
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("task", [*VISUAL, "omni-chat"])
 @pytest.mark.parametrize(

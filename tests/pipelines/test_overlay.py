@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,16 @@ def test_contact_sheet_of_a_clip_and_of_several_items(tmp_path: Path) -> None:
         assert both.height == 2 * sheet.height
     with pytest.raises(MmfastError, match=r"shapes \[\[4, 4\]\]"):
         mmfast.overlay([np.zeros((4, 4))], trace)
+
+
+def test_what_cannot_be_drawn_on_is_named() -> None:
+    trace = _trace([Reduction.identity(4)], (1, 2, 2))
+    frame = np.full((40, 40, 3), 0.5, np.float32)  # black as uint8
+    for wrong, words in (("clip.mp4", r"shapes \[\[\]\]"), (frame, "float32"), ([frame], "uint8")):
+        with pytest.raises(MmfastError, match=words):
+            mmfast.overlay(wrong, trace)
+    with pytest.raises(MmfastError, match="is no trace"):
+        mmfast.overlay(frame.astype(np.uint8), SimpleNamespace(trace=trace))
 
 
 def test_only_the_middle_square_was_seen() -> None:

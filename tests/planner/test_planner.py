@@ -18,7 +18,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods, register, unregister
 from mmfast.core.spec import parse
 from mmfast.core.tokens import Tokens
-from mmfast.planner.candidates import evidence_for, shipped_rows
+from mmfast.planner.candidates import Curve, Evidence, evidence_for, shipped_rows
 from mmfast.planner.cost import Work
 from mmfast.planner.learner import selection_ms
 from mmfast.planner.plan import Plan
@@ -62,6 +62,23 @@ def test_no_limit_keeps_everything(model: Any) -> None:
     assert planner(model).decide(WORK, Target()).spec is None
     loose = decide(model, target_ttft_ms=1e6)
     assert loose.spec is None and loose.kept_tokens == 128 and loose.met
+
+
+def test_evidence_is_weighed_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request plans before its first token, and the rows are the same for all of them."""
+    made, weighed = planner(model), list[str]()
+    allowed = Evidence.allowed
+
+    def counted(self: Evidence, curve: Curve, shares: Any) -> Any:
+        weighed.append(curve.name)
+        return allowed(self, curve, shares)
+
+    monkeypatch.setattr(Evidence, "allowed", counted)
+    first = made.decide(WORK, make_target(quality="high"))
+    assert sorted(weighed) == ["divprune", "evs", "fastv", "random", "uniform"]
+    assert made.decide(WORK, make_target(quality="high")) == first
+    made.decide(WORK, make_target(target_ttft_ms=1e6))
+    assert len(weighed) == len(set(weighed))
 
 
 def test_quality_is_points_of_accuracy(model: Any) -> None:

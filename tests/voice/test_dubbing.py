@@ -117,6 +117,38 @@ def test_clips_without_pictures_or_sound(clip: Path, tmp_path: Path) -> None:
         pipe.dub(clip, tmp_path / "out.mp4", tempo=2)
 
 
+def test_the_clip_itself_and_files_that_cannot_be_written(clip: Path, tmp_path: Path) -> None:
+    pipe, mine = mmfast.pipeline("speech-translation"), tmp_path / "mine.mp4"
+    mine.write_bytes(clip.read_bytes())
+    (tmp_path / "again.mp4").symlink_to(mine)
+    (tmp_path / "folder.mp4").mkdir()
+    for name, words in (
+        ("mine.mp4", "the clip itself"),
+        ("again.mp4", "the clip itself"),
+        ("said.srt", r"unknown format of a clip '\.srt'.*\.mkv"),
+        ("none/out.mp4", "existing folder"),
+        ("folder.mp4", "existing folder"),
+    ):
+        with pytest.raises(MmfastError, match=words):
+            pipe.dub(mine, tmp_path / name, ToneTalker())
+    assert mine.read_bytes() == clip.read_bytes()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_clip_that_fails_half_way_leaves_what_was_there(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "out.mp4"
+    out.write_bytes(b"an older one")
+    monkeypatch.setattr(av.AudioFrame, "from_ndarray", full, raising=False)
+    with pytest.raises(MmfastError, match="No space left"):
+        write_dubbed(clip, out, torch.zeros(4000), RATE)
+    assert out.read_bytes() == b"an older one" and list(tmp_path.iterdir()) == [out]
+
+
 def test_the_command(clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "velda.mp4"
     code, text, _ = cli_runs.run(capsys, "translate", str(clip), "--out", str(out), "--json")

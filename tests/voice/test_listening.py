@@ -185,7 +185,8 @@ def test_recordings_become_text(ctc_folder: str, tmp_path: Path) -> None:
     assert "".join(pipe.stream(sounds[0].split(800))) == first.text
     with pytest.raises(MmfastError, match="unknown option 'langauge'"):
         pipe(sounds[0], langauge="en")
-    with pytest.raises(ModelError, match="cannot listen to a stream"):
+    # the embedded model has none either, unless it parts two speakers
+    with pytest.raises(ModelError, match=r"cannot listen to a stream.* or speakers=2"):
         mmfast.pipeline("speech-to-text", Ears()).stream(sounds[0])
 
 

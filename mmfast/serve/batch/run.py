@@ -347,6 +347,11 @@ def run_batch(
             f"workers={way.workers} needs the engine ray, and engine='inproc' is one process; give "
             '--engine ray, after pip install "mmfast[ray]"'
         )
+    if out.suffix not in ("", ".parquet", ".pq") and not out.exists():
+        raise MmfastError(
+            f"{out.name!r} is no name of a Parquet file, which the answers become; give one such "
+            f"as {out.with_suffix('.parquet').name!r}"
+        )
     media = find_media(job.folder, way.pattern, way.limit, out)
     wanted = [(medium, question) for medium in media for question in job.questions]
     with RowStore(out, job.identity(), way.resume, warn) as store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import reprlib
@@ -27,9 +28,11 @@ _TOP = (
     *("home", "root", "tmp", "usr", "var", "opt", "etc", "proc", "sys", "dev", "srv", "mnt"),
     *("media", "data", "run", "lib", "boot", "workspace", "Users"),
 )
-_OWN = (sys.prefix, sys.base_prefix, tempfile.gettempdir(), Path.home(), Path.cwd())
+_OWN = [sys.prefix, sys.base_prefix, tempfile.gettempdir(), Path.cwd()]
+with contextlib.suppress(RuntimeError):  # a user without a home
+    _OWN.append(Path.home())
 _FOUND = {*map(str, (*_OWN, Path(__file__).resolve().parents[3])), *("/" + name for name in _TOP)}
-_ROOTS = sorted(_FOUND - {"/"}, key=len, reverse=True)
+_ROOTS = sorted((root for root in _FOUND if len(root) > 1), key=len, reverse=True)
 _PATHS = re.compile(
     r"(?<![\w:/.])(?:" + "|".join(map(re.escape, _ROOTS)) + r")(?:/[^\s'\",;:)\]]*)?(?![\w])"
     r"|\b[A-Za-z]:\\[^\s'\",;)\]]*"

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from mmfast.serve.calls import before_call, read_calls, without_calls
+from mmfast.serve.calls import before_call, choice_fault, read_calls, without_calls
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import bad_request
@@ -55,11 +55,8 @@ class Tools:
         self._one = asked.parallel_tool_calls is False
         names = [tool.function.name for tool in self.given]
         self.named = choice.function.name if isinstance(choice, schema.NamedTool) else None
-        if self.named is not None and self.named not in names:
-            text = f"tool_choice names {self.named[:80]!r}; the tools are: {', '.join(names)[:300]}"
-            raise bad_request(text, "invalid_value", "tool_choice")
-        if choice == "required" and not names:
-            raise bad_request("tool_choice='required' needs tools", param="tool_choice")
+        if wrong := choice_fault(choice, self.named, names):
+            raise bad_request(wrong, "invalid_value", "tool_choice")
         self.forced = self.named is not None or choice == "required"
 
     @property

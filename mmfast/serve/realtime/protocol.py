@@ -150,6 +150,13 @@ class Audio(StrictShape):
     output: AudioOutput | None = None
 
 
+class FunctionChoice(StrictShape):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: Name
+
+
 class AnswerShape(StrictShape):
     """Settings of answers, of a session or of one response."""
 
@@ -157,7 +164,7 @@ class AnswerShape(StrictShape):
     output_modalities: Annotated[list[Modality], Field(min_length=1, max_length=1)] | None = None
     max_output_tokens: Tokens | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     # without an effect here; what clients send by default must not be an error
     prompt: Any = None
     reasoning: Any = None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmfast.core.errors import unknown
+from mmfast.serve.calls import choice_fault
 from mmfast.serve.config import VOICE_NAMES, answers_to
 from mmfast.serve.realtime.protocol import AudioOutput, EventError, SessionShape, VoiceShape, Wish
 from mmfast.voice.ear import Ear, ProsodyEar, SemanticEar, VoiceEar
@@ -102,6 +103,7 @@ class Settings:
             changed["tools"] = tools
         if given.get("tool_choice") is not None:
             changed["tool_choice"] = given["tool_choice"]
+        _check_choice(changed, "session.tool_choice")
         kind = changed["type"] = given.get("type", changed["type"])
         changed["object"] = _OBJECTS[kind]
         for name in _ANSWERS:
@@ -215,6 +217,7 @@ class Settings:
         output = {**values["audio"]["output"], **given}
         found["tools"] = values["tools"] if wish.tools is None else tools
         found["tool_choice"] = own.get("tool_choice") or values["tool_choice"]
+        _check_choice(found, "response.tool_choice")
         return {**found, "output": output, "asked": own.get("instructions") or ""}
 
 
@@ -227,6 +230,13 @@ def checked_tools(tools: Sequence[Any] | None, calls: bool, where: str) -> list[
             text = "a tool is of type 'function' and has a name; others are not called here"
             raise EventError(text, param=f"{where}.{number}")
     return [dict(tool) for tool in tools or ()]
+
+
+def _check_choice(settings: Mapping[str, Any], where: str) -> None:
+    choice, names = settings["tool_choice"], [tool["name"] for tool in settings["tools"]]
+    named = None if isinstance(choice, str) else choice["name"]
+    if wrong := choice_fault(choice, named, names):
+        raise EventError(f"{wrong}; give such tools, or 'auto'", param=where)
 
 
 def ear_of(turns: Mapping[str, Any]) -> Ear:

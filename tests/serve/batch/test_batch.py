@@ -391,6 +391,7 @@ def test_usage(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([folder, *ask, "--model", "./nowhere"], "does not exist"),
         ([folder, *ask, "--device", "tpu"], "tpu"),
         ([folder, *ask, "-o", tmp_path], "is a directory"),
+        ([folder, *ask, "-o", tmp_path / "usage.csv"], "'usage.parquet'"),
         ([folder, *ask, "-o", foreign], "not written by mmfast batch"),
         ([folder, *ask, "-o", folder / "a.mp4" / "x.parquet"], "cannot be written"),
         ([folder, *ask, "-o", folder / "a.mp4", "--no-resume"], "holds no answers"),

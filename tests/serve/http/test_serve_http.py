@@ -136,6 +136,11 @@ WRONG = [
     ({"n": 100}, "n", "invalid_value"),  # more than run and wait
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        "invalid_value",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
     ({"logprobs": 1}, "logprobs", "invalid_value"),

@@ -177,3 +177,38 @@ def test_a_call_that_is_none_fails_the_response(wrong: str) -> None:
         await wire.close()
 
     fast(main())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "name": "weather"}},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}},
+        {"tools": [TOOL], "tool_choice": "sometimes"},
+        {"tools": [TOOL], "tool_choice": 7},
+        {"tools": [TOOL], "tool_choice": {"type": "mcp", "server_label": "x"}},
+    ],
+)
+def test_a_choice_that_the_tools_do_not_allow_is_refused(wrong: dict) -> None:
+    async def main() -> None:
+        wire = Wire(calling(["fine", "fine"])[0])
+        wire.send("session.update", session={"type": "realtime", **wrong})
+        wire.send("response.create", response=wrong)
+        await wire.event("error", 2)
+        errors = [event["error"] for event in wire.of("error")]
+        assert [each["param"].split(".")[0] for each in errors] == ["session", "response"]
+        for each in errors:
+            assert ".tool_choice" in each["param"] and each["type"] == "invalid_request_error"
+        wire.send("session.update", session={"type": "realtime", "tool_choice": "auto"})
+        assert (await wire.event("session.updated"))["session"]["tools"] == []
+        choice = {"type": "function", "name": "weather"}
+        wire.send("session.update", session={"tools": [TOOL], "tool_choice": choice})
+        assert (await wire.event("session.updated", 2))["session"]["tool_choice"] == choice
+        wire.send("session.update", session={"tools": []})  # the choice stays, and needs them
+        assert (await wire.event("error", 3))["error"]["param"] == "session.tool_choice"
+        wire.send("response.create", response={"tools": [], "tool_choice": "none"})
+        assert (await wire.event("response.done"))["response"]["status"] == "completed"
+        await wire.close()
+
+    fast(main())
