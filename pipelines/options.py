@@ -30,6 +30,12 @@ def named(method: Callable[..., Any]) -> frozenset[str]:
     return frozenset(p.name for p in found if p.kind in kinds and p.name != "self")
 
 
+def _of_making(kind: type) -> set[str]:
+    """Names of the options that a class declares for its construction."""
+    made = (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each))
+    return {name for method in made for name in named(method)}
+
+
 ABOVE, MOST = math.ulp(0.0), sys.float_info.max
 RANGES = (
     ("a whole number of at least 1", 1, MOST, "batch batch_size frames host_blocks max_new_tokens"),
@@ -116,7 +122,7 @@ def checked(listed: Collection[str] = (), more: Collection[str] = ()) -> Callabl
         def call(self: Any, *args: Any, **options: Any) -> Any:
             task = getattr(self, "task", type(self).__name__)
             for name in sorted(options.keys() - choices - {*more}):
-                if any(name in named(each.__init__) for each in type(self).__mro__):
+                if name in _of_making(type(self)):
                     raise MmfastError(
                         f"{task}: {name} is set when the pipeline is made, not in a call: "
                         f"pipeline({task!r}, {name}={options[name]!r})"

@@ -52,11 +52,9 @@ def ask(
 ) -> None:
     """Answer one question about a video or an image, and say what it cost."""
     from mmfast.core.spec import check_names
-    from mmfast.frontends.source import DEFAULT_LIMITS, open_source
     from mmfast.models.quiet import quiet
 
-    open_source(media, DEFAULT_LIMITS)  # what is wrong here needs no import of torch
-    shared.check_apart("--save-overlay", save_overlay, media)
+    _check_files(media, save_overlay)
     reduce, cache = _compared(compare, reduce, cache, check)
     check_names([reduce], [cache], [prefill])
     quiet()
@@ -94,6 +92,14 @@ def _kept(reuse: str | None, folder: Path | None) -> dict[str, Any]:
     if reuse is None and folder is None:
         return {}
     return {"reuse": reuse, "store": folder or cache_folder() / "reuse"}
+
+
+def _check_files(media: str, overlay: Path | None) -> None:
+    """Refuse what is wrong with the files, which needs no import of torch."""
+    from mmfast.frontends.source import DEFAULT_LIMITS, open_source
+
+    open_source(media, DEFAULT_LIMITS)
+    shared.check_apart("--save-overlay", overlay, media)
 
 
 def _beside(stock: Any, pipe: Any, media: str, question: str) -> dict[str, Any]:

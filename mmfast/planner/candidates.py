@@ -99,7 +99,7 @@ class Evidence:
 
     @cached_property
     def sure(self) -> list[tuple[list[Point], list[str]]]:
-        """What is `allowed` of each curve at the budgets that are tried, the largest first.
+        """Points and reasons of each curve (`allowed`) at all budgets tried, the largest first.
 
         It is weighed once: every request would pay for it in front of its first token.
         """

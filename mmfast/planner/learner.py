@@ -43,6 +43,8 @@ PROBE = "uniform:0.25"  # chooses in no time: what a reduced call takes beside c
 SHORT_MS = 2000.0  # calls predicted to be this short are run, to learn their overhead
 ROUNDS = 5
 AGAIN = 60.0  # seconds until a busy machine is measured anew: a call may take far less than that
+# Each time twice as long, up to this: a server that is never quiet would halt once a minute for it.
+AT_MOST = 3600.0
 
 
 class Learner:
@@ -70,7 +72,7 @@ class Learner:
         known = read_rates(self.key) if self.key is not None and rates is None else rates
         self.rates = known or Rates()
         self.measuring_ms = 0.0
-        self.busy, self._again = "", 0.0
+        self.busy, self._again, self._pause = "", 0.0, AGAIN
         self.refused: dict[str, str] = {}
         self._asides = 0
 
@@ -110,7 +112,7 @@ class Learner:
     ) -> str:
         """Compare the machine with itself before it is measured; the reason not to trust it.
 
-        What a busy machine was found to do holds for `AGAIN` seconds.
+        What a busy machine was found to do holds for `AGAIN` seconds, and longer where it stays so.
         """
         if self.busy and time.monotonic() < self._again:
             return self.busy
@@ -124,7 +126,8 @@ class Learner:
         if self.busy:
             self.forget()
         noise, self.busy = unrest(self.bench)
-        self._again = time.monotonic() + AGAIN
+        self._again = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, AT_MOST) if self.busy else AGAIN
         self.rates = self.rates.gain(noise=noise)
         return self.busy
 

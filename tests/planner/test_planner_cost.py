@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,31 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     assert learner.key is not None and not write_rates(learner.key, RATES)
     learner.learn({**case.prompt, **case.pixels}, work_of(case.model, case.prompt | case.pixels))
     assert learner.rates.linear
+
+
+def test_a_machine_that_stays_busy_is_measured_ever_more_rarely(
+    case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loaded server is never quiet, and halts all answers while it is measured."""
+    now, asked, answer = [0.0], list[float](), ["busy"]
+    monkeypatch.setattr("mmfast.planner.learner.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "mmfast.planner.learner.unrest", lambda _: asked.append(now[0]) or (0.03, answer[0])
+    )
+    learner, work = Learner(case.model, rates=Rates(), remember=False), replace(WORK, prompt=64)
+    for now[0] in range(0, 24 * 3600, 10):
+        assert learner.settle(work) == "busy"
+    gaps = [b - a for a, b in pairwise(asked)]
+    assert gaps[:4] == [60, 120, 240, 480] and max(gaps) <= 3610 and len(gaps) < 32
+    answer[0], now[0] = "", now[0] + 3610
+    assert not learner.settle(work)
+    answer[0] = "busy"
+    learner.forget()
+    start = len(asked)
+    for more in (10, 10, 70, 130):
+        now[0] += more
+        learner.settle(work)
+    assert len(asked) == start + 3  # from the beginning again
 
 
 def test_folder_of_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
