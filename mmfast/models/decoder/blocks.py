@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -266,12 +267,25 @@ def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([bias.detach() for bias in biases])
 
 
+@cache
+def xnn_alone() -> bool:
+    """Test if XNNPACK runs on the thread that calls it: it has as many as were set first."""
+    torch.set_num_threads(1)  # as is; where nobody has set any yet, XNNPACK now has one
+    prepacked, x = torch.ops.prepacked, torch.zeros(16, 256)
+    packed = prepacked.linear_clamp_prepack(torch.zeros(256, 256), None)
+    own, whole = time.thread_time(), time.process_time()
+    for _ in range(20):
+        prepacked.linear_clamp_run(x, packed)
+    own, whole = time.thread_time() - own, time.process_time() - whole
+    return whole < 1.2 * own
+
+
 class WideProduct:
     """A product with a weight `[in, out]` and its bias; of a few rows, on a packed weight.
 
     The library would copy a wide matrix before every product, which costs as much as reading it
-    once more; XNNPACK packs it once. That is of one thread: the threads of XNNPACK wait for each
-    other in loops, which takes a hundred times as long where others want the cores.
+    once more; XNNPACK packs it once. That is of one thread: its threads wait for each other in
+    loops, which takes a hundred times as long where others want the cores.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -290,7 +304,8 @@ class WideProduct:
 
     def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         """Rows `[m, in]` to `[m, out]`, in the faster way; to `plus` where given."""
-        if 1 < x.shape[0] <= self._few and torch.get_num_threads() == 1 and not x.requires_grad:
+        few = 1 < x.shape[0] <= self._few and not x.requires_grad
+        if few and torch.get_num_threads() == 1 and xnn_alone():
             found = self._run(x)
             return found if plus is None else found.add_(plus)
         if plus is None:

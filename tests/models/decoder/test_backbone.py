@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ from transformers import (
 from mmfast.bench.timing import one_thread
 from mmfast.core.errors import ModelError
 from mmfast.models.decoder.backbone import Backbone
-from mmfast.models.decoder.blocks import WideProduct
+from mmfast.models.decoder.blocks import WideProduct, xnn_alone
 
 IDS = torch.randint(0, small.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3))
 FORMS = [(f, a, lean) for f in small.FAMILIES for a in ("sdpa", "eager") for lean in (False, True)]
@@ -189,7 +191,7 @@ def test_a_product_of_few_rows_is_the_product(
             kept = plus.clone()
             same(product(x, plus).double(), want + plus)
             assert torch.equal(plus, kept)
-    assert (product._packed is None) == (dtype == torch.float64)
+    assert (product._packed is not None) == (dtype == torch.float32 and xnn_alone())
 
 
 def test_a_weight_is_packed_for_one_thread_without_gradients() -> None:
@@ -206,7 +208,7 @@ def test_a_weight_is_packed_for_one_thread_without_gradients() -> None:
         torch.testing.assert_close(x.grad, product.weight.sum(1).expand(3, -1))
         assert product._packed is None
         product(x.detach())
-        assert product._packed is not None
+        assert (product._packed is not None) == xnn_alone()
 
 
 def test_threads_share_a_packed_weight() -> None:
@@ -219,4 +221,22 @@ def test_threads_share_a_packed_weight() -> None:
             return all(torch.equal(product(x), x) for _ in range(40))
 
         assert all(pool.map(right, range(16)))
-    assert product._packed is not None
+
+
+THREADS = """
+import sys, torch
+from mmfast.models.decoder.blocks import WideProduct, xnn_alone
+for count in map(int, sys.argv[1:]):
+    torch.set_num_threads(count)
+product = WideProduct(torch.eye(64), None)
+x = torch.randn(8, 64)
+assert torch.equal(product(x), x)
+print(xnn_alone(), product._packed is not None)
+"""
+
+
+@pytest.mark.parametrize("counts", [("1",), ("2", "1")])
+def test_xnnpack_is_left_alone_where_it_has_threads(counts: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", THREADS, *counts]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert found == ([str(counts == ("1",))] * 2)
