@@ -123,10 +123,14 @@ def accept_typical(drafts: Tensor, p: Tensor, epsilon: float) -> int:
     A draft stands where `p(d) >= min(epsilon, sqrt(epsilon) * exp(-H(p)))`: the more certain the
     backbone, the likelier a draft must be. `p` `[n, V]` are probabilities of the backbone.
     """
-    entropy = torch.special.entr(p).sum(-1)  # [n]
-    least = entropy.neg_().exp_().mul_(epsilon**0.5).clamp_(max=epsilon)
-    stand: list[bool] = (p.gather(-1, drafts[:, None]).squeeze(-1) >= least).tolist()
-    return stand.index(False) if False in stand else len(stand)
+    chances = p.gather(-1, drafts[:, None]).squeeze(-1)
+    stand: list[bool] = (chances >= epsilon).tolist()  # however open the place is
+    below = [i for i, stands in enumerate(stand) if not stands]
+    if not below:
+        return len(stand)
+    entropy = torch.special.entr(p[below]).sum(-1)
+    stand = (chances[below] >= entropy.neg_().exp_().mul_(epsilon**0.5)).tolist()
+    return len(p) if all(stand) else below[stand.index(False)]
 
 
 def _leading(stand: Tensor, counts: Tensor) -> Tensor:

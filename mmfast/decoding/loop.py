@@ -112,7 +112,7 @@ def _again(decoder: Any, row: DecodeRow, hidden: Tensor) -> int:
     """Return the token behind accepted drafts, of the rows that the guide allows now."""
     rows = row.guide.rows()
     start = rows.indices(decoder.backbone.vocabulary)[0]
-    return row.choose(decoder.backbone.logits(hidden, rows), start)
+    return row.choose(decoder.backbone.logits(hidden[None], rows)[0], start)
 
 
 def feed(decoder: Any, row: DecodeRow, prompt: Prompt) -> None:

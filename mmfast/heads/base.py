@@ -265,7 +265,7 @@ class AudioHead(nn.Module):
         """The same of one stream, from its last hidden state `[D]`."""
         for module in range(limit):
             hidden = self._lone[module](self.trunk.embed(token)[0], hidden)
-            chosen = pick(self.output(module, hidden[None], rows_at(module)), module)
+            chosen = pick(self.output(module, hidden, rows_at(module))[None], module)
             if chosen is None:
                 return module + 1
             token = chosen

@@ -142,6 +142,24 @@ def test_typical_asks_for_more_where_the_backbone_is_sure() -> None:
     assert 0.06 < least < 0.22
 
 
+def test_typical_is_its_formula_and_asks_for_few_entropies(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, entr = list[int](), torch.special.entr
+    monkeypatch.setattr(torch.special, "entr", lambda p: (rows.append(len(p)), entr(p))[1])
+    generator = torch.Generator().manual_seed(0)
+    doubted = 0
+    for i in range(300):
+        epsilon = (0.003, 0.01, 0.1, 0.3)[i % 4]
+        p = (6 * torch.randn(6, 40, generator=generator)).softmax(-1)
+        p[5] = torch.nan if i % 3 else p[5]
+        drafts = p.nan_to_num(0.1).multinomial(1, generator=generator).squeeze(1)
+        chosen = p.double().gather(1, drafts[:, None]).squeeze(1)
+        least = (epsilon**0.5 * entr(p.double()).sum(1).neg().exp()).clamp(max=epsilon)
+        stand = [bool(each) for each in chosen >= least]
+        assert accept_typical(drafts, p, epsilon) == [*stand, False].index(False)
+        doubted += sum(not bool(each) for each in chosen >= epsilon)
+    assert sum(rows) == doubted < 6 * 300 / 2
+
+
 def test_drawing_never_says_the_impossible() -> None:
     table = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     ends = torch.tensor([0.0, 0.25, 0.5, 0.75, 1 - 2**-53], dtype=torch.float64)

@@ -158,6 +158,8 @@ class Backbone:
                 # Blocks of vectors' width need columns that they divide: 2050 would be 82 x 25.
                 part = WideProduct(F.pad(own, (0, -own.shape[1] % _VECTORS)).contiguous(), None)
                 self._parts[start, stop] = part
+            if hidden.ndim == 1:
+                return torch.mv(part.weight.t(), hidden)[: stop - start]
             found = part(hidden.reshape(-1, self.width))[:, : stop - start]
             return found if hidden.ndim == 2 else found.unflatten(0, hidden.shape[:-1])
         return F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])

@@ -7,8 +7,10 @@ does what a Llama-like layer does in half as many, on weights joined once.
 from __future__ import annotations
 
 import inspect
+import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -84,8 +86,7 @@ Block = Callable[[Tensor, RowBuffer, TokenPlaces], Tensor]
 
 _LEAN = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
 _LEAN_NUMBERS = 4_000_000  # of a layer; larger ones spend their time in the products
-_FEW = 16  # rows of a product that is made block by block
-_BLOCKS = sorted(range(16, 129), key=lambda c: abs(c - 32))  # widths of blocks, the best first
+_FEW = 28  # most rows of a product on a packed weight
 
 
 def lean_fits(layer: nn.Module) -> bool:
@@ -103,8 +104,7 @@ class Lean:
     """A Llama-like decoder layer on `[B, n, D]`, its weights joined and laid out for products.
 
     Columns of queries and keys that RoPE turns together lie side by side, so that turning is one
-    product of complex numbers. Of a few rows the wide products are made block by block of columns:
-    the library would copy a wide matrix first, which costs as much as reading it once more.
+    product of complex numbers.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -117,14 +117,14 @@ class Lean:
         self.turned = self.queries + self.keys
         self.scaling = attention.scaling
         pairs = torch.arange(self.head).view(2, -1).t().flatten()
-        self.qkv = WideProduct(*_joined(parts, layer.input_layernorm), self.head)
-        self.out, self.out_bias = _joined((attention.o_proj,))
-        self.through, self.through_bias = self._through()
-        self.qkv.sort(self.turned, pairs)
-        both, inner = (mlp.gate_proj, mlp.up_proj), mlp.gate_proj.out_features
-        block = next((c for c in _BLOCKS if inner % c == 0), inner)  # of one of the two
-        self.up = WideProduct(*_joined(both, layer.post_attention_layernorm), block)
-        self.down, self.down_bias = _joined((mlp.down_proj,))
+        self.qkv = WideProduct(*_joined(parts, layer.input_layernorm))
+        self.out = WideProduct(*_joined((attention.o_proj,)))
+        self.through = WideProduct(*self._through())
+        columns = torch.arange(self.turned * self.head).view(self.turned, -1)
+        self.qkv.sort(columns[:, pairs].flatten())
+        both = (mlp.gate_proj, mlp.up_proj)
+        self.up = WideProduct(*_joined(both, layer.post_attention_layernorm))
+        self.down = WideProduct(*_joined((mlp.down_proj,)))
         self.norms = layer.input_layernorm, layer.post_attention_layernorm
         self.before = bare_norm(layer.input_layernorm)
         self.between = bare_norm(layer.post_attention_layernorm)
@@ -138,26 +138,19 @@ class Lean:
         rows = batch * n
         flat = x.view(rows, width) if x.is_contiguous() else x.reshape(rows, width)
         if place.alone:
-            flat = _added(flat, self.before(flat), self.through, self.through_bias)
+            flat = self.through(self.before(flat), flat)
         else:
             mixed = self._mixed(self.before(flat), batch, n, slot, place)
-            flat = _added(flat, mixed, self.out, self.out_bias)
+            flat = self.out(mixed, flat)
         normed = self.between(flat)
-        if 1 < rows <= _FEW:
-            gate, up = self.up.blockwise(normed).chunk(2)
-            inner = self.act(gate).mul_(up).transpose(0, 1).reshape(rows, -1)
-        else:
-            gate, up = self.up.product(normed).chunk(2, -1)
-            inner = self.act(gate).mul_(up)
-        return _added(flat, inner, self.down, self.down_bias).view(batch, n, width)
+        gate, up = self.up(normed).chunk(2, -1)
+        inner = self.act(gate).mul_(up)
+        return self.down(inner, flat).view(batch, n, width)
 
     def _mixed(
         self, normed: Tensor, batch: int, n: int, slot: RowBuffer, place: TokenPlaces
     ) -> Tensor:
-        if 1 < batch * n <= _FEW:
-            heads = self.qkv.blockwise(normed).view(-1, batch, n, self.head)
-        else:
-            heads = self.qkv.product(normed).view(batch, n, -1, self.head).permute(2, 0, 1, 3)
+        heads = self.qkv(normed).view(batch, n, -1, self.head).permute(2, 0, 1, 3)
         turned = heads[: self.turned]  # [queries + keys, B, n, d]
         if self.head_norm is not None:
             turned.copy_(self.head_norm(turned))
@@ -181,12 +174,12 @@ class Lean:
         first, groups = self.turned * self.head, self.queries // self.keys
         rows = torch.arange(self.keys * self.head).view(self.keys, self.head)
         rows = first + rows.repeat_interleave(groups, 0).flatten()  # one per query head
-        out = self.out.double()
-        through = (self.qkv.weight[:, rows].double() @ out).to(self.out.dtype)
+        out = self.out.weight.double()
+        through = (self.qkv.weight[:, rows].double() @ out).to(self.out.weight.dtype)
         if self.qkv.bias is None:
-            return through, self.out_bias
-        bias = (self.qkv.bias[rows].double() @ out).to(self.out.dtype)
-        return through, bias if self.out_bias is None else bias + self.out_bias
+            return through, self.out.bias
+        bias = (self.qkv.bias[rows].double() @ out).to(self.out.weight.dtype)
+        return through, bias if self.out.bias is None else bias + self.out.bias
 
 
 class LoneModule:
@@ -200,9 +193,9 @@ class LoneModule:
         scale = torch.cat([norm.weight.detach() for norm in norms])
         entries = (linear.weight.detach() * scale).t().contiguous()
         self.of_embedding, self.of_hidden = (part.t() for part in entries.chunk(2))
-        self.through, self.through_bias = layer.through.t(), layer.through_bias
+        self.through, self.through_bias = layer.through.weight.t(), layer.through.bias
         self.up, self.up_bias = layer.up.weight.t(), layer.up.bias
-        self.down, self.down_bias = layer.down.t(), layer.down_bias
+        self.down, self.down_bias = layer.down.weight.t(), layer.down.bias
         self.act, self.weight = layer.act, final.weight.detach()
         # Never read: their factor is 0.
         self.none, self.nothing = (self.weight.new_zeros(w.shape[0]) for w in (self.down, self.up))
@@ -274,52 +267,59 @@ def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([bias.detach() for bias in biases])
 
 
-class WideProduct:
-    """A product with a weight `[in, out]` and its bias, made block by block of a few rows.
+@cache
+def xnn_alone() -> bool:
+    """Test if XNNPACK runs on the thread that calls it: it has as many as were set first."""
+    torch.set_num_threads(1)  # as is; where nobody has set any yet, XNNPACK now has one
+    prepacked, x = torch.ops.prepacked, torch.zeros(16, 256)
+    packed = prepacked.linear_clamp_prepack(torch.zeros(256, 256), None)
+    begun, whole, own = time.thread_time(), time.process_time(), 0.0
+    while own < 0.02:  # times of other threads are counted every few milliseconds
+        prepacked.linear_clamp_run(x, packed)
+        own = time.thread_time() - begun
+    return time.process_time() - whole < 1.2 * own
 
-    A `block` has so many columns, None is a width that divides them.
+
+class WideProduct:
+    """A product with a weight `[in, out]` and its bias; of a few rows, on a packed weight.
+
+    The library would copy a wide matrix before every product, which costs as much as reading it
+    once more; XNNPACK packs it once. That is of one thread: its threads wait for each other in
+    loops, which takes a hundred times as long where others want the cores.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, block: int | None = None) -> None:
-        columns = weight.shape[1]
-        fits = [c for c in _BLOCKS if columns % c == 0]
-        self.weight, self.bias, self.block = weight, bias, block or next(iter(fits), columns)
-        self._count = columns // self.block
-        self._blocks: Tensor | None = None  # the weight as [G, in, c], once it is asked for
-        self._biases: Tensor | None = None  # [G, 1, c]
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        known = hasattr(torch.ops.prepacked, "linear_clamp_run")
+        fits = known and weight.dtype == torch.float32 and weight.device.type == "cpu"
+        self._few = _FEW if fits else 0
+        self._packed: Any = None  # once it is asked for
+        self._turn = threading.Lock()  # a packed weight holds the input that it is run on
 
-    def sort(self, count: int, order: Tensor) -> None:
-        """Put the columns of the first `count` blocks into another order."""
-        index = torch.arange(self.weight.shape[1])
-        first = index[: count * self.block].view(count, -1)
-        index = torch.cat((first[:, order].flatten(), index[count * self.block :]))
+    def sort(self, order: Tensor) -> None:
+        """Put the first columns into another order."""
+        index = torch.cat((order, torch.arange(len(order), self.weight.shape[1])))
         self.weight = self.weight[:, index].contiguous()
         self.bias = None if self.bias is None else self.bias[index]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rows `[m, in]` to `[m, out]`, in the faster way."""
-        if not 1 < x.shape[0] <= _FEW:
-            return self.product(x)
-        return self.blockwise(x).transpose(0, 1).reshape(x.shape[0], -1)
+    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        """Rows `[m, in]` to `[m, out]`, in the faster way; to `plus` where given."""
+        few = 1 < x.shape[0] <= self._few and not x.requires_grad
+        if few and torch.get_num_threads() == 1 and xnn_alone():
+            found = self._run(x)
+            return found if plus is None else found.add_(plus)
+        if plus is None:
+            return (
+                x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+            )
+        found = torch.addmm(plus, x, self.weight)
+        return found if self.bias is None else found.add_(self.bias)
 
-    def product(self, x: Tensor) -> Tensor:
-        """Rows `[m, in]` to `[m, out]` at once."""
-        return x.mm(self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-
-    def blockwise(self, x: Tensor) -> Tensor:
-        """The same block by block, `[G, m, c]`."""
-        if self._blocks is None:
-            with torch.inference_mode(False), torch.no_grad():
-                split = self.weight.unflatten(1, (-1, self.block))
-                if self.bias is not None:
-                    self._biases = self.bias.view(-1, 1, self.block)
-                self._blocks = split.transpose(0, 1).contiguous()
-        rows = x.expand(self._count, -1, -1)
-        if self._biases is None:
-            return torch.bmm(rows, self._blocks)
-        return torch.baddbmm(self._biases, rows, self._blocks)
-
-
-def _added(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    total = torch.addmm(x, y, weight)
-    return total if bias is None else total.add_(bias)
+    def _run(self, x: Tensor) -> Tensor:
+        prepacked = torch.ops.prepacked
+        # Else a packed weight is asked, at the price of the product, if it overrides functions.
+        with self._turn, torch._C.DisableTorchFunctionSubclass():
+            if self._packed is None:
+                self._packed = prepacked.linear_clamp_prepack(self.weight.t(), self.bias)
+            found: Tensor = prepacked.linear_clamp_run(x, self._packed)
+        return found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import decode_models as small
@@ -20,9 +24,10 @@ from transformers import (
     OPTForCausalLM,
 )
 
+from mmfast.bench.timing import one_thread
 from mmfast.core.errors import ModelError
 from mmfast.models.decoder.backbone import Backbone
-from mmfast.models.decoder.blocks import WideProduct
+from mmfast.models.decoder.blocks import WideProduct, xnn_alone
 
 IDS = torch.randint(0, small.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(3))
 FORMS = [(f, a, lean) for f in small.FAMILIES for a in ("sdpa", "eager") for lean in (False, True)]
@@ -167,16 +172,71 @@ def test_learned_positions_end() -> None:
 
 @pytest.mark.parametrize("columns", [96, 516, 13, 131])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @torch.no_grad()
-def test_a_product_block_by_block_is_the_product(columns: int, biased: bool) -> None:
+def test_a_product_of_few_rows_is_the_product(
+    columns: int, biased: bool, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(columns)
-    weight = torch.randn(24, columns, generator=generator, dtype=torch.float64)
-    bias = torch.randn(columns, generator=generator, dtype=torch.float64) if biased else None
+    draw = partial(torch.randn, generator=generator, dtype=dtype)
+    weight, bias = draw(24, columns), draw(columns) if biased else None
     product = WideProduct(weight, bias)
-    assert columns % product.block == 0
-    for rows in (1, 2, 16, 17):
-        x = torch.randn(rows, 24, generator=generator, dtype=torch.float64)
-        want = (x[:, :, None] * weight).sum(1) + (0 if bias is None else bias)
-        blocks = product.blockwise(x).transpose(0, 1).reshape(rows, -1)
-        for found in (product(x), blocks):
-            torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-12)
+    near = 1e-12 if dtype == torch.float64 else 2e-5
+    same = partial(torch.testing.assert_close, atol=near, rtol=near)
+    with one_thread():
+        for rows in (1, 2, 16, 28, 29):
+            x, plus = draw(rows, 24), draw(rows, columns)
+            want = (x[:, :, None].double() * weight).sum(1) + (0 if bias is None else bias)
+            same(product(x).double(), want)
+            kept = plus.clone()
+            same(product(x, plus).double(), want + plus)
+            assert torch.equal(plus, kept)
+    assert (product._packed is not None) == (dtype == torch.float32 and xnn_alone())
+
+
+def test_a_weight_is_packed_for_one_thread_without_gradients() -> None:
+    product = WideProduct(torch.randn(8, 8), None)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        product(torch.randn(3, 8))
+    finally:
+        torch.set_num_threads(threads)
+    with one_thread():
+        x = torch.randn(3, 8, requires_grad=True)
+        product(x).sum().backward()
+        torch.testing.assert_close(x.grad, product.weight.sum(1).expand(3, -1))
+        assert product._packed is None
+        product(x.detach())
+        assert (product._packed is not None) == xnn_alone()
+
+
+def test_threads_share_a_packed_weight() -> None:
+    product = WideProduct(torch.eye(1024), None)
+    with one_thread(), ThreadPoolExecutor(4) as pool:
+
+        def right(number: int) -> bool:
+            torch.set_num_threads(1)
+            x = torch.full((28, 1024), float(number))
+            return all(torch.equal(product(x), x) for _ in range(40))
+
+        assert all(pool.map(right, range(16)))
+
+
+THREADS = """
+import sys, torch
+from mmfast.models.decoder.blocks import WideProduct, xnn_alone
+for count in map(int, sys.argv[1:]):
+    torch.set_num_threads(count)
+product = WideProduct(torch.eye(64), None)
+x = torch.randn(8, 64)
+assert torch.equal(product(x), x)
+print(xnn_alone(), product._packed is not None)
+"""
+
+
+@pytest.mark.parametrize("counts", [("1",), ("2", "1")])
+def test_xnnpack_is_left_alone_where_it_has_threads(counts: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", THREADS, *counts]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert found == ([str(counts == ("1",))] * 2)
