@@ -111,7 +111,7 @@ def _piece(
     if mask is not None:
         mask = mask[..., start:stop, :keys].expand(-1, -1, stop - start, -1)
         mask = mask.repeat(1, 1, own.shape[2], 1)
-    out = F.scaled_dot_product_attention(
+    out: Tensor = F.scaled_dot_product_attention(
         own.flatten(2, 3), key[:, :, :keys], value[:, :, :keys], attn_mask=mask, scale=scale
-    )
-    return out.unflatten(2, own.shape[2:4])
+    ).unflatten(2, own.shape[2:4])
+    return out
