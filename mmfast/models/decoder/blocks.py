@@ -269,7 +269,12 @@ def _joined(parts: Any, norm: Any = None) -> tuple[Tensor, Tensor | None]:
 
 @cache
 def xnn_alone() -> bool:
-    """Test if XNNPACK runs on the thread that calls it: it has as many as were set first."""
+    """Test if torch has XNNPACK's product (2.14 has not), and it runs on the thread that calls.
+
+    XNNPACK has as many threads as were set first.
+    """
+    if not hasattr(torch.ops.prepacked, "linear_clamp_run"):
+        return False
     torch.set_num_threads(1)  # as is; where nobody has set any yet, XNNPACK now has one
     prepacked, x = torch.ops.prepacked, torch.zeros(16, 256)
     packed = prepacked.linear_clamp_prepack(torch.zeros(256, 256), None)
@@ -290,8 +295,7 @@ class WideProduct:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
-        known = hasattr(torch.ops.prepacked, "linear_clamp_run")
-        fits = known and weight.dtype == torch.float32 and weight.device.type == "cpu"
+        fits = weight.dtype == torch.float32 and weight.device.type == "cpu"
         self._few = _FEW if fits else 0
         self._packed: Any = None  # once it is asked for
         self._turn = threading.Lock()  # a packed weight holds the input that it is run on

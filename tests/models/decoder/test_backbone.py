@@ -239,4 +239,5 @@ print(xnn_alone(), product._packed is not None)
 def test_xnnpack_is_left_alone_where_it_has_threads(counts: tuple[str, ...]) -> None:
     command = [sys.executable, "-c", THREADS, *counts]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert found == ([str(counts == ("1",))] * 2)
+    known = hasattr(torch.ops.prepacked, "linear_clamp_run")
+    assert found == [str(known and counts == ("1",))] * 2
