@@ -63,8 +63,8 @@ class PrefilledPrompt:
 
     `raw` are keys before RoPE of the tokens from `first` on, `[H, n - first, d]` per layer; none
     where tokens were taken from elsewhere, since what follows them is near the truth, not the
-    truth. `impact` has attention of the queries of layer `LOOK`. `computed` counts tokens that ran
-    through the layers behind the choice, `hidden` `[D]` is the last one's.
+    truth. `impact` has attention of the queries of layer `LOOK`. `computed` counts tokens that ran,
+    the mean of the layers from `LOOK` on; `hidden` `[D]` is the last one's.
     """
 
     layers: list[Tensor]
@@ -173,7 +173,8 @@ class _Run:
         for part in self.elsewhere:
             self._reused[part.start : part.stop] = True
         self._moved = sum(part.block.n for part in self.elsewhere)
-        self.computed = n - first
+        again = 0 if plan is None else math.ceil(plan.recomputed * self._moved)
+        self.computed = n - first - self._moved + again  # the mean of the layers from the look on
         self._choosing = self._owned = False
         self._mask: Any = None
         self._angles: tuple[Any, ...] | None = None
@@ -271,8 +272,8 @@ class _Run:
         runs = (~self._reused).float()
         runs[: self.first] = 0
         runs[at[score.topk(count).indices]] = 1
-        self.computed = self.n - self.first - self._moved + count  # known without asking a device
-        self._run_on(runs.topk(self.computed).indices.sort().values - self.first)
+        running = self.n - self.first - self._moved + count  # known without asking a device
+        self._run_on(runs.topk(running).indices.sort().values - self.first)
 
     def _run_on(self, rows: Tensor) -> None:
         self.rows, self._angles = rows, None
