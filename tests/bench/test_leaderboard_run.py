@@ -207,10 +207,11 @@ def test_times_to_the_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_missing_package_is_told_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "mmfast.serve.engine.scheduler", None)
     grid = make_grid("reduced", ["evs"], ["image"], ["0.25"], ["1"], 2, True)
-    with pytest.raises(MmfastError, match="--no-speed"):
-        run_grid(grid, tmp_path / "cells.jsonl")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "mmfast.serve.engine.scheduler", None)
+        with pytest.raises(MmfastError, match="--no-speed"):
+            run_grid(grid, tmp_path / "cells.jsonl")
     assert not list(tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "mmfast.bench.suites.serve.load", None)
     with pytest.raises(MmfastError, match=r"--serve needs .*serve.load.*pip install"):
