@@ -129,7 +129,8 @@ def _frames(media: Any) -> list[Pixels]:
         raise MmfastError(
             f"no RGB frames to draw on, shapes {shapes}; give [H, W, 3], [T, H, W, 3] or a list"
         )
-    if other := next((each.dtype for each in found if each.dtype.kind not in "iu"), None):
+    other = next((each.dtype for each in found if each.dtype.kind not in "iu"), None)
+    if other is not None:
         raise MmfastError(f"frames of type {other} are no RGB frames; give uint8, 0 to 255")
     return [each.astype(np.uint8, copy=False) for each in found]
 

@@ -72,10 +72,13 @@ def _attend(
     odd = args or kwargs.get("dropout") or kwargs.get("position_bias") is not None
     if not (plain or single) or odd or groups == 1 or length > FEW:
         return call(module, query, key, value, mask, *args, **kwargs)
+    if mask is not None:
+        mask = mask[..., : key.shape[2]].expand(-1, -1, length, -1)
     query = query.unflatten(1, (key.shape[1], groups))
     cuts = _pieces(mask, length, key.shape[2])
     out = [_piece(query, key, value, mask, *cut, kwargs.get("scaling")) for cut in cuts]
-    return torch.cat(out, 3).flatten(1, 2).transpose(1, 2).contiguous(), None
+    whole = out[0] if len(out) == 1 else torch.cat(out, 3)
+    return whole.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
 def _pieces(mask: Tensor | None, length: int, keys: int) -> list[tuple[int, int, int]]:
@@ -87,7 +90,7 @@ def _pieces(mask: Tensor | None, length: int, keys: int) -> list[tuple[int, int,
     if mask is None or length < 2 * PIECE or mask.device.type != "cpu":
         return [(0, length, keys)]
     shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-    seen = shown[..., :keys].expand(-1, -1, length, -1).any(0).any(0)
+    seen = shown.any(0).any(0)
     places = torch.arange(1, keys + 1)
     found = []
     for start in range(0, length, PIECE):
@@ -109,8 +112,7 @@ def _piece(
     """Attention of queries `start:stop`, `[B, H, g, q, d]`, to the first `keys` keys."""
     own = query[:, :, :, start:stop]
     if mask is not None:
-        mask = mask[..., start:stop, :keys].expand(-1, -1, stop - start, -1)
-        mask = mask.repeat(1, 1, own.shape[2], 1)
+        mask = mask[..., start:stop, :keys].repeat(1, 1, own.shape[2], 1)
     out: Tensor = F.scaled_dot_product_attention(
         own.flatten(2, 3), key[:, :, :keys], value[:, :, :keys], attn_mask=mask, scale=scale
     ).unflatten(2, own.shape[2:4])

@@ -122,6 +122,17 @@ def test_scattered_queries_are_those_of_stock(
     assert len(queries) == (-(-length // module.PIECE) if length >= 2 * module.PIECE else 1)
 
 
+def test_a_mask_of_one_row_is_that_of_all_queries() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 100, 8), *torch.randn(2, 1, 2, 120, 8)
+    mask = torch.zeros(1, 1, 1, 120)
+    mask[..., 90:] = torch.finfo(torch.float32).min
+    found, _ = module._attend(False, None, torch.nn.Identity(), query, key, value, mask)
+    own, other = (x[:, :, :90].repeat_interleave(2, 1) for x in (key, value))
+    want = F.scaled_dot_product_attention(query, own, other).transpose(1, 2)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
+
+
 def test_runs_of_queries_read_no_key_behind_their_last() -> None:
     mask = _scattered(torch.float32, 1, 100, 200)
     cuts = module._pieces(mask, 100, 200)
