@@ -137,7 +137,7 @@ def attach(
     layer and row, in layers of full attention; entries keep their positions. Policies act at the
     end of every prompt on the tokens present, `sink`, `window` and `streamingvlm` at every step,
     too; `quant`, `zipvl` and `zipcache` pack once, `retrieve` chooses what is read, `quest` at
-    every step.
+    every step. In an encoder-decoder (T5, Whisper) `cache` alone acts, on what its encoder read.
 
     Args:
         model: A stock transformers model, or a vision encoder alone (a ViT of timm, CLIP, SigLIP).
@@ -238,9 +238,11 @@ def _nobody() -> None:
 
 def _base_of(model: Any) -> Any:
     from mmfast.models.families.adapter import adapter_for
+    from mmfast.models.kv.encoded import cross_attention
     from mmfast.models.wrappers import base_of
 
-    adapter_for(model)  # an error of its own for what is no model
+    if not cross_attention(model):
+        adapter_for(model)  # an error of its own for what is no model
     return base_of(model)
 
 
@@ -257,6 +259,13 @@ def _stages(
     model: Any, specs: Any, plan: CachePlan | None, encoder: str | None, trace: Trace, source: Any
 ) -> Iterator[Stage]:
     """Check, then everything that enters the model, in order; "auto" waits for the first call."""
+    from mmfast.models.kv.encoded import EncodedStage, check_encoded, cross_attention
+
+    if cross_attention(model):
+        check_encoded(model, specs, plan, {"encoder": encoder})
+        if plan is not None:
+            yield EncodedStage(model, plan, trace).installed()
+        return
     if specs == AUTO:
         planned = importlib.import_module(PLANNER).planned
         rest = (plan, encoder, trace, source)

@@ -178,8 +178,8 @@ def adapter_for(model: Any) -> Adapter:
             return alone
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise ModelError(
-                f"{type(model).__name__} is an encoder and a decoder, which holds two caches: of "
-                "what it wrote and of what the encoder read; attach to a causal language model"
+                f"{type(model).__name__} is an encoder-decoder; of those, cache= alone acts in T5, "
+                "BART, Whisper and their kin, such as cache='snapkv:0.25'; leave out the rest"
             )
         if reads_text_alone(model):
             return Adapter(str(family), _no_media, _no_media, media=())

@@ -144,7 +144,7 @@ def seen(
     keys, values = (_pick(x[row], where, 1) for x in whole)
     notes = {k: _pick(note[row], where, -1) for k, note in layer.notes.items()}
     shared = {k: notes[k].long() for k in (KIND, FRAME, SPOT) if k in notes}
-    signals = _signals(values, shared[KIND][0], notes)
+    signals = signals_of(values, shared[KIND][0], notes)
     about = {"layer": index}
     if layers:
         about |= {"depth": [*layers].index(index), "depths": len(layers)}
@@ -169,7 +169,7 @@ _NOTED = (
 )
 
 
-def _signals(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def signals_of(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Signals for a policy: values `[.., H, n, d]`, kinds `[n]`, attention of `notes`."""
     signals = {"values": values, "kind": kinds}
     if WINDOW in notes:
@@ -439,7 +439,7 @@ class Eviction:
 
         `masses` `[L, H, n]` are the attention received, by note; see `alike`.
         """
-        signals = _signals(values, kinds.long(), masses)
+        signals = signals_of(values, kinds.long(), masses)
         chosen = self._plan.reduce(Tokens(keys, signals=signals))
         if chosen.m == chosen.n and chosen.pure:
             return keys, values

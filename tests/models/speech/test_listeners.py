@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,13 @@ def test_all_frames_kept_change_nothing(kind: str, load: Any) -> None:
     assert kept.transcribe_batch(SOUNDS, RATE) == stock
 
 
-@pytest.mark.parametrize("kind", ["voxtral", "qwen3_asr"])
-@pytest.mark.parametrize("stage", [{"reduce": "divprune:0.3"}, {"cache": "sink:2+window:6"}])
+ACTING = [
+    *product(("voxtral", "qwen3_asr"), ({"reduce": "divprune:0.3"}, {"cache": "sink:2+window:6"})),
+    *product(("whisper", "moonshine"), ({"cache": "knorm:0.3"},)),
+]
+
+
+@pytest.mark.parametrize(("kind", "stage"), ACTING)
 def test_stages_act_as_attach_does(kind: str, stage: dict[str, str], load: Any) -> None:
     from mmfast.attach import attach
 
@@ -237,7 +243,7 @@ def test_qwen3_asr_loses_tokens_as_if_they_were_never_there(load: Any) -> None:
         ("voxtral_realtime", {"reduce": "divprune:0.5"}, "added to the tokens of text"),
         ("voxtral_realtime", {"cache": "snapkv:8"}, "sliding window"),
         ("kyutai_speech_to_text", {"cache": "snapkv:8"}, "sliding window"),
-        ("whisper", {"cache": "snapkv:8"}, "at most 64 words"),
+        ("whisper", {"cache": "quest:0.1"}, "nothing follows"),
         ("whisper", {"reduce": "visionzip:0.5"}, "frames alone"),
         ("whisper", {"reduce": "fastv@llm2:0.5"}, "frames alone"),
         ("voxtral", {"reduce": "nosuch:0.5"}, "nosuch"),

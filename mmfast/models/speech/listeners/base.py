@@ -36,12 +36,14 @@ class StockListener:
         knobs: Options of a call, beside `reduce` and `cache`.
         whole: Reason why it does not stream, or "" where it does.
         frozen: Reasons why `reduce` and `cache` cannot act, by their names.
+        attached: Those of the two that are attached to the model.
     """
 
     longest: ClassVar[float] = 30.0
     knobs: ClassVar[frozenset[str]] = frozenset()
     whole: ClassVar[str] = "it reads a recording as a whole"
     frozen: ClassVar[Mapping[str, str]] = {}
+    attached: ClassVar[tuple[str, ...]] = STAGES
     option_names: ClassVar[frozenset[str]] = frozenset(STAGES)
 
     def __init_subclass__(cls) -> None:
@@ -119,12 +121,12 @@ class StockListener:
 
     @contextmanager
     def stages(self, how: dict[str, Any], trace: Trace) -> Iterator[None]:
-        """Attach `reduce` and `cache`, taken out of the options of a call."""
-        reduce, cache = (how.pop(name, None) for name in STAGES)
-        if reduce is None and cache is None:
+        """Attach what is to be attached, taken out of the options of a call."""
+        given = {name: how.pop(name, None) for name in self.attached}
+        if all(spec is None for spec in given.values()):
             yield
             return
-        with turn_of(self.model), attach(self.model, reduce, cache) as acted:
+        with turn_of(self.model), attach(self.model, **given) as acted:
             yield
         trace.rows += acted.rows
         trace.reductions += acted.reductions

@@ -1,22 +1,24 @@
 """Encoder-decoder recognisers: Whisper and Moonshine.
 
 The decoder reads the frames of the encoder by cross-attention, which knows no positions: frames
-that `reduce` drops are as if they had been masked, and those that it merges are their mean.
+that `reduce` drops are as if they had been masked, and those that it merges are their mean. `cache`
+acts on the keys and values of frames behind the first pass of the decoder.
 Papers: arXiv 2212.04356 (Whisper), 2410.15608 (Moonshine).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import parse, reduce
 from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
+from mmfast.models.kv.encoded import check_encoded
 from mmfast.models.loading import speech_family
 from mmfast.models.speech.listeners.base import StockListener, arrays
 
@@ -27,15 +29,12 @@ class EncoderDecoderListener(StockListener):
     """A stock encoder of sound and a decoder that attends to it; greedy, or with `num_beams`."""
 
     knobs = frozenset({"max_new_tokens", "num_beams"})
+    attached = ("cache",)  # `reduce` acts between the parts of the model, on none of them
 
     def check(self, spec: Any, cache: Any) -> None:
         """Refuse what frames between encoder and decoder do not have (SpecError)."""
         name = type(self.model).__name__
-        if cache is not None:
-            raise SpecError(
-                f"cache={cache!r} cannot act on {name}: its decoder keeps keys of at most "
-                f"{self.most} words, and those of the frames are what reduce='divprune:0.5' leaves"
-            )
+        check_encoded(self.model, (), call_plan(cache), {})
         for stage in parse(spec):
             lacks = sorted(set(stage.method.needs) - SIGNALS)
             if stage.site != "pre" or lacks:
@@ -44,17 +43,6 @@ class EncoderDecoderListener(StockListener):
                     f"'{stage}' {why}, and between encoder and decoder of {name} are frames alone; "
                     "take one that compares them, such as 'divprune:0.5' or 'tome:0.5'"
                 )
-
-    @contextmanager
-    def stages(self, how: dict[str, Any], trace: Trace) -> Iterator[None]:
-        """Leave `reduce` to `write`: it acts between the parts of the model, on none of them."""
-        yield
-
-    @property
-    def most(self) -> int:
-        """Most tokens of text that the decoder has positions for."""
-        names = ("max_target_positions", "max_position_embeddings")
-        return next(int(n) for name in names if (n := getattr(self.model.config, name, 0)))
 
     def write(self, sounds: list[Tensor], how: Mapping[str, Any], trace: Trace) -> list[str]:
         """Write sounds down; under `reduce` each has a pass of its own."""
