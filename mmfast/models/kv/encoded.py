@@ -92,8 +92,7 @@ class _Left:
             return given
         if self.valid is None:
             return None
-        rows = self.valid.repeat_interleave(len(query) // len(self.valid), 0)
-        return hidden(module, query, None, rows[:, None, None])
+        return hidden(module, query, None, self.valid[:, None, None])
 
 
 class _Call(threading.local):
