@@ -65,13 +65,12 @@ def check_encoded(
             f"{given[0]} does not act in {name}, an encoder-decoder; cache='snapkv:0.25' does, on "
             "what its decoder reads of the encoder"
         )
-    for spec in () if plan is None else plan.parts:
-        if not _able(spec.method) or plan.every or plan.bits or plan.probes is not None:
-            able = ", ".join(method.name for method in methods("cache") if _able(method))
-            raise SpecError(
-                f"cache '{plan}' cannot act in {name}, whose decoder reads an encoder: all of it "
-                f"comes at once and nothing follows; policies that can, without every=: {able}"
-            )
+    if plan is not None and (plan.every or not all(_able(spec.method) for spec in plan.parts)):
+        able = ", ".join(method.name for method in methods("cache") if _able(method))
+        raise SpecError(
+            f"cache '{plan}' cannot act in {name}, whose decoder reads an encoder: all of it comes "
+            f"at once and nothing follows; policies that can, without every=: {able}"
+        )
 
 
 def _able(method: Method) -> bool:
@@ -216,8 +215,9 @@ class EncodedStage:
         self._call.done = (*earlier, mine)
         if index == max(self._modules):
             before, after, ms, held = (sum(each) for each in zip(*self._call.done, strict=True))
-            counts = (round(each / len(self._modules)) for each in (before, after))
-            self._trace.rows.append(Row("kv", *counts, ms, int(held), str(self._plan)))
+            before, after = (round(each / len(self._modules)) for each in (before, after))
+            row = Row("kv", before, after, ms, int(held), str(self._plan))
+            self._trace.rows.append(row)
 
 
 def _real(query: Tensor, key: Tensor, mask: Any) -> list[Tensor]:
