@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.caches.quantised import Probes
-from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.kv import StepSelector
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import EVERY, methods
@@ -72,6 +72,12 @@ class CachePlan:
     def window(self) -> int:
         """Last queries that `attn_window` or `attn_counted` is of; 0 where nothing reads it."""
         return int(self._knob("window", 0)) if WINDOWED & set(self.needs) else 0
+
+    @property
+    def follows(self) -> int:
+        """First tokens whose positions follow the window, by `sink?positions=new`; 0 for none."""
+        moved = (spec for spec in self.position if spec.knobs.get("positions") == "new")
+        return next((int(spec.budget or 0) for spec in moved), 0)
 
     @property
     def rereads(self) -> int | None:
@@ -291,6 +297,7 @@ def plan_cache(text: str | None) -> CachePlan | None:
         name = plan.score.method.name
         raise SpecError(f"knob asks={plan.asks} of {name!r}: choose a share in (0, 1]")
     _check_select(plan)
+    _check_sinks(plan)
     if plan.every and plan.score:
         name = plan.score.method.name
         if plan.every < 0 or (plan.bits and plan.probes is None):
@@ -354,6 +361,22 @@ def _shared_out(plan: CachePlan, rule: Spec) -> CachePlan:
             f"'snapkv:0.25+{name}'"
         )
     return replace(plan, score=score, heads=replace(rule, budget=None))
+
+
+def _check_sinks(plan: CachePlan) -> None:
+    """Refuse sinks that follow anything but one window."""
+    known = ("original", "new")
+    for spec in plan.position:
+        given = spec.knobs.get("positions", known[0])
+        if given not in known:
+            raise SpecError(unknown(f"value of knob 'positions' of '{spec}'", given, known))
+        others = [part for part in plan.parts if part is not spec]
+        alone = [part.method.name for part in others] == ["window"]
+        if given == "new" and not (alone and isinstance(spec.budget, int)):
+            raise SpecError(
+                f"positions=new of '{plan}' is of a number of sinks before one window; write "
+                "'sink:4?positions=new+window:1024'"
+            )
 
 
 def _check_select(plan: CachePlan) -> None:

@@ -13,12 +13,19 @@ from mmfast.ops.ranking import marked
 
 
 @policy("sink", paper="2309.17453", needs=(), role="position", moment="always")
-def sink(tokens: Tokens, budget: int) -> Reduction:
+def sink(tokens: Tokens, budget: int, *, positions: str = "original") -> Reduction:
     """Keep the first tokens of the conversation.
 
-    StreamingLLM (Xiao et al., ICLR 2024) is `sink:4+window:4096`: a model puts the attention it has
-    no use for on the first tokens, and breaks when they leave. Only N of `x` `[..., N, d]` is read;
-    a share is of all tokens.
+    StreamingLLM (Xiao et al., ICLR 2024) is `sink:4?positions=new+window:4096`: a model puts the
+    attention it has no use for on the first tokens, and breaks when they leave. Only N of `x`
+    `[..., N, d]` is read; a share is of all tokens.
+
+    Args:
+        tokens: As above.
+        budget: Tokens to keep.
+        positions: `new` has positions inside the cache: the sinks stand right before the window,
+            however long ago they were said, so no distance is longer than the model has learned.
+            For one window behind a number of sinks. `original` leaves them where they were.
     """
     keep = torch.arange(budget, device=tokens.x.device)
     return Reduction.prune(keep.expand(*tokens.x.shape[:-2], -1), tokens.n)

@@ -90,7 +90,8 @@ def _check_cache(plan: DecodePlan, cache: CachePlan | None) -> None:
     if cache is None:
         return
     anew = cache.score is not None and (cache.every or cache.score.method.moment == "always")
-    if anew or cache.store is not None or cache.select is not None:
+    moves = cache.store is not None or cache.select is not None or cache.follows
+    if anew or moves:
         raise SpecError(
             f"cache {str(cache)!r} chooses or packs anew from pass to pass, and decode="
             f"{plan.text!r} has other passes, so the answer would change; use a policy that acts "

@@ -49,6 +49,7 @@ from mmfast.models.kv.output import added_lengths
 from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
 from mmfast.models.kv.patterns import SIGNALS, known_heads
 from mmfast.models.kv.queries import Expectation
+from mmfast.models.kv.sinks import FollowingSinks
 from mmfast.models.reduction.cache_layers import is_short, regroup
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import replacing
@@ -369,6 +370,7 @@ class Eviction:
     def __init__(self, plan: CachePlan, state: PassState, layers: Mapping[int, Any]) -> None:
         self._plan, self._state, self._layers = plan, state, layers
         self.expectation: Expectation | None = None
+        self.sinks: FollowingSinks | None = None
         self._known = Known()
         self._leaving: dict[int, Leaving] = {}
         self._gone: dict[tuple[int, int], Sequence[int]] = {}
@@ -451,6 +453,11 @@ class Eviction:
         A prompt that is not over is thinned between its chunks where all policies act at every
         step, on numbers of tokens.
         """
+        self._thin(cache, index, over, memo)
+        if self.sinks is not None:
+            self.sinks.follow(cache.layers[index], index)
+
+    def _thin(self, cache: Any, index: int, over: bool, memo: list[Slid]) -> None:
         layer, plan = cache.layers[index], self._plan
         if not self.always or not (self._by_number or (over and BASIS in layer.notes)):
             return
@@ -480,7 +487,8 @@ class Eviction:
         Shares refer to `basis` tokens; rows of equally many get one function.
         """
         specs = self._plan.position
-        if self._plan.score is not None or any(spec.method.needs for spec in specs):
+        needs = any(spec.method.needs for spec in specs)
+        if self._plan.score is not None or needs or self.sinks is not None:
             return None
         return self._leaving.setdefault(basis, partial(self._numbers, basis))
 
@@ -508,6 +516,10 @@ class Eviction:
     ) -> tuple[Tensor, Tensor, Any]:
         cache = self._state.cache
         drafts = cache is not None and self._state.part is None and query.shape[2] > 1
+        if drafts and self.sinks is not None:
+            raise ModelError(
+                f"cache '{self._plan}' has other positions for every draft; leave out positions=new"
+            )
         if drafts and index < len(cache.layers):
             layer = cache.layers[index]
             if is_short(layer) and layer.notes is not None:

@@ -49,6 +49,7 @@ from mmfast.models.kv.retrieval import (
     spots_of,
 )
 from mmfast.models.kv.selection import Selection
+from mmfast.models.kv.sinks import FollowingSinks
 from mmfast.models.patching import stand_behind
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.call import (
@@ -115,6 +116,8 @@ class KVStage:
             self._reading = Reading(plan, text, self._layers, state, self._raw)
         self._expectation = Expectation(text, *plan.future) if plan.future else None
         self._eviction.expectation = self._expectation
+        if plan.follows:
+            self._eviction.sinks = FollowingSinks(model, self._modules, plan.follows)
         self._repetition = None
         if plan.repeats and self._eviction.acts:
             self._repetition = Repetition(

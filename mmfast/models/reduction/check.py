@@ -21,6 +21,7 @@ from mmfast.models.families.tower import (
     check_blocks,
     has_halves,
 )
+from mmfast.models.kv.sinks import rotary_of
 from mmfast.models.reduction.decoder_signals import AHEAD, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
 from mmfast.models.reduction.site import POSITIONS
@@ -62,6 +63,11 @@ def check(
         _check_text(specs, model, encoder)
     if cache is not None:
         _check_cache(cache, model)
+        if cache.follows and specs:
+            raise SpecError(
+                f"positions=new of cache '{cache}' closes gaps that the cache has left, and "
+                f"'{specs[0]}' leaves others; leave out one of the two"
+            )
     _check_concepts([spec for spec in specs if spec.method.rate], model)
     specs = [weighted(placed(spec, model), model) for spec in specs]
     attends = [attention_at(text, index) is not None for index in range(len(layers_of(text)))]
@@ -139,6 +145,8 @@ def _check_cache(cache: CachePlan, model: Any) -> None:
             f"{type(model).__name__} names its attention in a way that is not known, so cache "
             f"'{cache}' cannot act; use a model whose layers have self_attn, attention or attn"
         )
+    if cache.follows:
+        rotary_of(model)
 
 
 def _check_alone(
