@@ -40,7 +40,7 @@ ATTENTION = "attention"  # the score of self-drafting that is no cache policy
 OFF = "none"  # one token a pass, where a server or a stream has another spec
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
-    SELF: {"score": ATTENTION, "tree": "", "reduce": ""},
+    SELF: {"score": ATTENTION, "rise": 0.0, "tree": "", "reduce": ""},
     DRAFT: {"media": True, "tree": "", "learn": 0.0, "reduce": ""},
     RECYCLE: {"width": 8, "tree": 24},
     LOOKUP: {"ngram": 3},
@@ -77,6 +77,8 @@ class DecodePlan:
         least: Drafts end in front of one that the draft is less confident of.
         adapt: The number of drafts follows what was accepted and what passes cost.
         learn: Rate at which the draft model learns from drafts that fell; 0 is not at all.
+        rise: Share of its drafts that has to stand, or else a `self` draft of later answers reads
+            twice as much; 0 is no matter what falls.
         rollback: Negative log probability (nats) up to which the model of `bild` lets a draft
             stand; None lets those stand that it would have said.
     """
@@ -98,6 +100,7 @@ class DecodePlan:
     adapt: bool = True
     rollback: float | None = None
     learn: float = 0.0
+    rise: float = 0.0
 
     def __str__(self) -> str:
         return self.text
@@ -165,6 +168,10 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
             found["least"] = found.pop("fallback", _KNOBS[BILD]["fallback"])
     elif kind == SELF:
         found["budget"] = _budget(text, value, bool(found.get("reduce")))
+        if found.get("rise") and not isinstance(found["budget"], float):
+            raise SpecError(
+                f"decode {text!r} has no share that could rise; write 'self:0.1?rise=0.8'"
+            )
         _check_score(str(found.get("score", ATTENTION)))
     elif value:
         raise SpecError(f"decode {kind!r} takes no value, got {value!r}; write {kind!r}")
@@ -177,7 +184,7 @@ def check_kind(plan: DecodePlan | None) -> None:
         return
     if plan.kind == BILD:
         why = "changes answers"
-    elif plan.learn:
+    elif plan.learn or plan.rise:
         why = "learns from what all callers are told"
     elif plan.kind == EXIT or plan.grows:
         why = "drafts in layers or trees that a batch of answers does not have"
@@ -215,7 +222,7 @@ def _knobs(kind: str, text: str) -> dict[str, object]:
         number = found.get(name)
         if isinstance(number, int) and not low <= number <= high:
             raise SpecError(f"knob {name}={number} of decode {kind!r}: choose {low} to {high}")
-    for name in ("least", "fallback"):
+    for name in ("least", "fallback", "rise"):
         share = found.get(name)
         if isinstance(share, float) and not 0 <= share <= 1:
             raise SpecError(

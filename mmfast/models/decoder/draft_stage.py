@@ -40,6 +40,7 @@ from mmfast.models.reduction.call import PassState
 
 # A `custom_generate` of ours that only says by which seed tokens are drawn.
 SEED = "mmfast_seed"
+_EVIDENCE = 8  # drafts before their share that stands is believed
 _COSTS = {RECYCLE: (0.001, 0.03), LOOKUP: (0.001, 0.03), DRAFT: (0.3, 0.05)}
 
 
@@ -115,6 +116,7 @@ class DraftSource:
         draft, wide = _COSTS.get(plan.kind, (0.6, 0.05))
         self._costs = Costs(draft, wide, live=plan.adapt)
         self._stage: ViewStage | None = None
+        self._share = RisingShare(plan) if plan.rise else None
         self._draft: Any = None
         if plan.kind in (DRAFT, BILD):
             kind = torch.float32 if plan.learn else model.dtype  # small steps vanish in 16 bits
@@ -130,9 +132,8 @@ class DraftSource:
     def views(self, state: PassState) -> ViewStage | None:
         """The stage that chooses what a draft on part of the cache reads; None for other drafts."""
         if self.plan.views:
-            self._stage = ViewStage(
-                self._model, view_plan(self.plan.score, self.plan.budget), state
-            )
+            budget = self.plan.budget if self._share is None else self._share.value
+            self._stage = ViewStage(self._model, view_plan(self.plan.score, budget), state)
         return self._stage
 
     @contextmanager
@@ -212,6 +213,10 @@ class DraftSource:
             output = run.run(kwargs, make)
         row = Row("draft", run.proposed, run.accepted, run.drafting * 1e3, peak_bytes())
         row.method = f"{self.plan.text} {run.passes} passes"
+        if self._share is not None and self._stage is not None:
+            row.method += f" at {self._share.value:g}"
+            if self._share.rises(run.proposed, run.accepted):
+                self._stage.choose_by(view_plan(self.plan.score, self._share.value))
         self._trace.rows.append(row)
         return output
 
@@ -292,6 +297,28 @@ class DraftSource:
                     f"{spec} would have to read the earlier turns of this cache; leave out "
                     f"{CACHE}, or use decode='recycle'"
                 )
+
+
+class RisingShare:
+    """Share of the visual keys that a draft reads, which doubles while too many drafts fall.
+
+    No label is needed: what the whole model says to a draft tells whether the draft read enough. A
+    draft that reads more than half is none, so that is the most.
+    """
+
+    def __init__(self, plan: DecodePlan) -> None:
+        assert isinstance(plan.budget, float)
+        self.value, self._least = plan.budget, plan.rise
+        self._proposed = self._accepted = 0
+
+    def rises(self, proposed: int, accepted: int) -> bool:
+        """Note the drafts of an answer; returns True if later ones read more."""
+        self._proposed, self._accepted = self._proposed + proposed, self._accepted + accepted
+        enough = self._accepted >= self._least * self._proposed
+        if self._proposed < _EVIDENCE or enough or self.value >= 0.5:
+            return False
+        self.value, self._proposed, self._accepted = min(2 * self.value, 0.5), 0, 0
+        return True
 
 
 def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
+from mmfast.models.kv.eviction import Eviction
 from mmfast.models.kv.patterns import SIGNALS
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.reduction.cache_layers import shorten
@@ -158,6 +159,10 @@ class ViewStage(KVStage):
         assert side.notes is not None
         side.notes = {k: v for k, v in side.notes.items() if k != notes.WINDOW}
         mine.notes = None
+
+    def choose_by(self, plan: ViewPlan) -> None:
+        """Let another plan of the same score choose from the next prompt on."""
+        self._plan, self._eviction = plan, Eviction(plan, self._state, self._modules)
 
     def view(self, cache: Any) -> CacheView:
         """Return what a draft reads of a cache whose prompt has just ended."""
