@@ -369,6 +369,7 @@ class RunningBatch:
         if not self._running:
             self._stepped = None  # no answer waited for this step
         self.decoder.admit(answer.id, filled, token, answer.sampling, answer.drafts)
+        answer.steps = None if filled.row is None else filled.row.trace
         self._running[answer.id] = answer
 
     def _release(self, answer: ActiveRequest) -> None:
