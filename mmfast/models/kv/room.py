@@ -92,7 +92,7 @@ class RoomyLayer:
         """Bytes of everything."""
         layer: Any = self
         held = self.room is not None and self.room.holds(layer)
-        return self.room.nbytes if held else layer.keys.nbytes + layer.values.nbytes  # type: ignore[union-attr,no-any-return]
+        return self.room.nbytes if held else layer.keys.nbytes + layer.values.nbytes  # type: ignore[union-attr]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store new entries `[B, H, m, d]`; returns all keys and values."""

@@ -47,6 +47,7 @@ SELECT = [
     "snapkv:0.5+twilight:0.6?page=4&skip=0",
     "snapkv:0.4?every=4+quest:0.2?page=4&skip=0",
 ]
+ALONE = ["tova:60+quest:0.2?page=4&skip=0"]  # its steps are made under `attach`
 HEADS = ["adakv:0.3", "knorm:0.4+adakv"]
 AGAIN = ["kvzip:0.4", "kvsquared:0.4", "kvzip:0.4+adakv"]
 THIN = ["think:0.5?residual=8"]
@@ -130,7 +131,7 @@ def agree(specs: Sequence[str], family: str = FAMILY, **options: Any) -> bool:
 def test_every_answer_is_that_of_attach() -> None:
     """Beside each other and beside other policies in one batch; all of them leave something out."""
     assert agree([*SELECT, *OTHERS[:3]])
-    assert agree([*HEADS, *THIN, *AGAIN, *OTHERS[3:]], chunk=64)
+    assert agree([*HEADS, *THIN, *AGAIN, *ALONE, *OTHERS[3:]], chunk=64)
     for _, _, rows in wanted(FAMILY, (*SELECT, *OTHERS[:3]))[: len(SELECT)]:
         assert rows["select"]["tokens_out"] < 0.7 * rows["select"]["tokens_in"]
 
@@ -196,7 +197,7 @@ def test_a_fault_is_seen(
 def test_any_mix_gives_each_answer_as_if_asked_alone(family: str) -> None:
     """Specs, lengths, arrivals and cancellations at random."""
     rng = random.Random(f"policies {family}")
-    pool, requests = [*SELECT, *HEADS, *THIN, *AGAIN, *OTHERS], list[Request]()
+    pool, requests = [*SELECT, *HEADS, *THIN, *AGAIN, *ALONE, *OTHERS], list[Request]()
     for number, spec in enumerate(rng.sample(pool, 12)):
         words = "what is it? " * rng.randrange(1, 25)
         media = [image(number)] * (rng.random() < 0.7)
