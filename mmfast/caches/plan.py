@@ -149,6 +149,11 @@ class CachePlan:
         return int(self._knob("chunk", 0)) if "attn_repeated" in self.needs else 0
 
     @property
+    def asks_model(self) -> bool:
+        """The choice reads layers of the model itself: a second pass, or what enters them."""
+        return bool(self.repeats) or self.gated
+
+    @property
     def asks(self) -> float | None:
         """Share of each of these chunks whose tokens alone are read again; None for all, asked."""
         share = self._knob("asks", None) if self.repeats else None
@@ -418,35 +423,13 @@ def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
 
 
 def served_plan(text: str | None) -> CachePlan | None:
-    """Read the cache spec of a served request, as `call_plan`; SpecError for `select` and `heads`.
-
-    The engine lays rows of many requests side by side and reads what each of them holds.
-    """
+    """Read the cache spec of a served request, as `call_plan`; SpecError for one on the host."""
     plan = call_plan(text)
-    if plan is not None and plan.heads is not None:
+    selector = None if plan is None or plan.select is None or plan.select.whole else plan.selector()
+    if selector is not None and selector.host:
         raise SpecError(
-            f"cache {text!r} leaves unlike numbers of entries in the heads of a layer, which the "
-            "engine of `mmfast serve` does not; use 'snapkv:1024', or mmfast.attach and generate()"
-        )
-    if plan is not None and plan.repeats:
-        raise SpecError(
-            f"cache {text!r} reads the prompt a second time, which the engine of `mmfast serve` "
-            "does not; use 'snapkv:1024', or mmfast.attach and generate()"
-        )
-    if plan is not None and plan.gated:
-        raise SpecError(
-            f"cache {text!r} reads the states of tokens, which the engine of `mmfast serve` does "
-            "not; use 'snapkv:1024', or mmfast.attach and generate()"
-        )
-    if plan is not None and plan.pruner() is not None:
-        raise SpecError(
-            f"cache {text!r} leaves out channels of keys, which the engine of `mmfast serve` does "
-            "not; use 'quant:8', or mmfast.attach and generate()"
-        )
-    if plan is not None and plan.select is not None and not plan.select.whole:
-        raise SpecError(
-            f"cache {text!r} chooses anew at every step what is read, which the engine of "
-            "`mmfast serve` does not; use 'snapkv:1024', or mmfast.attach and generate()"
+            f"cache {text!r} keeps entries in host memory, which the engine of `mmfast serve` does "
+            "not; use 'quest:0.1', or mmfast.attach and generate()"
         )
     return plan
 

@@ -195,6 +195,10 @@ class StepSelector(Protocol):
     def host(self) -> bool:
         """Keys and values lie in host memory, and what is read is fetched from there."""
 
+    @property
+    def beside(self) -> float:
+        """Most bytes kept beside the entries of a layer, as a share of the bytes of these."""
+
     def check(self, depths: int) -> None:
         """Refuse (SpecError) a model with so many layers, of which none would read a part."""
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from mmfast.core.errors import MmfastError, warn
 from mmfast.core.reduction import Reduction
 
+SELECT = "select"  # stage of the row that sums up `Trace.reads`
+
 
 @dataclass(frozen=True)
 class View:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mmfast
 from mmfast.attach import attach
-from mmfast.caches.plan import call_plan, plan_cache, served_plan
+from mmfast.caches.plan import call_plan, plan_cache
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.tokens import Tokens
 from mmfast.models.kv.patterns import FILE
@@ -183,8 +183,3 @@ def test_refusals_are_one_line(spec: str, why: str) -> None:
     with pytest.raises(SpecError, match=why) as error:
         call_plan(spec)
     assert "\n" not in str(error.value)
-
-
-def test_the_server_refuses_in_one_line() -> None:
-    with pytest.raises(SpecError, match="unlike numbers"):
-        served_plan("adakv:0.25")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmfast.caches.plan import call_plan, plan_cache, served_plan
+from mmfast.caches.plan import call_plan, plan_cache
 from mmfast.caches.selection import slimfer as blocks_of
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import LayerStep, StepChoice
@@ -423,14 +423,11 @@ def test_what_does_not_go_is_refused_in_one_line(spec: str, words: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_streams_and_the_server_refuse() -> None:
+def test_streams_refuse() -> None:
     with pytest.raises(SpecError, match="which a stream does not"):
         check_plan(plan_cache("window:64+quest:0.1"))
     with pytest.raises(SpecError, match="which a stream does not"):
         check_plan(plan_cache("window:64+kinetics:0.1"))
-    with pytest.raises(SpecError, match="chooses anew at every step"):
-        served_plan("quest:0.1")
-    assert served_plan("snapkv:0.5") is not None and served_plan("quest:1.0") is not None
 
 
 def test_every_method_of_the_role_is_named_here() -> None:

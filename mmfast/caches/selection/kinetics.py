@@ -53,6 +53,11 @@ class PaidPages:
     across: bool = False
     host: bool = False
 
+    @property
+    def beside(self) -> float:
+        """A mean for each page, as large as a key."""
+        return 0.5 / self.page
+
     def check(self, depths: int) -> None:
         """Refuse to skip every layer."""
         refuse_all_skipped("kinetics", self.skip, depths)

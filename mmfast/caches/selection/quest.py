@@ -50,6 +50,11 @@ class BoundedPages:
     across: bool = False
     host: bool = False
 
+    @property
+    def beside(self) -> float:
+        """Bounds of each page, as large as an entry."""
+        return 1 / self.page
+
     def check(self, depths: int) -> None:
         """Refuse to skip every layer."""
         refuse_all_skipped("quest", self.skip, depths)

@@ -108,6 +108,7 @@ class MeanSentences:
     alone: bool = True  # rows have sentences of their own
     across: bool = False
     host: bool = True
+    beside: float = 0.5  # at most a key for each entry
 
     def check(self, depths: int) -> None:
         """Every layer chooses."""

@@ -55,6 +55,11 @@ class BlocksBelow:
     across: bool = True
     host: bool = True
 
+    @property
+    def beside(self) -> float:
+        """A mean for each unit, as large as a key."""
+        return 0.5 / self.unit
+
     def check(self, depths: int) -> None:
         """Every layer reads a part."""
 

@@ -71,6 +71,7 @@ class GuessedTokens:
     alone: bool = False
     across: bool = False
     host: bool = True
+    beside: float = 0.25  # keys in few bits
 
     def check(self, depths: int) -> None:
         """Every layer chooses."""

@@ -47,6 +47,7 @@ class EarlierLayers:
     alone: bool = False
     across: bool = True
     host: bool = False
+    beside: float = 0.0
 
     def check(self, depths: int) -> None:
         """Refuse a model in which no layer follows the one that chooses."""

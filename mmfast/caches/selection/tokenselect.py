@@ -53,6 +53,7 @@ class SoftVotes:
     alone: bool = True  # each row votes when its own query has changed
     across: bool = False
     host: bool = False
+    beside: float = 0.125  # places of the last vote
 
     def check(self, depths: int) -> None:
         """Every layer chooses."""

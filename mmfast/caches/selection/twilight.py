@@ -56,6 +56,11 @@ class MassCover:
     across: bool = False
     host: bool = False
 
+    @property
+    def beside(self) -> float:
+        """Bounds of each page, and keys in four bits."""
+        return 1 / self.page + 0.125
+
     def check(self, depths: int) -> None:
         """Refuse to skip every layer."""
         refuse_all_skipped("twilight", self.skip, depths)

@@ -532,8 +532,12 @@ class Eviction:
     ) -> tuple[Tensor, Tensor, Any]:
         cache = self._state.cache
         layer = cache.layers[index] if cache is not None and index < len(cache.layers) else None
-        real = None if layer is None else held_by_heads(layer)
-        return key, value, mask if real is None else hidden(module, query, mask, real)
+        return key, value, self.mask_of_heads(layer, module, query, mask)
+
+    def mask_of_heads(self, layer: Any, module: nn.Module, query: Tensor, mask: Any = None) -> Any:
+        """Return a mask that hides from heads what they do not hold; as given where it need not."""
+        real = held_by_heads(layer) if self.by_head and layer is not None else None
+        return mask if real is None else hidden(module, query, mask, real)
 
     def _seen(self, layer: Any, drafts: int) -> Tensor:
         """Entries that each of the last tokens sees, `[B, 1 or H, drafts, n]`."""

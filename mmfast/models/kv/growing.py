@@ -12,7 +12,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from mmfast.models.cache_name import CACHE, NEW, OLD
-from mmfast.models.kv.selection import RoomyLayer
+from mmfast.models.kv.room import RoomyLayer
 from mmfast.models.reduction.cache_layers import adopt
 
 _OTHERS = ("cache_implementation", "prompt_lookup_num_tokens", "assistant_model", NEW, OLD)

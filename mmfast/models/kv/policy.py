@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,26 +14,16 @@ from torch import Tensor, nn
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.kv import KVBlock
-from mmfast.core.reduction import Reduction
-from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Row, Trace
 from mmfast.models.cache_name import cache_of, layered_cache_of
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
-from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis, chooser
+from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis
 from mmfast.models.kv.gates import Gating
+from mmfast.models.kv.packing import Packing
 from mmfast.models.kv.packs import (
-    PackedLayer,
-    PackedRow,
-    RowPacker,
-    by_token,
-    in_groups,
     nbytes,
-    pack_recent,
-    packed_layer,
-    packs_of,
     shrinkable,
-    split_packs,
 )
 from mmfast.models.kv.patterns import SIGNALS, gates_of, require_heads
 from mmfast.models.kv.queries import Expectation, RawPrompt, expected_angles
@@ -70,7 +59,6 @@ from mmfast.models.wrappers import (
     kind_of,
     layers_of,
 )
-from mmfast.ops.quantisation import Quantiser
 
 
 class _Account(threading.local):
@@ -91,7 +79,7 @@ class KVStage:
     """
 
     def __init__(self, model: Any, plan: CachePlan, trace: Trace, state: PassState) -> None:
-        self._model, self._plan, self._trace, self._state = model, plan, trace, state
+        self._model, self.plan, self.trace, self._state = model, plan, trace, state
         text = decoder_of(model)
         self._layers: dict[int, Any] = {
             index: layer
@@ -167,8 +155,8 @@ class KVStage:
         state.active = kwargs.get("use_cache") is not False
         self._account.__dict__.clear()
         if length > 1 and not torch.compiler.is_compiling() and self._keeps_nothing(module, kwargs):
-            self._trace.warn(
-                f"cache {self._plan} did nothing: this call keeps no keys and values "
+            self.trace.warn(
+                f"cache {self.plan} did nothing: this call keeps no keys and values "
                 "(use_cache=False, or gradient checkpointing); leave cache= out here"
             )
         always = self._eviction.rescores or self._eviction.by_head or self._asks
@@ -253,24 +241,37 @@ class KVStage:
             del masses[notes.WINDOW]
         notes.add_masses(layer, masses)
 
-    def watch(self, index: int, layer: Any, module: nn.Module, *attention: Any) -> None:
-        """Note the attention of a decode step of one row; see `look` for what is given."""
-        self._state.active, self._state.part = True, None
-        try:
-            self._attention.look(index, module, *attention, layer=layer)
-        finally:
-            self._state.active = False
-        self._count_step(layer, index, self._attention.take(index))
+    def attend(
+        self, cache: Any, index: int, attention: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Store the token of a decode step of one row, `[1, H, 1, d]`, and attend: `[1, 1, Hq, d]`.
+
+        For callers that run the layers themselves, with no hooks in place, and begin a step with
+        `settle`; `attention` is the call of the model (`serve.engine.lane.AttentionCall`).
+        """
+        layer, module = cache.layers[index], attention.module
+        keys, values = layer.update(key, value)
+        if self._reading is not None:
+            keys, values = as_chosen(layer, keys, values)
+        if (self._eviction.rescores or self._asks) and self._attention.reads:
+            self._state.active, self._state.part = True, None
+            seen = query, keys, values, None, attention.scaling, True
+            try:
+                self._attention.look(index, module, *seen, layer=layer)
+            finally:
+                self._state.active = False
+            self._count_step(layer, index, self._attention.take(index))
+        if self._selection is not None:
+            return self._selection.attend(index, attention, query, keys, values)
+        if (mask := self._eviction.mask_of_heads(layer, module, query)) is None:
+            return attention(query, keys, values, None)  # type: ignore[no-any-return]
+        given = module, query, keys, values, mask, *attention.args
+        return attention.stock(*given, **attention.options)[0]  # type: ignore[no-any-return]
 
     @property
     def _looks(self) -> bool:
-        acts = self._eviction.acts or self._plan.bits or self._packing.pruner
+        acts = self._eviction.acts or self.plan.bits or self._packing.pruner
         return bool(acts) and self._attention.reads
-
-    @property
-    def watches(self) -> bool:
-        """The policy reads the attention of decode steps."""
-        return (self._eviction.rescores or self._asks) and self._attention.reads
 
     def look(
         self, index: int, part: PromptPart, module: nn.Module, *attention: Any
@@ -330,13 +331,13 @@ class KVStage:
         if queries is not None:
             before = layer.pending
             layer.pending = queries if before is None else torch.cat([before, queries], 2)
-        if self._eviction.acts or self._plan.bits:
+        if self._eviction.acts or self.plan.bits:
             notes.add_masses(layer, masses)
         for name, numbers in (
             (notes.FRAME, partial(frames_of, block=WHOLE)),
             (notes.SPOT, spots_of),
         ):
-            if name in self._plan.needs:
+            if name in self.plan.needs:
                 notes.mark(layer, name, numbers(sequences))
         if self._selection is not None:
             self._selection.arrive(layer, sequences)
@@ -357,6 +358,8 @@ class KVStage:
         None where the policy has to act on the layer itself within `more` steps.
         """
         plain = KVBlock((layer.keys[0],), (layer.values[0],))
+        if self.selects:
+            return None
         if not is_short(layer) or layer.notes is None:
             return plain, None
         leaving = None
@@ -376,13 +379,14 @@ class KVStage:
         bare = not self._eviction.always and self._reading is None
         return self._packing if bare and self._packing.alone(layer) else None
 
-    def read(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a decode step of one row reads of the entries of a layer."""
-        return (keys, values) if self._reading is None else as_chosen(layer, keys, values)
-
     def settle(self, cache: Any) -> None:
-        """Evict and pack what the last decode step brought; layers that are None rest."""
+        """Begin a decode step: evict and pack what the last one brought, or choose anew.
+
+        Layers that are None rest.
+        """
         self._settle(cache, True)
+        if self._selection is not None:
+            self._selection.enter(cache, True, None)
 
     def prompt_ends(self, cache: Any, index: int, drafts: int = 0) -> None:
         """Act on a layer behind a prompt but for drafts at its end; the last layer adds the row."""
@@ -399,11 +403,17 @@ class KVStage:
         self._count(index, before, after, time.perf_counter() - start, nbytes(layer))
 
     @property
+    def selects(self) -> bool:
+        """The policy chooses at every decode step what is read."""
+        return self._selection is not None
+
+    @property
     def alike(self) -> bool:
         """The policy acts alike on all layers of a prompt; see `end_together`."""
         partly = self._eviction.always or self._reading is not None  # not all of a pack is read
-        mixed = self._plan.bits is not None or (partly and self._packing.quantiser is not None)
-        return not mixed and self._eviction.alike
+        mixed = self.plan.bits is not None or (partly and self._packing.quantiser is not None)
+        apart = self.selects or self._packing.pruner is not None
+        return not mixed and not apart and self._eviction.alike
 
     def end_together(
         self,
@@ -455,149 +465,5 @@ class KVStage:
             account.fresh = None  # an answer may keep this stage, and with it media of the prompt
             count = len(self._layers)
             before, after = round(account.before / count), round(account.after / count)
-            row = Row("kv", before, after, account.ms, account.bytes, str(self._plan))
-            self._trace.rows.append(row)
-
-
-class Packing:
-    """The store of a plan: `quant`, or the two precisions of `zipvl` and `zipcache`.
-
-    It packs behind a prompt, and whenever enough tokens have come since (under `zipvl` never);
-    small packs under `evicting`, as entries go at every step.
-    """
-
-    def __init__(self, plan: CachePlan, evicting: bool) -> None:
-        self._plan = plan
-        self.quantiser: Quantiser | None = plan.quantiser()
-        self.pruner = plan.pruner()
-        q = self.quantiser
-        self._block = 0 if q is None else max(q.group, q.residual)
-        self._size = self._block if evicting else None
-        self._again = plan.every if plan.bits else 0
-
-    @property
-    def packs(self) -> bool:
-        """Entries are packed."""
-        return any(each is not None for each in (self.quantiser, self.pruner, self._plan.bits))
-
-    def acts(self, layer: Any, more: int) -> bool:
-        """Return True if a layer of one row has packs, or will within `more` decode steps."""
-        if not isinstance(layer, PackedLayer):
-            return False
-        if layer.rows[0].packs or layer.rows[0].live is not None:
-            return True
-        return self.quantiser is not None and layer.keys.shape[2] + more >= self.full
-
-    def prompt(self, cache: Any, index: int, drafts: int) -> Any:
-        """Pack behind a prompt; returns the cache layer as it stands then."""
-        if not self.packs:
-            return cache.layers[index]
-        layer = packed_layer(cache, index)
-        packer: RowPacker = self._plain
-        keep = drafts
-        if self.quantiser is not None:
-            keep = max(self.quantiser.residual, drafts)
-        elif self.pruner is not None:
-            assert layer.power is not None
-            keep = max(self.pruner.residual, drafts)
-            packer, layer.power = partial(self._thin, layer.power), None
-        else:
-            packer = partial(self._mixed, layer, self._important(layer, index))
-        pack_recent(layer, packer, lambda recent: max(0, recent - keep))
-        return layer
-
-    def step(self, layer: Any) -> None:
-        """Pack before a call, where enough tokens have been generated since."""
-        if not isinstance(layer, PackedLayer):
-            return
-        if self.quantiser is not None:
-            pack_recent(layer, self._plain, self.due)
-        elif self._again:
-            pack_recent(layer, partial(self._answered, layer), self.due)
-
-    @property
-    def full(self) -> int:
-        """Recent entries of a row from which on some are packed."""
-        return 0 if self.quantiser is None else self.quantiser.residual + self._block
-
-    def due(self, recent: int) -> int:
-        """Return how many of the recent entries of a row are to be packed before a call."""
-        if self._again:
-            return recent // self._again * self._again
-        return recent - self.full + self._block if recent >= self.full else 0
-
-    def packed(self, keys: Tensor, values: Tensor) -> list[KVBlock]:
-        """Return packs of keys and values `[H, n, d]`."""
-        quantiser = self.quantiser
-        assert quantiser is not None
-        return packs_of(keys, values, lambda x, k: quantiser.pack(x, keys=k), self._size)
-
-    def older(self, n: int) -> int:
-        """Return how many of n entries behind a prompt are packed."""
-        return 0 if self.quantiser is None else max(0, n - self.quantiser.residual)
-
-    def by_layer(self, keys: Tensor, values: Tensor) -> list[list[KVBlock]]:
-        """Return packs of each of the layers `[L, H, n, d]`; none of no entries."""
-        blocks = self.packed(keys, values) if keys.shape[2] else []
-        pairs = [(block.keys[0].rows(), block.values[0].rows()) for block in blocks]
-        return [[KVBlock((k[i],), (v[i],)) for k, v in pairs] for i in range(len(keys))]
-
-    def _plain(self, row: int, keys: Tensor, values: Tensor) -> tuple[list[KVBlock], None]:
-        return self.packed(keys, values), None
-
-    def _thin(
-        self, power: Tensor, row: int, keys: Tensor, values: Tensor
-    ) -> tuple[list[KVBlock], None]:
-        assert self.pruner is not None
-        return [KVBlock((self.pruner.prune(keys, power[row]),), (values.clone(),))], None
-
-    def alone(self, layer: Any) -> bool:
-        """Return True if a layer of one row has nothing but packs and what came since."""
-        plain = self.quantiser is not None and isinstance(layer, PackedLayer)
-        return plain and layer.rows[0].live is None and not layer.front[0]
-
-    def _important(self, layer: PackedLayer, index: int) -> list[Reduction]:
-        """Per row what the plan keeps of the entries after `_known`: in more bits, that is."""
-        choose = chooser(self._plan, layer, index)
-        real = notes.fill(layer)[notes.KIND][:, 0] != notes.PADDING
-        known = [self._known(row) for row in layer.rows]
-        return [choose(b, mine.nonzero()[known[b] :, 0]) for b, mine in enumerate(real)]
-
-    def _known(self, row: PackedRow) -> int:
-        """Return how many first entries of a row a choice leaves out: under probes those in packs.
-
-        A later turn has probes of its own, which see old and new entries alike.
-        """
-        return 0 if self._plan.probes is None else row.packed
-
-    def _mixed(
-        self, layer: PackedLayer, chosen: list[Reduction], row: int, keys: Tensor, values: Tensor
-    ) -> tuple[list[KVBlock], Tensor]:
-        assert self._plan.bits is not None
-        before, keep = layer.rows[row], chosen[row].keep[0]  # the same in all heads
-        start = before.packed - self._known(before)
-        here = keep[(keep >= start) & (keep < start + keys.shape[1])] - start
-        return self._split(keys, values, here)
-
-    def _answered(
-        self, layer: PackedLayer, row: int, keys: Tensor, values: Tensor
-    ) -> tuple[list[KVBlock], Tensor]:
-        """Split tokens of an answer by the share of the prompt that is salient."""
-        score, known, count = self._plan.score, notes.fill(layer), keys.shape[1]
-        assert score is not None
-        start = layer.rows[row].packed
-        real = (known[notes.KIND][row, 0] != notes.PADDING).nonzero()[:, 0]
-        here = real[start : start + count]
-        share = score.budget
-        if isinstance(share, int):
-            share = min(1.0, share / max(1, basis(layer, row)))
-        seen = {k: known[k][row].index_select(-1, here) for k in (notes.PROBED, notes.PROBES)}
-        signals = {"attn_probed": notes.saliency(seen)}
-        chosen = CachePlan(score=replace(score, budget=share)).reduce(Tokens(keys, signals=signals))
-        return self._split(keys, values, chosen.keep[0])
-
-    def _split(self, keys: Tensor, values: Tensor, chosen: Tensor) -> tuple[list[KVBlock], Tensor]:
-        assert self._plan.bits is not None
-        pack = in_groups if self._plan.probes is None else by_token
-        high, low = (partial(pack, bits) for bits in self._plan.bits)
-        return split_packs(keys, values, chosen, (high, low))
+            row = Row("kv", before, after, account.ms, account.bytes, str(self.plan))
+            self.trace.rows.append(row)

@@ -1,15 +1,14 @@
 """Selection: at every decode step attention reads the entries that its query chooses.
 
 Everything stays in the cache. Prompts read all of it; a decode step, and each of several drafts for
-itself, reads a part in layers of full attention. New entries are written into spare room behind the
-old ones, so that a step copies nothing, and what a method keeps up about entries lies with them.
+itself, reads a part in layers of full attention. What a method keeps up about entries lies with
+them (`kv.room`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,11 +21,12 @@ from torch import Tensor, nn
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
-from mmfast.core.trace import Row, StepRead, Trace
-from mmfast.models.kv.host_entries import fetch, send, under_way
+from mmfast.core.trace import SELECT, Row, StepRead, Trace
+from mmfast.models.kv.host_entries import fetch, send
 from mmfast.models.kv.notes import KIND, SENTENCE, fill, kinds_of
 from mmfast.models.kv.packs import shrinkable
 from mmfast.models.kv.retrieval import WHOLE, frames_of
+from mmfast.models.kv.room import RoomyLayer
 from mmfast.models.kv.sentences import Sentences
 from mmfast.models.reduction.cache_layers import adopt, alike, is_short
 from mmfast.models.reduction.call import PassState
@@ -34,98 +34,7 @@ from mmfast.models.reduction.probe import Around, intercepting
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.ops.pages import selected, selected_attention, selected_bias
 
-_SPARE = 256  # entries of room for new ones, at least
 _HIDDEN = -1e4  # an addend below this hides an entry, in half precision as well
-
-
-class Room:
-    """Keys and values of one cache layer in longer buffers, and the state of a method beside them.
-
-    Other code sees slices of the buffers on the layer, as plain tensors. It may put shorter ones in
-    their place, which takes entries back, or others, which makes the room void.
-    """
-
-    def __init__(self, layer: Any, device: torch.device | None = None) -> None:
-        # Weak, and compared by identity: a copy of the layer does not write into this room.
-        self._layer: Callable[[], Any] = weakref.ref(layer)
-        self._device = device  # of the buffers; None is where the entries come from
-        self._buffers: tuple[Tensor, ...] = ()
-        self._held = 0
-        self.memory: dict[Any, dict[str, Any]] = {}
-
-    def holds(self, layer: Any) -> bool:
-        """Return True if the entries of the layer are the first ones of this room."""
-        if self._layer() is not layer or not self._buffers or not layer.keys.numel():
-            return False
-        return layer.keys.shape[2] <= self._held and all(
-            mine.data_ptr() == its.data_ptr()
-            and mine.shape[:2] == its.shape[:2]
-            and mine.stride() == its.stride()
-            for mine, its in zip(self._buffers, (layer.keys, layer.values), strict=True)
-        )
-
-    def write(self, before: int, old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> None:
-        """Put new entries `[B, H, m, d]` behind the first `before` ones, which `old` has."""
-        if before < self._held:
-            self._trim(before)
-        total = before + new[0].shape[2]
-        if not self._buffers or self._buffers[0].shape[2] < total:
-            wider = total + max(_SPARE, total // 8)
-            device = self._device
-            grown = tuple(x.new_empty(*x.shape[:2], wider, x.shape[3], device=device) for x in new)
-            for buffer, x in zip(grown, old, strict=True):
-                if before:
-                    buffer[:, :, :before] = x
-            self._buffers = grown
-        for buffer, x in zip(self._buffers, new, strict=True):
-            buffer[:, :, before:total] = x
-        self._held = total
-
-    def views(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all entries."""
-        keys, values = (buffer[:, :, : self._held] for buffer in self._buffers)
-        return keys, values
-
-    def _trim(self, entries: int) -> None:
-        for (_, _, start), mine in self.memory.items():
-            for name in [k for k, state in mine.items() if not state.trim(entries - start)]:
-                del mine[name]
-
-
-class RoomyLayer:
-    """Mixed into the class of cache layers whose new entries are written in place."""
-
-    room: Room | None = None
-    host = False  # entries lie in host memory
-    fetched = False  # in a step that fetches what it reads from there
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Store new entries `[B, H, m, d]`; returns all keys and values."""
-        layer: Any = self
-        if key_states.requires_grad or torch.compiler.is_compiling():
-            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        if not layer.is_initialized:
-            layer.lazy_initialization(key_states, value_states)
-        before = layer.keys.shape[2] if layer.keys.numel() else 0
-        if self.room is None or not self.room.holds(layer):
-            self.room = Room(layer, torch.device("cpu") if self.host else None)
-        self.room.write(before, (layer.keys, layer.values), (key_states, value_states))
-        layer.keys, layer.values = self.room.views()
-        if self.host and not self.fetched:
-            return layer.keys.to(key_states.device), layer.values.to(key_states.device)
-        return layer.keys, layer.values
-
-    def move_to_host(self) -> int:
-        """Put all entries into host memory; returns the bytes of those that were sent for."""
-        layer: Any = self
-        if not layer.is_initialized or not layer.keys.numel() or layer.keys.requires_grad:
-            return 0
-        if self.room is None or not self.room.holds(layer):
-            self.room = Room(layer, torch.device("cpu"))
-        old = layer.keys, layer.values
-        self.room.write(layer.keys.shape[2], old, (layer.keys[:, :, :0], layer.values[:, :, :0]))
-        layer.keys, layer.values = self.room.views()
-        return under_way(self.room.memory)
 
 
 @dataclass(eq=False)
@@ -249,6 +158,16 @@ class Selection:
         with intercepting(mine, innermost=True):
             yield
 
+    def attend(
+        self, index: int, attention: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attend with the token of a decode step of one row; see `KVStage.attend`."""
+        given = attention.module, query, key, value, None, *attention.args
+        found: Tensor = self._attend(index, attention.stock, *given, **attention.options)[0]
+        if index == self._order[-1]:
+            self.leave()
+        return found
+
     def enter(self, cache: Any, decoding: bool, ids: Tensor | None) -> None:
         """A call begins, of a decode step or of a part of a prompt, of tokens `ids` `[B, n]`."""
         local = self._local
@@ -304,7 +223,7 @@ class Selection:
         read = StepRead(held, mean, step.nbytes, *brought)
         self._trace.reads.append(read)
         if local.row is None:
-            local.row, local.sums = Row("select", method=str(self._plan)), (0, 0.0, 0.0, 0)
+            local.row, local.sums = Row(SELECT, method=str(self._plan)), (0, 0.0, 0.0, 0)
             self._trace.rows.append(local.row)
         steps, held, mean, nbytes = local.sums
         steps, held, mean = steps + 1, held + read.held, mean + read.read

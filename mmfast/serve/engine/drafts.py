@@ -72,6 +72,11 @@ def check_served(
             f"it with --decode {spec[7:]}, or use 'self:0.1', 'recycle' or 'lookup'"
         )
     check_decode(plan, model, specs, cache)
+    if cache is not None and cache.heads is not None:
+        raise SpecError(
+            f"{spec} takes drafts back, which a row under cache {str(cache)!r} cannot; leave out "
+            "decode= (decode='none' where the server has one)"
+        )
     if plan.views and cache is not None:
         raise SpecError(
             f"{spec} and cache {str(cache)!r} both choose behind a prompt, of which the server "

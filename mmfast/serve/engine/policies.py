@@ -21,7 +21,9 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.spec import Spec, count
 from mmfast.core.trace import Trace
 from mmfast.models.kv.notes import QUERIES
-from mmfast.models.kv.policy import KVStage, Packing
+from mmfast.models.kv.packing import Packing
+from mmfast.models.kv.policy import KVStage
+from mmfast.models.kv.room import roomy
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.decoder_signals import DRIFT, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, signals_ahead
@@ -115,8 +117,11 @@ class PromptPolicy:
     @property
     def nbytes(self) -> int:
         """Bytes of the layers that have ended."""
-        parts = [part for part in list(self._parts) if isinstance(part, Entries)]
-        return sum(part.keys.nbytes + part.values.nbytes for part in parts)
+        parts = list(self._parts)
+        held = sum(layer_bytes(part.layer) for part in parts if isinstance(part, Held))
+        return held + sum(
+            part.keys.nbytes + part.values.nbytes for part in parts if isinstance(part, Entries)
+        )
 
     @property
     def retrieves(self) -> bool:
@@ -304,8 +309,10 @@ def part_of(stage: KVStage, cache: Any, index: int, more: int) -> Entries | Held
         return _packed(block, layer.rows[0].packs, packing, more)
     if rest is None:
         token = 2 * layer.keys[:, :, :1].nbytes or 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
-        watch = partial(stage.watch, index, layer) if stage.watches else None
-        return Held(layer, layer_bytes(layer) + token * more, partial(stage.read, layer), watch)
+        most = layer_bytes(layer) + token * more
+        if stage.selects:
+            most = token * entries_with_room(stage.plan, int(layer.keys.shape[2]) + more)
+        return Held(cache, index, most, partial(stage.attend, cache, index))
     cache.layers[index] = None
     return _entries(rest[0], more, rest[1])
 
@@ -345,10 +352,9 @@ def packed_share(quantiser: Quantiser, itemsize: int) -> float:
 
 def row_of(parts: Sequence[Any], stage: KVStage | None, cache: Any) -> AnswerRow:
     """Return the row of these parts, with the policy that acts on what it holds itself."""
-    held = stage is not None and any(isinstance(part, Held) for part in parts)
-    return AnswerRow(
-        list(parts), partial(stage.settle, cache) if held and stage is not None else None
-    )
+    if stage is None or not any(isinstance(part, Held) for part in parts):
+        return AnswerRow(list(parts))
+    return AnswerRow(list(parts), partial(stage.settle, cache), stage.trace)
 
 
 def attached_row(
@@ -381,7 +387,8 @@ def bound(plan: CachePlan | None, prompt: int, more: int, itemsize: int) -> int:
     most = prompt + more
     if plan is None or plan.retrieve is not None or plan.bits:
         return most
-    specs = [*plan.position, *([plan.score] if plan.score else [])]
+    position = plan.position if plan.select is None else ()  # that is what it always reads
+    specs = [*position, *([plan.score] if plan.score else [])]
     if any(spec.method.uneven and spec.method.adaptive for spec in specs):
         return most
     if specs and all(spec.budget is not None for spec in specs):
@@ -391,7 +398,15 @@ def bound(plan: CachePlan | None, prompt: int, more: int, itemsize: int) -> int:
     if (quantiser := plan.quantiser()) is not None:
         recent = quantiser.residual + max(quantiser.group, quantiser.residual)
         most = min(most, recent + round(packed_share(quantiser, itemsize) * most))
-    return most
+    return entries_with_room(plan, most)
+
+
+def entries_with_room(plan: CachePlan, entries: int) -> int:
+    """Return the entries whose memory a layer takes that holds so many under a plan, at most."""
+    selector = plan.selector()
+    if selector is None:
+        return entries
+    return round(roomy(entries) * (1 + selector.beside)) + 32  # what it keeps has room, too
 
 
 def _kept(spec: Spec, n: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec
-from mmfast.core.trace import peak_bytes
+from mmfast.core.trace import SELECT, Trace, peak_bytes
 from mmfast.serve.engine.base import (
     Delta,
     Emit,
@@ -43,6 +43,7 @@ class ActiveRequest:
         self.prepared: Prepared | None = None
         # trace of the prompt and its number of tokens; None until prefill has ended
         self.read: tuple[dict[str, Any], int] | None = None
+        self.steps: Trace | None = None  # what a policy reads that chooses at each decode step
         self.writer: Writer | None = None
         # spec string of reducers; the planner's where there is a latency target
         self.reduce: str | None = None
@@ -135,6 +136,8 @@ class ActiveRequest:
             _row("prefill", trace["prompt"], 1, self.prefill_ms),
             _row("decode", 1, self.writer.count, (now - self._first) * 1e3),
         ]
+        read = () if self.steps is None else self.steps.rows
+        rows += [row.to_dict() for row in read if row.stage == SELECT]
         if (drafts := self.drafts) is not None:
             made = drafts.proposed, drafts.accepted, drafts.seconds * 1e3
             rows.append(_row("draft", *made))

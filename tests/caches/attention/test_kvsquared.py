@@ -14,7 +14,7 @@ import torch
 from text_zoo import padded, prompt, text_model, written
 
 from mmfast.attach import attach
-from mmfast.caches.plan import plan_cache, served_plan
+from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import SpecError
 from mmfast.models.kv import repetition
 from mmfast.models.kv.view import view_plan
@@ -100,9 +100,6 @@ def test_drafts_and_batches_change_nothing() -> None:
 
 
 def test_it_is_refused_where_it_cannot_act() -> None:
-    with pytest.raises(SpecError, match="reads the prompt a second time") as error:
-        served_plan("kvsquared:0.5")
-    assert "\n" not in str(error.value)
     with pytest.raises(SpecError, match="needs attn_repeated, which a stream does not have"):
         check_score(plan_cache("kvsquared:64"))
     with pytest.raises(SpecError, match="decode 'self' cannot choose by 'kvsquared'"):

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import mmfast
 from mmfast.attach import attach
-from mmfast.caches.plan import plan_cache, served_plan
+from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import SpecError
 from mmfast.models.kv.repetition import WORDS, request_ids
 from mmfast.models.kv.view import view_plan
@@ -209,9 +209,6 @@ def test_a_pipeline_asks_with_its_own_tokenizer() -> None:
 
 
 def test_it_is_refused_where_it_cannot_act(spoken: Any) -> None:
-    with pytest.raises(SpecError, match="reads the prompt a second time") as error:
-        served_plan("kvzip:0.5")
-    assert "\n" not in str(error.value)
     with pytest.raises(SpecError, match="needs attn_repeated, which a stream does not have"):
         check_score(plan_cache("kvzip:64"))
     with pytest.raises(SpecError, match="decode 'self' cannot choose by 'kvzip'"):

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from mmfast import SpecError
 from mmfast.attach import attach
-from mmfast.caches.plan import plan_cache, served_plan
+from mmfast.caches.plan import plan_cache
 from mmfast.streams.memory import check_plan
 
 SPEC = "think:0.5?window=4&residual=3"
@@ -154,8 +154,6 @@ def test_refusals_are_one_line(spec: str, why: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_the_server_and_streams_refuse_in_one_line() -> None:
-    with pytest.raises(SpecError, match="leaves out channels"):
-        served_plan("think:0.5")
+def test_streams_refuse_in_one_line() -> None:
     with pytest.raises(SpecError, match="end of a prompt"):
         check_plan(plan_cache("window:64+think:0.5"))

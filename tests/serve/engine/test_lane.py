@@ -320,21 +320,19 @@ def test_cuts_are_those_of_attach_and_one_that_needs_angles_is_read_there() -> N
 def test_every_policy_at_once_answers_as_alone() -> None:
     """All policies of KV memory at their usual budgets, in one engine.
 
-    Refused in one line are those that choose what a step reads, as test_select.py shows, those by
-    head, as test_cache_heads.py shows, and `think`, `kvzip`, `kvsquared` and `fastkvzip`, as
-    their own tests show; the model here has no patterns of heads for `qfilter`.
+    Those whose entries lie in host memory are refused, as test_served_policies.py shows, and the
+    model here has no patterns of heads for `qfilter` and `duo_attention`, and no gates.
     """
     family, made = "llava_onevision", engine("llava_onevision", queue=64)
-    known = [m for m in methods("cache") if m.role not in ("select", "heads")]
-    refused = ("think", "kvzip", "kvsquared", "fastkvzip")
-    served = [m for m in known if "query_filter" not in m.needs and m.name not in refused]
-    specs = [method.example for method in served]
+    host, patterns = {"specache", "slimfer", "sentencekv"}, {"qfilter", "duo_attention"}
+    left_out = host | patterns | {"fastkvzip"}
+    specs = [method.example for method in methods("cache") if method.name not in left_out]
     requests = [ask(str(i), clip(i, 4), "what?", cache=s, tokens=9) for i, s in enumerate(specs)]
     try:
         found = answers(made, requests)
     finally:
         made.close()
-    assert len(found) == len(specs) >= 30
+    assert len(found) == len(specs) >= 38
     for request, (text, end) in zip(requests, found, strict=True):
         assert isinstance(end, Finish), (request.options, end)
         assert text == alone(family, request), request.options
@@ -389,12 +387,15 @@ def _asked(**options: str) -> list[Request]:
     ]
 
 
-def test_a_pass_that_fails_costs_running_answers_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", ["zipvl", "quest:0.2?page=4&skip=0"])
+def test_a_pass_that_fails_costs_running_answers_no_token(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A decoding step inside a pass of prefill is done again alone; a broken prompt fails alone."""
     family, fused = "llava_onevision", list[int]()
     caches = ["", "snapkv:16", "sink:4+window:24", "quant:8?residual=8", "retrieve:2"]
     requests = [ask(c, image(1), "what is it?", tokens=90, cache=c) for c in caches]
-    own = ask("own", image(1), "what is it?", tokens=90, cache="zipvl")
+    own = ask("own", image(1), "what is it?", tokens=90, cache=spec)
     expected = [alone(family, request) for request in requests]
     made = engine(family)
     prefiller, run = made._runner.batch.prefiller, made._runner.batch.prefiller._run  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.kv import KVBlock
-from mmfast.models.kv.policy import Packing
+from mmfast.models.kv.packing import Packing
 from mmfast.ops.quantisation import PackedTensor, dequantise_rows, rows_of_bytes
 from mmfast.serve.engine.kv.bucket import Entries, RowBucket, Slots, size_class
 from mmfast.serve.engine.lane import AttentionCall, added

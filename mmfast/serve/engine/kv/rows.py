@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from mmfast.core.kv import KVBlock
+from mmfast.core.trace import Trace
 from mmfast.models.wrappers import SLIDING
 from mmfast.serve.engine.kv.bucket import Entries, Places, RowBucket, Slots, taken, windowed
 from mmfast.serve.engine.kv.packed_rows import PackedBucket
@@ -40,14 +41,18 @@ class State:
 class Held:
     """A layer whose policy reads and writes it itself: a layer of a cache of one row.
 
-    It takes at most `bytes`. Of all its entries a step attends to those that `read` returns; the
-    policy may `watch` how, given the module, query, keys, values, mask, scaling, and True.
+    It takes at most `bytes`. `attend(attention, query, key, value)` stores a token and attends.
     """
 
-    layer: Any
+    cache: Any
+    index: int
     bytes: int
-    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    watch: Callable[..., None] | None = None
+    attend: Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def layer(self) -> Any:
+        """The layer as it is now: its policy may put another in its place."""
+        return self.cache.layers[self.index]
 
 
 @dataclass(eq=False)
@@ -55,11 +60,12 @@ class AnswerRow:
     """An answer behind its prompt: its parts by layer, and what acts on them at every step.
 
     `count` are the tokens that it reads in this step; of a tree, `paths` are the ways from its root
-    to each of them.
+    to each of them. A policy that reads a part at each step tells in `trace` what it has read.
     """
 
     parts: Sequence[Entries | State | Held]
     driver: Callable[[], None] | None = None
+    trace: Trace | None = None
     count: int = 1
     paths: Sequence[Sequence[int]] | None = None
 
@@ -318,12 +324,7 @@ class AnswerRows:
         for number, row in enumerate(self.rows) if layer.held else ():
             if row in layer.held:
                 one = slice(number, number + 1)
-                held = layer.held[row]
-                pair = held.read(*held.layer.update(key[one], value[one]))
-                found = attention(query[one], *pair, None)
-                if held.watch is not None:
-                    more = None, attention.scaling, True
-                    held.watch(attention.module, query[one], *pair, *more)
+                found = layer.held[row].attend(attention, query[one], key[one], value[one])
                 out = found.new_empty(len(query), *found.shape[1:]) if out is None else out
                 out[one] = found
         assert out is not None
@@ -347,13 +348,8 @@ class AnswerRows:
         for row in self.rows:
             if row in layer.held:  # rows of such policies read one token
                 one = slice(at, at + 1)
-                held = layer.held[row]
-                pair = held.read(*held.layer.update(*both[..., one, :]))
-                found = attention(query[:, :, one], *pair, None)
-                if held.watch is not None:
-                    more = None, attention.scaling, True
-                    held.watch(attention.module, query[:, :, one], *pair, *more)
-                out[one] = found[0]
+                given = query[:, :, one], *both[..., one, :]
+                out[one] = layer.held[row].attend(attention, *given)[0]
             at += row.count
         return out[None]
 
