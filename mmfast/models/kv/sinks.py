@@ -7,6 +7,7 @@ turned from the keys they had at first, so that no error adds up, however many s
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mmfast.models.decoder.rotary import RawCapture, Rotary
 from mmfast.models.kv.notes import KIND, PADDING, PLACE, fill
 from mmfast.models.wrappers import decoder_of
 
+_TURNING: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 _FIRST = "sinks"  # state of each row of a layer: its first keys as they were stored, `[H, s, d]`
 
 
@@ -78,12 +80,19 @@ def rotary_of(model: Any) -> Rotary:
     return rotary
 
 
-@torch.no_grad()
 def turning_layers(decoder: Any) -> list[int]:
     """Return the layers that turn their keys, which some families (SmolLM3) do not in all.
 
-    It is seen from a token of noise at position 1: nothing in a config says so alike everywhere.
+    It is seen from a token of noise at position 1, once for a model: nothing in a config says so
+    alike everywhere.
     """
+    if decoder not in _TURNING:
+        _TURNING[decoder] = _turned_in(decoder)
+    return _TURNING[decoder]
+
+
+@torch.no_grad()
+def _turned_in(decoder: Any) -> list[int]:
     capture, weight = RawCapture(decoder), decoder.get_input_embeddings().weight
     drawn = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
     given = {"inputs_embeds": drawn.to(weight), "position_ids": weight.new_ones(1, 1).long()}

@@ -136,6 +136,13 @@ def test_every_answer_is_that_of_attach() -> None:
         assert rows["select"]["tokens_out"] < 0.7 * rows["select"]["tokens_in"]
 
 
+def test_sinks_follow_their_window() -> None:
+    moved, stay = "sink:4?positions=new+window:9", "sink:4+window:9"
+    assert agree([moved, "", stay, moved])
+    (far, _, near, _) = wanted(FAMILY, (moved, "", stay, moved))
+    assert far[1] != pytest.approx(near[1], abs=1e-4)
+
+
 def test_the_embedded_model_has_patterns_and_gates() -> None:
     every = "fastkvzip:0.4?every=4"
     assert agree(["duo_attention", "fastkvzip:0.4", every, "quest:0.2?page=4"], EMBEDDED)
