@@ -105,6 +105,19 @@ def _accuracy(source: str, every: bool = False) -> ReportTable:
     )
 
 
+_SEEDS = (1000, 2000, 3000)  # of clips that learned compressors are asked about
+
+
+def _first(rows: Rows) -> list[Row]:
+    return [row for row in rows if row["seed"] == _SEEDS[0]]
+
+
+def _on_other_clips(rows: Rows) -> list[Row]:
+    """What was asked about all clips, a line each."""
+    lines = pivot(rows, lambda row: row["reduce"] or ALL, lambda row: row["seed"])
+    return [line for line in lines if len(line["at"]) == len(_SEEDS)]
+
+
 def _best(rows: Rows) -> list[Row]:
     """The best reducers at a tenth of the tokens, one line each, and the random baseline."""
     found = by_share([row for row in rows if "@llm" not in (row["reduce"] or "")])
@@ -481,9 +494,15 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
         ReportTable(
             "compressors",
             _compressor_columns,
-            keys=("reduce",),
-            lines=lambda rows: sorted(rows, key=lambda row: (-row["kept"], -row["score"])),
-            after=lambda rows: f"All in per cent. {_questions('unseen clips')(rows)}",
+            keys=("seed", "reduce"),
+            lines=lambda rows: sorted(_first(rows), key=lambda row: (-row["kept"], -row["score"])),
+            after=lambda rows: f"All in per cent. {_questions('unseen clips')(_first(rows))}",
+        ),
+        ReportTable(
+            "compressors",
+            {"spec": "`{name}`"} | {f"clips of seed {seed}": at(seed) for seed in _SEEDS},
+            keys=("seed", "reduce"),
+            lines=_on_other_clips,
         ),
     ),
     "speech": (
