@@ -113,6 +113,11 @@ class DecodePlan:
         return self.kind in (DRAFT, BILD) or bool(self.reduce)
 
     @property
+    def loads(self) -> bool:
+        """A server must have been started with the model or the adapter of these drafts."""
+        return self.runs_model or self.kind == EXIT
+
+    @property
     def grows(self) -> bool:
         """A model drafts a tree."""
         return self.dynamic or bool(self.branches)
@@ -179,8 +184,8 @@ def check_kind(plan: DecodePlan | None) -> None:
         why = "changes answers"
     elif plan.learn:
         why = "learns from what all callers are told"
-    elif plan.kind == EXIT or plan.grows:
-        why = "drafts in layers or trees that a batch of answers does not have"
+    elif plan.grows:
+        why = "drafts trees that a batch of answers does not have"
     else:
         return
     raise SpecError(

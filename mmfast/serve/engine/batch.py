@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mmfast.decoding.speculation import EXIT
+from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.decode import DecodeBatch, PausedAnswer, Said
 from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps, kept_tokens
 from mmfast.serve.engine.model import chunk_work
@@ -272,6 +274,8 @@ class RunningBatch:
         except Exception as error:
             self._fail(answer, error)
             return
+        if answer.drafts is not None and answer.drafts.plan.kind == EXIT and job.policy is None:
+            job.early = RowBuffer(job.left)
         answer.cached = max(found.reused, job.reused)
         self._jobs[answer.id] = answer, job
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
+from mmfast.decoding.speculation import EXIT
 from mmfast.models.decoder.draft_stage import placeholders
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
@@ -192,7 +193,9 @@ class DecodeBatch:
         row = RunningRow(key, sampling, token, 1, place, seen, filled.adapter, drafts)
         self._rows.append(row)
         if drafts is not None:
-            if drafts.plan.views and filled.view is not None:
+            if drafts.plan.kind == EXIT:
+                drafts.view = filled.view
+            elif drafts.plan.views and filled.view is not None:
                 drafts.view = with_room(filled.view, drafts.plan.most, views=True)
             self.drafts.admit(row, filled.ids)
 
@@ -208,6 +211,11 @@ class DecodeBatch:
                 self._begun = self._begun and bool(self._rows)
                 return True
         return False
+
+    @property
+    def rows(self) -> Sequence[RunningRow]:
+        """Running answers, in the order of the rows of `store`."""
+        return self._rows
 
     @property
     def joins(self) -> bool:

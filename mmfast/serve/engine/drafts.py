@@ -7,9 +7,10 @@ the rule of exact sampling for a draft that was not drawn, and without a change 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from mmfast.core.spec import Spec
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.speculation import (
     DRAFT,
+    EXIT,
     LOOKUP,
     RECYCLE,
     SELF,
@@ -34,7 +36,7 @@ from mmfast.decoding.speculation import (
 from mmfast.models.decoder.draft_stage import check_decode
 from mmfast.models.decoder.drafters import GUESS
 from mmfast.models.kv.view import view_plan
-from mmfast.models.wrappers import CONV
+from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import LOG, SamplingOptions
 from mmfast.serve.engine.kv.bucket import Entries
@@ -66,10 +68,16 @@ def check_served(
             f"{spec} takes drafts back, which a batch of {type(model).__name__} cannot: its layers "
             "keep no keys to drop; leave out decode=, or use a pipeline"
         )
-    if plan.runs_model and plan.model not in seconds:  # no request names a folder to read
+    if plan.loads and plan.model not in seconds:  # no request names a file to read
+        how = "by an adapter" if plan.kind == EXIT else "from a second prompt"
         raise SpecError(
-            f"{spec} drafts from a second prompt, and this server was not started for that; start "
+            f"{spec} drafts {how}, and this server was not started for that; start "
             f"it with --decode {spec[7:]}, or use 'self:0.1', 'recycle' or 'lookup'"
+        )
+    if plan.kind == EXIT and SLIDING in lane.kinds:
+        raise SpecError(
+            f"{spec} reads on in the rows of the first layers, which needs full attention in all "
+            f"layers, and {type(model).__name__} has windows; use decode='recycle'"
         )
     check_decode(plan, model, specs, cache)
     if plan.views and cache is not None:
@@ -129,6 +137,7 @@ class AnswerDrafts:
     start: list[int] = field(default_factory=list)
     held: int = 0
     read: int = 0
+    early: Tensor | None = None  # states `[n, D]` of this step in front of an early exit
     proposed: int = 0
     accepted: int = 0
     seconds: float = 0.0
@@ -199,7 +208,7 @@ class StepPrices:
 
     def __init__(self) -> None:
         self.costs = {RECYCLE: Costs(0.001), LOOKUP: Costs(0.001)}
-        self.costs |= {SELF: Costs(0.6), DRAFT: Costs(0.3)}
+        self.costs |= {SELF: Costs(0.6), DRAFT: Costs(0.3), EXIT: Costs(0.3)}
         for each in self.costs.values():
             each.wide = 0.1
         self._plain: dict[int, float] = {}  # seconds of a step without drafts, by its rows
@@ -313,23 +322,32 @@ class DraftRows:
 
     def _logits(self, reads: dict[RunningRow, list[int]]) -> Tensor:
         """Read tokens of answers, in the order of their rows; logits `[B, V]` behind the last."""
-        table, tokens, places, ends = self.lane.decoder.get_input_embeddings(), [], [], []
+        hidden = self._hidden(reads)
+        ends = [end - 1 for end in itertools.accumulate(map(len, reads.values()))]
+        for row, mine in reads.items():
+            row.own.read += len(mine)
+        with using([row.adapter for row in reads]):
+            logits = self.lane.logits(hidden[ends])
+        return F.pad(logits, (0, self._chooser.width - logits.shape[-1]), value=-torch.inf)
+
+    def _hidden(self, reads: dict[RunningRow, list[int]]) -> Tensor:
+        """Last states `[T, D]` of tokens of answers."""
+        return self._pass(self.lane.run, self.store, reads)
+
+    def _pass(
+        self, run: Callable[..., Tensor], store: AnswerRows, reads: dict[RunningRow, list[int]]
+    ) -> Tensor:
+        table, places = self.lane.decoder.get_input_embeddings(), []
         for row, mine in reads.items():
             own = row.own
             at = own.held + own.read
             places += [[start + at + i for start in own.start] for i in range(len(mine))]
-            tokens += mine
-            ends.append(len(tokens) - 1)
-            own.read += len(mine)
         device = table.weight.device
+        tokens = [token for mine in reads.values() for token in mine]
         embeds = table(torch.tensor(tokens, device=device))[None]
         positions = torch.tensor(places, device=device).T[:, None]
         with using([row.adapter for row, mine in reads.items() for _ in mine]):
-            given = self.store.cache, embeds, positions
-            hidden = self.lane.run(self.store.attend_flat, *given)[0]
-        with using([row.adapter for row in reads]):
-            logits = self.lane.logits(hidden[ends])
-        return F.pad(logits, (0, self._chooser.width - logits.shape[-1]), value=-torch.inf)
+            return run(store.attend_flat, store.cache, embeds, positions)[0]
 
     def settle(self, kept: dict[RunningRow, int]) -> None:
         """Keep what was read and stands, where answers have said so many tokens in a step."""
@@ -388,14 +406,14 @@ class BatchDrafts:
         own.said, own.start = [row.token], row.position
         if plan.adapt:
             own.length = DraftLength(self.prices.costs[plan.kind], plan.least)
-        if plan.runs_model or plan.views:
+        if plan.loads or plan.views:
             self._source(plan).begin(row)
         else:
             shared = self._recycler(own.owner, plan.width) if plan.kind == RECYCLE else None
             own.text = TextDrafts(plan, shared, [*prompt, row.token])
 
     def _source(self, plan: DecodePlan) -> DraftRows:
-        return self.models[plan.model] if plan.runs_model else self.views
+        return self.models[plan.model] if plan.loads else self.views
 
     def _recycler(self, owner: str, width: int) -> Recycler:
         found = self._known.setdefault((owner, width), Recycler(width))
@@ -477,7 +495,11 @@ class BatchDrafts:
     def learn(self, rows: Sequence[RunningRow], logits: Tensor) -> None:
         """Note what the model said behind all tokens that were read, `[T, V]`."""
         at, places, tokens = 0, list[int](), list[tuple[Recycler, int]]()
+        early = self.views.lane.early
+        early = None if early is None else early.flatten(0, 1)[-len(logits) :]
         for row in rows:
+            if row.drafts is not None and row.own.plan.kind == EXIT and early is not None:
+                row.own.early = early[at : at + row.count]
             text = None if row.drafts is None else row.drafts.text
             if text is not None and text.recycler is not None:
                 read = [row.token, *row.own.tokens]

@@ -29,6 +29,8 @@ from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.decode import DecodeBatch
+from mmfast.serve.engine.kv.bucket import Entries
+from mmfast.serve.engine.kv.rows import AnswerRow
 from mmfast.serve.engine.lane import Attend, AttentionCall, Lane, passing
 from mmfast.serve.engine.policies import PromptPolicy, PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Filled
@@ -59,6 +61,8 @@ class PrefillJob:
         self.peeks = False  # it is read up to `high` for the attention there, then from the start
         self.done = self.reused = 0  # tokens read so far, and those of them that were cached
         self.logits: Tensor | None = None  # `[V]` float32 at the last token; None until then
+        # what an early exit keeps of the tokens that are read here, `[2, H, m, d]`
+        self.early: RowBuffer | None = None
         self.shared = False  # later prompts may begin with its keys and values
         self.ended: list[RowBuffer] = []  # layers on which a policy has acted, if it is shared
         if prefix is not None:
@@ -84,6 +88,7 @@ class PrefillJob:
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         ended = 0 if self.policy is None else self.policy.nbytes
+        ended += 0 if self.early is None else self.early.nbytes
         return ended + sum(each.nbytes for each in [*self.layers.values(), *self.ended])
 
     def prefix(self) -> KVBlock | None:
@@ -418,6 +423,8 @@ class Prefiller:
             numbers = [*(p.rows.stop - 1 for p in ended), *range(others.start, others.stop)]
             with using(names, numbers):
                 logits = self.lane.logits(hidden[0, numbers])
+        for part in parts:
+            self._keep_early(part)
         for part, mine in zip(ended, logits, strict=False):
             part.job.logits = mine
         self._advance(parts, states)
@@ -434,9 +441,22 @@ class Prefiller:
                 pass
             made = 0, prompt.whole, job.policy.row(), prompt.adapter, job.policy.view()
             return Filled(KVBlock(), position, job.logits, *made)
-        kv = job.prefix()
+        kv, view = job.prefix(), None
         assert kv is not None
-        return Filled(kv, position, job.logits, job.reused, prompt.whole, None, prompt.adapter)
+        if job.early is not None:
+            own = tuple((job.early.read(p, 0, job.done - job.reused),) for p in (0, 1))
+            view = AnswerRow([Entries(KVBlock(*own), 0)])
+        made = job.reused, prompt.whole, None, prompt.adapter, view
+        return Filled(kv, position, job.logits, *made)
+
+    def _keep_early(self, part: _Part) -> None:
+        """Let the early exit keep what it needs of the tokens of a pass."""
+        job, states = part.job, self.lane.early
+        if job.early is None or self.lane.exit is None or states is None:
+            return
+        at = torch.arange(part.start - job.reused, part.stop - job.reused, device=states.device)
+        _, keys, values = self.lane.exit.heads(states[:, part.rows], at)
+        job.early.write(keys[0], values[0], at=part.start - job.reused)
 
     def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
         """Return copies of the convolutions of the one prompt of a pass, which may fail."""
