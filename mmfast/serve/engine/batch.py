@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from mmfast.decoding.speculation import EXIT
-from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.decode import DecodeBatch, PausedAnswer, Said
 from mmfast.serve.engine.encoder import MediaEncoder, Result, Steps, kept_tokens
+from mmfast.serve.engine.kv.early import EarlyPrompt
 from mmfast.serve.engine.model import chunk_work
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob, token_bytes
 from mmfast.serve.engine.prefixes import Prefixes
@@ -275,7 +275,7 @@ class RunningBatch:
             self._fail(answer, error)
             return
         if answer.drafts is not None and answer.drafts.plan.kind == EXIT and job.policy is None:
-            job.early = RowBuffer(job.left)
+            job.early = EarlyPrompt(self.decoder.lane, job.done, found.length)
         answer.cached = max(found.reused, job.reused)
         self._jobs[answer.id] = answer, job
 
