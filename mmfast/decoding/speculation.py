@@ -133,6 +133,11 @@ class DecodePlan:
         return max(self.most, self.tree) if self.branching else self.most
 
     @property
+    def reach(self) -> int:
+        """Most tokens that a model reads for the drafts of one pass of a server."""
+        return 2 * self.most if self.dynamic else self.most
+
+    @property
     def exact(self) -> bool:
         """Answers are those of the model alone."""
         return self.kind != BILD
@@ -184,8 +189,6 @@ def check_kind(plan: DecodePlan | None) -> None:
         why = "changes answers"
     elif plan.learn:
         why = "learns from what all callers are told"
-    elif plan.grows:
-        why = "drafts trees that a batch of answers does not have"
     else:
         return
     raise SpecError(

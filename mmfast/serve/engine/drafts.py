@@ -7,7 +7,6 @@ the rule of exact sampling for a draft that was not drawn, and without a change 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -35,12 +34,12 @@ from mmfast.decoding.speculation import (
 )
 from mmfast.models.decoder.draft_stage import check_decode
 from mmfast.models.decoder.drafters import GUESS
+from mmfast.models.decoder.token_tree import BatchTree, TokenTree
 from mmfast.models.kv.view import view_plan
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import LOG, SamplingOptions
-from mmfast.serve.engine.kv.bucket import Entries
-from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, reads_trees
 from mmfast.serve.engine.lane import Lane
 
 _OWNERS = 16  # tenants whose statistics of what follows a token are kept
@@ -137,6 +136,7 @@ class AnswerDrafts:
     start: list[int] = field(default_factory=list)
     held: int = 0
     read: int = 0
+    tree: BatchTree | None = None  # which a model drafts
     early: Tensor | None = None  # states `[n, D]` of this step in front of an early exit
     proposed: int = 0
     accepted: int = 0
@@ -148,16 +148,36 @@ class AnswerDrafts:
         at, behind = self.held + self.read, len(self.said)
         return [*self.said[at:], *self.tokens[max(0, at - behind) :]]
 
+    @property
+    def upcoming(self) -> list[int]:
+        """Tokens that it reads next."""
+        grown = self.tree is not None and self.tree.begun
+        return self.tree.tokens if grown else self.unread[:CATCH_UP]  # type: ignore[union-attr]
+
     def behind(self, node: int, token: int) -> int | None:
         """Return the draft, from 1, that is this token behind a draft, 0 the newest token."""
         parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
         pairs = enumerate(zip(self.tokens, parents, strict=True), start=1)
         return next((i for i, both in pairs if both == (token, node - 1)), None)
 
-    def verified(self, accepted: int) -> None:
+    def adopt(self, tree: TokenTree, most: int) -> None:
+        """Take at most so many drafts of a tree that has grown."""
+        tree.cut(most)
+        self.tokens, self.sure, self.parents = tree.tokens, tree.sure, tree.parents or None
+        self.tree = None
+
+    def verified(self, said: Sequence[int]) -> None:
         """Learn how many drafts of the step stood."""
+        stood = [0]
+        for token in said:
+            if (node := self.behind(stood[-1], token)) is None:
+                break
+            stood.append(node)
         if self.tokens and self.length is not None:
-            self.length.end(self.sure, accepted)
+            # those that stand, those in the place of the first that fell, and the rest
+            beside = [i for i, p in enumerate(self.parents or (), 1) if p == stood[-1] - 1]
+            order = dict.fromkeys([*stood[1:], *beside, *range(1, len(self.tokens) + 1)])
+            self.length.end([self.sure[node - 1] for node in order], max(0, len(said) - 1))
         self.tokens, self.sure, self.parents = [], [], None
 
 
@@ -268,6 +288,7 @@ class DraftRows:
         """Take the entries that an answer has, if it has any now."""
         own = row.own
         if own.view is not None and not own.paused:
+            own.grows = own.grows and reads_trees(own.view)
             self.store.add(own.view)
             self.rows.append(row)
             own.view = None
@@ -297,38 +318,80 @@ class DraftRows:
         """
         count, first = 0, True
         live = [row for row in self.rows if row in wanted]
+        for row in live:
+            made = BatchTree(row.own.plan, row.own.length, wanted[row])
+            row.own.tree = made if row.own.grows else None
         while live:
-            reads = {row: row.own.unread[:CATCH_UP] for row in live}
-            self.store.advance([len(reads.get(row, ())) for row in self.rows], further=not first)
-            logits, first = self._logits(reads), False
-            count += sum(map(len, reads.values()))
+            reads = {row: row.own.upcoming for row in live}
+            trees = {row: tree for row in live if (tree := row.own.tree) and tree.begun}
+            paths = {row: tree.paths(row.own.read) for row, tree in trees.items()}
+            counts = [len(reads.get(row, ())) for row in self.rows]
+            self.store.advance(counts, not first, [paths.get(row) for row in self.rows])
+            logits, first = self._logits(reads, paths), False
+            count += sum(counts)
             ready = [row for row in live if not row.own.unread]
-            if not ready:
-                break
-            logits = logits[[live.index(row) for row in ready]]
-            sure = logits.softmax(-1).amax(-1).tolist()
-            live = []
-            found = self._chooser.guess(logits, ready)
-            for row, token, chance in zip(ready, found, sure, strict=True):
-                own = row.own
-                if own.length is not None and own.length.doubts(chance):
-                    continue
-                own.tokens.append(token)
-                own.sure.append(chance)
-                more = own.length is None or own.length.more(chance)
-                if more and len(own.tokens) < wanted[row]:
-                    live.append(row)
+            chains = [row for row in ready if row.own.tree is None]
+            further = self._chained(chains, logits, wanted) if chains else set()
+            for row in ready:
+                if row.own.tree is not None:
+                    self._grown(row, row.own.tree, logits[row])
+            live = [
+                row for row in ready if row in further or (row.own.tree and row.own.tree.places)
+            ]
+        for number, row in enumerate(self.rows):
+            if row in wanted and row.own.tree is not None:
+                self.store.settle(number, row.own.read)
+                row.own.adopt(row.own.tree.tree, wanted[row])
         return count
 
-    def _logits(self, reads: dict[RunningRow, list[int]]) -> Tensor:
-        """Read tokens of answers, in the order of their rows; logits `[B, V]` behind the last."""
+    def _chained(
+        self,
+        rows: list[RunningRow],
+        logits: dict[RunningRow, Tensor],
+        wanted: dict[RunningRow, int],
+    ) -> set[RunningRow]:
+        """Draft the next token of chains; returns those that go on."""
+        both, further = torch.cat([logits[row] for row in rows]), set[RunningRow]()
+        sure = both.softmax(-1).amax(-1).tolist()
+        for row, token, chance in zip(rows, self._chooser.guess(both, rows), sure, strict=True):
+            own = row.own
+            if own.length is not None and own.length.doubts(chance):
+                continue
+            own.tokens.append(token)
+            own.sure.append(chance)
+            more = own.length is None or own.length.more(chance)
+            if more and len(own.tokens) < wanted[row]:
+                further.add(row)
+        return further
+
+    def _grown(self, row: RunningRow, tree: BatchTree, logits: Tensor) -> None:
+        """Let a tree grow by logits `[n, V]`: first the draws that decide, then what is likely."""
+        tokens = self._chooser.guess(logits, [row] * len(logits), tree.depths)
+        shares = logits.softmax(-1).cpu()
+        for mine, token in zip(shares, tokens, strict=True):
+            if float(mine[token]) < (best := float(mine.amax())):
+                mine[token] = 1.001 * best
+        tree.take(shares)
+
+    def _logits(
+        self, reads: dict[RunningRow, list[int]], whole: Collection[RunningRow]
+    ) -> dict[RunningRow, Tensor]:
+        """Read tokens of answers, in the order of their rows; logits `[1, V]` behind the last.
+
+        Of those in `whole`, which read nodes of trees, they are `[n, V]` behind all.
+        """
         hidden = self._hidden(reads)
-        ends = [end - 1 for end in itertools.accumulate(map(len, reads.values()))]
+        ends, names, stop = list[int](), list[str | None](), 0
         for row, mine in reads.items():
-            row.own.read += len(mine)
-        with using([row.adapter for row in reads]):
+            start, stop = stop, stop + len(mine)
+            ends += range(start if row in whole else stop - 1, stop)
+            names += [row.adapter] * (len(ends) - len(names))
+            row.own.read += 0 if row in whole else len(mine)
+        with using(names):
             logits = self.lane.logits(hidden[ends])
-        return F.pad(logits, (0, self._chooser.width - logits.shape[-1]), value=-torch.inf)
+        logits = F.pad(logits, (0, self._chooser.width - logits.shape[-1]), value=-torch.inf)
+        counts = [len(mine) if row in whole else 1 for row, mine in reads.items()]
+        return dict(zip(reads, logits.split(counts), strict=True))
 
     def _hidden(self, reads: dict[RunningRow, list[int]]) -> Tensor:
         """Last states `[T, D]` of tokens of answers."""
@@ -340,8 +403,10 @@ class DraftRows:
         table, places = self.lane.decoder.get_input_embeddings(), []
         for row, mine in reads.items():
             own = row.own
+            grown = own.tree is not None and own.tree.begun
+            steps = [i - 1 for i in own.tree.depths] if own.tree and grown else range(len(mine))
             at = own.held + own.read
-            places += [[start + at + i for start in own.start] for i in range(len(mine))]
+            places += [[start + at + i for start in own.start] for i in steps]
         device = table.weight.device
         tokens = [token for mine in reads.values() for token in mine]
         embeds = table(torch.tensor(tokens, device=device))[None]
@@ -486,7 +551,7 @@ class BatchDrafts:
             LOG.exception("drafts failed")
             for row in wanted:
                 source.release(row)
-                row.own.tokens, row.own.sure = [], []
+                row.own.tokens, row.own.sure, row.own.parents = [], [], None
                 row.own.notes.append(
                     f"decode {row.own.plan.text!r} drafted no longer: {type(error).__name__}"
                 )
@@ -530,20 +595,4 @@ class BatchDrafts:
                 own.said += mine
                 if own.text is not None:
                     own.text.push(mine)
-                own.verified(max(0, len(mine) - 1))
-
-
-def reads_trees(row: AnswerRow) -> bool:
-    """Return True if a row may read a tree: all of its entries stay, as they are."""
-    return all(type(part) is Entries and part.leaving is None for part in row.parts)
-
-
-def with_room(row: AnswerRow, most: int, views: bool = False) -> AnswerRow:
-    """Let the entries of a row whose oldest leave have room for drafts, which may fall.
-
-    Those of `views` may stand still while others draft, and have a place for that; so have trees.
-    """
-    for part in row.parts:
-        if isinstance(part, Entries) and (views or part.leaving is not None):
-            part.most += most + 1
-    return row
+                own.verified(mine)

@@ -462,7 +462,7 @@ class ModelRunner:
                 drafts, features_given(answer.prepared.inputs), answer.batched
             ):
                 answer.prepared = replace(answer.prepared, view=view)
-                answer.drafts.room = answer.piece + more + drafts.most + 1
+                answer.drafts.room = answer.piece + more + drafts.reach + 1
             elif drafts.views:
                 answer.notes.append(NO_VIEW.format(drafts.text))
 

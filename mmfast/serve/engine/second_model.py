@@ -31,10 +31,10 @@ from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.base import Event, Failure
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import DecodeBatch
-from mmfast.serve.engine.drafts import CATCH_UP, AnswerDrafts, DraftRows, RunningRow, with_room
+from mmfast.serve.engine.drafts import CATCH_UP, AnswerDrafts, DraftRows, RunningRow
 from mmfast.serve.engine.encoder import MediaEncoder, parted
 from mmfast.serve.engine.kv.bucket import Entries, taken
-from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries, with_room
 from mmfast.serve.engine.lane import AttentionCall, Lane
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob
 from mmfast.serve.engine.request import ActiveRequest
@@ -236,7 +236,7 @@ class SecondModel(LoadedDrafts):
             reason = f"it takes other media ({' '.join(str(error).split())[:160]})"
             raise SpecError(self._refused(plan, reason)) from error
         drafts.piece = drafts.prompt.length
-        drafts.room = drafts.piece + tokens + plan.most + CATCH_UP + 1
+        drafts.room = drafts.piece + tokens + plan.reach + CATCH_UP + 1
 
     def _refused(self, plan: DecodePlan, reason: str) -> str:
         return (
@@ -296,7 +296,7 @@ class SecondModel(LoadedDrafts):
             most = filled.length + row.sampling.max_tokens
             made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
         # What an answer has said meanwhile is read along with drafts.
-        own.view = with_room(made, own.plan.most + CATCH_UP, views=True)
+        own.view = with_room(made, own.plan.reach + CATCH_UP, views=True)
         own.start = filled.position.tolist()
         self.add(row)
 

@@ -189,7 +189,6 @@ def test_what_cannot_draft_is_refused_in_one_line() -> None:
         "self?reduce=evs:0.5": "second prompt",
         "bild:x": "changes answers",
         "exit:x": "by an adapter, and this server was not started for that",
-        "self:0.1?tree=2x1": "drafts trees",
         "lokup": "lookup",
         "self:0.1?score=none": "snapkv",
     }

@@ -245,8 +245,8 @@ class Places:
             real += [b * wide + i for i in range(n)] if own == b else []
             for i, place in enumerate(last):
                 if (tree := paths[row.owner]) is not None:
-                    seen[b, i, : slots[0]] = True
-                    seen[b, i, [slots[node] for node in tree[place]]] = True
+                    seen[b, i, : row.slots[0]] = True
+                    seen[b, i, [row.slots[node] for node in tree[place]]] = True
                 elif row.leaving is None:
                     seen[b, i, : slots[place] + 1] = True
                 else:

@@ -79,6 +79,22 @@ def entries(
     return found
 
 
+def reads_trees(row: AnswerRow) -> bool:
+    """Return True if a row may read a tree: all of its entries stay, as they are."""
+    return all(type(part) is Entries and part.leaving is None for part in row.parts)
+
+
+def with_room(row: AnswerRow, most: int, views: bool = False) -> AnswerRow:
+    """Let the entries of a row whose oldest leave have room for drafts, which may fall.
+
+    Those of `views` may stand still while others draft, and have a place for that; so have trees.
+    """
+    for part in row.parts:
+        if isinstance(part, Entries) and (views or part.leaving is not None):
+            part.most += most + 1
+    return row
+
+
 class RowLayer:
     """Rows of all running answers in one decoder layer."""
 

@@ -344,7 +344,6 @@ def test_what_no_server_drafts_is_refused_in_one_line() -> None:
     wrong = {
         f"draft:{home}/text": "not started for that; start it with --decode",
         "self?reduce=evs:0.5": "not started for that",
-        f"draft:{home}/near?tree=2": "drafts trees",
         f"draft:{home}/near?learn=1e-4": "all callers",
         f"draft:{home}/near?reduce=lazyllm:0.5": "does not act when a prompt is read",
     }
