@@ -86,8 +86,8 @@ class PrefillJob:
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         ended = 0 if self.policy is None else self.policy.nbytes
-        parts = [*self.layers.values(), *self.ended, *filter(None, [self.early])]
-        return ended + sum(each.nbytes for each in parts)
+        ended += 0 if self.early is None else self.early.nbytes
+        return ended + sum(each.nbytes for each in [*self.layers.values(), *self.ended])
 
     def prefix(self) -> KVBlock | None:
         """Return all keys and values of a job that has ended, as no policy has changed them."""
@@ -442,8 +442,8 @@ class Prefiller:
             return Filled(KVBlock(), position, job.logits, *made)
         kv, view = job.prefix(), None if job.early is None else job.early.row(job.done)
         assert kv is not None
-        made = job.logits, job.reused, prompt.whole, None, prompt.adapter, view
-        return Filled(kv, position, *made)
+        more = job.reused, prompt.whole, None, prompt.adapter, view
+        return Filled(kv, position, job.logits, *more)
 
     def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
         """Return copies of the convolutions of the one prompt of a pass, which may fail."""

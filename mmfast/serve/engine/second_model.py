@@ -137,8 +137,8 @@ class EarlyExit(LoadedDrafts):
         own = row.own
         if own.view is None:  # nothing of the prompt passed by
             states = self._adapter.key.weight.new_zeros(1, 0, self._adapter.config["width"])
-            _, *pair = self._adapter.heads(states, torch.arange(0, device=states.device))
-            own.view = AnswerRow([Entries(KVBlock(*((each[0],) for each in pair)), 0)])
+            _, keys, values = self._adapter.heads(states, torch.arange(0, device=states.device))
+            own.view = AnswerRow([Entries(KVBlock((keys[0],), (values[0],)), 0)])
         (part,) = own.view.parts
         assert isinstance(part, Entries)
         own.piece = part.keys.shape[1]
