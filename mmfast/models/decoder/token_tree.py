@@ -200,7 +200,7 @@ class BatchTree:
 
     @property
     def depths(self) -> list[int]:
-        """How far they stand behind the last token said."""
+        """Places of these behind the last token said."""
         return [place.depth for place in self.places]
 
     def paths(self, behind: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What an early exit keeps of a prompt, whose tokens pass by it in several passes."""
+"""Part of a prompt that an early exit keeps, as its tokens pass by."""
 
 from __future__ import annotations
 

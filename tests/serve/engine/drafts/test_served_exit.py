@@ -16,15 +16,19 @@ import pytest
 import torch
 from engine_requests import eventually
 from scheduling import Ear, answers, ask, clip, image, model_of, promised_bytes, stock
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.compressors.base import save
 from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.kv import KVBlock
 from mmfast.models.decoder.early_exit import ExitAdapter, new_adapter, read_exit
 from mmfast.models.loading import twin_model
 from mmfast.serve.engine.base import Finish, Request, SamplingOptions
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.drafts import BatchDrafts
-from mmfast.serve.engine.kv.rows import AnswerRows
+from mmfast.serve.engine.kv.bucket import Entries, beyond
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows
+from mmfast.serve.engine.lane import AttentionCall
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.second_model import EarlyExit
 
@@ -92,8 +96,11 @@ def mixed(decode: str | None = None, tokens: int = 32) -> list[Request]:
         ask(f"{i}", *mine, tokens=tokens - 4 * i, decode=spec)
         for i, (mine, spec) in enumerate(zip(parts, specs, strict=True))
     ]
-    cached = replace(found[5].options, cache="sink:4+window:24")  # its rows are full at once
-    return [*found[:5], replace(found[5], options=cached)]
+    for i, policy in enumerate(("sink:4+window:24", "quant:8?residual=8", "h2o:20")):
+        # rows that are full at once, packed from time to time, or chosen at each step
+        other = replace(found[5].options, cache=policy)
+        found.append(replace(found[5], id=f"{6 + i}", options=other))
+    return found
 
 
 def counts(end: Any) -> tuple[int, int] | None:
@@ -119,11 +126,11 @@ def plain(requests: list[Request]) -> list[str]:
 def test_text_is_that_without_drafts_beside_answers_that_have_none() -> None:
     requests = mixed()
     texts = plain(requests)
-    assert texts[:5] == [stock(model_of(ONEVISION), each) for each in requests[:5]]
+    assert texts[:6] == [stock(model_of(ONEVISION), each) for each in requests[:6]]
     with engine(spec_of()) as made:
         found = answers(made, requests)
         assert [text for text, _ in found] == texts
-        assert [counts(end) is None for _, end in found] == [0, 0, 0, 1, 0, 1]
+        assert [counts(end) is None for _, end in found] == [0, 0, 0, 1, 0, 1, 1, 1, 1]
         made_in_all = [counts(end) for _, end in found[:3]]
         assert all(both and both[0] > both[1] for both in made_in_all)
         assert empty(made)
@@ -395,3 +402,33 @@ def test_what_no_server_drafts_is_refused_in_one_line(tmp_path: Path) -> None:
     save(new_adapter(windows[0], 1), other)
     with pytest.raises(SpecError, match=r"Gemma3.* has windows; use decode='recycle'"):
         Scheduler(windows, decode=f"exit:{other}")
+
+
+def test_rows_that_read_nothing_stay_as_they_are() -> None:
+    """One whose window is full has no place to spare, and lies beside one that reads two tokens."""
+    store, noise = AnswerRows(1), torch.Generator().manual_seed(0)
+
+    def entries(count: int, leaving: Any = None) -> Entries:
+        pair = torch.randn(2, 1, count, 2, generator=noise)
+        return Entries(KVBlock((pair[0],), (pair[1],)), 64, leaving)
+
+    store.add(AnswerRow([entries(63, beyond(64))]))
+    store.add(AnswerRow([entries(5)]))
+    call = AttentionCall(torch.nn.Module(), sdpa_attention_forward, "sdpa", (), {})
+    store.advance([1, 1])
+    store.attend_flat(0, call, *torch.randn(3, 1, 1, 2, 2, generator=noise))
+    (bucket,) = store.layers[0].buckets.values()
+    assert bucket.own.data is not None
+    held, slots = bucket.own.data.clone(), [(s.length, [*s.order], [*s.free]) for s in bucket.rows]
+    assert held.shape[3] == slots[0][0] == 64
+    with store.lent():
+        store.advance([0, 2], further=True)
+        query, key, value = torch.randn(3, 1, 1, 2, 2, generator=noise)
+        found = store.attend_flat(0, call, query, key, value)[0, :, 0]
+    pairs = zip(held[:, 1, 0, :6], (key[0, 0], value[0, 0]), strict=True)
+    keys, values = (torch.cat(both) for both in pairs)
+    for i in range(2):
+        weights = (keys[: 7 + i] @ query[0, 0, i] / 2**0.5).softmax(0)
+        torch.testing.assert_close(found[i], weights @ values[: 7 + i])
+    assert torch.equal(bucket.own.data[:, 0], held[:, 0])
+    assert [(s.length, s.order, s.free) for s in bucket.rows] == slots
