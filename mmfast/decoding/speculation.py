@@ -116,6 +116,11 @@ class DecodePlan:
         return self.kind in (DRAFT, BILD) or bool(self.reduce)
 
     @property
+    def loads(self) -> bool:
+        """A server must have been started with the model or the adapter of these drafts."""
+        return self.runs_model or self.kind == EXIT
+
+    @property
     def grows(self) -> bool:
         """A model drafts a tree."""
         return self.dynamic or bool(self.branches)
@@ -129,6 +134,11 @@ class DecodePlan:
     def widest(self) -> int:
         """Most drafts that a server verifies in one pass."""
         return max(self.most, self.tree) if self.branching else self.most
+
+    @property
+    def reach(self) -> int:
+        """Most tokens that a model reads for the drafts of one pass of a server."""
+        return 2 * self.most if self.dynamic else self.most
 
     @property
     def exact(self) -> bool:
@@ -186,8 +196,6 @@ def check_kind(plan: DecodePlan | None) -> None:
         why = "changes answers"
     elif plan.learn or plan.rise:
         why = "learns from what all callers are told"
-    elif plan.kind == EXIT or plan.grows:
-        why = "drafts in layers or trees that a batch of answers does not have"
     else:
         return
     raise SpecError(

@@ -70,8 +70,8 @@ class ServerConfig:
             `flex_attention`.
         prefill: Spec string of sparse prefill for requests that name none.
         decode: Spec string of draft and verify for requests that name none: `self:0.1`, `recycle`,
-            `lookup`, or `draft:DIR`, whose model requests may name, too. In one process, or in
-            whole copies on `ray`.
+            `lookup`, or `draft:DIR` or `exit:FILE`, which requests may name, too. In one process,
+            or in whole copies on `ray`.
         name: Name of the model in `/v1/models`; None takes its own name.
         strict: Refuse unknown parameters and those without effect, instead of naming them in the
             header `x-mmfast-ignored`.

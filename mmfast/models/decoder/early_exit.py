@@ -66,13 +66,9 @@ class ExitAdapter(nn.Module):
             past: Keys and values of the places before.
             known: False at padding among all S places, `[B, S]`; None is no padding.
         """
-        x = self.before(states)
-        q, k, v = (
-            each(x).unflatten(-1, (self._heads, -1)).transpose(1, 2)
-            for each in (self.query, self.key, self.value)
-        )
         start = 0 if past is None else past[0].shape[2]
-        q, k = _rotated(q, start), _rotated(k, start)
+        places = torch.arange(start, start + states.shape[1], device=states.device)
+        q, k, v = self.heads(states, places)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
         slots = torch.arange(k.shape[2], device=k.device)
@@ -81,15 +77,28 @@ class ExitAdapter(nn.Module):
         if known is not None:
             mask = mask & known[:, None] | (slots == here)  # padding sees itself, not nothing
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
-        found: Tensor = self.behind(states + self.out(mixed.transpose(1, 2).flatten(2)))
-        return found, (k, v)
+        return self.mixed(states, mixed.transpose(1, 2)), (k, v)
+
+    def heads(self, states: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[B, H, n, d]` of states `[B, n, D]` at places `[n]`."""
+        x = self.before(states)
+        q, k, v = (
+            each(x).unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        return _rotated(q, places), _rotated(k, places), v
+
+    def mixed(self, states: Tensor, attended: Tensor) -> Tensor:
+        """States for the head `[B, n, D]`, from what the heads attended to, `[B, n, H, d]`."""
+        found: Tensor = self.behind(states + self.out(attended.flatten(2)))
+        return found
 
 
-def _rotated(x: Tensor, start: int) -> Tensor:
-    """Rotary positions `start` and on, over the halves of `[B, H, n, d]`."""
+def _rotated(x: Tensor, places: Tensor) -> Tensor:
+    """Rotary positions of places `[n]`, over the halves of `[B, H, n, d]`."""
     half = x.shape[-1] // 2
     rates = _THETA ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = torch.arange(start, start + x.shape[2], device=x.device)[:, None] * rates
+    angles = places[:, None] * rates
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     one, other = x[..., :half], x[..., half:]
     return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mmfast.decoding.row import DraftLength
 from mmfast.decoding.sampling import draw
+from mmfast.decoding.speculation import DecodePlan
 from mmfast.models.decoder.drafters import BatchText, DraftRun, ModelDrafter, fitted
 from mmfast.models.decoder.reader import SequenceReader
 
@@ -168,6 +169,60 @@ def _grow_ahead(tree: TokenTree, most: int, worth: Callable[[float], bool]) -> l
     return [p for p in tree.places if not p.read and p.value > bar and worth(p.value)]
 
 
+def _grow(
+    tree: TokenTree, plan: DecodePlan, most: int, worth: Callable[[float], bool]
+) -> list[Place]:
+    if plan.dynamic:
+        return grow_likeliest(tree, most, worth)
+    return grow_levels(tree, plan.branches, most, worth)
+
+
+class BatchTree:
+    """A tree of at most `most` drafts for an answer of a batch, beside chains and other trees.
+
+    `places` are those whose tokens are read next, first the last token said. `length` says which
+    drafts are worth it; None is all.
+    """
+
+    def __init__(self, plan: DecodePlan, length: DraftLength | None, most: int) -> None:
+        self.tree, self._plan, self._length, self._most = TokenTree(), plan, length, most
+        self.places, self._read = [*self.tree.places], 0
+
+    @property
+    def begun(self) -> bool:
+        """Further reads are of its own tokens."""
+        return self.tree.places[0].read
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens that are read next."""
+        return [self.tree.tokens[place.node] for place in self.places]
+
+    @property
+    def depths(self) -> list[int]:
+        """Places of these behind the last token said."""
+        return [place.depth for place in self.places]
+
+    def paths(self, behind: int) -> list[list[int]]:
+        """Ways to them among all tokens read in this step, of which the first `behind` are said."""
+        found = list[list[int]]()
+        for place in self.places:
+            place.slot, self._read = behind + self._read, self._read + 1
+            way = (self.tree.places[node + 1].slot for node in self.tree.path(place.node))
+            found.append([*range(behind), *way])
+        return found
+
+    def take(self, shares: Tensor) -> None:
+        """Take in the probabilities `[n, V]` behind them, and grow."""
+        length = self._length
+        for place, mine in zip(self.places, shares, strict=True):
+            stops = length is not None and length.doubts(float(mine.amax()))
+            self.tree.read(place, mine, stops)
+        worth = (lambda _: True) if length is None else length.worth
+        more = _grow(self.tree, self._plan, self._most, worth)
+        self.places = more[: self._plan.reach - self._read]
+
+
 class TreeDrafter(ModelDrafter):
     """Drafts of a model as a tree, for one row whose cache can read one."""
 
@@ -192,10 +247,7 @@ class TreeDrafter(ModelDrafter):
                 line = [*said, *(tree.tokens[node] for node in tree.path(place.node))]
                 shares = fitted(row[None], text, len(line), [line]).softmax(-1)[0]
                 tree.read(place, shares, length.doubts(float(shares.amax())))
-            if plan.dynamic:
-                places = grow_likeliest(tree, most, worth)
-            else:
-                places = grow_levels(tree, plan.branches, most, worth)
+            places = _grow(tree, plan, most, worth)
             if places:
                 logits = self._read_nodes(tree, places, base)
         reader.rewind(base)

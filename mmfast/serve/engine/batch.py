@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from mmfast.core.kv import KVBlock
+from mmfast.decoding.speculation import EXIT
 from mmfast.serve.engine.decode import DecodeBatch, PausedAnswer, Said
 from mmfast.serve.engine.encoder import BLOCK, MediaEncoder, Result, Steps, kept_tokens
+from mmfast.serve.engine.kv.early import EarlyPrompt
 from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.model import chunk_work
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob, token_bytes
@@ -334,6 +336,8 @@ class RunningBatch:
         except Exception as error:
             self._fail(answer, error)
             return
+        if answer.drafts is not None and answer.drafts.plan.kind == EXIT and job.policy is None:
+            job.early = EarlyPrompt(self.decoder.lane, job.done, found.length)
         answer.cached = max(found.reused, job.reused)
         self._jobs[answer.id] = answer, job
 

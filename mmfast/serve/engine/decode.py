@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
+from mmfast.decoding.speculation import EXIT
 from mmfast.models.decoder.draft_stage import placeholders
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
@@ -23,11 +24,9 @@ from mmfast.serve.engine.drafts import (
     AnswerDrafts,
     BatchDrafts,
     RunningRow,
-    reads_trees,
-    with_room,
 )
 from mmfast.serve.engine.kv.bucket import Entries
-from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries, reads_trees, with_room
 from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.slots import Draw, Filled
 
@@ -97,18 +96,22 @@ class Chooser:
             old = logits[seen]
             logits[seen] = torch.where(old < 0, old * self.penalty, old / self.penalty)
 
-    def guess(self, logits: Tensor, rows: Sequence[RunningRow]) -> list[int]:
+    def guess(
+        self, logits: Tensor, rows: Sequence[RunningRow], depths: Sequence[int] | None = None
+    ) -> list[int]:
         """Guess the tokens of rows behind their drafts, from logits `[B, V]` of a draft.
 
-        They are chosen by the draw that decides there. Rules of an answer are left out.
+        They are chosen by the draw that decides there. Rules of an answer are left out. `depths`
+        are the drafts between, where these are not all of a row.
         """
         self._block(logits)
         found = []
-        for mine, row in zip(logits, rows, strict=True):
+        depths = depths or [len(row.own.tokens) for row in rows]
+        for mine, row, depth in zip(logits, rows, depths, strict=True):
             if row.sampling.rules is None:
                 self._penalise(mine, row.seen)
             greedy = row.sampling.temperature < _GREEDY
-            draw = Draw(row.sampling, row.step + len(row.own.tokens))
+            draw = Draw(row.sampling, row.step + depth)
             found.append(int(mine.argmax()) if greedy else _drawn(mine, draw))
         return found
 
@@ -185,15 +188,17 @@ class DecodeBatch:
             most = filled.length + sampling.max_tokens
             made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
         if drafts is not None:
-            drafts.grows = drafts.plan.branching and reads_trees(made)
+            drafts.grows = (drafts.plan.branching or drafts.plan.grows) and reads_trees(made)
             made = with_room(made, drafts.plan.widest, drafts.grows)
         self.store.add(made)
         place = filled.position.tolist()
         row = RunningRow(key, sampling, token, 1, place, seen, filled.adapter, drafts)
         self._rows.append(row)
         if drafts is not None:
-            if drafts.plan.views and filled.view is not None:
-                drafts.view = with_room(filled.view, drafts.plan.most, views=True)
+            if drafts.plan.kind == EXIT:
+                drafts.view = filled.view
+            elif drafts.plan.views and filled.view is not None:
+                drafts.view = with_room(filled.view, drafts.plan.reach, views=True)
             self.drafts.admit(row, filled.ids)
 
     @torch.inference_mode()
@@ -208,6 +213,11 @@ class DecodeBatch:
                 self._begun = self._begun and bool(self._rows)
                 return True
         return False
+
+    @property
+    def rows(self) -> Sequence[RunningRow]:
+        """Running answers, in the order of the rows of `store`."""
+        return self._rows
 
     @property
     def joins(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from mmfast.core.spec import Spec
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.speculation import (
     DRAFT,
+    EXIT,
     LOOKUP,
     RECYCLE,
     SELF,
@@ -33,12 +34,12 @@ from mmfast.decoding.speculation import (
 )
 from mmfast.models.decoder.draft_stage import check_decode
 from mmfast.models.decoder.drafters import GUESS
+from mmfast.models.decoder.token_tree import BatchTree, TokenTree
 from mmfast.models.kv.view import view_plan
-from mmfast.models.wrappers import CONV
+from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import LOG, SamplingOptions
-from mmfast.serve.engine.kv.bucket import Entries
-from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, reads_trees
 from mmfast.serve.engine.lane import Lane
 
 _OWNERS = 16  # tenants whose statistics of what follows a token are kept
@@ -66,10 +67,16 @@ def check_served(
             f"{spec} takes drafts back, which a batch of {type(model).__name__} cannot: its layers "
             "keep no keys to drop; leave out decode=, or use a pipeline"
         )
-    if plan.runs_model and plan.model not in seconds:  # no request names a folder to read
+    if plan.loads and plan.model not in seconds:  # no request names a file to read
+        how = "by an adapter" if plan.kind == EXIT else "from a second prompt"
         raise SpecError(
-            f"{spec} drafts from a second prompt, and this server was not started for that; start "
+            f"{spec} drafts {how}, and this server was not started for that; start "
             f"it with --decode {spec[7:]}, or use 'self:0.1', 'recycle' or 'lookup'"
+        )
+    if plan.kind == EXIT and SLIDING in lane.kinds:
+        raise SpecError(
+            f"{spec} reads on in the rows of the first layers, which needs full attention in all "
+            f"layers, and {type(model).__name__} has windows; use decode='recycle'"
         )
     check_decode(plan, model, specs, cache)
     if cache is not None and cache.heads is not None:
@@ -84,10 +91,7 @@ def check_served(
         )
 
 
-NO_VIEW = (  # a note of an answer, about its spec
-    "decode {!r} drafted nothing: the prompt has no visual keys to leave out; use decode='recycle' "
-    "for text"
-)
+NO_VIEW = "decode {!r} drafted nothing: no visual keys to leave out; use decode='recycle' for text"
 
 
 def served_view(plan: DecodePlan, media: Collection[Any], batched: bool) -> CachePlan | None:
@@ -134,6 +138,8 @@ class AnswerDrafts:
     start: list[int] = field(default_factory=list)
     held: int = 0
     read: int = 0
+    tree: BatchTree | None = None  # which a model drafts
+    early: Tensor | None = None  # states `[n, D]` of this step in front of an early exit
     proposed: int = 0
     accepted: int = 0
     seconds: float = 0.0
@@ -144,16 +150,36 @@ class AnswerDrafts:
         at, behind = self.held + self.read, len(self.said)
         return [*self.said[at:], *self.tokens[max(0, at - behind) :]]
 
+    @property
+    def upcoming(self) -> list[int]:
+        """Tokens that it reads next."""
+        grown = self.tree is not None and self.tree.begun
+        return self.tree.tokens if grown else self.unread[:CATCH_UP]  # type: ignore[union-attr]
+
     def behind(self, node: int, token: int) -> int | None:
         """Return the draft, from 1, that is this token behind a draft, 0 the newest token."""
         parents = range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
         pairs = enumerate(zip(self.tokens, parents, strict=True), start=1)
         return next((i for i, both in pairs if both == (token, node - 1)), None)
 
-    def verified(self, accepted: int) -> None:
+    def adopt(self, tree: TokenTree, most: int) -> None:
+        """Take at most so many drafts of a tree that has grown."""
+        tree.cut(most)
+        self.tokens, self.sure, self.parents = tree.tokens, tree.sure, tree.parents or None
+        self.tree = None
+
+    def verified(self, said: Sequence[int]) -> None:
         """Learn how many drafts of the step stood."""
+        stood = [0]
+        for token in said:
+            if (node := self.behind(stood[-1], token)) is None:
+                break
+            stood.append(node)
         if self.tokens and self.length is not None:
-            self.length.end(self.sure, accepted)
+            # those that stand, those in the place of the first that fell, and the rest
+            beside = [i for i, p in enumerate(self.parents or (), 1) if p == stood[-1] - 1]
+            order = dict.fromkeys([*stood[1:], *beside, *range(1, len(self.tokens) + 1)])
+            self.length.end([self.sure[node - 1] for node in order], max(0, len(said) - 1))
         self.tokens, self.sure, self.parents = [], [], None
 
 
@@ -204,7 +230,7 @@ class StepPrices:
 
     def __init__(self) -> None:
         self.costs = {RECYCLE: Costs(0.001), LOOKUP: Costs(0.001)}
-        self.costs |= {SELF: Costs(0.6), DRAFT: Costs(0.3)}
+        self.costs |= {SELF: Costs(0.6), DRAFT: Costs(0.3), EXIT: Costs(0.3)}
         for each in self.costs.values():
             each.wide = 0.1
         self._plain: dict[int, float] = {}  # seconds of a step without drafts, by its rows
@@ -264,6 +290,7 @@ class DraftRows:
         """Take the entries that an answer has, if it has any now."""
         own = row.own
         if own.view is not None and not own.paused:
+            own.grows = own.grows and reads_trees(own.view)
             self.store.add(own.view)
             self.rows.append(row)
             own.view = None
@@ -293,48 +320,101 @@ class DraftRows:
         """
         count, first = 0, True
         live = [row for row in self.rows if row in wanted]
+        for row in live:
+            made = BatchTree(row.own.plan, row.own.length, wanted[row])
+            row.own.tree = made if row.own.grows else None
         while live:
-            reads = {row: row.own.unread[:CATCH_UP] for row in live}
-            self.store.advance([len(reads.get(row, ())) for row in self.rows], further=not first)
-            logits, first = self._logits(reads), False
-            count += sum(map(len, reads.values()))
+            reads = {row: row.own.upcoming for row in live}
+            trees = {row: tree for row in live if (tree := row.own.tree) and tree.begun}
+            paths = {row: tree.paths(row.own.read) for row, tree in trees.items()}
+            counts = [len(reads.get(row, ())) for row in self.rows]
+            self.store.advance(counts, not first, [paths.get(row) for row in self.rows])
+            logits, first = self._logits(reads, paths), False
+            count += sum(counts)
             ready = [row for row in live if not row.own.unread]
-            if not ready:
-                break
-            logits = logits[[live.index(row) for row in ready]]
-            sure = logits.softmax(-1).amax(-1).tolist()
-            live = []
-            found = self._chooser.guess(logits, ready)
-            for row, token, chance in zip(ready, found, sure, strict=True):
-                own = row.own
-                if own.length is not None and own.length.doubts(chance):
-                    continue
-                own.tokens.append(token)
-                own.sure.append(chance)
-                more = own.length is None or own.length.more(chance)
-                if more and len(own.tokens) < wanted[row]:
-                    live.append(row)
+            chains = [row for row in ready if row.own.tree is None]
+            further = self._chained(chains, logits, wanted) if chains else set()
+            for row in ready:
+                if row.own.tree is not None:
+                    self._grown(row, row.own.tree, logits[row])
+            live = [
+                row for row in ready if row in further or (row.own.tree and row.own.tree.places)
+            ]
+        for number, row in enumerate(self.rows):
+            if row in wanted and row.own.tree is not None:
+                self.store.settle(number, row.own.read)
+                row.own.adopt(row.own.tree.tree, wanted[row])
         return count
 
-    def _logits(self, reads: dict[RunningRow, list[int]]) -> Tensor:
-        """Read tokens of answers, in the order of their rows; logits `[B, V]` behind the last."""
-        table, tokens, places, ends = self.lane.decoder.get_input_embeddings(), [], [], []
+    def _chained(
+        self,
+        rows: list[RunningRow],
+        logits: dict[RunningRow, Tensor],
+        wanted: dict[RunningRow, int],
+    ) -> set[RunningRow]:
+        """Draft the next token of chains; returns those that go on."""
+        both, further = torch.cat([logits[row] for row in rows]), set[RunningRow]()
+        sure = both.softmax(-1).amax(-1).tolist()
+        for row, token, chance in zip(rows, self._chooser.guess(both, rows), sure, strict=True):
+            own = row.own
+            if own.length is not None and own.length.doubts(chance):
+                continue
+            own.tokens.append(token)
+            own.sure.append(chance)
+            more = own.length is None or own.length.more(chance)
+            if more and len(own.tokens) < wanted[row]:
+                further.add(row)
+        return further
+
+    def _grown(self, row: RunningRow, tree: BatchTree, logits: Tensor) -> None:
+        """Let a tree grow by logits `[n, V]`: first the draws that decide, then what is likely."""
+        tokens = self._chooser.guess(logits, [row] * len(logits), tree.depths)
+        shares = logits.softmax(-1).cpu()
+        for mine, token in zip(shares, tokens, strict=True):
+            if float(mine[token]) < (best := float(mine.amax())):
+                mine[token] = 1.001 * best
+        tree.take(shares)
+
+    def _logits(
+        self, reads: dict[RunningRow, list[int]], whole: Collection[RunningRow]
+    ) -> dict[RunningRow, Tensor]:
+        """Read tokens of answers, in the order of their rows; logits `[1, V]` behind the last.
+
+        Of those in `whole`, which read nodes of trees, they are `[n, V]` behind all.
+        """
+        hidden = self._hidden(reads)
+        ends, names, stop = list[int](), list[str | None](), 0
+        for row, mine in reads.items():
+            start, stop = stop, stop + len(mine)
+            ends += range(start if row in whole else stop - 1, stop)
+            names += [row.adapter] * (len(ends) - len(names))
+            row.own.read += 0 if row in whole else len(mine)
+        with using(names):
+            logits = self.lane.logits(hidden[ends])
+        logits = F.pad(logits, (0, self._chooser.width - logits.shape[-1]), value=-torch.inf)
+        counts = [len(mine) if row in whole else 1 for row, mine in reads.items()]
+        return dict(zip(reads, logits.split(counts), strict=True))
+
+    def _hidden(self, reads: dict[RunningRow, list[int]]) -> Tensor:
+        """Last states `[T, D]` of tokens of answers."""
+        return self._pass(self.lane.run, self.store, reads)
+
+    def _pass(
+        self, run: Callable[..., Tensor], store: AnswerRows, reads: dict[RunningRow, list[int]]
+    ) -> Tensor:
+        table, places = self.lane.decoder.get_input_embeddings(), []
         for row, mine in reads.items():
             own = row.own
+            grown = own.tree is not None and own.tree.begun
+            steps = [i - 1 for i in own.tree.depths] if own.tree and grown else range(len(mine))
             at = own.held + own.read
-            places += [[start + at + i for start in own.start] for i in range(len(mine))]
-            tokens += mine
-            ends.append(len(tokens) - 1)
-            own.read += len(mine)
+            places += [[start + at + i for start in own.start] for i in steps]
         device = table.weight.device
+        tokens = [token for mine in reads.values() for token in mine]
         embeds = table(torch.tensor(tokens, device=device))[None]
         positions = torch.tensor(places, device=device).T[:, None]
         with using([row.adapter for row, mine in reads.items() for _ in mine]):
-            given = self.store.cache, embeds, positions
-            hidden = self.lane.run(self.store.attend_flat, *given)[0]
-        with using([row.adapter for row in reads]):
-            logits = self.lane.logits(hidden[ends])
-        return F.pad(logits, (0, self._chooser.width - logits.shape[-1]), value=-torch.inf)
+            return run(store.attend_flat, store.cache, embeds, positions)[0]
 
     def settle(self, kept: dict[RunningRow, int]) -> None:
         """Keep what was read and stands, where answers have said so many tokens in a step."""
@@ -393,14 +473,14 @@ class BatchDrafts:
         own.said, own.start = [row.token], row.position
         if plan.adapt:
             own.length = DraftLength(self.prices.costs[plan.kind], plan.least)
-        if plan.runs_model or plan.views:
+        if plan.loads or plan.views:
             self._source(plan).begin(row)
         else:
             shared = self._recycler(own.owner, plan.width) if plan.kind == RECYCLE else None
             own.text = TextDrafts(plan, shared, [*prompt, row.token])
 
     def _source(self, plan: DecodePlan) -> DraftRows:
-        return self.models[plan.model] if plan.runs_model else self.views
+        return self.models[plan.model] if plan.loads else self.views
 
     def _recycler(self, owner: str, width: int) -> Recycler:
         found = self._known.setdefault((owner, width), Recycler(width))
@@ -473,7 +553,7 @@ class BatchDrafts:
             LOG.exception("drafts failed")
             for row in wanted:
                 source.release(row)
-                row.own.tokens, row.own.sure = [], []
+                row.own.tokens, row.own.sure, row.own.parents = [], [], None
                 row.own.notes.append(
                     f"decode {row.own.plan.text!r} drafted no longer: {type(error).__name__}"
                 )
@@ -482,7 +562,11 @@ class BatchDrafts:
     def learn(self, rows: Sequence[RunningRow], logits: Tensor) -> None:
         """Note what the model said behind all tokens that were read, `[T, V]`."""
         at, places, tokens = 0, list[int](), list[tuple[Recycler, int]]()
+        early = self.views.lane.early
+        early = None if early is None else early.flatten(0, 1)[-len(logits) :]
         for row in rows:
+            if row.drafts is not None and row.own.plan.kind == EXIT and early is not None:
+                row.own.early = early[at : at + row.count]
             text = None if row.drafts is None else row.drafts.text
             if text is not None and text.recycler is not None:
                 read = [row.token, *row.own.tokens]
@@ -513,20 +597,4 @@ class BatchDrafts:
                 own.said += mine
                 if own.text is not None:
                     own.text.push(mine)
-                own.verified(max(0, len(mine) - 1))
-
-
-def reads_trees(row: AnswerRow) -> bool:
-    """Return True if a row may read a tree: all of its entries stay, as they are."""
-    return all(type(part) is Entries and part.leaving is None for part in row.parts)
-
-
-def with_room(row: AnswerRow, most: int, views: bool = False) -> AnswerRow:
-    """Let the entries of a row whose oldest leave have room for drafts, which may fall.
-
-    Those of `views` may stand still while others draft, and have a place for that; so have trees.
-    """
-    for part in row.parts:
-        if isinstance(part, Entries) and (views or part.leaving is not None):
-            part.most += most + 1
-    return row
+                own.verified(mine)

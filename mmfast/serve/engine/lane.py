@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE
+from mmfast.models.decoder.early_exit import ExitAdapter
 from mmfast.models.decoder.lean import Around, LeanDecoder, lean_decoder
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import StoreLayer
@@ -88,6 +89,10 @@ def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
 Attend = Callable[[int, AttentionCall, Tensor, Tensor, Tensor], Tensor]
 
 
+class _LeftError(Exception):
+    """A pass ends at the early exit."""
+
+
 class Lane:
     """The decoder of a model for passes in which every row has keys and values of its own.
 
@@ -110,6 +115,10 @@ class Lane:
         self._stub = torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
         self._calls: dict[int, AttentionCall] = {}
         self.lean = self._lean() if CONV not in self.kinds else None
+        # an early exit, and the states `[B, n, D]` in front of it in the last pass
+        self.exit: ExitAdapter | None = None
+        self.early: Tensor | None = None
+        self._leaves = False
 
     def _lean(self) -> LeanDecoder | None:
         """Return the lean form of the decoder, and learn how its layers call their attention."""
@@ -140,11 +149,42 @@ class Lane:
 
         `around(layer, next, hidden, …)` answers the calls of all layers.
         """
+        if self.exit is not None:
+            around = partial(self._note, threading.get_ident(), self.exit.layer, around)
         if self.lean is None or more or not self.lean.free:
             return self._stock(attend, cache, embeds, positions, around, **more)
         calls = self._calls
         given = (lambda i, *heads: attend(i, calls[i], *heads)), embeds, positions
         return self.lean.run(*given, around)
+
+    def leave(self, attend: Attend, cache: Cache, embeds: Tensor, positions: Tensor) -> Tensor:
+        """Run the layers in front of the early exit alone; return their states `[B, n, D]`."""
+        self._leaves = True
+        try:
+            self.run(attend, cache, embeds, positions)
+        except _LeftError:
+            pass
+        finally:
+            self._leaves = False
+        assert self.early is not None
+        return self.early
+
+    def _note(
+        self,
+        thread: int,
+        layer: int,
+        around: Around | None,
+        index: int,
+        stock: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        found = (stock if around is None else partial(around, index, stock))(*args, **kwargs)
+        if index + 1 == layer and threading.get_ident() == thread:
+            self.early = found[0] if isinstance(found, tuple) else found
+            if self._leaves:
+                raise _LeftError
+        return found
 
     def _stock(
         self,

@@ -29,6 +29,7 @@ from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.decode import DecodeBatch
+from mmfast.serve.engine.kv.early import EarlyPrompt
 from mmfast.serve.engine.lane import Attend, AttentionCall, Lane, passing
 from mmfast.serve.engine.policies import PromptPolicy, PromptRecipe
 from mmfast.serve.engine.slots import Embedded, Filled
@@ -59,6 +60,7 @@ class PrefillJob:
         self.peeks = False  # it is read up to `high` for the attention there, then from the start
         self.done = self.reused = 0  # tokens read so far, and those of them that were cached
         self.logits: Tensor | None = None  # `[V]` float32 at the last token; None until then
+        self.early: EarlyPrompt | None = None  # what an early exit keeps of it
         self.shared = False  # later prompts may begin with its keys and values
         self.ended: list[RowBuffer] = []  # layers on which a policy has acted, if it is shared
         if prefix is not None:
@@ -84,6 +86,7 @@ class PrefillJob:
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         ended = 0 if self.policy is None else self.policy.nbytes
+        ended += 0 if self.early is None else self.early.nbytes
         return ended + sum(each.nbytes for each in [*self.layers.values(), *self.ended])
 
     def prefix(self) -> KVBlock | None:
@@ -335,7 +338,7 @@ class Prefiller:
         answers wait for the pass: attention to earlier tokens then counts, so that a pass of a long
         prompt takes no longer than another.
         """
-        price = self.cost if waited else _one
+        price = self.cost if waited else lambda _: 1.0
         if (read := next((job for job in jobs if job.waits), None)) is not None:
             if self._settled(read, self.slice):
                 self._try(read)
@@ -379,7 +382,7 @@ class Prefiller:
     def _run(
         self, plan: Sequence[tuple[PrefillJob, int]], decoder: DecodeBatch | None
     ) -> tuple[list[PrefillJob], Tensor]:
-        parts, row = [], 0
+        parts, row = list[_Part](), 0
         for job, n in plan:
             parts.append(_Part(job, job.done, job.done + n, row))
             row += n
@@ -418,6 +421,9 @@ class Prefiller:
             numbers = [*(p.rows.stop - 1 for p in ended), *range(others.start, others.stop)]
             with using(names, numbers):
                 logits = self.lane.logits(hidden[0, numbers])
+        for part in parts:
+            if part.job.early is not None:
+                part.job.early.keep(part.start, part.rows)
         for part, mine in zip(ended, logits, strict=False):
             part.job.logits = mine
         self._advance(parts, states)
@@ -434,9 +440,10 @@ class Prefiller:
                 pass
             made = 0, prompt.whole, job.policy.row(), prompt.adapter, job.policy.view()
             return Filled(KVBlock(), position, job.logits, *made)
-        kv = job.prefix()
+        kv, view = job.prefix(), None if job.early is None else job.early.row(job.done)
         assert kv is not None
-        return Filled(kv, position, job.logits, job.reused, prompt.whole, None, prompt.adapter)
+        more = job.reused, prompt.whole, None, prompt.adapter, view
+        return Filled(kv, position, job.logits, *more)
 
     def _states(self, parts: Sequence[_Part]) -> dict[int, Any]:
         """Return copies of the convolutions of the one prompt of a pass, which may fail."""
@@ -554,10 +561,6 @@ def _canvas(job: PrefillJob) -> list[Tensor]:
 def _fitting(error: Exception) -> Exception:
     """Return the error of a spec that does not fit this model or prompt, as the user's own."""
     return SpecError(str(error)) if isinstance(error, ModelError) else error
-
-
-def _one(job: PrefillJob) -> float:
-    return 1.0
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.kv import KVBlock
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.decoding.speculation import DecodePlan, check_kind, plan_decode
+from mmfast.decoding.speculation import EXIT, DecodePlan, check_kind, plan_decode
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.reduction.call import PassState
@@ -39,7 +39,7 @@ from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import CHUNKS, PAUSE, Prefiller
 from mmfast.serve.engine.request import ActiveRequest, check_storeless
 from mmfast.serve.engine.reuse import ServedReuse
-from mmfast.serve.engine.second_model import SecondModel
+from mmfast.serve.engine.second_model import EarlyExit, LoadedDrafts, SecondModel
 from mmfast.serve.engine.sequential import AttachedAnswer, SequentialRunner
 from mmfast.serve.engine.slots import Filled
 
@@ -75,12 +75,15 @@ class ModelRunner:
             self.per_token = self.batch.per_token
         except ModelError:  # layers whose rows cannot be told apart
             self.per_token = stated_bytes(self.model)
-        # models that read prompts of their own to draft, by the name of their spec
-        self.seconds: dict[str, SecondModel] = {}
-        if self.batch is not None and decode is not None and decode.runs_model:
+        # what was loaded to draft, by the name of its spec
+        self.seconds: dict[str, LoadedDrafts] = {}
+        if self.batch is not None and decode is not None and decode.loads:
             check_kind(decode)
-            given = self.model, self.chooser, chunk, limit, served
-            self.seconds[decode.model] = SecondModel(decode, *given)
+            if decode.kind == EXIT:
+                made: LoadedDrafts = EarlyExit(decode, self.model, self.batch.decoder)
+            else:
+                made = SecondModel(decode, self.model, self.chooser, chunk, limit, served)
+            self.seconds[decode.model] = made
             self.batch.decoder.drafts.models |= self.seconds
         self.reuse = reuse
         self.sequential = SequentialRunner(self.model, self.chooser, served, self._join, reuse)
@@ -208,13 +211,13 @@ class ModelRunner:
         if (drafts := plan_decode(answer.decode)) is not None:
             answer.drafts = AnswerDrafts(drafts, answer.request.tenant, notes=answer.notes)
             answer.reserve += drafts.widest + 1  # drafts may fall where a window goes on
-            if drafts.runs_model:
+            if drafts.loads:
                 self.seconds[drafts.model].adopt(answer.drafts, answer.prepared, more)
             elif view := served_view(
                 drafts, features_given(answer.prepared.inputs), answer.batched
             ):
                 answer.prepared = replace(answer.prepared, view=view)
-                answer.drafts.room = answer.piece + more + drafts.most + 1
+                answer.drafts.room = answer.piece + more + drafts.reach + 1
             elif drafts.views:
                 answer.notes.append(NO_VIEW.format(drafts.text))
 

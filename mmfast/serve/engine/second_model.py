@@ -12,11 +12,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
 from mmfast.core.errors import MmfastError, ModelError, SpecError
+from mmfast.core.kv import KVBlock
 from mmfast.core.spec import parse
-from mmfast.decoding.speculation import DecodePlan
+from mmfast.decoding.speculation import EXIT, DecodePlan
 from mmfast.models.decoder.draft_stage import load_draft, placeholders
 from mmfast.models.decoder.drafters import own_inputs
+from mmfast.models.decoder.early_exit import load_exit
 from mmfast.models.families.adapter import adapter_for, check_media
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check, refuse_files
@@ -25,11 +31,11 @@ from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.base import Event, Failure
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import DecodeBatch
-from mmfast.serve.engine.drafts import CATCH_UP, AnswerDrafts, DraftRows, RunningRow, with_room
+from mmfast.serve.engine.drafts import CATCH_UP, AnswerDrafts, DraftRows, RunningRow
 from mmfast.serve.engine.encoder import MediaEncoder, parted
-from mmfast.serve.engine.kv.bucket import taken
-from mmfast.serve.engine.kv.rows import AnswerRow, entries
-from mmfast.serve.engine.lane import Lane
+from mmfast.serve.engine.kv.bucket import Entries, taken
+from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries, with_room
+from mmfast.serve.engine.lane import AttentionCall, Lane
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.slots import Filled, Prepared
@@ -63,7 +69,122 @@ class PromptReader(RunningBatch):
             self._fail(answer, error)
 
 
-class SecondModel(DraftRows):
+class LoadedDrafts(DraftRows):
+    """Drafts of what a server was started with, by the `name` of the spec.
+
+    An answer takes `per_token` bytes for each token of its row, and of its prompt until then.
+    """
+
+    name: str
+    per_token: int
+
+    def adopt(self, drafts: AnswerDrafts, prepared: Prepared, tokens: int) -> None:
+        """Get ready to draft for an answer of so many tokens at most."""
+        drafts.piece = prepared.length
+        drafts.room = drafts.piece + tokens + drafts.plan.most + 1
+
+    def needed(self, answers: Iterable[ActiveRequest]) -> int:
+        """Return the bound of memory in bytes, with rows for those of these answers that lack one.
+
+        A prompt lies in a tensor of its own until it is copied to its row.
+        """
+        ready = {id(row.drafts) for row in self.rows}
+        mine = [a.drafts for a in answers if a.drafts is not None and self._drafts(a.drafts)]
+        waiting = [drafts for drafts in mine if id(drafts) not in ready]
+        tokens = self.store.needed([drafts.room for drafts in waiting])
+        return self.per_token * (tokens + sum(drafts.piece for drafts in waiting))
+
+    def alone(self, drafts: AnswerDrafts | None) -> int:
+        """Return the bytes that the drafts of one answer take."""
+        if drafts is None or not self._drafts(drafts):
+            return 0
+        return self.per_token * (taken([drafts.room]) + drafts.piece)
+
+    def _drafts(self, drafts: AnswerDrafts) -> bool:
+        return drafts.plan.loads and drafts.plan.model == self.name
+
+    def read(self) -> None:
+        """Do a unit of work on prompts of its own, if there are any; answers wait for it."""
+
+    def close(self) -> None:
+        """End its threads, if there are any; no request is at work."""
+
+
+class EarlyExit(LoadedDrafts):
+    """The first layers of the model and a trained adapter, over the rows of the answers themselves.
+
+    Kangaroo (Liu et al., arXiv 2404.18911). What drafts add to these rows falls before the step;
+    rows of its own hold what the adapter keeps of the states that pass by: of the prompt, as far as
+    it was read for this answer, and of what the answer has said.
+
+    Raises:
+        ModelError: There is no such adapter, or it is another model's.
+    """
+
+    kind = EXIT
+
+    def __init__(self, plan: DecodePlan, model: Any, decoder: DecodeBatch) -> None:
+        super().__init__(decoder.lane, decoder.chooser)
+        self.name, self._decoder = plan.model, decoder
+        self._adapter = self.lane.exit = load_exit(plan.model, model)
+        self.store = AnswerRows(1)
+        self._attention = AttentionCall(self._adapter, sdpa_attention_forward, "sdpa", (), {})
+        weight = self._adapter.key.weight
+        self.per_token = 2 * weight.shape[0] * weight.element_size()
+
+    def begin(self, row: RunningRow) -> None:
+        """Begin to draft for an answer."""
+        own = row.own
+        if own.view is None:  # nothing of the prompt passed by
+            states = self._adapter.key.weight.new_zeros(1, 0, self._adapter.config["width"])
+            _, keys, values = self._adapter.heads(states, torch.arange(0, device=states.device))
+            own.view = AnswerRow([Entries(KVBlock((keys[0],), (values[0],)), 0)])
+        (part,) = own.view.parts
+        assert isinstance(part, Entries)
+        own.piece = part.keys.shape[1]
+        part.most = own.piece + row.sampling.max_tokens
+        self.add(row)
+
+    def draft(self, wanted: dict[RunningRow, int]) -> int:
+        """Draft so many tokens for these answers, and leave their rows as they were."""
+        with self._decoder.store.lent():
+            return super().draft(wanted)
+
+    def _hidden(self, reads: dict[RunningRow, list[int]]) -> Tensor:
+        rows, store = self._decoder.rows, self._decoder.store
+        store.advance([len(reads.get(row, ())) for row in rows], further=True)
+        mine = {row: reads[row] for row in rows if row in reads}
+        found = self._pass(self.lane.leave, store, mine).split([*map(len, mine.values())])
+        states = dict(zip(mine, found, strict=True))
+        return self._behind({row: states[row] for row in reads})
+
+    def _behind(self, states: dict[RunningRow, Tensor]) -> Tensor:
+        """Let the adapter read states `[n, D]` of answers: those for the head, `[T, D]`."""
+        both, places = torch.cat([*states.values()])[None], list[int]()
+        for row, mine in states.items():
+            at = row.own.piece + row.own.held + row.own.read
+            places += range(at, at + len(mine))
+        heads = self._adapter.heads(both, torch.tensor(places, device=both.device))
+        return self._adapter.mixed(both, self.store.attend_flat(0, self._attention, *heads))[0]
+
+    def settle(self, kept: dict[RunningRow, int]) -> None:
+        """Keep what was read and stands, and read what else answers have said."""
+        super().settle(kept)
+        missed: dict[RunningRow, Tensor] = {}
+        for row in self.rows:
+            own = row.own
+            if row in kept and own.early is not None:
+                new = own.early[own.held - len(own.said) + 1 : kept[row]]
+                missed |= {row: new} if len(new) else {}
+                own.early = None
+        if missed:
+            self.store.advance([len(missed.get(row, ())) for row in self.rows])
+            self._behind(missed)
+        for row, new in missed.items():
+            row.own.held += len(new)
+
+
+class SecondModel(LoadedDrafts):
     """The model of `draft:DIR`, or of `self?reduce=SPEC`, and its prompts and rows.
 
     Args:
@@ -89,6 +210,7 @@ class SecondModel(DraftRows):
         self._main, self._model = model, own
         self.reader = PromptReader(own, chunk, limit, served, self._ended)
         super().__init__(self.reader.prefiller.lane, chooser)
+        self.per_token = self.reader.per_token
         if CONV in self.lane.kinds:
             raise ModelError(
                 f"decode={plan.text!r} takes drafts back, which {type(own).__name__} cannot: its "
@@ -114,7 +236,7 @@ class SecondModel(DraftRows):
             reason = f"it takes other media ({' '.join(str(error).split())[:160]})"
             raise SpecError(self._refused(plan, reason)) from error
         drafts.piece = drafts.prompt.length
-        drafts.room = drafts.piece + tokens + plan.most + CATCH_UP + 1
+        drafts.room = drafts.piece + tokens + plan.reach + CATCH_UP + 1
 
     def _refused(self, plan: DecodePlan, reason: str) -> str:
         return (
@@ -146,26 +268,6 @@ class SecondModel(DraftRows):
             raise SpecError(f"{plan.reduce!r} does not act when a prompt is read")
         return Prepared(request, inputs, prepared.media, early, 0.0, deep, None, inside)
 
-    def needed(self, answers: Iterable[ActiveRequest]) -> int:
-        """Return the bound of memory in bytes, with rows for those of these answers that lack one.
-
-        A prompt lies in a tensor of its own until it is copied to its row.
-        """
-        ready = {id(row.drafts) for row in self.rows}
-        mine = [a.drafts for a in answers if a.drafts is not None and self._drafts(a.drafts)]
-        waiting = [drafts for drafts in mine if id(drafts) not in ready]
-        tokens = self.store.needed([drafts.room for drafts in waiting])
-        return self.reader.per_token * (tokens + sum(drafts.piece for drafts in waiting))
-
-    def alone(self, drafts: AnswerDrafts | None) -> int:
-        """Return the bytes that the drafts of one answer take."""
-        if drafts is None or not self._drafts(drafts):
-            return 0
-        return self.reader.per_token * (taken([drafts.room]) + drafts.piece)
-
-    def _drafts(self, drafts: AnswerDrafts) -> bool:
-        return drafts.plan.runs_model and drafts.plan.model == self.name
-
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, those of prompts included."""
@@ -194,7 +296,7 @@ class SecondModel(DraftRows):
             most = filled.length + row.sampling.max_tokens
             made = AnswerRow(entries(filled.kv, self.lane.kinds, self.lane.window, most))
         # What an answer has said meanwhile is read along with drafts.
-        own.view = with_room(made, own.plan.most + CATCH_UP, views=True)
+        own.view = with_room(made, own.plan.reach + CATCH_UP, views=True)
         own.start = filled.position.tolist()
         self.add(row)
 

@@ -188,8 +188,7 @@ def test_what_cannot_draft_is_refused_in_one_line() -> None:
         "draft:x": "second prompt.*use 'self:0.1'",
         "self?reduce=evs:0.5": "second prompt",
         "bild:x": "changes answers",
-        "exit:x": "layers or trees",
-        "self:0.1?tree=2x1": "layers or trees",
+        "exit:x": "by an adapter, and this server was not started for that",
         "lokup": "lookup",
         "self:0.1?score=none": "snapkv",
     }

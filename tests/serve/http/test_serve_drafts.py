@@ -16,7 +16,9 @@ pytest.importorskip("ray")
 from serve_tools import CHAT, MODEL, app_of, client_of, data_url, text, user
 
 from mmfast.cli import main
+from mmfast.compressors.base import save
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.models.decoder.early_exit import new_adapter
 from mmfast.models.loading import load
 from mmfast.serve.config import ServerConfig, resolve
 from mmfast.serve.engine.scheduler import Scheduler
@@ -106,21 +108,27 @@ def test_wrong_specs_are_one_line(drafting: Scheduler) -> None:
         assert reply.status_code == 400 and said in message and "\n" not in message
 
 
-def test_a_draft_model_that_the_server_was_started_with(tmp_path: Path) -> None:
-    """Its answers are the plain ones; another folder and other words are refused in one line."""
-    model = load(None, "cpu", "float32")[0]
-    model.save_pretrained(tmp_path)  # the model itself, which drafts what it will say
-    spec = f"draft:{tmp_path}?adapt=false&least=0&most=2"
+@pytest.mark.parametrize("kind", ["draft", "exit"])
+def test_a_model_or_an_exit_that_the_server_was_started_with(kind: str, tmp_path: Path) -> None:
+    """Its answers are the plain ones; another file and other words are refused in one line."""
+    model, where = load(None, "cpu", "float32")[0], tmp_path / "exit.safetensors"
+    if kind == "draft":
+        where = tmp_path
+        model.save_pretrained(where)  # the model itself, which drafts what it will say
+    else:
+        save(new_adapter(model, model.config.get_text_config().num_hidden_layers - 1), where)
+    spec = f"{kind}:{where}?adapt=false&least=0&most=2"
     made = load_engine(ServerConfig(decode=spec, slots=4, name=MODEL))
     try:
         documents = [
             asked("none", max_tokens=8, ignore_eos=True),
             asked(max_tokens=8, ignore_eos=True),
         ]
-        *replies, other, _ = posted(made, CHAT, *documents, asked("draft:/else/where"))
+        *replies, other, _ = posted(made, CHAT, *documents, asked(f"{kind}:/else/where"))
         assert told(replies[0]) == told(replies[1])
         details = replies[1].json()["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] > 0 == details["rejected_prediction_tokens"]
+        assert details["accepted_prediction_tokens"] > 0
+        assert details["rejected_prediction_tokens"] == 0 or kind == "exit"
         message = other.json()["error"]["message"]
         assert other.status_code == 400 and "start it with --decode" in message
         assert "\n" not in message

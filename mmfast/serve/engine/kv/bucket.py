@@ -168,8 +168,10 @@ class Places:
     """Places of the next tokens of some rows, for all layers in which these share a tensor.
 
     Where rows read several tokens, they are as wide as the one with most: the others repeat their
-    last one, which is stored and seen as it is once. `index` `[B, n]` are then places in the list
-    of the tokens of all answers, and `real` those of `[B * n]` that are no repetition.
+    last one, which is stored and seen as it is once, and one that reads none repeats another row.
+    `index` `[B, n]` are then places in the list of the tokens of all answers, None where no row
+    reads any, `real` those of `[B * n]` that are no repetition, and `into` the rows `[B, 1]` that
+    store them.
     """
 
     def __init__(self, rows: Sequence[Slots], answers: int, like: Tensor) -> None:
@@ -177,6 +179,7 @@ class Places:
         self.real, self.targets = torch.empty(0), torch.empty(0)
         self.rows, self._device, self._dtype = rows, like.device, like.dtype
         self.numbers = torch.arange(len(rows), device=like.device)[:, None]
+        self.into = self.numbers
         self.at, self.mask, self.stop = self.numbers, None, 0  # type: Tensor, Tensor | None, int
         self._added: Tensor | None = None  # `[B, 1, 1, room]`, the mask of all places
         self._lengths = [0] * len(rows)
@@ -194,7 +197,7 @@ class Places:
 
         A token of a tree sees its path, of all tokens of the step.
         """
-        self.index = None
+        self.index, self.into = None, self.numbers
         if counts is not None:
             self._spread(counts, paths)
             return
@@ -226,28 +229,32 @@ class Places:
         self._added = None
         starts = [0, *itertools.accumulate(counts)]
         numbers = [counts[row.owner] for row in self.rows]
-        wide = max(1, *numbers)
-        self.stop = max(row.length + (not n) for row, n in zip(self.rows, numbers, strict=True))
+        if not any(numbers):
+            return
+        reading = next(b for b, n in enumerate(numbers) if n)
+        stores, wide = [b if n else reading for b, n in enumerate(numbers)], max(numbers)
+        self.stop = max(self.rows[b].length for b in stores)
         index, at, real = list[list[int]](), list[list[int]](), list[int]()
         seen = torch.zeros(len(self.rows), wide, self.stop, dtype=torch.bool)
-        for b, (row, n) in enumerate(zip(self.rows, numbers, strict=True)):
-            slots = row.slots[len(row.slots) - n :] if n else [row.length]  # beyond all it sees
-            last = [min(i, max(0, n - 1)) for i in range(wide)]
-            index.append([min(starts[row.owner] + i, starts[-1] - 1) for i in last])
+        for b, own in enumerate(stores):
+            row, n = self.rows[own], numbers[own]
+            slots = row.slots[len(row.slots) - n :]
+            last = [min(i, n - 1) for i in range(wide)]
+            index.append([starts[row.owner] + i for i in last])
             at.append([slots[i] for i in last])
-            real += [b * wide + i for i in range(n)]
+            real += [b * wide + i for i in range(n)] if own == b else []
             for i, place in enumerate(last):
                 if (tree := paths[row.owner]) is not None:
-                    seen[b, i, : slots[0]] = True
-                    seen[b, i, [slots[node] for node in tree[place]]] = True
+                    seen[b, i, : row.slots[0]] = True
+                    seen[b, i, [row.slots[node] for node in tree[place]]] = True
                 elif row.leaving is None:
                     seen[b, i, : slots[place] + 1] = True
                 else:
-                    own = row.orders[len(row.orders) - n + place] if n else [row.length]
-                    seen[b, i, own] = True
+                    seen[b, i, row.orders[len(row.orders) - n + place]] = True
         self.index = torch.tensor(index, device=self._device)
         self.at = torch.tensor(at, device=self._device)
-        self.real = torch.tensor(real, device=self._device, dtype=torch.int64)  # maybe none
+        self.into = torch.tensor(stores, device=self._device)[:, None]
+        self.real = torch.tensor(real, device=self._device)
         self.targets = self.index.flatten()[self.real]
         self.mask = added(seen.to(self._device)[:, None], self._dtype)  # [B, 1, n, stop]
 
@@ -307,6 +314,6 @@ class RowBucket:
         """Store new entries `[2, b, H, n, d]` and attend to all of the rows."""
         places, count = self.places, len(self.rows)
         assert places is not None
-        self.own.scatter(both, (places.numbers, places.at))
+        self.own.scatter(both, (places.into, places.at))
         keys, values = self.own.read(slice(None), 0, places.stop)[:, :count]
         return attention(query, keys, values, places.mask)

@@ -153,7 +153,7 @@ class PackedBucket(RowBucket):
         if self._sides is None or not any(len(each) for each in self._seen):
             return super().attend(attention, query, both)
         assert places is not None
-        self.own.scatter(both, (places.numbers, places.at))
+        self.own.scatter(both, (places.into, places.at))
         recent = self.own.read(slice(None), 0, places.stop)[:, :count]  # [2, b, H, r, d]
         if self._mask is None:
             longest = max(len(each) for each in self._seen)

@@ -8,7 +8,9 @@ one takes the place of one that left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +83,22 @@ def entries(
         else:
             found.append(Entries(KVBlock((keys,), (values,)), most))
     return found
+
+
+def reads_trees(row: AnswerRow) -> bool:
+    """Return True if a row may read a tree: all of its entries stay, as they are."""
+    return all(type(part) is Entries and part.leaving is None for part in row.parts)
+
+
+def with_room(row: AnswerRow, most: int, views: bool = False) -> AnswerRow:
+    """Let the entries of a row whose oldest leave have room for drafts, which may fall.
+
+    Those of `views` may stand still while others draft, and have a place for that; so have trees.
+    """
+    for part in row.parts:
+        if isinstance(part, Entries) and (views or part.leaving is not None):
+            part.most += most + 1
+    return row
 
 
 class RowLayer:
@@ -238,18 +256,29 @@ class AnswerRows:
 
         `counts` are the tokens that each of them reads, None is one; see `settle`. `further` tokens
         belong to the step that has begun. Rows with several tokens hold entries alone, and none of
-        those that read a tree leave.
+        those that read a tree leave. A row that reads none stays as it is.
         """
         for number, row in enumerate(self.rows):
             row.count = 1 if counts is None else counts[number]
             row.paths = None if paths is None else paths[number]
-            if row.driver is not None:
+            if row.driver is not None and row.count:
                 row.driver()
         self._pack()
         for row, mine in zip(self.rows, self._slots, strict=True):
             for slots in mine:
                 slots.advance(row.count, further)
         self.arrange()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let passes read `further` tokens behind the last step, and take all of them back."""
+        for slots in itertools.chain(*self._slots):
+            slots.advance(0)
+        try:
+            yield
+        finally:
+            for slots in itertools.chain(*self._slots):
+                slots.settle(0)
 
     @torch.inference_mode()
     def settle(self, number: int, kept: int, path: Sequence[int] | None = None) -> None:
@@ -337,16 +366,15 @@ class AnswerRows:
         layer = self.layers[index]
         out = query.new_empty(query.shape[2], query.shape[1], both.shape[-1])  # [T, H, d]
         for bucket in layer.buckets.values():
-            if (places := bucket.places) is None:
+            if (places := bucket.places) is None or places.index is None:
                 continue
-            assert places.index is not None
             mine = query[0][:, places.index].transpose(0, 1)  # [B, H, n, d]
             pairs = both[:, 0][:, :, places.index].transpose(1, 2)  # [2, B, H, n, d]
             found = bucket.attend(attention, mine, pairs)  # [B, n, H, d]
             out[places.targets] = found.reshape(-1, *out.shape[1:])[places.real]
         at = 0
         for row in self.rows:
-            if row in layer.held:  # rows of such policies read one token
+            if row in layer.held and row.count:  # rows of such policies read one token
                 one = slice(at, at + 1)
                 given = query[:, :, one], *both[..., one, :]
                 out[one] = layer.held[row].attend(attention, *given)[0]
