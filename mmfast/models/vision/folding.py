@@ -298,7 +298,7 @@ def folded_tower(model: Any, encoder: str | None, trace: Trace) -> Iterator[None
     note = (
         f"{NAME}: no attention in blocks {', '.join(map(str, found.blocks))} of "
         f"{len(tower.blocks)}; {whole - less} instead of {whole} multiply-adds a patch in the "
-        "linear layers of the tower's blocks"
+        "linear layers of the tower's blocks, which learn nothing meanwhile"
     )
     with ExitStack() as stack:
         for name, value in found.named().items():

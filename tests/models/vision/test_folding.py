@@ -83,6 +83,7 @@ def test_folded_blocks_give_what_affine_maps_gave(family: str, tmp_path: Path) -
     assert torch.equal(features(this, kind, call), stock)
     (note,) = trace.notes
     assert note.startswith("riformer: no attention in blocks 0, ")
+    assert note.endswith("which learn nothing meanwhile")
 
 
 def by_hand(weights: dict[str, np.ndarray], gone: list[int], x: np.ndarray, heads: int) -> Any:
