@@ -291,7 +291,7 @@ def test_a_classifier_of_pictures_reads_no_text() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = ViTForImageClassification(ViTConfig(num_attention_heads=2, image_size=32, **sizes))
     for asked in ({"reduce": "tome@vit:0.5"}, {"cache": "snapkv:12"}):
-        with pytest.raises(ModelError, match="'vit'.* has no adapter"):
+        with pytest.raises(ModelError, match=r"'vit'.* has no adapter"):
             mmfast.attach(model, **asked)
 
 

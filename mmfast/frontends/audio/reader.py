@@ -189,7 +189,8 @@ def load_audio(
     Takes a path, bytes or file object of a sound or a video (wav, flac, ogg, mp3, m4a, mp4, mkv,
     …); an array `[n]`, `[channels, n]` or `[n, channels]` of float in -1..1, int16, int32, int8 or
     uint8; `(array, rate)` in either order; a mapping with "array" and "sampling_rate", or with the
-    "bytes" or the "path" of a file; a decoder of torchcodec; what a pipeline said; raw bytes, with `encoding` ("pcm16", "float32", "pcm8", "mulaw", "alaw") and interleaved `channels`; or an
+    "bytes" or the "path" of a file; a decoder of torchcodec; what a pipeline said; raw bytes, with
+    `encoding` ("pcm16", "float32", "pcm8", "mulaw", "alaw") and interleaved `channels`; or an
     iterator of arrays, of `(array, rate)`, or of raw bytes. Media without a header have
     `media_rate`, else `rate`. Channels are averaged, peaks above full scale cut.
 

@@ -37,7 +37,7 @@ class Strict(BaseModel):
 
 # Parameters of OpenAI that are taken and change nothing here; `detail` is one of a picture.
 WITHOUT_EFFECT = ("store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
-_IDLE = (None, False, {}, "auto", "default")
+_IDLE: tuple[Any, ...] = (None, False, {}, "auto", "default")
 
 
 def ignored(value: Any, at: str = "") -> list[str]:
