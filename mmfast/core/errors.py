@@ -35,8 +35,9 @@ def unknown(what: str, value: object, choices: Iterable[str], more: Iterable[str
     A name of `more` may be the nearest one, but is not listed.
     """
     names = sorted(choices)
-    bare = {name.lstrip("-"): name for name in (*names, *more)}  # dashes make no likeness
-    near = difflib.get_close_matches(str(value).lstrip("-"), bare, n=1, cutoff=0.5)
+    # dashes and capitals make no likeness
+    bare = {name.lstrip("-").casefold(): name for name in (*names, *more)}
+    near = difflib.get_close_matches(str(value).lstrip("-").casefold(), bare, n=1, cutoff=0.5)
     hint = f"; did you mean {bare[near[0]]!r}?" if near else ";"
     if names:
         return f"unknown {what} {value!r}{hint} choices: {', '.join(names)}"

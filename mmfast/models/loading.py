@@ -50,7 +50,7 @@ def embedded_path(name: str = EMBEDDED) -> Path:
 
 def located(model: str | Path | None) -> str:
     """Return the place of a model: an embedded one goes by name, unless a folder here has it."""
-    if model is None or (model in EMBEDDED_NAMES and not Path(model).exists()):
+    if model is None or (model in (*EMBEDDED_NAMES, EMBEDDED_TEXT) and not Path(model).exists()):
         return str(embedded_path(str(model or EMBEDDED)))
     return str(model)
 

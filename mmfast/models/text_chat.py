@@ -75,9 +75,7 @@ def load_text(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where, given = str(model), dict(model_kwargs or {})
-    if where == loading.EMBEDDED_TEXT and not Path(where).exists():
-        where = str(loading.embedded_path(where))
+    where, given = loading.located(model), dict(model_kwargs or {})
     place, how = loading.pick_device(device), loading.pick_dtype(dtype)
     hub = {name: given[name] for name in loading.HUB if name in given}
     with loading.loading(f"model {where!r}"):

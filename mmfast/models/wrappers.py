@@ -45,10 +45,11 @@ def base_of(model: Any) -> Any:
 
 
 def reads_text_alone(model: Any) -> bool:
-    """Return True for a causal language model of decoder layers."""
+    """Return True for a causal language model of decoder layers, which has words to read."""
     config: Any = getattr(model, "config", None)
     nested = [name for name in ("vision_config", "audio_config") if hasattr(config, name)]
     own = hasattr(model, "get_decoder") and hasattr(config, "get_text_config") and not nested
+    own = own and hasattr(config, "vocab_size")  # encoders of pictures have layers, too
     if not own or getattr(config, "is_encoder_decoder", False):
         return False
     return config.get_text_config() is config and len(layers_of(decoder_of(model))) > 0

@@ -396,7 +396,7 @@ def _singular(name: str) -> str:
 
 def _read(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # of Windows' editors
     except (OSError, UnicodeDecodeError) as error:
         raise MmfastError(f"--config {str(path)!r} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:

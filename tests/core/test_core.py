@@ -448,3 +448,4 @@ def test_an_unknown_name_where_there_is_none_to_choose() -> None:
     near = "unknown option 'devcie'; did you mean 'device'?"  # a name that is known, but not listed
     assert unknown("option", "devcie", [], ["device", "dtype"]) == near
     assert unknown("part", "whot", ["what"]).endswith("did you mean 'what'? choices: what")
+    assert "did you mean 'EVS'?" in unknown("part", "evs", ["EVS", "dtd"])

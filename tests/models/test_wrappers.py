@@ -285,6 +285,16 @@ def test_data_parallel_over_devices_is_refused() -> None:
         mmfast.attach(held, SPECS[0])
 
 
+def test_a_classifier_of_pictures_reads_no_text() -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = ViTForImageClassification(ViTConfig(num_attention_heads=2, image_size=32, **sizes))
+    for asked in ({"reduce": "tome@vit:0.5"}, {"cache": "snapkv:12"}):
+        with pytest.raises(ModelError, match=r"'vit'.* has no adapter"):
+            mmfast.attach(model, **asked)
+
+
 def test_text_models_take_a_kv_policy_and_reducers_of_text_alone() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

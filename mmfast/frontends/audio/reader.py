@@ -161,7 +161,9 @@ def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
         yield torch.cat(waiting), rate
 
 
-_ARRAYS, _RATES = ("array", "raw", "samples"), ("sampling_rate", "rate")  # keys of a mapping
+# Keys of a mapping; those of a file are what datasets has of a sound that is not decoded.
+_ARRAYS, _RATES = ("array", "raw", "samples", "bytes", "path"), ("sampling_rate", "rate")
+_HELD = (("pcm", "rate"), ("data", "sample_rate"))  # of `Spoken` and `Sound`, and of torchcodec
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,9 @@ def load_audio(
 
     Takes a path, bytes or file object of a sound or a video (wav, flac, ogg, mp3, m4a, mp4, mkv,
     …); an array `[n]`, `[channels, n]` or `[n, channels]` of float in -1..1, int16, int32, int8 or
-    uint8; `(array, rate)` in either order; a mapping with "array" and "sampling_rate"; raw bytes,
-    with `encoding` ("pcm16", "float32", "pcm8", "mulaw", "alaw") and interleaved `channels`; or an
+    uint8; `(array, rate)` in either order; a mapping with "array" and "sampling_rate", or with the
+    "bytes" or the "path" of a file; a decoder of torchcodec; what a pipeline said; raw bytes, with
+    `encoding` ("pcm16", "float32", "pcm8", "mulaw", "alaw") and interleaved `channels`; or an
     iterator of arrays, of `(array, rate)`, or of raw bytes. Media without a header have
     `media_rate`, else `rate`. Channels are averaged, peaks above full scale cut.
 
@@ -258,7 +261,11 @@ def _is_samples(media: Any) -> bool:
 
 
 def _unwrapped(media: Any, given: _SampleOptions) -> tuple[Any, _SampleOptions]:
-    """Take the rate off `(array, rate)`, `(rate, array)` and mappings."""
+    """Take the rate off `(array, rate)`, `(rate, array)`, mappings, and objects that hold both."""
+    media = media.get_all_samples() if hasattr(media, "get_all_samples") else media
+    held = next((names for names in _HELD if all(hasattr(media, name) for name in names)), None)
+    if held is not None:
+        media = tuple(getattr(media, name) for name in held)
     if isinstance(media, Mapping):
         array = next((media[key] for key in _ARRAYS if media.get(key) is not None), None)
         rate = next((media[key] for key in _RATES if media.get(key) is not None), given.rate)

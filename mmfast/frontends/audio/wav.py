@@ -32,7 +32,7 @@ class WavWriter:
     Example: `with WavWriter("out.wav", 16000) as wav: wav.write(pcm)`. The sizes in its header are
     corrected on `close`; where the target cannot seek (a pipe, a socket) they say "unknown", which
     players take as "to the end". `encoding` is "pcm16" or "float32"; a MediaError names what is
-    wrong.
+    wrong, but a pipe whose reader has left raises BrokenPipeError as any file does.
     """
 
     def __init__(self, target: Any, rate: int, encoding: str = "pcm16") -> None:
@@ -83,6 +83,8 @@ class WavWriter:
                 file.write(self._header(self.samples * _FORMATS[self.encoding][1]))
                 file.seek(end)
             file.close() if self._own else file.flush()
+        except BrokenPipeError:
+            raise
         except (OSError, ValueError) as error:
             raise MediaError(f"{self.name} cannot be written: {first_line(error)}") from None
 
@@ -95,6 +97,8 @@ class WavWriter:
     def _put(self, data: bytes) -> None:
         try:
             self._file.write(data)
+        except BrokenPipeError:
+            raise
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise MediaError(f"{self.name} cannot be written: {first_line(error)}") from None
 

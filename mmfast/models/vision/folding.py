@@ -298,7 +298,7 @@ def folded_tower(model: Any, encoder: str | None, trace: Trace) -> Iterator[None
     note = (
         f"{NAME}: no attention in blocks {', '.join(map(str, found.blocks))} of "
         f"{len(tower.blocks)}; {whole - less} instead of {whole} multiply-adds a patch in the "
-        "linear layers of the tower's blocks"
+        "linear layers of the tower's blocks, which learn nothing meanwhile"
     )
     with ExitStack() as stack:
         for name, value in found.named().items():
@@ -314,13 +314,32 @@ def folded_tower(model: Any, encoder: str | None, trace: Trace) -> Iterator[None
 
 @contextmanager
 def _set_aside(owner: nn.Module, name: str, value: Tensor) -> Iterator[None]:
-    """Put a value in place of a parameter, which comes back on the device of the module by then."""
+    """Put a value in place of a parameter, which comes back on the device of the module by then.
+
+    What is saved and loaded meanwhile is the parameter: a checkpoint is one of the stock model.
+    """
     before = owner._parameters[name]
     assert before is not None
-    owner._parameters[name] = nn.Parameter(value.clone(), requires_grad=False)
+    folded = owner._parameters[name] = nn.Parameter(value.clone(), requires_grad=False)
+
+    def saved(_: nn.Module, states: dict[str, Any], prefix: str, __: Any) -> None:
+        states[prefix + name] = before.detach().to(folded.device, folded.dtype)
+
+    def loaded(_: nn.Module, states: dict[str, Any], prefix: str, *__: Any) -> None:
+        found = states.get(prefix + name)
+        if found is not None and found.shape == before.shape:
+            before.data = found.detach().to(before.device, before.dtype, copy=True)
+            states[prefix + name] = folded.detach()
+
+    hooks = (
+        owner.register_state_dict_post_hook(saved),
+        owner.register_load_state_dict_pre_hook(loaded),
+    )
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         last = owner._parameters[name]
         assert last is not None
         before.data = before.data.to(last.device, last.dtype)

@@ -15,7 +15,7 @@ from mmfast.core.spec import parse
 from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.sampling import Ask
 from mmfast.frontends.source import quote
-from mmfast.models.loading import embedded_path, pick_device, pick_dtype
+from mmfast.models.loading import located, pick_device, pick_dtype
 from mmfast.models.prompt import check_question
 from mmfast.planner.arithmetic import check_weights
 
@@ -88,7 +88,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 def weights(model: str | None) -> str:
     """Identify a checkpoint: a directory by its config and weight files, else by its name."""
-    folder = embedded_path() if model is None else Path(model)
+    folder = Path(located(model))
     if not folder.is_dir():
         return str(model)
     digest = hashlib.sha256()
@@ -108,7 +108,7 @@ def read_questions(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
     lines: list[str] = []
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8-sig").splitlines()  # of Windows' editors
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
             raise MmfastError(

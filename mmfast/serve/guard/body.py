@@ -230,9 +230,10 @@ def check_type(method: str, path: str, headers: Headers) -> bool:
     kind = given[0].split(b";")[0].strip().lower() if given else b""
     json = kind == b"application/json" or (kind.endswith(b"+json") and b"/" in kind)
     if method in _BODIES and has_body(headers) and path.startswith("/v1/"):
-        if not (json or kind in KINDS.get(path, ())) or len(given) > 1:
+        kinds = KINDS.get(path, ())
+        if not (kind in kinds if kinds else json) or len(given) > 1:
             shown = kind.decode("latin-1")[:60] or "missing"
-            wanted = b" or ".join(KINDS.get(path, ())).decode() or "JSON, as application/json"
+            wanted = b" or ".join(kinds).decode() or "JSON, as application/json"
             text = f"Content-Type is {shown!r}: send {wanted}"
             raise ApiError(415, text, code="unsupported_media_type")
         if values(headers, b"content-encoding") not in ([], [b"identity"]):

@@ -149,6 +149,8 @@ class Reader:
         self, sound: str, place: tuple[int, int], param: str, kind: str | None = None
     ) -> str:
         heard, seconds = await transcribed(self._service, sound, param, kind)
+        if not heard:
+            raise MmfastError("no word was understood in the sound; speak louder, or send text")
         self.seconds += seconds
         self._heard[place] = heard
         return heard
@@ -176,12 +178,13 @@ def words_of(voice: Any, pcm: Any, rate: int, asks: bool = True) -> str:
 async def transcribed(
     service: Service, sound: str | bytes, param: str, kind: str | None = None
 ) -> tuple[str, float]:
-    """Return the words of a recording, base64, a URL or its bytes, and its length in seconds."""
+    """Return the words of a recording, base64, a URL or its bytes, and its length in seconds.
+
+    There are none where nobody speaks.
+    """
     pcm, rate = await load_sound(sound, service.config, format=kind, param=param)
     voice = await service.voice()
     heard = await service.in_voice_thread(partial(words_of, voice, pcm, rate))
-    if not heard:
-        raise MmfastError("no word was understood in the sound; speak louder, or send text")
     return heard, len(pcm) / rate
 
 

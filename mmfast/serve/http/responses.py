@@ -129,7 +129,8 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _part(part: Any) -> Any:
     kind = str(part.get("type")) if isinstance(part, dict) else ""
     if kind == "input_image":
-        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+        picture = {"url": part.get("image_url"), "detail": part.get("detail")}
+        return {"type": "image_url", "image_url": picture}
     if kind in _PARTS:
         return {"type": _PARTS[kind], _PARTS[kind]: part.get(_PARTS[kind])}
     return part  # as in a chat: video_url, input_audio

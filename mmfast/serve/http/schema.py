@@ -35,8 +35,9 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-# Parameters of OpenAI that are taken and change nothing here.
+# Parameters of OpenAI that are taken and change nothing here; `detail` is one of a picture.
 WITHOUT_EFFECT = ("store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+_IDLE: tuple[Any, ...] = (None, False, {}, "auto", "default")
 
 
 def ignored(value: Any, at: str = "") -> list[str]:
@@ -49,8 +50,8 @@ def ignored(value: Any, at: str = "") -> list[str]:
     found = [f"{start}{name}" for name in value.model_extra or ()]
     for name in value.model_fields_set & value.__class__.model_fields.keys():
         given = getattr(value, name)
-        if not at and name in WITHOUT_EFFECT and given not in (None, False, {}, "auto", "default"):
-            found.append(name)
+        if name in (("detail",) if at else WITHOUT_EFFECT) and given not in _IDLE:
+            found.append(start + name)
         found += ignored(given, start + name)
     return sorted(found)
 
@@ -66,7 +67,7 @@ class ImageUrl(Strict):
     """A `data:` URL of an image, or a URL of a host that the server allows."""
 
     url: Annotated[str, Field(min_length=1)]
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class VideoUrl(Strict):
@@ -569,10 +570,8 @@ class JsonRequest(Request):
         """Parse the body; JSONDecodeError where it is not JSON."""
         if not hasattr(self, "_json"):
             body = await self.body()
-            if len(body) < LARGE:
-                self._json = json.loads(body)
-            else:
-                self._json = await asyncio.to_thread(large, body)
+            small = len(body) < LARGE
+            self._json = json.loads(body) if small else await asyncio.to_thread(large, body)
         return self._json
 
 

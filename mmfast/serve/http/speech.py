@@ -298,8 +298,6 @@ async def _of_two(
             span = max(0.0, piece.span[0] - WORD / 2), piece.span[1]
             yield {**_segment(number, *span, f"{who}: {text}"), "speaker": who}
             number += 1
-    if not number:
-        raise bad_request("no word was understood in the sound; speak louder", param="file")
 
 
 def _idle(form: FormData, *taken: str) -> Strict:
@@ -332,10 +330,10 @@ async def _reply(
     task: tuple[str, str],
 ) -> Response:
     """Return segments as a stream, or as a document of `task` (its name, the language)."""
-    first = await anext(found)  # an early error has a status of its own
+    first = await anext(found, None)  # an early error has a status of its own
     if stream:
         return StreamedReply(_deltas(first, found), EVENTS, lambda: None, headers)
-    rows = [first, *[each async for each in found]]
+    rows = [] if first is None else [first, *[each async for each in found]]
     return _document(rows, seconds, form, headers, task)
 
 
@@ -381,8 +379,8 @@ async def segments(
 ) -> AsyncGenerator[dict[str, Any]]:
     """Yield the segments of sound `[n]`: what is said between two silences, with times in seconds.
 
-    Probabilities, which the speech model does not tell, are 0. `ApiError`: no word is understood;
-    `ModelError`: silero-vad is not installed.
+    Probabilities, which the speech model does not tell, are 0. `ModelError`: silero-vad is not
+    installed.
     """
     voice, ear, number = await service.voice(), VoiceEar(), 0
     events = await service.in_voice_thread(lambda: [*ear.hear(pcm), *ear.flush()])
@@ -392,8 +390,6 @@ async def segments(
             begin, end = (at / rate for at in (start, start + len(part)))
             yield _segment(number, begin, end, text)
             number += 1
-    if not number:
-        raise bad_request("no word was understood in the sound; speak louder", param="file")
 
 
 def _gap(row: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from audio_factory import encoded, muxed, tone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmfast.core.speech import Sound
 from mmfast.frontends.audio.reader import decode_pcm, iter_audio, load_audio
 from mmfast.frontends.source import Limits
 from mmfast.ops.audio import resample
+from mmfast.pipelines.speech import Spoken
 
 WANTED = torch.from_numpy(tone(16000)[:, 0])
 
@@ -142,6 +145,21 @@ def test_where_the_rate_may_stand() -> None:
     assert torch.equal(load_audio(samples, media_rate=8000), expected)
     assert torch.equal(load_audio([samples[:100], samples[100:]], media_rate=8000), expected)
     assert torch.equal(load_audio(samples), WANTED[:0].new_tensor(samples))  # the wanted one
+
+
+def test_what_datasets_torchcodec_and_pipelines_give(tmp_path: Path) -> None:
+    sound, data = torch.from_numpy(tone(8000)[:, 0]), encoded(tone(16000), 16000, subtype="FLOAT")
+    expected = load_audio((sound, 8000))
+    decoder = SimpleNamespace(
+        get_all_samples=lambda: SimpleNamespace(data=sound[None], sample_rate=8000)
+    )
+    said = Spoken(sound, 8000, "hello")
+    for media in (decoder, decoder.get_all_samples(), said, [said], Sound(sound, 8000, "hello")):
+        assert torch.equal(load_audio(media), expected)
+    (tmp_path / "x.wav").write_bytes(data)
+    undecoded = {"bytes": None, "path": str(tmp_path / "x.wav")}
+    for media in (undecoded, {"bytes": data, "path": "nowhere.wav"}):
+        assert torch.equal(load_audio(media), WANTED)
 
 
 def test_paths_and_file_objects(tmp_path: Path) -> None:

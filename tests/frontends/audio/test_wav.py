@@ -107,6 +107,22 @@ def test_an_error_inside_leaves_a_whole_file(tmp_path: Path) -> None:
         assert file.getnframes() == len(SOUND)
 
 
+class Left(Pipe):
+    """Has no reader any more."""
+
+    def write(self, _: Any) -> int:
+        raise BrokenPipeError
+
+
+def test_a_pipe_without_a_reader_is_none_of_the_faults_of_media() -> None:
+    with pytest.raises(BrokenPipeError):
+        WavWriter(Left(), 16000)
+    wav = WavWriter(pipe := Pipe(), 16000)
+    vars(pipe)["flush"] = lambda: Left().write(b"")
+    with pytest.raises(BrokenPipeError):
+        wav.close()
+
+
 @pytest.mark.parametrize(
     ("target", "rate", "encoding", "part"),
     [

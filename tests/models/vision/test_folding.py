@@ -83,6 +83,7 @@ def test_folded_blocks_give_what_affine_maps_gave(family: str, tmp_path: Path) -
     assert torch.equal(features(this, kind, call), stock)
     (note,) = trace.notes
     assert note.startswith("riformer: no attention in blocks 0, ")
+    assert note.endswith("which learn nothing meanwhile")
 
 
 def by_hand(weights: dict[str, np.ndarray], gone: list[int], x: np.ndarray, heads: int) -> Any:
@@ -223,6 +224,26 @@ def test_parameters_come_back_as_they_were_where_the_model_moved(tmp_path: Path)
 
 
 @torch.no_grad()
+def test_what_is_saved_and_loaded_meanwhile_is_the_stock_tower(tmp_path: Path) -> None:
+    this = build("llava_onevision")
+    path = written(learned(this.model, [1]), tmp_path)
+    own = dict(this.model.named_parameters())
+    stock = {name: value.clone() for name, value in this.model.state_dict().items()}
+    other = {name: value + 1 for name, value in stock.items()}
+    with folded_tower(this.model, f"riformer:1?path={path}", Trace()):
+        now = dict(this.model.named_parameters())
+        folded = {name: each.clone() for name, each in now.items() if each is not own[name]}
+        meanwhile = {name: each.clone() for name, each in this.model.state_dict().items()}
+        this.model.save_pretrained(tmp_path)
+        this.model.load_state_dict(other)
+        assert folded and all(torch.equal(now[name], each) for name, each in folded.items())
+    reread = type(this.model).from_pretrained(tmp_path).state_dict()
+    for name, value in stock.items():
+        assert torch.equal(meanwhile[name], value) and torch.equal(reread[name], value), name
+        assert torch.equal(this.model.state_dict()[name], other[name]), name
+    assert not any(m._state_dict_hooks for m in this.model.modules())
+
+
 def test_beside_fast_and_beside_reducers(tmp_path: Path) -> None:
     this = tiny("llava_onevision")
     call, path = ragged(this, "video"), written(learned(this.model, [0]), tmp_path)

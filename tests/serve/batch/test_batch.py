@@ -29,6 +29,7 @@ from mmfast.serve.batch.job import (  # noqa: E402
     differences,
     file_hash,
     find_media,
+    read_questions,
 )
 from mmfast.serve.batch.run import (  # noqa: E402  # noqa: E402
     Answerer,
@@ -350,6 +351,14 @@ def test_weights_tell_models_apart(many: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     assert first["weights"] != _job(many, model=str(tmp_path)).identity()["weights"]
     assert _job(many, model="owner/name").identity()["weights"] == "owner/name"
+    named, embedded = (_job(many, model=name).identity() for name in ("tiny-scenes", None))
+    assert named["weights"] == embedded["weights"] != "tiny-scenes"
+
+
+def test_questions_of_an_editor_on_windows(tmp_path: Path) -> None:
+    file = tmp_path / "questions.txt"
+    file.write_bytes("\ufeffHow many?\r\n\r\nWhere? \r\n".encode())
+    assert read_questions([], file) == ("How many?", "Where?")
 
 
 def test_drafts_tell_runs_apart_where_they_change_answers(many: Path) -> None:

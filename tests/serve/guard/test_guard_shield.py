@@ -122,6 +122,8 @@ def test_json_only_and_not_too_deep(server: Guarded) -> None:
         assert _post(server, content=b"{}", headers=headers).status_code == 415
     zipped = _post(server, content=b"{}", headers={**JSON, "content-encoding": "gzip"})
     assert zipped.status_code == 415
+    reply = _post(server, "/v1/audio/transcriptions", content=b"{}", headers=JSON)
+    assert reply.status_code == 415 and "send multipart/form-data" in reply.text
     assert _post(server, content=b"[" * 33, headers=JSON).json()["error"]["code"] == "too_deep"
     assert _post(server, content=b"[" * 32, headers=JSON).status_code == 200
     assert _post(server, "/other", content=b"{}").status_code == 200

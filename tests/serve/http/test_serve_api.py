@@ -367,6 +367,10 @@ def test_unknown_parameters_are_named_or_refused() -> None:
     evil = post(app_of(saying(*ANSWER)), messages=user("Hi?"), **{"a\r\nset-cookie: é": 1})
     assert evil.status_code == 200 and "set-cookie" not in evil.headers
     assert "x-mmfast-ignored" not in post(app_of(saying(*ANSWER)), messages=user("Hi?")).headers
+    picture = image_part()
+    picture["image_url"]["detail"] = "low"
+    shown = post(app_of(saying(*ANSWER)), messages=user(picture, text("Hi?")))
+    assert shown.headers["x-mmfast-ignored"] == "messages[0].content[0].image_url.detail"
     strict = post(app_of(saying(*ANSWER), strict=True), **asked)
     assert strict.status_code == 400 and strict.json()["error"]["code"] == "unknown_parameter"
 
@@ -518,6 +522,12 @@ def test_responses_name_what_has_no_effect_in_their_texts_options() -> None:
     app, more = app_of(saying(*ANSWER)), {"text": {"verbosity": "low"}, "include": ["a.b"]}
     reply = post(app, "/v1/responses", input=QUESTION, **more)
     assert reply.headers["x-mmfast-ignored"] == "include, text.verbosity"
+    url = image_part()["image_url"]["url"]
+    for detail, told in (("original", True), ("auto", False)):
+        picture = {"type": "input_image", "image_url": url, "detail": detail}
+        asked = [{"role": "user", "content": [picture, {"type": "input_text", "text": "Hi?"}]}]
+        reply = post(app, "/v1/responses", input=asked)
+        assert reply.status_code == 200 and ("x-mmfast-ignored" in reply.headers) is told
 
 
 def test_a_recording_is_written_down() -> None:

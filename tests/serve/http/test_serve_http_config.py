@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
-        'port = 1\nslots = 2\nidle-seconds = 7\nremote_hosts = ["a.org"]\ndemo = false\n'
+        'port = 1\nslots = 2\nidle-seconds = 7\nremote_hosts = ["a.org"]\ndemo = false\n',
+        encoding="utf-8-sig",  # of Windows' editors
     )
     environ = {
         "MMFAST_SLOTS": "3",

@@ -251,12 +251,16 @@ def test_a_transcript_is_streamed() -> None:
     assert first["delta"] == "Which way does it move?" and "secret" not in str(error["error"])
 
 
-def test_sound_without_turns_is_one_segment_and_silence_is_refused() -> None:
+def test_sound_without_turns_is_one_segment_and_silence_has_no_word() -> None:
     found = write_down(Hum("yes"), 1.5, response_format="verbose_json").json()
     assert [(each["start"], each["end"]) for each in found["segments"]] == [(0, 1.5)]
-    for form in ({"response_format": "vtt"}, {"stream": "true"}):
-        reply = write_down(Hum(""), 1.5, **form)
-        assert reply.status_code == 400 and "no word" in reply.json()["error"]["message"]
+    silent = lambda **form: write_down(Hum(""), 1.5, **form)
+    for form in ("json", "verbose_json"):
+        assert silent(response_format=form).json()["text"] == ""
+    assert silent(response_format="verbose_json").json()["segments"] == []
+    for form, text in {"text": "\n", "srt": "\n", "vtt": "WEBVTT\n"}.items():
+        assert silent(response_format=form).text == text
+    assert events_of(silent(stream="true").text) == [{"type": "transcript.text.done", "text": ""}]
 
 
 @pytest.mark.parametrize(
