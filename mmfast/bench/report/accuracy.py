@@ -113,7 +113,7 @@ def _first(rows: Rows) -> list[Row]:
 
 
 def _on_other_clips(rows: Rows) -> list[Row]:
-    """What was asked about all clips, a line each."""
+    """Specs that were asked about all clips, a line each."""
     lines = pivot(rows, lambda row: row["reduce"] or ALL, lambda row: row["seed"])
     return [line for line in lines if len(line["at"]) == len(_SEEDS)]
 

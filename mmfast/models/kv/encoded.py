@@ -79,8 +79,8 @@ def _able(method: Method) -> bool:
 
 
 @dataclass(frozen=True)
-class _Left:
-    """What is left of a layer: all of it, or entries whose rows are padded in front."""
+class _Remainder:
+    """All of a layer, or the entries that are left of it, in rows that are padded in front."""
 
     all: bool
     valid: Tensor | None = None  # `[B, m]`, False at padding
@@ -177,7 +177,7 @@ class EncodedStage:
         if not whole:
             left = leave(layer.keys, layer.values, {}, where, chosen)
             (layer.keys,), (layer.values,) = left.kv.keys, left.kv.values
-        setattr(layer, _LEFT, _Left(whole, None if whole else left.valid))
+        setattr(layer, _LEFT, _Remainder(whole, None if whole else left.valid))
         self._count(index, chosen, time.perf_counter() - start, layer)
 
     def _chosen(
