@@ -38,7 +38,6 @@ def _score(keys: Tensor) -> Tensor:
     # Keys that cancel out have a mean of rounding errors, which points nowhere.
     mean = (share.transpose(-1, -2) @ rows).transpose(-1, -2) / -rows.shape[-2]  # [..., d, 1]
     anchor = mean / torch.linalg.vector_norm(mean, dim=-2, keepdim=True).clamp_min(_LEAST)
-    along = anchor.transpose(-1, -2) @ rows.transpose(
-        -1, -2
-    )  # a third of the time of rows @ anchor
+    # Three times as fast as `rows @ anchor`.
+    along = anchor.transpose(-1, -2) @ rows.transpose(-1, -2)
     return snap(along.squeeze(-2).mul_(share.squeeze(-1)))

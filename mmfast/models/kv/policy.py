@@ -21,10 +21,7 @@ from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import Eviction, Leaving, Slid, basis
 from mmfast.models.kv.gates import Gating
 from mmfast.models.kv.packing import Packing
-from mmfast.models.kv.packs import (
-    nbytes,
-    shrinkable,
-)
+from mmfast.models.kv.packs import nbytes, shrinkable
 from mmfast.models.kv.patterns import SIGNALS, gates_of, require_heads
 from mmfast.models.kv.queries import Expectation, RawPrompt, expected_angles
 from mmfast.models.kv.repetition import Repetition

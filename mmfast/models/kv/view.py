@@ -162,7 +162,7 @@ class ViewStage(KVStage):
 
     def choose_by(self, plan: ViewPlan) -> None:
         """Let another plan of the same score choose from the next prompt on."""
-        self._plan, self._eviction = plan, Eviction(plan, self._state, self._modules)
+        self.plan, self._eviction = plan, Eviction(plan, self._state, self._modules)
 
     def view(self, cache: Any) -> CacheView:
         """Return what a draft reads of a cache whose prompt has just ended."""
