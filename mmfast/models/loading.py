@@ -163,11 +163,15 @@ def load(
         )
     where, place, kind = located(model), pick_device(device), pick_dtype(dtype)
     check_directory(where)
+    config = _config(model, given)
+    if reads_only_text(config.model_type):
+        raise ModelError(
+            f"model {where!r} ({config.model_type}) reads text alone; give one of images or video, "
+            "or attach() to it for a KV policy (docs/guides/text.md)"
+        )
     with loading(f"model {where!r}"):
         read = read_processor(processor or where, given, where)
-        return from_pretrained(
-            answering_class(_config(model, given)), where, place, kind, given
-        ), read
+        return from_pretrained(answering_class(config), where, place, kind, given), read
 
 
 _PASS = "; pass processor= (an object, a directory or a hub id), or (model, processor)"
@@ -287,6 +291,14 @@ def answering_class(config: Any) -> Any:
     if config.model_type == "qwen2_5_omni":
         return Qwen2_5OmniThinkerForConditionalGeneration
     return AutoModelForImageTextToText
+
+
+def reads_only_text(kind: str) -> bool:
+    """Return whether a `model_type` is that of a language model which no media reach."""
+    from transformers.models.auto import modeling_auto as names
+
+    seeing = names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return is_text_model(kind) and kind not in seeing
 
 
 def is_text_model(kind: str) -> bool:

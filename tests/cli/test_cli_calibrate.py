@@ -114,8 +114,10 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], folder: Pat
 
 def test_an_embedded_model_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "give --out FOLDER" in fails(capsys, "calibrate", "tiny-video", *SIZE)
-    code, _, error = run(capsys, "calibrate", "tiny-video", "--out", str(tmp_path), *SIZE)
-    assert code == 0 and (tmp_path / FILE).is_file(), error
+    for name in ("tiny-video", "tiny-text"):
+        out = tmp_path / name
+        code, _, error = run(capsys, "calibrate", name, "--out", str(out), *SIZE)
+        assert code == 0 and (out / FILE).is_file(), error
 
 
 def test_folders_without_a_model_are_named(

@@ -103,6 +103,7 @@ def test_quantised_models_are_not_moved(moved: list[Any]) -> None:
         ({"model_kwargs": {"use_safetensors": False}}, "refused"),
         ({"model_kwargs": {"attn_implementation": "egaer"}}, "egaer"),
         ({"processor": object()}, "without a tokenizer"),
+        ({"model": "tiny-text"}, "reads text alone"),
         ({"processor": "./nowhere"}, "cannot load processor './nowhere'"),
         ({"model": "./nowhere", "model_kwargs": {"dtype": "auto"}}, "does not exist"),
         ({"model": object()}, "model of transformers"),
