@@ -27,7 +27,7 @@ pytestmark = [
 SLOTS, QUEUE = 8, 8
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Iterator[Any]:
     """One cluster for all tests: one replica that encodes and one that fills, two that decode."""
     from mmfast.serve.ray.engine import RayEngine
