@@ -21,6 +21,7 @@ from scheduling import (
     stock,
     together,
 )
+from tiny_models import build
 from torch import Tensor
 
 from mmfast.attach import attach
@@ -281,6 +282,16 @@ def test_beginnings_urgent_requests_and_media_of_before() -> None:
         assert isinstance(end, Finish) and (reuse or end.cached_tokens > 200)
 
 
+def test_a_model_without_patterns_is_told() -> None:
+    """A model of its own: other tests give the one that is shared patterns."""
+    made = Scheduler((build(FAMILY).model, model_of(FAMILY)[1]))
+    try:
+        with pytest.raises(MmfastError, match="this model has none of"):
+            Ear(made, ask("a", image(1), "what?", cache="duo_attention"))
+    finally:
+        made.close()
+
+
 def test_drafts_and_flash_attention_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -290,9 +301,8 @@ def test_drafts_and_flash_attention_are_refused_in_one_line(
             with pytest.raises(MmfastError, match="leave out") as error:
                 Ear(made, ask("a", image(1), "what?", cache=spec, decode="recycle"))
             assert "\n" not in str(error.value)
-        with pytest.raises(MmfastError, match="this model has none of") as error:
-            Ear(made, ask("a", image(1), "what?", cache="duo_attention"))
-        drafting = ask("b", image(1), "what is it? " * 9, cache="kvzip:0.4", decode="recycle")
+        drafts = "recycle?adapt=false"
+        drafting = ask("b", image(1), "what is it? " * 9, cache="kvzip:0.4", decode=drafts)
         ((text, end),) = answers(made, [drafting])
         assert text == alone(FAMILY, drafting)[0]
         assert isinstance(end, Finish)
