@@ -28,7 +28,7 @@ from mmfast.models.decoder.draft_stage import DraftSource, check_decode
 from mmfast.models.decoder.grouped import grouped
 from mmfast.models.doubt import Doubt, StepRecorder, check_plain, detector_of, doubts
 from mmfast.models.families.adapter import add_views, check_media, token_counts
-from mmfast.models.kv.growing import growing_cache
+from mmfast.models.kv.room import growing_cache
 from mmfast.models.loading import load
 from mmfast.models.prompt import (
     MediaPart,

@@ -12,7 +12,7 @@ import torch
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Turn
 from mmfast.models import loading
-from mmfast.models.kv.growing import growing_cache
+from mmfast.models.kv.room import growing_cache
 from mmfast.models.prompt import marked
 from mmfast.models.text_stream import stream_text
 

@@ -12,8 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 import mmfast
 from mmfast.models.cache_name import CACHE
-from mmfast.models.kv.growing import growing_cache
-from mmfast.models.kv.room import RoomyLayer
+from mmfast.models.kv.room import RoomyLayer, growing_cache
 from mmfast.models.reduction.cache_layers import is_short
 
 TOKENS = 12

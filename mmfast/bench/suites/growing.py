@@ -17,7 +17,7 @@ from mmfast.bench.results import Row, dtype_name
 from mmfast.bench.suites.step_selection import filled, steps
 from mmfast.models.cache_name import CACHE
 from mmfast.models.decoder.grouped import grouped
-from mmfast.models.kv.growing import growing_cache
+from mmfast.models.kv.room import growing_cache
 
 PRESET = "llava-onevision-0.5b"
 SIZES = ((1, 1024), (1, 4096), (1, 16384), (8, 1024))  # answers at once, entries of each

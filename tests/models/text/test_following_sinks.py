@@ -11,7 +11,6 @@ from tiny_models import tiny
 from torch import Tensor
 from transformers import DynamicCache
 
-import mmfast
 from mmfast.attach import attach
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import ModelError, SpecError
@@ -160,4 +159,3 @@ def test_models_and_stages_beside_it_are_refused() -> None:
     given = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     with attach(model, cache=SPEC), pytest.raises(ModelError, match="leave out positions=new"):
         model.generate(prompt(20), prompt_lookup_num_tokens=3, **given)
-    assert mmfast.__version__

@@ -20,7 +20,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.serve.engine import adapters as adapters_module
 from mmfast.serve.engine.adapters import load_adapters
 from mmfast.serve.engine.base import Delta, Finish, Request
-from mmfast.serve.engine.batch import Prefixes
+from mmfast.serve.engine.kv.prefixes import Prefixes
 from mmfast.serve.engine.scheduler import Scheduler
 
 TEXT = r".*language_model.*_proj"

@@ -19,9 +19,9 @@ from scheduling import Ear, answers, ask, clip, image, model_of, stock, together
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
-from mmfast.serve.engine.batch import Prefixes
 from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import BLOCK, MediaEncoder
+from mmfast.serve.engine.kv.prefixes import Prefixes
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.scheduler import FairQueue, Scheduler
 from mmfast.serve.engine.slots import kv_limit

@@ -13,8 +13,8 @@ from mmfast.attach import attach
 from mmfast.caches.plan import plan_cache
 from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.base import Finish, Request
-from mmfast.serve.engine.batch import Prefixes
 from mmfast.serve.engine.encoder import MediaEncoder
+from mmfast.serve.engine.kv.prefixes import Prefixes
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.slots import Embedded

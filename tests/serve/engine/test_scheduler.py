@@ -42,8 +42,8 @@ from mmfast.serve.engine.base import (
     Request,
     SamplingOptions,
 )
-from mmfast.serve.engine.batch import Prefixes
 from mmfast.serve.engine.encoder import BLOCK
+from mmfast.serve.engine.kv.prefixes import Prefixes
 from mmfast.serve.engine.prefill import Prefiller
 from mmfast.serve.engine.scheduler import Scheduler
 from mmfast.serve.engine.slots import Embedded
