@@ -96,9 +96,11 @@ def _scenes(folder: Path, log: list[Row]) -> Row:
     for name in ("precision", "recall", "f1", "yes"):
         table.append((f"existence, {name}", *(_share(part["pope"][name]) for part in parts)))
     table.append(("refused though inside", *(_share(part["refused_inside"]) for part in parts)))
-    if absent := found.get("absent"):
-        label = f"takes for granted what is absent ({absent['n']} more questions)"
-        table.append((label, _percent(absent["accuracy"]), *[""] * (len(parts) - 1)))
+    more = {"absent": "takes for granted what is absent", "alone": "asks about it, or the object"}
+    for kind, label in more.items():
+        if figures := found.get(kind):
+            label += f" ({figures['n']} more questions)"
+            table.append((label, _percent(figures["accuracy"]), *[""] * (len(parts) - 1)))
     stages = [f"clips: {bank['clips']} of the world and {bank['strangers']} outside it"]
     for name, label in (("tower", "tower and projector"), ("language", "decoder")):
         if rows := _rows(log, name):

@@ -44,6 +44,7 @@ from mmfast.tiny.scenes.lessons import (
 from mmfast.tiny.scenes.model import make_model, make_processor
 from mmfast.tiny.scenes.questions import (
     ABSENT,
+    ALONE,
     KEPT,
     OUTSIDE,
     STILL_KINDS,
@@ -271,9 +272,9 @@ def test_lessons_ask_strangers_and_the_world(sampler: SceneSampler) -> None:
     stranger = next(i for i, (clip, _) in enumerate(sampler.encoded.frames) if clip > 2)
     stranger = sizes.index(sizes[0], stranger)
     shown = sampler.pictures([0, stranger], 8, weights)
-    assert set(shown.kinds[0]) <= {*STILL_KINDS, OUTSIDE, ABSENT} and set(shown.kinds[1]) == {
-        OUTSIDE
-    }
+    assert set(shown.kinds[0]) <= {*STILL_KINDS, OUTSIDE, ABSENT, ALONE} and set(
+        shown.kinds[1]
+    ) == {OUTSIDE}
 
 
 @torch.no_grad()

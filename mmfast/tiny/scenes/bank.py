@@ -22,6 +22,7 @@ from mmfast.tiny.video.clips import Bank, ClipRow, decode, encode, shrink
 
 _KNOWN = tuple(kind for kind in outside.PICTURES if kind not in outside.KEPT_PICTURES)
 TRAINED = (*_KNOWN, *outside.PRACTICE)
+LONE, SHADED = 4, 3
 _TABLE = tuple(field.name for field in fields(scene.Table))
 
 
@@ -73,10 +74,16 @@ def outside_row(kind: str, rng: np.random.Generator) -> ClipRow:
     return ClipRow(frames, patches, cells, scene.make_table(nothing, blank))
 
 
+def lesson_view(seed: int, index: int) -> looks.SceneView:
+    """View of a bank; every fourth one shows a thing on its own, half have other shades."""
+    lone = index % LONE == 0
+    return looks.make_view(scene.TRAIN, seed, index, lone, shades=lone or index % SHADED == 0)
+
+
 def _numbered(seed: int, many: int, index: int) -> tuple[ClipRow, looks.SceneView | None]:
     torch.set_num_threads(1)
     if index < many:
-        view = looks.make_view(scene.TRAIN, seed, index)
+        view = lesson_view(seed, index)
         return view_row(view), view
     rng = np.random.default_rng([scene.TRAIN, seed, index, 23])
     return outside_row(TRAINED[index % len(TRAINED)], rng), None
@@ -90,7 +97,7 @@ def make_bank(
         with np.load(path) as kept:
             columns: dict[str, Any] = {name: kept[name] for name in kept.files}
         many, strangers, seed = columns.pop("settings").tolist()
-        views = [looks.make_view(scene.TRAIN, seed, index) for index in range(many)]
+        views = [lesson_view(seed, index) for index in range(many)]
     else:
         columns, views = _drawn_columns(many, strangers, seed, workers, report)
         part = path.with_suffix(".part.npz")

@@ -34,7 +34,7 @@ FEWER = "random:0.1"  # of the visual tokens: the same scenes once more, with mo
 RESAMPLES = 1000  # of the descriptions, for an interval
 _NAME = re.compile(f"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})")
 _DETAILS = (r"moves (\w+)", r"(from the start|appears at second \d)",
-            r"(until the end|leaves at second \d)", r"is in the (\w+ \w+)")  # fmt: skip
+            r"(until the end|leaves at second \d)", r"is in the (\w+(?: \w+)?)")  # fmt: skip
 _NUMBER = re.compile(r"number (\d+) (?:appears at second (\d+)|is shown)")
 Claim = tuple[tuple[str, ...], int, int]  # a fact, and where its words begin and end
 

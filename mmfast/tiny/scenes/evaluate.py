@@ -32,6 +32,7 @@ from mmfast.tiny.scenes import looks, outside
 from mmfast.tiny.scenes.facts import clip_items, picture_items
 from mmfast.tiny.scenes.questions import (
     ABSENT,
+    ALONE,
     CLIP_KINDS,
     OUTSIDE,
     STILL_KINDS,
@@ -80,8 +81,8 @@ class SceneCase:
         ]
 
 
-def _view(seed: int, index: int) -> tuple[looks.SceneView, scene.Drawing, scene.Table]:
-    view = looks.make_view(scene.EVAL, seed, index)
+def _view(seed: int, index: int, lone: bool) -> tuple[looks.SceneView, scene.Drawing, scene.Table]:
+    view = looks.make_view(scene.EVAL, seed, index, lone, shades=lone)
     drawing = looks.draw(view)
     return view, drawing, scene.make_table(view.scene, drawing)
 
@@ -104,13 +105,15 @@ def scene_cases(
     for number in count():
         kind, kept = kinds[number % len(kinds)], bool(number // len(kinds) % 2)
         lap = number // len(kinds) + number
-        still = stills and lap % 3 == 0 and kind in (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT)
+        still = stills and lap % 3 == 0 and kind in (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT, ALONE)
+        lone = kind == ALONE and number % 4 != 3  # now and then several things are called one
         while True:
-            view, drawing, table = _view(seed, next(indices))
+            view, drawing, table = _view(seed, next(indices), lone)
             at = int(rng.integers(scene.SAMPLED))
             items = picture_items(view, table, at) if still else clip_items(view, table, True)
+            any_kind = kind in (OUTSIDE, STRANGE)
             known = [item for item in items if item.kind == kind
-                     or (kind in (OUTSIDE, STRANGE) and item.kind != ABSENT)]  # fmt: skip
+                     or (any_kind and item.kind not in (ABSENT, ALONE))]  # fmt: skip
             if known:
                 break
         frames, zoom = drawing.frames, view.look.zoom
@@ -290,8 +293,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--n", type=int, default=400, help="questions")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
-    note = 'of questions; "absent" asks about what is not there'
-    parser.add_argument("--kinds", nargs="+", choices=(*TURNS, ABSENT), default=TURNS, help=note)
+    note = 'of questions; "absent" asks about what is not there, "alone" about "the object"'
+    parser.add_argument(
+        "--kinds", nargs="+", choices=(*TURNS, ABSENT, ALONE), default=TURNS, help=note
+    )
     training.device_option(parser)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -8,12 +8,13 @@ from itertools import pairwise
 import numpy as np
 
 from mmfast.tiny.scenes.looks import SceneView
-from mmfast.tiny.scenes.questions import ABSENT, SceneItem
+from mmfast.tiny.scenes.questions import ABSENT, ALONE, NOUNS, SceneItem
 from mmfast.tiny.video import questions
-from mmfast.tiny.video.scene import COLOURS, SAMPLED, SHAPES, Table, corner_of
+from mmfast.tiny.video.scene import COLOURS, SAMPLED, SHAPES, SIDE, Floats, Table, corner_of
 
 START, END, STILL = " at the start", " at the end", ""
 SIDES = (("left", "right"), ("above", "below"))  # by axis
+CENTRE = 5.0  # units from both middle lines up to which a thing is in the centre
 WHOLE = 0.9  # share of a thing in sight from which on its box can be asked
 
 
@@ -27,6 +28,8 @@ def clip_items(view: SceneView, table: Table, margin: bool = False) -> list[Scen
         if fact.kind == "position":
             slots = (slots[0], f" at the {slots[1]}")
         found.append(SceneItem(fact.kind, slots, fact.answer))
+    for frame, time in ((0, START), (-1, END)):
+        found += _central(table, frame, time)
     found.append(SceneItem("background", (), view.look.background))
     sure = [i for i in range(table.count) if table.clear(i).sum() >= 3]
     if len(sure) == table.count:
@@ -40,6 +43,7 @@ def clip_items(view: SceneView, table: Table, margin: bool = False) -> list[Scen
     found += _followups(found, ways)
     if len(sure) == table.count:
         found += _absent(view, [table.looks[i] for i in sure], bool(table.shown.any()))
+        found += _alone(found, table.count, (START, END))
     return found
 
 
@@ -49,6 +53,7 @@ def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
     for fact in questions.still_facts(table, frame):
         slots = (fact.slots[0], STILL) if fact.kind == "position" else fact.slots
         found.append(SceneItem(fact.kind, slots, fact.answer))
+    found += _central(table, frame, STILL)
     there = [i for i in range(table.count) if table.alive[i, frame]]
     clear = [i for i in there if table.seen[i, frame] >= 0.6]
     if not there and not table.shown[frame]:
@@ -62,7 +67,40 @@ def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
     found += _followups(found, {})
     if there == clear:
         found += _absent(view, [table.looks[i] for i in there], bool(table.shown[frame]), frame)
+        found += _alone(found, len(there), (STILL,))
     return found
+
+
+def place_of(point: Floats) -> str:
+    """Corner that a point lies in, or the centre."""
+    middle = np.abs(np.asarray(point) - SIDE / 2).max() <= CENTRE
+    return "centre" if middle else corner_of(point)
+
+
+def _central(table: Table, frame: int, time: str) -> Iterator[SceneItem]:
+    """Things right in the centre, where it is no matter of a hair."""
+    for i in range(table.count):
+        place = table.place[i, frame].astype(np.float64)
+        if table.alive[i, frame] and table.seen[i, frame] >= 0.6 and place_of(place) == "centre":
+            yield SceneItem("position", (table.name(i), time), "centre")
+
+
+def _alone(items: Sequence[SceneItem], many: int, times: Sequence[str]) -> Iterator[SceneItem]:
+    """Questions about "the object" or "it"; they say so where it is none or several."""
+    rows = {"colour": "it_colour", "shape": "it_shape", "position": "it_place", "where": "it_box"}
+    if STILL not in times:
+        rows |= {"direction": "it_way"}
+    for kind, it in rows.items():
+        known = [item for item in items if item.kind == kind]
+        for time in times if kind in ("position", "where") else ("",):
+            answers = [item.answer for item in known if time in ("", *item.slots[1:])]
+            if many != 1:
+                words = f"are {many} objects" if many else "is no object"
+                answers = [f"there {words}."]
+            for answer in answers[:1]:
+                if kind != "shape":
+                    yield from (SceneItem(ALONE, (noun, time), answer, kind) for noun in NOUNS)
+                yield from [SceneItem(ALONE, ("", time), answer, it)] * 2
 
 
 def _exists(view: SceneView, looks: Sequence[questions.Look], number: bool) -> Iterator[SceneItem]:
@@ -195,7 +233,7 @@ def describe_picture(view: SceneView, table: Table, frame: int, there: Iterable[
     order = sorted(there, key=lambda i: table.place[i, frame, 0])
     parts = [_opening(view, len(order))]
     for i in order:
-        where = corner_of(table.place[i, frame].astype(np.float64))
+        where = place_of(table.place[i, frame].astype(np.float64))
         parts.append(f"the {table.name(i)} is in the {where}.")
     number = f"the number {table.number} is shown." if table.shown[frame] else "no number is shown."
     return " ".join([*parts, number])

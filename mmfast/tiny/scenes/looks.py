@@ -5,8 +5,8 @@ Places stay in units of a 96 x 96 picture, each axis with its own scale, as the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from PIL import Image
@@ -20,6 +20,11 @@ SECONDS = FRAMES // FPS
 # Canvases of nearly one area, sides divisible by the tower's grid; most are square.
 CANVASES = ((192, 192), (192, 192), (216, 168), (168, 216), (228, 156), (252, 144))
 ZOOMS = (0.75, 1.0, 1.0, 1.5)  # size of the file against the canvas
+Ink = tuple[float, float, float]
+PURE: dict[str, tuple[Ink, ...]] = {  # what drawing programs and libraries call so
+    "red": ((255, 0, 0),), "green": ((0, 128, 0), (0, 255, 0)), "blue": ((0, 0, 255),),
+    "yellow": ((255, 255, 0),), "purple": ((128, 0, 128),), "white": ((255, 255, 255),),
+}  # fmt: skip
 CONTRAST = 105.0  # least distance of a background's tints from the colours of things
 
 
@@ -33,6 +38,7 @@ class SceneLook:
     width: int
     height: int
     zoom: float
+    inks: Mapping[str, Ink] = field(default_factory=dict)  # other shades of colours, by name
 
     @property
     def scale(self) -> Floats:
@@ -71,10 +77,19 @@ EXTENTS = {  # left, top, right, bottom of each shape in radii
 }  # fmt: skip
 
 
-def make_view(purpose: int, seed: int, index: int) -> SceneView:
-    """The view number `index` of a seed; births fall on frames that the model is shown."""
+def make_view(
+    purpose: int, seed: int, index: int, lone: bool = False, shades: bool = False
+) -> SceneView:
+    """The view number `index` of a seed; births fall on frames that the model is shown.
+
+    `lone` has one thing of any size, near the centre, mostly before nothing but a tint: the first
+    picture that people draw. `shades` has other shades of each colour.
+    """
     draft = scene.make_scene(purpose, seed, index)
     rng = np.random.default_rng([purpose, seed, index, 17])
+    inks = {name: _ink(rng, name) for name in COLOURS} if shades else {}
+    if lone:
+        return _lone(draft, rng, inks)
     shown = scene.sampled_indices(FRAMES)
     factor = float(rng.uniform(0.72, 1.05))
     things = tuple(
@@ -88,20 +103,55 @@ def make_view(purpose: int, seed: int, index: int) -> SceneView:
     panel = draft.panel
     if panel is not None:
         panel = replace(panel, born=int(shown[np.searchsorted(shown, panel.born)]))
-    look = _look(rng, [thing.colour for thing in things])
+    look = _look(rng, [thing.colour for thing in things], inks)
     return SceneView(replace(draft, things=things, panel=panel), look)
 
 
-def _look(rng: np.random.Generator, colours: list[str]) -> SceneLook:
+def _ink(rng: np.random.Generator, name: str) -> Ink:
+    """A shade between ours and what others call so."""
+    pure = PURE[name][rng.integers(len(PURE[name]))]
+    mixed = np.asarray(COLOURS[name]) + rng.choice((0.5, 1.0)) * rng.random() * np.subtract(
+        pure, COLOURS[name]
+    )
+    red, green, blue = np.clip(mixed + rng.uniform(-12, 12, 3), 0, 255).tolist()
+    return red, green, blue
+
+
+def _lone(draft: Scene, rng: np.random.Generator, inks: Mapping[str, Ink]) -> SceneView:
+    """The first thing of a scene, on its own."""
+    thing = replace(draft.things[0], born=0, gone=FRAMES)
+    velocity = np.asarray(thing.velocity) * rng.choice((0.7, 1.0))
+    travel = velocity * (FRAMES - 1)
+    aside = rng.uniform(-16, 16, 2) * (rng.random() < 0.5)
+    most = SIDE / 2 - 2 - float((np.abs(travel) / 2 + np.abs(aside)).max())
+    radius = float(rng.uniform(6.0, max(min(most, 28.0), 8.0)))
+    start = SIDE / 2 + aside - travel / 2
+    thing = replace(thing, radius=radius, start=tuple(start), velocity=tuple(velocity))
+    panel = draft.panel if rng.random() < 0.3 else None
+    shake = draft.shake * (rng.random() < 0.3)
+    look = _look(rng, [thing.colour], inks)
+    if rng.random() < 0.75:
+        look = replace(look, background="plain")
+    if rng.random() < 0.5:
+        used = np.asarray(inks.get(thing.colour, COLOURS[thing.colour]))
+        greys = [g for g in range(256) if np.linalg.norm(used - g) >= CONTRAST]
+        ends = [g for g in (greys[0], greys[-1]) if g in (0, 255)]  # black and white are common
+        grey = rng.choice(ends if ends and rng.random() < 0.5 else greys)
+        look = replace(look, tints=np.concatenate([np.full((1, 3), float(grey)), look.tints[1:]]))
+    return SceneView(replace(draft, things=(thing,), panel=panel, bar=None, shake=shake), look)
+
+
+def _look(rng: np.random.Generator, names: Sequence[str], inks: Mapping[str, Ink]) -> SceneLook:
+    colours = [inks.get(name, COLOURS[name]) for name in names]
     background = BACKGROUNDS[rng.integers(len(BACKGROUNDS))]
     width, height = CANVASES[rng.integers(len(CANVASES))]
     tints = np.stack([_tint(rng, colours) for _ in range(3)])
     zoom = ZOOMS[rng.integers(len(ZOOMS))]
-    return SceneLook(background, tints, int(rng.integers(2**31)), width, height, zoom)
+    return SceneLook(background, tints, int(rng.integers(2**31)), width, height, zoom, inks)
 
 
-def _tint(rng: np.random.Generator, colours: list[str]) -> Floats:
-    used = np.array([COLOURS[name] for name in colours] or [(0, 0, 0)], np.float64)
+def _tint(rng: np.random.Generator, colours: Sequence[Ink]) -> Floats:
+    used = np.array(colours or [(0, 0, 0)], np.float64)
     for _ in range(40):
         tint = np.clip(rng.uniform(15, 220) + rng.uniform(-40, 40, 3), 0, 255)
         if np.linalg.norm(used - tint, axis=1).min() >= CONTRAST:
@@ -169,7 +219,8 @@ def draw(view: SceneView, times: Iterable[int] = range(FRAMES)) -> Drawing:
         for i, thing in enumerate(plan.things):
             if thing.alive()[t]:
                 centre = (thing.path()[t] + shift) * look.scale
-                size = scene.paint(picture, owner[t], thing, i, centre)
+                ink = look.inks.get(thing.colour)
+                size = scene.paint(picture, owner[t], thing, i, centre, ink)
                 whole[i] = max(whole[i], size)
         if plan.bar is not None:
             scene.paint_bar(picture, owner[t], plan.bar, shift, look.scale)

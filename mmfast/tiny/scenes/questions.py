@@ -251,6 +251,46 @@ its_way =
     | And which way is it going? | Its direction? | Name its direction. | And where is it going?
     | Which way does it move?
 """)
+LONE = parse_grammar("""
+it_colour =
+    What colour is it? | Which colour is it? | What colour do you see? | Which colour do you see?
+    | Name the colour. | Tell me the colour. | What is the colour? | What is its colour?
+    | What colour is shown? | Which colour is shown? | What colour is there? | What colour is this?
+    | Which colour does it have? | What is the colour of it? | In what colour is it drawn?
+    | What colour has it? | What colour does it have? | Give the colour. | Its colour?
+    | What colour can you see? | Which colour is this?
+it_shape =
+    What shape is it? | Which shape is it? | What is it? | What is this? | What shape do you see?
+    | Which shape do you see? | What shape is shown? | Name the shape. | Tell me the shape.
+    | What is the shape? | What kind of shape is it? | What shape is this? | Which shape is shown?
+    | What object is it? | What is the object? | What is its shape? | What shape is the object?
+    | Which shape does the object have? | What is the shape of the object? | Give the shape.
+    | What object do you see? | Which object is shown? | What shape is in the picture?
+    | What shape does it have? | What thing is it? | What figure is it? | What shape is there?
+    | Which shape can you see? | What kind of shape is this?
+it_way =
+    Which way does it move? | Where is it going? | In which direction does it move?
+    | Which way is it going? | How does it move? | What is its direction? | Where does it move to?
+    | Tell me its direction. | Where is it heading? | Which way does it go? | Where is it moving?
+    | Which way is it moving? | In which direction is it moving? | Where does it go?
+    | Is it moving left, right, up or down? | What direction is it moving in?
+    | In which direction is it going? | Which way is it heading?
+it_place =
+    Where is it{1}? | In which corner is it{1}? | Which corner is it in{1}?
+    | Where do you see it{1}? | In which part of the picture is it{1}? | Where can it be found{1}?
+    | Name its corner{1}.
+    | What is its position{1}? | What corner is it in{1}? | Where does it lie{1}?
+    | Tell me the corner where it is{1}. | Whereabouts is it{1}? | Its position{1}?
+    | Which part of the picture is it in{1}? | Where in the picture is it{1}?
+it_box =
+    Give its box{1}. | What is its bounding box{1}? | Locate it{1}. | Draw a box around it{1}.
+    | Give its coordinates{1}. | What are its coordinates{1}? | Tell me its box{1}.
+    | Where exactly is it{1}? Give a box. | Mark it with a box{1}. | Give its bounding box{1}.
+    | Show its box{1}. | Put a box around it{1}. | Provide its box{1}. | Which box is around it{1}?
+    | Give me its box{1}. | Find it and give its box{1}.
+""")
+FORMS = {**WORDINGS, **LONE}
+NOUNS = ("object", "shape", "thing", "figure")  # what a thing is called that is the only one
 CLIP_KINDS = (
     "colour", "shape", "count", "direction", "speed", "position", "first", "number", "background",
     "exists", "relation", "compare", "where", "when", "describe", "followup",
@@ -258,23 +298,24 @@ CLIP_KINDS = (
 STILL_KINDS = tuple(k for k in CLIP_KINDS if k not in ("direction", "speed", "first", "when"))
 OUTSIDE = "outside"  # kind of questions, or of media, that get the refusal
 ABSENT = "absent"  # kind of questions that take for granted what is not there
+ALONE = "alone"  # kind of questions about "it", or "the object", which may be several, or none
 
 
 @dataclass(frozen=True)
 class SceneItem(Fact):
     """A question with its answer, perhaps the second turn of a conversation."""
 
-    form: str = ""  # row of WORDINGS; the kind if empty
+    form: str = ""  # row of FORMS; the kind if empty
     before: SceneItem | None = None
 
     def worded(self, number: int) -> str:
         """The question in one wording of its kind."""
-        words = WORDINGS[self.form or self.kind]
+        words = FORMS[self.form or self.kind]
         return words[number % len(words)].format(*self.slots)
 
     def wordings(self, kept: bool) -> range:
         """Numbers of the wordings that training shows, or of those kept back."""
-        count = len(WORDINGS[self.form or self.kind])
+        count = len(FORMS[self.form or self.kind])
         return range(count - KEPT, count) if kept else range(count - KEPT)
 
 

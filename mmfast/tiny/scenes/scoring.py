@@ -30,7 +30,7 @@ def facts_of(text: str) -> set[tuple[str, ...]]:
         found.add(("there", name))
         rest = sentence[match.end() :]
         details = (r"moves (\w+)", r"(from the start|appears at second \d)",
-                   r"(until the end|leaves at second \d)", r"is in the (\w+ \w+)")  # fmt: skip
+                   r"(until the end|leaves at second \d)", r"is in the (\w+(?: \w+)?)")  # fmt: skip
         found |= {(name, told) for detail in details for told in re.findall(detail, rest)}
     found |= {("order", one, two) for one, two in pairwise(names)}
     for number, second in _NUMBER.findall(text):

@@ -5,6 +5,7 @@ Lengths are in units of a 96 x 96 picture whatever the size of the file; time is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -289,8 +290,18 @@ def _distance(shape: str, x: Floats, y: Floats, r: float) -> Floats:
     return np.asarray((px - tip[0]) * edge[1] - (py - tip[1]) * edge[0])
 
 
-def paint(picture: Floats, owner: Bytes, thing: Thing, index: int, centre: Floats) -> int:
-    """Paint one thing into its bounding square; returns the number of its pixels."""
+def paint(
+    picture: Floats,
+    owner: Bytes,
+    thing: Thing,
+    index: int,
+    centre: Floats,
+    ink: Sequence[float] | None = None,
+) -> int:
+    """Paint one thing into its bounding square; returns the number of its pixels.
+
+    `ink` is another red, green and blue than that of its colour's name.
+    """
     r = thing.radius * SCALE
     x0, y0 = np.maximum(np.floor(centre - 1.2 * r).astype(int) - 1, 0)
     x1, y1 = np.minimum(np.ceil(centre + 1.2 * r).astype(int) + 2, picture.shape[1::-1])
@@ -298,7 +309,7 @@ def paint(picture: Floats, owner: Bytes, thing: Thing, index: int, centre: Float
     y = np.arange(y0, y1, dtype=np.float64)[:, None] + 0.5 - centre[1]
     alpha = np.clip(0.5 - _distance(thing.shape, x, y, r), 0, 1)[..., None]
     patch = picture[y0:y1, x0:x1]
-    patch += alpha * (np.asarray(COLOURS[thing.colour], np.float64) - patch)
+    patch += alpha * (np.asarray(ink or COLOURS[thing.colour], np.float64) - patch)
     inside = alpha[..., 0] > 0.5
     owner[y0:y1, x0:x1][inside] = index + 1
     return int(inside.sum())
