@@ -3,7 +3,8 @@
 import json
 import math
 from contextlib import nullcontext
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,9 @@ from mmfast.tiny.scenes.model import make_model, make_processor
 from mmfast.tiny.scenes.questions import (
     ABSENT,
     ALONE,
+    FORMS,
     KEPT,
+    NOUNS,
     OUTSIDE,
     STILL_KINDS,
     WORDINGS,
@@ -166,14 +169,77 @@ def test_what_is_taken_for_granted_is_absent(drawn: list[Any]) -> None:
                      "colour", "shape", "number"}  # fmt: skip
 
 
+def _alone(items: list[SceneItem]) -> list[SceneItem]:
+    return [item for item in items if item.kind == ALONE]
+
+
+def test_the_object_is_the_only_one_or_they_are_counted(drawn: list[Any]) -> None:
+    seen = set()
+    for (view, drawing, table), frame in product(drawn, (0, 3, 7)):
+        there = [i for i in range(table.count) if table.alive[i, frame]]
+        for item in _alone(picture_items(view, table, frame)):
+            seen.add(min(len(there), 2))
+            if len(there) != 1:
+                many = f"are {len(there)} objects" if there else "is no object"
+                assert item.answer == f"there {many}."
+                continue
+            high, wide = _pixels(drawing, there[0], frame).mean(0) / drawing.owner.shape[1:] < 0.5
+            where = f"{'top' if high else 'bottom'} {'left' if wide else 'right'}"
+            colour, shape = table.name(there[0]).split()
+            known = {"colour": colour, "shape": shape, "position": where, "place": where}
+            row = item.form.removeprefix("it_")
+            assert item.answer in (known.get(row), "centre") or row in ("where", "box"), item
+            assert item.slots[0] in ("", *NOUNS) and shape not in item.worded(0)
+    assert seen == {1, 2}
+    view, _, table = drawn[0]
+    bare = replace(table, number=42, shown=np.ones(8, bool), alive=np.zeros_like(table.alive))
+    assert {item.answer for item in _alone(picture_items(view, bare, 3))} == {"there is no object."}
+
+
+def test_a_thing_on_its_own_is_near_the_centre_and_as_large_as_its_box() -> None:
+    shades, middles, boxes = set(), 0, 0
+    for index in range(12):
+        view = looks.make_view(scene.EVAL, 9, index, lone=True, shades=True)
+        drawing = looks.draw(view)
+        table = scene.make_table(view.scene, drawing)
+        assert table.count == 1 and table.alive[0].all()
+        colour = np.array(view.look.inks[view.scene.things[0].colour])
+        seen = drawing.frames[7][drawing.owner[7] == 1]
+        assert np.abs(np.median(seen, 0) - colour).max() < 3
+        shades.add(tuple(colour.astype(int)))
+        for item in _alone(picture_items(view, table, 4)):
+            if item.form == "where":
+                rows = _pixels(drawing, 0, 4) / drawing.owner.shape[1:] * 100
+                edges = [*rows.min(0)[::-1], *rows.max(0)[::-1]]
+                assert np.abs(np.array(item.answer.split(","), float) - edges).max() < 2.6
+                boxes += 1
+            middles += item.answer == "centre"
+        ways = {item.answer for item in _alone(clip_items(view, table)) if item.form == "it_way"}
+        assert len(ways) == 1 and ways <= {*scene.DIRECTIONS}
+    assert len(shades) == 12 and middles and boxes > 20
+    exam = list(islice(scene_cases(5, (ALONE,)), 20))
+    assert {case.kind for case in exam} == {ALONE} and {c.media for c in exam} == {"video", "image"}
+    assert any(case.answer.startswith("there ") for case in exam)
+    found = judge(exam, _sure([case.answer for case in exam]))
+    assert found["accuracy"] == 1.0
+    box = SceneCase(b"", "image", ("its box?",), "10,10,29,29", ALONE, False)
+    assert judge([box], _sure(["10,10,29,30"]))["accuracy"] == 1.0
+    assert judge([box], _sure(["40,40,49,49"]))["accuracy"] == 0.0
+
+
+def test_the_vocabulary_is_that_of_the_shipped_model(processor: Any) -> None:
+    shipped = load("tiny-scenes", "cpu", "float32")[1].tokenizer.get_vocab()
+    assert processor.tokenizer.get_vocab() == shipped
+
+
 def test_wordings_are_many_and_two_are_kept_back() -> None:
-    for row, words in WORDINGS.items():
-        item = SceneItem("colour", ("star",), "red", row)
+    for row, words in FORMS.items():
+        item = SceneItem("colour", ("star", ""), "red", row)
         kept, trained = set(item.wordings(True)), set(item.wordings(False))
         assert len(set(words)) >= 12 and len(kept) == KEPT and not kept & trained
     rng = np.random.default_rng(0)
     slots = ("red star", "blue cross", " at the end", "left of")
-    for words in WORDINGS.values():
+    for words in FORMS.values():
         trained = {
             varied(word.format(*slots), rng).rstrip("?.").lower()
             for word in words[:-KEPT] for _ in range(60)

@@ -39,7 +39,15 @@ from mmfast.tiny.scenes.questions import (
     SceneItem,
     spelled,
 )
-from mmfast.tiny.scenes.scoring import calibration, is_right, made_up, pope, refused, score
+from mmfast.tiny.scenes.scoring import (
+    calibration,
+    is_right,
+    made_up,
+    parse_box,
+    pope,
+    refused,
+    score,
+)
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
 
@@ -203,8 +211,9 @@ def _confidence(ids: Tensor, logits: Tensor, config: Any) -> list[float]:
 def judge(cases: Sequence[SceneCase], said: Sequence[SceneAnswer]) -> dict[str, Any]:
     """Figures of answers: shares of right ones, overall and by kind, and what they rest on."""
     pairs = [(case, answer.text) for case, answer in zip(cases, said, strict=True)]
-    scores = [score(case.kind, case.answer, text) for case, text in pairs]
-    right = [is_right(case.kind, value) for case, value in zip(cases, scores, strict=True)]
+    kinds = ["where" if c.kind == ALONE and parse_box(c.answer) else c.kind for c in cases]
+    scores = [score(kind, c.answer, text) for kind, (c, text) in zip(kinds, pairs, strict=True)]
+    right = [is_right(kind, value) for kind, value in zip(kinds, scores, strict=True)]
     inside = [refused(text) for case, text in pairs if case.answer != outside.REFUSAL]
     told = [made_up(case.answer, text) for case, text in pairs if case.kind == "describe"]
     marks = [(each.sure, mark) for each, mark in zip(said, right, strict=True)]
