@@ -68,7 +68,7 @@ from mmfast.tiny.scenes.scoring import (
 )
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import shrink
-from mmfast.tiny.video.lessons import laid_out, pack
+from mmfast.tiny.video.lessons import answer, laid_out, pack
 from mmfast.tiny.video.model import ASSISTANT
 from mmfast.tiny.video.scene import COLOURS, IGNORE, SHAPES
 from mmfast.tiny.video.tower import scale_pixels, tower_features
@@ -341,6 +341,29 @@ def test_lessons_ask_strangers_and_the_world(sampler: SceneSampler) -> None:
     assert set(shown.kinds[0]) <= {*STILL_KINDS, OUTSIDE, ABSENT, ALONE} and set(
         shown.kinds[1]
     ) == {OUTSIDE}
+
+
+@torch.no_grad()
+def test_lessons_without_media_are_what_the_model_is_given(
+    sampler: SceneSampler, processor: Any
+) -> None:
+    """Against the stock model on each conversation alone."""
+    model = load("tiny-scenes", "cpu", "float32")[0]
+    lesson = sampler.clips([4, 5], 3, dict.fromkeys(KINDS, 1.0))
+    states, packed = answer(model, lesson, lesson.every[:, :0]).states, lesson.packed
+    checked = 0
+    for row, number in product(range(2), range(3)):
+        mine = packed.block[row] == number
+        ids = packed.ids[row][mine]
+        if (ids == ASSISTANT).sum() != 1:  # two turns
+            continue
+        end = ids.tolist().index(ASSISTANT)
+        chat = [{"role": "user", "content": [processor.tokenizer.decode(ids[:end])]}]
+        stock = chat_inputs(processor, [chat], torch.device("cpu"))["input_ids"]
+        found = model.lm_head(states[row][mine][end])
+        torch.testing.assert_close(found, model(stock).logits[0, -1], atol=1e-4, rtol=1e-4)
+        checked += 1
+    assert checked > 2
 
 
 @torch.no_grad()

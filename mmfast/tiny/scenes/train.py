@@ -52,6 +52,7 @@ CHUNK = {"cpu": 1}  # clips that are encoded at once; 64 on a device
 STILLS, WHOLE = 0.4, 0.5  # shares of steps with pictures, and with all visual tokens
 KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
 HARD = {"where": 5, "describe": 4, "count": 2, "speed": 2}  # asked more even where right
+BLIND = 0.04  # share of steps with questions that come without a clip or picture
 EDGES = 2.0  # weight of a mean distance, in patches, of the edges that the tower tells
 STRANGERS = 2  # clips outside the world in a batch
 
@@ -175,6 +176,8 @@ class SceneLanguage(training.Task):
             sizes, many = [*self.shown], np.array([len(some) for some, _ in self.shown.values()])
             part = self.shown[sizes[rng.choice(len(sizes), p=many / many.sum())]]
         strangers = max(STRANGERS * self.batch // BATCH, 1)
+        if rng.random() < BLIND:  # as if of a stranger: the answer is the refusal
+            part, still, strangers = (self.inside, self.strange), False, self.batch
         chosen = [*rng.choice(part[0], self.batch - strangers), *rng.choice(part[1], strangers)]
         media = [int(medium) for medium in chosen]
         return SceneAsk((self.seed, 6, number), media, still, QUESTIONS, dict(self.weights))
@@ -186,7 +189,10 @@ class SceneLanguage(training.Task):
 
     def _batch(self, number: int) -> tuple[Lesson, Tensor]:
         """A batch and the tokens kept of it."""
-        lesson = self.sampler.lesson(self.drawn(number))
+        draft = self.drawn(number)
+        lesson = self.sampler.lesson(draft)
+        if min(draft.media) >= self.inside and not draft.still:
+            return lesson, lesson.every[:, :0]
         rng = torch.Generator().manual_seed((self.seed << 32) + number)
         share, way, some = torch.rand(3, generator=rng).tolist()
         if some < WHOLE:

@@ -121,6 +121,7 @@ def answer_from(
 ) -> DecoderOutput:
     """Run the decoder on visual tokens `[B, M, D]` that stand at `at` `[B, M]` of `total`.
 
+    Where M is 0, the questions stand alone, as in a prompt without media.
     `fused` `[B, 1 + L, D]` is added to the embeddings of the text, the first in front of the clip.
     """
     lm, batch = model.model.language_model, len(visual)
@@ -132,6 +133,8 @@ def answer_from(
     prefix = torch.cat([user, visual, newline], 1)
     ends = torch.tensor([0, total + 1], device=at.device).expand(batch, 2)
     places = torch.cat([ends[:, :1], at + 1, ends[:, 1:]], 1)
+    if not visual.shape[1]:
+        prefix, places, total = user, ends[:, :1], -1
     bias = packed.bias(torch.zeros(places.shape, device=at.device))
     layout = DecoderLayout(places, total + 2 + packed.within, [bias])
     return run_decoder(lm, prefix, words, layout)
