@@ -78,10 +78,18 @@ class HttpExchange(_Exchange):
         self.intake: BodyReceiver | None = None
         self._started = self._stalled = False
 
-    async def run(self, app: Any, bodies: Bodies) -> None:
-        """Let the application answer; answer in its place where it fails."""
+    async def run(self, app: Any, bodies: Bodies, routed: bool) -> None:
+        """Let the application answer; answer in its place where it fails.
+
+        What is not `routed` is for the application to refuse, whatever its type.
+        """
         scope = self._scope
-        is_json = check_type(scope["method"], scope["path"], scope["headers"])
+        try:
+            is_json = check_type(scope["method"], scope["path"], scope["headers"])
+        except ApiError:
+            if routed:
+                raise
+            is_json = False
         endless = bool(values(scope["headers"], b"transfer-encoding"))
         self.intake = BodyReceiver(self._receive, self._config, is_json, bodies, endless)
         try:
@@ -147,7 +155,7 @@ class SocketExchange(_Exchange):
         super().__init__(*given)
         self._asked = self._open = self._over = False
 
-    async def run(self, app: Any, bodies: Bodies) -> None:
+    async def run(self, app: Any, bodies: Bodies, routed: bool) -> None:
         """Let the application talk; close in its place where it fails."""
         try:
             await app(self._scope, self.receive, self.send)
@@ -228,13 +236,17 @@ class Shield:
     """Pure ASGI middleware: limits, keys, quotas, request ids, errors, one log line each.
 
     The application finds the `Caller` with `caller_of(scope)`. `rejected` gets the reason of each
-    refusal.
+    refusal. `routed` tells whether there is a route for a request; None takes that for granted.
     """
 
     def __init__(
-        self, app: Any, config: ServerConfig, rejected: Callable[[str], None] | None = None
+        self,
+        app: Any,
+        config: ServerConfig,
+        rejected: Callable[[str], None] | None = None,
+        routed: Callable[[Any], bool] | None = None,
     ) -> None:
-        self._app, self._config = app, config
+        self._app, self._config, self._routed = app, config, routed
         self._keys, self._rejected = Keys(config.api_keys), rejected
         self._local, self._bodies = loopback(config.host), Bodies(config.bodies_bytes)
         self.secrets = ClientSecrets()
@@ -274,7 +286,8 @@ class Shield:
         try:
             self._admit(scope, caller)
             entered = caller.limited
-            await exchange.run(self._app, self._bodies)
+            routed = self._routed is None or self._routed(scope)
+            await exchange.run(self._app, self._bodies, routed)
         except ApiError as error:
             if self._rejected is not None:
                 self._rejected(reason(error))

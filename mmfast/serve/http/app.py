@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import mmfast
@@ -343,8 +344,14 @@ def create_app(
     if config.demo and find_spec("gradio") is not None:
         app.add_middleware(Demo, service=service)
     app.add_middleware(RequestCounter, metrics=service.metrics)
-    app.add_middleware(Shield, config=config, rejected=service.metrics.rejected)
+    routed = partial(_routed, app)
+    app.add_middleware(Shield, config=config, rejected=service.metrics.rejected, routed=routed)
     return app
+
+
+def _routed(app: FastAPI, scope: Scope) -> bool:
+    """Return whether there is a route for a path; the method may be another one."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in app.router.routes)
 
 
 def _errors(app: FastAPI, service: Service) -> None:

@@ -33,7 +33,7 @@ class ResponseRequest(schema.Strict):
     text: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    previous_response_id: None = None
+    previous_response_id: Any = None
     background: bool | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
     n: Literal[1] | None = None
@@ -81,6 +81,9 @@ def translated(asked: ResponseRequest) -> schema.ChatRequest:
     given["tool_choice"] = choice
     if "messages" in rest:
         raise bad_request("messages are those of a chat completion; give input", param="messages")
+    if asked.previous_response_id is not None:
+        text = "previous_response_id: answers are not kept here; send the conversation as input"
+        raise bad_request(text, param="previous_response_id")
     if asked.background:
         raise bad_request("background answers are not kept here; leave it out", param="background")
     try:

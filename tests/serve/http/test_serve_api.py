@@ -497,8 +497,9 @@ def test_responses_are_the_chats_answers(engine: Any) -> None:
     assert post(app, path, input=[*user(QUESTION), call, result]).status_code == 200
     cut = post(app, path, input=QUESTION, max_output_tokens=1).json()
     assert cut["status"] == "incomplete"
-    for wrong in ({"input": [{"type": "file"}]}, {"input": "a", "previous_response_id": "r"}):
-        assert post(app, path, **wrong).status_code == 400
+    assert post(app, path, input=[{"type": "file"}]).status_code == 400
+    kept = post(app, path, input="a", previous_response_id="r").json()["error"]
+    assert kept["param"] == "previous_response_id" and "send the conversation" in kept["message"]
 
 
 @pytest.mark.parametrize(

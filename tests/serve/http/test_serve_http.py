@@ -25,6 +25,7 @@ from serve_tools import (
     lost,
     png,
     post,
+    request,
     saying,
     sound_part,
     text,
@@ -445,6 +446,8 @@ def test_routes_that_are_not_there() -> None:
     for path in ("/", "/v1", "/v1/embeddings", "/etc/passwd", "/v1/models/../../etc/passwd"):
         reply = get(app, path)
         assert reply.status_code == 404 and reply.json()["error"]["type"] == "not_found_error"
+    form = request(app, "POST", "/v1/files", files={"file": b"{}"}, data={"purpose": "batch"})
+    assert form.status_code == 404 and "'/v1/files'" in form.json()["error"]["message"]
     wrong = get(app, CHAT)
     assert wrong.status_code == 405 and "GET is not for" in wrong.json()["error"]["message"]
 

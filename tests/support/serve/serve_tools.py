@@ -169,9 +169,13 @@ def post(app: Any, document: Any, path: str = CHAT, **options: Any) -> Any:
 
 
 def get(app: Any, path: str) -> Any:
+    return request(app, "GET", path)
+
+
+def request(app: Any, method: str, path: str, **options: Any) -> Any:
     async def go() -> Any:
         async with client_of(app) as client:
-            return await client.get(path)
+            return await client.request(method, path, **options)
 
     return asyncio.run(go())
 
