@@ -34,7 +34,9 @@ from mmfast.tiny.scenes.questions import (
     ABSENT,
     ALONE,
     CLIP_KINDS,
+    LOOSE,
     OUTSIDE,
+    SHORT,
     STILL_KINDS,
     SceneItem,
     spelled,
@@ -113,7 +115,11 @@ def scene_cases(
     for number in count():
         kind, kept = kinds[number % len(kinds)], bool(number // len(kinds) % 2)
         lap = number // len(kinds) + number
-        still = stills and lap % 3 == 0 and kind in (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT, ALONE)
+        still = (
+            stills
+            and lap % 3 == 0
+            and kind in (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT, ALONE, SHORT)
+        )
         lone = kind == ALONE and number % 4 != 3  # now and then several things are called one
         while True:
             view, drawing, table = _view(seed, next(indices), lone)
@@ -121,7 +127,7 @@ def scene_cases(
             items = picture_items(view, table, at) if still else clip_items(view, table, True)
             any_kind = kind in (OUTSIDE, STRANGE)
             known = [item for item in items if item.kind == kind
-                     or (any_kind and item.kind not in (ABSENT, ALONE))]  # fmt: skip
+                     or (any_kind and item.kind not in (ABSENT, *LOOSE))]  # fmt: skip
             if known:
                 break
         frames, zoom = drawing.frames, view.look.zoom
@@ -211,7 +217,7 @@ def _confidence(ids: Tensor, logits: Tensor, config: Any) -> list[float]:
 def judge(cases: Sequence[SceneCase], said: Sequence[SceneAnswer]) -> dict[str, Any]:
     """Figures of answers: shares of right ones, overall and by kind, and what they rest on."""
     pairs = [(case, answer.text) for case, answer in zip(cases, said, strict=True)]
-    kinds = ["where" if c.kind == ALONE and parse_box(c.answer) else c.kind for c in cases]
+    kinds = ["where" if c.kind in LOOSE and parse_box(c.answer) else c.kind for c in cases]
     scores = [score(kind, c.answer, text) for kind, (c, text) in zip(kinds, pairs, strict=True)]
     right = [is_right(kind, value) for kind, value in zip(kinds, scores, strict=True)]
     inside = [refused(text) for case, text in pairs if case.answer != outside.REFUSAL]
@@ -302,9 +308,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--n", type=int, default=400, help="questions")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
-    note = 'of questions; "absent" asks about what is not there, "alone" about "the object"'
+    note = 'of questions; "absent" asks about what is not there, "alone" about "the object", …'
     parser.add_argument(
-        "--kinds", nargs="+", choices=(*TURNS, ABSENT, ALONE), default=TURNS, help=note
+        "--kinds", nargs="+", choices=(*TURNS, ABSENT, *LOOSE), default=TURNS, help=note
     )
     training.device_option(parser)
     options = parser.parse_args(argv)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from mmfast.tiny.scenes.looks import SceneView
-from mmfast.tiny.scenes.questions import ABSENT, ALONE, NOUNS, SceneItem
+from mmfast.tiny.scenes.questions import ABSENT, ALONE, MOVES, NOUNS, SHORT, SceneItem
 from mmfast.tiny.video import questions
 from mmfast.tiny.video.scene import COLOURS, SAMPLED, SHAPES, SIDE, Floats, Table, corner_of
 
@@ -44,7 +44,8 @@ def clip_items(view: SceneView, table: Table, margin: bool = False) -> list[Scen
     if len(sure) == table.count:
         found += _absent(view, [table.looks[i] for i in sure], bool(table.shown.any()))
         found += _alone(found, table.count, (START, END))
-    return found
+    found += _moves(view, ways)
+    return found + [*_short(view, found, table.looks)]
 
 
 def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
@@ -68,7 +69,7 @@ def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
     if there == clear:
         found += _absent(view, [table.looks[i] for i in there], bool(table.shown[frame]), frame)
         found += _alone(found, len(there), (STILL,))
-    return found
+    return found + [*_short(view, found, [table.looks[i] for i in there])]
 
 
 def place_of(point: Floats) -> str:
@@ -161,6 +162,36 @@ def _absent(
         yield SceneItem(ABSENT, (), "there is no number.", "number")
         if frame is None:
             yield item("when", "number")
+
+
+def _moves(view: SceneView, ways: dict[str, str]) -> Iterator[SceneItem]:
+    """For each thing that moves one way, whether it moves that way, and whether another."""
+    rng = np.random.default_rng([view.look.seed, 11])
+    for name, way in ways.items():
+        (other,) = _drawn(rng, [w for w in questions.DIRECTIONS if w != way], 1)
+        for word, answer in ((way, "yes"), (other, "no")):
+            to = "to the " if word in ("left", "right") and rng.random() < 0.5 else ""
+            yield SceneItem(MOVES, (name, to + word), answer, "moves")
+
+
+_NAMED = ("direction", "position", "where", "when", "speed", "first", "relation", "compare", MOVES)
+
+
+def _short(
+    view: SceneView, items: Sequence[SceneItem], looks: Sequence[questions.Look]
+) -> Iterator[SceneItem]:
+    """The same questions with a shape or colour alone, where no other thing has it."""
+    rng = np.random.default_rng([view.look.seed, 13])
+    shapes, colours = ([look[k] for look in looks] for k in (0, 1))
+    short = dict[str, list[str]]()
+    for shape, colour in looks:
+        names = [shape] * (shapes.count(shape) == 1)
+        names += [f"{colour} {noun}" for noun in NOUNS[::2] * (colours.count(colour) == 1)]
+        short[f"{colour} {shape}"] = names
+    for item in items:
+        if item.kind in _NAMED and any(short.get(slot) for slot in item.slots):
+            slots = [[*_drawn(rng, short.get(slot, ()), 1), slot][0] for slot in item.slots]
+            yield SceneItem(SHORT, tuple(slots), item.answer, item.form or item.kind)
 
 
 def _spatial(view: SceneView, table: Table, frame: int, time: str) -> Iterator[SceneItem]:

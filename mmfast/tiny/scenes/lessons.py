@@ -16,14 +16,14 @@ from torchvision.transforms.v2 import functional as vision
 from mmfast.tiny.scenes import outside
 from mmfast.tiny.scenes.bank import SceneBank
 from mmfast.tiny.scenes.facts import clip_items, picture_items
-from mmfast.tiny.scenes.questions import ABSENT, ALONE, CLIP_KINDS, OUTSIDE, SceneItem, varied
+from mmfast.tiny.scenes.questions import ABSENT, CLIP_KINDS, LOOSE, OUTSIDE, SceneItem, varied
 from mmfast.tiny.scenes.readout import FACTS, SceneReadout, thing_numbers
 from mmfast.tiny.training import shares
 from mmfast.tiny.video.lessons import Lesson, PackedQuestions, Weights, answer, laid_out, pack
 from mmfast.tiny.video.model import ASSISTANT, END, USER
 from mmfast.tiny.video.scene import COLOURS, IGNORE, SAMPLED, SHAPES, THINGS, Table
 
-KINDS = (*CLIP_KINDS, OUTSIDE, ABSENT, ALONE)
+KINDS = (*CLIP_KINDS, OUTSIDE, ABSENT, *LOOSE)
 LONG = ("where", "describe")  # scored in training by tokens
 LEAST = 0.4  # weight of a kind that is always right
 FEW = 8  # questions about a clip outside the world

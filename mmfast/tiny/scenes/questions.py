@@ -268,6 +268,12 @@ it_shape =
     | What object do you see? | Which object is shown? | What shape is in the picture?
     | What shape does it have? | What thing is it? | What figure is it? | What shape is there?
     | Which shape can you see? | What kind of shape is this?
+moves =
+    Does the {0} move {1}? | Is the {0} moving {1}? | Does the {0} go {1}? | Is the {0} going {1}?
+    | Is the {0} heading {1}? | Do you see the {0} move {1}? | Can you see the {0} move {1}?
+    | Does the {0} travel {1}? | Tell me if the {0} moves {1}. | Is it true that the {0} moves {1}?
+    | The {0} moves {1}, yes or no? | Yes or no: does the {0} move {1}? | Is the {0} moving {1} or not?
+    | Would you say the {0} moves {1}? | Check if the {0} moves {1}. | Am I right that the {0} moves {1}?
 it_way =
     Which way does it move? | Where is it going? | In which direction does it move?
     | Which way is it going? | How does it move? | What is its direction? | Where does it move to?
@@ -298,7 +304,9 @@ CLIP_KINDS = (
 STILL_KINDS = tuple(k for k in CLIP_KINDS if k not in ("direction", "speed", "first", "when"))
 OUTSIDE = "outside"  # kind of questions, or of media, that get the refusal
 ABSENT = "absent"  # kind of questions that take for granted what is not there
-ALONE = "alone"  # kind of questions about "it", or "the object", which may be several, or none
+# Kinds of questions put as people put them: about "it" or "the object", which may be several or
+# none; that name a thing by its shape or colour alone; with yes or no about a movement.
+LOOSE = ALONE, SHORT, MOVES = ("alone", "short", "moves")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from mmfast.tiny.scenes.lessons import (
 )
 from mmfast.tiny.scenes.looks import BACKGROUNDS
 from mmfast.tiny.scenes.model import START, make_model, make_processor
-from mmfast.tiny.scenes.questions import ABSENT, ALONE
+from mmfast.tiny.scenes.questions import ABSENT, LOOSE
 from mmfast.tiny.scenes.readout import SceneReadout
 from mmfast.tiny.video import tower
 from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
@@ -347,9 +347,9 @@ def main(argv: Sequence[str] | None = None) -> training.Figures:
     run(options, log)
     ask = partial(run_scenes, options.out, seed=options.seed, device=options.device)
     result = ask(options.questions)
-    for kind in (ABSENT, ALONE):
-        found = ask(options.questions // 4, kinds=(kind,))
-        result[kind] = {key: found[key] for key in ("n", "accuracy", "interval")}
+    for name, kinds in (("absent", (ABSENT,)), ("loose", LOOSE)):
+        found = ask(options.questions // 4, kinds=kinds)
+        result[name] = {key: found[key] for key in ("n", "accuracy", "interval")}
     log({"stage": "evaluation", **result, "model": "this checkpoint"})
     log.end()
     write_card(options.out, NAME)
