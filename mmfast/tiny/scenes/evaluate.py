@@ -58,6 +58,7 @@ TOKENS = 96  # of the longest answer
 BATCH = 16
 STRANGE = "strange media"  # kind of questions of the world about media outside it
 TURNS = (*CLIP_KINDS, OUTSIDE, STRANGE)
+STILLS = (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT, ALONE, SHORT)
 CONTROLS = ("", "other", "reversed")  # which media: its own, those of another case, backwards
 Report = Callable[[str, int, int], None]
 
@@ -115,11 +116,7 @@ def scene_cases(
     for number in count():
         kind, kept = kinds[number % len(kinds)], bool(number // len(kinds) % 2)
         lap = number // len(kinds) + number
-        still = (
-            stills
-            and lap % 3 == 0
-            and kind in (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT, ALONE, SHORT)
-        )
+        still = stills and lap % 3 == 0 and kind in STILLS
         lone = kind == ALONE and number % 4 != 3  # now and then several things are called one
         while True:
             view, drawing, table = _view(seed, next(indices), lone)

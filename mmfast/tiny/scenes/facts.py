@@ -45,7 +45,7 @@ def clip_items(view: SceneView, table: Table, margin: bool = False) -> list[Scen
         found += _absent(view, [table.looks[i] for i in sure], bool(table.shown.any()))
         found += _alone(found, table.count, (START, END))
     found += _moves(view, ways)
-    return found + [*_short(view, found, table.looks)]
+    return [*found, *_short(view, found, table.looks)]
 
 
 def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
@@ -69,7 +69,7 @@ def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
     if there == clear:
         found += _absent(view, [table.looks[i] for i in there], bool(table.shown[frame]), frame)
         found += _alone(found, len(there), (STILL,))
-    return found + [*_short(view, found, [table.looks[i] for i in there])]
+    return [*found, *_short(view, found, [table.looks[i] for i in there])]
 
 
 def place_of(point: Floats) -> str:

@@ -272,8 +272,9 @@ moves =
     Does the {0} move {1}? | Is the {0} moving {1}? | Does the {0} go {1}? | Is the {0} going {1}?
     | Is the {0} heading {1}? | Do you see the {0} move {1}? | Can you see the {0} move {1}?
     | Does the {0} travel {1}? | Tell me if the {0} moves {1}. | Is it true that the {0} moves {1}?
-    | The {0} moves {1}, yes or no? | Yes or no: does the {0} move {1}? | Is the {0} moving {1} or not?
-    | Would you say the {0} moves {1}? | Check if the {0} moves {1}. | Am I right that the {0} moves {1}?
+    | The {0} moves {1}, yes or no? | Yes or no: does the {0} move {1}?
+    | Is the {0} moving {1} or not? | Would you say the {0} moves {1}?
+    | Check if the {0} moves {1}. | Am I right that the {0} moves {1}?
 it_way =
     Which way does it move? | Where is it going? | In which direction does it move?
     | Which way is it going? | How does it move? | What is its direction? | Where does it move to?
