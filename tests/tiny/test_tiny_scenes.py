@@ -49,8 +49,10 @@ from mmfast.tiny.scenes.questions import (
     FORMS,
     KEPT,
     LOOSE,
+    MOVES,
     NOUNS,
     OUTSIDE,
+    SHORT,
     STILL_KINDS,
     WORDINGS,
     SceneItem,
@@ -195,6 +197,42 @@ def test_the_object_is_the_only_one_or_they_are_counted(drawn: list[Any]) -> Non
     view, _, table = drawn[0]
     bare = replace(table, number=42, shown=np.ones(8, bool), alive=np.zeros_like(table.alive))
     assert {item.answer for item in _alone(picture_items(view, bare, 3))} == {"there is no object."}
+
+
+def test_a_shape_or_a_colour_alone_means_one_thing(drawn: list[Any]) -> None:
+    """Short names are told apart by hand, and have the answers of the full ones."""
+    forms = set()
+    for view, _, table in drawn:
+        items, names = clip_items(view, table), [table.name(i) for i in range(table.count)]
+        known = {(i.form or i.kind, i.slots, i.answer) for i in items if i.kind != SHORT}
+        for item in items:
+            if item.kind != SHORT:
+                continue
+            full = []
+            for slot in item.slots:
+                word, _, noun = slot.partition(" ")
+                fits = [slot]
+                if slot and slot not in names and word in {*COLOURS, *SHAPES}:
+                    assert noun in ("", *NOUNS)
+                    fits = [name for name in names if word in name.split()]
+                assert len(fits) == 1, item
+                full += fits
+            assert tuple(full) != item.slots and (item.form, tuple(full), item.answer) in known
+            forms.add(item.form)
+    assert forms >= {"direction", "position", "where", "moves", "relation", "compare", "first"}
+
+
+def test_half_of_the_movements_asked_about_are_so(drawn: list[Any]) -> None:
+    words = []
+    for view, _, table in drawn:
+        items = clip_items(view, table)
+        ways = {item.slots[0]: item.answer for item in items if item.kind == "direction"}
+        for item in items:
+            if item.kind == MOVES:
+                so = item.slots[1].split()[-1] == ways[item.slots[0]]
+                assert item.answer == ("yes" if so else "no")
+                words.append(item.answer)
+    assert words.count("yes") == words.count("no") > 10
 
 
 def test_a_thing_on_its_own_is_near_the_centre_and_as_large_as_its_box() -> None:
