@@ -112,9 +112,9 @@ class PipelinePlanner:
             if not cut and plan.rung < 1:
                 row.method = "all tokens: nothing to check"
                 return
-            whole, real = self._chosen(None, inputs, how, answers) if cut else (answers, None)
-            here = below = None
+            whole, here, below = answers, None, None
             if cut:
+                whole, real = self._chosen(None, inputs, how, answers)
                 here = _standing(answers, whole, real)
                 row.tokens_in, row.tokens_out = here[1], here[0]
             if plan.rung > 0:

@@ -110,9 +110,9 @@ def _check_specs(config: ServerConfig) -> None:
         if not (path / "config.json").is_file():
             raise MmfastError(f"model {config.model!r} is no directory of a checkpoint; give one")
     if config.cache is not None:
-        from mmfast.caches.plan import served_plan
+        from mmfast.caches.plan import call_plan
 
-        served_plan(config.cache)
+        call_plan(config.cache)
     if config.reuse is not None:
         from mmfast.caches.plan import call_plan
         from mmfast.planner.target import parse_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmfast.caches.plan import call_plan, served_plan
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.kv import KVBlock
 from mmfast.core.spec import parse
@@ -169,7 +169,7 @@ class ModelRunner:
 
     def check(self, answer: ActiveRequest) -> None:
         """Check the specs and the latency target of a request."""
-        plan, specs = served_plan(answer.cache), parse(answer.reduce)
+        plan, specs = call_plan(answer.cache), parse(answer.reduce)
         flash = self.batch is not None and "flash" in self.batch.decoder.lane.name
         if plan is not None and flash and (plan.select or plan.heads):
             raise SpecError(
@@ -232,6 +232,8 @@ class ModelRunner:
         # come back.
         steps = plan is not None and plan.score is not None and plan.score.method.moment == "always"
         steps |= plan is not None and plan.gated and plan.every > 0
+        # Sentences end at tokens that a pass of many rows does not know.
+        steps |= plan is not None and plan.select is not None and bool(plan.select.method.needs)
         revives = any(spec.method.revives for spec in parse(answer.reduce))
         return self.batch is not None and not steps and not revives
 
