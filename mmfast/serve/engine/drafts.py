@@ -22,6 +22,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.spec import Spec
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.speculation import (
+    BILD,
     DRAFT,
     EXIT,
     LOOKUP,
@@ -127,9 +128,11 @@ class AnswerDrafts:
     room: int = 0
     piece: int = 0  # tokens of that prompt
     paused: bool = False
+    waits: bool = False  # its answer stands still until the model drafts for it
     length: DraftLength | None = None  # None: as many drafts as there may be
     text: TextDrafts | None = None  # None: a model drafts
     tokens: list[int] = field(default_factory=list)
+    node: int = 0  # the draft behind which a token is chosen, 0 the newest token
     grows: bool = False  # its row can read a tree
     parents: list[int] | None = None  # of the tokens of a tree, -1 for the newest token
     sure: list[float] = field(default_factory=list)
@@ -155,6 +158,22 @@ class AnswerDrafts:
         """Tokens that it reads next."""
         grown = self.tree is not None and self.tree.begun
         return self.tree.tokens if grown else self.unread[:CATCH_UP]  # type: ignore[union-attr]
+
+    def doubts(self, chance: float) -> bool:
+        """Return True if a chain ends in front of a draft of this confidence."""
+        if not self.plan.exact:
+            return chance < self.plan.least
+        return self.length is not None and self.length.doubts(chance)
+
+    @property
+    def close(self) -> tuple[int, float] | None:
+        """The draft behind `node`, and up to which loss it stands.
+
+        None where only the token of the model stands.
+        """
+        if self.plan.rollback is None or self.node >= len(self.tokens):
+            return None
+        return self.tokens[self.node], self.plan.rollback
 
     def behind(self, node: int, token: int) -> int | None:
         """Return the draft, from 1, that is this token behind a draft, 0 the newest token."""
@@ -209,7 +228,9 @@ class RunningRow:
     @property
     def count(self) -> int:
         """Tokens that it reads in the step at hand."""
-        return 1 if self.drafts is None else 1 + len(self.drafts.tokens)
+        if self.drafts is None:
+            return 1
+        return 0 if self.drafts.waits else 1 + len(self.drafts.tokens)
 
     @property
     def paths(self) -> list[list[int]] | None:
@@ -230,7 +251,7 @@ class StepPrices:
 
     def __init__(self) -> None:
         self.costs = {RECYCLE: Costs(0.001), LOOKUP: Costs(0.001)}
-        self.costs |= {SELF: Costs(0.6), DRAFT: Costs(0.3), EXIT: Costs(0.3)}
+        self.costs |= {SELF: Costs(0.6), **{kind: Costs(0.3) for kind in (DRAFT, EXIT, BILD)}}
         for each in self.costs.values():
             each.wide = 0.1
         self._plain: dict[int, float] = {}  # seconds of a step without drafts, by its rows
@@ -293,7 +314,7 @@ class DraftRows:
             own.grows = own.grows and reads_trees(own.view)
             self.store.add(own.view)
             self.rows.append(row)
-            own.view = None
+            own.view, own.waits = None, False
 
     def release(self, row: RunningRow) -> None:
         """Forget an answer."""
@@ -354,10 +375,11 @@ class DraftRows:
     ) -> set[RunningRow]:
         """Draft the next token of chains; returns those that go on."""
         both, further = torch.cat([logits[row] for row in rows]), set[RunningRow]()
+        tokens = self._chooser.guess(both, rows)
         sure = both.softmax(-1).amax(-1).tolist()
-        for row, token, chance in zip(rows, self._chooser.guess(both, rows), sure, strict=True):
+        for row, token, chance in zip(rows, tokens, sure, strict=True):
             own = row.own
-            if own.length is not None and own.length.doubts(chance):
+            if own.doubts(chance):
                 continue
             own.tokens.append(token)
             own.sure.append(chance)
@@ -473,6 +495,7 @@ class BatchDrafts:
         own.said, own.start = [row.token], row.position
         if plan.adapt:
             own.length = DraftLength(self.prices.costs[plan.kind], plan.least)
+        own.waits = not plan.exact  # what is said must not depend on when drafts begin
         if plan.loads or plan.views:
             self._source(plan).begin(row)
         else:
@@ -523,7 +546,7 @@ class BatchDrafts:
             most = min(own.plan.most, row.sampling.max_tokens - row.step - 1)
             if own.length is not None:
                 most = 0 if due else own.length.begin(max(0, most))
-            if most <= 0:
+            if most <= 0 or own.waits:
                 continue
             if own.text is None:
                 wanted[row] = most

@@ -16,7 +16,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.kv import KVBlock
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
-from mmfast.decoding.speculation import EXIT, DecodePlan, check_kind, plan_decode
+from mmfast.decoding.speculation import BILD, EXIT, DecodePlan, check_kind, plan_decode
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.reduction.call import PassState
@@ -189,6 +189,11 @@ class ModelRunner:
         if (drafts := plan_decode(answer.decode)) is not None:
             lane = None if self.batch is None else self.batch.decoder.lane
             check_served(drafts, self.model, lane, specs, plan, self.seconds)
+            if drafts.kind == BILD and answer.sampling.temperature:
+                raise SpecError(
+                    f"decode={drafts.text!r} takes the likeliest tokens of both models; give "
+                    f"temperature 0, or 'draft:{drafts.model}', which draws as the model does"
+                )
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
         if self.reuse is None:
@@ -294,8 +299,9 @@ class ModelRunner:
         elif batch is not None:
             batch.unit(waited)
             self._prompt_turn = True
-            for model in self.seconds.values() if not batch.coming else ():
-                model.read()
+            for model in self.seconds.values():
+                if model.urgent or not batch.coming:
+                    model.read()
         if batch is not None:
             batch.decode()
         alone.step(seconds, work / 2)  # what steps read again is no more than half a chunk
