@@ -3,6 +3,8 @@
 A token of an answer is a function of its logits, its seed and its number, drawn ones included (see
 `Chooser`). So a draft stands exactly where the answer would have said it: with the probability of
 the rule of exact sampling for a draft that was not drawn, and without a change to what a seed says.
+Under `bild:` a draft stands where the model does not find it too unlikely, and its answer waits for
+the small model, so that it depends on nothing else.
 """
 
 from __future__ import annotations
@@ -17,9 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmfast.caches.plan import CachePlan
-from mmfast.core.errors import SpecError
-from mmfast.core.spec import Spec
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.speculation import (
     BILD,
@@ -31,13 +30,9 @@ from mmfast.decoding.speculation import (
     DecodePlan,
     Recycler,
     TextDrafts,
-    check_kind,
 )
-from mmfast.models.decoder.draft_stage import check_decode
 from mmfast.models.decoder.drafters import GUESS
 from mmfast.models.decoder.token_tree import BatchTree, TokenTree
-from mmfast.models.kv.view import view_plan
-from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import LOG, SamplingOptions
 from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, reads_trees
@@ -46,69 +41,6 @@ from mmfast.serve.engine.lane import Lane
 _OWNERS = 16  # tenants whose statistics of what follows a token are kept
 CATCH_UP = 64  # tokens of one answer that a model that drafts reads at most before it does
 _PLAIN = 64  # steps after which one without drafts is timed again
-
-
-def check_served(
-    plan: DecodePlan,
-    model: Any,
-    lane: Lane | None,
-    specs: Sequence[Spec],
-    cache: CachePlan | None,
-    seconds: Collection[str] = (),
-) -> None:
-    """Refuse (SpecError, ModelError) drafts that the batch cannot verify, or not beside the rest.
-
-    `lane` is None where the rows of the model cannot be told apart, and `seconds` are the second
-    models at hand.
-    """
-    spec = f"decode={plan.text!r}"
-    check_kind(plan)
-    if lane is None or CONV in lane.kinds:
-        raise SpecError(
-            f"{spec} takes drafts back, which a batch of {type(model).__name__} cannot: its layers "
-            "keep no keys to drop; leave out decode=, or use a pipeline"
-        )
-    if plan.loads and plan.model not in seconds:  # no request names a file to read
-        how = "by an adapter" if plan.kind == EXIT else "from a second prompt"
-        raise SpecError(
-            f"{spec} drafts {how}, and this server was not started for that; start "
-            f"it with --decode {spec[7:]}, or use 'self:0.1', 'recycle' or 'lookup'"
-        )
-    if plan.kind == EXIT and SLIDING in lane.kinds:
-        raise SpecError(
-            f"{spec} reads on in the rows of the first layers, which needs full attention in all "
-            f"layers, and {type(model).__name__} has windows; use decode='recycle'"
-        )
-    check_decode(plan, model, specs, cache)
-    if cache is not None and cache.heads is not None:
-        raise SpecError(
-            f"{spec} takes drafts back, which a row under cache {str(cache)!r} cannot; leave out "
-            "decode= (decode='none' where the server has one)"
-        )
-    if plan.views and cache is not None:
-        raise SpecError(
-            f"{spec} and cache {str(cache)!r} both choose behind a prompt, of which the server "
-            "does one; leave out one of them, or use decode='recycle'"
-        )
-
-
-NO_VIEW = "decode {!r} drafted nothing: no visual keys to leave out; use decode='recycle' for text"
-
-
-def served_view(plan: DecodePlan, media: Collection[Any], batched: bool) -> CachePlan | None:
-    """Return the choice of what the model drafts on; None where that is not a part of its keys.
-
-    `media` are those of the prompt, and `batched` tells if it is read in the batch: else SpecError.
-    """
-    if not plan.views or not media:
-        return None
-    if not batched:
-        raise SpecError(
-            f"decode={plan.text!r} needs a prompt that is read in the batch, which this one is "
-            "not, for its reducers, sparse prefill or stored media; use decode='recycle', or leave "
-            "them out"
-        )
-    return view_plan(plan.score, plan.budget)
 
 
 @dataclass(eq=False)
