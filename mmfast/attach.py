@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mmfast.caches.plan import CachePlan, call_plan
-from mmfast.core.errors import ModelError
-from mmfast.core.spec import AUTO, Spec, parse
+from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.spec import AUTO, Spec, is_auto, parse, self_check
 from mmfast.core.trace import Trace
 from mmfast.decoding.speculation import DecodePlan, plan_decode
 from mmfast.prefill.plan import PrefillPlan, plan_prefill
@@ -164,11 +164,23 @@ def attach(
     Example:
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace: model.generate(**inputs)
     """
-    specs: Any = AUTO if reduce == AUTO else parse(reduce)
+    specs: Any = _specs(reduce)
     drafts = plan_decode(decode) if isinstance(decode, str) else decode
     more: dict[str, Any] = {"cache": call_plan(cache), "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
     return _attached(_stock(model), reduce, specs, more)
+
+
+def _specs(reduce: Any) -> Any:
+    """Parse a spec; "auto" stays, and what only a pipeline does beside it is refused."""
+    if not is_auto(reduce):
+        return parse(reduce)
+    if self_check(reduce):
+        raise SpecError(
+            f"reduce={reduce!r} checks the answers of a pipeline, and attach() plans once; write "
+            "'auto', or use mmfast.pipeline"
+        )
+    return AUTO
 
 
 def _stock(held: Any) -> Any:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mmfast.attach import attach, turn_of
+from mmfast.core.spec import SelfCheck
+from mmfast.core.trace import Trace
 from mmfast.models.cost import FirstToken
-from mmfast.planner.auto import announced, row_name
+from mmfast.models.decoder.agreement import check_greedy, chosen_tokens
+from mmfast.planner.auto import announced, row_name, say
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
+from mmfast.planner.raised import RaisedBudget
 from mmfast.planner.target import Target
 
 Tick = Callable[[int, int, str | None], None]
@@ -21,9 +28,10 @@ Tick = Callable[[int, int, str | None], None]
 class PipelinePlanner:
     """Plans the calls of one pipeline; measures the device when the first plan is asked for."""
 
-    def __init__(self, pipe: Any, name: Any) -> None:
+    def __init__(self, pipe: Any, name: Any, check: SelfCheck | None = None) -> None:
         self.pipe = pipe
         known = isinstance(name, (str, Path))
+        self.raised = None if check is None else RaisedBudget(check)
         self.planner = Planner(pipe.model, row_name(name) if known or name is None else None)
 
     def plan(
@@ -56,9 +64,78 @@ class PipelinePlanner:
                 kind=kind,
                 tick=tick,
                 answer=answer,
-                caches=self._bare,
+                caches=self._bare and target.check is None,
+                raised=0 if self.raised is None else self.raised.value,
             )
         return plan, self.planner.learner.measuring_ms - before
+
+    def planned(
+        self,
+        inputs: Mapping[str, Any],
+        items: Sequence[int],
+        target: Target,
+        started: float,
+        how: Mapping[str, Any],
+        trace: Trace,
+    ) -> tuple[Plan, float]:
+        """A plan with its row in a trace, and the start without the time of measuring."""
+        if target.check is not None:
+            check_greedy(f"reduce={target.check.text!r}", self.pipe.model, how)
+        with trace.stage("plan") as row:
+            most = int(how.get("max_new_tokens") or 0)
+            given = inputs, items, target, started, False, self.pipe.tick, most
+            plan, measuring = self.plan(*given)
+            row.method = say(plan) + (f", raised by {plan.rung}" if plan.rung > 0 else "")
+        if measuring:  # the device, once and for all: no part of answering
+            trace.rows[-1].ms -= measuring
+            trace.add("measure device", 0, 0, measuring)
+        return plan, started + measuring / 1e3
+
+    def check(
+        self,
+        plan: Plan,
+        inputs: Mapping[str, Any],
+        how: Mapping[str, Any],
+        answers: Tensor,
+        trace: Trace,
+    ) -> None:
+        """Let the whole model read answers `[B, n]` again, where they are due, and note it.
+
+        Under a raised budget the rung below reads them, too, as nothing else tells whether it would
+        do.
+        """
+        raised = self.raised
+        if raised is None or not raised.due(len(answers)):
+            return
+        with trace.stage("self-check") as row, turn_of(self.pipe.model):
+            cut = plan.spec is not None
+            if not cut and plan.rung < 1:
+                row.method = "all tokens: nothing to check"
+                return
+            whole, here, below = answers, None, None
+            if cut:
+                whole, real = self._chosen(None, inputs, how, answers)
+                here = _standing(answers, whole, real)
+                row.tokens_in, row.tokens_out = here[1], here[0]
+            if plan.rung > 0:
+                lower, real = self._chosen(plan.rungs[plan.rung - 1], inputs, how, answers)
+                below = _standing(lower, whole, real)
+            counts = [] if here is None else [f"{here[0]} of {here[1]} tokens stand"]
+            if below is not None:
+                counts.append(f"{below[0]} of {below[1]} would at {plan.rungs[plan.rung - 1]}")
+            row.method = "; ".join(filter(None, [*counts, raised.note(plan, here, below)]))
+
+    def _chosen(
+        self,
+        spec: str | None,
+        inputs: Mapping[str, Any],
+        how: Mapping[str, Any],
+        answers: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the model would have chosen under a spec, and the places of answers."""
+        rest = {k: v for k, v in how.items() if k not in ("seed", "stop_strings", "streamer")}
+        with attach(self.pipe.model, spec, None, self.pipe.encoder, None, self.pipe.prefill):
+            return chosen_tokens(partial(self.pipe.run, dict(inputs), rest), answers)
 
     @property
     def _bare(self) -> bool:
@@ -71,3 +148,8 @@ class PipelinePlanner:
         with attach(self.pipe.model, spec, self.pipe.cache, self.pipe.encoder):
             self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)
         return (first.at - start) * 1e3
+
+
+def _standing(tokens: Tensor, chosen: Tensor, real: Tensor) -> tuple[int, int]:
+    """Tokens that the whole model would have chosen, too, of all of the answers."""
+    return int(((tokens == chosen) & real).sum()), int(real.sum())

@@ -57,9 +57,8 @@ from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
 from mmfast.planner.arithmetic import use_weights
-from mmfast.planner.auto import say
 from mmfast.planner.plan import Plan
-from mmfast.planner.target import Target, automatic, check_alone, make_target
+from mmfast.planner.target import Target, automatic, check_alone, checked_by, make_target
 from mmfast.prefill.plan import plan_prefill
 from mmfast.streams.reply import placeholders
 from mmfast.streams.reuse.media import MediaReuse
@@ -123,7 +122,9 @@ class VisualQA:
             `attn_implementation`, `revision` and so on. A model that they place, or quantise, is
             not moved. Remote code and weights that are no safetensors are refused.
         reduce: Spec string such as `"evs:0.25"` or `"divprune:0.5+fastv@llm3:0.5"`, or `"auto"`:
-            the planner chooses, for balanced quality unless a target says otherwise.
+            the planner chooses, for balanced quality unless a target says otherwise. Under
+            `"auto?check=0.8&every=4"` all tokens lead to a share of the tokens of answers, too, or
+            later ones keep more (`docs/guides/choose.md`).
         cache: Spec string of what happens to keys and values, such as `"snapkv:1024"` (evict
             behind the prompt), `"sink:4+window:512"` (at every step) or `"quant:4"` (fewer bits);
             the trace gets a row `kv`. See `mmfast.attach`.
@@ -205,7 +206,7 @@ class VisualQA:
         self._own = {"max_new_tokens": max_new_tokens, **generate}
         with within(self.task):
             target = make_target(target_ttft_ms, target_tokens, max_memory, quality)
-            reduce, self.target = automatic(reduce, target)
+            reduce, self.target = automatic(reduce, target, cache)
             specs, plan, self.decode = parse(reduce), call_plan(cache), plan_decode(decode)
             again = parse_reuse(reuse)
             check_beside(again, specs, plan, self.decode, prefill)
@@ -290,6 +291,10 @@ class VisualQA:
             raise MmfastError("stream() answers one question, and without num_beams; call the pipe")
         if self.check:
             raise MmfastError("stream() tells no doubts; call the pipe, or leave out check=True")
+        if wanted.check is not None:
+            raise MmfastError(
+                f"stream() does not check reduce={wanted.check.text!r}; call the pipe"
+            )
         inputs, items = self._inputs(pairs, Trace())
         reduce, cache = self.reduce, None
         if wanted:
@@ -372,11 +377,11 @@ class VisualQA:
     def planner(self) -> PipelinePlanner:
         """Made when it is first asked for: most pipelines never plan."""
         if self._planner is None:
-            self._planner = PipelinePlanner(self, self._name)
+            self._planner = PipelinePlanner(self, self._name, self.target.check)
         return self._planner
 
     def _wanted(self, target: dict[str, Any]) -> Target:
-        wanted = make_target(**target) if target else self.target
+        wanted = checked_by(make_target(**target), self.target.check) if target else self.target
         check_alone(wanted, self._spec)
         return wanted
 
@@ -434,16 +439,8 @@ class VisualQA:
         inputs, items = self._inputs(pairs, reading, notes)
         reduce, plan = self.reduce, None
         if target:
-            with reading.stage("plan") as row:
-                plan, measuring = self.planner.plan(
-                    inputs, items, target, start, tick=self.tick, answer=_longest(how)
-                )
-                row.method = say(plan)
+            plan, start = self.planner.planned(inputs, items, target, start, how, reading)
             reduce = plan.spec
-            if measuring:  # the device, once and for all: no part of answering
-                reading.rows[-1].ms -= measuring
-                reading.add("measure device", 0, 0, measuring)
-                start += measuring / 1e3
         begin = time.perf_counter()
         with (
             turn_of(self.model),
@@ -476,6 +473,8 @@ class VisualQA:
         if recorder is not None:
             with trace.stage("check"):
                 told = doubts(self.model, self.processor.tokenizer, recorder, output[:, prompt:])
+        if plan is not None and target.check is not None:
+            self.planner.check(plan, inputs, how, output[:, prompt:], trace)
         return [
             Answer(text.strip(), trace, ttft, n, m, plan, note, doubt)
             for text, (n, m), note, doubt in zip(texts, counts, notes, told, strict=True)

@@ -422,18 +422,6 @@ def _at_most_one(role: str, specs: Sequence[Spec]) -> None:
         raise SpecError(f"{names} are both of role {role!r}, of which a cache has one; keep one")
 
 
-def served_plan(text: str | None) -> CachePlan | None:
-    """Read the cache spec of a served request, as `call_plan`; SpecError for one on the host."""
-    plan = call_plan(text)
-    selector = None if plan is None or plan.select is None or plan.select.whole else plan.selector()
-    if selector is not None and selector.host:
-        raise SpecError(
-            f"cache {text!r} keeps entries in host memory, which the engine of `mmfast serve` does "
-            "not; use 'quest:0.1', or mmfast.attach and generate()"
-        )
-    return plan
-
-
 def call_plan(text: str | CachePlan | None) -> CachePlan | None:
     """Read the cache spec of `attach`, as `plan_cache`; a plan is returned as it is."""
     plan = text if isinstance(text, CachePlan) else plan_cache(text)

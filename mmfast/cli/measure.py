@@ -170,11 +170,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.core.spec import AUTO, check_names
+    from mmfast.core.spec import check_names, is_auto
     from mmfast.models.quiet import quiet
 
     quiet()
     check_names(reduce or [], cache or [], [prefill])
+    if odd := [spec for spec in reduce or [] if is_auto(spec) and spec != "auto"]:
+        raise MmfastError(f"--reduce {odd[0]!r} checks the answers of a pipeline; write 'auto'")
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
     _check_given(context, "eval" if data is None else "data")
@@ -195,7 +197,7 @@ def evaluate(
 
     suite_of(suite)
     environ = environment()  # of the code that is about to run, not of the tree hours later
-    specs = [_chosen(model, suite, as_json) if spec == AUTO else spec for spec in reduce or []]
+    specs = [_chosen(model, suite, as_json) if is_auto(spec) else spec for spec in reduce or []]
     with output.progress("eval") as tick:
         document = run_eval(
             specs,

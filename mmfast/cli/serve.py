@@ -97,12 +97,12 @@ def _plan(config: ServerConfig) -> list[tuple[str, object]]:
 def _check_specs(config: ServerConfig) -> None:
     """Refuse wrong specs before anything is loaded."""
     from mmfast.core.registry import listed
-    from mmfast.core.spec import AUTO, check_names, parse
+    from mmfast.core.spec import check_names, is_auto, parse
 
-    if config.reduce == AUTO:
+    if is_auto(config.reduce):
         raise MmfastError(
-            "--reduce 'auto' plans for one caller, and a server has many; name a reducer, or leave "
-            "it out: a request with target_ttft_ms is planned"
+            f"--reduce {config.reduce!r} plans for one caller, and a server has many; name a "
+            "reducer, or leave it out: a request with target_ttft_ms is planned"
         )
     check_names([config.reduce], [config.cache], [config.prefill])
     if config.model is not None and config.model.startswith((".", "/", "~")):
@@ -110,9 +110,9 @@ def _check_specs(config: ServerConfig) -> None:
         if not (path / "config.json").is_file():
             raise MmfastError(f"model {config.model!r} is no directory of a checkpoint; give one")
     if config.cache is not None:
-        from mmfast.caches.plan import served_plan
+        from mmfast.caches.plan import call_plan
 
-        served_plan(config.cache)
+        call_plan(config.cache)
     if config.reuse is not None:
         from mmfast.caches.plan import call_plan
         from mmfast.planner.target import parse_bytes

@@ -128,13 +128,58 @@ class Spec:
         return f"{self.method.name}@{self.where}{budget}" + (f"?{knobs}" if knobs else "")
 
 
+@dataclass(frozen=True)
+class SelfCheck:
+    """Knobs of `reduce="auto?check=0.8&every=4"`, under which a pipeline checks its own cuts.
+
+    Attributes:
+        text: The spec as it was written.
+        least: Share of the tokens of answers that all visual tokens have to lead to, too.
+        every: One answer of so many is checked.
+    """
+
+    text: str
+    least: float
+    every: int = 1
+
+
+def is_auto(text: object) -> bool:
+    """Return True where the planner chooses the reducers, with knobs or without."""
+    return isinstance(text, str) and text.strip().partition("?")[0] == AUTO
+
+
+def self_check(text: str) -> SelfCheck | None:
+    """Read the knobs of `auto`; None without any, SpecError for those that it does not have."""
+    _, asked, rest = text.strip().partition("?")
+    if not asked:
+        return None
+    example = f"write '{AUTO}?check=0.8', or '{AUTO}?check=0.8&every=4'"
+    pairs = [pair.partition("=")[::2] for pair in rest.split("&")]
+    knobs = dict(pairs)
+    for name in knobs:
+        if name not in ("check", "every"):
+            raise SpecError(f"{unknown(f'knob of {AUTO!r}', name, ('check', 'every'))}; {example}")
+    if "check" not in knobs or len(knobs) < len(pairs):
+        raise SpecError(f"{text!r} needs one share at which a cut is kept; {example}")
+    try:
+        least, every = float(knobs["check"]), int(knobs.get("every", 1))
+    except ValueError:
+        least, every = 0.0, 1
+    if not 0 < least <= 1 or every < 1:
+        raise SpecError(f"{text!r}: check is a share in (0, 1] and every at least 1; {example}")
+    return SelfCheck(text.strip(), least, every)
+
+
 def check_names(
     reduce: Iterable[str | None] = (),
     cache: Iterable[str | None] = (),
     prefill: Iterable[str | None] = (),
 ) -> None:
     """Refuse what is wrong in the text of specs, without an import of torch (SpecError)."""
-    named = [text for text in reduce if text != AUTO]
+    texts = list(reduce)
+    named = [text for text in texts if not is_auto(text)]
+    for text in set(texts) - {None, *named}:
+        self_check(str(text))
     for kind, specs in (("reducer", named), ("cache", cache), ("prefill", prefill)):
         texts = [text for text in specs if text]
         known = [m for each in (kind, *NAMED_TOO.get(kind, ())) if texts for m in listed(each)]

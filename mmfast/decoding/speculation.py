@@ -190,17 +190,11 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
 
 def check_kind(plan: DecodePlan | None) -> None:
     """Refuse (SpecError) drafts that no server makes."""
-    if plan is None:
-        return
-    if plan.kind == BILD:
-        why = "changes answers"
-    elif plan.learn or plan.rise:
-        why = "learns from what all callers are told"
-    else:
+    if plan is None or not (plan.learn or plan.rise):
         return
     raise SpecError(
-        f"decode={plan.text!r} {why}, so no server takes it; use 'self:0.1', 'recycle' or "
-        "'lookup', or a pipeline"
+        f"decode={plan.text!r} learns from what all callers are told, so no server takes it; use "
+        "'self:0.1', 'recycle' or 'lookup', or a pipeline"
     )
 
 

@@ -24,7 +24,14 @@ class Plan:
     why: tuple[str, ...] = ()  # the choice in plain sentences
     rejected: tuple[Rejected, ...] = ()  # methods and steps that were not taken, with the reason
     cache: str | None = None  # spec string of a KV policy, which is taken in place of reducers
+    rungs: tuple[str | None, ...] = ()  # of a check: the first choice, then specs that keep more
+    raised: int = 0  # rungs that were asked for beyond the first choice
     note: str = ""  # for the trace, where the choice is not the one that was asked for
+
+    @property
+    def rung(self) -> int:
+        """Place of `spec` among the rungs."""
+        return min(self.raised, len(self.rungs) - 1)
 
     @property
     def total_ms(self) -> float:

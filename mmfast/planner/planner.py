@@ -114,6 +114,26 @@ def choose(
     return fitting[-1 if floor_only and timed and target.ttft_ms is None else 0], steps
 
 
+def rungs_above(
+    choice: Candidate,
+    steps: Sequence[Candidate],
+    stock: Candidate,
+    target: Target,
+    spent: float = 0.0,
+) -> list[Candidate]:
+    """Return the choice and what to go on to while it loses too much, up to all tokens.
+
+    Each rung has at least twice the tokens of the one below, or is the last within the limits.
+    """
+    rungs = [choice]
+    more = [step for step in [*reversed(steps), stock] if step.cost.mean > choice.cost.mean]
+    more = [step for step in more if meets(step, target, spent)]
+    for step in more:
+        if step is more[-1] or step.cost.mean >= 2 * rungs[-1].cost.mean:
+            rungs.append(step)
+    return rungs
+
+
 def surer(
     policies: Sequence[Candidate], choice: Candidate | None, target: Target
 ) -> Candidate | None:
@@ -222,6 +242,7 @@ class Planner:
         tick: Tick | None = None,
         answer: int = 0,
         caches: bool = True,
+        raised: int = 0,
     ) -> Plan:
         """Choose for one request, what the processor returned; without limits the stock model.
 
@@ -229,9 +250,10 @@ class Planner:
         can be learnt; `spent` ms are gone since the caller started to wait; `kind` is that of the
         media, unless the target names one; `answer` is the longest answer in tokens. Where memory
         is limited and time is not, a KV policy is taken if it is surer than all reducers within the
-        limit, unless `caches` says that the call has one already or cannot have one. A target out
-        of reach is an MmfastError that says what the best plan reaches; unless `strict`, a latency
-        out of reach is a warning, and the fastest runs.
+        limit, unless `caches` says that the call has one already or cannot have one. Where answers
+        are checked, `raised` are the rungs to go up from the choice. A target out of reach is an
+        MmfastError that says what the best plan reaches; unless `strict`, a latency out of reach is
+        a warning, and the fastest runs.
         """
         work, media = replace(work_of(self.model, inputs), answer=answer), target.kind or kind
         with self.learner.aside():
@@ -247,7 +269,8 @@ class Planner:
                 start = time.perf_counter()
                 self._weigh(work, target, call, spent, media)
                 self._planning_ms = (time.perf_counter() - start) * 1e3
-        return self.decide(work, target, call, spent, strict, media, self._planning_ms, caches)
+        given = work, target, call, spent, strict, media, self._planning_ms
+        return self.decide(*given, caches, raised)
 
     def decide(
         self,
@@ -259,6 +282,7 @@ class Planner:
         kind: str = "video",
         planning: float = 0.0,
         caches: bool = True,
+        raised: int = 0,
     ) -> Plan:
         """Choose with the rates as they are."""
         gone, kind = spent + planning, target.kind or kind
@@ -272,10 +296,15 @@ class Planner:
             every = [*steps[-1:], *(policies if target.tokens is None else ())]
             least = sorted(every, key=lambda each: each.cost.memory)[:1]
             choice = _best_effort([*steps, *least] if policies else steps, target, gone, strict)
+        rungs = rungs_above(choice, steps, found[0], target, gone) if target.check else [choice]
+        choice = rungs[min(raised, len(rungs) - 1)]
         evidence, depth = self._evidence(kind), self.learner.bench.shape.depth
         rejected += passed_over(choice, evidence, depth, rejected)
         why = reasons(choice, steps, found, target, evidence, work, gone)
-        return _plan(choice, found[0], work, times, why, rejected, met)
+        if choice is not rungs[0]:
+            why = (f"Checked answers raised it from {rungs[0].spec}.", *why)
+        plan = _plan(choice, found[0], work, times, why, rejected, met)
+        return replace(plan, rungs=tuple(rung.spec for rung in rungs), raised=raised)
 
     def _policies(
         self, stock: Candidate, work: Work, target: Target, call: str, kind: str

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmfast.core import trace as sizes
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.core.spec import AUTO
+from mmfast.core.spec import SelfCheck, is_auto, self_check
 
 # Points of accuracy that a quality may cost; None is whatever is best at a tenth of the tokens.
 QUALITIES: Mapping[str, float | None] = {"high": 0.01, "balanced": 0.03, "fast": None}
@@ -28,6 +28,7 @@ class Target:
     quality: str | None = None  # A name in `QUALITIES`
     kind: str | None = None  # A name in `KINDS`, where the caller knows better than the file
     auto: bool = False  # nobody insists on a plan: a machine that cannot be measured needs none
+    check: SelfCheck | None = None  # answers are checked, and tell whether to reduce less
 
     def __bool__(self) -> bool:
         return any(v is not None for v in (self.ttft_ms, self.tokens, self.memory, self.quality))
@@ -61,11 +62,23 @@ def make_target(
     return Target(target_ttft_ms, target_tokens, parse_bytes(max_memory), quality, kind)
 
 
-def automatic(reduce: str | None, target: Target) -> tuple[str | None, Target]:
+def automatic(reduce: str | None, target: Target, cache: Any = None) -> tuple[str | None, Target]:
     """Read `reduce="auto"` as no spec and a target: the one given, else balanced quality."""
-    if reduce != AUTO:
+    if reduce is None or not is_auto(reduce):
         return reduce, target
-    return None, replace(target or Target(quality=AUTO_QUALITY, kind=target.kind), auto=True)
+    wanted = target or Target(quality=AUTO_QUALITY, kind=target.kind)
+    return None, checked_by(replace(wanted, auto=True), self_check(reduce), cache)
+
+
+def checked_by(target: Target, check: SelfCheck | None, cache: Any = None) -> Target:
+    """Let answers under a target be checked; MmfastError where not all tokens can be read again."""
+    given = {"max_memory": target.memory, "cache": cache}
+    if check is not None and (odd := [name for name, value in given.items() if value is not None]):
+        raise MmfastError(
+            f"reduce={check.text!r} reads answers again over the keys and values of all tokens; "
+            f"leave out {odd[0]}=, or the check"
+        )
+    return replace(target, check=check)
 
 
 def check_alone(target: Target, reduce: str | None) -> None:

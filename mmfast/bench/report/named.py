@@ -251,6 +251,13 @@ SERVE = {
         "model: {model} | pictures each: {pictures} | chats: {pruned} | s: {seconds:.2f} | "
         "of no spec: {to_plain:.2f}x | of stock: {to_stock:.2f}x",
     ),
+    "choosing": (
+        "16 chats at once under policies that choose at every step and under own drafts, 40 tokens "
+        "each; ratios of processor time",
+        "model: {model} | pictures each: {pictures} | chats: {pruned} | "
+        "processor s: {cpu_seconds:.2f} | of no spec: {to_plain:.2f}x | "
+        "A/A noise: {noise:.1%} | of stock: {to_stock:.2f}x",
+    ),
     "drafts": (
         "Descriptions of clips under each kind of drafts; `draft:` is the first two of five "
         "layers, taught for a minute; processor time of the whole request",

@@ -286,7 +286,7 @@ class RunningBatch:
             self._fail_broken()
             return
         owners = {job: answer for answer, job in order}
-        fuses, logits = self.decoder.joins and bool(self._running), None
+        fuses, logits = self.decoder.joins and self.decoder.reads, None
         try:
             logits = self._pass(plan, owners, fuses)
         except Exception as failed:  # run one by one, only the broken prompts fail

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from mmfast.decoding.accept import accept_close
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.decoding.speculation import EXIT
@@ -30,6 +31,7 @@ from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries, reads_tr
 from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.slots import Draw, Filled
 
+CloseDraft = tuple[int, float] | None  # a draft, and up to which loss it stands
 Said = tuple[Hashable, int | Exception]  # a token of an answer, or why there is none
 _GREEDY = 1e-5  # a temperature below it would overflow the logits
 
@@ -58,12 +60,16 @@ class Chooser:
         return ids.unique() if counts and ids is not None else None
 
     def choose(
-        self, logits: Tensor, draws: Sequence[Draw], seen: Sequence[Tensor | None]
+        self,
+        logits: Tensor,
+        draws: Sequence[Draw],
+        seen: Sequence[Tensor | None],
+        close: Sequence[CloseDraft] = (),
     ) -> list[int | Exception]:
         """Choose a token per row; a row without finite logits gets an error.
 
         The logits, `[B, V]` float32, are changed in place; `seen` is read for repetition penalties
-        only.
+        only. A draft that is `close` stands in place of the likeliest token.
         """
         self._block(logits)
         rules = [each.sampling.rules for each in draws]
@@ -78,6 +84,8 @@ class Chooser:
         for row, each in enumerate(draws):
             if not fine[row]:
                 found.append(NoTokenError(not_finite()))
+            elif close and (draft := close[row]) is not None and _stands(logits[row], *draft):
+                found.append(draft[0])
             elif each.sampling.temperature < _GREEDY:
                 found.append(tokens[row])
             else:
@@ -109,11 +117,25 @@ class Chooser:
         depths = depths or [len(row.own.tokens) for row in rows]
         for mine, row, depth in zip(logits, rows, depths, strict=True):
             if row.sampling.rules is None:
-                self._penalise(mine, row.seen)
+                self._penalise(mine, _with(row.seen, row.own.tokens))
             greedy = row.sampling.temperature < _GREEDY
             draw = Draw(row.sampling, row.step + depth)
             found.append(int(mine.argmax()) if greedy else _drawn(mine, draw))
         return found
+
+
+def _with(seen: Tensor | None, tokens: Sequence[int]) -> Tensor | None:
+    """Add tokens to distinct ids that a penalty counts."""
+    if seen is None or not tokens:
+        return seen
+    found: Tensor = torch.cat([seen, seen.new_tensor(tokens)]).unique()
+    return found
+
+
+def _stands(logits: Tensor, token: int, most: float) -> bool:
+    """Return True if the loss of a draft under logits `[V]` is small enough."""
+    mine, ones = torch.tensor([[token]], device=logits.device), logits.new_ones(1)
+    return bool(accept_close(mine, logits.expand(1, 2, -1), most, ones)[0])
 
 
 def _drawn(logits: Tensor, options: Draw) -> int:
@@ -224,6 +246,11 @@ class DecodeBatch:
         """A step can be part of a pass of prefill: no convolution runs from row to row."""
         return CONV not in self.lane.kinds
 
+    @property
+    def reads(self) -> bool:
+        """A step reads something: not all answers wait for what drafts for them."""
+        return any(row.count for row in self._rows)
+
     @torch.inference_mode()
     def pause(self, key: Hashable) -> PausedAnswer | None:
         """Remove an answer and return it with its memory, for `resume`; None where it must stay."""
@@ -249,7 +276,7 @@ class DecodeBatch:
 
     def rounds(self) -> Iterator[list[Said]]:
         """Make a step; see `end`."""
-        if not self._rows:
+        if not self.reads:
             return iter(())
         return self.end(self._logits())
 
@@ -292,7 +319,8 @@ class DecodeBatch:
         device = self._table.weight.device
         tokens, places = list[int](), list[list[int]]()
         for row in self._rows:
-            tokens += [row.token, *([] if row.drafts is None else row.drafts.tokens)]
+            mine = [row.token, *([] if row.drafts is None else row.drafts.tokens)]
+            tokens += mine[: row.count]
             depths = range(row.count) if row.paths is None else [len(p) - 1 for p in row.paths]
             places += [[at + depth for at in row.position] for depth in depths]
         positions = torch.tensor(places, device=device).T
@@ -310,7 +338,7 @@ class DecodeBatch:
         released meanwhile. The iterator must be read to its end.
         """
         self._begun = False
-        rows, at = list(self._rows), 0
+        rows, at = [row for row in self._rows if row.count], 0
         self.drafts.learn(rows, logits)
         first, nodes = dict[RunningRow, int](), dict.fromkeys(rows, 0)
         for row in rows:
@@ -324,6 +352,9 @@ class DecodeBatch:
             while live:
                 plain = place == 0 and at == len(rows)
                 mine = logits if plain else logits[[first[row] + nodes[row] for row in live]]
+                for row in live:
+                    if row.drafts is not None:
+                        row.drafts.node = nodes[row]
                 chosen = self._chosen(live, mine)
                 if self._clock is not None and any(row.drafts for row in rows):
                     seconds = time.perf_counter() - self._clock
@@ -348,14 +379,14 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def _chosen(self, rows: Sequence[RunningRow], logits: Tensor) -> list[int | Exception]:
+        close = [None if row.drafts is None else row.drafts.close for row in rows]
         draws = [Draw(row.sampling, row.step) for row in rows]
-        chosen = self.chooser.choose(logits, draws, [row.seen for row in rows])
+        chosen = self.chooser.choose(logits, draws, [row.seen for row in rows], close)
         for row, token in zip(rows, chosen, strict=True):
             row.step, row.position = row.step + 1, [place + 1 for place in row.position]
             if isinstance(token, int):
                 row.token = token
-                if row.seen is not None:
-                    row.seen = torch.cat([row.seen, row.seen.new_tensor([token])]).unique()
+                row.seen = _with(row.seen, [token])
         return chosen
 
     def _settle(self, said: dict[RunningRow, list[int]], nodes: dict[RunningRow, int]) -> None:

@@ -3,6 +3,8 @@
 A token of an answer is a function of its logits, its seed and its number, drawn ones included (see
 `Chooser`). So a draft stands exactly where the answer would have said it: with the probability of
 the rule of exact sampling for a draft that was not drawn, and without a change to what a seed says.
+Under `bild:` a draft stands where the model does not find it too unlikely, and its answer waits for
+the small model, so that it depends on nothing else.
 """
 
 from __future__ import annotations
@@ -17,11 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmfast.caches.plan import CachePlan
-from mmfast.core.errors import SpecError
-from mmfast.core.spec import Spec
 from mmfast.decoding.row import Costs, DraftLength
 from mmfast.decoding.speculation import (
+    BILD,
     DRAFT,
     EXIT,
     LOOKUP,
@@ -30,13 +30,9 @@ from mmfast.decoding.speculation import (
     DecodePlan,
     Recycler,
     TextDrafts,
-    check_kind,
 )
-from mmfast.models.decoder.draft_stage import check_decode
 from mmfast.models.decoder.drafters import GUESS
 from mmfast.models.decoder.token_tree import BatchTree, TokenTree
-from mmfast.models.kv.view import view_plan
-from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import LOG, SamplingOptions
 from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, reads_trees
@@ -45,69 +41,6 @@ from mmfast.serve.engine.lane import Lane
 _OWNERS = 16  # tenants whose statistics of what follows a token are kept
 CATCH_UP = 64  # tokens of one answer that a model that drafts reads at most before it does
 _PLAIN = 64  # steps after which one without drafts is timed again
-
-
-def check_served(
-    plan: DecodePlan,
-    model: Any,
-    lane: Lane | None,
-    specs: Sequence[Spec],
-    cache: CachePlan | None,
-    seconds: Collection[str] = (),
-) -> None:
-    """Refuse (SpecError, ModelError) drafts that the batch cannot verify, or not beside the rest.
-
-    `lane` is None where the rows of the model cannot be told apart, and `seconds` are the second
-    models at hand.
-    """
-    spec = f"decode={plan.text!r}"
-    check_kind(plan)
-    if lane is None or CONV in lane.kinds:
-        raise SpecError(
-            f"{spec} takes drafts back, which a batch of {type(model).__name__} cannot: its layers "
-            "keep no keys to drop; leave out decode=, or use a pipeline"
-        )
-    if plan.loads and plan.model not in seconds:  # no request names a file to read
-        how = "by an adapter" if plan.kind == EXIT else "from a second prompt"
-        raise SpecError(
-            f"{spec} drafts {how}, and this server was not started for that; start "
-            f"it with --decode {spec[7:]}, or use 'self:0.1', 'recycle' or 'lookup'"
-        )
-    if plan.kind == EXIT and SLIDING in lane.kinds:
-        raise SpecError(
-            f"{spec} reads on in the rows of the first layers, which needs full attention in all "
-            f"layers, and {type(model).__name__} has windows; use decode='recycle'"
-        )
-    check_decode(plan, model, specs, cache)
-    if cache is not None and cache.heads is not None:
-        raise SpecError(
-            f"{spec} takes drafts back, which a row under cache {str(cache)!r} cannot; leave out "
-            "decode= (decode='none' where the server has one)"
-        )
-    if plan.views and cache is not None:
-        raise SpecError(
-            f"{spec} and cache {str(cache)!r} both choose behind a prompt, of which the server "
-            "does one; leave out one of them, or use decode='recycle'"
-        )
-
-
-NO_VIEW = "decode {!r} drafted nothing: no visual keys to leave out; use decode='recycle' for text"
-
-
-def served_view(plan: DecodePlan, media: Collection[Any], batched: bool) -> CachePlan | None:
-    """Return the choice of what the model drafts on; None where that is not a part of its keys.
-
-    `media` are those of the prompt, and `batched` tells if it is read in the batch: else SpecError.
-    """
-    if not plan.views or not media:
-        return None
-    if not batched:
-        raise SpecError(
-            f"decode={plan.text!r} needs a prompt that is read in the batch, which this one is "
-            "not, for its reducers, sparse prefill or stored media; use decode='recycle', or leave "
-            "them out"
-        )
-    return view_plan(plan.score, plan.budget)
 
 
 @dataclass(eq=False)
@@ -127,9 +60,11 @@ class AnswerDrafts:
     room: int = 0
     piece: int = 0  # tokens of that prompt
     paused: bool = False
+    waits: bool = False  # its answer stands still until the model drafts for it
     length: DraftLength | None = None  # None: as many drafts as there may be
     text: TextDrafts | None = None  # None: a model drafts
     tokens: list[int] = field(default_factory=list)
+    node: int = 0  # the draft behind which a token is chosen, 0 the newest token
     grows: bool = False  # its row can read a tree
     parents: list[int] | None = None  # of the tokens of a tree, -1 for the newest token
     sure: list[float] = field(default_factory=list)
@@ -155,6 +90,22 @@ class AnswerDrafts:
         """Tokens that it reads next."""
         grown = self.tree is not None and self.tree.begun
         return self.tree.tokens if grown else self.unread[:CATCH_UP]  # type: ignore[union-attr]
+
+    def doubts(self, chance: float) -> bool:
+        """Return True if a chain ends in front of a draft of this confidence."""
+        if not self.plan.exact:
+            return chance < self.plan.least
+        return self.length is not None and self.length.doubts(chance)
+
+    @property
+    def close(self) -> tuple[int, float] | None:
+        """The draft behind `node`, and up to which loss it stands.
+
+        None where only the token of the model stands.
+        """
+        if self.plan.rollback is None or self.node >= len(self.tokens):
+            return None
+        return self.tokens[self.node], self.plan.rollback
 
     def behind(self, node: int, token: int) -> int | None:
         """Return the draft, from 1, that is this token behind a draft, 0 the newest token."""
@@ -209,7 +160,9 @@ class RunningRow:
     @property
     def count(self) -> int:
         """Tokens that it reads in the step at hand."""
-        return 1 if self.drafts is None else 1 + len(self.drafts.tokens)
+        if self.drafts is None:
+            return 1
+        return 0 if self.drafts.waits else 1 + len(self.drafts.tokens)
 
     @property
     def paths(self) -> list[list[int]] | None:
@@ -230,7 +183,7 @@ class StepPrices:
 
     def __init__(self) -> None:
         self.costs = {RECYCLE: Costs(0.001), LOOKUP: Costs(0.001)}
-        self.costs |= {SELF: Costs(0.6), DRAFT: Costs(0.3), EXIT: Costs(0.3)}
+        self.costs |= {SELF: Costs(0.6), **{kind: Costs(0.3) for kind in (DRAFT, EXIT, BILD)}}
         for each in self.costs.values():
             each.wide = 0.1
         self._plain: dict[int, float] = {}  # seconds of a step without drafts, by its rows
@@ -293,7 +246,7 @@ class DraftRows:
             own.grows = own.grows and reads_trees(own.view)
             self.store.add(own.view)
             self.rows.append(row)
-            own.view = None
+            own.view, own.waits = None, False
 
     def release(self, row: RunningRow) -> None:
         """Forget an answer."""
@@ -354,10 +307,11 @@ class DraftRows:
     ) -> set[RunningRow]:
         """Draft the next token of chains; returns those that go on."""
         both, further = torch.cat([logits[row] for row in rows]), set[RunningRow]()
+        tokens = self._chooser.guess(both, rows)
         sure = both.softmax(-1).amax(-1).tolist()
-        for row, token, chance in zip(rows, self._chooser.guess(both, rows), sure, strict=True):
+        for row, token, chance in zip(rows, tokens, sure, strict=True):
             own = row.own
-            if own.length is not None and own.length.doubts(chance):
+            if own.doubts(chance):
                 continue
             own.tokens.append(token)
             own.sure.append(chance)
@@ -473,6 +427,7 @@ class BatchDrafts:
         own.said, own.start = [row.token], row.position
         if plan.adapt:
             own.length = DraftLength(self.prices.costs[plan.kind], plan.least)
+        own.waits = not plan.exact  # what is said must not depend on when drafts begin
         if plan.loads or plan.views:
             self._source(plan).begin(row)
         else:
@@ -523,7 +478,7 @@ class BatchDrafts:
             most = min(own.plan.most, row.sampling.max_tokens - row.step - 1)
             if own.length is not None:
                 most = 0 if due else own.length.begin(max(0, most))
-            if most <= 0:
+            if most <= 0 or own.waits:
                 continue
             if own.text is None:
                 wanted[row] = most

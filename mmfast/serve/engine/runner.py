@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from mmfast.caches.plan import call_plan, served_plan
+from mmfast.caches.plan import CachePlan, call_plan
 from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.kv import KVBlock
-from mmfast.core.spec import parse
+from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
-from mmfast.decoding.speculation import EXIT, DecodePlan, check_kind, plan_decode
+from mmfast.decoding.speculation import BILD, EXIT, DecodePlan, check_kind, plan_decode
+from mmfast.models.decoder.draft_stage import check_decode
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.kv.policy import KVStage
+from mmfast.models.kv.view import view_plan
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.check import check, refuse_files
 from mmfast.models.reduction.inputs import axes
 from mmfast.models.reduction.record import features_given
+from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.pipelines.planning import PipelinePlanner
 from mmfast.planner.planner import PlanWarning
 from mmfast.planner.target import make_target
 from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
-from mmfast.serve.engine.drafts import NO_VIEW, AnswerDrafts, check_served, served_view
+from mmfast.serve.engine.drafts import AnswerDrafts
 from mmfast.serve.engine.encoder import MediaEncoder, parted
 from mmfast.serve.engine.kv.bucket import taken
 from mmfast.serve.engine.lane import Lane
@@ -169,7 +172,7 @@ class ModelRunner:
 
     def check(self, answer: ActiveRequest) -> None:
         """Check the specs and the latency target of a request."""
-        plan, specs = served_plan(answer.cache), parse(answer.reduce)
+        plan, specs = call_plan(answer.cache), parse(answer.reduce)
         flash = self.batch is not None and "flash" in self.batch.decoder.lane.name
         if plan is not None and flash and (plan.select or plan.heads):
             raise SpecError(
@@ -189,6 +192,11 @@ class ModelRunner:
         if (drafts := plan_decode(answer.decode)) is not None:
             lane = None if self.batch is None else self.batch.decoder.lane
             check_served(drafts, self.model, lane, specs, plan, self.seconds)
+            if drafts.kind == BILD and answer.sampling.temperature:
+                raise SpecError(
+                    f"decode={drafts.text!r} takes the likeliest tokens of both models; give "
+                    f"temperature 0, or 'draft:{drafts.model}', which draws as the model does"
+                )
         if answer.target is not None:
             make_target(target_ttft_ms=answer.target)
         if self.reuse is None:
@@ -232,6 +240,8 @@ class ModelRunner:
         # come back.
         steps = plan is not None and plan.score is not None and plan.score.method.moment == "always"
         steps |= plan is not None and plan.gated and plan.every > 0
+        # Sentences end at tokens that a pass of many rows does not know.
+        steps |= plan is not None and plan.select is not None and bool(plan.select.method.needs)
         revives = any(spec.method.revives for spec in parse(answer.reduce))
         return self.batch is not None and not steps and not revives
 
@@ -292,8 +302,9 @@ class ModelRunner:
         elif batch is not None:
             batch.unit(waited)
             self._prompt_turn = True
-            for model in self.seconds.values() if not batch.coming else ():
-                model.read()
+            for model in self.seconds.values():
+                if model.urgent or not batch.coming:
+                    model.read()
         if batch is not None:
             batch.decode()
         alone.step(seconds, work / 2)  # what steps read again is no more than half a chunk
@@ -350,3 +361,66 @@ def _skips_keys(answer: ActiveRequest) -> bool:
     if plan is None or plan.whole or prepared is None:
         return False
     return prepared.length >= plan.selector().least
+
+
+def check_served(
+    plan: DecodePlan,
+    model: Any,
+    lane: Lane | None,
+    specs: Sequence[Spec],
+    cache: CachePlan | None,
+    seconds: Collection[str] = (),
+) -> None:
+    """Refuse (SpecError, ModelError) drafts that the batch cannot verify, or not beside the rest.
+
+    `lane` is None where the rows of the model cannot be told apart, and `seconds` are the second
+    models at hand.
+    """
+    spec = f"decode={plan.text!r}"
+    check_kind(plan)
+    if lane is None or CONV in lane.kinds:
+        raise SpecError(
+            f"{spec} takes drafts back, which a batch of {type(model).__name__} cannot: its layers "
+            "keep no keys to drop; leave out decode=, or use a pipeline"
+        )
+    if plan.loads and plan.model not in seconds:  # no request names a file to read
+        how = "by an adapter" if plan.kind == EXIT else "from a second prompt"
+        raise SpecError(
+            f"{spec} drafts {how}, and this server was not started for that; start "
+            f"it with --decode {spec[7:]}, or use 'self:0.1', 'recycle' or 'lookup'"
+        )
+    if plan.kind == EXIT and SLIDING in lane.kinds:
+        raise SpecError(
+            f"{spec} reads on in the rows of the first layers, which needs full attention in all "
+            f"layers, and {type(model).__name__} has windows; use decode='recycle'"
+        )
+    check_decode(plan, model, specs, cache)
+    if cache is not None and cache.heads is not None:
+        raise SpecError(
+            f"{spec} takes drafts back, which a row under cache {str(cache)!r} cannot; leave out "
+            "decode= (decode='none' where the server has one)"
+        )
+    if plan.views and cache is not None:
+        raise SpecError(
+            f"{spec} and cache {str(cache)!r} both choose behind a prompt, of which the server "
+            "does one; leave out one of them, or use decode='recycle'"
+        )
+
+
+NO_VIEW = "decode {!r} drafted nothing: no visual keys to leave out; use decode='recycle' for text"
+
+
+def served_view(plan: DecodePlan, media: Collection[Any], batched: bool) -> CachePlan | None:
+    """Return the choice of what the model drafts on; None where that is not a part of its keys.
+
+    `media` are those of the prompt, and `batched` tells if it is read in the batch: else SpecError.
+    """
+    if not plan.views or not media:
+        return None
+    if not batched:
+        raise SpecError(
+            f"decode={plan.text!r} needs a prompt that is read in the batch, which this one is "
+            "not, for its reducers, sparse prefill or stored media; use decode='recycle', or leave "
+            "them out"
+        )
+    return view_plan(plan.score, plan.budget)

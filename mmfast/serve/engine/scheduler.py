@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from mmfast.caches.plan import served_plan
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.decoding.speculation import plan_decode
@@ -168,7 +168,7 @@ class Scheduler:
         modules: PromptSchema | str | Path | None = None,
     ) -> None:
         kept_plan, sparse = parse_reuse(reuse), plan_prefill(prefill)
-        check_beside(kept_plan, parse(reduce), served_plan(cache), prefill=sparse)
+        check_beside(kept_plan, parse(reduce), call_plan(cache), prefill=sparse)
         if kept_plan is None and store is not None:
             raise MmfastError("store= keeps nothing without reuse=; give reuse='prefix' too")
         stock, processor = load_packed(model, device, dtype, weights, lora, attn)

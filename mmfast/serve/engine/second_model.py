@@ -103,6 +103,8 @@ class LoadedDrafts(DraftRows):
     def _drafts(self, drafts: AnswerDrafts) -> bool:
         return drafts.plan.loads and drafts.plan.model == self.name
 
+    urgent = False  # an answer says nothing until its prompt has been read
+
     def read(self) -> None:
         """Do a unit of work on prompts of its own, if there are any; answers wait for it."""
 
@@ -283,6 +285,11 @@ class SecondModel(LoadedDrafts):
         self._coming[request.id] = row
         self.reader.start(request)
 
+    @property
+    def urgent(self) -> bool:  # type: ignore[override]
+        """An answer says nothing until its prompt has been read."""
+        return any(row.own.waits for row in self._coming.values())
+
     def read(self) -> None:
         """Do a unit of work on prompts, if there are any; answers wait for it."""
         if self._coming:
@@ -303,7 +310,7 @@ class SecondModel(LoadedDrafts):
     def _told(self, row: RunningRow, event: Event) -> None:
         if isinstance(event, Failure):
             self._coming.pop(str(row.key), None)
-            row.own.view = None
+            row.own.view, row.own.waits = None, False
             row.own.notes.append(self._refused(row.own.plan, event.message))
 
     def release(self, row: RunningRow) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mmfast.caches.plan import served_plan
+from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.core.spec import parse
 from mmfast.decoding.speculation import check_kind, plan_decode
@@ -352,7 +352,7 @@ class RayEngine:
         self, reduce: str | None, cache: str | None, prefill: str | None, decode: str | None
     ) -> None:
         """Refuse wrong specs, and those that need the whole model where it runs in parts."""
-        parse(reduce), served_plan(cache), plan_prefill(prefill)
+        parse(reduce), call_plan(cache), plan_prefill(prefill)
         check_kind(plan_decode(decode))
         if self._last != WHOLE:
             check_parts(reduce, cache, prefill, decode)

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from mmfast import MmfastError, SpecError
 from mmfast.attach import attach
-from mmfast.caches.plan import plan_cache, served_plan
+from mmfast.caches.plan import call_plan, plan_cache
 from mmfast.caches.quantised import Probes
 from mmfast.models.kv import notes, packs, policy
 from mmfast.ops.quantisation import dequantise, quantise, quantise_apart
@@ -253,5 +253,5 @@ def test_senseless_knobs(knobs: str) -> None:
 
 
 def test_all_of_a_prompt_is_read_again() -> None:
-    plan = served_plan("zipcache:0.6")
+    plan = call_plan("zipcache:0.6")
     assert plan is not None and plan.rereads is None and plan.every == 100 and plan.bits == (4, 2)

@@ -449,11 +449,11 @@ def test_infinite_logits_end_one_answer_alone(monkeypatch: pytest.MonkeyPatch) -
 
     choose = Chooser.choose
 
-    def poisoned(self: Chooser, logits: Any, draws: Any, seen: Any) -> Any:
+    def poisoned(self: Chooser, logits: Any, draws: Any, *more: Any) -> Any:
         for row, each in enumerate(draws):
             if each.sampling.max_tokens == 33 and each.step == 3:
                 logits[row] = float("nan")
-        return choose(self, logits, draws, seen)
+        return choose(self, logits, draws, *more)
 
     monkeypatch.setattr(Chooser, "choose", poisoned)
     requests = [ask("a", "hello", tokens=9), ask("b", "there", tokens=33)]

@@ -146,7 +146,7 @@ def test_options_and_engines_take_it_or_refuse_it(tmp_path: Path) -> None:
     check_parts(None, None, None, "none")
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["serve", "--decode", "none", "--dry-run"])
-    with pytest.raises(SpecError, match="changes answers"):
-        RayEngine(None, decode_spec="bild:x", replicas=1)
+    with pytest.raises(SpecError, match="learns from"):
+        RayEngine(None, decode_spec="draft:x?learn=1e-4", replicas=1)
     with pytest.raises(MmfastError, match="--decode has no effect on --engine vllm"):
         command(ServerConfig(model="org/model", engine="vllm", decode="recycle"))

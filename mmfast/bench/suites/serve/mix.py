@@ -28,6 +28,11 @@ SPECS = (
     Options(reduce="fastv@llm1:0.5"),
     *(Options(cache=spec) for spec in ("snapkv:16", "sink:4+window:64", "quant:8", "retrieve:2")),
 )
+# Policies that read a part of a row at every step, and drafts of the model itself.
+CHOOSING = (
+    *(Options(cache=f"{spec}:0.1") for spec in ("quest", "tidaldecode", "specache", "slimfer")),
+    *(Options(decode=f"self:0.1{knobs}") for knobs in ("", "?tree=dynamic")),
+)
 MODEL, _TOKENS = "tiny-video", 40  # its answers are as long
 _WIDE = "llava-onevision-0.5b"
 # The tiny LLaVA-OneVision of the tests: where it spends its time is in Python.
@@ -106,7 +111,12 @@ def _stock(model: Any, processor: Any, size: Size) -> None:
 
 
 def _rows(
-    preset: str | None, jobs: dict[str, Sequence[Options]], tick: Tick, rounds: int, pictures: int
+    preset: str | None,
+    jobs: dict[str, Sequence[Options]],
+    tick: Tick,
+    rounds: int,
+    pictures: int,
+    clock: str = "wall",
 ) -> list[Row]:
     size = _TOKENS, pictures, _PICTURE if preset == TINY else (96, 96)
     model, processor = tiny() if preset == TINY else shaped(preset)
@@ -126,15 +136,17 @@ def _rows(
             tick(name, number, rounds)
     shared = {"model": name, "chats": CHATS, "pictures": pictures, "tokens": _TOKENS, "n": rounds}
     shared |= {"device": "cpu", "threads": torch.get_num_threads()}
-    return [{"job": job, **shared, **_compared(times, job)} for job in times if job != _AGAIN]
+    return [
+        {"job": job, **shared, **_compared(times, job, clock)} for job in times if job != _AGAIN
+    ]
 
 
-def _compared(times: dict[str, list[TimeSpent]], job: str) -> Row:
+def _compared(times: dict[str, list[TimeSpent]], job: str, clock: str) -> Row:
     mine, plain, again, stock = (
-        [each.wall for each in times[name]] for name in (job, _PLAIN, _AGAIN, _STOCK)
+        [getattr(each, clock) for each in times[name]] for name in (job, _PLAIN, _AGAIN, _STOCK)
     )
     return {
-        "seconds": median(mine),
+        "seconds": median(each.wall for each in times[job]),
         "cpu_seconds": median(each.cpu for each in times[job]),
         "to_plain": paired(mine, plain),
         "to_stock": paired(mine, stock),
@@ -151,3 +163,11 @@ def mix(tick: Tick, rounds: int = 9, wide_rounds: int = 2) -> list[Row]:
     rows = [row for shape in ("tiny", None) for row in _rows(shape, jobs, tick, rounds, 4)]
     rows = [*_rows(TINY, jobs, tick, rounds, 1), *rows]
     return [*rows, *_rows(_WIDE, {**plain, _MIXED: SPECS}, tick, wide_rounds, 1)]
+
+
+@benchmark("serve", "choosing")
+def choosing(tick: Tick, rounds: int = 5) -> list[Row]:
+    """Answer 16 chats at once under policies that choose at every step, and under own drafts."""
+    jobs: dict[str, Sequence[Options]] = {_PLAIN: (Options(),), _AGAIN: (Options(),)}
+    jobs |= {str(option.cache or option.decode): (option,) for option in CHOOSING}
+    return _rows(None, jobs, tick, rounds, 4, "cpu")

@@ -25,8 +25,9 @@ from tiny_models import build
 from torch import Tensor
 
 from mmfast.attach import attach
-from mmfast.caches.plan import CachePlan, plan_cache, served_plan
-from mmfast.core.errors import MmfastError, SpecError
+from mmfast.caches.plan import CachePlan
+from mmfast.caches.selection.specache import Guesses
+from mmfast.core.errors import MmfastError
 from mmfast.core.registry import methods
 from mmfast.models.kv.eviction import Eviction
 from mmfast.models.kv.packing import Packing
@@ -49,6 +50,7 @@ SELECT = [
     "snapkv:0.4?every=4+quest:0.2?page=4&skip=0",
 ]
 ALONE = ["tova:60+quest:0.2?page=4&skip=0"]  # its steps are made under `attach`
+HOST = ["specache:0.2?group=8", "slimfer:0.25?block=4", "sentencekv:0.3?ends=13_30_7_9"]
 HEADS = ["adakv:0.3", "knorm:0.4+adakv"]
 AGAIN = ["kvzip:0.4", "kvsquared:0.4", "kvzip:0.4+adakv"]
 THIN = ["think:0.5?residual=8"]
@@ -77,7 +79,8 @@ def alone(family: str, request: Request) -> tuple[str, list[float], dict[str, An
     inputs = chat_inputs(processor, [chat], model.device)
     names = (f"{kind}_token_id" for kind in ("image", "video", "audio"))
     none = [i for i in (getattr(model.config, name, None) for name in names) if i is not None]
-    with attach(model, None, request.options.cache or None) as trace, torch.inference_mode():
+    reduce, cache = request.options.reduce, request.options.cache
+    with attach(model, reduce, cache or None) as trace, torch.inference_mode():
         output = model.generate(
             **inputs,
             max_new_tokens=request.sampling.max_tokens,
@@ -155,15 +158,31 @@ def test_other_families_choose_too(family: str) -> None:
     assert agree(["quest:0.2?page=4&skip=0", "adakv:0.3", "think:0.5?residual=8", ""], family)
 
 
-def test_methods_of_the_role_are_served_or_named() -> None:
-    """Those whose entries lie in host memory are refused in one line, with a way out."""
-    for method in methods("cache"):
-        if method.role == "select" and plan_cache(method.example).selector().host:  # type: ignore[union-attr]
-            with pytest.raises(SpecError, match=r"host memory.*use 'quest:0.1'") as error:
-                served_plan(method.example)
-            assert "\n" not in str(error.value)
-        else:
-            assert served_plan(method.example) is not None
+@pytest.mark.parametrize("family", [FAMILY, "qwen2_5_vl", "gemma3"])
+def test_entries_in_host_memory_are_served(family: str) -> None:
+    assert agree([*HOST, SELECT[0], "snapkv:0.5+specache:0.3?group=8", ""], family)
+    for _, _, rows in wanted(family, (*HOST, SELECT[0], "snapkv:0.5+specache:0.3?group=8", "")):
+        assert "select" not in rows or rows["select"]["tokens_out"] < rows["select"]["tokens_in"]
+
+
+def test_blocks_of_a_prompt_that_lost_some_between_layers() -> None:
+    """The reducer of SlimInfer beside its policy, and beside answers without."""
+    made = engine()
+    requests = [
+        replace(each, options=replace(each.options, reduce=reduce))
+        for each, reduce in zip(asked([HOST[1], "", HOST[1]]), ("slimfer:0.5", "", ""), strict=True)
+    ]
+    try:
+        ears = together(made, requests)
+        ends = [ear.wait() for ear in ears]
+    finally:
+        made.close()
+    assert all(map(same, ears, ends, [alone(FAMILY, request) for request in requests]))
+
+
+def test_every_method_that_chooses_is_tested_here() -> None:
+    tested = " ".join([*SELECT, *HOST])
+    assert all(each.name in tested for each in methods("cache") if each.role == "select")
 
 
 def _everything(
@@ -187,6 +206,9 @@ FAULTS: list[tuple[str, Any, str, Any]] = [
     ("adakv:0.3", Eviction, "mask_of_heads", lambda *given: None),
     ("think:0.5?residual=8", Packing, "prompt", lambda self, cache, i, _: cache.layers[i]),
     ("kvsquared:0.4", CachePlan, "asks_model", False),
+    (HOST[0], Guesses, "add", lambda *given: None),
+    (HOST[1], Selection, "_same", lambda *given: False),
+    (HOST[2], Selection, "_continue", lambda *given: None),
 ]
 
 
@@ -205,8 +227,8 @@ def test_a_fault_is_seen(
 def test_any_mix_gives_each_answer_as_if_asked_alone(family: str) -> None:
     """Specs, lengths, arrivals and cancellations at random."""
     rng = random.Random(f"policies {family}")
-    pool, requests = [*SELECT, *HEADS, *THIN, *AGAIN, *ALONE, *OTHERS], list[Request]()
-    for number, spec in enumerate(rng.sample(pool, 12)):
+    pool, requests = [*SELECT, *HOST, *HEADS, *THIN, *AGAIN, *ALONE, *OTHERS], list[Request]()
+    for number, spec in enumerate(rng.sample(pool, 14)):
         words = "what is it? " * rng.randrange(1, 25)
         media = [image(number)] * (rng.random() < 0.7)
         requests.append(ask(str(number), *media, words, tokens=rng.randrange(1, 24), cache=spec))
@@ -245,7 +267,7 @@ def promises(patch: pytest.MonkeyPatch) -> list[bool]:
 
     patch.setattr(DecodeBatch, "rounds", noted)
     try:
-        for spec in (*SELECT, *HEADS, *THIN):
+        for spec in (*SELECT, *HOST, *HEADS, *THIN):
             answers(made, asked([spec], tokens=40))
     finally:
         made.close()

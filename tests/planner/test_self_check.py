@@ -1,0 +1,210 @@
+"""`reduce="auto?check=…"`: answers on reduced tokens, read again by the whole model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planner_rows import RATES, SHARES, Choosing, row
+from typer.testing import CliRunner
+
+import mmfast
+from mmfast.cli import app
+from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register, unregister
+from mmfast.core.spec import SelfCheck, self_check
+from mmfast.core.tokens import Tokens
+from mmfast.models.decoder.agreement import chosen_tokens
+from mmfast.planner.plan import Plan
+from mmfast.planner.planner import Planner
+from mmfast.planner.raised import LAST, RaisedBudget
+from mmfast.planner.rates import Rates
+
+CLIPS = Path(__file__).resolve().parents[2] / "assets" / "clips"
+CLIP = str(CLIPS / "red-circle.mp4")
+QUESTIONS = ["Which way does the red circle move?", "Which colour is the circle?"]
+CHECK = "auto?check=0.8"
+
+
+@pytest.fixture
+def blind() -> Iterator[None]:
+    """A reducer that throws all of use away: what it keeps is empty."""
+
+    @register("blind")
+    def on_nothing(tokens: Tokens, budget: int | None) -> Reduction:
+        """Keep places, and nothing at them."""
+        kept = Reduction.prune(torch.arange(budget or 1), tokens.n)
+        return Reduction(kept.keep, kept.owner, torch.zeros(tokens.n))
+
+    yield
+    unregister("blind")
+
+
+def planned(reduce: str, name: str, shares: tuple[float, ...] = SHARES, **options: Any) -> Any:
+    """A pipeline whose rows say that a method loses nothing at these shares."""
+    pipe = mmfast.pipeline(
+        "video-qa", reduce=reduce, device="cpu", max_new_tokens=6, batch_size=2, **options
+    )
+    known = {"model": "tiny-video"}
+    rows = [row(None, 0.97, 288, **known)]
+    for share in shares:
+        rows += [row(f"{name}:{share}", 0.97, 288 * share, **known)]
+        rows += [row(f"random:{share}", 0.5, 288 * share, **known)]
+    pipe.planner.planner = Planner(pipe.model, "tiny-video", rows, RATES, remember=False)
+    learner = pipe.planner.planner.learner
+    learner.rates = Rates(**{**vars(RATES), "select": Choosing()})
+    learner.settle = lambda *_: ""  # type: ignore[method-assign]  # nothing depends on the clock
+    learner.learn = lambda *_: None  # type: ignore[method-assign]
+    return pipe
+
+
+def checks(answer: Any) -> list[Any]:
+    return [each for each in answer.trace.rows if each.stage == "self-check"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ["auto?chek=0.8", "did you mean 'check'"],
+        ["auto?check=1.5", "share in"],
+        ["auto?check=much", "share in"],
+        ["auto?check=0.8&every=0", "at least 1"],
+        ["auto?every=2", "needs one share"],
+        ["auto?check=0.5&check=0.8", "needs one share"],
+        ["auto?", "needs one share|knob"],
+    ],
+)
+def test_wrong_knobs_are_named(text: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said) as error:
+        mmfast.pipeline("video-qa", model="./nowhere", reduce=text)
+    assert "\n" not in str(error.value) and "auto?check=0.8" in str(error.value)
+
+
+def test_what_cannot_be_checked_is_refused_in_one_line() -> None:
+    assert self_check("auto") is None
+    assert self_check("auto?check=0.8&every=4") == SelfCheck("auto?check=0.8&every=4", 0.8, 4)
+    for option in ({"max_memory": "2GB"}, {"cache": "snapkv:64"}):
+        with pytest.raises(MmfastError, match=next(iter(option))):
+            mmfast.pipeline("video-qa", model="./nowhere", reduce=CHECK, **option)
+    pipe = planned(CHECK, "divprune")
+    with pytest.raises(MmfastError, match="stream"):
+        pipe.stream(CLIP, QUESTIONS[0])
+    for how in ({"do_sample": True}, {"num_beams": 2}, {"cache_implementation": "static"}):
+        with pytest.raises(MmfastError, match="drop the check"):
+            pipe(CLIP, QUESTIONS[0], **how)
+    with pytest.raises(SpecError, match=r"mmfast\.pipeline"):
+        mmfast.attach(pipe.model, CHECK)
+    for command in (["eval", "--reduce", CHECK], ["serve", "--reduce", CHECK]):
+        error = CliRunner().invoke(app, command).exception
+        assert isinstance(error, MmfastError) and CHECK in str(error)
+
+
+def test_what_a_model_would_have_chosen_is_a_recompute_without_cache() -> None:
+    pipe = mmfast.pipeline("video-qa", device="cpu")
+    inputs, _ = pipe._inputs([(CLIP, each) for each in QUESTIONS], mmfast.Trace())
+    how = {"max_new_tokens": 4, "repetition_penalty": 1.3}
+    answers = pipe.run(dict(inputs), how)[:, inputs["input_ids"].shape[1] :]
+    ends = pipe.model.generation_config.eos_token_id
+    rng = random.Random(3)
+    for faults in (0, 1, 3):
+        given = answers.clone()
+        for _ in range(faults):
+            given[rng.randrange(2), rng.randrange(given.shape[1])] = rng.randrange(5, 40)
+        chosen, real = chosen_tokens(partial(pipe.run, dict(inputs), how), given)
+        for b, said in enumerate(given.tolist()):
+            alone, _ = pipe._inputs([(CLIP, QUESTIONS[b])], mmfast.Trace())
+            for place, token in enumerate(said):
+                ids = torch.cat([alone["input_ids"], given[b : b + 1, :place]], 1)
+                grown = {**alone, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                step = pipe.run(grown, {**how, "max_new_tokens": 1})[0, -1]
+                assert int(chosen[b, place]) == int(step)
+                assert bool(real[b, place])
+                if token == ends:
+                    assert not real[b, place + 1 :].any()
+                    break
+        if not faults:
+            assert bool(((chosen == given) | ~real).all())
+
+
+def test_a_cut_that_loses_all_is_driven_to_all_tokens(blind: None) -> None:
+    """By threads and in batches; and it stays there, as the rung below would still lose all."""
+    pipe = planned(CHECK, "blind")
+    first = pipe(CLIP, QUESTIONS)
+    assert first[0].plan.spec.startswith("blind:0.0") and first[0].kept_tokens < 20
+    (noted,) = checks(first[0])
+    assert noted.tokens_out < noted.tokens_in and "tokens stand" in noted.method and noted.ms > 0
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            a, b = pool.map(lambda _: pipe(CLIP, QUESTIONS), range(2))
+            if a[0].plan.spec is None and b[0].plan.spec is None:
+                break
+    assert a[0].kept_tokens == a[0].visual_tokens == 288
+    assert "Checked answers raised it" in a[0].plan.why[0]
+    assert any("raised by" in each.method for each in a[0].trace.rows if each.stage == "plan")
+    for _ in range(LAST + 1):
+        after = pipe(CLIP, QUESTIONS)[0]
+    assert after.plan.spec is None and " would at blind:" in checks(after)[0].method
+
+
+def test_a_cut_that_loses_nothing_stays() -> None:
+    pipe = planned("auto?check=0.8&every=4", "divprune", (0.5,))
+    whole = mmfast.pipeline("video-qa", device="cpu", max_new_tokens=6)
+    seen = []
+    for _ in range(6):
+        for question in QUESTIONS:
+            answer = pipe(CLIP, question)
+            assert answer.plan.spec == "divprune:0.5"
+            assert answer.text == whole(CLIP, question).text  # or there is something to lose
+            seen.append(checks(answer))
+    assert [len(each) for each in seen] == [0, 0, 0, 1] * 3
+    assert all(each.tokens_in == each.tokens_out > 0 for mine in seen for each in mine)
+
+
+def settled(agreed: list[float], least: float, start: int, seed: int) -> int:
+    """Rung at which a budget ends, whose answers of 3 to 6 tokens stand with these shares."""
+    raised, rng = RaisedBudget(SelfCheck("", least)), random.Random(seed)
+    raised.value, top = start, len(agreed)
+    rungs = tuple(map(str, range(top + 1)))
+    for _ in range(40 * LAST):
+        plan = Plan(None, {}, 0, 0, 0.0, {}, rungs=rungs, raised=raised.value)
+        n = rng.randint(3, 6)
+
+        def stand(rung: int, n: int = n) -> tuple[int, int]:
+            return round(agreed[rung] * n), n
+
+        here = stand(plan.rung) if plan.rung < top else None
+        raised.note(plan, here, stand(plan.rung - 1) if plan.rung else None)
+    return raised.value
+
+
+def test_a_budget_ends_at_the_smallest_that_agrees() -> None:
+    """Shares of 0 or 1 by rung: below some rung nothing stands, from there on all."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        rungs = rng.randint(1, 5)
+        good = rng.randint(0, rungs)
+        agreed = [0.0] * good + [1.0] * (rungs - good)
+        assert settled(agreed, 0.8, rng.randint(0, rungs), seed) == good
+
+
+def test_the_last_step_within_a_target_says_so() -> None:
+    raised = RaisedBudget(SelfCheck("", 0.8))
+    plan = Plan("a", {}, 0, 0, 0.0, {}, rungs=("a",))
+    assert "within the target" in raised.note(plan, (0, 9), None) and raised.value == 0
+
+
+def test_threads_raise_by_one_for_what_they_saw_together() -> None:
+    raised = RaisedBudget(SelfCheck("", 0.8, every=3))
+    plan = Plan("a", {}, 0, 0, 0.0, {}, rungs=("a", "b", "c", None))
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(lambda _: raised.note(plan, (0, 9), None), range(64)))
+        due = list(pool.map(lambda _: raised.due(1), range(99)))
+    assert raised.value == 1 and said.count("planned before the last change") == 63
+    assert sum(due) == 33
