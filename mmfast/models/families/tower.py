@@ -172,6 +172,11 @@ def batch_tower(base: Any, module: Any) -> Tower:
     return Tower(base, module, blocks, packed=False, class_token=has_class)
 
 
+def blockless(base: Any) -> Tower:
+    """A tower whose attention, if any, cannot be read or merged in."""
+    return Tower(base, base.get_encoder("image"), nn.ModuleList(), packed=False, class_token=False)
+
+
 def grid_tables(module: Any, grid: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors that a packed tower derives from its grids `[items, 3]`, under its own names.
 

@@ -56,6 +56,8 @@ def stock_mask(
     ids = _by_position(blocks, cache, layer)
     if not sliding:
         return create_causal_mask(**common, block_sequence_ids=ids)
+    if config.model_type == "gemma2":  # in PaliGemma 2, blocks see past the window
+        return create_sliding_window_causal_mask(**common, block_sequence_ids=ids)
     return create_causal_mask(
         **common,
         or_mask_function=blockwise_overlay(ids),

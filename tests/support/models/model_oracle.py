@@ -26,6 +26,7 @@ class Prompt:
     positions: Tensor
     items: list[Tensor]  # places of the tokens a method may reduce, per image or video
     planes: list[Tensor] = field(default_factory=list)  # [L, D], zero at text
+    asked: int = 0  # tokens of the prompt before what was generated
 
 
 @contextmanager
@@ -70,7 +71,8 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
                 planes.append(torch.zeros_like(embeds))
             planes[index][places] = torch.cat(list(plane))
     items.sort(key=lambda pair: pair[0])
-    return Prompt(embeds, positions_of(tiny, inputs), [places for _, places in items], planes)
+    items_ = [places for _, places in items]
+    return Prompt(embeds, positions_of(tiny, inputs), items_, planes, len(ids))
 
 
 def positions_of(tiny: Any, inputs: dict[str, Any]) -> Tensor:
@@ -91,7 +93,8 @@ def append(tiny: Any, prompt: Prompt, ids: Tensor) -> Prompt:
     after = torch.arange(1, len(ids) + 1) + prompt.positions[..., -1:]
     zeros = torch.zeros(len(ids), embeds.shape[1])
     planes = [torch.cat([plane, zeros]) for plane in prompt.planes]
-    return Prompt(embeds, torch.cat([prompt.positions, after], -1), prompt.items, planes)
+    positions = torch.cat([prompt.positions, after], -1)
+    return Prompt(embeds, positions, prompt.items, planes, prompt.asked)
 
 
 def kept_places(prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) -> Tensor:
@@ -172,6 +175,8 @@ def through(
     if kind == "sliding_attention":  # counts the living
         rank = alive.cumsum(0)
         seen &= rank[:, None] - rank[None] < text.config.sliding_window
+    if tiny.facts.prefix:  # past any window, too
+        seen[: prompt.asked, : prompt.asked] = True
     mask = (seen & (alive | torch.eye(len(hidden), dtype=torch.bool)))[None, None]
     if text.config._attn_implementation == "eager":
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)

@@ -93,6 +93,7 @@ class Family:
             the base model hands it to the text model.
         nested: The processor takes a list of images per prompt.
         blocks: Tokens of an image see each other in both directions.
+        prefix: All tokens of a prompt do.
         positions: `(tiny, inputs of one prompt) -> [3, L]`: stock positions, where `rope` is not
             enough to call for them.
     """
@@ -108,6 +109,7 @@ class Family:
     mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = _plain
     nested: bool = False
     blocks: bool = False
+    prefix: bool = False
     positions: Callable[[Any, Any], Tensor] | None = None
 
     @property
