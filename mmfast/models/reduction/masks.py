@@ -51,6 +51,8 @@ def stock_mask(
         "layer_idx": layer,
     }
     sliding = kind_of(config, layer) == SLIDING
+    if config.model_type == "gemma4_text":  # only some of them, and in windows alone
+        blocks = blocks if sliding and config.use_bidirectional_attention == "vision" else None
     if blocks is None:
         return (create_sliding_window_causal_mask if sliding else create_causal_mask)(**common)
     ids = _by_position(blocks, cache, layer)

@@ -6,7 +6,6 @@ from typing import Any
 
 from tiny_base import Family, Shape
 from tiny_family_aya_vision import split
-from torch import Tensor
 from transformers import (
     GotOcr2Config,
     GotOcr2ForConditionalGeneration,
@@ -14,12 +13,12 @@ from transformers import (
     GotOcr2Processor,
 )
 
-SIDE = 4  # tokens
+SIDE = 16  # tokens, which the processor takes for granted
 
 
 def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
-    """A model whose images are cut into up to 4 tiles."""
-    side = 4 * SIDE * shape.patch
+    """A model with pixels for patches, and windows alone: a tile has as many as a real one."""
+    side = 4 * SIDE
     config = GotOcr2Config(
         vision_config={
             "hidden_size": 16,
@@ -28,9 +27,9 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
             "num_hidden_layers": shape.depth,
             "num_attention_heads": 2,
             "image_size": side,
-            "patch_size": shape.patch,
+            "patch_size": 1,
             "window_size": 4,
-            "global_attn_indexes": [1],
+            "global_attn_indexes": [],
         },
         text_config={"model_type": "qwen2", **text},
         image_token_index=ids["image_token"],
@@ -38,7 +37,7 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
         tie_word_embeddings=False,
     )
     size = {"height": side, "width": side}
-    images = GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
+    images = GotOcr2ImageProcessor(size=size)
     processor = GotOcr2Processor(images, tokenizer)
     return GotOcr2ForConditionalGeneration(config), processor
 

@@ -50,6 +50,13 @@ def _items(this: Any, output: Any, kind: str, inputs: Any) -> list[Tensor]:
     return split(output.pooler_output.flatten(0, 1), this, inputs, TAGS[0], TAGS[-1])
 
 
+def _amend(this: Any, output: Any, ids: Tensor, embeds: Tensor) -> None:
+    """The tags have embeddings of the visual vocabulary."""
+    tags = this.model.config.visual_indicator_token_ids
+    for tag, row in zip(tags, output.visual_indicator_features, strict=True):
+        embeds[ids == tag] = row
+
+
 FAMILY = Family(
     "ovis2",
     build,
@@ -57,4 +64,5 @@ FAMILY = Family(
     placeholder=lambda kind: "<image>",
     specials=TOKENS,
     items=_items,
+    amend=_amend,
 )

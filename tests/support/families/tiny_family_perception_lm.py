@@ -11,6 +11,7 @@ from transformers import (
     PerceptionLMForConditionalGeneration,
     PerceptionLMImageProcessor,
     PerceptionLMProcessor,
+    PerceptionLMVideoProcessor,
 )
 
 
@@ -44,8 +45,9 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
     images = PerceptionLMImageProcessor(
         tile_size=side, max_num_tiles=4, vision_input_type="thumb+tile"
     )
+    clips = PerceptionLMVideoProcessor(size={"height": side, "width": side})
     processor = PerceptionLMProcessor(
-        None, images, tokenizer, patch_size=shape.patch, pooling_ratio=shape.merge
+        clips, images, tokenizer, patch_size=shape.patch, pooling_ratio=shape.merge
     )
     return PerceptionLMForConditionalGeneration(config), processor
 

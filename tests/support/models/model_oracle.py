@@ -62,6 +62,7 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
             continue
         output = encode(tiny, inputs, kind)
         places = (ids == getattr(model.config, f"{kind}_token_id")).nonzero()[:, 0]
+        tiny.facts.amend(tiny, output, ids, embeds)
         features = tiny.facts.items(tiny, output, kind, inputs)
         embeds[places] = torch.cat(features)
         split = places.split([len(f) for f in features])
@@ -170,7 +171,7 @@ def through(
         return hidden
     text, positions, number = tiny.model.get_decoder(), prompt.positions, blocks(prompt)
     seen = torch.ones(len(hidden), len(hidden)).tril().bool()
-    if tiny.facts.blocks:
+    if tiny.facts.blocks and (kind == "sliding_attention" or not tiny.facts.windowed):
         seen |= (number[:, None] == number[None]) & (number >= 0)
     if kind == "sliding_attention":  # counts the living
         rank = alive.cumsum(0)
@@ -183,14 +184,15 @@ def through(
     by_kind = [kind] if hasattr(text.rotary_emb, "layer_types") else []
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     cos_sin = text.rotary_emb(hidden[None], places, *by_kind)
-    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin)[0]
+    more = {"shared_kv_states": {}} if "gemma4" in text.config.model_type else {}
+    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin, **more)[0]
 
 
 def blocks(prompt: Prompt) -> Tensor:
-    """Number of the image or video of each token `[L]`, -1 at text."""
+    """Number of the image or frame of each token `[L]`, -1 at text, which parts frames."""
     number = torch.full((len(prompt.embeds),), -1)
     for index, places in enumerate(prompt.items):
-        number[places] = index
+        number[places] = len(number) * index + (places.diff(prepend=places[:1]) > 1).cumsum(0)
     return number
 
 

@@ -88,11 +88,13 @@ class Family:
         specials: Further special tokens, by the attribute the processor reads.
         rope: The base model's M-RoPE arguments; () where positions are plain.
         items: `(tiny, encoder output, kind, inputs) -> list of [n, D]`: features of each item.
+        amend: `(tiny, encoder output, ids [L], embeddings [L, D])` changes embeddings of text.
         content: `(tiny, features [n, D]) -> bool [n]`: False at separators.
         mask: `(tiny, embeddings [1, L, D], ones [1, L], visual bool [1, L]) -> attention mask` as
             the base model hands it to the text model.
         nested: The processor takes a list of images per prompt.
         blocks: Tokens of an image see each other in both directions.
+        windowed: They do so in layers alone that see a window.
         prefix: All tokens of a prompt do.
         positions: `(tiny, inputs of one prompt) -> [3, L]`: stock positions, where `rope` is not
             enough to call for them.
@@ -105,10 +107,12 @@ class Family:
     specials: Mapping[str, str] = field(default_factory=dict)
     rope: tuple[str, ...] = ()
     items: Callable[[Any, Any, str, Any], list[Tensor]] = _rows
+    amend: Callable[[Any, Any, Tensor, Tensor], None] = lambda *_: None
     content: Callable[[Any, Tensor], Tensor] = _all
     mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = _plain
     nested: bool = False
     blocks: bool = False
+    windowed: bool = False
     prefix: bool = False
     positions: Callable[[Any, Any], Tensor] | None = None
 
