@@ -205,6 +205,8 @@ def media_arguments(processor: Any, shots: Sequence[Sequence[Shot]]) -> dict[str
     if any(images):
         first = _channels_first([pixels for mine in images for pixels in mine])
         media["images"] = [[first(pixels) for pixels in mine] for mine in images]
+        if type(processor).__name__ == "GotOcr2Processor":  # images of a list are pages of one
+            media["images"] = [first(pixels) for mine in images for pixels in mine]
     if clips:
         first = _channels_first([shot.pixels for shot in clips])
         media["videos"] = [first(shot.pixels) for shot in clips]
