@@ -103,6 +103,15 @@ def kind_of(config: Any, layer: int) -> str:
     return FULL if getattr(config, "sliding_window", None) is None else SLIDING
 
 
+def lender_of(config: Any, layer: int) -> int:
+    """Return the layer whose keys and values a decoder layer reads, itself but in a few models."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if not modes or modes[layer] != "reuse":
+        return layer
+    lenders = (i for i, mode in enumerate(modes) if mode == "store")
+    return next(i for i in lenders if kind_of(config, i) == kind_of(config, layer))
+
+
 _LAYERS = ("layers", "h")
 _FEED_FORWARD = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")

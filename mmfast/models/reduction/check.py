@@ -39,6 +39,7 @@ from mmfast.models.wrappers import (
     feed_forward_at,
     kind_of,
     layers_of,
+    lender_of,
     turns_once,
 )
 from mmfast.rankers import find as find_ranking
@@ -130,6 +131,11 @@ def _check_cache(cache: CachePlan, model: Any) -> None:
     """Require a layer whose keys and values a policy can act on."""
     text = decoder_of(model)
     kinds = [kind_of(text.config, index) for index in range(len(layers_of(text)))]
+    if any(lender_of(text.config, index) != index for index in range(len(kinds))):
+        raise ModelError(
+            f"cache '{cache}' cannot act in {type(model).__name__}, whose last layers read keys and "
+            "values of earlier ones, with attention that is not theirs; reduce at pre instead"
+        )
     if not set(kinds) & set(KEEPS_ALL):
         raise ModelError(
             f"cache '{cache}' has nothing to act on in {type(model).__name__}, whose layers are "
@@ -273,7 +279,15 @@ def _check_site(spec: Spec, model: Any, layers: int) -> None:
 
 def _check_layers(specs: Sequence[Spec], model: Any) -> None:
     """Require that every decoder layer from the first cut on can hold fewer tokens."""
-    kinds = list(getattr(decoder_of(model).config, "layer_types", None) or ())
+    config = decoder_of(model).config
+    kinds = list(getattr(config, "layer_types", None) or ())
+    lent = {i for n in range(len(kinds)) if (i := lender_of(config, n)) != n}
+    for spec in specs:
+        if lent and (spec.layer or 0) > min(lent) and not spec.whole:
+            raise ModelError(
+                f"{str(spec)!r} cuts behind decoder layer {min(lent)} of {type(model).__name__}, "
+                f"whose keys later layers read again; reduce at pre"
+            )
     first = min((spec.layer or 0 for spec in specs), default=len(kinds))
     for index, kind in enumerate(kinds):
         if index >= first and kind not in LAYER_KINDS:

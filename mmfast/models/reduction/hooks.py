@@ -260,7 +260,7 @@ class Hooks:
             note_change(index, given, step.cuts, kwargs)
         if step.reads(index):
             self._probe(call, step, index, cache_of(kwargs))
-        return (hidden, *args[1:]), kwargs
+        return (hidden, *(step.beside(each) for each in args[1:])), kwargs
 
     def _behind(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Behind the last layer: tokens that halted come back, those called back go."""

@@ -27,7 +27,7 @@ from transformers.masking_utils import (
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
-from mmfast.models.wrappers import SLIDING, kind_of
+from mmfast.models.wrappers import SLIDING, kind_of, lender_of
 
 
 def stock_mask(
@@ -79,17 +79,17 @@ def _by_position(blocks: Tensor, cache: Any, layer: int) -> Tensor:
 
 def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
     """Replace the mask in `kwargs` in a step without new visual tokens; True if it did not fit."""
-    cache = cache_of(kwargs)
-    if cache is None or len(cache.layers) <= layer:
+    cache, lender = cache_of(kwargs), lender_of(config, layer)
+    if cache is None or len(cache.layers) <= lender:
         return False
-    held = cache.layers[layer]
+    held = cache.layers[lender]
     if not getattr(held, "uneven", False):
         return False
     untyped = kind_of(config, layer) == SLIDING and not held.is_sliding  # holds more than it sees
     short = held.valid is None and not isinstance(held, StaticLayer) and not untyped
     if hidden.shape[1] == 1 and short:
         kwargs["attention_mask"] = None
-    elif held.group.leader == layer or held.group.mask is None:
+    elif (held.group.leader == layer and layer == lender) or held.group.mask is None:
         seen = padding_mask(held, hidden.shape[1])
         kwargs["attention_mask"] = stock_mask(config, hidden, seen, cache, layer)
         held.group.mask = kwargs["attention_mask"]

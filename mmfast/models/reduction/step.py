@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import NOBODY, Leaving, keep_store
 from mmfast.models.reduction.sequence import MediaItem, Sequences, take
 from mmfast.models.reduction.site import Chain, Site
-from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of
+from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of, lender_of
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ class ForwardStep:
         self._origins: dict[int, Tensor] = {}
         self._earlier = 0
         self.cuts: list[SiteCut] = []  # before the current layer
+        self._all_cuts: list[SiteCut] = []
         # Places of the tokens of the output and its padding, where halted ones are among them.
         self._output: tuple[Tensor | None, Tensor | None] | None = None
         # `[B, n]` True at tokens that pass feed-forward layers by, from here on and by layer.
@@ -214,6 +215,10 @@ class ForwardStep:
             self.skipped[layer] = self._skips
         if layer == 0:
             self.entered = self.cuts, self.sequences.ok, self._counted
+        self._all_cuts += self.cuts
+        if lender_of(config, layer) != layer:
+            self._borrow(layer, hidden, kwargs, config)
+            return hidden
         if self.sequences.index is not None:
             if "position_embeddings" in kwargs:
                 kwargs["position_embeddings"] = self._places(kwargs, kind)
@@ -228,6 +233,36 @@ class ForwardStep:
             keep_store(cache, layer, left, self._times, self._earlier, length)
             self._revives = self._revives or left is not None
         return hidden
+
+    def _borrow(self, layer: int, hidden: Tensor, kwargs: dict[str, Any], config: Any) -> None:
+        """Arguments of a layer that reads the keys of an earlier one.
+
+        The stock model lets only the last tokens enter such layers, those whose logits are asked.
+        """
+        cache, kind, rows = cache_of(kwargs), kind_of(config, layer), hidden.shape[1]
+        if self.sequences.index is not None and rows == self.sequences.length:
+            kwargs["position_embeddings"] = self._places(kwargs, kind)
+        if cache is None:
+            found = [mask for (_, known), mask in self._masks.items() if known == kind]
+        else:
+            held = cache.layers[lender_of(config, layer)]
+            found = [held.group.mask] if getattr(held, "uneven", False) or self._groups else []
+        if not found:
+            return
+        mask = found[-1]
+        if mask is None and 1 < rows < self.sequences.length:
+            raise ModelError(
+                f"logits of the last {rows} tokens alone are asked for, and layers that read keys "
+                "of others would see too few of them; ask for the last one, or for all"
+            )
+        kwargs["attention_mask"] = mask if mask is None else mask[..., -rows:, :]
+
+    def beside(self, values: Any) -> Any:
+        """What a layer gets beside its states, `[B, L, D]`, cut as they were."""
+        if isinstance(values, Tensor) and values.ndim == 3 and values.shape[1] == self.full:
+            for cut in self._all_cuts:
+                values = replace(cut, texts=())(values)
+        return values
 
     def _mark(self, layer: int, cache: Any, rows: int) -> None:
         """Give the tokens their times: places among the keys before the first cut that revives."""

@@ -32,7 +32,9 @@ TOKENS = {
 }
 
 
-def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
+def build(
+    tokenizer: Any, text: Any, ids: Any, shape: Shape, **more: Any
+) -> tuple[Any, Any]:
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma4Config(
         vision_config={
@@ -54,6 +56,7 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
             "hidden_size_per_layer_input": 0,
             "attention_k_eq_v": True,
             "use_bidirectional_attention": "vision",
+            **more,
         },
         audio_config=None,
         image_token_id=ids["image_token"],

@@ -27,6 +27,7 @@ class Prompt:
     items: list[Tensor]  # places of the tokens a method may reduce, per image or video
     planes: list[Tensor] = field(default_factory=list)  # [L, D], zero at text
     asked: int = 0  # tokens of the prompt before what was generated
+    sides: Tensor | None = None  # [L, layers, P], what each layer gets beside its states
 
 
 @contextmanager
@@ -72,8 +73,19 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
                 planes.append(torch.zeros_like(embeds))
             planes[index][places] = torch.cat(list(plane))
     items.sort(key=lambda pair: pair[0])
+    sides = sides_of(tiny, ids)
     items_ = [places for _, places in items]
-    return Prompt(embeds, positions_of(tiny, inputs), items_, planes, len(ids))
+    return Prompt(embeds, positions_of(tiny, inputs), items_, planes, len(ids), sides)
+
+
+def sides_of(tiny: Any, ids: Tensor) -> Tensor | None:
+    """What the layers of a small Gemma 4 get beside their states; media count as padding."""
+    text, config = tiny.model.get_decoder(), tiny.model.config
+    if not getattr(text.config, "hidden_size_per_layer_input", 0):
+        return None
+    media = [getattr(config, f"{kind}_token_id") for kind in tiny.facts.kinds]
+    ids = ids.masked_fill(torch.isin(ids, torch.tensor(media)), text.config.pad_token_id)
+    return text.get_per_layer_inputs(ids[None], None)[0]
 
 
 def positions_of(tiny: Any, inputs: dict[str, Any]) -> Tensor:
@@ -95,7 +107,9 @@ def append(tiny: Any, prompt: Prompt, ids: Tensor) -> Prompt:
     zeros = torch.zeros(len(ids), embeds.shape[1])
     planes = [torch.cat([plane, zeros]) for plane in prompt.planes]
     positions = torch.cat([prompt.positions, after], -1)
-    return Prompt(embeds, positions, prompt.items, planes, prompt.asked)
+    sides = sides_of(tiny, ids)
+    sides = None if sides is None else torch.cat([prompt.sides, sides])
+    return Prompt(embeds, positions, prompt.items, planes, prompt.asked, sides)
 
 
 def kept_places(prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) -> Tensor:
@@ -123,6 +137,8 @@ def removed(tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False) -
             "visual_pos_masks": visual[keep][None],
             "deepstack_visual_embeds": [plane[keep][visual[keep]] for plane in prompt.planes],
         }
+    if prompt.sides is not None:
+        extra["per_layer_inputs"] = prompt.sides[keep][None]
     embeds = prompt.embeds[keep][None]
     ones = torch.ones(1, len(keep), dtype=torch.int64)  # without it, a gap would end a sequence
     out = text(
@@ -145,16 +161,23 @@ def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction
     planes = [plane.clone() for plane in prompt.planes]
     items = [item.clone() for item in prompt.items]
     alive = torch.ones(len(hidden), dtype=torch.bool)
+    sides, lent = [], {}
+    if prompt.sides is not None:
+        given = text.project_per_layer_inputs(hidden[None], prompt.sides[None])[0]
+        sides = [side.clone() for side in given.unbind(1)]
     kinds = getattr(text.config, "layer_types", None) or ["full_attention"] * len(text.layers)
     for index, layer in enumerate(text.layers):
         for site, number, reduction in reductions:
             if (0 if site == "pre" else int(site[3:])) == index:
-                for values in (hidden, *planes[index:]):
+                for values in (hidden, *planes[index:], *sides[index:]):
                     merge(values, items[number], reduction)
                 alive[items[number]] = False
                 items[number] = items[number][reduction.keep]
                 alive[items[number]] = True
-        hidden = through(tiny, layer, kinds[index], hidden, prompt, alive.clone())
+        more = {"per_layer_input": sides[index][None]} if sides else {}
+        if "gemma4" in text.config.model_type:
+            more["shared_kv_states"] = lent
+        hidden = through(tiny, layer, kinds[index], hidden, prompt, alive.clone(), more)
         if index < len(planes):
             hidden = hidden + planes[index]
     norm = text.norm if hasattr(text, "norm") else text.embedding_norm
@@ -162,7 +185,13 @@ def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction
 
 
 def through(
-    tiny: Any, layer: Any, kind: str, hidden: Tensor, prompt: Prompt, alive: Tensor
+    tiny: Any,
+    layer: Any,
+    kind: str,
+    hidden: Tensor,
+    prompt: Prompt,
+    alive: Tensor,
+    more: dict[str, Any] | None = None,
 ) -> Tensor:
     """One decoder layer `[L, D]`, in which the living tokens do not notice the others."""
     if kind == "conv":
@@ -184,8 +213,7 @@ def through(
     by_kind = [kind] if hasattr(text.rotary_emb, "layer_types") else []
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     cos_sin = text.rotary_emb(hidden[None], places, *by_kind)
-    more = {"shared_kv_states": {}} if "gemma4" in text.config.model_type else {}
-    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin, **more)[0]
+    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin, **(more or {}))[0]
 
 
 def blocks(prompt: Prompt) -> Tensor:

@@ -65,7 +65,7 @@ def _rows(tiny: Any, output: Any, kind: str, inputs: Any) -> list[Tensor]:
     return list(output.pooler_output)
 
 
-def _plain(tiny: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
+def plain_mask(tiny: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
     """Most text models make their masks themselves."""
     return attention
 
@@ -109,7 +109,7 @@ class Family:
     items: Callable[[Any, Any, str, Any], list[Tensor]] = _rows
     amend: Callable[[Any, Any, Tensor, Tensor], None] = lambda *_: None
     content: Callable[[Any, Tensor], Tensor] = _all
-    mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = _plain
+    mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = plain_mask
     nested: bool = False
     blocks: bool = False
     windowed: bool = False
