@@ -1,6 +1,6 @@
 """Families whose encoder gets the tiles of all pictures in one row, each tile a square of tokens.
 
-Aya Vision (arXiv 2505.08751), Command A Vision, Ovis2 (arXiv 2405.20797), Llama 4, GOT-OCR2 (arXiv
+Aya Vision (arXiv 2505.08751), Command A Vision, Ovis2 (arXiv 2405.20797), GOT-OCR2 (arXiv
 2409.01704) and Perception LM (arXiv 2504.13180), whose pictures of a call have as many tiles each.
 Elsewhere only the prompt tells which tiles are one picture: what stands between two of them there.
 Squares of patches become a token; GOT-OCR2 and Perception LM have towers without attention that
@@ -21,7 +21,7 @@ from torch import Tensor
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
 from mmfast.models.families.prompt_ids import ids_of, runs
 from mmfast.models.families.tiles import tile_raster
-from mmfast.models.families.tower import Tower, batch_tower, blockless
+from mmfast.models.families.tower import blockless
 
 Gaps = list[list[int]]  # token ids between the tiles of a picture
 
@@ -54,9 +54,8 @@ class Tiling:
         """Mean over the patches `[P, C]` of a token, one `[N, C]` per picture."""
         counts, merge = self.tile_counts(base, call), self.merge(base)
         side = self.side(base, call)
-        tiles = torch.stack(values.chunk(sum(counts)))[:, : (side * merge) ** 2]  # Llama 4: class
-        pattern = "tile (h down w across) c -> tile (h w) c"
-        rows = reduce(tiles, pattern, "mean", h=side, w=side, down=merge, across=merge)
+        pattern = "(tile h down w across) c -> tile (h w) c"
+        rows = reduce(values, pattern, "mean", h=side, w=side, down=merge, across=merge)
         return [each.flatten(0, 1) for each in rows.split(counts)]
 
     def tile_counts(self, base: Any, call: Call) -> list[int]:
@@ -125,11 +124,6 @@ def _rows_of_ovis(base: Any, gaps: Gaps) -> int:
     return 1 + gaps.count([base.config.visual_indicator_token_ids[3]])
 
 
-def _rows_of_llama(base: Any, gaps: Gaps) -> int:
-    """Every row ends alike; behind the last one stands the tag of the overview, too."""
-    return sum(gap[0] == gaps[-1][0] for gap in gaps)
-
-
 def _stacked(base: Any, call: Call) -> list[int]:
     pictures, tiles = call["pixel_values"].shape[:2]
     return [int(tiles)] * int(pictures)
@@ -137,12 +131,6 @@ def _stacked(base: Any, call: Call) -> list[int]:
 
 def _factor(base: Any) -> int:
     return int(base.config.downsample_factor)
-
-
-def _llama_tower(base: Any) -> Tower:
-    """The class token stands behind the patches, not in front of them."""
-    found = batch_tower(base, base.get_encoder("image"))
-    return Tower(base, found.module, found.blocks, packed=False, class_token=False)
 
 
 def _add(family: str, tiling: Tiling, **more: Any) -> None:
@@ -157,15 +145,6 @@ _add(
     Tiling(
         lambda base: int(base.config.vision_config.hidden_stride), _no_end, "first", _rows_of_ovis
     ),
-)
-_add(
-    "llama4",
-    Tiling(
-        lambda base: round(1 / base.config.vision_config.pixel_shuffle_ratio),
-        _no_end,
-        rows=_rows_of_llama,
-    ),
-    tower=_llama_tower,
 )
 _add("got_ocr2", Tiling(lambda base: 4, _never), tower=blockless)
 _add(
