@@ -92,7 +92,8 @@ def _sound_frames(base: Any, call: Call) -> list[int]:
 add_adapter(Adapter("qwen2_vl", layout, fold, recover, mrope=True))
 add_adapter(Adapter("qwen2_5_vl", layout, fold_windows, recover, mrope=True))
 # The frames of a video are one item: its placeholders follow each other with timestamps in between.
-add_adapter(Adapter("qwen3_vl", layout, fold, recover, deepstack=True, mrope=True))
+for _family in ("qwen3_vl", "qwen3_vl_moe"):
+    add_adapter(Adapter(_family, layout, fold, recover, deepstack=True, mrope=True))
 add_adapter(
     Adapter(
         "qwen2_5_omni_thinker",

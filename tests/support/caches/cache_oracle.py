@@ -70,7 +70,7 @@ class Walk:
 
     def _mask(self, index: int, hidden: Tensor, prompt: Any, visible: Tensor | None) -> Any:
         kind, config = self.kinds[index], self.text.config
-        if kind == "conv":
+        if kind in ("conv", "linear_attention"):
             return None
         if prompt is not None:
             n = len(hidden)

@@ -194,9 +194,9 @@ def through(
     more: dict[str, Any] | None = None,
 ) -> Tensor:
     """One decoder layer `[L, D]`, in which the living tokens do not notice the others."""
-    if kind == "conv":
+    if kind in ("conv", "linear_attention"):
         hidden = hidden.clone()
-        hidden[alive] = layer(hidden[alive][None])[0]
+        hidden[alive] = layer(hidden[alive][None], position_embeddings=None)[0]
         return hidden
     text, positions, number = tiny.model.get_decoder(), prompt.positions, blocks(prompt)
     seen = torch.ones(len(hidden), len(hidden)).tril().bool()

@@ -12,6 +12,7 @@ from tiny_base import SPECIALS, Family, Shape, Tiny, finish, tokenizer_of_bytes
 __all__ = [
     "ALL_FAMILIES",
     "FAMILIES",
+    "RELATIVES",
     "Tiny",
     "build",
     "facts",
@@ -41,10 +42,20 @@ ALL_FAMILIES = (
     "qwen3_vl",
     "smolvlm",
 )
+# Relatives of those, which test_relatives.py alone runs. A file `tiny_kin_<line>.py` has several:
+# `FAMILIES`, a dict by name; each needs its line here.
+_KIN = {
+    "qwen": ("qwen3_vl_moe",),
+}
+RELATIVES = tuple(family for kin in _KIN.values() for family in kin)
 
 
 def facts(family: str) -> Family:
     """What tests must know of a family."""
+    for line, kin in _KIN.items():
+        if family in kin:
+            known: dict[str, Family] = importlib.import_module(f"tiny_kin_{line}").FAMILIES
+            return known[family]
     found: Family = importlib.import_module(f"tiny_family_{family}").FAMILY
     return found
 
@@ -53,7 +64,7 @@ def build(family: str, *, attention: str = "sdpa", seed: int = 0, **shape: Any) 
     """A model of `family` with random weights.
 
     Args:
-        family: One of `ALL_FAMILIES`.
+        family: One of `ALL_FAMILIES` or `RELATIVES`.
         attention: Attention implementation of all parts.
         seed: Of the weights.
         **shape: Fields of `tiny_base.Shape`.

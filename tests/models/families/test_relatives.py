@@ -1,0 +1,199 @@
+"""What every relative of the families of the matrix promises, on each kind of media it takes.
+
+In double precision against the oracle: rounding of float32 may turn over a choice of experts.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import cache_oracle
+import model_oracle as oracle
+import pytest
+import torch
+from tiny_models import RELATIVES, Tiny, build, facts, generate, precise, tiny
+from torch import Tensor
+
+import mmfast
+from mmfast.attach import attach
+from mmfast.models.families.adapter import adapter_for
+from mmfast.models.families.tower import attention_of
+
+CASES = [(family, kind) for family in RELATIVES for kind in facts(family).kinds]
+each = pytest.mark.parametrize(("family", "kind"), CASES)
+families = pytest.mark.parametrize("family", RELATIVES)
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}{{ place[part['type']] }}"
+    "{% endif %}{% endfor %}{% endfor %}\nAnswer:"
+)
+
+
+def prompt(this: Tiny, kind: str, text: str = "on {} what?") -> dict[str, Any]:
+    inputs = this.inputs([text.replace("{}", f"{{{kind}}}")], **this.media(kind, text.count("{}")))
+    return oracle.doubled(inputs) if this.model.dtype == torch.float64 else inputs
+
+
+def inside(this: Tiny) -> str:
+    """FastV behind the first layer of attention: `llm1` but in models that begin otherwise."""
+    kinds = getattr(this.model.get_decoder().config, "layer_types", None) or ["full_attention"]
+    return f"fastv@llm{1 + next(i for i, kind in enumerate(kinds) if 'full' in kind)}"
+
+
+@each
+def test_all_kept_changes_no_bit_and_nothing_stays_behind(family: str, kind: str) -> None:
+    this = tiny(family)
+    inputs = prompt(this, kind)
+    stock, tokens = this.model(**inputs).logits, generate(this, inputs, 4)
+    with attach(this.model, f"divprune:1.0+{inside(this)}:1.0"):
+        assert torch.equal(this.model(**inputs).logits, stock)
+        again = generate(this, inputs, 4)
+    assert torch.equal(again.sequences, tokens.sequences)
+    assert all(map(torch.equal, again.logits, tokens.logits))
+    with attach(this.model, "divprune:0.5", cache="snapkv:0.5"):
+        assert this.model(**inputs).logits.shape[1] < stock.shape[1]
+    assert torch.equal(this.model(**inputs).logits, stock)
+
+
+@each
+def test_pruning_equals_removal_by_hand(family: str, kind: str) -> None:
+    """The stock text model on what is left, at the positions that it had."""
+    this = precise(family)
+    inputs = prompt(this, kind, "on {} or {}?")
+    whole = oracle.embed(this, inputs)
+    assert len(whole.items) == 2
+    torch.testing.assert_close(_all(this, whole), this.model(**inputs).logits[0])
+    with attach(this.model, "divprune:0.5") as trace:
+        logits = this.model(**inputs).logits[0]
+    keep = oracle.kept_places(whole, trace.reductions)
+    assert len(logits) == len(keep) < len(whole.embeds)
+    torch.testing.assert_close(logits, oracle.removed(this, whole, keep), atol=1e-5, rtol=1e-5)
+    wrong = oracle.removed(this, whole, keep, contiguous=True)
+    assert (logits - wrong).abs().max() > 1e-2
+
+
+def _all(this: Tiny, whole: oracle.Prompt) -> Tensor:
+    return oracle.removed(this, whole, torch.arange(len(whole.embeds)))
+
+
+@each
+@pytest.mark.parametrize("spec", ["tome:0.4", "divprune:0.6+{inside}:0.5"])
+def test_answers_equal_those_of_the_oracle(family: str, kind: str, spec: str) -> None:
+    this = precise(family)
+    inputs = prompt(this, kind)
+    with attach(this.model, spec.format(inside=inside(this))) as trace:
+        out = generate(this, inputs, 4)
+    assert sum(r.m < r.n for _, _, r in trace.reductions) == len(trace.reductions) > 0
+    length = inputs["input_ids"].shape[1]
+    new = out.sequences[0, length:]
+    whole = oracle.append(this, oracle.embed(this, inputs), new[:-1])
+    logits = oracle.masked(this, whole, trace.reductions)[length - 1 :]
+    torch.testing.assert_close(torch.cat(out.logits), logits.float(), atol=1e-5, rtol=1e-5)
+    logits[:, this.blocked()] = -torch.inf
+    assert torch.equal(logits.argmax(-1), new)
+
+
+@each
+def test_a_smaller_cache_equals_hidden_entries(family: str, kind: str) -> None:
+    this = precise(family)
+    inputs = prompt(this, kind)
+    length = inputs["input_ids"].shape[1]
+    walk = cache_oracle.Walk(this, oracle.embed(this, inputs))
+    with attach(this.model, cache="snapkv:0.5?window=4&kernel=3"):
+        out = generate(this, inputs, 4)
+    held = {i: cache_oracle.kept(out.past_key_values, i, length) for i in walk.full}
+    assert all(seen.sum(-1).max() < length for seen in held.values())
+    tokens = out.sequences[0, length:-1].tolist()
+    expected = torch.stack([walk.logits, *(walk.step(token, held) for token in tokens)]).float()
+    torch.testing.assert_close(torch.cat(out.logits), expected, atol=1e-5, rtol=1e-5)
+
+
+@each
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_ragged_batch_equals_its_rows(family: str, kind: str, beams: int) -> None:
+    this = precise(family)
+    texts = [text.replace("{}", f"{{{kind}}}") for text in ("{} a", "what is {} or {} then?")]
+    media = this.media(kind, 3)
+    ((name, items),) = media.items()
+    batch = this.inputs(texts, **media)
+    assert bool((batch["attention_mask"] == 0).any())
+    with attach(this.model, spec := f"divprune:0.6+{inside(this)}:0.5", cache="snapkv:0.7"):
+        together = generate(this, batch, 4, num_beams=beams)
+    for row, (text, part) in enumerate(zip(texts, [items[:1], items[1:]], strict=True)):
+        inputs = this.inputs([text], **{name: part})
+        with attach(this.model, spec, cache="snapkv:0.7"):
+            alone = generate(this, inputs, 4, num_beams=beams)
+        new = alone.sequences[0, inputs["input_ids"].shape[1] :]
+        assert torch.equal(together.sequences[row, batch["input_ids"].shape[1] :], new)
+
+
+@each
+def test_fold_brings_every_patch_to_its_token(family: str, kind: str) -> None:
+    """A change of one row at the tower's first block moves the token that `fold` names, alone.
+
+    The tower's attention says nothing, so features depend on their own patches.
+    """
+    this = build(family)
+    base, adapter = this.model.base_model, adapter_for(this.model)
+    inputs = this.inputs([f"{{{kind}}}"], **this.media(kind, 1))
+    call = {name: inputs[name] for name in this.facts.calls[kind] if name in inputs}
+    call["input_ids"] = inputs["input_ids"]
+    tower = adapter.tower_of(base, kind)
+    for block in tower.blocks:
+        attention_of(block).register_forward_hook(lambda *a: _nothing(a[-1]))
+
+    def features(row: int | None) -> tuple[Tensor, Tensor]:
+        """Features `[n, D]`, and a mark `[S, 1]` of the row that was changed."""
+        seen: list[Tensor] = []
+
+        def change(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            states = (args[0] if args else kwargs["hidden_states"]).clone()
+            rows = states.flatten(0, -2)
+            seen.append(torch.zeros(len(rows), 1))
+            if row is not None:
+                seen[-1][row] = 1.0
+                rows[row, ::2] += 3.0
+            named = {} if args else {"hidden_states": states}
+            return (states, *args[1:]) if args else (), {**kwargs, **named}
+
+        handle = tower.blocks[0].register_forward_pre_hook(change, with_kwargs=True)
+        output = oracle.encode(this, inputs, kind)
+        handle.remove()
+        found = torch.cat(this.facts.items(this, output, kind, inputs))
+        return found[this.facts.content(this, found)], seen[0]
+
+    before, marks = features(None)
+    layouts = adapter.layout(base, kind, call)
+    assert sum(len(layout.content()) for layout in layouts) == len(before)
+    for row in range(0, len(marks), max(1, len(marks) // 7)):
+        after, mark = features(row)
+        folded = torch.cat(adapter.fold(base, kind, mark, call))[:, 0]
+        moved = (after - before).abs().amax(-1) > 1e-6
+        assert torch.equal(moved, folded > 0)
+        assert moved.any()
+
+
+def _nothing(out: Any) -> Any:
+    if isinstance(out, tuple):
+        return (torch.zeros_like(out[0]), *out[1:])
+    return torch.zeros_like(out)
+
+
+@families
+def test_pipelines_load_a_saved_folder(family: str, tmp_path: Any) -> None:
+    this = tiny(family)
+    processor = copy.copy(this.processor)
+    places = {k: this.facts.placeholder(k) for k in this.facts.kinds}
+    processor.chat_template = "{% set place = " + repr(places) + " %}" + TEMPLATE
+    this.model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    for kind in this.facts.kinds:
+        options = {} if kind == "image" else {"frames": 4}
+        task = f"{kind}-qa"
+        pipe = mmfast.pipeline(
+            task, model=str(tmp_path), reduce="divprune:0.5", max_new_tokens=2, **options
+        )
+        (item,) = next(iter(this.media(kind, 1).values()))
+        answer = pipe(item, "what?")
+        assert answer.kept_tokens == max(1, round(answer.visual_tokens * 0.5)) > 0
