@@ -112,6 +112,11 @@ def lender_of(config: Any, layer: int) -> int:
     return next(i for i in lenders if kind_of(config, i) == kind_of(config, layer))
 
 
+def keeps_all(config: Any, layer: int) -> bool:
+    """Return True for a decoder layer that has a cache of its own, which grows with the prompt."""
+    return kind_of(config, layer) in KEEPS_ALL and lender_of(config, layer) == layer
+
+
 _LAYERS = ("layers", "h")
 _FEED_FORWARD = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")

@@ -3,7 +3,7 @@
 Model card: huggingface.co/openbmb/MiniCPM-V-4_6. The tower gets the patches of all pictures in one
 sequence and merges some between two of its blocks, so its attention is not read. The prompt tells
 which slices are one image: the tag in front of the first run of a prompt is that of overviews.
-Frames of a clip follow each other with two tags between them.
+Frames of a clip and their slices follow each other with two tags between them, or a line break.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _merge(base: Any, call: Call) -> int:
 
 def _layout(kind: str, picture: Picture) -> Layout:
     rasters = [raster for raster, _ in picture]
-    if len(set(rasters)) == 1 and (kind == "video" or len(rasters) == 1):
+    tags = {tuple(gap[-1:]) for _, gap in picture}  # of frames alone, or of slices, too
+    if len(set(rasters)) == 1 and (len(rasters) == 1 or (kind == "video" and len(tags) == 1)):
         return Layout(len(rasters) * math.prod(rasters[0]), (len(rasters), *rasters[0]))
     numbers = [n for n, raster in enumerate(rasters) for _ in range(math.prod(raster))]
     if kind == "video":
@@ -90,7 +91,7 @@ def _of_prompt(ids: list[int], token: int, kind: str) -> list[list[tuple[int, li
     spans = runs(torch.tensor(ids) == token)
     for index, (start, stop) in enumerate(spans):
         gap = ids[spans[index - 1][1] if index else 0 : start]
-        same = len(gap) == 2 if kind == "video" else gap[-1:] != ids[spans[0][0] - 1 : spans[0][0]]
+        same = len(gap) <= 3 if kind == "video" else gap[-1:] != ids[spans[0][0] - 1 : spans[0][0]]
         if index and same:
             found[-1].append((stop - start, gap))
         else:

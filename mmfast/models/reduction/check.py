@@ -131,10 +131,11 @@ def _check_cache(cache: CachePlan, model: Any) -> None:
     """Require a layer whose keys and values a policy can act on."""
     text = decoder_of(model)
     kinds = [kind_of(text.config, index) for index in range(len(layers_of(text)))]
-    if any(lender_of(text.config, index) != index for index in range(len(kinds))):
+    lent = any(lender_of(text.config, index) != index for index in range(len(kinds)))
+    if lent and (cache.store or cache.heads or cache.bits or cache.retrieve is not None):
         raise ModelError(
-            f"cache '{cache}' cannot act in {type(model).__name__}, whose last layers read keys and "
-            "values of earlier ones, with attention that is not theirs; reduce at pre instead"
+            f"cache '{cache}' packs or picks for the attention of a layer, and the last layers of "
+            f"{type(model).__name__} read the same entries; evict instead, as 'snapkv:1024' does"
         )
     if not set(kinds) & set(KEEPS_ALL):
         raise ModelError(

@@ -163,6 +163,7 @@ class ForwardStep:
         self._earlier = 0
         self.cuts: list[SiteCut] = []  # before the current layer
         self._all_cuts: list[SiteCut] = []
+        self._lent: dict[str, Any] = {}  # masks of the latest layer of each kind
         # Places of the tokens of the output and its padding, where halted ones are among them.
         self._output: tuple[Tensor | None, Tensor | None] | None = None
         # `[B, n]` True at tokens that pass feed-forward layers by, from here on and by layer.
@@ -225,7 +226,7 @@ class ForwardStep:
         elif not self.rebuild and not _short_at(cache, layer):
             return hidden
         kwargs["position_ids"] = None  # flash attention takes a gap for the end of a sequence
-        kwargs["attention_mask"] = self._mask(layer, hidden, cache, config)
+        kwargs["attention_mask"] = self._lent[kind] = self._mask(layer, hidden, cache, config)
         if kind == HYBRID:
             kwargs["mamba_attention_mask"] = self._recurrent(layer, cache)
         if layer in self._reviving and cache is not None:
@@ -239,17 +240,12 @@ class ForwardStep:
 
         The stock model lets only the last tokens enter such layers, those whose logits are asked.
         """
-        cache, kind, rows = cache_of(kwargs), kind_of(config, layer), hidden.shape[1]
+        kind, rows = kind_of(config, layer), hidden.shape[1]
         if self.sequences.index is not None and rows == self.sequences.length:
             kwargs["position_embeddings"] = self._places(kwargs, kind)
-        if cache is None:
-            found = [mask for (_, known), mask in self._masks.items() if known == kind]
-        else:
-            held = cache.layers[lender_of(config, layer)]
-            found = [held.group.mask] if getattr(held, "uneven", False) or self._groups else []
-        if not found:
+        if kind not in self._lent:  # the lender has the stock mask, too
             return
-        mask = found[-1]
+        mask = self._lent[kind]
         if mask is None and 1 < rows < self.sequences.length:
             raise ModelError(
                 f"logits of the last {rows} tokens alone are asked for, and layers that read keys "

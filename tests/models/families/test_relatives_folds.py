@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import RELATIVES, Tiny, facts, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,25 +19,10 @@ from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import argument
 from mmfast.models.patching import override
 
-FOLDED = [
-    ("aya_vision", "image"),
-    ("cohere2_vision", "image"),
-    ("deepseek_vl", "image"),
-    ("gemma4", "image"),
-    ("gemma4", "video"),
-    ("janus", "image"),
-    ("lighton_ocr", "image"),
-    ("llava_next_video", "image"),
-    ("llava_next_video", "video"),
-    ("llava_pixtral", "image"),
-    ("mistral3", "image"),
-    ("ovis2", "image"),
-    ("paligemma", "image"),
-    ("vipllava", "image"),
-]
+CASES = [(family, kind) for family in RELATIVES for kind in facts(family).kinds]
 
 
-def _features(this: Any, call: dict[str, Any], kind: str, patch: int | None) -> tuple[Tensor, int]:
+def _features(this: Tiny, call: dict[str, Any], kind: str, patch: int | None) -> tuple[Tensor, int]:
     """Features `[n, D]` of a call whose last used block is changed at a patch, and its patches."""
     tower, count = tower_of(this.model), 0
 
@@ -57,9 +42,11 @@ def _features(this: Any, call: dict[str, Any], kind: str, patch: int | None) -> 
     return torch.cat(rows), count
 
 
-@pytest.mark.parametrize(("family", "kind"), FOLDED)
+@pytest.mark.parametrize(("family", "kind"), CASES)
 def test_fold_follows_the_features(family: str, kind: str) -> None:
     this = tiny(family)
+    if tower_of(this.model).packed or not len(tower_of(this.model).blocks):
+        pytest.skip("another test has packed towers, and nothing is read from those without blocks")
     inputs = this.inputs([f"{{{kind}}}{{{kind}}} same?"], **this.media(kind, 2))
     call = {name: inputs[name] for name in this.facts.calls[kind] if name in inputs}
     adapter, base = adapter_for(this.model), this.model.model
@@ -73,7 +60,7 @@ def test_fold_follows_the_features(family: str, kind: str) -> None:
             for index, plan in enumerate(layouts)
         ])
         assert sum(plan.length for plan in layouts) == len(stock)
-        for patch in torch.linspace(0, patches - 1, 29).long().tolist():
+        for patch in torch.linspace(0, patches - 1, 13).long().tolist():
             changed, _ = _features(this, call, kind, patch)
             moved = (changed != stock).any(-1)[content]
             marks = torch.zeros(patches, 1)

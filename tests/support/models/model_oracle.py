@@ -200,8 +200,7 @@ def through(
         return hidden
     text, positions, number = tiny.model.get_decoder(), prompt.positions, blocks(prompt)
     seen = torch.ones(len(hidden), len(hidden)).tril().bool()
-    if tiny.facts.blocks and (kind == "sliding_attention" or not tiny.facts.windowed):
-        seen |= (number[:, None] == number[None]) & (number >= 0)
+    seen |= forward_of(tiny, kind, number)
     if kind == "sliding_attention":  # counts the living
         rank = alive.cumsum(0)
         seen &= rank[:, None] - rank[None] < text.config.sliding_window
@@ -214,6 +213,12 @@ def through(
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     cos_sin = text.rotary_emb(hidden[None], places, *by_kind)
     return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin, **(more or {}))[0]
+
+
+def forward_of(tiny: Any, kind: str, number: Tensor) -> Tensor:
+    """What tokens see inside the blocks of `number` `[L]` in a layer of a kind, `[L, L]`."""
+    there = tiny.facts.blocks and (kind == "sliding_attention" or not tiny.facts.windowed)
+    return (number[:, None] == number[None]) & (number >= 0) & bool(there)
 
 
 def blocks(prompt: Prompt) -> Tensor:

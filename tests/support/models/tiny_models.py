@@ -47,7 +47,25 @@ ALL_FAMILIES = (
 _KIN = {
     "qwen": ("qwen3_vl_moe",),
 }
-RELATIVES = tuple(family for kin in _KIN.values() for family in kin)
+_ALONE = (
+    "aya_vision",
+    "cohere2_vision",
+    "deepseek_vl",
+    "gemma4",
+    "gemma4_e",
+    "got_ocr2",
+    "janus",
+    "lighton_ocr",
+    "llava_next_video",
+    "llava_pixtral",
+    "minicpmv4_6",
+    "mistral3",
+    "ovis2",
+    "paligemma",
+    "perception_lm",
+    "vipllava",
+)
+RELATIVES = (*_ALONE, *(family for kin in _KIN.values() for family in kin))
 
 
 def facts(family: str) -> Family:
