@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import model_oracle as oracle
 import pytest
 import torch
 from tiny_models import RELATIVES, Tiny, facts, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmfast.attach import attach
+from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.families.prompt_ids import prompt_ids
 from mmfast.models.families.tower import argument
@@ -70,3 +73,72 @@ def test_fold_follows_the_features(family: str, kind: str) -> None:
                 marks = F.pad(tiles, (0, 0, prefix, 0)).flatten(0, 1)
             folded = torch.cat(adapter.fold(base, kind, marks, call))[:, 0]
             assert torch.equal(folded > 0, moved), patch
+
+
+SHAPES = [(24, 24), (30, 90), (90, 30), (60, 60)]
+
+
+@pytest.mark.parametrize("family", ["minicpmv4_6", "ovis2"])
+@pytest.mark.parametrize("size", SHAPES)
+def test_places_are_those_of_the_cut_that_the_processor_made(
+    family: str, size: tuple[int, int]
+) -> None:
+    this = tiny(family)
+    rows, columns = this.processor.image_processor(this.images(1, size=size))["grids"][0]
+    inputs = this.inputs(["a {image} b {image}?"], images=this.images(2, size=size))
+    call = {name: inputs[name] for name in (*this.facts.calls["image"], "input_ids")}
+    first, second = adapter_for(this.model).layout(this.model.model, "image", call)
+    assert first == second
+    side = 3 if family == "ovis2" else None
+    if rows * columns <= 1:
+        assert first.tiles is None and first.grid is not None
+        return
+    tiles = torch.tensor(first.tiles)
+    assert tiles.unique_consecutive().tolist() == list(range(rows * columns + 1))
+    places = first.place()
+    assert places is not None
+    h, w = (places[tiles == 1].amax(0) + 1)[1:].tolist()
+    assert side is None or (h, w) == (side, side)
+    expected = [
+        [0, y + h * (number // columns), x + w * (number % columns)]
+        for number in range(rows * columns)
+        for y in range(h)
+        for x in range(w)
+    ]
+    assert places[tiles > 0].tolist() == expected
+
+
+@pytest.mark.parametrize("family", ["aya_vision", "cohere2_vision"])
+def test_the_overview_comes_last(family: str) -> None:
+    this = tiny(family)
+    sizes = [(60, 60), (24, 24), (24, 100)]
+    images = [this.images(1, index, size)[0] for index, size in enumerate(sizes)]
+    inputs = this.inputs(["{image}{image} a", "b {image}"], images=images)
+    calls = (*this.facts.calls["image"], "input_ids")
+    call = {name: inputs[name] for name in calls}
+    whole, square, wide = adapter_for(this.model).layout(this.model.model, "image", call)
+    assert whole.tiles == tuple(n for n in (1, 2, 3, 4, 0) for _ in range(9))
+    assert square.grid == (1, 3, 3) and square.tiles is None
+    assert wide.tiles is not None and wide.tiles[-9:] == (0,) * 9 and wide.place() is None
+
+
+def test_paligemma_2_sees_images_past_its_window() -> None:
+    """Of Gemma 2, whose soft cap of attention scaled dot products do not know."""
+    this = tiny("paligemma2", "eager")
+    inputs = this.inputs(["on {image} what?"], **this.media("image", 1))
+    whole = oracle.embed(this, inputs)
+    for spec in ("divprune:0.6", "divprune:0.6+fastv@llm2:0.5", "tome:0.6"):
+        with attach(this.model, spec) as trace:
+            logits = this.model(**inputs).logits[0]
+        keep = oracle.kept_places(whole, trace.reductions)
+        expected = oracle.masked(this, whole, trace.reductions)[keep]
+        assert len(keep) > this.model.config.text_config.sliding_window
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_small_gemma_4_refuses_cuts_behind_keys_that_are_read_again() -> None:
+    this = tiny("gemma4_e")
+    for stages in ({"reduce": "fastv@llm3:0.5"}, {"cache": "quant:8"}):
+        with pytest.raises(ModelError, match="read") as error, attach(this.model, **stages):
+            pass
+        assert "\n" not in str(error.value)
