@@ -22,6 +22,7 @@ from mmfast.models.wrappers import stock_model
 
 NEW, OLD = "pixel_values_videos", "pixel_values"
 FEATURES = "mm_encoder_outputs"
+LEGACY = {"pixel_values_images": OLD}  # of the processor of Video-LLaVA
 
 
 @lru_cache(maxsize=256)  # read once: it takes as long as hashing a prompt
@@ -59,6 +60,7 @@ def bound_arguments(
     if defaults:
         bound.apply_defaults()
     given = dict(list(bound.arguments.items())[1:])  # without self
+    given = {LEGACY.get(name, name): value for name, value in given.items()}
     return {NEW if old and name == OLD else name: value for name, value in given.items()}
 
 

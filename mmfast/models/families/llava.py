@@ -6,7 +6,8 @@ of any size, their patches in one sequence). ViP-LLaVA drops the class token una
 
 FastVLM (arXiv 2412.13303) has a hybrid, mostly convolutional tower of timm, whose last feature map
 is the raster. The attention of its last two stages does not pass through transformers, where
-signals are read, and a feature map has no tokens to merge.
+signals are read, and a feature map has no tokens to merge. Video-LLaVA (arXiv 2311.10122) has a
+tower for images and one for clips, of which neither is read.
 """
 
 from __future__ import annotations
@@ -73,6 +74,23 @@ def fold_cells(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]
     return list(values.split([each.length for each in cells(base, kind, call)]))
 
 
+def frames(base: Any, kind: str, call: Call) -> list[Layout]:
+    """Images without a class token; every frame of a clip begins with one, which stays."""
+    if kind == "image":
+        return layout(base, kind, call)
+    clips, count, _, height, width = call["pixel_values_videos"].shape
+    patch = base.config.vision_config.patch_size
+    grid = (count, height // patch, width // patch)
+    one = 1 + math.prod(grid[1:])
+    return [Layout(count * one, grid, tuple(range(0, count * one, one)))] * clips
+
+
+def fold_frames(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    """A patch is a token: values `[P, C]` cut into one `[N, C]` per image or clip."""
+    return list(values.split([len(each.content()) for each in frames(base, kind, call)]))
+
+
 for _name in ("llava", "vipllava", "deepseek_vl", "janus"):
     add_adapter(Adapter(_name, layout, fold, recover, media=("image",)))
 add_adapter(Adapter("fast_vlm", cells, fold_cells, square, blockless, media=("image",)))
+add_adapter(Adapter("video_llava", frames, fold_frames, tower=blockless))

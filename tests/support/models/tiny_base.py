@@ -193,7 +193,8 @@ class Tiny:
             media["audio"] = list(sounds)
             media["sampling_rate"] = 16000
         batch = self.processor(text=texts, padding=True, return_tensors="pt", **media)
-        return {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        legacy = {"pixel_values_images": "pixel_values"}  # of Video-LLaVA
+        return {legacy.get(k, k): v for k, v in batch.items() if isinstance(v, torch.Tensor)}
 
     def blocked(self) -> list[int]:
         """Token ids that a random model must not generate."""

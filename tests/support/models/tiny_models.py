@@ -63,6 +63,7 @@ _ALONE = (
     "ovis2",
     "paligemma",
     "perception_lm",
+    "video_llava",
     "vipllava",
 )
 RELATIVES = (*_ALONE, *(family for kin in _KIN.values() for family in kin))
