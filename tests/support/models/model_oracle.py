@@ -60,7 +60,7 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
         if PIXELS[kind] not in inputs:
             continue
         output = encode(tiny, inputs, kind)
-        places = (ids == getattr(model.config, f"{kind}_token_id")).nonzero()[:, 0]
+        places = (ids == tiny.facts.token(model.config, kind)).nonzero()[:, 0]
         features = tiny.facts.items(tiny, output, kind, inputs)
         embeds[places] = torch.cat(features)
         split = places.split([len(f) for f in features])

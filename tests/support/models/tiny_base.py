@@ -92,6 +92,7 @@ class Family:
         mask: `(tiny, embeddings [1, L, D], ones [1, L], visual bool [1, L]) -> attention mask` as
             the base model hands it to the text model.
         nested: The processor takes a list of images per prompt.
+        as_images: A clip has the placeholder of images.
         blocks: Tokens of an image see each other in both directions.
         positions: `(tiny, inputs of one prompt) -> [3, L]`: stock positions, where `rope` is not
             enough to call for them.
@@ -107,6 +108,7 @@ class Family:
     content: Callable[[Any, Tensor], Tensor] = _all
     mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = _plain
     nested: bool = False
+    as_images: bool = False
     blocks: bool = False
     positions: Callable[[Any, Any], Tensor] | None = None
 
@@ -114,6 +116,11 @@ class Family:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of media it takes."""
         return tuple(self.calls)
+
+    def token(self, config: Any, kind: str) -> int:
+        """Id of the placeholder of a kind."""
+        name = "image" if self.as_images else kind
+        return int(getattr(config, f"{name}_token_id"))
 
 
 @dataclass
