@@ -46,6 +46,8 @@ ALL_FAMILIES = (
 # `FAMILIES`, a dict by name; each needs its line here.
 _KIN = {
     "qwen": ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5"),
+    "grids": ("video_llama_3", "paddleocr_vl"),
+    "omni": ("qwen3_omni_moe_thinker",),
     "glm": ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
 }
 RELATIVES = tuple(family for kin in _KIN.values() for family in kin)
