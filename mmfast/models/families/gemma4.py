@@ -31,8 +31,9 @@ def layout(base: Any, kind: str, call: Call) -> list[Layout]:
 
 
 def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
-    """Average over the patches `[P, C]` of a token, by the stock pooling, one `[N, C]` per item."""
-    places, merge = _places(kind, call).to(values.device), base.config.vision_config.pooling_kernel_size
+    """Average over the patches `[P, C]` of a token, by the stock pooling: one `[N, C]` per item."""
+    places, merge = _places(kind, call), base.config.vision_config.pooling_kernel_size
+    places = places.to(values.device)
     rows, padding = torch.stack(values.chunk(len(places))), (places == -1).all(-1)
     rows, length = rows.masked_fill(padding[..., None], 0.0), places.shape[1] // merge**2
     pooled, there = base.vision_tower.pooler._avg_pool_by_positions(rows, places, length)

@@ -27,7 +27,7 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     patch, merge = base.config.vision_config.patch_size, base.config.spatial_merge_size
     rasters = [(int(h) // patch, int(w) // patch) for h, w in call["image_sizes"]]
     folded = []
-    for rows, (h, w) in zip(values.split([h * w for h, w in rasters]), rasters, strict=True):
+    for rows, (h, _) in zip(values.split([h * w for h, w in rasters]), rasters, strict=True):
         pooled = F.avg_pool2d(rearrange(rows, "(h w) c -> c h w", h=h), merge)
         folded.append(rearrange(pooled, "c h w -> (h w) c"))
     return folded

@@ -10,6 +10,9 @@ from typing import Any
 
 from einops import reduce
 from torch import Tensor
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    _get_feat_extract_output_lengths,
+)
 from transformers.vision_utils import get_vision_window_index
 
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
@@ -76,6 +79,22 @@ def omni_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     return [reduce(each, "(token pair) c -> token c", "mean", pair=2) for each in pairs]
 
 
+def omni_moe_layout(base: Any, kind: str, call: Call) -> list[Layout]:
+    """As `layout`; a line of tokens per sound, each of which is one row of the encoder."""
+    if kind != "audio":
+        return layout(base, kind, call)
+    lengths = call["feature_attention_mask"].sum(-1)
+    counts = _get_feat_extract_output_lengths(lengths, base.audio_tower.n_window).tolist()
+    return [Layout(n, (n, 1, 1)) for n in counts]
+
+
+def omni_moe_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    """As `fold`; sounds are tokens in the encoder already."""
+    if kind != "audio":
+        return fold(base, kind, values, call)
+    return list(values.split([each.length for each in omni_moe_layout(base, kind, call)]))
+
+
 def omni_audio_tower(base: Any) -> Tower:
     """The audio encoder: chunks of all sounds in one sequence."""
     encoder = base.audio_tower
@@ -91,9 +110,13 @@ def _sound_frames(base: Any, call: Call) -> list[int]:
 
 add_adapter(Adapter("qwen2_vl", layout, fold, recover, mrope=True))
 add_adapter(Adapter("qwen2_5_vl", layout, fold_windows, recover, mrope=True))
+add_adapter(Adapter("exaone4_5", layout, fold_windows))  # positions have one axis
 # The frames of a video are one item: its placeholders follow each other with timestamps in between.
 for _family in ("qwen3_vl", "qwen3_vl_moe"):
     add_adapter(Adapter(_family, layout, fold, recover, deepstack=True, mrope=True))
+# Their decoders have linear attention, too, and no DeepStack.
+for _family in ("qwen3_5", "qwen3_5_moe"):
+    add_adapter(Adapter(_family, layout, fold, recover, mrope=True))
 add_adapter(
     Adapter(
         "qwen2_5_omni_thinker",
@@ -102,6 +125,18 @@ add_adapter(
         recover,
         audio_tower=omni_audio_tower,
         media=("image", "video", "audio"),
+        mrope=True,
+    )
+)
+add_adapter(
+    Adapter(
+        "qwen3_omni_moe_thinker",
+        omni_moe_layout,
+        omni_moe_fold,
+        recover,
+        audio_tower=omni_audio_tower,
+        media=("image", "video", "audio"),
+        deepstack=True,
         mrope=True,
     )
 )

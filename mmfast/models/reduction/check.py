@@ -12,7 +12,7 @@ from mmfast.compressors.base import find
 from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.core.registry import ALL, MEDIA, TEXT, TOKENS, methods
 from mmfast.core.spec import Spec, expand
-from mmfast.models.families.adapter import Adapter, adapter_for, tower_of
+from mmfast.models.families.adapter import Adapter, adapter_for, check_inner, tower_of
 from mmfast.models.families.tower import (
     TIMM_BLOCKS,
     Tower,
@@ -389,6 +389,10 @@ def _check_bypass(specs: Sequence[Spec], text: Any, cache: CachePlan | None) -> 
 def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: str | None) -> None:
     early = [spec for spec in specs if spec.site == "pixel"]
     inside = [spec for spec in specs if spec.site == "vit" and not spec.whole]
+    for spec in early + inside:
+        check_inner(adapter, f"{str(spec)!r}")
+    if encoder == "graph":
+        check_inner(adapter, "encoder='graph'")
     changing = [spec for spec in specs if spec in inside or (spec in early and not spec.whole)]
     if encoder == "graph" and changing:
         raise SpecError(

@@ -28,7 +28,7 @@ from mmfast.models.encoder_names import (
 )
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids
-from mmfast.models.families.tower import kinds_of
+from mmfast.models.families.tower import kinds_of, placeholder
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.record import features_given, flat, recording
@@ -142,7 +142,7 @@ def positions_of(model: Any, inputs: Mapping[str, Any]) -> Tensor:
 def _embedded(base: Any, ids: Tensor, outputs: Mapping[str, Any]) -> Tensor:
     hidden: Tensor = base.get_input_embeddings()(ids)
     for kind, output in outputs.items():
-        place = (ids == getattr(base.config, f"{kind}_token_id"))[..., None]
+        place = (ids == placeholder(base.config, kind))[..., None]
         hidden = hidden.masked_scatter(place, flat(output.pooler_output).to(hidden))
     return hidden
 
@@ -151,7 +151,7 @@ def _shortened(
     model: Any, rest: dict[str, Any], outputs: dict[str, Any], step: ForwardStep, hidden: Tensor
 ) -> tuple[dict[str, Any], Tensor]:
     base, ids, sequences = base_of(model), rest["input_ids"], step.sequences
-    places = {kind: ids == getattr(base.config, f"{kind}_token_id") for kind in outputs}
+    places = {kind: ids == placeholder(base.config, kind) for kind in outputs}
     for site in step.sites:
         hidden = step.reduce(site, hidden)
     if sequences.index is None:
@@ -269,7 +269,7 @@ def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -
     planes: list[Tensor] = []
     places = {}
     for kind, output in (outputs or whole).items():
-        place = places[kind] = ids == getattr(base.config, f"{kind}_token_id")
+        place = places[kind] = ids == placeholder(base.config, kind)
         if embeds is None:
             hidden = hidden.masked_scatter(place[:, None], flat(output.pooler_output).to(hidden))
         for i, plane in enumerate(planes_of(output)):

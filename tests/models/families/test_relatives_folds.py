@@ -58,10 +58,12 @@ def test_fold_follows_the_features(family: str, kind: str) -> None:
     with prompt_ids(inputs["input_ids"]):
         layouts = adapter.layout(base, kind, call)
         stock, patches = _features(this, call, kind, None)
-        content = torch.cat([
-            plan.content() + sum(each.length for each in layouts[:index])
-            for index, plan in enumerate(layouts)
-        ])
+        content = torch.cat(
+            [
+                plan.content() + sum(each.length for each in layouts[:index])
+                for index, plan in enumerate(layouts)
+            ]
+        )
         assert sum(plan.length for plan in layouts) == len(stock)
         for patch in torch.linspace(0, patches - 1, 13).long().tolist():
             changed, _ = _features(this, call, kind, patch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tiny_base import Family, Shape
-from tiny_clip import siglip_config, side
+from tiny_clip import side, siglip_config
 from torch import Tensor
 from transformers import (
     AyaVisionConfig,

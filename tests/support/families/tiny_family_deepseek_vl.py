@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiny_base import Family, Shape
-from tiny_clip import siglip_config, side
+from tiny_clip import side, siglip_config
 from transformers import (
     DeepseekVLConfig,
     DeepseekVLForConditionalGeneration,

@@ -32,9 +32,7 @@ TOKENS = {
 }
 
 
-def build(
-    tokenizer: Any, text: Any, ids: Any, shape: Shape, **more: Any
-) -> tuple[Any, Any]:
+def build(tokenizer: Any, text: Any, ids: Any, shape: Shape, **more: Any) -> tuple[Any, Any]:
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma4Config(
         vision_config={

@@ -1,4 +1,4 @@
-"""Gemma 4 E2B and E4B: the last layers read keys of earlier ones, and all get inputs of their own."""
+"""Gemma 4 E: the last layers read keys of earlier ones, and all get inputs of their own."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from tiny_base import Family, Shape
 from tiny_clip import side, vision_config
 from tiny_family_llava_next import FAMILY as NEXT
 from tiny_family_llava_next import build as build_next
-from torch import Tensor
 from transformers import (
     LlavaNextVideoConfig,
     LlavaNextVideoForConditionalGeneration,

@@ -24,9 +24,8 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
         spatial_merge_size=shape.merge,
         tie_word_embeddings=False,
     )
-    images = PixtralImageProcessor(
-        size={"longest_edge": 12 * shape.patch}, patch_size={"height": shape.patch, "width": shape.patch}
-    )
+    patch = {"height": shape.patch, "width": shape.patch}
+    images = PixtralImageProcessor(size={"longest_edge": 12 * shape.patch}, patch_size=patch)
     processor = PixtralProcessor(
         images,
         tokenizer,

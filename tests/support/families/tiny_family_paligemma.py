@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tiny_base import Family, Shape
-from tiny_clip import siglip_config, side
+from tiny_clip import side, siglip_config
 from torch import Tensor
 from transformers import (
     PaliGemmaConfig,
@@ -27,9 +27,10 @@ def build(
     images.image_seq_length = (side(shape) // shape.patch) ** 2
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     processor = PaliGemmaProcessor(images, tokenizer)  # adds tokens for places
+    text = {**text, "head_dim": head, "vocab_size": len(tokenizer)}
     config = PaliGemmaConfig(
         vision_config={**siglip_config(shape), "projection_dim": shape.width},
-        text_config={**text, "model_type": kind, "head_dim": head, "vocab_size": len(tokenizer), **more},
+        text_config={**text, "model_type": kind, **more},
         image_token_index=ids["image_token"],
         projection_dim=shape.width,
         hidden_size=shape.width,

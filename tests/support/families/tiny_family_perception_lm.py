@@ -1,4 +1,4 @@
-"""Perception LM: a tower of timm, the overview first; images of a prompt have as many tiles each."""
+"""Perception LM: a tower of timm, the overview first, as many tiles in each image of a call."""
 
 from __future__ import annotations
 

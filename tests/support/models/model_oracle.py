@@ -62,7 +62,7 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
         if PIXELS[kind] not in inputs:
             continue
         output = encode(tiny, inputs, kind)
-        places = (ids == getattr(model.config, f"{kind}_token_id")).nonzero()[:, 0]
+        places = (ids == tiny.facts.token(model.config, kind)).nonzero()[:, 0]
         tiny.facts.amend(tiny, output, ids, embeds)
         features = tiny.facts.items(tiny, output, kind, inputs)
         embeds[places] = torch.cat(features)

@@ -93,6 +93,7 @@ class Family:
         mask: `(tiny, embeddings [1, L, D], ones [1, L], visual bool [1, L]) -> attention mask` as
             the base model hands it to the text model.
         nested: The processor takes a list of images per prompt.
+        as_images: A clip has the placeholder of images.
         blocks: Tokens of an image see each other in both directions.
         windowed: They do so in layers alone that see a window.
         prefix: All tokens of a prompt do.
@@ -111,6 +112,7 @@ class Family:
     content: Callable[[Any, Tensor], Tensor] = _all
     mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = plain_mask
     nested: bool = False
+    as_images: bool = False
     blocks: bool = False
     windowed: bool = False
     prefix: bool = False
@@ -120,6 +122,11 @@ class Family:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of media it takes."""
         return tuple(self.calls)
+
+    def token(self, config: Any, kind: str) -> int:
+        """Id of the placeholder of a kind."""
+        name = "image" if self.as_images else kind
+        return int(getattr(config, f"{name}_token_id"))
 
 
 @dataclass

@@ -45,7 +45,10 @@ ALL_FAMILIES = (
 # Relatives of those, which test_relatives.py alone runs. A file `tiny_kin_<line>.py` has several:
 # `FAMILIES`, a dict by name; each needs its line here.
 _KIN = {
-    "qwen": ("qwen3_vl_moe",),
+    "qwen": ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5"),
+    "grids": ("video_llama_3", "paddleocr_vl"),
+    "omni": ("qwen3_omni_moe_thinker",),
+    "glm": ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
 }
 _ALONE = (
     "aya_vision",

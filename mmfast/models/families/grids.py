@@ -1,0 +1,80 @@
+"""VideoLLaMA3 and PaddleOCR-VL: calls bring grids as in Qwen, the towers are others.
+
+Papers: arXiv 2501.13106 (VideoLLaMA3), 2510.14528 (PaddleOCR-VL).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from einops import reduce
+from torch import Tensor
+
+from mmfast.core.errors import ModelError
+from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
+from mmfast.models.families.prompt_ids import ids_of
+from mmfast.models.families.qwen import layout, recover
+from mmfast.models.families.tower import Tower
+
+
+def merged_layout(base: Any, kind: str, call: Call) -> list[Layout]:
+    """One raster per image or clip; the call tells how many patches of each make a token.
+
+    ModelError where the processor has dropped tokens of a clip itself.
+    """
+    merges = call[f"{kind}_merge_sizes"].tolist()
+    grids = call[f"{kind}_grid_thw"].tolist()
+    found = [(t, h // m, w // m) for (t, h, w), m in zip(grids, merges, strict=True)]
+    ids, total = ids_of(call), sum(t * h * w for t, h, w in found)
+    stand = total if ids is None else int((ids == getattr(base.config, f"{kind}_token_id")).sum())
+    if kind == "video" and 0 < stand < total:
+        raise ModelError(
+            f"the processor left {stand} of {total} tokens of the clips (video_compression_mask); "
+            "give it use_token_compression=False, and drop tokens by reduce="
+        )
+    return [Layout(t * h * w, (t, h, w)) for t, h, w in found]
+
+
+def merged_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    """The stock pooling of patches `[P, C]` to one `[N, C]` per image or clip."""
+    grid, merges = call[f"{kind}_grid_thw"], call[f"{kind}_merge_sizes"]
+    tokens = base.vision_model.pixel_unshuffle(values, grid, merges)
+    return list(tokens.split((grid.prod(-1) // merges**2).tolist()))
+
+
+def raster_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    """Mean over the patches of a token, `[P, C]` to one `[N, C]` per image, from raster order."""
+    merge = base.config.vision_config.spatial_merge_size
+    grids = call[f"{kind}_grid_thw"].tolist()
+    parts = values.split([t * h * w for t, h, w in grids])
+    cells = "(t h a w b) c -> (t h w) c"
+    return [
+        reduce(part, cells, "mean", t=t, h=h // merge, a=merge, b=merge)
+        for part, (t, h, _) in zip(parts, grids, strict=True)
+    ]
+
+
+def merged_tower(base: Any) -> Tower:
+    """All patches in one sequence."""
+    return Tower(base, base.vision_model, base.vision_model.encoder.layers, True, False)
+
+
+def paddle_tower(base: Any) -> Tower:
+    """All patches in one sequence, in raster order."""
+    tower = base.visual.vision_model
+    return Tower(base, tower, tower.encoder.layers, True, False)
+
+
+add_adapter(Adapter("video_llama_3", merged_layout, merged_fold, tower=merged_tower, inner=False))
+add_adapter(
+    Adapter(
+        "paddleocr_vl",
+        layout,
+        raster_fold,
+        recover,
+        tower=paddle_tower,
+        media=("image",),
+        inner=False,
+        mrope=True,
+    )
+)
