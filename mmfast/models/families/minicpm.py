@@ -63,8 +63,8 @@ def _layout(kind: str, picture: Picture) -> Layout:
     # Within a row a slice follows at once; a line break parts rows.
     rows = 1 + sum(len(gap) > 2 for _, gap in picture[2:])
     shape, overview = (rows, (len(rasters) - 1) // rows), raster_places((1, *rasters[0]))
-    _, places = tile_raster(shape, rasters[1], None)
-    places = torch.cat([overview, places]) if len(set(rasters[1:])) == 1 else None
+    _, slices = tile_raster(shape, rasters[1], None)
+    places = torch.cat([overview, slices]) if len(set(rasters[1:])) == 1 else None
     return Layout(len(numbers), None, tiles=tuple(numbers), places=places)
 
 

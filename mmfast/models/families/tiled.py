@@ -67,7 +67,7 @@ class Tiling:
         patch = getattr(base.config.vision_config, "patch_size", None)
         if patch is None:  # of timm
             patch = base.vision_tower.timm_model.patch_embed.patch_size[0]
-        return int(call["pixel_values"].shape[-1]) // patch // self.merge(base)
+        return int(call["pixel_values"].shape[-1] // patch) // self.merge(base)
 
     def _layout(self, base: Any, side: int, count: int, gaps: Gaps) -> Layout:
         if count == 1:
