@@ -77,6 +77,28 @@ def test_fold_follows_the_features(family: str, kind: str) -> None:
             assert torch.equal(folded > 0, moved), patch
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"), [("gemma4", "image"), ("gemma4", "video"), ("mistral3", "image")]
+)
+def test_rasters_are_as_wide_as_their_pictures(family: str, kind: str) -> None:
+    """Folded coordinates of patches are the places of their tokens."""
+    this = tiny(family)
+    inputs = this.inputs([f"{{{kind}}}"], **this.media(kind, 1))
+    call = {name: inputs[name] for name in this.facts.calls[kind]}
+    (layout,) = adapter_for(this.model).layout(this.model.model, kind, call)
+    if family == "gemma4":
+        marks = call[f"{kind}_position_ids"].flatten(0, 1)
+        merge = 3
+    else:
+        rows, columns = (call["image_sizes"][0] // this.shape.patch).tolist()
+        marks = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+        merge = this.shape.merge
+    (folded,) = adapter_for(this.model).fold(this.model.model, kind, marks.float(), call)
+    places = layout.place()
+    assert places is not None and layout.grid is not None and layout.grid[1] < layout.grid[2]
+    assert torch.equal(folded.flip(1) // merge, places[:, 1:].float())
+
+
 SHAPES = [(24, 24), (30, 90), (90, 30), (60, 60)]
 
 
