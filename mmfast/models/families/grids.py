@@ -1,6 +1,6 @@
-"""VideoLLaMA3 and PaddleOCR-VL: calls bring grids as in Qwen, the towers are others.
+"""VideoLLaMA3, PaddleOCR-VL, HunYuan-VL and ERNIE 4.5 VL: grids as in Qwen, and other towers.
 
-Papers: arXiv 2501.13106 (VideoLLaMA3), 2510.14528 (PaddleOCR-VL).
+Papers: arXiv 2501.13106 (VideoLLaMA3), 2510.14528 (PaddleOCR-VL), 2511.19575 (HunyuanOCR).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
 from mmfast.models.families.prompt_ids import ids_of
-from mmfast.models.families.qwen import layout, recover
+from mmfast.models.families.qwen import fold, layout, recover
 from mmfast.models.families.tower import Tower
 
 
@@ -54,9 +54,52 @@ def raster_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor
     ]
 
 
+def lined_layout(base: Any, kind: str, call: Call) -> list[Layout]:
+    """A mark in front of an image and behind it, and a newline behind each of its rows."""
+    found = []
+    for each in layout(base, kind, call):
+        assert each.grid is not None
+        _, rows, columns = each.grid
+        ends = [(row + 1) * (columns + 1) for row in range(rows)]
+        found.append(Layout(ends[-1] + 2, each.grid, (0, *ends, ends[-1] + 1)))
+    return found
+
+
+def paired_layout(base: Any, kind: str, call: Call) -> list[Layout]:
+    """As in Qwen; of a clip every two frames become one."""
+    found = layout(base, kind, call)
+    if kind != "video":
+        return found
+    step = base.config.vision_config.temporal_merge_size
+    grids = [(t // step, h, w) for t, h, w in (each.grid or () for each in found)]
+    return [Layout(t * h * w, (t, h, w)) for t, h, w in grids]
+
+
+def paired_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    """Mean over the patches of a merge unit, and over the frames of a pair."""
+    units = fold(base, kind, values, call)
+    if kind != "video":
+        return units
+    grids = [each.grid or () for each in paired_layout(base, kind, call)]
+    return [
+        reduce(part, "(t pair n) c -> (t n) c", "mean", t=t, n=h * w)
+        for part, (t, h, w) in zip(units, grids, strict=True)
+    ]
+
+
 def merged_tower(base: Any) -> Tower:
     """All patches in one sequence."""
     return Tower(base, base.vision_model, base.vision_model.encoder.layers, True, False)
+
+
+def lined_tower(base: Any) -> Tower:
+    """All patches in one sequence, in raster order."""
+    return Tower(base, base.vision_tower, base.vision_tower.layers, True, False)
+
+
+def paired_tower(base: Any) -> Tower:
+    """All patches in one sequence, those of a merge unit side by side."""
+    return Tower(base, base.vision_tower, base.vision_tower.blocks, True, False)
 
 
 def paddle_tower(base: Any) -> Tower:
@@ -65,9 +108,7 @@ def paddle_tower(base: Any) -> Tower:
     return Tower(base, tower, tower.encoder.layers, True, False)
 
 
-add_adapter(
-    Adapter("video_llama_3", merged_layout, merged_fold, tower=merged_tower, inner=False)
-)
+add_adapter(Adapter("video_llama_3", merged_layout, merged_fold, tower=merged_tower, inner=False))
 add_adapter(
     Adapter(
         "paddleocr_vl",
@@ -76,6 +117,29 @@ add_adapter(
         recover,
         tower=paddle_tower,
         media=("image",),
+        inner=False,
+        mrope=True,
+    )
+)
+add_adapter(
+    Adapter(
+        "hunyuan_vl",
+        lined_layout,
+        raster_fold,
+        tower=lined_tower,
+        media=("image",),
+        inner=False,
+        mrope=True,
+    )
+)
+# Its experts are those of text or of media, by the types of tokens (see models/reduction/step.py).
+add_adapter(
+    Adapter(
+        "ernie4_5_vl_moe",
+        paired_layout,
+        paired_fold,
+        recover,
+        tower=paired_tower,
         inner=False,
         mrope=True,
     )

@@ -61,6 +61,7 @@ class Walk:
                 attention_mask=self._mask(index, hidden, prompt, visible.get(index)),
                 position_embeddings=self.text.rotary_emb(hidden[None], places, *by_kind),
                 past_key_values=self.cache,
+                **({} if prompt is None else prompt.experts(torch.arange(len(hidden)))),
             )
             hidden = (out[0] if isinstance(out, tuple) else out)[0]
             if prompt is not None and index < len(prompt.planes):

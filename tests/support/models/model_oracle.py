@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tiny_base import PIXELS
 from torch import Tensor
 
 from mmfast.core.reduction import Reduction
+
+EXPERTS = "moe_mm_token_type_ids"
 
 
 @dataclass
@@ -26,6 +29,11 @@ class Prompt:
     positions: Tensor
     items: list[Tensor]  # places of the tokens a method may reduce, per image or video
     planes: list[Tensor] = field(default_factory=list)  # [L, D], zero at text
+    types: Tensor | None = None  # [L], where they choose between experts of text and of media
+
+    def experts(self, keep: Tensor) -> dict[str, Tensor]:
+        """Arguments of the text model and its layers for the tokens in `keep`."""
+        return {} if self.types is None else {EXPERTS: self.types[keep][None]}
 
 
 @contextmanager
@@ -70,7 +78,9 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
                 planes.append(torch.zeros_like(embeds))
             planes[index][places] = torch.cat(list(plane))
     items.sort(key=lambda pair: pair[0])
-    return Prompt(embeds, positions_of(tiny, inputs), [places for _, places in items], planes)
+    places, types = [places for _, places in items], inputs.get(EXPERTS)
+    types = None if types is None else types[0]
+    return Prompt(embeds, positions_of(tiny, inputs), places, planes, types)
 
 
 def positions_of(tiny: Any, inputs: dict[str, Any]) -> Tensor:
@@ -91,7 +101,8 @@ def append(tiny: Any, prompt: Prompt, ids: Tensor) -> Prompt:
     after = torch.arange(1, len(ids) + 1) + prompt.positions[..., -1:]
     zeros = torch.zeros(len(ids), embeds.shape[1])
     planes = [torch.cat([plane, zeros]) for plane in prompt.planes]
-    return Prompt(embeds, torch.cat([prompt.positions, after], -1), prompt.items, planes)
+    types = None if prompt.types is None else F.pad(prompt.types, (0, len(ids)))
+    return Prompt(embeds, torch.cat([prompt.positions, after], -1), prompt.items, planes, types)
 
 
 def kept_places(prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) -> Tensor:
@@ -111,11 +122,11 @@ def removed(tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False) -
     positions = prompt.positions[..., keep]
     if contiguous:  # the fault that the oracle must see
         positions = torch.arange(len(keep)).expand_as(positions)
-    extra = {}
+    extra = prompt.experts(keep)
     if prompt.planes:
         visual = torch.zeros(len(prompt.embeds), dtype=torch.bool)
         visual[torch.cat(prompt.items)] = True
-        extra = {
+        extra |= {
             "visual_pos_masks": visual[keep][None],
             "deepstack_visual_embeds": [plane[keep][visual[keep]] for plane in prompt.planes],
         }
@@ -178,7 +189,8 @@ def through(
     by_kind = [kind] if hasattr(text.rotary_emb, "layer_types") else []
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     cos_sin = text.rotary_emb(hidden[None], places, *by_kind)
-    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin)[0]
+    more = prompt.experts(torch.arange(len(hidden)))
+    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin, **more)[0]
 
 
 def blocks(prompt: Prompt) -> Tensor:
