@@ -50,8 +50,14 @@ def compress(
     `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit
     `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound, or text was
     fused). Token counts and sequences that `generate` returns are those of the shortened prompt.
-    ModelError where a signal is missing, or a prompt ends with media whose last token is dropped.
+    ModelError where a signal is missing, a prompt ends with media whose last token is dropped, or
+    the family's `generate` takes no positions.
     """
+    if parse(reduce) and adapter_for(model).counts:
+        raise ModelError(
+            f"generate of {type(model).__name__} takes no positions, so a shortened prompt would "
+            "lose its own; use attach()"
+        )
     rest, _ = compressed(model, inputs, reduce, trace)
     return rest if takes_features(model) else _with_embeds(base_of(model), rest)
 
@@ -94,7 +100,8 @@ def compressed(
         recording(base, adapter, needs) if None in given.values() else nullcontext() as recorder,
     ):
         outputs = {kind: _encode(base, kind, inputs) for kind in given}
-        spent = _encoder_arguments(base)
+        # VideoLLaMA3's mask of dropped tokens, which is all True where its layout is known
+        spent = _encoder_arguments(base) | {"video_compression_mask"}
         rest = {k: v for k, v in inputs.items() if k not in spent}
         rest["position_ids"] = positions_of(model, inputs)
         rest["mm_encoder_outputs"] = outputs

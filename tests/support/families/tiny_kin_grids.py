@@ -54,9 +54,7 @@ def video_llama(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any,
     pixels = {"size": PIXELS, "patch_size": shape.patch}
     processor = VideoLlama3Processor(
         image_processor=VideoLlama3ImageProcessor(**pixels, merge_size=1),
-        video_processor=VideoLlama3VideoProcessor(
-            **pixels, merge_size=shape.merge, use_token_compression=False
-        ),
+        video_processor=VideoLlama3VideoProcessor(**pixels, merge_size=shape.merge),
         tokenizer=tokenizer,
     )
     return VideoLlama3ForConditionalGeneration(config), processor
