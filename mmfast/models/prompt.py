@@ -218,6 +218,8 @@ def media_arguments(processor: Any, shots: Sequence[Sequence[Shot]]) -> dict[str
             media["videos"] = [[next(rest) for _ in range(count)] for count in counts]
         media["video_metadata"] = [VideoMetadata(**(shot.metadata or {})) for shot in clips]
         media["do_sample_frames"] = False
+        if hasattr(getattr(processor, "video_processor", None), "use_token_compression"):
+            media["use_token_compression"] = False  # VideoLLaMA3 drops tokens of its own
     return media
 
 

@@ -143,6 +143,12 @@ def feed_forward_at(text: Any, index: int) -> Any:
     return next((each for each in found if isinstance(each, nn.Module)), None)
 
 
+def position_axes(text: Any) -> int:
+    """Axes of a text model's rotary positions: three under M-RoPE, four in HunYuan-VL, else one."""
+    sections = getattr(getattr(text, "rotary_emb", None), "mrope_section", None)
+    return len(sections or (0,))
+
+
 def turns_once(text: Any, mrope: bool) -> bool:
     """Return True if a text model has rotary positions, along one axis unless `mrope`."""
     return hasattr(getattr(text, "rotary_emb", None), "rope_type") and not mrope

@@ -123,6 +123,7 @@ class Adapter:
         mrope: Positions have three axes, and the base model remembers `rope_deltas`.
         inner: Stages may act before and inside the tower (sites `pixel` and `vit`), and a frame
             cache and CUDA graphs around its blocks.
+        counts: Its `generate` takes no positions and counts them itself.
         alone: A vision encoder without a language model.
     """
 
@@ -139,6 +140,7 @@ class Adapter:
     deepstack: bool = False
     mrope: bool = False
     inner: bool = True
+    counts: bool = False
     alone: bool = False
 
     def tower_of(self, base: Any, kind: str) -> Tower:

@@ -110,7 +110,7 @@ def _sound_frames(base: Any, call: Call) -> list[int]:
 
 add_adapter(Adapter("qwen2_vl", layout, fold, recover, mrope=True))
 add_adapter(Adapter("qwen2_5_vl", layout, fold_windows, recover, mrope=True))
-add_adapter(Adapter("exaone4_5", layout, fold_windows))  # positions have one axis
+add_adapter(Adapter("exaone4_5", layout, fold_windows, counts=True))  # along one axis
 # The frames of a video are one item: its placeholders follow each other with timestamps in between.
 for _family in ("qwen3_vl", "qwen3_vl_moe"):
     add_adapter(Adapter(_family, layout, fold, recover, deepstack=True, mrope=True))

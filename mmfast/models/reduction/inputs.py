@@ -34,8 +34,8 @@ from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.record import features_given, flat, recording
 from mmfast.models.reduction.sequence import Sequences, locate
 from mmfast.models.reduction.site import sites_of
-from mmfast.models.reduction.step import ForwardStep
-from mmfast.models.wrappers import base_of
+from mmfast.models.reduction.step import EXPERTS, ForwardStep
+from mmfast.models.wrappers import base_of, position_axes
 
 
 def compress(
@@ -50,8 +50,14 @@ def compress(
     `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit
     `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound, or text was
     fused). Token counts and sequences that `generate` returns are those of the shortened prompt.
-    ModelError where a signal is missing, or a prompt ends with media whose last token is dropped.
+    ModelError where a signal is missing, a prompt ends with media whose last token is dropped, or
+    the family's `generate` takes no positions.
     """
+    if parse(reduce) and adapter_for(model).counts:
+        raise ModelError(
+            f"generate of {type(model).__name__} takes no positions, so a shortened prompt would "
+            "lose its own; use attach()"
+        )
     rest, _ = compressed(model, inputs, reduce, trace)
     return rest if takes_features(model) else _with_embeds(base_of(model), rest)
 
@@ -94,7 +100,8 @@ def compressed(
         recording(base, adapter, needs) if None in given.values() else nullcontext() as recorder,
     ):
         outputs = {kind: _encode(base, kind, inputs) for kind in given}
-        spent = _encoder_arguments(base)
+        # VideoLLaMA3's mask of dropped tokens, which is all True where its layout is known
+        spent = _encoder_arguments(base) | {"video_compression_mask"}
         rest = {k: v for k, v in inputs.items() if k not in spent}
         rest["position_ids"] = positions_of(model, inputs)
         rest["mm_encoder_outputs"] = outputs
@@ -177,7 +184,7 @@ def _gathered(rest: dict[str, Any], sequences: Sequences, pad: int) -> dict[str,
     valid = torch.ones_like(index) if ok is None else ok.long()
     out: dict[str, Any] = {"attention_mask": valid}
     for name, value in rest.items():
-        if name in ("input_ids", "token_type_ids", "mm_token_type_ids"):
+        if name in ("input_ids", "token_type_ids", "mm_token_type_ids", EXPERTS):
             filler = pad if name == "input_ids" else 0
             out[name] = value.gather(1, index).masked_fill(valid == 0, filler)
     positions = rest["position_ids"]
@@ -284,10 +291,10 @@ def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -
 
 
 def axes(model: Any, positions: Tensor, length: int) -> Tensor:
-    """Return positions `[A, m]` of one prompt, from `[1, m]`, `[3, 1, m]` or `[4, 1, m]`."""
-    wide = hasattr(getattr(model.get_decoder(), "rotary_emb", None), "mrope_section")
+    """Return positions `[A, m]` of one prompt, from `[1, m]`, `[A, 1, m]` or `[A + 1, 1, m]`."""
+    count = position_axes(model.get_decoder())
     if positions.ndim == 3:
-        positions = positions[-3:, 0]
-    if positions.shape[0] == 1 and wide:
-        positions = positions.expand(3, -1)
+        positions = positions[-max(count, 3) :, 0]
+    if positions.shape[0] == 1:
+        positions = positions.expand(count, -1)
     return positions[:, -length:].contiguous()

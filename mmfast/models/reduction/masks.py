@@ -27,7 +27,7 @@ from transformers.masking_utils import (
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
-from mmfast.models.wrappers import SLIDING, kind_of, lender_of
+from mmfast.models.wrappers import SLIDING, decoder_of, kind_of, lender_of, position_axes
 
 
 def stock_mask(
@@ -173,7 +173,9 @@ class Offsets:
         cache = cache_of(kwargs)
         known = None if cache is None else self._known.get(cache)
         if known is not None and cache is not None and cache.get_seq_length() > 0:
-            return _continued(known, cache, kwargs["inputs_embeds"], kwargs.get("attention_mask"))
+            axes = position_axes(decoder_of(self._base))
+            mask = kwargs.get("attention_mask")
+            return _continued(known, cache, kwargs["inputs_embeds"], mask, axes)
         with self._lock:
             positions = stock(**kwargs)
             self._local.fresh = self._base.rope_deltas
@@ -209,8 +211,8 @@ class Recount:
         return known.repeat_interleave(batch // len(known), dim=0).to(device)
 
 
-def _continued(offset: Tensor, cache: Any, embeds: Tensor, mask: Any) -> Tensor:
-    """Positions `[3, B, L]` of text that follows what the cache holds."""
+def _continued(offset: Tensor, cache: Any, embeds: Tensor, mask: Any, axes: int) -> Tensor:
+    """Positions `[axes, B, L]` of text that follows what the cache holds."""
     batch, length = embeds.shape[:2]
     if isinstance(mask, Tensor) and mask.ndim == 2:
         counted = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
@@ -218,4 +220,4 @@ def _continued(offset: Tensor, cache: Any, embeds: Tensor, mask: Any) -> Tensor:
         past = cache.get_seq_length()
         counted = (torch.arange(length, device=embeds.device) + past).expand(batch, -1)
     offset = offset.repeat_interleave(batch // len(offset), dim=0).to(counted.device)
-    return (counted + offset).expand(3, -1, -1)
+    return (counted + offset).expand(axes, -1, -1)

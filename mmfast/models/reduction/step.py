@@ -39,6 +39,8 @@ from mmfast.models.reduction.sequence import MediaItem, Sequences, take
 from mmfast.models.reduction.site import Chain, Site
 from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of, lender_of
 
+EXPERTS = "moe_mm_token_type_ids"  # by which layers of ERNIE 4.5 VL choose experts, `[B, n]`
+
 
 @dataclass(frozen=True)
 class SiteCut:
@@ -196,8 +198,8 @@ class ForwardStep:
     ) -> Tensor:
         """Reduce `[B, n, D]` to `[B, m, D]` where a site stands; `kwargs` are made to fit.
 
-        These are positions, mask and cache. `ahead` gives the signals of a site that looks ahead,
-        from the input as it stands.
+        These are positions, mask, cache and what chooses experts. `ahead` gives the signals of a
+        site that looks ahead, from the input as it stands.
         """
         cache, kind = cache_of(kwargs), kind_of(config, layer)
         length, left, self.cuts = self.sequences.length, None, []
@@ -223,6 +225,8 @@ class ForwardStep:
         if self.sequences.index is not None:
             if "position_embeddings" in kwargs:
                 kwargs["position_embeddings"] = self._places(kwargs, kind)
+            if kwargs.get(EXPERTS) is not None:
+                kwargs[EXPERTS] = kwargs[EXPERTS].gather(1, self.sequences.index)
         elif not self.rebuild and not _short_at(cache, layer):
             return hidden
         kwargs["position_ids"] = None  # flash attention takes a gap for the end of a sequence

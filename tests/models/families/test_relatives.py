@@ -6,20 +6,27 @@ In double precision against the oracle: rounding of float32 may turn over a choi
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import cache_oracle
 import model_oracle as oracle
 import pytest
 import torch
-from tiny_models import RELATIVES, Tiny, build, facts, generate, precise, tiny
+from compress_checks import equal_to_attach
+from tiny_models import ALL_FAMILIES, RELATIVES, Tiny, build, facts, generate, precise, tiny
 from torch import Tensor
 
 import mmfast
 from mmfast.attach import attach
+from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import adapter_for
+from mmfast.models.families.adapter import families as families_known
 from mmfast.models.families.tower import attention_of
+from mmfast.models.reduction.inputs import compress
+from mmfast.models.vision.frames.cache import FrameCache
 
+ROOT = Path(__file__).parents[3]
 CASES = [(family, kind) for family in RELATIVES for kind in facts(family).kinds]
 each = pytest.mark.parametrize(("family", "kind"), CASES)
 families = pytest.mark.parametrize("family", RELATIVES)
@@ -184,6 +191,16 @@ def test_fold_brings_every_patch_to_its_token(family: str, kind: str) -> None:
         assert moved.any()
 
 
+@each
+def test_reduced_inputs_equal_hooks(family: str, kind: str) -> None:
+    this = tiny(family)
+    if family == "exaone4_5":
+        with pytest.raises(ModelError, match=r"takes no positions.*use attach\(\)"):
+            compress(this.model, prompt(this, kind), "divprune:0.5")
+        return
+    equal_to_attach(this, prompt(this, kind), "divprune:0.5+tome:0.7")
+
+
 def _nothing(out: Any) -> Any:
     if isinstance(out, tuple):
         return (torch.zeros_like(out[0]), *out[1:])
@@ -207,3 +224,52 @@ def test_pipelines_load_a_saved_folder(family: str, tmp_path: Any) -> None:
         (item,) = next(iter(this.media(kind, 1).values()))
         answer = pipe(item, "what?")
         assert answer.kept_tokens == max(1, round(answer.visual_tokens * 0.5)) > 0
+
+
+# Towers that are none of Qwen's.
+OTHER_TOWERS = [family for family in RELATIVES if not adapter_for(tiny(family).model).inner]
+
+
+@pytest.mark.parametrize("family", OTHER_TOWERS)
+@pytest.mark.parametrize("spec", ["tome@vit:0.5", "pixelprune", "downsample:0.5"])
+def test_sites_in_a_tower_of_another_build_are_refused(family: str, spec: str) -> None:
+    this = tiny(family)
+    with pytest.raises(ModelError, match=f"{family!r}, whose tower.*site 'pre'") as error:
+        attach(this.model, spec)
+    assert "\n" not in str(error.value)
+
+
+def test_what_else_works_inside_a_tower_is_refused_there() -> None:
+    model = tiny("glm4v").model
+    with pytest.raises(ModelError, match="encoder='graph' cannot act"):
+        attach(model, encoder="graph")
+    with pytest.raises(ModelError, match="a frame cache cannot act"):
+        FrameCache(model, 0.25)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_method_that_reads_attention_cannot_stand_behind_a_recurrence(family: str) -> None:
+    with pytest.raises(ModelError, match=r"recurrence; choose llm2$"):
+        attach(tiny(family).model, "fastv@llm1:0.5")
+
+
+def test_a_clip_that_the_processor_has_thinned_out_is_refused() -> None:
+    """All frames of a still clip look alike, and VideoLLaMA3 keeps the tokens of the first."""
+    this = tiny("video_llama_3")
+    still = [this.videos(1)[0][:1].repeat(4, 0)]
+    inputs = this.inputs(["on {video} what?"], videos=still, use_token_compression=True)
+    stock = this.model(**inputs).logits
+    with (
+        attach(this.model, "divprune:0.5"),
+        pytest.raises(
+            ModelError, match=r"left [1-9]. of 140 tokens .* use_token_compression=False"
+        ),
+    ):
+        this.model(**inputs)
+    assert torch.equal(this.model(**inputs).logits, stock)
+
+
+def test_every_family_is_tested_and_the_docs_name_each() -> None:
+    assert {*families_known("image"), *families_known("video")} == {*ALL_FAMILIES, *RELATIVES}
+    page = (ROOT / "docs/results/families.md").read_text(encoding="utf-8")
+    assert [name for name in RELATIVES if f"`{name}`" not in page] == []

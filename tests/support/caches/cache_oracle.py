@@ -78,6 +78,7 @@ class Walk:
                 past_key_values=self.cache,
                 **({} if sides is None else {"per_layer_input": sides[:, :, index]}),
                 **({"shared_kv_states": lent} if "gemma4" in self.text.config.model_type else {}),
+                **({} if prompt is None else prompt.experts(torch.arange(len(hidden)))),
             )
             hidden = (out[0] if isinstance(out, tuple) else out)[0]
             if prompt is not None and index < len(prompt.planes):

@@ -46,7 +46,7 @@ def build(
     return model, processor
 
 
-def _placeholder(kind: str) -> str:
+def between_marks(kind: str) -> str:
     return MARKS[f"{kind}_start_token"] + SPECIALS[f"{kind}_token"] + MARKS[f"{kind}_end_token"]
 
 
@@ -55,7 +55,7 @@ FAMILIES = {
         family,
         partial(build, name, reader),
         CALLS,
-        placeholder=_placeholder,
+        placeholder=between_marks,
         specials=MARKS,
         rope=ROPE,
         as_images=True,

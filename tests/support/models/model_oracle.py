@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tiny_base import PIXELS
 from torch import Tensor
 
 from mmfast.core.reduction import Reduction
+
+EXPERTS = "moe_mm_token_type_ids"
 
 
 @dataclass
@@ -28,6 +31,11 @@ class Prompt:
     planes: list[Tensor] = field(default_factory=list)  # [L, D], zero at text
     asked: int = 0  # tokens of the prompt before what was generated
     sides: Tensor | None = None  # [L, layers, P], what each layer gets beside its states
+    types: Tensor | None = None  # [L], where they choose between experts of text and of media
+
+    def experts(self, keep: Tensor) -> dict[str, Tensor]:
+        """Arguments of the text model and its layers for the tokens in `keep`."""
+        return {} if self.types is None else {EXPERTS: self.types[keep][None]}
 
 
 @contextmanager
@@ -73,9 +81,16 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
                 planes.append(torch.zeros_like(embeds))
             planes[index][places] = torch.cat(list(plane))
     items.sort(key=lambda pair: pair[0])
-    sides = sides_of(tiny, ids)
-    items_ = [places for _, places in items]
-    return Prompt(embeds, positions_of(tiny, inputs), items_, planes, len(ids), sides)
+    places, types = [places for _, places in items], inputs.get(EXPERTS)
+    return Prompt(
+        embeds,
+        positions_of(tiny, inputs),
+        places,
+        planes,
+        asked=len(ids),
+        sides=sides_of(tiny, ids),
+        types=None if types is None else types[0],
+    )
 
 
 def sides_of(tiny: Any, ids: Tensor) -> Tensor | None:
@@ -106,10 +121,15 @@ def append(tiny: Any, prompt: Prompt, ids: Tensor) -> Prompt:
     after = torch.arange(1, len(ids) + 1) + prompt.positions[..., -1:]
     zeros = torch.zeros(len(ids), embeds.shape[1])
     planes = [torch.cat([plane, zeros]) for plane in prompt.planes]
-    positions = torch.cat([prompt.positions, after], -1)
     sides = sides_of(tiny, ids)
-    sides = None if sides is None else torch.cat([prompt.sides, sides])
-    return Prompt(embeds, positions, prompt.items, planes, prompt.asked, sides)
+    return replace(
+        prompt,
+        embeds=embeds,
+        positions=torch.cat([prompt.positions, after], -1),
+        planes=planes,
+        sides=None if sides is None else torch.cat([prompt.sides, sides]),
+        types=None if prompt.types is None else F.pad(prompt.types, (0, len(ids))),
+    )
 
 
 def kept_places(prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) -> Tensor:
@@ -129,11 +149,11 @@ def removed(tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False) -
     positions = prompt.positions[..., keep]
     if contiguous:  # the fault that the oracle must see
         positions = torch.arange(len(keep)).expand_as(positions)
-    extra = {}
+    extra = prompt.experts(keep)
     if prompt.planes:
         visual = torch.zeros(len(prompt.embeds), dtype=torch.bool)
         visual[torch.cat(prompt.items)] = True
-        extra = {
+        extra |= {
             "visual_pos_masks": visual[keep][None],
             "deepstack_visual_embeds": [plane[keep][visual[keep]] for plane in prompt.planes],
         }
@@ -212,7 +232,8 @@ def through(
     by_kind = [kind] if hasattr(text.rotary_emb, "layer_types") else []
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     cos_sin = text.rotary_emb(hidden[None], places, *by_kind)
-    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin, **(more or {}))[0]
+    more = {**(more or {}), **prompt.experts(torch.arange(len(hidden)))}
+    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin, **more)[0]
 
 
 def forward_of(tiny: Any, kind: str, number: Tensor) -> Tensor:

@@ -166,7 +166,12 @@ class Tiny:
         return {name: getattr(self, name)(count, seed)}
 
     def inputs(
-        self, prompts: list[str], images: Any = (), videos: Any = (), sounds: Any = ()
+        self,
+        prompts: list[str],
+        images: Any = (),
+        videos: Any = (),
+        sounds: Any = (),
+        **options: Any,
     ) -> dict[str, Any]:
         """Inputs of a left-padded batch; `{image}`, `{video}`, `{audio}` in a prompt are media."""
         texts = list(prompts)
@@ -199,6 +204,8 @@ class Tiny:
         if len(sounds):
             media["audio"] = list(sounds)
             media["sampling_rate"] = 16000
+        if self.family == "video_llama_3" and len(videos):  # by default it drops tokens of its own
+            media["use_token_compression"] = options.get("use_token_compression", False)
         batch = self.processor(text=texts, padding=True, return_tensors="pt", **media)
         legacy = {"pixel_values_images": "pixel_values"}  # of Video-LLaVA
         return {legacy.get(k, k): v for k, v in batch.items() if isinstance(v, torch.Tensor)}

@@ -46,7 +46,7 @@ ALL_FAMILIES = (
 # `FAMILIES`, a dict by name; each needs its line here.
 _KIN = {
     "qwen": ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5"),
-    "grids": ("video_llama_3", "paddleocr_vl"),
+    "grids": ("video_llama_3", "paddleocr_vl", "hunyuan_vl", "ernie4_5_vl_moe"),
     "omni": ("qwen3_omni_moe_thinker",),
     "glm": ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
 }
