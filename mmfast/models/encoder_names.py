@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
@@ -82,6 +82,16 @@ def features_of(base: Any, kind: str, output: Any) -> Any:
         return features
     newline = base.image_newline.to(features)  # the forward of 5.17 appends it
     return torch.cat([features, newline.expand(len(features), 1, -1)], 1)
+
+
+def needed_of(stock: Any) -> dict[str, Any]:
+    """Return the fields of an encoder's output that another of its class must have, too.
+
+    Ovis2 has the embeddings of its tags there.
+    """
+    extra = "visual_indicator_features"
+    named = [f.name for f in fields(stock) if f.default is MISSING or f.name == extra]
+    return {name: getattr(stock, name) for name in named}
 
 
 def output_of(kind: type[Any], given: Mapping[str, Any]) -> Any:

@@ -154,6 +154,9 @@ class Hooks:
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        last = kwargs.get("logits_to_keep")
+        if isinstance(last, int) and last:  # Gemma 4 takes a shortened prompt for one cut already
+            output.last_hidden_state = output.last_hidden_state[:, -last:]
         if not torch.compiler.is_compiling():
             self._close(output)
         elif length_of(kwargs := self._named(args, kwargs)) > 1:

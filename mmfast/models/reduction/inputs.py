@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from mmfast.models.encoder_names import (
     FEATURES,
     encode_media,
     encoder_arguments,
+    needed_of,
     output_of,
     planes_of,
     takes_features,
@@ -110,8 +111,14 @@ def compressed(
         sequences = locate(base, adapter, rest, recorder.last if recorder else {}, ok)
     step, sounds = ForwardStep(sites, sequences, None, trace or Trace()), "audio" in outputs
     if step.sites or sounds:
+        config = base.config.get_text_config()
         hidden = _embedded(base, rest["input_ids"], outputs)
         rest, hidden = _shortened(model, rest, outputs, step, hidden)
+        if getattr(config, "hidden_size_per_layer_input", 0) and step.merged:
+            raise ModelError(
+                f"layers of {type(model).__name__} get inputs made of embeddings, and merged ones "
+                "would get others than under attach(); use attach(), or a method that only drops"
+            )
         # Stock models take no encoded sound, and no text of other embeddings than its ids have, so
         # everything goes in embedded.
         if sounds or step.fused:
@@ -220,8 +227,7 @@ def _planes(
 
 def _output(stock: Any, rows: Any, extra: Mapping[str, Any]) -> Any:
     """An encoder output of the stock class: features, and the fields that the class requires."""
-    needed = {f.name: getattr(stock, f.name) for f in fields(stock) if f.default is MISSING}
-    return output_of(type(stock), {**needed, "pooler_output": rows, **extra})
+    return output_of(type(stock), {**needed_of(stock), "pooler_output": rows, **extra})
 
 
 def _like(stock: Any, rows: Tensor) -> Any:

@@ -257,6 +257,11 @@ class ForwardStep:
             )
         kwargs["attention_mask"] = mask if mask is None else mask[..., -rows:, :]
 
+    @property
+    def merged(self) -> bool:
+        """Some tokens have been averaged."""
+        return any(cut.merges for cut in (*self.cuts, *self._all_cuts))
+
     def beside(self, values: Any) -> Any:
         """What a layer gets beside its states, `[B, L, D]`, cut as they were."""
         if isinstance(values, Tensor) and values.ndim == 3 and values.shape[1] == self.full:

@@ -194,6 +194,11 @@ def test_fold_brings_every_patch_to_its_token(family: str, kind: str) -> None:
 @each
 def test_reduced_inputs_equal_hooks(family: str, kind: str) -> None:
     this = tiny(family)
+    if family == "gemma4_e":  # layers get inputs made of embeddings
+        with pytest.raises(ModelError, match=r"use attach\(\), or a method that only drops"):
+            compress(this.model, prompt(this, kind), "tome:0.7")
+        equal_to_attach(this, prompt(this, kind), "divprune:0.5")
+        return
     if family == "exaone4_5":
         with pytest.raises(ModelError, match=r"takes no positions.*use attach\(\)"):
             compress(this.model, prompt(this, kind), "divprune:0.5")
@@ -270,6 +275,8 @@ def test_a_clip_that_the_processor_has_thinned_out_is_refused() -> None:
 
 
 def test_every_family_is_tested_and_the_docs_name_each() -> None:
-    assert {*families_known("image"), *families_known("video")} == {*ALL_FAMILIES, *RELATIVES}
+    assert {*families_known("image"), *families_known("video")} == {
+        facts(name).name for name in (*ALL_FAMILIES, *RELATIVES)
+    }
     page = (ROOT / "docs/results/families.md").read_text(encoding="utf-8")
-    assert [name for name in RELATIVES if f"`{name}`" not in page] == []
+    assert [name for name in RELATIVES if f"`{facts(name).name}`" not in page] == []
