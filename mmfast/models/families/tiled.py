@@ -28,7 +28,7 @@ Gaps = list[list[int]]  # token ids between the tiles of a picture
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a family cuts pictures.
+    """The way a family cuts pictures.
 
     Attributes:
         merge: `(base) -> int`: patches per side of a token.

@@ -263,7 +263,7 @@ class ForwardStep:
         return any(cut.merges for cut in (*self.cuts, *self._all_cuts))
 
     def beside(self, values: Any) -> Any:
-        """What a layer gets beside its states, `[B, L, D]`, cut as they were."""
+        """Values `[B, L, D]` that a layer gets beside its states, cut as they were."""
         if isinstance(values, Tensor) and values.ndim == 3 and values.shape[1] == self.full:
             for cut in self._all_cuts:
                 values = replace(cut, texts=())(values)

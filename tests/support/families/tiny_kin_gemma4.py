@@ -1,10 +1,12 @@
-"""Gemma 4: images see forward in layers of windows; keys of the others serve as values."""
+"""Gemma 4, large and small."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from tiny_base import SPECIALS, Family, Shape
+from tiny_base import SPECIALS, Family, Shape, plain_mask
 from torch import Tensor
 from transformers import (
     Gemma4AudioFeatureExtractor,
@@ -21,7 +23,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 
 from mmfast.models.cache_name import CACHE
 
-TOKENS = {
+TOKENS_GEMMA4 = {
     **SPECIALS,
     "video_token": "<|video|>",
     "boi_token": "<|image>",
@@ -32,7 +34,8 @@ TOKENS = {
 }
 
 
-def build(tokenizer: Any, text: Any, ids: Any, shape: Shape, **more: Any) -> tuple[Any, Any]:
+# Gemma 4: images see forward in layers of windows; keys of the others serve as values.
+def build_gemma4(tokenizer: Any, text: Any, ids: Any, shape: Shape, **more: Any) -> tuple[Any, Any]:
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma4Config(
         vision_config={
@@ -74,7 +77,7 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape, **more: Any) -> tup
     return Gemma4ForConditionalGeneration(config), processor
 
 
-def _mask(this: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
+def _mask_gemma4(this: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
     """What the stock base model hands its text model."""
     return create_masks_for_vision_model(
         config=this.model.get_decoder().config,
@@ -86,17 +89,42 @@ def _mask(this: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
     )
 
 
-FAMILY = Family(
+FAMILY_GEMMA4 = Family(
     "gemma4",
-    build,
+    build_gemma4,
     {
         "image": ("pixel_values", "image_position_ids"),
         "video": ("pixel_values_videos", "video_position_ids", "num_frames_per_video"),
     },
-    specials=TOKENS,
-    placeholder=lambda kind: TOKENS[f"{kind}_token"],
-    mask=_mask,
+    specials=TOKENS_GEMMA4,
+    placeholder=lambda kind: TOKENS_GEMMA4[f"{kind}_token"],
+    mask=_mask_gemma4,
     blocks=True,
     windowed=True,
     nested=True,
 )
+
+
+# Gemma 4 E: the last layers read keys of earlier ones, and all get inputs of their own.
+FAMILY_GEMMA4_E = replace(
+    FAMILY_GEMMA4,
+    build=partial(
+        build_gemma4,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=300,
+        attention_k_eq_v=False,
+        use_bidirectional_attention=None,
+    ),
+    mask=plain_mask,
+    blocks=False,
+    windowed=False,
+)
+
+
+FAMILIES = {
+    "gemma4": FAMILY_GEMMA4,
+    "gemma4_e": FAMILY_GEMMA4_E,
+}
