@@ -235,6 +235,15 @@ def test_signals_of_the_tower_are_the_attention_of_its_last_block(family: str, k
         torch.testing.assert_close(collector.signal("attn", (kind, number)), expected[:, 0])
 
 
+@each
+def test_a_fast_encoder_says_the_same(family: str, kind: str) -> None:
+    this = tiny(family)
+    inputs = prompt(this, kind, "on {} or {}?")
+    stock = this.model(**inputs).logits
+    with attach(this.model, "divprune:1.0", encoder="fast"):
+        torch.testing.assert_close(this.model(**inputs).logits, stock, atol=1e-3, rtol=0)
+
+
 SEEN = [(family, kind) for family, kind in CASES if kind != "audio"]
 
 
