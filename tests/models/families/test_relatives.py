@@ -307,6 +307,8 @@ def test_pipelines_load_a_saved_folder(family: str, tmp_path: Any) -> None:
             task, model=str(tmp_path), reduce="divprune:0.5", max_new_tokens=2, **options
         )
         (item,) = next(iter(this.media(kind, 1).values()))
+        if kind == "video":
+            item = item[:1].repeat(4, 0)  # a still clip, of which VideoLLaMA3 drops tokens itself
         answer = pipe(item, "what?")
         assert answer.kept_tokens == max(1, round(answer.visual_tokens * 0.5)) > 0
 
