@@ -283,17 +283,13 @@ def _config(model: Any, given: Mapping[str, Any]) -> Any:
 
 def answering_class(config: Any) -> Any:
     """The class that answers: of a Qwen-Omni checkpoint, which can speak, too, the thinker."""
-    from transformers import (
-        AutoModelForImageTextToText,
-        Qwen2_5OmniThinkerForConditionalGeneration,
-        Qwen3OmniMoeThinkerForConditionalGeneration,
-    )
+    import transformers
 
     thinkers = {
-        "qwen2_5_omni": Qwen2_5OmniThinkerForConditionalGeneration,
-        "qwen3_omni_moe": Qwen3OmniMoeThinkerForConditionalGeneration,
+        "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+        "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
     }
-    return thinkers.get(config.model_type, AutoModelForImageTextToText)
+    return getattr(transformers, thinkers.get(config.model_type, "AutoModelForImageTextToText"))
 
 
 def reads_only_text(kind: str) -> bool:

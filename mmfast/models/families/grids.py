@@ -67,12 +67,9 @@ def lined_layout(base: Any, kind: str, call: Call) -> list[Layout]:
 
 def paired_layout(base: Any, kind: str, call: Call) -> list[Layout]:
     """As in Qwen; of a clip every two frames become one."""
-    found = layout(base, kind, call)
     if kind != "video":
-        return found
-    step = base.config.vision_config.temporal_merge_size
-    grids = [(t // step, h, w) for t, h, w in (each.grid or () for each in found)]
-    return [Layout(t * h * w, (t, h, w)) for t, h, w in grids]
+        return layout(base, kind, call)
+    return [Layout(t * h * w, (t, h, w)) for t, h, w in _paired(base, call)]
 
 
 def paired_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
@@ -80,11 +77,17 @@ def paired_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor
     units = fold(base, kind, values, call)
     if kind != "video":
         return units
-    grids = [each.grid or () for each in paired_layout(base, kind, call)]
     return [
         reduce(part, "(t pair n) c -> (t n) c", "mean", t=t, n=h * w)
-        for part, (t, h, w) in zip(units, grids, strict=True)
+        for part, (t, h, w) in zip(units, _paired(base, call), strict=True)
     ]
+
+
+def _paired(base: Any, call: Call) -> list[tuple[int, int, int]]:
+    """Raster of each clip."""
+    config = base.config.vision_config
+    merge, step = config.spatial_merge_size, config.temporal_merge_size
+    return [(t // step, h // merge, w // merge) for t, h, w in call["video_grid_thw"].tolist()]
 
 
 def merged_tower(base: Any) -> Tower:

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and the thinker of Qwen2.5-Omni.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, the thinkers of Qwen-Omni, and EXAONE 4.5.
 
 A call brings its grids, the patches of a merge unit become one token, and positions have three axes
 (M-RoPE). Papers: arXiv 2409.12191 (Qwen2-VL), 2502.13923 (2.5), 2511.21631 (3), 2503.20215 (Omni).
@@ -10,9 +10,6 @@ from typing import Any
 
 from einops import reduce
 from torch import Tensor
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
-    _get_feat_extract_output_lengths,
-)
 from transformers.vision_utils import get_vision_window_index
 
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
@@ -83,6 +80,10 @@ def omni_moe_layout(base: Any, kind: str, call: Call) -> list[Layout]:
     """As `layout`; a line of tokens per sound, each of which is one row of the encoder."""
     if kind != "audio":
         return layout(base, kind, call)
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
+
     lengths = call["feature_attention_mask"].sum(-1)
     counts = _get_feat_extract_output_lengths(lengths, base.audio_tower.n_window).tolist()
     return [Layout(n, (n, 1, 1)) for n in counts]

@@ -111,11 +111,10 @@ def kinds_of(base: Any) -> list[str]:
     return [kind for kind in KINDS if hasattr(base, f"get_{kind}_features")]
 
 
-def placeholder(config: Any, kind: str) -> int | None:
+def placeholder(config: Any, kind: str) -> Any:
     """Id of the token in a prompt that stands for media of a kind; None where there is none."""
     name = "image" if kind == "video" and config.model_type in _AS_IMAGES else kind
-    number: int | None = getattr(config, f"{name}_token_id", None)
-    return number
+    return getattr(config, f"{name}_token_id", None)
 
 
 def check_blocks(tower: Tower, family: str, what: str) -> None:

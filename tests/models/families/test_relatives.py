@@ -16,6 +16,7 @@ import torch
 from compress_checks import equal_to_attach
 from tiny_models import ALL_FAMILIES, RELATIVES, Tiny, build, facts, generate, precise, tiny
 from torch import Tensor
+from transformers import AttentionInterface
 
 import mmfast
 from mmfast.attach import attach
@@ -24,6 +25,7 @@ from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.adapter import families as families_known
 from mmfast.models.families.tower import attention_of
 from mmfast.models.reduction.inputs import compress
+from mmfast.models.reduction.tower_signals import tower_signals
 from mmfast.models.vision.frames.cache import FrameCache
 
 ROOT = Path(__file__).parents[3]
@@ -143,22 +145,28 @@ def test_a_ragged_batch_equals_its_rows(family: str, kind: str, beams: int) -> N
         assert torch.equal(together.sequences[row, batch["input_ids"].shape[1] :], new)
 
 
+def alone(family: str, kind: str) -> Tiny:
+    """A model whose tower's attention says nothing: features depend on their own patches."""
+    this = build(family)
+    for block in adapter_for(this.model).tower_of(this.model.base_model, kind).blocks:
+        attention_of(block).register_forward_hook(lambda *a: _nothing(a[-1]))
+    return this
+
+
+def call_of(this: Tiny, inputs: dict[str, Any], kind: str) -> dict[str, Any]:
+    names = (*this.facts.calls[kind], "input_ids")
+    return {name: inputs[name] for name in names if name in inputs}
+
+
 @each
 def test_fold_brings_every_patch_to_its_token(family: str, kind: str) -> None:
-    """A change of one row at the tower's first block moves the token that `fold` names, alone.
-
-    The tower's attention says nothing, so features depend on their own patches.
-    """
-    this = build(family)
+    """A change of one row at the tower's first block moves the token that `fold` names, alone."""
+    this = alone(family, kind)
     base, adapter = this.model.base_model, adapter_for(this.model)
     inputs = this.inputs([f"{{{kind}}}"], **this.media(kind, 1))
-    call = {name: inputs[name] for name in this.facts.calls[kind] if name in inputs}
-    call["input_ids"] = inputs["input_ids"]
-    tower = adapter.tower_of(base, kind)
+    call, tower = call_of(this, inputs, kind), adapter.tower_of(base, kind)
     if not tower.packed:
         pytest.skip("batches are looked at in test_relatives_folds.py")
-    for block in tower.blocks:
-        attention_of(block).register_forward_hook(lambda *a: _nothing(a[-1]))
 
     def features(row: int | None) -> tuple[Tensor, Tensor]:
         """Features `[n, D]`, and a mark `[S, 1]` of the row that was changed."""
@@ -189,6 +197,85 @@ def test_fold_brings_every_patch_to_its_token(family: str, kind: str) -> None:
         moved = (after - before).abs().amax(-1) > 1e-6
         assert torch.equal(moved, folded > 0)
         assert moved.any()
+
+
+RECEIVED: list[Tensor] = []  # of the last pass of a tower, `[S]` per call of its attention
+
+
+def plain_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **k: Any
+) -> Any:
+    """Attention spelled out, `[1, H, S, d]`, that notes the mean each key receives."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    weights = (query @ key.mT * k["scaling"]).softmax(-1)
+    RECEIVED.append(weights.mean((0, 1, 2)))
+    return (weights @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("plain", plain_attention)
+
+
+@each
+def test_signals_of_the_tower_are_the_attention_of_its_last_block(family: str, kind: str) -> None:
+    this = tiny(family)
+    base, adapter = this.model.base_model, adapter_for(this.model)
+    inputs = this.inputs([f"{{{kind}}}{{{kind}}}"], **this.media(kind, 2))
+    with tower_signals(this.model, adapter, ("attn",)) as collector:
+        oracle.encode(this, inputs, kind)
+    blocks = adapter.tower_of(base, kind).blocks
+    config = attention_of(blocks[-1]).config
+    before, config._attn_implementation = config._attn_implementation, "plain"
+    RECEIVED.clear()
+    try:
+        oracle.encode(this, inputs, kind)
+    finally:
+        config._attn_implementation = before
+    rows = torch.cat(RECEIVED).chunk(len(blocks))[-1]
+    folded = adapter.fold(base, kind, rows[:, None], call_of(this, inputs, kind))
+    assert collector.count(kind) == len(folded) == 2
+    for number, expected in enumerate(folded):
+        torch.testing.assert_close(collector.signal("attn", (kind, number)), expected[:, 0])
+
+
+@each
+def test_a_fast_encoder_says_the_same(family: str, kind: str) -> None:
+    this = tiny(family)
+    inputs = prompt(this, kind, "on {} or {}?")
+    stock = this.model(**inputs).logits
+    with attach(this.model, "divprune:1.0", encoder="fast"):
+        torch.testing.assert_close(this.model(**inputs).logits, stock, atol=1e-3, rtol=0)
+
+
+SEEN = [(family, kind) for family, kind in CASES if kind != "audio"]
+
+
+@pytest.mark.parametrize(("family", "kind"), SEEN)
+def test_layout_says_where_in_the_picture_a_token_is(family: str, kind: str) -> None:
+    """A change of some pixels, in a clip of its later half, moves the tokens at that place."""
+    this = alone(family, kind)
+    height, width = this.shape.height, this.shape.width_px
+    ((name, (pixels,)),) = this.media(kind, 1).items()
+    inputs = this.inputs([f"{{{kind}}}"], **{name: [pixels]})
+    call = call_of(this, inputs, kind)
+    (layout,) = adapter_for(this.model).layout(this.model.base_model, kind, call)
+    assert layout.grid is not None
+    times, rows, columns = layout.grid
+    (down, rest), (right, more) = divmod(height, rows), divmod(width, columns)
+    assert (rest, more) == (0, 0)
+    assert down == right
+    other = pixels.copy()
+    part = other[len(other) // 2 :] if kind == "video" else other[None]
+    part[:, 2 * down : 3 * down, right : 2 * right] ^= 255
+    changed = this.inputs([f"{{{kind}}}"], **{name: [other]})
+    before, after = (
+        torch.cat(this.facts.items(this, oracle.encode(this, each, kind), kind, each))
+        for each in (inputs, changed)
+    )
+    moved = ((after - before).abs().amax(-1) > 1e-6)[layout.content()]
+    place = layout.place()
+    assert place is not None
+    there = (place[:, 0] >= times // 2) & (place[:, 1] == 2) & (place[:, 2] == 1)
+    assert torch.equal(moved, there)
 
 
 @each
@@ -227,6 +314,8 @@ def test_pipelines_load_a_saved_folder(family: str, tmp_path: Any) -> None:
             task, model=str(tmp_path), reduce="divprune:0.5", max_new_tokens=2, **options
         )
         (item,) = next(iter(this.media(kind, 1).values()))
+        if kind == "video":
+            item = item[:1].repeat(4, 0)  # a still clip, of which VideoLLaMA3 drops tokens itself
         answer = pipe(item, "what?")
         assert answer.kept_tokens == max(1, round(answer.visual_tokens * 0.5)) > 0
 
