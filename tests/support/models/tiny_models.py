@@ -17,6 +17,7 @@ __all__ = [
     "build",
     "facts",
     "generate",
+    "line_of",
     "mixed_prompt",
     "precise",
     "storing",
@@ -73,12 +74,17 @@ _KIN = {
 RELATIVES = tuple(family for kin in _KIN.values() for family in kin if family != "paligemma2")
 
 
+def line_of(family: str) -> str | None:
+    """The line of relatives that has a family."""
+    return next((line for line, kin in _KIN.items() if family in kin), None)
+
+
 def facts(family: str) -> Family:
     """What tests must know of a family."""
-    for line, kin in _KIN.items():
-        if family in kin:
-            known: dict[str, Family] = importlib.import_module(f"tiny_kin_{line}").FAMILIES
-            return known[family]
+    line = line_of(family)
+    if line is not None:
+        known: dict[str, Family] = importlib.import_module(f"tiny_kin_{line}").FAMILIES
+        return known[family]
     found: Family = importlib.import_module(f"tiny_family_{family}").FAMILY
     return found
 
