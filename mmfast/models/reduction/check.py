@@ -400,8 +400,8 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
     if early and not adapter.tower(base_of(model)).packed:
         raise ModelError(
             f"'{early[0]}' cannot run in {adapter.family!r}: its vision tower takes tiles of fixed "
-            "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and later ones of Qwen, and "
-            "in exaone4_5; elsewhere use site 'pre'"
+            "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and later ones of Qwen, "
+            "and in exaone4_5; elsewhere use site 'pre'"
         )
 
 
