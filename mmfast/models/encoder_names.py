@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from mmfast.models.wrappers import stock_model
 
 NEW, OLD = "pixel_values_videos", "pixel_values"
 FEATURES = "mm_encoder_outputs"
+LEGACY = {"pixel_values_images": OLD}  # of the processor of Video-LLaVA
 
 
 @lru_cache(maxsize=256)  # read once: it takes as long as hashing a prompt
@@ -59,6 +60,7 @@ def bound_arguments(
     if defaults:
         bound.apply_defaults()
     given = dict(list(bound.arguments.items())[1:])  # without self
+    given = {LEGACY.get(name, name): value for name, value in given.items()}
     return {NEW if old and name == OLD else name: value for name, value in given.items()}
 
 
@@ -80,6 +82,16 @@ def features_of(base: Any, kind: str, output: Any) -> Any:
         return features
     newline = base.image_newline.to(features)  # the forward of 5.17 appends it
     return torch.cat([features, newline.expand(len(features), 1, -1)], 1)
+
+
+def needed_of(stock: Any) -> dict[str, Any]:
+    """Return the fields of an encoder's output that another of its class must have, too.
+
+    Ovis2 has the embeddings of its tags there.
+    """
+    extra = "visual_indicator_features"
+    named = [f.name for f in fields(stock) if f.default is MISSING or f.name == extra]
+    return {name: getattr(stock, name) for name in named}
 
 
 def output_of(kind: type[Any], given: Mapping[str, Any]) -> Any:

@@ -282,15 +282,14 @@ def _config(model: Any, given: Mapping[str, Any]) -> Any:
 
 
 def answering_class(config: Any) -> Any:
-    """The class that answers: of a Qwen2.5-Omni checkpoint, which can speak, too, the thinker."""
-    from transformers import (
-        AutoModelForImageTextToText,
-        Qwen2_5OmniThinkerForConditionalGeneration,
-    )
+    """The class that answers: of a Qwen-Omni checkpoint, which can speak, too, the thinker."""
+    import transformers
 
-    if config.model_type == "qwen2_5_omni":
-        return Qwen2_5OmniThinkerForConditionalGeneration
-    return AutoModelForImageTextToText
+    thinkers = {
+        "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+        "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    }
+    return getattr(transformers, thinkers.get(config.model_type, "AutoModelForImageTextToText"))
 
 
 def reads_only_text(kind: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from mmfast.core.errors import MediaError, MmfastError, ModelError, an, unknown
+from mmfast.models.encoder_names import LEGACY
 
 
 class UnevenClipsError(MediaError):
@@ -113,6 +114,7 @@ def chat_inputs(
             f"clips of {' and '.join(map(str, frames))} frames do not go into one prompt of "
             f"{type(processor).__name__}; ask about one at a time, or give as many frames of each"
         ) from None
+    batch = {LEGACY.get(name, name): value for name, value in batch.items()}
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
@@ -205,6 +207,8 @@ def media_arguments(processor: Any, shots: Sequence[Sequence[Shot]]) -> dict[str
     if any(images):
         first = _channels_first([pixels for mine in images for pixels in mine])
         media["images"] = [[first(pixels) for pixels in mine] for mine in images]
+        if type(processor).__name__ == "GotOcr2Processor":  # images of a list are pages of one
+            media["images"] = [first(pixels) for mine in images for pixels in mine]
     if clips:
         first = _channels_first([shot.pixels for shot in clips])
         media["videos"] = [first(shot.pixels) for shot in clips]
@@ -214,6 +218,8 @@ def media_arguments(processor: Any, shots: Sequence[Sequence[Shot]]) -> dict[str
             media["videos"] = [[next(rest) for _ in range(count)] for count in counts]
         media["video_metadata"] = [VideoMetadata(**(shot.metadata or {})) for shot in clips]
         media["do_sample_frames"] = False
+        if hasattr(getattr(processor, "video_processor", None), "use_token_compression"):
+            media["use_token_compression"] = False  # VideoLLaMA3 drops tokens of its own
     return media
 
 

@@ -103,6 +103,20 @@ def kind_of(config: Any, layer: int) -> str:
     return FULL if getattr(config, "sliding_window", None) is None else SLIDING
 
 
+def lender_of(config: Any, layer: int) -> int:
+    """Return the layer whose keys and values a decoder layer reads, itself but in a few models."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if not modes or modes[layer] != "reuse":
+        return layer
+    lenders = (i for i, mode in enumerate(modes) if mode == "store")
+    return next(i for i in lenders if kind_of(config, i) == kind_of(config, layer))
+
+
+def keeps_all(config: Any, layer: int) -> bool:
+    """Return True for a decoder layer that has a cache of its own, which grows with the prompt."""
+    return kind_of(config, layer) in KEEPS_ALL and lender_of(config, layer) == layer
+
+
 _LAYERS = ("layers", "h")
 _FEED_FORWARD = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
@@ -127,6 +141,12 @@ def feed_forward_at(text: Any, index: int) -> Any:
     """Return the feed-forward module of decoder layer `index`; None where it has none by name."""
     found = (getattr(layers_of(text)[index], name, None) for name in _FEED_FORWARD)
     return next((each for each in found if isinstance(each, nn.Module)), None)
+
+
+def position_axes(text: Any) -> int:
+    """Axes of a text model's rotary positions: three under M-RoPE, four in HunYuan-VL, else one."""
+    sections = getattr(getattr(text, "rotary_emb", None), "mrope_section", None)
+    return len(sections or (0,))
 
 
 def turns_once(text: Any, mrope: bool) -> bool:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmfast.models.wrappers import position_axes
+
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEADS = {"q_norm", "k_norm"}
@@ -87,7 +89,7 @@ def lean_decoder(decoder: Any, stock: Run, attend: LayerAttend) -> LeanDecoder |
         return None
     lean, weight = LeanDecoder(decoder), decoder.norm.weight
     draws = torch.Generator().manual_seed(0)
-    axes = 3 if hasattr(decoder.rotary_emb, "mrope_section") else 1
+    axes = position_axes(decoder)
     embeds = torch.randn(2, _TRIAL, len(weight), generator=draws).to(weight)
     positions = torch.randint(0, 99, (axes, 2, _TRIAL), generator=draws).to(weight.device)
     expected = stock(embeds, positions)

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE
-from mmfast.models.wrappers import attention_at, kind_of, layers_of
+from mmfast.models.wrappers import attention_at, kind_of, layers_of, position_axes
 
 _KEYS = ("k_norm", "k_layernorm", "key_layernorm", "k_proj")
 _QUERIES = ("q_norm", "q_layernorm", "query_layernorm", "q_proj")
@@ -183,7 +183,7 @@ class Rotary:
                 "with the length, so stored keys cannot be moved; use 'default', 'linear', "
                 "'yarn' or 'llama3'"
             )
-        self.axes = 3 if hasattr(self._module, "mrope_section") else 1
+        self.axes = position_axes(decoder)
         self.most: int | None = getattr(self._module, "max_positions", None)  # GPT-J has a table
 
     def angles(self, positions: Tensor, like: Tensor, layer: int = 0) -> Angles:

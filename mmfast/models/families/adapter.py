@@ -121,6 +121,9 @@ class Adapter:
             takes one size alone.
         deepstack: The text model adds further visual features after its first layers.
         mrope: Positions have three axes, and the base model remembers `rope_deltas`.
+        inner: Stages may act before and inside the tower (sites `pixel` and `vit`), and a frame
+            cache and CUDA graphs around its blocks.
+        counts: Its `generate` takes no positions and counts them itself.
         alone: A vision encoder without a language model.
     """
 
@@ -136,12 +139,23 @@ class Adapter:
     resizes: bool = False
     deepstack: bool = False
     mrope: bool = False
+    inner: bool = True
+    counts: bool = False
     alone: bool = False
 
     def tower_of(self, base: Any, kind: str) -> Tower:
         """The tower that encodes a kind of media."""
         find = self.audio_tower if kind == "audio" else None
         return (find or self.tower)(base)
+
+
+def check_inner(adapter: Adapter, what: str) -> None:
+    """Refuse what changes the inside of a tower that is of another build; a ModelError."""
+    if not adapter.inner:
+        raise ModelError(
+            f"{what} cannot act in {adapter.family!r}, whose tower is of another build; reduce at "
+            "site 'pre' or inside the language model, such as fastv@llm2"
+        )
 
 
 _PACKAGE = "mmfast.models.families"  # every file of it is imported, which makes its family known

@@ -1,11 +1,13 @@
 """LLaVA-1.5, its kin and FastVLM: one raster per image, no separators.
 
 Paper: arXiv 2310.03744. The tower is CLIP (its class token is dropped before the projector), SigLIP
-(which has none) or Pixtral (images of any size, their patches in one sequence).
+(which has none; so have DeepSeek-VL and Janus, which are read, not made to draw) or Pixtral (images
+of any size, their patches in one sequence). ViP-LLaVA drops the class token unasked.
 
 FastVLM (arXiv 2412.13303) has a hybrid, mostly convolutional tower of timm, whose last feature map
 is the raster. The attention of its last two stages does not pass through transformers, where
-signals are read, and a feature map has no tokens to merge.
+signals are read, and a feature map has no tokens to merge. Video-LLaVA (arXiv 2311.10122) has a
+tower for images and one for clips, of which neither is read.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter, square
-from mmfast.models.families.tower import Tower, argument, find_tower
+from mmfast.models.families.tower import argument, blockless, find_tower
 
 
 def layout(base: Any, kind: str, call: Call) -> list[Layout]:
@@ -33,6 +35,8 @@ def layout(base: Any, kind: str, call: Call) -> list[Layout]:
 def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     """A patch is a token: values `[P, C]` cut into one `[N, C]` per image."""
     layouts = layout(base, kind, call)
+    if base.config.model_type == "vipllava":  # class tokens are still among the values
+        return [rows[1:] for rows in values.chunk(len(layouts))]
     rows = values.split([each.length for each in layouts])
     return [each[plan.content().to(each.device)] for each, plan in zip(rows, layouts, strict=True)]
 
@@ -47,6 +51,8 @@ def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout | 
 
 
 def _class_tokens(base: Any, call: Call) -> int:
+    if base.config.model_type == "vipllava":
+        return 0
     strategy = argument(base, call, "vision_feature_select_strategy")
     return int(strategy != "default" and find_tower(base).class_token)
 
@@ -68,10 +74,23 @@ def fold_cells(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]
     return list(values.split([each.length for each in cells(base, kind, call)]))
 
 
-def cell_tower(base: Any) -> Tower:
-    """FastVLM's tower, without blocks that could be read or merged in."""
-    return Tower(base, base.vision_tower, nn.ModuleList(), packed=False, class_token=False)
+def frames(base: Any, kind: str, call: Call) -> list[Layout]:
+    """Images without a class token; every frame of a clip begins with one, which stays."""
+    if kind == "image":
+        return layout(base, kind, call)
+    clips, count, _, height, width = call["pixel_values_videos"].shape
+    patch = base.config.vision_config.patch_size
+    grid = (count, height // patch, width // patch)
+    one = 1 + math.prod(grid[1:])
+    return [Layout(count * one, grid, tuple(range(0, count * one, one)))] * clips
 
 
-add_adapter(Adapter("llava", layout, fold, recover, media=("image",)))
-add_adapter(Adapter("fast_vlm", cells, fold_cells, square, cell_tower, media=("image",)))
+def fold_frames(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    """A patch is a token: values `[P, C]` cut into one `[N, C]` per image or clip."""
+    return list(values.split([len(each.content()) for each in frames(base, kind, call)]))
+
+
+for _name in ("llava", "vipllava", "deepseek_vl", "janus"):
+    add_adapter(Adapter(_name, layout, fold, recover, media=("image",)))
+add_adapter(Adapter("fast_vlm", cells, fold_cells, square, blockless, media=("image",)))
+add_adapter(Adapter("video_llava", frames, fold_frames, tower=blockless))

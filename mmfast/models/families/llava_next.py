@@ -1,14 +1,16 @@
-"""LLaVA-NeXT and LLaVA-OneVision: an overview, then the tiles as one mosaic, a newline a row.
+"""LLaVA-NeXT, -NeXT-Video and -OneVision: an overview, then tiles as one mosaic, a newline a row.
 
 The mosaic is cut to the image's own shape, without the borders that padding added. OneVision (arXiv
-2408.03326) also takes videos: pooled frames, one newline at the end. The stock packing and pooling
-code is run on marks and scores instead of features, so the layout cannot drift away from what the
-model does. The base model of LLaVA-NeXT gets token ids by position, not by name.
+2408.03326) also takes videos: pooled frames, one newline at the end; NeXT-Video has none there.
+The stock packing and pooling code is run on marks and scores instead of features, so the layout
+cannot drift away from what the model does. The base model of LLaVA-NeXT gets token ids by position,
+not by name.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers.models.llava_next.modeling_llava_next import (
     image_size_to_num_patches,
 )
 
+from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
 from mmfast.models.families.tiles import mosaic_layouts, mosaic_places
 from mmfast.models.families.tower import argument
@@ -30,7 +33,7 @@ def layout(base: Any, kind: str, call: Call) -> list[Layout]:
     side = _side(base)
     if kind == "video":
         videos, frames = call["pixel_values_videos"].shape[:2]
-        return [_video(frames, side)] * videos
+        return [_video(base, frames)] * videos
     sizes = torch.as_tensor(call["image_sizes"])
     cuts = list(zip(map(tuple, sizes.tolist()), tile_counts(base, call), strict=True))
     places = {cut: number for number, cut in enumerate(cuts)}  # images alike are laid out once
@@ -54,7 +57,7 @@ def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     patches, width = _side(base) ** 2, values.shape[-1]
     pictures = rearrange(values, "(picture patch) c -> picture patch c", patch=patches)
     if kind == "video":
-        pooled, videos = base.apply_pooling(pictures), len(call["pixel_values_videos"])
+        pooled, videos = _pooling(base)(pictures), len(call["pixel_values_videos"])
         return list(rearrange(pooled, "(video t) n c -> video (t n) c", video=videos))
     tiles = list(pictures.split(tile_counts(base, call)))
     packed = _pack(base, tiles, values.new_zeros(width), call)
@@ -66,7 +69,7 @@ def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> Layout:
     """Layout from the embeddings `[length, D]` alone: newlines are equal to the parameter."""
     side, length = _side(base), len(embeds)
     if kind == "video":
-        return _video((length - 1) // math.ceil(side / 2) ** 2, side)
+        return _video(base, length // math.prod(_video(base, 1).grid or ()))
     newline = (embeds == base.image_newline.to(embeds.dtype)).all(-1).cpu()
     separators = tuple(newline.nonzero()[:, 0].tolist())
     if length == side * side + 1:
@@ -80,10 +83,27 @@ def _side(base: Any) -> int:
     return int(vision.image_size // vision.patch_size)
 
 
-def _video(frames: int, side: int) -> Layout:
-    pooled = math.ceil(side / 2)
+def _video(base: Any, frames: int) -> Layout:
+    if base.config.model_type == "llava_next_video":
+        side = _side(base) // base.config.spatial_pool_stride
+        return Layout(frames * side * side, (frames, side, side))
+    pooled = math.ceil(_side(base) / 2)
     tokens = frames * pooled * pooled
     return Layout(tokens + 1, (frames, pooled, pooled), (tokens,))
+
+
+def _pooling(base: Any) -> Callable[[Tensor], Tensor]:
+    """The stock pooling of frames; one that convolves features cannot be run on scores."""
+    if base.config.model_type != "llava_next_video":
+        found: Callable[[Tensor], Tensor] = base.apply_pooling
+    elif base.config.spatial_pool_mode == "conv":
+        raise ModelError(
+            "this LLaVA-NeXT-Video pools frames by a convolution (spatial_pool_mode 'conv'), which "
+            "scores of the tower do not pass; use a method that reads tokens alone, as divprune"
+        )
+    else:
+        found = base.vision_resampler
+    return found
 
 
 def tile_counts(base: Any, call: Call) -> list[int]:
@@ -98,7 +118,7 @@ def tile_counts(base: Any, call: Call) -> list[int]:
 
 
 def _pack(base: Any, tiles: list[Tensor], newline: Tensor, call: Call) -> list[Tensor]:
-    if base.config.model_type == "llava_next":
+    if base.config.model_type != "llava_onevision":
         name = "vision_feature_select_strategy"
         how = argument(base, call, name)
     else:
@@ -111,4 +131,5 @@ def _pack(base: Any, tiles: list[Tensor], newline: Tensor, call: Call) -> list[T
 
 _anyres = partial(Adapter, tile_counts=tile_counts, resizes=True)
 add_adapter(_anyres("llava_next", layout, fold, recover, media=("image",)))
-add_adapter(_anyres("llava_onevision", layout, fold, recover))
+for _name in ("llava_onevision", "llava_next_video"):
+    add_adapter(_anyres(_name, layout, fold, recover))

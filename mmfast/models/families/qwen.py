@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and the thinker of Qwen2.5-Omni.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, the thinkers of Qwen-Omni, and EXAONE 4.5.
 
 A call brings its grids, the patches of a merge unit become one token, and positions have three axes
 (M-RoPE). Papers: arXiv 2409.12191 (Qwen2-VL), 2502.13923 (2.5), 2511.21631 (3), 2503.20215 (Omni).
@@ -76,6 +76,26 @@ def omni_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
     return [reduce(each, "(token pair) c -> token c", "mean", pair=2) for each in pairs]
 
 
+def omni_moe_layout(base: Any, kind: str, call: Call) -> list[Layout]:
+    """As `layout`; a line of tokens per sound, each of which is one row of the encoder."""
+    if kind != "audio":
+        return layout(base, kind, call)
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
+
+    lengths = call["feature_attention_mask"].sum(-1)
+    counts = _get_feat_extract_output_lengths(lengths, base.audio_tower.n_window).tolist()
+    return [Layout(n, (n, 1, 1)) for n in counts]
+
+
+def omni_moe_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
+    """As `fold`; sounds are tokens in the encoder already."""
+    if kind != "audio":
+        return fold(base, kind, values, call)
+    return list(values.split([each.length for each in omni_moe_layout(base, kind, call)]))
+
+
 def omni_audio_tower(base: Any) -> Tower:
     """The audio encoder: chunks of all sounds in one sequence."""
     encoder = base.audio_tower
@@ -91,8 +111,13 @@ def _sound_frames(base: Any, call: Call) -> list[int]:
 
 add_adapter(Adapter("qwen2_vl", layout, fold, recover, mrope=True))
 add_adapter(Adapter("qwen2_5_vl", layout, fold_windows, recover, mrope=True))
+add_adapter(Adapter("exaone4_5", layout, fold_windows, counts=True))  # along one axis
 # The frames of a video are one item: its placeholders follow each other with timestamps in between.
-add_adapter(Adapter("qwen3_vl", layout, fold, recover, deepstack=True, mrope=True))
+for _family in ("qwen3_vl", "qwen3_vl_moe"):
+    add_adapter(Adapter(_family, layout, fold, recover, deepstack=True, mrope=True))
+# Their decoders have linear attention, too, and no DeepStack.
+for _family in ("qwen3_5", "qwen3_5_moe"):
+    add_adapter(Adapter(_family, layout, fold, recover, mrope=True))
 add_adapter(
     Adapter(
         "qwen2_5_omni_thinker",
@@ -101,6 +126,18 @@ add_adapter(
         recover,
         audio_tower=omni_audio_tower,
         media=("image", "video", "audio"),
+        mrope=True,
+    )
+)
+add_adapter(
+    Adapter(
+        "qwen3_omni_moe_thinker",
+        omni_moe_layout,
+        omni_moe_fold,
+        recover,
+        audio_tower=omni_audio_tower,
+        media=("image", "video", "audio"),
+        deepstack=True,
         mrope=True,
     )
 )

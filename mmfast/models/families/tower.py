@@ -22,6 +22,8 @@ from mmfast.models.encoder_names import bound_arguments
 # placeholder `<kind>_token_id`, and these arguments of its forward bring them.
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 KINDS = tuple(PIXELS)
+# Families whose clips have the placeholder of images; their `video_token_id` is in no prompt.
+_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 # Attention function that computes all segments of a packed tower together; `flash` in the name
 # makes stock towers hand it their boundaries (see mmfast/models/vision/acceleration.py).
 SEGMENTS = "mmfast_flash_segments"
@@ -109,6 +111,12 @@ def kinds_of(base: Any) -> list[str]:
     return [kind for kind in KINDS if hasattr(base, f"get_{kind}_features")]
 
 
+def placeholder(config: Any, kind: str) -> Any:
+    """Id of the token in a prompt that stands for media of a kind; None where there is none."""
+    name = "image" if kind == "video" and config.model_type in _AS_IMAGES else kind
+    return getattr(config, f"{name}_token_id", None)
+
+
 def check_blocks(tower: Tower, family: str, what: str) -> None:
     """Refuse what only a tower of attention blocks has; the ModelError says what to use instead."""
     if not len(tower.blocks):
@@ -170,6 +178,11 @@ def batch_tower(base: Any, module: Any) -> Tower:
     names = [name for name, _ in module.named_parameters()]
     has_class = any(name.endswith(("class_embedding", "cls_token")) for name in names)
     return Tower(base, module, blocks, packed=False, class_token=has_class)
+
+
+def blockless(base: Any) -> Tower:
+    """A tower whose attention, if any, cannot be read or merged in."""
+    return Tower(base, base.get_encoder("image"), nn.ModuleList(), packed=False, class_token=False)
 
 
 def grid_tables(module: Any, grid: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:

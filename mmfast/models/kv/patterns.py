@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
 from mmfast.models.kv.gates import KeyGate
-from mmfast.models.wrappers import KEEPS_ALL, attention_at, decoder_of, kind_of, layers_of
+from mmfast.models.wrappers import attention_at, decoder_of, keeps_all, layers_of
 
 FILE = "mmfast_heads.safetensors"
 FILTER, REACH = "query_filter", "query_reach"
@@ -155,6 +155,6 @@ def read_modules(model: Any) -> dict[int, nn.Module]:
     found = {
         index: attention_at(text, index)
         for index in range(len(layers_of(text)))
-        if kind_of(text.config, index) in KEEPS_ALL
+        if keeps_all(text.config, index)
     }
     return {index: module for index, module in found.items() if module is not None}

@@ -48,12 +48,11 @@ from mmfast.models.reduction.call import (
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.reduction.training import checkpointed, refuse_cache
 from mmfast.models.wrappers import (
-    KEEPS_ALL,
     LayerCall,
     attention_at,
     base_of,
     decoder_of,
-    kind_of,
+    keeps_all,
     layers_of,
 )
 
@@ -81,7 +80,7 @@ class KVStage:
         self._layers: dict[int, Any] = {
             index: layer
             for index, layer in enumerate(layers_of(text))
-            if kind_of(text.config, index) in KEEPS_ALL and attention_at(text, index) is not None
+            if keeps_all(text.config, index) and attention_at(text, index) is not None
         }
         self._modules = {index: attention_at(text, index) for index in self._layers}
         if SIGNALS & set(plan.needs):

@@ -12,7 +12,7 @@ from mmfast.compressors.base import find
 from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.core.registry import ALL, MEDIA, TEXT, TOKENS, methods
 from mmfast.core.spec import Spec, expand
-from mmfast.models.families.adapter import Adapter, adapter_for, tower_of
+from mmfast.models.families.adapter import Adapter, adapter_for, check_inner, tower_of
 from mmfast.models.families.tower import (
     TIMM_BLOCKS,
     Tower,
@@ -39,6 +39,7 @@ from mmfast.models.wrappers import (
     feed_forward_at,
     kind_of,
     layers_of,
+    lender_of,
     turns_once,
 )
 from mmfast.rankers import find as find_ranking
@@ -130,6 +131,12 @@ def _check_cache(cache: CachePlan, model: Any) -> None:
     """Require a layer whose keys and values a policy can act on."""
     text = decoder_of(model)
     kinds = [kind_of(text.config, index) for index in range(len(layers_of(text)))]
+    lent = any(lender_of(text.config, index) != index for index in range(len(kinds)))
+    if lent and (cache.store or cache.heads or cache.bits or cache.retrieve is not None):
+        raise ModelError(
+            f"cache '{cache}' packs or picks for the attention of a layer, and the last layers of "
+            f"{type(model).__name__} read the same entries; evict instead, as 'snapkv:1024' does"
+        )
     if not set(kinds) & set(KEEPS_ALL):
         raise ModelError(
             f"cache '{cache}' has nothing to act on in {type(model).__name__}, whose layers are "
@@ -273,7 +280,15 @@ def _check_site(spec: Spec, model: Any, layers: int) -> None:
 
 def _check_layers(specs: Sequence[Spec], model: Any) -> None:
     """Require that every decoder layer from the first cut on can hold fewer tokens."""
-    kinds = list(getattr(decoder_of(model).config, "layer_types", None) or ())
+    config = decoder_of(model).config
+    kinds = list(getattr(config, "layer_types", None) or ())
+    lent = {i for n in range(len(kinds)) if (i := lender_of(config, n)) != n}
+    for spec in specs:
+        if lent and (spec.layer or 0) > min(lent) and not spec.whole:
+            raise ModelError(
+                f"{str(spec)!r} cuts behind decoder layer {min(lent)} of {type(model).__name__}, "
+                f"whose keys later layers read again; reduce at pre"
+            )
     first = min((spec.layer or 0 for spec in specs), default=len(kinds))
     for index, kind in enumerate(kinds):
         if index >= first and kind not in LAYER_KINDS:
@@ -374,6 +389,10 @@ def _check_bypass(specs: Sequence[Spec], text: Any, cache: CachePlan | None) -> 
 def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: str | None) -> None:
     early = [spec for spec in specs if spec.site == "pixel"]
     inside = [spec for spec in specs if spec.site == "vit" and not spec.whole]
+    for spec in early + inside:
+        check_inner(adapter, f"{str(spec)!r}")
+    if encoder == "graph":
+        check_inner(adapter, "encoder='graph'")
     changing = [spec for spec in specs if spec in inside or (spec in early and not spec.whole)]
     if encoder == "graph" and changing:
         raise SpecError(
@@ -396,8 +415,8 @@ def _check_tower(specs: Sequence[Spec], adapter: Adapter, model: Any, encoder: s
     if early and not adapter.tower(base_of(model)).packed:
         raise ModelError(
             f"'{early[0]}' cannot run in {adapter.family!r}: its vision tower takes tiles of fixed "
-            "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and qwen2_5_omni_thinker, "
-            "elsewhere use site 'pre'"
+            "size; site 'pixel' works in qwen2_vl, qwen2_5_vl, qwen3_vl and later ones of Qwen, "
+            "and in exaone4_5; elsewhere use site 'pre'"
         )
 
 

@@ -154,6 +154,11 @@ class Hooks:
     def _leave(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        last = kwargs.get("logits_to_keep")
+        if (
+            isinstance(last, int) and last and output is not None
+        ):  # Gemma 4 cuts no shortened prompt
+            output.last_hidden_state = output.last_hidden_state[:, -last:]
         if not torch.compiler.is_compiling():
             self._close(output)
         elif length_of(kwargs := self._named(args, kwargs)) > 1:
@@ -260,7 +265,7 @@ class Hooks:
             note_change(index, given, step.cuts, kwargs)
         if step.reads(index):
             self._probe(call, step, index, cache_of(kwargs))
-        return (hidden, *args[1:]), kwargs
+        return (hidden, *(step.beside(each) for each in args[1:])), kwargs
 
     def _behind(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Behind the last layer: tokens that halted come back, those called back go."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,20 +22,21 @@ from mmfast.models.encoder_names import (
     FEATURES,
     encode_media,
     encoder_arguments,
+    needed_of,
     output_of,
     planes_of,
     takes_features,
 )
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import prompt_ids
-from mmfast.models.families.tower import kinds_of
+from mmfast.models.families.tower import kinds_of, placeholder
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.record import features_given, flat, recording
 from mmfast.models.reduction.sequence import Sequences, locate
 from mmfast.models.reduction.site import sites_of
-from mmfast.models.reduction.step import ForwardStep
-from mmfast.models.wrappers import base_of
+from mmfast.models.reduction.step import EXPERTS, ForwardStep
+from mmfast.models.wrappers import base_of, position_axes
 
 
 def compress(
@@ -50,8 +51,14 @@ def compress(
     `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit
     `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound, or text was
     fused). Token counts and sequences that `generate` returns are those of the shortened prompt.
-    ModelError where a signal is missing, or a prompt ends with media whose last token is dropped.
+    ModelError where a signal is missing, a prompt ends with media whose last token is dropped, or
+    the family's `generate` takes no positions.
     """
+    if parse(reduce) and adapter_for(model).counts:
+        raise ModelError(
+            f"generate of {type(model).__name__} takes no positions, so a shortened prompt would "
+            "lose its own; use attach()"
+        )
     rest, _ = compressed(model, inputs, reduce, trace)
     return rest if takes_features(model) else _with_embeds(base_of(model), rest)
 
@@ -94,7 +101,8 @@ def compressed(
         recording(base, adapter, needs) if None in given.values() else nullcontext() as recorder,
     ):
         outputs = {kind: _encode(base, kind, inputs) for kind in given}
-        spent = _encoder_arguments(base)
+        # VideoLLaMA3's mask of dropped tokens, which is all True where its layout is known
+        spent = _encoder_arguments(base) | {"video_compression_mask"}
         rest = {k: v for k, v in inputs.items() if k not in spent}
         rest["position_ids"] = positions_of(model, inputs)
         rest["mm_encoder_outputs"] = outputs
@@ -103,8 +111,14 @@ def compressed(
         sequences = locate(base, adapter, rest, recorder.last if recorder else {}, ok)
     step, sounds = ForwardStep(sites, sequences, None, trace or Trace()), "audio" in outputs
     if step.sites or sounds:
+        config = base.config.get_text_config()
         hidden = _embedded(base, rest["input_ids"], outputs)
         rest, hidden = _shortened(model, rest, outputs, step, hidden)
+        if getattr(config, "hidden_size_per_layer_input", 0) and step.merged:
+            raise ModelError(
+                f"layers of {type(model).__name__} get inputs made of embeddings, and merged ones "
+                "would get others than under attach(); use attach(), or a method that only drops"
+            )
         # Stock models take no encoded sound, and no text of other embeddings than its ids have, so
         # everything goes in embedded.
         if sounds or step.fused:
@@ -142,7 +156,7 @@ def positions_of(model: Any, inputs: Mapping[str, Any]) -> Tensor:
 def _embedded(base: Any, ids: Tensor, outputs: Mapping[str, Any]) -> Tensor:
     hidden: Tensor = base.get_input_embeddings()(ids)
     for kind, output in outputs.items():
-        place = (ids == getattr(base.config, f"{kind}_token_id"))[..., None]
+        place = (ids == placeholder(base.config, kind))[..., None]
         hidden = hidden.masked_scatter(place, flat(output.pooler_output).to(hidden))
     return hidden
 
@@ -151,7 +165,7 @@ def _shortened(
     model: Any, rest: dict[str, Any], outputs: dict[str, Any], step: ForwardStep, hidden: Tensor
 ) -> tuple[dict[str, Any], Tensor]:
     base, ids, sequences = base_of(model), rest["input_ids"], step.sequences
-    places = {kind: ids == getattr(base.config, f"{kind}_token_id") for kind in outputs}
+    places = {kind: ids == placeholder(base.config, kind) for kind in outputs}
     for site in step.sites:
         hidden = step.reduce(site, hidden)
     if sequences.index is None:
@@ -177,7 +191,7 @@ def _gathered(rest: dict[str, Any], sequences: Sequences, pad: int) -> dict[str,
     valid = torch.ones_like(index) if ok is None else ok.long()
     out: dict[str, Any] = {"attention_mask": valid}
     for name, value in rest.items():
-        if name in ("input_ids", "token_type_ids", "mm_token_type_ids"):
+        if name in ("input_ids", "token_type_ids", "mm_token_type_ids", EXPERTS):
             filler = pad if name == "input_ids" else 0
             out[name] = value.gather(1, index).masked_fill(valid == 0, filler)
     positions = rest["position_ids"]
@@ -213,8 +227,7 @@ def _planes(
 
 def _output(stock: Any, rows: Any, extra: Mapping[str, Any]) -> Any:
     """An encoder output of the stock class: features, and the fields that the class requires."""
-    needed = {f.name: getattr(stock, f.name) for f in fields(stock) if f.default is MISSING}
-    return output_of(type(stock), {**needed, "pooler_output": rows, **extra})
+    return output_of(type(stock), {**needed_of(stock), "pooler_output": rows, **extra})
 
 
 def _like(stock: Any, rows: Tensor) -> Any:
@@ -269,7 +282,7 @@ def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -
     planes: list[Tensor] = []
     places = {}
     for kind, output in (outputs or whole).items():
-        place = places[kind] = ids == getattr(base.config, f"{kind}_token_id")
+        place = places[kind] = ids == placeholder(base.config, kind)
         if embeds is None:
             hidden = hidden.masked_scatter(place[:, None], flat(output.pooler_output).to(hidden))
         for i, plane in enumerate(planes_of(output)):
@@ -284,10 +297,10 @@ def prompt_rows(model: Any, rest: Mapping[str, Any], whole: Mapping[str, Any]) -
 
 
 def axes(model: Any, positions: Tensor, length: int) -> Tensor:
-    """Return positions `[A, m]` of one prompt, from `[1, m]`, `[3, 1, m]` or `[4, 1, m]`."""
-    wide = hasattr(getattr(model.get_decoder(), "rotary_emb", None), "mrope_section")
+    """Return positions `[A, m]` of one prompt, from `[1, m]`, `[A, 1, m]` or `[A + 1, 1, m]`."""
+    count = position_axes(model.get_decoder())
     if positions.ndim == 3:
-        positions = positions[-3:, 0]
-    if positions.shape[0] == 1 and wide:
-        positions = positions.expand(3, -1)
+        positions = positions[-max(count, 3) :, 0]
+    if positions.shape[0] == 1:
+        positions = positions.expand(count, -1)
     return positions[:, -length:].contiguous()

@@ -27,7 +27,7 @@ from transformers.masking_utils import (
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
-from mmfast.models.wrappers import SLIDING, kind_of
+from mmfast.models.wrappers import SLIDING, decoder_of, kind_of, lender_of, position_axes
 
 
 def stock_mask(
@@ -51,11 +51,15 @@ def stock_mask(
         "layer_idx": layer,
     }
     sliding = kind_of(config, layer) == SLIDING
+    if config.model_type == "gemma4_text":  # only some of them, and in windows alone
+        blocks = blocks if sliding and config.use_bidirectional_attention == "vision" else None
     if blocks is None:
         return (create_sliding_window_causal_mask if sliding else create_causal_mask)(**common)
     ids = _by_position(blocks, cache, layer)
     if not sliding:
         return create_causal_mask(**common, block_sequence_ids=ids)
+    if config.model_type == "gemma2":  # in PaliGemma 2, blocks see past the window
+        return create_sliding_window_causal_mask(**common, block_sequence_ids=ids)
     return create_causal_mask(
         **common,
         or_mask_function=blockwise_overlay(ids),
@@ -75,17 +79,17 @@ def _by_position(blocks: Tensor, cache: Any, layer: int) -> Tensor:
 
 def fit_decode(config: Any, layer: int, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
     """Replace the mask in `kwargs` in a step without new visual tokens; True if it did not fit."""
-    cache = cache_of(kwargs)
-    if cache is None or len(cache.layers) <= layer:
+    cache, lender = cache_of(kwargs), lender_of(config, layer)
+    if cache is None or len(cache.layers) <= lender:
         return False
-    held = cache.layers[layer]
+    held = cache.layers[lender]
     if not getattr(held, "uneven", False):
         return False
     untyped = kind_of(config, layer) == SLIDING and not held.is_sliding  # holds more than it sees
     short = held.valid is None and not isinstance(held, StaticLayer) and not untyped
     if hidden.shape[1] == 1 and short:
         kwargs["attention_mask"] = None
-    elif held.group.leader == layer or held.group.mask is None:
+    elif (held.group.leader == layer and layer == lender) or held.group.mask is None:
         seen = padding_mask(held, hidden.shape[1])
         kwargs["attention_mask"] = stock_mask(config, hidden, seen, cache, layer)
         held.group.mask = kwargs["attention_mask"]
@@ -169,7 +173,9 @@ class Offsets:
         cache = cache_of(kwargs)
         known = None if cache is None else self._known.get(cache)
         if known is not None and cache is not None and cache.get_seq_length() > 0:
-            return _continued(known, cache, kwargs["inputs_embeds"], kwargs.get("attention_mask"))
+            axes = position_axes(decoder_of(self._base))
+            mask = kwargs.get("attention_mask")
+            return _continued(known, cache, kwargs["inputs_embeds"], mask, axes)
         with self._lock:
             positions = stock(**kwargs)
             self._local.fresh = self._base.rope_deltas
@@ -205,8 +211,8 @@ class Recount:
         return known.repeat_interleave(batch // len(known), dim=0).to(device)
 
 
-def _continued(offset: Tensor, cache: Any, embeds: Tensor, mask: Any) -> Tensor:
-    """Positions `[3, B, L]` of text that follows what the cache holds."""
+def _continued(offset: Tensor, cache: Any, embeds: Tensor, mask: Any, axes: int) -> Tensor:
+    """Positions `[axes, B, L]` of text that follows what the cache holds."""
     batch, length = embeds.shape[:2]
     if isinstance(mask, Tensor) and mask.ndim == 2:
         counted = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]
@@ -214,4 +220,4 @@ def _continued(offset: Tensor, cache: Any, embeds: Tensor, mask: Any) -> Tensor:
         past = cache.get_seq_length()
         counted = (torch.arange(length, device=embeds.device) + past).expand(batch, -1)
     offset = offset.repeat_interleave(batch // len(offset), dim=0).to(counted.device)
-    return (counted + offset).expand(3, -1, -1)
+    return (counted + offset).expand(axes, -1, -1)

@@ -17,6 +17,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import ALL
 from mmfast.models.families.adapter import Adapter, Layout
 from mmfast.models.families.prompt_ids import placeholders_in
+from mmfast.models.families.tower import placeholder
 from mmfast.models.reduction.record import Record, features_given, flat, record_of
 
 
@@ -270,7 +271,7 @@ def locate(
     if not given:
         return of_text(kwargs, ok)
     ids = _token_ids(base, kwargs).cpu()
-    token = {kind: ids == getattr(base.config, f"{kind}_token_id") for kind in given}
+    token = {kind: ids == placeholder(base.config, kind) for kind in given}
     visual = torch.zeros_like(ids, dtype=torch.bool)
     for mask in token.values():
         visual |= mask

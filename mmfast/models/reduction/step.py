@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import NOBODY, Leaving, keep_store
 from mmfast.models.reduction.sequence import MediaItem, Sequences, take
 from mmfast.models.reduction.site import Chain, Site
-from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of
+from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of, lender_of
+
+EXPERTS = "moe_mm_token_type_ids"  # by which layers of ERNIE 4.5 VL choose experts, `[B, n]`
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ class ForwardStep:
         self._origins: dict[int, Tensor] = {}
         self._earlier = 0
         self.cuts: list[SiteCut] = []  # before the current layer
+        self._all_cuts: list[SiteCut] = []
+        self._lent: dict[str, Any] = {}  # masks of the latest layer of each kind
         # Places of the tokens of the output and its padding, where halted ones are among them.
         self._output: tuple[Tensor | None, Tensor | None] | None = None
         # `[B, n]` True at tokens that pass feed-forward layers by, from here on and by layer.
@@ -194,8 +198,8 @@ class ForwardStep:
     ) -> Tensor:
         """Reduce `[B, n, D]` to `[B, m, D]` where a site stands; `kwargs` are made to fit.
 
-        These are positions, mask and cache. `ahead` gives the signals of a site that looks ahead,
-        from the input as it stands.
+        These are positions, mask, cache and what chooses experts. `ahead` gives the signals of a
+        site that looks ahead, from the input as it stands.
         """
         cache, kind = cache_of(kwargs), kind_of(config, layer)
         length, left, self.cuts = self.sequences.length, None, []
@@ -214,13 +218,19 @@ class ForwardStep:
             self.skipped[layer] = self._skips
         if layer == 0:
             self.entered = self.cuts, self.sequences.ok, self._counted
+        self._all_cuts += self.cuts
+        if lender_of(config, layer) != layer:
+            self._borrow(layer, hidden, kwargs, config)
+            return hidden
         if self.sequences.index is not None:
             if "position_embeddings" in kwargs:
                 kwargs["position_embeddings"] = self._places(kwargs, kind)
+            if kwargs.get(EXPERTS) is not None:
+                kwargs[EXPERTS] = kwargs[EXPERTS].gather(1, self.sequences.index)
         elif not self.rebuild and not _short_at(cache, layer):
             return hidden
         kwargs["position_ids"] = None  # flash attention takes a gap for the end of a sequence
-        kwargs["attention_mask"] = self._mask(layer, hidden, cache, config)
+        kwargs["attention_mask"] = self._lent[kind] = self._mask(layer, hidden, cache, config)
         if kind == HYBRID:
             kwargs["mamba_attention_mask"] = self._recurrent(layer, cache)
         if layer in self._reviving and cache is not None:
@@ -228,6 +238,36 @@ class ForwardStep:
             keep_store(cache, layer, left, self._times, self._earlier, length)
             self._revives = self._revives or left is not None
         return hidden
+
+    def _borrow(self, layer: int, hidden: Tensor, kwargs: dict[str, Any], config: Any) -> None:
+        """Arguments of a layer that reads the keys of an earlier one.
+
+        The stock model lets only the last tokens enter such layers, those whose logits are asked.
+        """
+        kind, rows = kind_of(config, layer), hidden.shape[1]
+        if self.sequences.index is not None and rows == self.sequences.length:
+            kwargs["position_embeddings"] = self._places(kwargs, kind)
+        if kind not in self._lent:  # the lender has the stock mask, too
+            return
+        mask = self._lent[kind]
+        if mask is None and 1 < rows < self.sequences.length:
+            raise ModelError(
+                f"logits of the last {rows} tokens alone are asked for, and layers that read keys "
+                "of others would see too few of them; ask for the last one, or for all"
+            )
+        kwargs["attention_mask"] = mask if mask is None else mask[..., -rows:, :]
+
+    @property
+    def merged(self) -> bool:
+        """Some tokens have been averaged."""
+        return any(cut.merges for cut in (*self.cuts, *self._all_cuts))
+
+    def beside(self, values: Any) -> Any:
+        """Values `[B, L, D]` that a layer gets beside its states, cut as they were."""
+        if isinstance(values, Tensor) and values.ndim == 3 and values.shape[1] == self.full:
+            for cut in self._all_cuts:
+                values = replace(cut, texts=())(values)
+        return values
 
     def _mark(self, layer: int, cache: Any, rows: int) -> None:
         """Give the tokens their times: places among the keys before the first cut that revives."""

@@ -92,6 +92,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' interface: `[1, H, S, d]` each to `[1, S, H, d]`."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if k.shape[1] < q.shape[1]:  # EXAONE 4.5: a key for several queries
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     bias = None if attention_mask is None else attention_mask.reshape(-1)  # [1, 1, 1, S]
     out = segment_attention(q, k, v, cu_seq_lens_q, scale=scale, bias=bias, longest=max_length_q)

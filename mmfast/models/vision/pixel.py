@@ -32,7 +32,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
 from mmfast.models.families.adapter import Adapter
-from mmfast.models.families.tower import Tower, grid_tables
+from mmfast.models.families.tower import Tower, grid_tables, placeholder
 from mmfast.models.patching import override
 from mmfast.models.reduction.record import CHAINS
 from mmfast.models.reduction.site import Chain, Site, run_site
@@ -143,7 +143,7 @@ class _PixelStage:
                 chains = self._choose(torch.empty(count, 1, device=ids.device), grid)
                 given[f"{kind}_grid_thw"] = self._small(chains, grid)
                 mask = torch.cat([_mask(chain) for chain in chains])
-                gone[ids == getattr(self._base.config, f"{kind}_token_id")] = ~mask.to(ids.device)
+                gone[ids == placeholder(self._base.config, kind)] = ~mask.to(ids.device)
         if not bool(gone.any()):
             return stock(*args, **kwargs)
         seen = given.get("attention_mask")

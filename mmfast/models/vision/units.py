@@ -75,6 +75,7 @@ class UnitFeatures:
     ms: float = 0.0  # milliseconds of the tower, its share of a call
     merges: tuple[Merge, ...] = ()  # inside the tower, one per medium
     chains: tuple[Any, ...] = ()  # reductions before the tower, one per medium
+    tags: Tensor | None = None  # embeddings of tags of the prompt (Ovis2), the same for all media
     single: bool = False  # the family returns one tensor for all media, not one for each
 
     @property
@@ -206,6 +207,7 @@ def _split_output(
                 tuple(record.signals[item : item + share]),
                 merges=tuple(merges[item : item + share]),
                 chains=tuple(record.dropped[item : item + share]),
+                tags=getattr(output, "visual_indicator_features", None),
                 single=isinstance(output.pooler_output, Tensor),
             )
         )
@@ -221,7 +223,9 @@ def joined(kind: str, parts: Sequence[UnitFeatures]) -> Any:
     features = [part.features for part in parts]
     planes = [list(each) for each in zip(*(part.planes for part in parts), strict=True)]
     needed = {f.name: None for f in fields(cls) if f.default is MISSING}
-    extra = {"deepstack_features": planes} if planes else {}
+    extra: dict[str, Any] = {"deepstack_features": planes} if planes else {}
+    if parts[0].tags is not None:
+        extra["visual_indicator_features"] = parts[0].tags
     together = torch.cat(features)[None] if parts[0].single else features
     output = output_of(cls, {**needed, "pooler_output": together, **extra})
     layouts = [layout for part in parts for layout in part.layouts]

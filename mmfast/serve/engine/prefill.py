@@ -25,7 +25,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.decoder.rotary import RawCapture
 from mmfast.models.reduction.call import PromptPart
 from mmfast.models.reduction.sequence import Sequences
-from mmfast.models.wrappers import CONV, SLIDING
+from mmfast.models.wrappers import CONV, SLIDING, position_axes
 from mmfast.ops.stream_cache import RowBuffer
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.decode import DecodeBatch
@@ -568,8 +568,7 @@ def token_bytes(prefiller: Prefiller) -> int:
     """Measure the bytes of keys and values of one token."""
     embed = prefiller.decoder.get_input_embeddings()
     table = embed.weight
-    wide = hasattr(getattr(prefiller.decoder, "rotary_emb", None), "mrope_section")
-    places = torch.arange(2, device=table.device).expand(3 if wide else 1, -1)
+    places = torch.arange(2, device=table.device).expand(position_axes(prefiller.decoder), -1)
     ids = torch.zeros(2, dtype=torch.int64, device=table.device)
     job = PrefillJob(Embedded(embed(ids), places))
     prefiller.step([job])

@@ -24,6 +24,7 @@ from mmfast.models.decoder.draft_stage import load_draft, placeholders
 from mmfast.models.decoder.drafters import own_inputs
 from mmfast.models.decoder.early_exit import load_exit
 from mmfast.models.families.adapter import adapter_for, check_media
+from mmfast.models.families.tower import placeholder
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check, refuse_files
 from mmfast.models.reduction.record import features_given
@@ -260,7 +261,7 @@ class SecondModel(LoadedDrafts):
         for kind in given:
             check_media(self._model, kind)
             wanted = sum(layout.length for layout in adapter.layout(base, kind, inputs))
-            found = int((ids == getattr(base.config, f"{kind}_token_id")).sum())
+            found = int((ids == placeholder(base.config, kind)).sum())
             if wanted != found:
                 raise ModelError(f"its {kind}s are {wanted} tokens, and {found} stand there")
         specs = check(parse(plan.reduce), self._model) if plan.reduce else ()

@@ -25,6 +25,7 @@ from mmfast.models.cache_name import CACHE
 from mmfast.models.cost import encoder_timer
 from mmfast.models.prompt import Shot, check_question, media_arguments
 from mmfast.models.reduction.inputs import PromptRows, axes, compressed, positions_of, prompt_rows
+from mmfast.models.wrappers import position_axes
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.plan import ALL
 from mmfast.streams.reuse.prefill import SeenPart
@@ -130,8 +131,7 @@ class PromptModules:
         self.reuse, self._read, self._specs, self._how = reuse, read, list(specs), how
         self._owner = owner
         self._placed: Places = WeakKeyDictionary() if placed is None else placed
-        decoder = reuse.prefill.decoder
-        self._axes = 3 if hasattr(getattr(decoder, "rotary_emb", None), "mrope_section") else 1
+        self._axes = position_axes(reuse.prefill.decoder)
         self._frames: dict[str, tuple[str, str]] = {}
 
     def inputs(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_models import generate, tiny
-from transformers import Qwen2_5OmniConfig
+from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
@@ -19,15 +19,21 @@ from mmfast.models.loading import load
 OMNI = "qwen2_5_omni_thinker"
 
 
-def test_a_checkpoint_of_the_whole_model_gives_its_thinker(tmp_path: Path) -> None:
-    this = tiny(OMNI)
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [(OMNI, Qwen2_5OmniConfig), ("qwen3_omni_moe_thinker", Qwen3OmniMoeConfig)],
+)
+def test_a_checkpoint_of_the_whole_model_gives_its_thinker(
+    family: str, whole: type, tmp_path: Path
+) -> None:
+    this = tiny(family)
     thinker = this.model.config.to_dict()
-    Qwen2_5OmniConfig(thinker_config=thinker, enable_audio_output=False).save_pretrained(tmp_path)
+    whole(thinker_config=thinker, enable_audio_output=False).save_pretrained(tmp_path)
     this.processor.save_pretrained(tmp_path)
     weights = {f"thinker.{name}": w.clone() for name, w in this.model.state_dict().items()}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model, processor = load(str(tmp_path), "cpu", "float32")
-    assert model.config.model_type == OMNI
+    assert model.config.model_type == family
     assert type(processor) is type(this.processor)
     inputs = this.inputs(
         ["on {audio} and {image}?"], **this.media("audio", 1), images=this.images(1)

@@ -80,7 +80,11 @@ def by_hand(this: Tiny, inputs: dict[str, Any], kept: list[int]) -> tuple[Tensor
     return tower.merger(x)[back], planes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Relatives with the same tower.
+KIN = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "exaone4_5")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *KIN])
 def test_features_equal_a_run_of_the_tower_on_the_kept_patches(family: str) -> None:
     this, inputs = picture(family)
     with attach(this.model, "pixelprune") as trace:

@@ -29,13 +29,16 @@ class Walk:
         self.kinds = list(getattr(config, "layer_types", None) or ())
         self.kinds = self.kinds or ["full_attention"] * len(self.text.layers)
         self.cache = DynamicCache(config=config)
+        self.masks: dict[int, Tensor | None] = {}  # of a step, by layer
         self.position = prompt.positions[..., -1:]
         self.logits = self._through(prompt.embeds, prompt.positions, prompt, {})[-1]
 
     @property
     def full(self) -> list[int]:
-        """Layers of full attention."""
-        return [i for i, kind in enumerate(self.kinds) if kind == "full_attention"]
+        """Layers of full attention, with keys of their own."""
+        modes = getattr(self.text.config, "kv_sharing_modes", [None] * len(self.kinds))
+        pairs = enumerate(zip(self.kinds, modes, strict=True))
+        return [i for i, (kind, mode) in pairs if kind == "full_attention" and mode != "reuse"]
 
     def step(self, token: int, visible: Mapping[int, Tensor] | None = None) -> Tensor:
         """Logits `[V]` behind one more token.
@@ -45,13 +48,25 @@ class Walk:
             visible: Per layer which entries `[Hkv, n]` its query sees; the rest it sees.
         """
         self.position = self.position + 1
-        embeds = self.tiny.model.get_input_embeddings()(torch.tensor([token]))
-        self.logits = self._through(embeds, self.position, None, visible or {})[-1]
+        new = torch.tensor([token])
+        embeds = self.tiny.model.get_input_embeddings()(new)
+        self.logits = self._through(embeds, self.position, None, visible or {}, new)[-1]
         return self.logits
 
     def _through(
-        self, hidden: Tensor, positions: Tensor, prompt: Any, visible: Mapping[int, Tensor]
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        prompt: Any,
+        visible: Mapping[int, Tensor],
+        new: Tensor | None = None,
     ) -> Tensor:
+        sides = None if prompt is None else prompt.sides
+        if prompt is None and new is not None:
+            sides = oracle.sides_of(self.tiny, new)
+        if sides is not None:
+            sides = self.text.project_per_layer_inputs(hidden[None], sides[None])
+        lent: dict[str, Any] = {}
         places = positions[None] if positions.ndim == 1 else positions[:, None]
         for index, layer in enumerate(self.text.layers):
             kind = self.kinds[index]
@@ -61,6 +76,9 @@ class Walk:
                 attention_mask=self._mask(index, hidden, prompt, visible.get(index)),
                 position_embeddings=self.text.rotary_emb(hidden[None], places, *by_kind),
                 past_key_values=self.cache,
+                **({} if sides is None else {"per_layer_input": sides[:, :, index]}),
+                **({"shared_kv_states": lent} if "gemma4" in self.text.config.model_type else {}),
+                **({} if prompt is None else prompt.experts(torch.arange(len(hidden)))),
             )
             hidden = (out[0] if isinstance(out, tuple) else out)[0]
             if prompt is not None and index < len(prompt.planes):
@@ -70,19 +88,27 @@ class Walk:
 
     def _mask(self, index: int, hidden: Tensor, prompt: Any, visible: Tensor | None) -> Any:
         kind, config = self.kinds[index], self.text.config
-        if kind == "conv":
+        if kind in ("conv", "linear_attention"):
             return None
         if prompt is not None:
             n = len(hidden)
             seen = torch.ones(n, n).tril().bool()
-            if self.tiny.facts.blocks:
-                number = oracle.blocks(prompt)
-                seen |= (number[:, None] == number[None]) & (number >= 0)
+            seen |= oracle.forward_of(self.tiny, kind, oracle.blocks(prompt))
+            seen |= torch.tensor(self.tiny.facts.prefix)
             if kind == "sliding_attention":
                 seen &= torch.ones(n, n).triu(1 - config.sliding_window).bool()
             return self._as_function_wants(seen[None, None], hidden)
+        modes = getattr(config, "kv_sharing_modes", None)
+        if modes and modes[index] == "reuse":  # sees what the layer saw that lends its keys
+            lenders = [i for i, mode in enumerate(modes) if mode == "store"]
+            return next(self.masks[i] for i in lenders if self.kinds[i] == kind)
+        self.masks[index] = self._step_mask(index, hidden, visible)
+        return self.masks[index]
+
+    def _step_mask(self, index: int, hidden: Tensor, visible: Tensor | None) -> Tensor | None:
         if visible is None:
             return None
+        config = self.text.config
         heads = config.num_attention_heads // config.num_key_value_heads
         length = self.cache.layers[index].keys.shape[2] + 1
         seen = torch.nn.functional.pad(visible, (0, length - visible.shape[1]), value=True)

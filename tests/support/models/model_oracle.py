@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tiny_base import PIXELS
 from torch import Tensor
 
 from mmfast.core.reduction import Reduction
+
+EXPERTS = "moe_mm_token_type_ids"
 
 
 @dataclass
@@ -26,6 +29,13 @@ class Prompt:
     positions: Tensor
     items: list[Tensor]  # places of the tokens a method may reduce, per image or video
     planes: list[Tensor] = field(default_factory=list)  # [L, D], zero at text
+    asked: int = 0  # tokens of the prompt before what was generated
+    sides: Tensor | None = None  # [L, layers, P], what each layer gets beside its states
+    types: Tensor | None = None  # [L], where they choose between experts of text and of media
+
+    def experts(self, keep: Tensor) -> dict[str, Tensor]:
+        """Arguments of the text model and its layers for the tokens in `keep`."""
+        return {} if self.types is None else {EXPERTS: self.types[keep][None]}
 
 
 @contextmanager
@@ -60,7 +70,8 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
         if PIXELS[kind] not in inputs:
             continue
         output = encode(tiny, inputs, kind)
-        places = (ids == getattr(model.config, f"{kind}_token_id")).nonzero()[:, 0]
+        places = (ids == tiny.facts.token(model.config, kind)).nonzero()[:, 0]
+        tiny.facts.amend(tiny, output, ids, embeds)
         features = tiny.facts.items(tiny, output, kind, inputs)
         embeds[places] = torch.cat(features)
         split = places.split([len(f) for f in features])
@@ -70,7 +81,26 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
                 planes.append(torch.zeros_like(embeds))
             planes[index][places] = torch.cat(list(plane))
     items.sort(key=lambda pair: pair[0])
-    return Prompt(embeds, positions_of(tiny, inputs), [places for _, places in items], planes)
+    places, types = [places for _, places in items], inputs.get(EXPERTS)
+    return Prompt(
+        embeds,
+        positions_of(tiny, inputs),
+        places,
+        planes,
+        asked=len(ids),
+        sides=sides_of(tiny, ids),
+        types=None if types is None else types[0],
+    )
+
+
+def sides_of(tiny: Any, ids: Tensor) -> Tensor | None:
+    """What the layers of a small Gemma 4 get beside their states; media count as padding."""
+    text, config = tiny.model.get_decoder(), tiny.model.config
+    if not getattr(text.config, "hidden_size_per_layer_input", 0):
+        return None
+    media = [getattr(config, f"{kind}_token_id") for kind in tiny.facts.kinds]
+    ids = ids.masked_fill(torch.isin(ids, torch.tensor(media)), text.config.pad_token_id)
+    return text.get_per_layer_inputs(ids[None], None)[0]
 
 
 def positions_of(tiny: Any, inputs: dict[str, Any]) -> Tensor:
@@ -91,7 +121,15 @@ def append(tiny: Any, prompt: Prompt, ids: Tensor) -> Prompt:
     after = torch.arange(1, len(ids) + 1) + prompt.positions[..., -1:]
     zeros = torch.zeros(len(ids), embeds.shape[1])
     planes = [torch.cat([plane, zeros]) for plane in prompt.planes]
-    return Prompt(embeds, torch.cat([prompt.positions, after], -1), prompt.items, planes)
+    sides = sides_of(tiny, ids)
+    return replace(
+        prompt,
+        embeds=embeds,
+        positions=torch.cat([prompt.positions, after], -1),
+        planes=planes,
+        sides=None if sides is None else torch.cat([prompt.sides, sides]),
+        types=None if prompt.types is None else F.pad(prompt.types, (0, len(ids))),
+    )
 
 
 def kept_places(prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) -> Tensor:
@@ -111,14 +149,16 @@ def removed(tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False) -
     positions = prompt.positions[..., keep]
     if contiguous:  # the fault that the oracle must see
         positions = torch.arange(len(keep)).expand_as(positions)
-    extra = {}
+    extra = prompt.experts(keep)
     if prompt.planes:
         visual = torch.zeros(len(prompt.embeds), dtype=torch.bool)
         visual[torch.cat(prompt.items)] = True
-        extra = {
+        extra |= {
             "visual_pos_masks": visual[keep][None],
             "deepstack_visual_embeds": [plane[keep][visual[keep]] for plane in prompt.planes],
         }
+    if prompt.sides is not None:
+        extra["per_layer_inputs"] = prompt.sides[keep][None]
     embeds = prompt.embeds[keep][None]
     ones = torch.ones(1, len(keep), dtype=torch.int64)  # without it, a gap would end a sequence
     out = text(
@@ -141,16 +181,23 @@ def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction
     planes = [plane.clone() for plane in prompt.planes]
     items = [item.clone() for item in prompt.items]
     alive = torch.ones(len(hidden), dtype=torch.bool)
+    sides, lent = [], {}
+    if prompt.sides is not None:
+        given = text.project_per_layer_inputs(hidden[None], prompt.sides[None])[0]
+        sides = [side.clone() for side in given.unbind(1)]
     kinds = getattr(text.config, "layer_types", None) or ["full_attention"] * len(text.layers)
     for index, layer in enumerate(text.layers):
         for site, number, reduction in reductions:
             if (0 if site == "pre" else int(site[3:])) == index:
-                for values in (hidden, *planes[index:]):
+                for values in (hidden, *planes[index:], *sides[index:]):
                     merge(values, items[number], reduction)
                 alive[items[number]] = False
                 items[number] = items[number][reduction.keep]
                 alive[items[number]] = True
-        hidden = through(tiny, layer, kinds[index], hidden, prompt, alive.clone())
+        more = {"per_layer_input": sides[index][None]} if sides else {}
+        if "gemma4" in text.config.model_type:
+            more["shared_kv_states"] = lent
+        hidden = through(tiny, layer, kinds[index], hidden, prompt, alive.clone(), more)
         if index < len(planes):
             hidden = hidden + planes[index]
     norm = text.norm if hasattr(text, "norm") else text.embedding_norm
@@ -158,34 +205,48 @@ def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction
 
 
 def through(
-    tiny: Any, layer: Any, kind: str, hidden: Tensor, prompt: Prompt, alive: Tensor
+    tiny: Any,
+    layer: Any,
+    kind: str,
+    hidden: Tensor,
+    prompt: Prompt,
+    alive: Tensor,
+    more: dict[str, Any] | None = None,
 ) -> Tensor:
     """One decoder layer `[L, D]`, in which the living tokens do not notice the others."""
-    if kind == "conv":
+    if kind in ("conv", "linear_attention"):
         hidden = hidden.clone()
-        hidden[alive] = layer(hidden[alive][None])[0]
+        hidden[alive] = layer(hidden[alive][None], position_embeddings=None)[0]
         return hidden
     text, positions, number = tiny.model.get_decoder(), prompt.positions, blocks(prompt)
     seen = torch.ones(len(hidden), len(hidden)).tril().bool()
-    if tiny.facts.blocks:
-        seen |= (number[:, None] == number[None]) & (number >= 0)
+    seen |= forward_of(tiny, kind, number)
     if kind == "sliding_attention":  # counts the living
         rank = alive.cumsum(0)
         seen &= rank[:, None] - rank[None] < text.config.sliding_window
+    if tiny.facts.prefix:  # past any window, too
+        seen[: prompt.asked, : prompt.asked] = True
     mask = (seen & (alive | torch.eye(len(hidden), dtype=torch.bool)))[None, None]
     if text.config._attn_implementation == "eager":
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     by_kind = [kind] if hasattr(text.rotary_emb, "layer_types") else []
     places = positions[None] if positions.ndim == 1 else positions[:, None]
     cos_sin = text.rotary_emb(hidden[None], places, *by_kind)
-    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin)[0]
+    more = {**(more or {}), **prompt.experts(torch.arange(len(hidden)))}
+    return layer(hidden[None], attention_mask=mask, position_embeddings=cos_sin, **more)[0]
+
+
+def forward_of(tiny: Any, kind: str, number: Tensor) -> Tensor:
+    """What tokens see inside the blocks of `number` `[L]` in a layer of a kind, `[L, L]`."""
+    there = tiny.facts.blocks and (kind == "sliding_attention" or not tiny.facts.windowed)
+    return (number[:, None] == number[None]) & (number >= 0) & bool(there)
 
 
 def blocks(prompt: Prompt) -> Tensor:
-    """Number of the image or video of each token `[L]`, -1 at text."""
+    """Number of the image or frame of each token `[L]`, -1 at text, which parts frames."""
     number = torch.full((len(prompt.embeds),), -1)
     for index, places in enumerate(prompt.items):
-        number[places] = index
+        number[places] = len(number) * index + (places.diff(prepend=places[:1]) > 1).cumsum(0)
     return number
 
 

@@ -65,7 +65,7 @@ def _rows(tiny: Any, output: Any, kind: str, inputs: Any) -> list[Tensor]:
     return list(output.pooler_output)
 
 
-def _plain(tiny: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
+def plain_mask(tiny: Any, embeds: Tensor, attention: Tensor, visual: Tensor) -> Any:
     """Most text models make their masks themselves."""
     return attention
 
@@ -88,11 +88,15 @@ class Family:
         specials: Further special tokens, by the attribute the processor reads.
         rope: The base model's M-RoPE arguments; () where positions are plain.
         items: `(tiny, encoder output, kind, inputs) -> list of [n, D]`: features of each item.
+        amend: `(tiny, encoder output, ids [L], embeddings [L, D])` changes embeddings of text.
         content: `(tiny, features [n, D]) -> bool [n]`: False at separators.
         mask: `(tiny, embeddings [1, L, D], ones [1, L], visual bool [1, L]) -> attention mask` as
             the base model hands it to the text model.
         nested: The processor takes a list of images per prompt.
+        as_images: A clip has the placeholder of images.
         blocks: Tokens of an image see each other in both directions.
+        windowed: They do so in layers alone that see a window.
+        prefix: All tokens of a prompt do.
         positions: `(tiny, inputs of one prompt) -> [3, L]`: stock positions, where `rope` is not
             enough to call for them.
     """
@@ -104,16 +108,25 @@ class Family:
     specials: Mapping[str, str] = field(default_factory=dict)
     rope: tuple[str, ...] = ()
     items: Callable[[Any, Any, str, Any], list[Tensor]] = _rows
+    amend: Callable[[Any, Any, Tensor, Tensor], None] = lambda *_: None
     content: Callable[[Any, Tensor], Tensor] = _all
-    mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = _plain
+    mask: Callable[[Any, Tensor, Tensor, Tensor], Any] = plain_mask
     nested: bool = False
+    as_images: bool = False
     blocks: bool = False
+    windowed: bool = False
+    prefix: bool = False
     positions: Callable[[Any, Any], Tensor] | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of media it takes."""
         return tuple(self.calls)
+
+    def token(self, config: Any, kind: str) -> int:
+        """Id of the placeholder of a kind."""
+        name = "image" if self.as_images else kind
+        return int(getattr(config, f"{name}_token_id"))
 
 
 @dataclass
@@ -153,7 +166,12 @@ class Tiny:
         return {name: getattr(self, name)(count, seed)}
 
     def inputs(
-        self, prompts: list[str], images: Any = (), videos: Any = (), sounds: Any = ()
+        self,
+        prompts: list[str],
+        images: Any = (),
+        videos: Any = (),
+        sounds: Any = (),
+        **options: Any,
     ) -> dict[str, Any]:
         """Inputs of a left-padded batch; `{image}`, `{video}`, `{audio}` in a prompt are media."""
         texts = list(prompts)
@@ -186,8 +204,11 @@ class Tiny:
         if len(sounds):
             media["audio"] = list(sounds)
             media["sampling_rate"] = 16000
+        if self.family == "video_llama_3" and len(videos):  # by default it drops tokens of its own
+            media["use_token_compression"] = options.get("use_token_compression", False)
         batch = self.processor(text=texts, padding=True, return_tensors="pt", **media)
-        return {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        legacy = {"pixel_values_images": "pixel_values"}  # of Video-LLaVA
+        return {legacy.get(k, k): v for k, v in batch.items() if isinstance(v, torch.Tensor)}
 
     def blocked(self) -> list[int]:
         """Token ids that a random model must not generate."""

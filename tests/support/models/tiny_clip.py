@@ -22,3 +22,15 @@ def vision_config(shape: Shape) -> dict[str, Any]:
 def side(shape: Shape) -> int:
     """Pixels per side of a tile."""
     return shape.image_size or 6 * shape.patch
+
+
+def siglip_config(shape: Shape, **more: Any) -> dict[str, Any]:
+    """A tower without a class token."""
+    config = {**vision_config(shape), "model_type": "siglip_vision_model"}
+    return {**config, "vision_use_head": False, **more}
+
+
+def pixtral_config(shape: Shape) -> dict[str, Any]:
+    """A tower for images of up to 12 patches a side."""
+    sizes = {"image_size": 12 * shape.patch, "head_dim": 8}
+    return {**vision_config(shape), "model_type": "pixtral", **sizes}

@@ -12,10 +12,12 @@ from tiny_base import SPECIALS, Family, Shape, Tiny, finish, tokenizer_of_bytes
 __all__ = [
     "ALL_FAMILIES",
     "FAMILIES",
+    "RELATIVES",
     "Tiny",
     "build",
     "facts",
     "generate",
+    "line_of",
     "mixed_prompt",
     "precise",
     "storing",
@@ -41,10 +43,48 @@ ALL_FAMILIES = (
     "qwen3_vl",
     "smolvlm",
 )
+# Relatives of those, which test_relatives.py alone runs. A file `tiny_kin_<line>.py` has several:
+# `FAMILIES`, a dict by name; each needs its line here.
+_KIN = {
+    "gemma4": ("gemma4", "gemma4_e"),
+    "pixtral": ("lighton_ocr", "llava_pixtral", "mistral3"),
+    "squares": (
+        "deepseek_vl",
+        "janus",
+        "llava_next_video",
+        "paligemma",
+        "paligemma2",
+        "video_llava",
+        "vipllava",
+    ),
+    "tiles": (
+        "aya_vision",
+        "cohere2_vision",
+        "got_ocr2",
+        "minicpmv4_6",
+        "ovis2",
+        "perception_lm",
+    ),
+    "qwen": ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5"),
+    "grids": ("video_llama_3", "paddleocr_vl", "hunyuan_vl", "ernie4_5_vl_moe"),
+    "omni": ("qwen3_omni_moe_thinker",),
+    "glm": ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
+}
+# Gemma 2 of PaliGemma 2 takes no scaled dot products.
+RELATIVES = tuple(family for kin in _KIN.values() for family in kin if family != "paligemma2")
+
+
+def line_of(family: str) -> str | None:
+    """The line of relatives that has a family."""
+    return next((line for line, kin in _KIN.items() if family in kin), None)
 
 
 def facts(family: str) -> Family:
     """What tests must know of a family."""
+    line = line_of(family)
+    if line is not None:
+        known: dict[str, Family] = importlib.import_module(f"tiny_kin_{line}").FAMILIES
+        return known[family]
     found: Family = importlib.import_module(f"tiny_family_{family}").FAMILY
     return found
 
@@ -53,7 +93,7 @@ def build(family: str, *, attention: str = "sdpa", seed: int = 0, **shape: Any) 
     """A model of `family` with random weights.
 
     Args:
-        family: One of `ALL_FAMILIES`.
+        family: One of `ALL_FAMILIES` or `RELATIVES`.
         attention: Attention implementation of all parts.
         seed: Of the weights.
         **shape: Fields of `tiny_base.Shape`.

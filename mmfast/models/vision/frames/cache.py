@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.frontends.changes import Refresh
-from mmfast.models.families.adapter import Call, adapter_for, tower_of
+from mmfast.models.families.adapter import Call, adapter_for, check_inner, tower_of
 from mmfast.models.families.tower import PIXELS, Tower, attention_of, has_halves
 from mmfast.models.patching import override
 from mmfast.models.reduction.probe import AttentionCalls, intercepting
@@ -145,6 +145,7 @@ class FrameCache:
         self.rule = Refresh(share, threshold, cut, every)
         self._adapter = adapter_for(model)
         self._tower = tower_of(model)
+        check_inner(self._adapter, "a frame cache")
         _check_blocks(self._tower, self._adapter.family)
         if goal is not None and not 0.0 < goal < 1.0:
             raise MmfastError(f"goal={goal} is no cosine to keep; choose 0 to 1, such as 0.98")
