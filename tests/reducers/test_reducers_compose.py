@@ -20,6 +20,8 @@ KNOBS = [
     ("audio_prune", {"coverage": 1.0}),
     ("catp", {"balance": 0.2, "surplus": 1.0}),
     ("catp", {"balance": 0.9, "surplus": 5.0}),
+    ("catp_inner", {"relevance": 0.0}),
+    ("catp_inner", {"relevance": 5.0}),
     ("fastvid", {"segments": 1, "tau": 0.0, "every": 2, "beta": 0.1}),
     ("fastvid", {"segments": 6, "tau": 1.0, "context": 1.0}),
     ("fastvid", {"context": 0.0, "neighbours": 2}),
@@ -146,6 +148,28 @@ def test_catp_keeps_different_numbers_of_images_and_forgets_none() -> None:
     assert reduce(tokens, "catp:2").m == 2  # fewer than images: the best ones
 
 
+def test_catp_inner_ranks_the_examples_together() -> None:
+    """Three images of ten tokens; the question turns to the second and is about the first."""
+    g = torch.Generator().manual_seed(1)
+    image, topic = torch.arange(30) // 10, torch.randn(3, 16, generator=g)
+    x = topic[image] + torch.randn(30, 16, generator=g) * 0.1
+    grown = torch.zeros(30)
+    grown[10:20] = 0.5
+    signals = {"image": image, "attn_before": torch.full((30,), 0.1)}
+    tokens = Tokens(x, attn=0.1 + grown, query=topic[:1].expand(90, -1), signals=signals)
+    kept = image[reduce(tokens, "catp_inner@llm2:15?relevance=0").keep]
+    assert kept.bincount(minlength=3).tolist() == [0, 10, 5]  # the last image keeps its share
+    kept = image[reduce(tokens, "catp_inner@llm2:15?relevance=9").keep]
+    assert kept.bincount(minlength=3).tolist() == [10, 0, 5]
+    falling = replace(tokens, attn=torch.zeros(30))  # less attention than before says nothing
+    assert torch.equal(
+        reduce(falling, "catp_inner@llm2:15").keep,
+        reduce(replace(tokens, attn=signals["attn_before"]), "catp_inner@llm2:15").keep,
+    )
+    alone = replace(tokens, signals={**signals, "image": torch.zeros(30)})
+    assert not disagreement(alone, "catp_inner", 12)
+
+
 def test_key_clip_spends_the_budget_where_the_question_is_about() -> None:
     g = torch.Generator().manual_seed(0)
     scenes = (
@@ -265,6 +289,9 @@ def _faults() -> list[tuple[str, str, Callable[..., object]]]:
         ("ptp", "reducers.ptp.relevance", lambda x, q: x.double().sum(-1)),
         ("catp", "reducers.catp.greedy_diverse", greedy),
         ("catp", "reducers.catp.relevance", lambda x, q: x.double().sum(-1)),
+        ("catp_inner", "reducers.catp_inner.share_out", equal),
+        ("catp_inner", "reducers.catp_inner._likeness", lambda x, to: x.sum(-1)),
+        ("catp_inner", "reducers.catp_inner.snap", lambda score: -score),
         ("info_rank", "reducers.info_rank.information", lambda x, rank: x.double().norm(dim=-1)),
         ("key_clip", "reducers.key_clip.shots", uncut),
         ("key_clip", "reducers.key_clip.relevance", lambda x, q: x.double().sum(-1)),

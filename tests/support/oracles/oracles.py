@@ -340,7 +340,7 @@ def holitom_inner(item: Item, budget: int) -> Answer:
 
 
 def geometry(frame: np.ndarray) -> list[float]:
-    """Half the slope, half the spread about each token of `[h, w, D]` unit rows, in raster order."""
+    """Half the slope, half the spread about each token of `[h, w, D]` unit rows, in order."""
     rows, columns, _ = frame.shape
     slopes, spreads = [], []
     for y in range(rows):
@@ -369,9 +369,10 @@ def litevggt(item: Item, budget: int, salient: float = 0.3, first: bool = False)
     anchors = list(range(start))
     if budget - stay - start:
         cut = Item(item.x[start:], grid=(frames - first, rows, columns))
-        for box in pool(cut, budget - stay - start).groups.values():
-            anchors.append(start + min(box, key=lambda i: (score[start + i], i)))
-    free = [[i for i in range(t * size, t * size + size) if i not in anchors] for t in range(frames)]
+        boxes = pool(cut, budget - stay - start).groups.values()
+        anchors += [start + min(box, key=lambda i: (score[start + i], i)) for box in boxes]
+    clip = [range(t * size, t * size + size) for t in range(frames)]
+    free = [[i for i in tokens if i not in anchors] for tokens in clip]
     room = [len(tokens) for tokens in free]
     kept = list(anchors)
     for tokens, count in zip(free, oracles_encoder.shared(room, stay, room), strict=True):
