@@ -326,7 +326,8 @@ def pool_boxes(tokens: Tokens, count: int, cut: Cut) -> Reduction:
 
 def box_numbers(grid: tuple[int, int, int], count: int) -> Tensor:
     """Number of each token's box, `[N]`, where `split_box` cuts a grid into `count` boxes."""
-    return _plan(grid, count, split_box)[1].unique(return_inverse=True)[1]
+    numbers: Tensor = _plan(grid, count, split_box)[1].unique(return_inverse=True)[1]
+    return numbers
 
 
 @lru_cache(maxsize=16)

@@ -298,7 +298,7 @@ def _faults() -> list[tuple[str, str, Callable[..., object]]]:
         ("fastvid", "reducers.fastvid.shots", uncut),
         ("fastvid", "reducers.fastvid._weights", lambda m, own, beta: own.float()),
         ("litevggt", "reducers.litevggt.rescale", lambda score: score.double() * 0),
-        ("litevggt", "reducers.litevggt._SOBEL", torch.zeros(3, 3).double()),
+        ("litevggt", "reducers.litevggt._shift", lambda x, axis, step: x.roll(step, axis)),
         ("litevggt", "reducers.litevggt.nearest_rows", lambda a, b: torch.zeros(len(a)).long()),
         ("dtd", "reducers.dtd.stable_topk", least),
         ("dtd", "ops.video.SinceKept.tuned", lambda self, count: -1.0),
