@@ -324,6 +324,12 @@ def pool_boxes(tokens: Tokens, count: int, cut: Cut) -> Reduction:
     )
 
 
+def box_numbers(grid: tuple[int, int, int], count: int) -> Tensor:
+    """Number of each token's box, `[N]`, where `split_box` cuts a grid into `count` boxes."""
+    numbers: Tensor = _plan(grid, count, split_box)[1].unique(return_inverse=True)[1]
+    return numbers
+
+
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # it outlives the call: later ones may need gradients
 def _plan(grid: tuple[int, int, int], count: int, cut: Cut) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from mmfast.core.spec import Spec, count, expand
 from mmfast.models.cost import attention_width, linear_macs
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.packing import PackedLinear
-from mmfast.models.reduction.decoder_signals import DRIFT, INNER
+from mmfast.models.reduction.decoder_signals import BEFORE, DRIFT, INNER
 from mmfast.models.reduction.record import features_given
 from mmfast.models.reduction.site import sites_of
 from mmfast.models.reduction.tower_signals import TOWER_SIGNALS
@@ -116,7 +116,7 @@ class Work:
             text = self.prompt * self.rows - self.visual
             return None if text > 0 else "the prompt has no text"
         if site == "llm":
-            if need in INNER | {DRIFT}:
+            if need in INNER | {BEFORE, DRIFT}:
                 return None
             return f"{need!r} does not exist inside the language model"
         if site == "pre" and need in TOWER_SIGNALS:

@@ -228,7 +228,7 @@ def _tokens(bench: Bench, n: int, grid: tuple[int, int, int] | None) -> Tokens:
     t, h, w = grid or (1, 1, n)
     makers: dict[str, Callable[[], Any]] = {
         **{name: lambda: scores(n) for name in ("attn_first", "attn_middle", "attn_visual")},
-        **{name: lambda: scores(n) for name in ("attn_window", "key_norm", "drift")},
+        **{name: lambda: scores(n) for name in ("attn_window", "attn_before", "key_norm", "drift")},
         "attn_text": lambda: scores(n, _WORDS),
         **{name: lambda: scores(_WORDS) for name in ("text_attn", "text_key_norm")},
         "keys": lambda: noise(n, 64),

@@ -20,6 +20,8 @@ KNOBS = [
     ("audio_prune", {"coverage": 1.0}),
     ("catp", {"balance": 0.2, "surplus": 1.0}),
     ("catp", {"balance": 0.9, "surplus": 5.0}),
+    ("catp_inner", {"relevance": 0.0}),
+    ("catp_inner", {"relevance": 5.0}),
     ("fastvid", {"segments": 1, "tau": 0.0, "every": 2, "beta": 0.1}),
     ("fastvid", {"segments": 6, "tau": 1.0, "context": 1.0}),
     ("fastvid", {"context": 0.0, "neighbours": 2}),
@@ -28,6 +30,8 @@ KNOBS = [
     ("info_rank", {"rank": 0.5}),
     ("key_clip", {"clips": 0.2, "tau": 0.5}),
     ("key_clip", {"clips": 1.0}),
+    ("litevggt", {"salient": 0.0}),
+    ("litevggt", {"salient": 0.95}),
     ("ptp", {"balance": 0.1}),
     ("saint", {"tau": 0.2}),
     ("script", {"tau": 0.3, "floor": 0.0}),
@@ -144,6 +148,28 @@ def test_catp_keeps_different_numbers_of_images_and_forgets_none() -> None:
     assert reduce(tokens, "catp:2").m == 2  # fewer than images: the best ones
 
 
+def test_catp_inner_ranks_the_examples_together() -> None:
+    """Three images of ten tokens; the question turns to the second and is about the first."""
+    g = torch.Generator().manual_seed(1)
+    image, topic = torch.arange(30) // 10, torch.randn(3, 16, generator=g)
+    x = topic[image] + torch.randn(30, 16, generator=g) * 0.1
+    grown = torch.zeros(30)
+    grown[10:20] = 0.5
+    signals = {"image": image, "attn_before": torch.full((30,), 0.1)}
+    tokens = Tokens(x, attn=0.1 + grown, query=topic[:1].expand(90, -1), signals=signals)
+    kept = image[reduce(tokens, "catp_inner@llm2:15?relevance=0").keep]
+    assert kept.bincount(minlength=3).tolist() == [0, 10, 5]  # the last image keeps its share
+    kept = image[reduce(tokens, "catp_inner@llm2:15?relevance=9").keep]
+    assert kept.bincount(minlength=3).tolist() == [10, 0, 5]
+    falling = replace(tokens, attn=torch.zeros(30))  # less attention than before says nothing
+    assert torch.equal(
+        reduce(falling, "catp_inner@llm2:15").keep,
+        reduce(replace(tokens, attn=signals["attn_before"]), "catp_inner@llm2:15").keep,
+    )
+    alone = replace(tokens, signals={**signals, "image": torch.zeros(30)})
+    assert not disagreement(alone, "catp_inner", 12)
+
+
 def test_key_clip_spends_the_budget_where_the_question_is_about() -> None:
     g = torch.Generator().manual_seed(0)
     scenes = (
@@ -154,6 +180,55 @@ def test_key_clip_spends_the_budget_where_the_question_is_about() -> None:
     tokens = Tokens(scenes.reshape(-1, 16), query=query, grid=(16, 3, 4))
     kept = reduce(tokens, "key_clip:20?clips=0.25").keep
     assert bool(((kept >= 96) & (kept < 144)).all())
+
+
+def _square_on_a_wall(frames: int) -> Tokens:
+    """A square of 4 x 4 tokens on a wall of 10 x 10, with a little noise of each its own."""
+    g = torch.Generator().manual_seed(2)
+    wall, square = torch.randn(2, 16, generator=g)
+    x = wall.expand(frames, 10, 10, 16).clone()
+    x[:, 3:7, 3:7] = square
+    x += torch.randn(x.shape, generator=g) * 0.01
+    return Tokens(x.reshape(-1, 16), grid=(frames, 10, 10))
+
+
+def test_litevggt_keeps_the_edges_of_a_square() -> None:
+    found = reduce(_square_on_a_wall(2), "litevggt:60?salient=0.8")
+    alone = found.keep[found.sizes() == 1] % 100
+    inside = {10 * y + x for y in range(2, 8) for x in range(2, 8)}  # the edge's two sides
+    middle = {44, 45, 54, 55}
+    edge = inside - middle
+    assert len(edge & set(alone.tolist())) >= 20  # of 24 tokens in every frame
+    assert not middle & set(alone.tolist())
+
+
+def test_litevggt_merges_over_frames_into_the_first() -> None:
+    tokens = _square_on_a_wall(3)
+    found = reduce(tokens, "litevggt:110?first=true&salient=0.05")
+    assert found.keep[:100].tolist() == list(range(100))
+    assert int((found.owner[100:] < 100).sum()) > 100  # tokens of later frames joined it
+    with pytest.raises(SpecError, match=r"first=true keeps the 100 tokens .* do not fit 90 of 300"):
+        reduce(tokens, "litevggt:90?first=true")
+    for seed in range(3):
+        clip = make("video", (4, 3, 5), seed=seed)
+        for budget in (22, 30, 51):
+            assert not disagreement(clip, "litevggt", budget, first=True), (seed, budget)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_litevggt_is_the_same_upside_down(seed: int) -> None:
+    """The map of a picture in a mirror is the map in that mirror, whatever the length of rows."""
+    from mmfast.reducers.merging.litevggt import geometry
+
+    rows = torch.randn(2, 5, 7, 6, generator=torch.Generator().manual_seed(seed))
+    score = geometry(rows.reshape(-1, 6), (2, 5, 7)).view(2, 5, 7)
+    for axes in ((1,), (2,), (1, 2)):
+        mirrored = geometry(rows.flip(axes).reshape(-1, 6), (2, 5, 7)).view(2, 5, 7)
+        torch.testing.assert_close(mirrored, score.flip(axes))
+    turned = geometry(rows.transpose(1, 2).reshape(-1, 6), (2, 7, 5)).view(2, 7, 5)
+    torch.testing.assert_close(turned, score.transpose(1, 2))
+    assert score.amin() >= 0 and score.amax() <= 1
+    assert not geometry(torch.ones(70, 6), (2, 5, 7)).any()
 
 
 def test_audio_prune_leaves_no_long_gap() -> None:
@@ -170,6 +245,8 @@ def test_audio_prune_leaves_no_long_gap() -> None:
         ("audio_prune:5?coverage=2.0", "coverage=2.0"),
         ("catp:5?surplus=0.5", "surplus=0.5"),
         ("info_rank:5?rank=0.0", "rank=0.0"),
+        ("litevggt:5?salient=1.0", "salient=1.0.*choose 0 to below 1"),
+        ("litevggt:5?first=true", "20 tokens of the first of 1 frames.*choose more tokens"),
     ],
 )
 def test_knobs_out_of_range_are_named(spec: str, words: str) -> None:
@@ -212,11 +289,17 @@ def _faults() -> list[tuple[str, str, Callable[..., object]]]:
         ("ptp", "reducers.ptp.relevance", lambda x, q: x.double().sum(-1)),
         ("catp", "reducers.catp.greedy_diverse", greedy),
         ("catp", "reducers.catp.relevance", lambda x, q: x.double().sum(-1)),
+        ("catp_inner", "reducers.catp_inner.share_out", equal),
+        ("catp_inner", "reducers.catp_inner._likeness", lambda x, to: x.sum(-1)),
+        ("catp_inner", "reducers.catp_inner.snap", lambda score: -score),
         ("info_rank", "reducers.info_rank.information", lambda x, rank: x.double().norm(dim=-1)),
         ("key_clip", "reducers.key_clip.shots", uncut),
         ("key_clip", "reducers.key_clip.relevance", lambda x, q: x.double().sum(-1)),
         ("fastvid", "reducers.fastvid.shots", uncut),
         ("fastvid", "reducers.fastvid._weights", lambda m, own, beta: own.float()),
+        ("litevggt", "reducers.litevggt.rescale", lambda score: score.double() * 0),
+        ("litevggt", "reducers.litevggt._shift", lambda x, axis, step: x.roll(step, axis)),
+        ("litevggt", "reducers.litevggt.nearest_rows", lambda a, b: torch.zeros(len(a)).long()),
         ("dtd", "reducers.dtd.stable_topk", least),
         ("dtd", "ops.video.SinceKept.tuned", lambda self, count: -1.0),
         ("a_tome", "ops.merging._runs", lambda s, n, d: Reduction.identity(n)),

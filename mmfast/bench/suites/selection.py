@@ -342,6 +342,7 @@ def all_signals(grid: tuple[int, int, int], d: int) -> Tokens:
         "values": torch.randn(clip.n, 128, generator=generator),
         "text_values": torch.randn(_WORDS, 2, 64, generator=generator),
         "drift": torch.rand(clip.n, generator=generator),
+        "attn_before": torch.rand(clip.n, generator=generator),
         "rope": torch.randn(clip.n, 2, generator=generator),
     }
     query = torch.randn(_WORDS, d, generator=generator)

@@ -22,7 +22,7 @@ from mmfast.models.families.tower import (
     has_halves,
 )
 from mmfast.models.kv.sinks import rotary_of
-from mmfast.models.reduction.decoder_signals import AHEAD, INNER
+from mmfast.models.reduction.decoder_signals import AHEAD, BEFORE, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
 from mmfast.models.reduction.site import POSITIONS
 from mmfast.models.vision.folding import check_folded
@@ -75,6 +75,7 @@ def check(
     specs = expand(specs, len(attends), [i + 1 for i, able in enumerate(attends[:-1]) if able])
     for spec in specs:
         _check_site(spec, model, len(attends))
+        _check_before(spec, attends)
     specs = tuple(ranked(spec, model) for spec in specs)
     _check_layers([spec for spec in specs if spec.site != "vit"], model)
     _check_order(specs)
@@ -275,6 +276,17 @@ def _check_site(spec: Spec, model: Any, layers: int) -> None:
         raise SpecError(
             f"{str(spec)!r} asks for decoder layer {spec.layer}, but {type(model).__name__} "
             f"has {layers} layers; choose llm0 to llm{layers - 1}"
+        )
+
+
+def _check_before(spec: Spec, attends: Sequence[bool]) -> None:
+    """Require two layers with attention in front of a cut that compares them."""
+    able = [index for index, attention in enumerate(attends) if attention]
+    if BEFORE in spec.method.needs and not spec.whole and sum(attends[: spec.layer]) < 2:
+        what = f"choose llm{able[1] + 1} or later" if len(able) > 2 else "use fastv"
+        raise SpecError(
+            f"{str(spec)!r} compares the attention of two layers, and fewer stand before decoder "
+            f"layer {spec.layer}; {what}"
         )
 
 

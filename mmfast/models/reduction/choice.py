@@ -10,9 +10,9 @@ from torch import Tensor
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.spec import Spec, wanted
-from mmfast.core.tokens import Tokens, follow
+from mmfast.core.tokens import Tokens, follow, follow_signals
 from mmfast.core.trace import Row, Trace
-from mmfast.models.reduction.decoder_signals import DRIFT, ROPE, angles, drift
+from mmfast.models.reduction.decoder_signals import BEFORE, DRIFT, ROPE, angles, drift
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 from mmfast.models.reduction.site import Chain, Site, run_part, run_site, run_stage
 
@@ -140,6 +140,8 @@ class SiteRunner:
         self._first = 0  # number of the first item of that site
         self.entered: Tensor | None = None  # `[B, n, D]` what entered the layer before that site
         self.embeddings: Sequence[Tensor] = ()  # cosines and sines of the tokens at the next site
+        # By number of the item: links of its chain so far, and its attention `[n]` by then.
+        self.earlier: dict[int, tuple[int, Tensor]] = {}
         # Of the site that ran last: by row what each item adds to the text `[T, D]`.
         self.texts: dict[int, list[Tensor]] = {}
 
@@ -242,6 +244,12 @@ class SiteRunner:
             signals = {name: value.to(x.device) for name, value in known.items()}
             if ROPE in site.needs and self.embeddings:
                 signals[ROPE] = angles(self.embeddings, item).to(x.device)
+        if BEFORE in site.needs and item.number in self.earlier:
+            links, value = self.earlier[item.number]
+            early = {BEFORE: value.to(x.device)}
+            for reduction in item.chain[links:]:
+                early = follow_signals(early, reduction)
+            signals |= early
         if DRIFT in site.needs and self.entered is not None:
             before = self.entered[item.row].to(x.device).index_select(0, item.where)
             signals[DRIFT] = drift(before, x)

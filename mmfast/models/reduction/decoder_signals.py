@@ -22,6 +22,8 @@ ROPE = "rope"
 INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn", ROPE, *_OF_KEYS})
 # Change of a token's hidden state in the layer before the cut, see `drift`.
 DRIFT = "drift"
+# Attention as `attn`, of the layer with attention before that one.
+BEFORE = "attn_before"
 # Signal of a look ahead, a pass over the first layers before layer 0.
 AHEAD = "attn_ahead"
 _OF_TEXT = {"attn_text", "text_attn"}

@@ -42,7 +42,7 @@ from mmfast.models.reduction.record import Recorder, features_given, recording
 from mmfast.models.reduction.revival import Reviver
 from mmfast.models.reduction.sequence import Sequences, locate, of_text
 from mmfast.models.reduction.site import POSITIONS, Site, refuse_parts
-from mmfast.models.reduction.step import ForwardStep
+from mmfast.models.reduction.step import ForwardStep, before_of
 from mmfast.models.reduction.training import (
     Remainder,
     RemainderLoss,
@@ -90,6 +90,8 @@ class Hooks:
         self._bypass = Bypass(passing[0], self._text, state) if passing else None
         self._looks = repeats or any(site.ahead for site in sites)
         reads = [s.layer - 1 for s in sites if s.deep and s.needs & (INNER | {DRIFT})]
+        self._before = before_of(sites, self._text)
+        reads += self._before.values()
         self._first = 0 if whole else max(0, min([site.layer for site in sites] + reads))
         # What is compiled for one attach() serves the next one that only looks on in steps.
         self._halts = any(site.halts for site in sites)
@@ -263,7 +265,7 @@ class Hooks:
         step.enter(index, hidden)
         if module.training:
             note_change(index, given, step.cuts, kwargs)
-        if step.reads(index):
+        if step.reads(index) or step.reads_early(index):
             self._probe(call, step, index, cache_of(kwargs))
         return (hidden, *(step.beside(each) for each in args[1:])), kwargs
 
@@ -306,6 +308,7 @@ class Hooks:
             blocks = blocks[:, call.past : call.past + length]
             blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
         step = ForwardStep(sites, sequences, past, self._trace, blocks)
+        step.before = self._before
         step.turns, step.restores = self._turns, not self._text.training
         if part is not None and (part.rest or not part.first):
             refuse_parts(step.sites)

@@ -275,6 +275,8 @@ _ADVICE = {
     "attn": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
     "attn_visual": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
     "attn_ahead": "it exists at 'pre' only, and under attach()",
+    "attn_before": "it exists at 'llm<K>' only, behind two layers with attention, and under "
+    "attach()",
     "attn_window": "it exists at 'llm<K>' only, with K at least 1",
     "attn_text": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
     "under prefill_chunk_size, has text",

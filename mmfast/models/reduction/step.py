@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from mmfast.models.reduction.cache_layers import (
 )
 from mmfast.models.reduction.choice import Kept, SiteRunner, acting, items_of
 from mmfast.models.reduction.decoder_signals import (
+    BEFORE,
     DRIFT,
     INNER,
     ROPE,
@@ -37,7 +39,7 @@ from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import NOBODY, Leaving, keep_store
 from mmfast.models.reduction.sequence import MediaItem, Sequences, take
 from mmfast.models.reduction.site import Chain, Site
-from mmfast.models.wrappers import CONV, HYBRID, LINEAR, kind_of, lender_of
+from mmfast.models.wrappers import CONV, HYBRID, LINEAR, attention_at, kind_of, lender_of
 
 EXPERTS = "moe_mm_token_type_ids"  # by which layers of ERNIE 4.5 VL choose experts, `[B, n]`
 
@@ -132,6 +134,8 @@ class ForwardStep:
     fused = False  # embeddings of text have changed
     restores = False  # tokens that halt come back behind the last layer
     halted: HaltedTokens | None = None
+    # By layer of a cut that compares two layers, the earlier of them; see `before_of`.
+    before: Mapping[int, int] = MappingProxyType({})
 
     def __init__(
         self,
@@ -177,11 +181,20 @@ class ForwardStep:
         after = [site for site in self.sites if site.deep and site.layer == layer + 1]
         return {need for site in after for need in site.needs} & INNER
 
+    def reads_early(self, layer: int) -> bool:
+        """Return True if a site compares a later layer's attention with this one's."""
+        return any(BEFORE in s.needs and self.before.get(s.layer) == layer for s in self.sites)
+
     def observe(self, layer: int, seen: LayerAttention) -> None:
-        """Take the signals for the sites before the next layer from this one's attention."""
-        site = next(site for site in self.sites if site.deep and site.layer == layer + 1)
-        items = items_of(site, self.sequences)
-        self.inner[layer] = inner_signals(self.reads(layer), self.sequences, seen, items)
+        """Take the signals for the sites before the next layers from this one's attention."""
+        if needs := self.reads(layer):
+            site = next(site for site in self.sites if site.deep and site.layer == layer + 1)
+            items = items_of(site, self.sequences)
+            self.inner[layer] = inner_signals(needs, self.sequences, seen, items)
+        if self.reads_early(layer):
+            found = inner_signals({"attn"}, self.sequences, seen)
+            for item, signals in zip(self.sequences.items, found, strict=True):
+                self._choice.earlier[item.number] = len(item.chain), signals["attn"]
 
     def enter(self, layer: int, hidden: Tensor) -> None:
         """Remember what enters a layer, `[B, n, D]`, where the next cut reads what it changes."""
@@ -495,6 +508,19 @@ class ForwardStep:
             target = hidden[item.row]
             target.index_copy_(0, item.where, target.index_select(0, item.where) + rows)
         return hidden
+
+
+def before_of(sites: Seq[Site], text: Any) -> dict[int, int]:
+    """By layer of a site that reads `attn_before`, the layer with attention before that of `attn`.
+
+    Sites that no two layers with attention precede are left out.
+    """
+    found = {}
+    for site in sites:
+        able = [i for i in range(site.layer) if attention_at(text, i) is not None]
+        if site.deep and BEFORE in site.needs and len(able) > 1:
+            found[site.layer] = able[-2]
+    return found
 
 
 def _others(hidden: Tensor, items: Seq[MediaItem], kept: Seq[Kept]) -> Tensor:

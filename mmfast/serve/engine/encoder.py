@@ -21,7 +21,7 @@ from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for, check_media
 from mmfast.models.prompt import chat_inputs, marked
-from mmfast.models.reduction.decoder_signals import AHEAD, ROPE
+from mmfast.models.reduction.decoder_signals import AHEAD, BEFORE, ROPE
 from mmfast.models.reduction.inputs import compressed, prompt_rows
 from mmfast.models.reduction.record import features_given
 from mmfast.models.reduction.sequence import Sequences
@@ -229,7 +229,7 @@ def parted(specs: Sequence[Spec]) -> tuple[str | None, tuple[Spec, ...], Spec | 
         s
         for s in inner
         if not (s.method.revives or s.method.bypasses)
-        and ROPE not in s.method.needs
+        and not {BEFORE, ROPE} & set(s.method.needs)
         and s.tokens == MEDIA
     )
     inside = [spec for spec in specs if spec.site == "vit"][:1]

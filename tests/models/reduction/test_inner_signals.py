@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import StaticCache
 
 from mmfast.attach import attach
+from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register, unregister
 from mmfast.core.tokens import Tokens
@@ -287,3 +288,51 @@ def test_keys_values_and_angles_are_those_of_the_model(family: str, seen: list[T
                 mean = axes[:, min(row, axes.shape[1] - 1)].mean((0, 2))[places]
                 torch.testing.assert_close(tokens.need("rope")[:, side], mean)
     assert next(left, None) is None
+
+
+@pytest.mark.parametrize("cut", ["", "divprune@llm2:0.5+"])
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl"])
+def test_attention_before_is_that_of_the_layer_two_in_front(family: str, cut: str) -> None:
+    """Also where a cut stands between the two layers: what went has no attention any more."""
+    seen: list[Tokens] = []
+
+    @register("reads-back", needs=("attn", "attn_before"), sites=("llm",))
+    def reads_back(tokens: Tokens, budget: int) -> Reduction:
+        """Remember the tokens."""
+        seen.append(tokens)
+        return Reduction.prune(torch.arange(budget), tokens.n)
+
+    this = tiny(family)
+    inputs = single(this, 0)
+    try:
+        with attach(this.model, f"{cut}reads-back@llm3:0.5") as trace, torch.no_grad():
+            this.model(**inputs)
+        early_site = pytest.raises(SpecError, match=r"before decoder layer 1; choose llm2 or later")
+        with early_site, attach(this.model, "reads-back@llm1:0.5"), torch.no_grad():
+            this.model(**inputs)
+    finally:
+        unregister("reads-back")
+    early, late = (eager(family, inputs, layer)[0] for layer in (1, 2))
+    places = oracle.embed(this, inputs).items
+    kept = [found.keep for site, _, found in trace.reductions if site == "llm2"]
+    assert len(seen) == len(places) and bool(kept) == bool(cut)
+    for number, (tokens, item) in enumerate(zip(seen, places, strict=True)):
+        left = item[kept[number]] if cut else item
+        want = early[-1, left]
+        torch.testing.assert_close(tokens.need("attn_before"), want, atol=2e-6, rtol=0)
+        if not cut:
+            torch.testing.assert_close(tokens.need("attn"), late[-1, left], atol=2e-6, rtol=0)
+        assert (want - late[-1, left]).abs().max() > 1e-6
+
+
+def test_catp_inner_in_a_model() -> None:
+    """One budget for the examples and the last image of every prompt."""
+    this = tiny("qwen2_5_vl")
+    inputs = batch(this)
+    with attach(this.model, "catp_inner@llm2:0.4") as trace:
+        generate(this, inputs, 2)
+    first, second = trace.reductions[:2], trace.reductions[2:]
+    assert len(second) == 1 and {site for site, _, _ in trace.reductions} == {"llm2"}
+    for each in (first, second):
+        n, m = (sum(getattr(found, name) for _, _, found in each) for name in "nm")
+        assert m == round(0.4 * n)

@@ -306,7 +306,7 @@ def test_cuts_are_those_of_attach_and_one_that_needs_angles_is_read_there() -> N
     made = engine("llava_onevision")
     specs = ["dart@llm2:0.4", "sparsevlm:0.3", "prunevid_inner:0.3", "framefusion@llm1:0.4"]
     specs += ["ivc_prune:0.5", "quicksilver:0.4?fuse=0.9", "quicksilver?drift=1.0&fuse=0.9"]
-    specs += ["divprune:0.5+quicksilver:0.4", "quicksilver:0.4?tokens=all"]
+    specs += ["divprune:0.5+quicksilver:0.4", "quicksilver:0.4?tokens=all", "catp_inner:0.4"]
     requests = [ask(str(i), image(i), "what?", reduce=s, tokens=9) for i, s in enumerate(specs)]
     try:
         found = answers(made, requests)

@@ -25,6 +25,7 @@ REASONS = {
     "is not possible in": "its pictures all have one size and number of tokens",
     "puts tokens back into full attention": "revived tokens would be missing from other layers",
     "among the layers that add DeepStack": "revived tokens would miss DeepStack planes: name K",
+    "compares the attention of two layers": "fewer than two layers of attention in front: name K",
     "needs full attention and a feed-forward": "layers with a window or a state keep all",
 }
 

@@ -339,6 +339,52 @@ def holitom_inner(item: Item, budget: int) -> Answer:
     return answer
 
 
+def geometry(frame: np.ndarray) -> list[float]:
+    """Half the slope, half the spread about each token of `[h, w, D]` unit rows, in order."""
+    rows, columns, _ = frame.shape
+    slopes, spreads = [], []
+    for y in range(rows):
+        for x in range(columns):
+
+            def at(dy: int, dx: int, y: int = y, x: int = x) -> np.ndarray:
+                return frame[min(max(y + dy, 0), rows - 1), min(max(x + dx, 0), columns - 1)]
+
+            across = sum(w * (at(d, 1) - at(d, -1)) for d, w in ((-1, 1), (0, 2), (1, 1))) / 8
+            down = sum(w * (at(1, d) - at(-1, d)) for d, w in ((-1, 1), (0, 2), (1, 1))) / 8
+            slopes.append(math.sqrt(oracles_compose.snap(across @ across + down @ down)))
+            near = frame[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2].reshape(-1, frame.shape[2])
+            spreads.append(oracles_compose.snap(float(near.var(0).sum())))
+    maps = [oracles_compose.rescaled(each) for each in (slopes, spreads)]
+    return [(a + b) / 2 for a, b in zip(*maps, strict=True)]
+
+
+def litevggt(item: Item, budget: int, salient: float = 0.3, first: bool = False) -> Answer:
+    frames, rows, columns = item.grid or (1, 1, item.n)
+    size = rows * columns
+    units = [row / (math.sqrt(float(row @ row)) or 1.0) for row in item.x]
+    video = np.array(units).reshape(frames, rows, columns, -1)
+    score = [value for frame in video for value in geometry(frame)]
+    stay = min(round(salient * budget), budget - 1)
+    start = size if first else 0
+    anchors = list(range(start))
+    if budget - stay - start:
+        cut = Item(item.x[start:], grid=(frames - first, rows, columns))
+        boxes = pool(cut, budget - stay - start).groups.values()
+        anchors += [start + min(box, key=lambda i: (score[start + i], i)) for box in boxes]
+    clip = [range(t * size, t * size + size) for t in range(frames)]
+    free = [[i for i in tokens if i not in anchors] for tokens in clip]
+    room = [len(tokens) for tokens in free]
+    kept = list(anchors)
+    for tokens, count in zip(free, oracles_encoder.shared(room, stay, room), strict=True):
+        kept += ranked(score, tokens)[:count]
+    groups = {i: [i] for i in kept}
+    for i in range(item.n):
+        if i not in groups:
+            near = {a: min(cosine(item.x[i], item.x[a]), SAME) for a in sorted(anchors)}
+            groups[max(near, key=lambda a: (near[a], -a))].append(i)
+    return Answer(item.n, {i: dict.fromkeys(g, 1 / len(g)) for i, g in groups.items()})
+
+
 ORACLES: Mapping[str, Callable[..., Answer]] = {
     **oracles_compose.ORACLES,
     **oracles_encoder.ORACLES,
@@ -350,6 +396,7 @@ ORACLES: Mapping[str, Callable[..., Answer]] = {
     "fastv": fastv,
     "holitom": holitom,
     "holitom_inner": holitom_inner,
+    "litevggt": litevggt,
     "pool": pool,
     "random": random,
     "tome": tome,

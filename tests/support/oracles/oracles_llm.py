@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from oracle_base import Answer, Item, cosine, dpc, pruned, ranked
+from oracles_encoder import shared
 
 
 def _best(item: Item, score: list[float], budget: int) -> Answer:
@@ -40,6 +41,24 @@ def slimfer(item: Item, budget: int, block: int = 16) -> Answer:
     for number in ranked(means):
         keep += ranked(score, blocks[number])[: budget - len(keep)]
     return pruned(item.n, keep)
+
+
+def catp_inner(item: Item, budget: int, relevance: float = 0.6) -> Answer:
+    image = item.signals["image"].tolist()
+    groups = [[i for i in range(item.n) if (image[i] == max(image)) == so] for so in (False, True)]
+    examples, own = groups if groups[0] else groups[::-1]
+    asked = [i for i in range(item.n) if image[i] == max(image)]
+    sizes = [len(examples), len(own)]
+    counts = shared([float(n) for n in sizes], budget, sizes)
+    asking = np.mean([*item.query, *(item.x[i] for i in asked)], axis=0)
+    gained = item.attn - item.signals["attn_before"]
+    score = [
+        max(0.0, g) + relevance * cosine(x, asking) for g, x in zip(gained, item.x, strict=True)
+    ]
+    kept = ranked([round(s, 9) for s in score], examples)[: counts[0]]
+    context = item.x[kept or examples].mean(0)
+    near = [round(cosine(x, context), 9) for x in item.x]
+    return pruned(item.n, kept + ranked(near, own)[: counts[1]])
 
 
 def gemfilter(item: Item, budget: int) -> Answer:
@@ -165,6 +184,7 @@ def skip_vision(item: Item, budget: int) -> Answer:
 
 ORACLES: Mapping[str, Callable[..., Answer]] = {
     "adaptinfer": adaptinfer,
+    "catp_inner": catp_inner,
     "dart": dart,
     "fastkv": fastkv,
     "gemfilter": gemfilter,

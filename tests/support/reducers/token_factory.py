@@ -85,6 +85,7 @@ def _others(
         "text_values": torch.randn(words, 2, min(8, x.shape[1]) // 2, generator=g),
         "rope": torch.randn(n, 2, generator=g),
         "drift": (torch.rand(n, generator=torch.Generator().manual_seed(n)) * 8).floor() / 8,
+        "attn_before": (torch.rand(n, generator=torch.Generator().manual_seed(-n)) * 8).floor() / 8,
         "tile": torch.arange(n) * 5 // n,
         "image": torch.arange(n) * 3 // n,
         "place": place.reshape(n, 3),
