@@ -10,7 +10,16 @@ import numpy as np
 from mmfast.tiny.scenes.looks import SceneView
 from mmfast.tiny.scenes.questions import ABSENT, ALONE, MOVES, NOUNS, SHORT, SceneItem
 from mmfast.tiny.video import questions
-from mmfast.tiny.video.scene import COLOURS, SAMPLED, SHAPES, SIDE, Floats, Table, corner_of
+from mmfast.tiny.video.scene import (
+    COLOURS,
+    DIRECTIONS,
+    SAMPLED,
+    SHAPES,
+    SIDE,
+    Floats,
+    Table,
+    corner_of,
+)
 
 START, END, STILL = " at the start", " at the end", ""
 SIDES = (("left", "right"), ("above", "below"))  # by axis
@@ -168,7 +177,7 @@ def _moves(view: SceneView, ways: dict[str, str]) -> Iterator[SceneItem]:
     """For each thing that moves one way, whether it moves that way, and whether another."""
     rng = np.random.default_rng([view.look.seed, 11])
     for name, way in ways.items():
-        (other,) = _drawn(rng, [w for w in questions.DIRECTIONS if w != way], 1)
+        (other,) = _drawn(rng, [w for w in DIRECTIONS if w != way], 1)
         for word, answer in ((way, "yes"), (other, "no")):
             to = "to the " if word in ("left", "right") and rng.random() < 0.5 else ""
             yield SceneItem(MOVES, (name, to + word), answer, "moves")
