@@ -124,6 +124,7 @@ class Adapter:
         inner: Stages may act before and inside the tower (sites `pixel` and `vit`), and a frame
             cache and CUDA graphs around its blocks.
         counts: Its `generate` takes no positions and counts them itself.
+        apart: Text and media of a prompt may be read apart and put together, as a server does.
         alone: A vision encoder without a language model.
     """
 
@@ -141,6 +142,7 @@ class Adapter:
     mrope: bool = False
     inner: bool = True
     counts: bool = False
+    apart: bool = True
     alone: bool = False
 
     def tower_of(self, base: Any, kind: str) -> Tower:
@@ -155,6 +157,15 @@ def check_inner(adapter: Adapter, what: str) -> None:
         raise ModelError(
             f"{what} cannot act in {adapter.family!r}, whose tower is of another build; reduce at "
             "site 'pre' or inside the language model, such as fastv@llm2"
+        )
+
+
+def check_apart(adapter: Adapter, what: str) -> None:
+    """Refuse what puts prompts together from parts of a family that cannot; a ModelError."""
+    if not adapter.apart:
+        raise ModelError(
+            f"{what} reads text and media of a prompt apart, which gives other answers in "
+            f"{adapter.family!r}; ask mmfast.pipeline, without it"
         )
 
 

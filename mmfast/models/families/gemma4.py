@@ -60,4 +60,4 @@ def _counts(kind: str, call: Call) -> list[int]:
     return [1] * len(call["image_position_ids"])
 
 
-add_adapter(Adapter("gemma4", layout, fold, blocks=blocks))
+add_adapter(Adapter("gemma4", layout, fold, blocks=blocks, apart=False))

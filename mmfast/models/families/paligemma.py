@@ -19,4 +19,6 @@ def blocks(call: Call) -> Tensor | None:
     return (types != 0).long().neg() if types is not None and first else None
 
 
-add_adapter(Adapter("paligemma", layout, fold, recover, media=("image",), blocks=blocks))
+add_adapter(
+    Adapter("paligemma", layout, fold, recover, media=("image",), blocks=blocks, apart=False)
+)

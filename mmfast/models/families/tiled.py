@@ -145,8 +145,9 @@ _add(
     Tiling(
         lambda base: int(base.config.vision_config.hidden_stride), _no_end, "first", _rows_of_ovis
     ),
+    apart=False,  # its tags are embedded beside the pictures
 )
-_add("got_ocr2", Tiling(lambda base: 4, _never), tower=blockless)
+_add("got_ocr2", Tiling(lambda base: 4, _never), tower=blockless, apart=False)
 _add(
     "perception_lm",
     Tiling(lambda base: int(base.config.projector_pooling_ratio), _never, "first", counts=_stacked),

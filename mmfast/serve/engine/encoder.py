@@ -19,7 +19,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.registry import MEDIA
 from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
-from mmfast.models.families.adapter import adapter_for, check_media
+from mmfast.models.families.adapter import adapter_for, check_apart, check_media
 from mmfast.models.prompt import chat_inputs, marked
 from mmfast.models.reduction.decoder_signals import AHEAD, BEFORE, ROPE
 from mmfast.models.reduction.inputs import compressed, prompt_rows
@@ -254,6 +254,7 @@ class MediaEncoder:
         self.model, self.processor, self.most = model, settled(processor), _START
         self.slicer = Slicer()
         self.base, self.adapter = model.base_model, adapter_for(model)
+        check_apart(self.adapter, "the server")
         self.kept: ByteCache[UnitFeatures] = ByteCache(memory, lambda known: known.nbytes)
         self._lock = threading.Lock()  # a tokenizer serves one thread at a time
 

@@ -24,7 +24,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.cache_name import CACHE
 from mmfast.models.cost import timed
 from mmfast.models.encoder_names import takes_features
-from mmfast.models.families.adapter import Layout, adapter_for
+from mmfast.models.families.adapter import Layout, adapter_for, check_apart
 from mmfast.models.reduction.inputs import PromptRows, compressed, prompt_rows
 from mmfast.models.reduction.record import features_given
 from mmfast.models.reduction.sequence import Sequences
@@ -74,6 +74,8 @@ class MediaReuse:
         self.model, self.processor = stock_model(model), processor
         self.plan, self.store = plan, store
         self.base, self.adapter = base_of(self.model), adapter_for(self.model)
+        if plan.prefix:
+            check_apart(self.adapter, f"reuse={str(plan)!r}")
         self._weights = weights or WeightChecksum(self.model)
         if store.deadline_ms is not None and plan.mode != "prefix":
             raise SpecError(
