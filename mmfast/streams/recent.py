@@ -1,10 +1,10 @@
 """Recent frames of a stream as pictures, for questions that its model cannot answer.
 
 The embedded model of streams was trained on an endless world: it remembers, but no longer answers
-questions about movement, speed and order, counts badly, has never been asked for yes or no, and
-knows few words. The embedded model of clips does all that. A stream of the first therefore keeps
-its last seconds as pictures, and a question about the present is put to the second, about a clip
-of them.
+questions about movement, speed and order, counts badly, has never been asked for yes or no or
+about "the object", and knows few words. The embedded model of clips does all that. A stream of
+the first therefore keeps its last seconds as pictures, and a question about the present is put to
+the second, about a clip of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ _MOTION = re.compile(
 _PRESENT = re.compile(
     r"\b(?:now|currently|at the moment|how many|count|number of)\b"
     r"|^\W*(?:is|are|does|do|can) ",
+    re.IGNORECASE,
+)
+# What names no thing: the model of the stream was asked for things by their names alone.
+_NAMELESS = re.compile(
+    r"\b(?:its?|this|the (?:object|thing|figure|shape(?! of)))\b"
+    r"|\b(?:colou?r|shape|object) (?:do you see|can you see|is (?:shown|there))\b",
     re.IGNORECASE,
 )
 _ENDS = re.compile(r"\bat the (?:start|beginning|end)\b", re.IGNORECASE)
@@ -80,8 +86,8 @@ class RecentFrames:
             return False
         if _MOTION.search(question):
             return len(self._kept) > 1
-        present = _PRESENT.search(question) is not None
-        return strange or present or (self.whole and _ENDS.search(question) is not None)
+        present = _PRESENT.search(question) or _NAMELESS.search(question)
+        return strange or present is not None or (self.whole and _ENDS.search(question) is not None)
 
     def worded(self, question: str) -> str:
         """Return a question in the words of a clip, which is of now: a place now is at its end."""

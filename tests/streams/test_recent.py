@@ -112,6 +112,10 @@ def test_the_past_alone_stays_with_the_model_of_the_stream() -> None:
         "Where is the red circle at the end?",
         "What colour is the circle now?",
         "How many objects are there?",
+        "What color is the object?",
+        "What shape is it?",
+        "What is the colour of the shape?",
+        "Which shape do you see?",
         "Is there a red circle?",
     ]
     assert all(recent.asked(question) for question in asked)
@@ -119,6 +123,8 @@ def test_the_past_alone_stays_with_the_model_of_the_stream() -> None:
         "What number is at the red circle?",
         "In which corner is the red circle?",
         "Where is the red circle?",
+        "What is the shape of the red object?",
+        "What shape is the white object?",
     ]
     assert not any(recent.asked(question) for question in others)
     recent.cut()
