@@ -151,5 +151,9 @@ class PipelinePlanner:
 
 
 def _standing(tokens: Tensor, chosen: Tensor, real: Tensor) -> tuple[int, int]:
-    """Tokens that the whole model would have chosen, too, of all of the answers."""
-    return int(((tokens == chosen) & real).sum()), int(real.sum())
+    """Tokens that stand, of all of the answers: up to the first that would not have been chosen.
+
+    What follows another word rests on it: behind the first word of a refusal anyone goes on so.
+    """
+    stands = ((tokens == chosen) & real).long().cumprod(1)
+    return int(stands.sum()), int(real.sum())

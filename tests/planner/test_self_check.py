@@ -22,6 +22,7 @@ from mmfast.core.registry import register, unregister
 from mmfast.core.spec import SelfCheck, self_check
 from mmfast.core.tokens import Tokens
 from mmfast.models.decoder.agreement import chosen_tokens
+from mmfast.pipelines.planning import _standing
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
 from mmfast.planner.raised import LAST, RaisedBudget
@@ -131,6 +132,17 @@ def test_what_a_model_would_have_chosen_is_a_recompute_without_cache() -> None:
                     break
         if not faults:
             assert bool(((chosen == given) | ~real).all())
+
+
+def test_what_follows_another_word_does_not_stand() -> None:
+    """A refusal goes on as all do behind its first word, whatever was seen."""
+    tokens, chosen = (
+        torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]]),
+        torch.tensor([[9, 2, 3, 4], [5, 6, 8, 0]]),
+    )
+    real = torch.tensor([[True] * 4, [True, True, True, False]])
+    assert _standing(tokens, chosen, real) == (2, 7)
+    assert _standing(tokens, tokens, real) == (7, 7)
 
 
 def test_a_cut_that_loses_all_is_driven_to_all_tokens(blind: None) -> None:
