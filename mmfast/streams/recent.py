@@ -86,8 +86,8 @@ class RecentFrames:
             return False
         if _MOTION.search(question):
             return len(self._kept) > 1
-        present = _PRESENT.search(question) or _NAMELESS.search(question)
-        return strange or present is not None or (self.whole and _ENDS.search(question) is not None)
+        patterns = (_PRESENT, _NAMELESS, *([_ENDS] if self.whole else []))
+        return strange or any(pattern.search(question) for pattern in patterns)
 
     def worded(self, question: str) -> str:
         """Return a question in the words of a clip, which is of now: a place now is at its end."""

@@ -64,5 +64,4 @@ def chosen_tokens(generate: Callable[..., Any], answers: Tensor) -> tuple[Tensor
         return ids
 
     generate(custom_generate=read)
-    chosen, real = found
-    return chosen, real
+    return found[0], found[1]

@@ -124,6 +124,7 @@ class Adapter:
         inner: Stages may act before and inside the tower (sites `pixel` and `vit`), and a frame
             cache and CUDA graphs around its blocks.
         counts: Its `generate` takes no positions and counts them itself.
+        framed: Clips are written with the placeholder of images, frame by frame.
         apart: Text and media of a prompt may be read apart and put together, as a server does.
         alone: A vision encoder without a language model.
     """
@@ -142,6 +143,7 @@ class Adapter:
     mrope: bool = False
     inner: bool = True
     counts: bool = False
+    framed: bool = False
     apart: bool = True
     alone: bool = False
 
@@ -191,6 +193,14 @@ def check_media(model: Any, kind: str) -> None:
 def add_adapter(adapter: Adapter) -> None:
     """Make a family known; one of the same name is replaced."""
     _ADAPTERS[adapter.family] = adapter
+
+
+def placeholder(config: Any, kind: str) -> Any:
+    """Id of the token in a prompt that stands for media of a kind; None where there is none."""
+    import_all(_PACKAGE)
+    known = _ADAPTERS.get(config.model_type)
+    name = "image" if kind == "video" and known is not None and known.framed else kind
+    return getattr(config, f"{name}_token_id", None)
 
 
 def adapter_for(model: Any) -> Adapter:

@@ -10,4 +10,4 @@ from mmfast.models.families.adapter import Adapter, add_adapter
 from mmfast.models.families.qwen import fold, layout, recover
 
 for _family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
-    add_adapter(Adapter(_family, layout, fold, recover, mrope=True, inner=False))
+    add_adapter(Adapter(_family, layout, fold, recover, mrope=True, inner=False, framed=True))

@@ -22,8 +22,6 @@ from mmfast.models.encoder_names import bound_arguments
 # placeholder `<kind>_token_id`, and these arguments of its forward bring them.
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 KINDS = tuple(PIXELS)
-# Families whose clips have the placeholder of images; their `video_token_id` is in no prompt.
-_AS_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 # Attention function that computes all segments of a packed tower together; `flash` in the name
 # makes stock towers hand it their boundaries (see mmfast/models/vision/acceleration.py).
 SEGMENTS = "mmfast_flash_segments"
@@ -109,12 +107,6 @@ def numbers_of(layers: Any, count: int) -> set[int]:
 def kinds_of(base: Any) -> list[str]:
     """Kinds of media a base model encodes."""
     return [kind for kind in KINDS if hasattr(base, f"get_{kind}_features")]
-
-
-def placeholder(config: Any, kind: str) -> Any:
-    """Id of the token in a prompt that stands for media of a kind; None where there is none."""
-    name = "image" if kind == "video" and config.model_type in _AS_IMAGES else kind
-    return getattr(config, f"{name}_token_id", None)
 
 
 def check_blocks(tower: Tower, family: str, what: str) -> None:

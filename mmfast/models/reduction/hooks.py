@@ -157,9 +157,7 @@ class Hooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         last = kwargs.get("logits_to_keep")
-        if (
-            isinstance(last, int) and last and output is not None
-        ):  # Gemma 4 cuts no shortened prompt
+        if isinstance(last, int) and last and output is not None:  # Gemma 4 leaves it to us
             output.last_hidden_state = output.last_hidden_state[:, -last:]
         if not torch.compiler.is_compiling():
             self._close(output)

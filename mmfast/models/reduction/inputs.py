@@ -27,9 +27,9 @@ from mmfast.models.encoder_names import (
     planes_of,
     takes_features,
 )
-from mmfast.models.families.adapter import adapter_for
+from mmfast.models.families.adapter import adapter_for, placeholder
 from mmfast.models.families.prompt_ids import prompt_ids
-from mmfast.models.families.tower import kinds_of, placeholder
+from mmfast.models.families.tower import kinds_of
 from mmfast.models.reduction.check import check
 from mmfast.models.reduction.decoder_signals import AHEAD
 from mmfast.models.reduction.record import features_given, flat, recording

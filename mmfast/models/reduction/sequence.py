@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import ALL
-from mmfast.models.families.adapter import Adapter, Layout
+from mmfast.models.families.adapter import Adapter, Layout, placeholder
 from mmfast.models.families.prompt_ids import placeholders_in
-from mmfast.models.families.tower import placeholder
 from mmfast.models.reduction.record import Record, features_given, flat, record_of
 
 

@@ -31,8 +31,8 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
 from mmfast.core.tokens import Tokens
-from mmfast.models.families.adapter import Adapter
-from mmfast.models.families.tower import Tower, grid_tables, placeholder
+from mmfast.models.families.adapter import Adapter, placeholder
+from mmfast.models.families.tower import Tower, grid_tables
 from mmfast.models.patching import override
 from mmfast.models.reduction.record import CHAINS
 from mmfast.models.reduction.site import Chain, Site, run_site

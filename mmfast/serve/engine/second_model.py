@@ -23,8 +23,7 @@ from mmfast.decoding.speculation import EXIT, DecodePlan
 from mmfast.models.decoder.draft_stage import load_draft, placeholders
 from mmfast.models.decoder.drafters import own_inputs
 from mmfast.models.decoder.early_exit import load_exit
-from mmfast.models.families.adapter import adapter_for, check_media
-from mmfast.models.families.tower import placeholder
+from mmfast.models.families.adapter import adapter_for, check_media, placeholder
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.check import check, refuse_files
 from mmfast.models.reduction.record import features_given

@@ -38,6 +38,7 @@ from mmfast.serve.guard.errors import ApiError, reason, reply
 
 _log = logging.getLogger("mmfast.serve")
 _GONE = 499  # the client went, or stopped reading
+Routed = Callable[[Any], bool]  # from the scope of a request
 
 
 class _Exchange:
@@ -78,7 +79,7 @@ class HttpExchange(_Exchange):
         self.intake: BodyReceiver | None = None
         self._started = self._stalled = False
 
-    async def run(self, app: Any, bodies: Bodies, routed: bool) -> None:
+    async def run(self, app: Any, bodies: Bodies, routed: Routed) -> None:
         """Let the application answer; answer in its place where it fails.
 
         What is not `routed` is for the application to refuse, whatever its type.
@@ -87,7 +88,7 @@ class HttpExchange(_Exchange):
         try:
             is_json = check_type(scope["method"], scope["path"], scope["headers"])
         except ApiError:
-            if routed:
+            if routed(scope):
                 raise
             is_json = False
         endless = bool(values(scope["headers"], b"transfer-encoding"))
@@ -155,7 +156,7 @@ class SocketExchange(_Exchange):
         super().__init__(*given)
         self._asked = self._open = self._over = False
 
-    async def run(self, app: Any, bodies: Bodies, routed: bool) -> None:
+    async def run(self, app: Any, bodies: Bodies, routed: Routed) -> None:
         """Let the application talk; close in its place where it fails."""
         try:
             await app(self._scope, self.receive, self.send)
@@ -236,7 +237,7 @@ class Shield:
     """Pure ASGI middleware: limits, keys, quotas, request ids, errors, one log line each.
 
     The application finds the `Caller` with `caller_of(scope)`. `rejected` gets the reason of each
-    refusal. `routed` tells whether there is a route for a request; None takes that for granted.
+    refusal. `routed` tells whether there is a route for a request.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class Shield:
         app: Any,
         config: ServerConfig,
         rejected: Callable[[str], None] | None = None,
-        routed: Callable[[Any], bool] | None = None,
+        routed: Routed = lambda scope: True,
     ) -> None:
         self._app, self._config, self._routed = app, config, routed
         self._keys, self._rejected = Keys(config.api_keys), rejected
@@ -286,8 +287,7 @@ class Shield:
         try:
             self._admit(scope, caller)
             entered = caller.limited
-            routed = self._routed is None or self._routed(scope)
-            await exchange.run(self._app, self._bodies, routed)
+            await exchange.run(self._app, self._bodies, self._routed)
         except ApiError as error:
             if self._rejected is not None:
                 self._rejected(reason(error))

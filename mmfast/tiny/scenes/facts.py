@@ -100,17 +100,17 @@ def _alone(items: Sequence[SceneItem], many: int, times: Sequence[str]) -> Itera
     rows = {"colour": "it_colour", "shape": "it_shape", "position": "it_place", "where": "it_box"}
     if STILL not in times:
         rows |= {"direction": "it_way"}
+    several = f"there are {many} objects." if many else "there is no object."
     for kind, it in rows.items():
         known = [item for item in items if item.kind == kind]
         for time in times if kind in ("position", "where") else ("",):
-            answers = [item.answer for item in known if time in ("", *item.slots[1:])]
-            if many != 1:
-                words = f"are {many} objects" if many else "is no object"
-                answers = [f"there {words}."]
-            for answer in answers[:1]:
-                if kind != "shape":
-                    yield from (SceneItem(ALONE, (noun, time), answer, kind) for noun in NOUNS)
-                yield from [SceneItem(ALONE, ("", time), answer, it)] * 2
+            mine = (item.answer for item in known if time in ("", *item.slots[1:]))
+            answer = next(mine, None) if many == 1 else several
+            if answer is None:
+                continue
+            if kind != "shape":
+                yield from (SceneItem(ALONE, (noun, time), answer, kind) for noun in NOUNS)
+            yield from [SceneItem(ALONE, ("", time), answer, it)] * 2  # the nouns are four
 
 
 def _exists(view: SceneView, looks: Sequence[questions.Look], number: bool) -> Iterator[SceneItem]:
@@ -194,13 +194,15 @@ def _short(
     shapes, colours = ([look[k] for look in looks] for k in (0, 1))
     short = dict[str, list[str]]()
     for shape, colour in looks:
-        names = [shape] * (shapes.count(shape) == 1)
-        names += [f"{colour} {noun}" for noun in NOUNS[::2] * (colours.count(colour) == 1)]
+        names = [shape] if shapes.count(shape) == 1 else []
+        if colours.count(colour) == 1:
+            names += [f"{colour} object", f"{colour} thing"]
         short[f"{colour} {shape}"] = names
     for item in items:
         if item.kind in _NAMED and any(short.get(slot) for slot in item.slots):
-            slots = [[*_drawn(rng, short.get(slot, ()), 1), slot][0] for slot in item.slots]
-            yield SceneItem(SHORT, tuple(slots), item.answer, item.form or item.kind)
+            chosen = (_drawn(rng, short.get(slot, ()), 1) or [slot] for slot in item.slots)
+            slots = tuple(name for (name,) in chosen)
+            yield SceneItem(SHORT, slots, item.answer, item.form or item.kind)
 
 
 def _spatial(view: SceneView, table: Table, frame: int, time: str) -> Iterator[SceneItem]:

@@ -110,9 +110,8 @@ def make_view(
 def _ink(rng: np.random.Generator, name: str) -> Ink:
     """A shade between ours and what others call so."""
     pure = PURE[name][rng.integers(len(PURE[name]))]
-    mixed = np.asarray(COLOURS[name]) + rng.choice((0.5, 1.0)) * rng.random() * np.subtract(
-        pure, COLOURS[name]
-    )
+    ours = np.asarray(COLOURS[name])
+    mixed = ours + rng.choice((0.5, 1.0)) * rng.random() * (np.asarray(pure) - ours)
     red, green, blue = np.clip(mixed + rng.uniform(-12, 12, 3), 0, 255).tolist()
     return red, green, blue
 

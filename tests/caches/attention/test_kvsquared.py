@@ -45,7 +45,7 @@ def by_hand(ids: list[int], asks: float = 0.3) -> Any:
     model = decode_models.tiny(attn_implementation="eager").eval()
     embeds = model.get_input_embeddings()(torch.tensor(ids)).detach()
     whole = oracle.Prompt(embeds, torch.arange(len(ids)), [])
-    this = SimpleNamespace(model=model, facts=SimpleNamespace(blocks=None))
+    this = SimpleNamespace(model=model, facts=SimpleNamespace(blocks=None, prefix=False))
     with torch.no_grad():
         walk = cache_oracle.Walk(this, whole)
     return repeat_walk.received(walk, whole, 9, asks=asks).values()

@@ -52,7 +52,7 @@ def by_hand(ids: list[int], chunk: int, words: Any = ((), (), ())) -> Any:
     model = decode_models.tiny(attn_implementation="eager").eval()
     embeds = model.get_input_embeddings()(torch.tensor(ids)).detach()
     prompt = oracle.Prompt(embeds, torch.arange(len(ids)), [])
-    this = SimpleNamespace(model=model, facts=SimpleNamespace(blocks=None))
+    this = SimpleNamespace(model=model, facts=SimpleNamespace(blocks=None, prefix=False))
     with torch.no_grad():
         walk = cache_oracle.Walk(this, prompt)
     return repeat_walk.received(walk, prompt, chunk, words)

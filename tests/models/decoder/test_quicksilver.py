@@ -44,7 +44,7 @@ def spec_of(knobs: str, tokens: str) -> str:
 def of_text(model: Any, ids: Tensor) -> tuple[Any, oracle.Prompt]:
     """A model of text and its prompt, in the form of those with media."""
     embeds = model.get_input_embeddings()(ids[0])
-    facts = SimpleNamespace(blocks=False)
+    facts = SimpleNamespace(blocks=False, prefix=False)
     made = oracle.Prompt(embeds, torch.arange(len(embeds)), [])
     return SimpleNamespace(model=model, facts=facts), made
 

@@ -94,7 +94,7 @@ class Walk:
             n = len(hidden)
             seen = torch.ones(n, n).tril().bool()
             seen |= oracle.forward_of(self.tiny, kind, oracle.blocks(prompt))
-            seen |= torch.tensor(getattr(self.tiny.facts, "prefix", False))
+            seen |= torch.tensor(self.tiny.facts.prefix)
             if kind == "sliding_attention":
                 seen &= torch.ones(n, n).triu(1 - config.sliding_window).bool()
             return self._as_function_wants(seen[None, None], hidden)

@@ -24,18 +24,25 @@ SOUND = {
 MELS, FRAMES = 8, 40  # mel bands; frames of a chunk that the audio encoder attends over
 
 
+def sound_config(text: Any, shape: Shape) -> dict[str, Any]:
+    """Sizes of a small audio encoder."""
+    return {
+        "num_mel_bins": MELS,
+        "encoder_layers": shape.depth,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "d_model": 16,
+        "output_dim": text["hidden_size"],
+    }
+
+
 def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
     vision = vision_config(text, shape)
     config = Qwen2_5OmniThinkerConfig(
         audio_config={
-            "num_mel_bins": MELS,
-            "encoder_layers": shape.depth,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 32,
-            "d_model": 16,
+            **sound_config(text, shape),
             "n_window": FRAMES // 2,
             "max_source_positions": FRAMES,
-            "output_dim": text["hidden_size"],
         },
         vision_config={
             **vision,

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from tiny_base import SPECIALS, Family, Shape, plain_mask
+from tiny_clip import tower_sizes
 from torch import Tensor
 from transformers import (
     Gemma4AudioFeatureExtractor,
@@ -39,13 +40,9 @@ def build_gemma4(tokenizer: Any, text: Any, ids: Any, shape: Shape, **more: Any)
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma4Config(
         vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": shape.depth,
-            "num_attention_heads": 2,
+            **tower_sizes(shape),
             "num_key_value_heads": 2,
             "head_dim": 8,
-            "patch_size": shape.patch,
             "position_embedding_size": 64,
         },
         text_config={

@@ -6,7 +6,7 @@ from typing import Any
 
 from tiny_base import Family, Shape
 from tiny_family_qwen2_5_omni_thinker import FAMILY as BEFORE
-from tiny_family_qwen2_5_omni_thinker import MELS
+from tiny_family_qwen2_5_omni_thinker import MELS, sound_config
 from tiny_kin_qwen import EXPERTS, rope
 from tiny_qwen import media, vision_config
 from torch import Tensor
@@ -22,15 +22,7 @@ from transformers import (
 def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
     vision = vision_config(text, shape)
     config = Qwen3OmniMoeThinkerConfig(
-        audio_config={
-            "num_mel_bins": MELS,
-            "encoder_layers": shape.depth,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 32,
-            "d_model": 16,
-            "output_dim": text["hidden_size"],
-            "downsample_hidden_size": 4,
-        },
+        audio_config={**sound_config(text, shape), "downsample_hidden_size": 4},
         vision_config={
             **vision,
             "num_position_embeddings": 64,

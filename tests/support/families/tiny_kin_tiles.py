@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tiny_base import SPECIALS, Family, Shape
-from tiny_clip import side, siglip_config
+from tiny_clip import side, siglip_config, tower_sizes
 from torch import Tensor
 from transformers import (
     AyaVisionConfig,
@@ -165,12 +165,8 @@ def build_ovis2(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any,
     """A model whose images are cut into up to 4 tiles."""
     config = Ovis2Config(
         vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": shape.depth,
-            "num_attention_heads": 2,
+            **tower_sizes(shape),
             "image_size": side(shape),
-            "patch_size": shape.patch,
             "vocab_size": 32,
             "hidden_stride": shape.merge,
         },
@@ -315,12 +311,8 @@ def build_minicpmv4_6(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tupl
     side = 8 * shape.patch
     config = MiniCPMV4_6Config(
         vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": shape.depth,
-            "num_attention_heads": 2,
+            **tower_sizes(shape),
             "image_size": side,
-            "patch_size": shape.patch,
             "insert_layer_id": 0,
         },
         text_config={"model_type": "qwen3", "head_dim": 8, **text},

@@ -224,7 +224,7 @@ def through(
     if kind == "sliding_attention":  # counts the living
         rank = alive.cumsum(0)
         seen &= rank[:, None] - rank[None] < text.config.sliding_window
-    if getattr(tiny.facts, "prefix", False):  # past any window, too
+    if tiny.facts.prefix:  # past any window, too
         seen[: prompt.asked, : prompt.asked] = True
     mask = (seen & (alive | torch.eye(len(hidden), dtype=torch.bool)))[None, None]
     if text.config._attn_implementation == "eager":

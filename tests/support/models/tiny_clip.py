@@ -7,16 +7,20 @@ from typing import Any
 from tiny_base import Shape
 
 
-def vision_config(shape: Shape) -> dict[str, Any]:
+def tower_sizes(shape: Shape) -> dict[str, Any]:
+    """Sizes of a small vision tower."""
     return {
-        "model_type": "clip_vision_model",
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_hidden_layers": shape.depth,
         "num_attention_heads": 2,
-        "image_size": side(shape),
         "patch_size": shape.patch,
     }
+
+
+def vision_config(shape: Shape) -> dict[str, Any]:
+    own = {"model_type": "clip_vision_model", "image_size": side(shape)}
+    return {**tower_sizes(shape), **own}
 
 
 def side(shape: Shape) -> int:
