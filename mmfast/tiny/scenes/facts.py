@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 
 from mmfast.tiny.scenes.looks import SceneView
-from mmfast.tiny.scenes.questions import ABSENT, ALONE, MOVES, NOUNS, SHORT, SceneItem
+from mmfast.tiny.scenes.loose import loose_items
+from mmfast.tiny.scenes.questions import ABSENT, END, START, STILL, SceneItem, drawn
 from mmfast.tiny.video import questions
 from mmfast.tiny.video.scene import (
     COLOURS,
-    DIRECTIONS,
     SAMPLED,
     SHAPES,
     SIDE,
@@ -21,7 +21,6 @@ from mmfast.tiny.video.scene import (
     corner_of,
 )
 
-START, END, STILL = " at the start", " at the end", ""
 SIDES = (("left", "right"), ("above", "below"))  # by axis
 CENTRE = 5.0  # units from both middle lines up to which a thing is in the centre
 WHOLE = 0.9  # share of a thing in sight from which on its box can be asked
@@ -52,9 +51,8 @@ def clip_items(view: SceneView, table: Table, margin: bool = False) -> list[Scen
     found += _followups(found, ways)
     if len(sure) == table.count:
         found += _absent(view, [table.looks[i] for i in sure], bool(table.shown.any()))
-        found += _alone(found, table.count, (START, END))
-    found += _moves(view, ways)
-    return [*found, *_short(view, found, table.looks)]
+    whole = len(sure) == table.count
+    return [*found, *loose_items(view, found, table.looks, (START, END), whole)]
 
 
 def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
@@ -77,8 +75,8 @@ def picture_items(view: SceneView, table: Table, frame: int) -> list[SceneItem]:
     found += _followups(found, {})
     if there == clear:
         found += _absent(view, [table.looks[i] for i in there], bool(table.shown[frame]), frame)
-        found += _alone(found, len(there), (STILL,))
-    return [*found, *_short(view, found, [table.looks[i] for i in there])]
+    shown = [table.looks[i] for i in there]
+    return [*found, *loose_items(view, found, shown, (STILL,), there == clear)]
 
 
 def place_of(point: Floats) -> str:
@@ -95,24 +93,6 @@ def _central(table: Table, frame: int, time: str) -> Iterator[SceneItem]:
             yield SceneItem("position", (table.name(i), time), "centre")
 
 
-def _alone(items: Sequence[SceneItem], many: int, times: Sequence[str]) -> Iterator[SceneItem]:
-    """Questions about "the object" or "it"; they say so where it is none or several."""
-    rows = {"colour": "it_colour", "shape": "it_shape", "position": "it_place", "where": "it_box"}
-    if STILL not in times:
-        rows |= {"direction": "it_way"}
-    several = f"there are {many} objects." if many else "there is no object."
-    for kind, it in rows.items():
-        known = [item for item in items if item.kind == kind]
-        for time in times if kind in ("position", "where") else ("",):
-            mine = (item.answer for item in known if time in ("", *item.slots[1:]))
-            answer = next(mine, None) if many == 1 else several
-            if answer is None:
-                continue
-            if kind != "shape":
-                yield from (SceneItem(ALONE, (noun, time), answer, kind) for noun in NOUNS)
-            yield from [SceneItem(ALONE, ("", time), answer, it)] * 2  # the nouns are four
-
-
 def _exists(view: SceneView, looks: Sequence[questions.Look], number: bool) -> Iterator[SceneItem]:
     """As many things that are there as such that are not, half of the latter nearly there."""
     rng = np.random.default_rng([view.look.seed, 3])
@@ -125,18 +105,14 @@ def _exists(view: SceneView, looks: Sequence[questions.Look], number: bool) -> I
         if f"{c} {s}" not in there and (c in colours or s in shapes)
     ]
     far = [f"{c} {s}" for c in COLOURS for s in SHAPES if c not in colours and s not in shapes]
-    absent = [*_drawn(rng, near, 2), *_drawn(rng, far, 2)]
-    absent += _drawn(rng, [s for s in SHAPES if s not in shapes], 2)
-    absent += _drawn(rng, [f"{c} object" for c in COLOURS if c not in colours], 1)
+    absent = [*drawn(rng, near, 2), *drawn(rng, far, 2)]
+    absent += drawn(rng, [s for s in SHAPES if s not in shapes], 2)
+    absent += drawn(rng, [f"{c} object" for c in COLOURS if c not in colours], 1)
     shown = [*there, *sorted(shapes), *(f"{c} object" for c in sorted(colours))]
     (shown if number else absent).append("number")
     many = min(len(shown), len(absent))
     for names, word in ((shown, "yes"), (absent, "no")):
-        yield from (SceneItem("exists", (name,), word) for name in _drawn(rng, names, many))
-
-
-def _drawn(rng: np.random.Generator, names: Sequence[str], most: int) -> list[str]:
-    return [names[i] for i in rng.permutation(len(names))[:most]]
+        yield from (SceneItem("exists", (name,), word) for name in drawn(rng, names, many))
 
 
 def _absent(
@@ -153,56 +129,24 @@ def _absent(
         return SceneItem(ABSENT, (name, *slots), f"there is no {name}.", form)
 
     for form in ("position", "where", *(() if frame is not None else ("when", "direction"))):
-        for name in (*_drawn(rng, near, 1), *_drawn(rng, missing, 1)):
+        for name in (*drawn(rng, near, 1), *drawn(rng, missing, 1)):
             time = (START, END)[int(rng.integers(2))] if frame is None else STILL
             yield item(form, name, *((time,) if form in ("position", "where") else ()))
     for form in ("relation", *(() if frame is not None else ("speed", "first"))):
-        for known in _drawn(rng, there, 1):
-            (name,) = _drawn(rng, near, 1)
+        for known in drawn(rng, there, 1):
+            (name,) = drawn(rng, near, 1)
             time = (START, END)[int(rng.integers(2))] if frame is None else STILL
             pair = (name, known) if rng.random() < 0.5 else (known, name)
             slots = (*pair, time) if form == "relation" else pair
             yield SceneItem(ABSENT, slots, f"there is no {name}.", form)
-    for shape in _drawn(rng, [s for s in SHAPES if s not in shapes], 2):
+    for shape in drawn(rng, [s for s in SHAPES if s not in shapes], 2):
         yield item("colour", shape)
-    for colour in _drawn(rng, [c for c in COLOURS if c not in colours], 2):
+    for colour in drawn(rng, [c for c in COLOURS if c not in colours], 2):
         yield SceneItem(ABSENT, (colour,), f"there is no {colour} object.", "shape")
     if not number:
         yield SceneItem(ABSENT, (), "there is no number.", "number")
         if frame is None:
             yield item("when", "number")
-
-
-def _moves(view: SceneView, ways: dict[str, str]) -> Iterator[SceneItem]:
-    """For each thing that moves one way, whether it moves that way, and whether another."""
-    rng = np.random.default_rng([view.look.seed, 11])
-    for name, way in ways.items():
-        (other,) = _drawn(rng, [w for w in DIRECTIONS if w != way], 1)
-        for word, answer in ((way, "yes"), (other, "no")):
-            to = "to the " if word in ("left", "right") and rng.random() < 0.5 else ""
-            yield SceneItem(MOVES, (name, to + word), answer, "moves")
-
-
-_NAMED = ("direction", "position", "where", "when", "speed", "first", "relation", "compare", MOVES)
-
-
-def _short(
-    view: SceneView, items: Sequence[SceneItem], looks: Sequence[questions.Look]
-) -> Iterator[SceneItem]:
-    """The same questions with a shape or colour alone, where no other thing has it."""
-    rng = np.random.default_rng([view.look.seed, 13])
-    shapes, colours = ([look[k] for look in looks] for k in (0, 1))
-    short = dict[str, list[str]]()
-    for shape, colour in looks:
-        names = [shape] if shapes.count(shape) == 1 else []
-        if colours.count(colour) == 1:
-            names += [f"{colour} object", f"{colour} thing"]
-        short[f"{colour} {shape}"] = names
-    for item in items:
-        if item.kind in _NAMED and any(short.get(slot) for slot in item.slots):
-            chosen = (_drawn(rng, short.get(slot, ()), 1) or [slot] for slot in item.slots)
-            slots = tuple(name for (name,) in chosen)
-            yield SceneItem(SHORT, slots, item.answer, item.form or item.kind)
 
 
 def _spatial(view: SceneView, table: Table, frame: int, time: str) -> Iterator[SceneItem]:

@@ -26,6 +26,7 @@ from mmfast.tiny.video.scene import COLOURS, IGNORE, SAMPLED, SHAPES, THINGS, Ta
 KINDS = (*CLIP_KINDS, OUTSIDE, ABSENT, *LOOSE)
 LONG = ("where", "describe")  # scored in training by tokens
 LEAST = 0.4  # weight of a kind that is always right
+WORLDLY = 0.6  # share of the questions from outside that are worded as those of the world
 FEW = 8  # questions about a clip outside the world
 Pair = tuple[list[int], list[int]]  # ids of a question and its answer
 
@@ -137,7 +138,8 @@ class SceneDrawer:
         found = [(self._ids(item, kept, strange), OUTSIDE if strange else item.kind)
                  for item in chosen]  # fmt: skip
         if not strange and self.rng.random() < weights[OUTSIDE]:
-            text = varied(outside.question(self.rng, kept), self.rng)
+            ask = outside.worldly if self.rng.random() < WORLDLY else outside.question
+            text = varied(ask(self.rng, kept), self.rng)
             found.append(((self._encode(text), self._encode(outside.REFUSAL)), OUTSIDE))
         return [pair for pair, _ in found], [kind for _, kind in found]
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from mmfast.tiny.scenes import looks
+from mmfast.tiny.scenes import looks, nouns
+from mmfast.tiny.scenes.questions import FORMS, KEPT, plural
 from mmfast.tiny.video.questions import parse_grammar
-from mmfast.tiny.video.scene import FRAMES, Bytes, Floats
+from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, FRAMES, SHAPES, Bytes, Floats
 
 REFUSAL = "I only know moving shapes, numbers and colours."
 
@@ -128,6 +130,53 @@ def question(rng: np.random.Generator, kept: bool = False) -> str:
     while "{noise}" in text:
         text = text.replace("{noise}", _nonsense(rng), 1)
     return text
+
+
+_PAIRS = ("speed", "first", "relation", "compare")
+_WORLDLY = ("colour", "colour", "colour", "position", "exists", "direction", "where", "when",
+            "moves", "attribute", "attribute", "part", "part", *_PAIRS)  # fmt: skip
+_KINDS_OF = ("big", "small", "old", "new", "brown", "black", "pink", "grey", "orange", "other",
+             "first", "wooden", *COLOURS)  # fmt: skip
+
+
+def worldly(rng: np.random.Generator, kept: bool = False) -> str:
+    """A question of the world, but about what is outside it: "Is the sky red?".
+
+    Every third noun is invented, so that no list of words has to know it.
+    """
+
+    def one(options: Sequence[str]) -> str:
+        return options[int(rng.integers(len(options)))]
+
+    def foreign() -> str:
+        noun = _invented(rng) if rng.random() < 0.35 else one(nouns.KEPT if kept else nouns.COMMON)
+        return f"{one(_KINDS_OF)} {noun}" if rng.random() < 0.25 else noun
+
+    form, name, colour, shape = one(_WORLDLY), foreign(), one([*COLOURS]), one(SHAPES)
+    words = FORMS[form][-KEPT:] if kept else FORMS[form][:-KEPT]
+    slots: tuple[str, ...] = (name, "")
+    if form in _PAIRS:
+        other = f"{colour} {shape}" if rng.random() < 0.6 else foreign()
+        pair = (name, other) if rng.random() < 0.5 else (other, name)
+        slots = (*pair, "", one(("left of", "right of", "above", "below")))
+    elif form == "moves":
+        slots = (name, one([*DIRECTIONS]))
+    elif form == "attribute":
+        slots = (f"the {name}", colour if rng.random() < 0.7 else f"a {shape}")
+    elif form == "part":
+        slots = (plural(name),)
+    return re.sub(r"\ba (?=[aeiou])", "an ", one(words).format(*slots))
+
+
+def _invented(rng: np.random.Generator) -> str:
+    """A word that could be one: consonants and vowels in turn."""
+    ends = ("", "", "n", "r", "l", "s", "t", "ck", "m")
+    some = ("b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w",
+            "z", "bl", "br", "cl", "dr", "fl", "gr", "pl", "sk", "sl", "sn", "tr")  # fmt: skip
+    vowels = ("a", "e", "i", "o", "u", "ee", "oo", "ai")
+    parts = [some[int(rng.integers(len(some)))] + vowels[int(rng.integers(len(vowels)))]
+             for _ in range(int(rng.integers(1, 4)))]  # fmt: skip
+    return "".join(parts) + ends[int(rng.integers(len(ends)))]
 
 
 def _nonsense(rng: np.random.Generator) -> str:

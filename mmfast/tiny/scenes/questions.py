@@ -6,6 +6,7 @@ Slots: names of things, or a phrase of time such as " at the end", empty for a p
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -295,6 +296,38 @@ it_box =
     | Where exactly is it{1}? Give a box. | Mark it with a box{1}. | Give its bounding box{1}.
     | Show its box{1}. | Put a box around it{1}. | Provide its box{1}. | Which box is around it{1}?
     | Give me its box{1}. | Find it and give its box{1}.
+attribute =
+    Is {0} {1}? | Is {0} {1} or not? | Is it true that {0} is {1}? | Yes or no: is {0} {1}?
+    | Would you say {0} is {1}? | {0} is {1}, yes or no? | Tell me if {0} is {1}.
+    | Am I right that {0} is {1}? | Check if {0} is {1}. | True or not: {0} is {1}?
+    | Do you think {0} is {1}? | Can you tell if {0} is {1}? | Is {0} really {1}?
+    | {0} is {1}, right? | Does one see that {0} is {1}? | Can you confirm that {0} is {1}?
+anything =
+    Is there anything {0}? | Is anything {0}? | Is there something {0}? | Do you see anything {0}?
+    | Can you see something {0}? | Do you see something {0}? | Can you see anything {0}?
+    | Does anything {0} appear? | Is anything {0} shown? | Is something {0}?
+    | Yes or no: is anything {0}? | Tell me if anything is {0}. | Is anything {0} in the picture?
+    | Is there anything {0} in the video? | Is there anything {0} to be seen?
+    | Does the picture show anything {0}?
+amount =
+    {0} there {1}? | Is it true that there {0} {1}? | Yes or no: {0} there {1}?
+    | Tell me if there {0} {1}. | {0} there {1} or not? | Check if there {0} {1}.
+    | {0} there {1} in the picture? | {0} there {1} in all? | There {0} {1}, yes or no?
+    | Would you say there {0} {1}? | {0} there {1} here? | Do you think there {0} {1}?
+    | {0} there {1} in the video? | Am I right that there {0} {1}?
+part =
+    How many {0} are there? | How many {0} do you see? | How many {0} can you see?
+    | Count the {0}. | What is the number of {0}? | Number of {0}? | How many {0} appear?
+    | Tell me how many {0} there are. | How many {0} are shown? | Count all {0}.
+    | How many {0} are in the picture? | How many {0} does the video show?
+    | In total, how many {0} are there? | Can you count the {0}? | How many {0} are in the video?
+    | Give the number of {0}. | How many {0} can be seen?
+which =
+    Which object {0}? | What {0}? | Which shape {0}? | Which thing {0}? | Which one {0}?
+    | Name the object that {0}. | Tell me which object {0}. | Which of the objects {0}?
+    | What is the object that {0}? | Which figure {0}? | Name the thing that {0}.
+    | Tell me what {0}. | Can you tell me which object {0}? | Say what {0}.
+    | Which item {0}? | The object that {0}, what is it?
 """)
 FORMS = {**WORDINGS, **LONE}
 NOUNS = ("object", "shape", "thing", "figure")  # what a thing is called that is the only one
@@ -306,8 +339,12 @@ STILL_KINDS = tuple(k for k in CLIP_KINDS if k not in ("direction", "speed", "fi
 OUTSIDE = "outside"  # kind of questions, or of media, that get the refusal
 ABSENT = "absent"  # kind of questions that take for granted what is not there
 # Kinds of questions put as people put them: about "it" or "the object", which may be several or
-# none; that name a thing by its shape or colour alone; with yes or no about a movement.
-LOOSE = ALONE, SHORT, MOVES = ("alone", "short", "moves")
+# none; that name a thing by its shape or colour alone; with yes or no about a movement, or about a
+# colour, a shape or how many there are; how many are of one sort; which one moves or lies so.
+LOOSE = ALONE, SHORT, MOVES, ATTRIBUTE, PART, WHICH = (
+    "alone", "short", "moves", "attribute", "part", "which",
+)  # fmt: skip
+START, END, STILL = " at the start", " at the end", ""
 
 
 @dataclass(frozen=True)
@@ -326,6 +363,16 @@ class SceneItem(Fact):
         """Numbers of the wordings that training shows, or of those kept back."""
         count = len(FORMS[self.form or self.kind])
         return range(count - KEPT, count) if kept else range(count - KEPT)
+
+
+def drawn(rng: np.random.Generator, names: Sequence[str], most: int) -> list[str]:
+    """Some of the names, at most so many, in random order."""
+    return [names[i] for i in rng.permutation(len(names))[:most]]
+
+
+def plural(name: str) -> str:
+    """Several of a name: circles, crosses."""
+    return f"{name}{'es' if name.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
 def spelled(text: str, rng: np.random.Generator) -> str:
