@@ -3,7 +3,6 @@
 import json
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,14 +44,10 @@ from mmfast.tiny.scenes.lessons import (
 from mmfast.tiny.scenes.model import make_model, make_processor
 from mmfast.tiny.scenes.questions import (
     ABSENT,
-    ALONE,
     FORMS,
     KEPT,
     LOOSE,
-    MOVES,
-    NOUNS,
     OUTSIDE,
-    SHORT,
     STILL_KINDS,
     WORDINGS,
     SceneItem,
@@ -170,100 +165,6 @@ def test_what_is_taken_for_granted_is_absent(drawn: list[Any]) -> None:
             forms.add(item.form)
     assert forms == {"position", "where", "when", "direction", "relation", "speed", "first",
                      "colour", "shape", "number"}  # fmt: skip
-
-
-def _alone(items: list[SceneItem]) -> list[SceneItem]:
-    return [item for item in items if item.kind == ALONE]
-
-
-def test_the_object_is_the_only_one_or_they_are_counted(drawn: list[Any]) -> None:
-    seen = set()
-    for (view, drawing, table), frame in product(drawn, (0, 3, 7)):
-        there = [i for i in range(table.count) if table.alive[i, frame]]
-        for item in _alone(picture_items(view, table, frame)):
-            seen.add(min(len(there), 2))
-            if len(there) != 1:
-                many = f"are {len(there)} objects" if there else "is no object"
-                assert item.answer == f"there {many}."
-                continue
-            high, wide = _pixels(drawing, there[0], frame).mean(0) / drawing.owner.shape[1:] < 0.5
-            where = f"{'top' if high else 'bottom'} {'left' if wide else 'right'}"
-            colour, shape = table.name(there[0]).split()
-            known = {"colour": colour, "shape": shape, "position": where, "place": where}
-            row = item.form.removeprefix("it_")
-            assert item.answer in (known.get(row), "centre") or row in ("where", "box"), item
-            assert item.slots[0] in ("", *NOUNS) and shape not in item.worded(0)
-    assert seen == {1, 2}
-    view, _, table = drawn[0]
-    bare = replace(table, number=42, shown=np.ones(8, bool), alive=np.zeros_like(table.alive))
-    assert {item.answer for item in _alone(picture_items(view, bare, 3))} == {"there is no object."}
-
-
-def test_a_shape_or_a_colour_alone_means_one_thing(drawn: list[Any]) -> None:
-    """Short names are told apart by hand, and have the answers of the full ones."""
-    forms = set()
-    for view, _, table in drawn:
-        items, names = clip_items(view, table), [table.name(i) for i in range(table.count)]
-        known = {(i.form or i.kind, i.slots, i.answer) for i in items if i.kind != SHORT}
-        for item in items:
-            if item.kind != SHORT:
-                continue
-            full = []
-            for slot in item.slots:
-                word, _, noun = slot.partition(" ")
-                fits = [slot]
-                if slot and slot not in names and word in {*COLOURS, *SHAPES}:
-                    assert noun in ("", *NOUNS)
-                    fits = [name for name in names if word in name.split()]
-                assert len(fits) == 1, item
-                full += fits
-            assert tuple(full) != item.slots and (item.form, tuple(full), item.answer) in known
-            forms.add(item.form)
-    assert forms >= {"direction", "position", "where", "moves", "relation", "compare", "first"}
-
-
-def test_half_of_the_movements_asked_about_are_so(drawn: list[Any]) -> None:
-    words = []
-    for view, _, table in drawn:
-        items = clip_items(view, table)
-        ways = {item.slots[0]: item.answer for item in items if item.kind == "direction"}
-        for item in items:
-            if item.kind == MOVES:
-                so = item.slots[1].split()[-1] == ways[item.slots[0]]
-                assert item.answer == ("yes" if so else "no")
-                words.append(item.answer)
-    assert words.count("yes") == words.count("no") > 10
-
-
-def test_a_thing_on_its_own_is_near_the_centre_and_as_large_as_its_box() -> None:
-    shades, middles, boxes = set(), 0, 0
-    for index in range(12):
-        view = looks.make_view(scene.EVAL, 9, index, lone=True, shades=True)
-        drawing = looks.draw(view)
-        table = scene.make_table(view.scene, drawing)
-        assert table.count == 1 and table.alive[0].all()
-        colour = np.array(view.look.inks[view.scene.things[0].colour])
-        seen = drawing.frames[7][drawing.owner[7] == 1]
-        assert np.abs(np.median(seen, 0) - colour).max() < 3
-        shades.add(tuple(colour.astype(int)))
-        for item in _alone(picture_items(view, table, 4)):
-            if item.form == "where":
-                rows = _pixels(drawing, 0, 4) / drawing.owner.shape[1:] * 100
-                edges = [*rows.min(0)[::-1], *rows.max(0)[::-1]]
-                assert np.abs(np.array(item.answer.split(","), float) - edges).max() < 2.6
-                boxes += 1
-            middles += item.answer == "centre"
-        ways = {item.answer for item in _alone(clip_items(view, table)) if item.form == "it_way"}
-        assert len(ways) == 1 and ways <= {*scene.DIRECTIONS}
-    assert len(shades) == 12 and middles and boxes > 20
-    exam = list(islice(scene_cases(5, (ALONE,)), 20))
-    assert {case.kind for case in exam} == {ALONE} and {c.media for c in exam} == {"video", "image"}
-    assert any(case.answer.startswith("there ") for case in exam)
-    found = judge(exam, _sure([case.answer for case in exam]))
-    assert found["accuracy"] == 1.0
-    box = SceneCase(b"", "image", ("its box?",), "10,10,29,29", ALONE, False)
-    assert judge([box], _sure(["10,10,29,30"]))["accuracy"] == 1.0
-    assert judge([box], _sure(["40,40,49,49"]))["accuracy"] == 0.0
 
 
 def test_the_vocabulary_is_that_of_the_shipped_model(processor: Any) -> None:

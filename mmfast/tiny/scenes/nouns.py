@@ -24,7 +24,7 @@ balloon banana band bandage bank bar barber barrel baseball basketball bat bathr
 bay beak bean bedroom bee bell bench berry bicyclist bike bin biscuit blade blouse board boot bowl
 boxer bra bracket brain branch breakfast brick bride broom brush bubble bucket buffalo building
 bull bulb bullet bumper burger butcher butter button cabin cabinet cable cactus cage calculator
-calendar camel campfire can canal candle candy cannon cap cape card cardigan cargo carpenter
+calendar camel campfire canal candle candy cannon cap cape card cardigan cargo carpenter
 carriage cart cashier cathedral ceiling celery cello cement chain chalk champion cheek chef chess
 chest chimney chip choir cigarette city clay cloth clothes coach coal coast cockpit cocktail
 collar college comb comet concert cone container cookie cop copper cord corn costume couch counter

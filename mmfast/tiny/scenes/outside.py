@@ -175,7 +175,7 @@ def _invented(rng: np.random.Generator) -> str:
             "z", "bl", "br", "cl", "dr", "fl", "gr", "pl", "sk", "sl", "sn", "tr")  # fmt: skip
     vowels = ("a", "e", "i", "o", "u", "ee", "oo", "ai")
     parts = [some[int(rng.integers(len(some)))] + vowels[int(rng.integers(len(vowels)))]
-             for _ in range(int(rng.integers(1, 4)))]  # fmt: skip
+             for _ in range(int(rng.integers(2, 4)))]  # fmt: skip
     return "".join(parts) + ends[int(rng.integers(len(ends)))]
 
 
