@@ -472,11 +472,21 @@ def test_tiny_video_is_measured_by_name() -> None:
     assert found["n"] == 18 and found["by_kind"][OUTSIDE] == 0.0  # it answers anything
 
 
+def test_a_checkpoint_may_keep_a_part_of_the_one_before(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    mixed = train.blended(one, two.state_dict(), 0.75)
+    torch.testing.assert_close(mixed.weight, 0.75 * one.weight + 0.25 * two.weight)
+    assert mixed is not one and not torch.equal(mixed.weight, one.weight)
+    with pytest.raises(SystemExit):
+        train.main(["--blend", "1.5"])
+    assert "--blend must be above 0 and at most 1, not 1.5" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
     sizes = ["--clips", "112", "--decoder-clips", "110", "--strangers", "6", "--pictures", "20"]
     steps = ["--tower-steps", "1", "--steps", "2", "--questions", "18"]
-    found = train.main(["--out", str(tmp_path), *sizes, *steps])
+    found = train.main(["--out", str(tmp_path), *sizes, *steps, "--blend", "0.75"])
     assert found["n"] == 18
     model, _ = load(str(tmp_path), "cpu", "auto")
     card = (tmp_path / "README.md").read_text()

@@ -8,8 +8,9 @@ off, or is given more steps or minutes, goes on where it stopped: the same comma
 from __future__ import annotations
 
 import argparse
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from functools import partial
@@ -262,10 +263,19 @@ def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
     return Encoded(clips, stills, frames, sizes)
 
 
+@torch.no_grad()
+def blended(model: nn.Module, before: Mapping[str, Tensor], share: float) -> nn.Module:
+    """A copy with a share of the model's weights, and the rest of those before (WiSE-FT, 2022)."""
+    found, now = copy.deepcopy(model), model.state_dict()
+    found.load_state_dict({name: torch.lerp(before[name], now[name], share) for name in now})
+    return found
+
+
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Run all stages and leave the checkpoint that was best on held-out clips."""
     seed, out, processor = options.seed, options.out, make_processor()
     model = make_model(processor, seed, options.start).to(training.ready(options.device))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
     cache = options.bank or out / "bank.npz"
     with log.stage("bank", clips=options.clips, strangers=options.strangers):
         show = partial(training.progress, "clips", total=options.clips + options.strangers)
@@ -283,7 +293,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 
     def save() -> None:
         if task.fresh:
-            training.save_whole(model, out)
+            training.save_whole(blended(model, before, options.blend), out)
             processor.save_pretrained(out)
 
     hold = 0.35  # share of the stage after which the rate falls
@@ -322,6 +332,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, help="fit the decoder's stage into this time instead")
     add("--within", type=float, help="end the decoder's stage so many minutes after the start")
     add("--rate", type=float, default=1.5e-3, help="peak learning rate of the decoder")
+    add("--blend", type=float, default=1.0, help="share of what it learned; the rest is as before")
     add("--questions", type=int, default=800, help="of the final evaluation")
     add("--batch", type=int, default=BATCH, help="clips, of each of two threads, or of a device")
     add("--held", type=int, default=HELD, help="clips that are never trained on, for looks")
@@ -332,6 +343,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.workers is None:
         options.workers = 0 if options.device.type == "cpu" else max((os.cpu_count() or 1) - 2, 1)
+    if not 0 < options.blend <= 1:
+        parser.error(f"--blend must be above 0 and at most 1, not {options.blend}")
     least, strangers = options.held + options.batch, 2 * STRANGERS
     if options.decoder_clips < least or options.strangers < strangers:
         parser.error(f"--decoder-clips must be {least} or more, --strangers {strangers} or more")
