@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -137,7 +137,7 @@ def _yes_and_no(
     options: Sequence[str],
     article: str,
 ) -> Iterator[SceneItem]:
-    """Whether it is so, and whether it is as another thing there is, or as none."""
+    """A question that is so, and one that is so of another thing there is, or of none."""
     near = [word for word in dict.fromkeys(others) if word != truth]
     far = [word for word in options if word != truth]
     (wrong,) = drawn(rng, near if near and rng.random() < 0.5 else far, 1)
@@ -146,7 +146,7 @@ def _yes_and_no(
 
 
 def _amounts(rng: np.random.Generator, many: int) -> Iterator[SceneItem]:
-    """Whether there are as many things as that, and whether there are some other number."""
+    """Yes or no: so many things, some other number of them, more than one."""
     other = int(rng.choice([n for n in range(1, len(NUMERALS)) if n != many]))
     for number, answer in ((many, "yes"), (other, "no")):
         (noun,) = drawn(rng, NOUNS, 1)
@@ -162,7 +162,7 @@ def _amounts(rng: np.random.Generator, many: int) -> Iterator[SceneItem]:
 
 
 def _parts(view: SceneView, looks: Sequence[Look]) -> Iterator[SceneItem]:
-    """How many there are of a shape, of a colour, and of a thing, some of them none."""
+    """Counts of a shape, of a colour, and of a thing, some of them none."""
     rng = np.random.default_rng([view.look.seed, 19])
     full = [f"{colour} {shape}" for shape, colour in looks]
     shapes, colours = ([look[k] for look in looks] for k in (0, 1))
@@ -182,23 +182,22 @@ def _which(
     times: Sequence[str],
     ways: dict[str, str],
 ) -> Iterator[SceneItem]:
-    """Which thing moves some way or lies in some corner, where it is the only one."""
+    """The thing that moves some way or lies in some corner, where it is the only one."""
     rng = np.random.default_rng([view.look.seed, 23])
-    places = dict[str, dict[str, str]]()
+    for name, way in _single(ways, looks):
+        to = "to the " if way in ("left", "right") and rng.random() < 0.5 else ""
+        verb = drawn(rng, ("moves", "goes", "is moving", "is going"), 1)[0]
+        yield SceneItem(WHICH, (f"{verb} {to}{way}",), name)
     for time in times:
-        places[time] = {item.slots[0]: item.answer for item in items
-                        if item.kind == "position" and item.slots[1] == time}  # fmt: skip
-    verbs = ("moves", "goes", "is moving", "is going")
-    for time, where in ((None, ways), *places.items()):
-        if len(where) < len(looks):
-            continue  # another one may do so, too
-        for name, answer in where.items():
-            if [*where.values()].count(answer) > 1:
-                continue
-            if time is None:
-                to = "to the " if answer in ("left", "right") and rng.random() < 0.5 else ""
-                phrase = f"{drawn(rng, verbs, 1)[0]} {to}{answer}"
-            else:
-                verb = drawn(rng, ("is", "lies", "is found"), 1)[0]
-                phrase = f"{verb} in the {answer}{time}"
-            yield SceneItem(WHICH, (phrase,), name)
+        places = {item.slots[0]: item.answer for item in items
+                  if item.kind == "position" and item.slots[1] == time}  # fmt: skip
+        for name, place in _single(places, looks):
+            verb = drawn(rng, ("is", "lies", "is found"), 1)[0]
+            yield SceneItem(WHICH, (f"{verb} in the {place}{time}",), name)
+
+
+def _single(known: Mapping[str, str], looks: Sequence[Look]) -> Iterator[tuple[str, str]]:
+    """Things and what is known of them, where it is known of all, and of no other the same."""
+    if len(known) == len(looks):
+        answers = [*known.values()]
+        yield from (pair for pair in known.items() if answers.count(pair[1]) == 1)
