@@ -6,9 +6,9 @@ registered, and vLLM runs as if mmfast were not there::
     MMFAST_VLLM_REDUCE=divprune:0.25 vllm serve Qwen/Qwen3-VL-8B-Instruct
     mmfast serve --engine vllm --model Qwen/Qwen3-VL-8B-Instruct --reduce divprune:0.25
 
-Qwen2.5-VL and Qwen3-VL then give their language model the tokens that `mmfast.attach` would, at
-the same positions. vLLM reserves places in the prompt before there is any embedding, so the count
-must follow from the size of the image or video; and it stores results under a hash of the media, so
+Qwen2.5-VL and Qwen3-VL, mixtures of experts too, then give their language model the tokens that
+`mmfast.attach` would, at the same positions. vLLM reserves places in the prompt before there is any
+embedding, so the count must follow from the size of the image or video; and it stores results under a hash of the media, so
 the choice may depend on them alone. Allowed are therefore reducers at site `pre` with a budget that
 read the encoder: its output, or its attention and keys. A method that reads the question would mix
 the results of different questions, and a method inside the LLM is impossible, since vLLM gives all
@@ -29,7 +29,11 @@ KNOWN = ("0.32",)  # releases of vLLM that tests/vllm ran with
 # vLLM's models would initialise CUDA in a process that forks later.
 MODELS = {
     name: f"mmfast.vllm.qwen:{name}"
-    for name in ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+    for name in (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+    )
 }
 _log = logging.getLogger("vllm.mmfast")  # below vLLM's own, which prints
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm.model_executor.models import qwen2_5_vl, qwen3_vl
+from vllm.model_executor.models import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from mmfast.vllm.media import PrunedMedia, PrunedPrompt
@@ -39,21 +39,14 @@ class Qwen3VLMultiModalProcessor(
     """The processor with places for the kept tokens."""
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    Qwen3VLMultiModalProcessor,
-    info=qwen3_vl.Qwen3VLProcessingInfo,
-    dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder,
-)
-class Qwen3VLForConditionalGeneration(
-    PrunedMedia,
-    qwen3_vl.Qwen3VLForConditionalGeneration,  # type: ignore[misc]
-):
-    """The model with the reduction of the plan; the timestamps of a video are rows of its own."""
+class TimedMedia(PrunedMedia):
+    """A reduction for models whose prompts have a timestamp before every frame of a video."""
 
+    _tokenizer: Any
     mmfast_extras = ("timestamps",)
 
     def mmfast_layout(self, frames: int, count: int, data: Mapping[str, Any]) -> list[int]:
-        """Return the part of a prompt of a whole video: a timestamp before every frame."""
+        """Return the part of a prompt of a whole video; its timestamps are rows of their own."""
         ids: list[int] = qwen3_vl.Qwen3VLMultiModalProcessor.get_video_repl(
             tokens_per_frame=[count] * frames,
             timestamps=data["timestamps"].data,
@@ -63,3 +56,25 @@ class Qwen3VLForConditionalGeneration(
             video_token_id=self.config.video_token_id,
         ).full
         return ids
+
+
+def _registered(info: type) -> Callable[[type], type]:
+    return MULTIMODAL_REGISTRY.register_processor(  # type: ignore[no-any-return]
+        Qwen3VLMultiModalProcessor, info=info, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+    )
+
+
+@_registered(qwen3_vl.Qwen3VLProcessingInfo)
+class Qwen3VLForConditionalGeneration(
+    TimedMedia,
+    qwen3_vl.Qwen3VLForConditionalGeneration,  # type: ignore[misc]
+):
+    """The model with the reduction of the plan."""
+
+
+@_registered(qwen3_vl_moe.Qwen3VLMoeProcessingInfo)
+class Qwen3VLMoeForConditionalGeneration(
+    TimedMedia,
+    qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration,  # type: ignore[misc]
+):
+    """The mixture of experts with the reduction of the plan."""

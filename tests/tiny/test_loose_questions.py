@@ -231,6 +231,18 @@ def test_attributes_parts_and_which_are_those_of_the_pixels(drawn: list[Any]) ->
     assert {word for form, word in words if form == "amount"} == {"yes", "no"}
 
 
+def test_a_colour_from_outside_is_no_shade_of_one_inside() -> None:
+    rng = np.random.default_rng(3)
+    inside = np.array([looks._ink(rng, name) for name in COLOURS for _ in range(40)])
+    for number in range(8):
+        view = outside._tinted(rng, number)
+        (thing,) = view.scene.things
+        drawing = looks.draw(view, [8])
+        seen = np.median(drawing.frames[8][drawing.owner[8] == 1], 0)
+        assert np.abs(seen - view.look.inks[thing.colour]).max() < 3 and view.scene.panel is None
+        assert np.linalg.norm(inside - seen, axis=1).min() > 45
+
+
 def test_wordings_kept_back_are_kept_back_outside_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nouns, "KEPT", ("sky",))
     monkeypatch.setattr(nouns, "COMMON", ("sky",))

@@ -27,7 +27,7 @@ pytestmark = [
         not ENVIRONMENT, reason="MMFAST_VLLM_ENV names no environment with vLLM; see .ci/vllm"
     ),
 ]
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 TEXT = "Lorem ipsum dolor sit amet consectetur. "
 # transformers puts the text after a clip of Qwen2.5-VL that is longer than wide at other positions
 # than vLLM and the published model do, so the clips here are not.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -111,7 +112,9 @@ sum = two plus two | seven times eight | 12 + 30 | 99 / 3 | the square root of 8
 """)
 PICTURES = ("noise", "blank", "text", "empty", "shuffled", "stripes")
 KEPT_PICTURES = ("stripes", "shuffled")  # never in training
-PRACTICE = ("mosaic", "rings", "strokes", "checks", "torn")  # only in training
+PRACTICE = ("mosaic", "rings", "strokes", "checks", "torn", "tinted")  # only in training
+FOREIGN = {"black": (12, 12, 12), "grey": (125, 125, 125), "brown": (110, 66, 30),
+           "pink": (250, 160, 190)}  # colours that the world has not  # fmt: skip
 
 
 def question(rng: np.random.Generator, kept: bool = False) -> str:
@@ -205,6 +208,8 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
     if kind in _PATTERNS:
         return _clip(_PATTERNS[kind](rng, height, width)[np.newaxis], height, width)
     seed = int(rng.integers(2**31))
+    if kind == "tinted":
+        return looks.draw(_tinted(rng, seed)).frames
     if kind == "torn":  # every row of a scene moved sideways: its colours, but no shapes
         drawn = looks.draw(looks.make_view(7, 0, seed)).frames
         high = int(rng.integers(1, 5))
@@ -223,6 +228,19 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
     tints = np.broadcast_to(tints, (3, 3))
     look = looks.SceneLook(background, tints, seed, width, height, 1.0)
     return _clip(looks.backdrop(look)[None, :height, :width], height, width)
+
+
+def _tinted(rng: np.random.Generator, seed: int) -> looks.SceneView:
+    """A thing in a colour that the world has not, mostly before something lighter or darker."""
+    view = looks.make_view(8, 0, seed, lone=True)
+    ink = np.array([*FOREIGN.values()][int(rng.integers(len(FOREIGN)))], float)
+    shade = (*np.clip(ink + rng.uniform(-12, 12, 3), 0, 255).tolist(),)
+    greys = [g for g in (0.0, 255.0, *rng.uniform(0, 255, 6)) if np.linalg.norm(ink - g) >= 105]
+    tints = view.look.tints.copy()
+    if rng.random() < 0.7:
+        tints[0] = greys[int(rng.integers(len(greys)))]
+    look = replace(view.look, inks=dict.fromkeys(COLOURS, shade), tints=tints)
+    return replace(view, look=look, scene=replace(view.scene, panel=None))
 
 
 def _mosaic(rng: np.random.Generator, height: int, width: int) -> Floats:

@@ -50,11 +50,26 @@ def checkpoint(family: str, folder: Path) -> Any:
     parts = made.processor.image_processor, made.processor.video_processor
     for name in ("image_mean", "image_std"):  # one pair for both, as vLLM's towers have it
         setattr(parts[0], name, getattr(parts[1], name))
+    if family.endswith("moe"):  # as in the published files; transformers always norms
+        made.model.config.text_config.norm_topk_prob = True
     made.processor.chat_template = made.processor.tokenizer.chat_template = TEMPLATE
     if not (folder / "config.json").is_file():
         made.model.save_pretrained(folder)
         made.processor.save_pretrained(folder)
+        if family.endswith("moe"):
+            as_published(folder / "model.safetensors")
     return made
+
+
+def as_published(path: Path) -> None:
+    """Turn the products of experts round, as a model that was loaded saves them itself."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if ".experts." in name:
+            weights[name] = weight.transpose(1, 2).contiguous()
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def pixels(items: list[list[int]]) -> list[Any]:
