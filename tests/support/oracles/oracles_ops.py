@@ -68,3 +68,36 @@ def undelay(steps: Tensor, delays: Sequence[int]) -> Tensor:
     frames = max(steps.shape[2] - max(shifts), 0)
     rows = [steps[:, book, shift : shift + frames] for book, shift in enumerate(shifts)]
     return torch.stack(rows, dim=1)
+
+
+def selected_attention_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    index: Tensor,
+    real: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scale: float,
+) -> Tensor:
+    """Dense attention in float64 under a mask of the chosen entries, 0 where there are none.
+
+    Arguments and result are those of `ops.pages.selected_attention`; no place is chosen twice.
+    """
+    (items, shared, n, _), heads = keys.shape, query.shape[1]
+    rows = query.double().unflatten(1, (shared, -1))  # [B, H, G, 1, d]
+    logits = (rows @ keys.double().transpose(2, 3)[:, :, None]) * scale
+    if bias is not None:
+        more = bias.double().expand(items, heads, n).unflatten(1, (shared, -1))
+        logits = logits + more[:, :, :, None]
+    seen = torch.zeros(items, shared, n, dtype=torch.bool)
+    for item in range(items):
+        for head in range(shared):
+            places = index.expand(items, shared, -1)[item, head]
+            if real is not None:
+                places = places[real.expand(items, shared, -1)[item, head]]
+            seen[item, head, places] = True
+    logits = logits.masked_fill(~seen[:, :, None, None], -torch.inf)
+    weights = logits.softmax(-1).nan_to_num(nan=0.0)
+    found: Tensor = (weights @ values.double()[:, :, None]).flatten(1, 2)
+    return found
