@@ -93,5 +93,6 @@ def test_talks_are_refused_and_the_server_says_openai_s_code() -> None:
     with pytest.raises(ContextError) as error:
         fitting(90, 20, 100)
     reply = body(error.value)["error"]
+    assert "maximum context length is 100 tokens" in reply["message"]  # LiteLLM looks for this
     assert reply["code"] == "context_length_exceeded" and "\n" not in reply["message"]
     assert reply["type"] == "invalid_request_error" and api_error(error.value).status == 400

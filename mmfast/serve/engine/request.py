@@ -205,10 +205,10 @@ def check_storeless(options: Options) -> None:
 
 def fitting(prompt: int, answer: int, context: int) -> int:
     """Return the tokens of a prompt and its answer together; too many raise `ContextError`."""
-    if prompt + answer > context:
+    if prompt + answer > context:  # in the words by which clients of OpenAI know this error
         raise ContextError(
-            f"{prompt} tokens of prompt and max_tokens={answer} are more than the {context} that "
-            "fit; ask for less, or give fewer or smaller media"
+            f"this model's maximum context length is {context} tokens, and the prompt has {prompt} "
+            f"beside max_tokens={answer}; ask for less, or give fewer or smaller media"
         )
     return prompt + answer
 
