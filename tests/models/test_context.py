@@ -96,3 +96,15 @@ def test_talks_are_refused_and_the_server_says_openai_s_code() -> None:
     assert "maximum context length is 100 tokens" in reply["message"]  # LiteLLM looks for this
     assert reply["code"] == "context_length_exceeded" and "\n" not in reply["message"]
     assert reply["type"] == "invalid_request_error" and api_error(error.value).status == 400
+
+
+def test_a_question_to_a_stream_is_refused_and_leaves_no_trace() -> None:
+    """However little of the stream is held: a question is read whole."""
+    with mmfast.pipeline("video-stream", device="cpu").open(memory="sink:4+window:64") as session:
+        for second in range(2):
+            session.push(np.full((96, 96, 3), 90 * second, np.uint8), float(second))
+            with pytest.raises(ContextError, match=r"longer than the 4,096 .*fewer words"):
+                session.ask("a" * 100_000)
+            before = session.stats()["questions"]
+            assert "".join(session.ask("Which colour is it?", max_new_tokens=3))
+            assert session.stats()["questions"] == before + 1
