@@ -11,6 +11,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import GenerationMixin
 
 from mmfast.core.errors import MmfastError, an
+from mmfast.frontends.image import library_of
+from mmfast.frontends.source import is_encoded
 from mmfast.models.decoder.draft_stage import SEED
 from mmfast.models.prompt import Shot, UnevenClipsError, check_question
 from mmfast.pipelines.options import check_names, check_values, named
@@ -137,10 +139,7 @@ def _many_clips(media: Any, question: Any) -> bool:
     if not isinstance(media, (list, tuple)) or not media:
         return False
     questions = len(question) if isinstance(question, (list, tuple)) else 1
-    if all(
-        isinstance(m, (str, bytes, ModulePrompt)) or hasattr(m, "__fspath__") or hasattr(m, "read")
-        for m in media
-    ):
+    if all(is_encoded(m) or isinstance(m, ModulePrompt) or library_of(m) for m in media):
         return True
     # Arrays of rank 4 are clips; images and rank-3 arrays are frames of one clip unless there is
     # exactly one question for each.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmfast.attach import attach, turn_of
 from mmfast.core.spec import SelfCheck
-from mmfast.core.trace import Trace
+from mmfast.core.trace import Row, Trace
 from mmfast.models.cost import FirstToken
 from mmfast.models.decoder.agreement import check_greedy, chosen_tokens
 from mmfast.planner.auto import announced, row_name, say
@@ -102,28 +102,44 @@ class PipelinePlanner:
         """Let the whole model read answers `[B, n]` again, where they are due, and note it.
 
         Under a raised budget the rung below reads them, too, as nothing else tells whether it would
-        do.
+        do. An error on the way is a warning, and the budget stays.
         """
         raised = self.raised
         if raised is None or not raised.due(len(answers)):
             return
         with trace.stage("self-check") as row, turn_of(self.pipe.model):
-            cut = plan.spec is not None
-            if not cut and plan.rung < 1:
-                row.method = "all tokens: nothing to check"
-                return
-            whole, here, below = answers, None, None
-            if cut:
-                whole, real = self._chosen(None, inputs, how, answers)
-                here = _standing(answers, whole, real)
-                row.tokens_in, row.tokens_out = here[1], here[0]
-            if plan.rung > 0:
-                lower, real = self._chosen(plan.rungs[plan.rung - 1], inputs, how, answers)
-                below = _standing(lower, whole, real)
-            counts = [] if here is None else [f"{here[0]} of {here[1]} tokens stand"]
-            if below is not None:
-                counts.append(f"{below[0]} of {below[1]} would at {plan.rungs[plan.rung - 1]}")
-            row.method = "; ".join(filter(None, [*counts, raised.note(plan, here, below)]))
+            try:
+                row.method = self._stood(raised, plan, inputs, how, answers, row)
+            except Exception as error:  # the answer is there, and worth more than its check
+                row.method = "failed"
+                said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                trace.warn(f"an answer could not be checked, and is given as it is ({said:.300})")
+
+    def _stood(
+        self,
+        raised: RaisedBudget,
+        plan: Plan,
+        inputs: Mapping[str, Any],
+        how: Mapping[str, Any],
+        answers: Tensor,
+        row: Row,
+    ) -> str:
+        """Return how many tokens of answers stand, in words, and what follows; set the row's."""
+        cut = plan.spec is not None
+        if not cut and plan.rung < 1:
+            return "all tokens: nothing to check"
+        whole, here, below = answers, None, None
+        if cut:
+            whole, real = self._chosen(None, inputs, how, answers)
+            here = _standing(answers, whole, real)
+            row.tokens_in, row.tokens_out = here[1], here[0]
+        if plan.rung > 0:
+            lower, real = self._chosen(plan.rungs[plan.rung - 1], inputs, how, answers)
+            below = _standing(lower, whole, real)
+        counts = [] if here is None else [f"{here[0]} of {here[1]} tokens stand"]
+        if below is not None:
+            counts.append(f"{below[0]} of {below[1]} would at {plan.rungs[plan.rung - 1]}")
+        return "; ".join(filter(None, [*counts, raised.note(plan, here, below)]))
 
     def _chosen(
         self,

@@ -15,7 +15,6 @@ from mmfast.core.trace import parse_bytes
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.attention import with_attn
-from mmfast.models.families.adapter import check_media
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.vision.frames.cache import FrameCache
 from mmfast.pipelines.options import checked, named, within
@@ -24,6 +23,7 @@ from mmfast.planner.arithmetic import use_weights
 from mmfast.streams import snapshots
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.drafts import plan_stream
+from mmfast.streams.families import check_watches
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.plan import ReusePlan, parse_reuse
 from mmfast.streams.reuse.store import ReuseStore, store_of
@@ -114,7 +114,7 @@ class VideoStream:
         source = (_path(STREAM_MODEL) or _path(CLIP_MODEL)) if model is None else model
         self.model, self.processor = load(source, device, dtype, processor, model_kwargs)
         self.packing = use_weights(self.model, weights, source)
-        check_media(self.model, "video")
+        check_watches(self.model)
         if isinstance(frame_cache, int | float):
             frame_cache = FrameCache(self.model, frame_cache, goal=FEATURE_GOAL)
         self.stream_model = StreamModel(

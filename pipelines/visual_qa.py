@@ -23,6 +23,7 @@ from mmfast.frontends.image import kind_of, read_image
 from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, seekable
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.attention import with_attn
+from mmfast.models.context import placeholders
 from mmfast.models.cost import FirstToken, encoder_timer
 from mmfast.models.decoder.draft_stage import DraftSource, check_decode
 from mmfast.models.decoder.grouped import grouped
@@ -60,7 +61,6 @@ from mmfast.planner.arithmetic import use_weights
 from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target, automatic, check_alone, checked_by, make_target
 from mmfast.prefill.plan import plan_prefill
-from mmfast.streams.reply import placeholders
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.modules import PromptModules
 from mmfast.streams.reuse.plan import check_beside, parse_reuse
@@ -402,7 +402,8 @@ class VisualQA:
             chats = [self._chat(media, question) for media, question in pairs]
             pairs[:] = [(chat, None) for chat in chats]  # nothing is read twice
         with turn_of(self.model), trace.stage("preprocess"):  # padding is a state of tokenizers
-            inputs = user_inputs(self.processor, chats, self.model.device)
+            reduced = bool(self.reduce or self.target)
+            inputs = user_inputs(self.processor, chats, self.model, reduced)
             notes = [] if notes is None else notes
             notes += map(self._note, chats)
         parts = [[part for message in chat for part in message["content"]] for chat in chats]

@@ -28,12 +28,13 @@ from mmfast.core.errors import MediaError, MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.frontends.image import kind_of, read_image
 from mmfast.frontends.video.reader import read_video
+from mmfast.models.context import placeholders
 from mmfast.models.cost import FirstToken, timed
 from mmfast.models.families.adapter import check_media, token_counts
 from mmfast.models.loading import embedded_path, load
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.models.reduction.inputs import encoded
-from mmfast.streams.reply import placeholders, stop_ids
+from mmfast.streams.reply import stop_ids
 from mmfast.tiny.evaluate import in_tower, interval
 from mmfast.tiny.training import shares
 

@@ -24,6 +24,10 @@ class ModelError(MmfastError):
     """A model is of an unknown family, lacks a signal, or its files cannot be loaded."""
 
 
+class ContextError(MmfastError):
+    """A prompt, or it and its answer, are longer than the context of the model."""
+
+
 def an(noun: str) -> str:
     """Return a noun behind its article, chosen by the first letter: `a list`, `an int`."""
     return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.clip import Clip, Frame, make_clip
+from mmfast.frontends.clip import Clip, Frame, Orientation, make_clip
 from mmfast.frontends.headers import check_header
 from mmfast.frontends.sampling import Ask, Floats
 from mmfast.frontends.source import (
@@ -40,6 +40,30 @@ def is_tensor(media: object) -> bool:
 def is_array(media: object) -> bool:
     """Return True if `media` is a numpy array or a torch tensor."""
     return isinstance(media, np.ndarray) or is_tensor(media)
+
+
+_OPENED = (("av", "InputContainer"), ("decord", "VideoReader"), ("torchcodec", "VideoDecoder"))
+
+
+def library_of(media: object) -> str:
+    """Return the library that has opened a video (`av`, `decord`, `torchcodec`), "" for others."""
+    kind = type(media)
+    found = (kind.__module__.partition(".")[0], kind.__name__)
+    return found[0] if found in _OPENED else ""
+
+
+def decoded(media: Any) -> Any:
+    """Return a frame of PyAV or decord as an upright array [H, W, 3]; anything else as it is."""
+    if is_av_frame(media):
+        with refusing("a frame of PyAV"):
+            return Orientation.of(media).apply(media.to_ndarray(format="rgb24"))
+    return media.asnumpy() if hasattr(media, "asnumpy") else media
+
+
+def is_av_frame(media: object) -> bool:
+    """Return True if `media` is a frame of PyAV, without importing it."""
+    av = sys.modules.get("av")
+    return av is not None and isinstance(media, av.VideoFrame)
 
 
 def to_numpy(array: Any, name: str) -> npt.NDArray[Any]:
@@ -142,17 +166,18 @@ _UPRIGHT = {
 def read_image(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Frame:
     """Read one image as upright RGB, uint8 [H, W, 3].
 
-    Takes a path, bytes, a binary file object, a PIL image, or a numpy array or torch tensor [H, W],
-    [H, W, C] or [C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]. The EXIF orientation
-    is applied, alpha is composited over white; of an animation comes the first frame, or the
-    current one of an open PIL image. A MediaError says that it is missing, broken, too large, or
-    not an image.
+    Takes a path, bytes, a binary file object, a PIL image, a frame of PyAV or decord, or a numpy
+    array or torch tensor [H, W], [H, W, C] or [C, H, W] with 1, 3 or 4 channels, uint8 or float in
+    [0, 1]. The EXIF orientation is applied, alpha is composited over white; of an animation comes
+    the first frame, or the current one of an open PIL image. A MediaError says that it is missing,
+    broken, too large, or not an image.
     """
     return picture(media, "the image", limits)
 
 
 def picture(media: object, name: str, limits: Limits) -> Frame:
     """Implement `read_image`; `name` stands in messages for a picture without a path."""
+    media = decoded(media)
     if is_array(media):
         return np.array(array_picture(media, name, limits))
     if isinstance(media, Image.Image):
@@ -180,6 +205,7 @@ def kind_of(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Literal["image
     Animations, arrays of four axes, lists and iterators are videos. A file object keeps its
     position; one that cannot seek is consumed.
     """
+    media = decoded(media)
     if is_array(media):
         return "video" if getattr(media, "ndim", 0) > 3 else "image"
     if isinstance(media, Image.Image):
@@ -190,7 +216,7 @@ def kind_of(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Literal["image
             return "video"
         with open_image(source, limits) as image:
             return "video" if is_animated(image) else "image"
-    if is_sequence(media):
+    if is_sequence(media) or library_of(media):
         return "video"
     raise MediaError(
         f"{quote(media)} is neither an image nor a video: give a path, bytes, a file object, "

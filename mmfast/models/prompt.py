@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from mmfast.core.errors import MediaError, MmfastError, ModelError, an, unknown
+from mmfast.models.context import check_length
 from mmfast.models.encoder_names import LEGACY
 
 
@@ -119,12 +120,21 @@ def chat_inputs(
 
 
 def user_inputs(
-    processor: Any, chats: Sequence[Sequence[Mapping[str, Any]]], device: torch.device
+    processor: Any,
+    chats: Sequence[Sequence[Mapping[str, Any]]],
+    model: Any,
+    reduced: bool = False,
 ) -> dict[str, Any]:
-    """Inputs as `chat_inputs` returns them, with the control tokens that users wrote as text."""
+    """Inputs as `chat_inputs` returns them, with the control tokens that users wrote as text.
+
+    ContextError for more than the model reads; see `check_length` for `reduced` media.
+    """
     read = [marked(processor.tokenizer, chat, {}) for chat in chats]
     options = {name: value for _, _, more in read for name, value in more.items()}
-    return chat_inputs(processor, [chat for chat, _, _ in read], device, None, options)
+    written = [chat for chat, _, _ in read]
+    inputs = chat_inputs(processor, written, model.device, None, options)
+    check_length(model, inputs, reduced)
+    return inputs
 
 
 def marked_text(tokenizer: Any, text: str) -> tuple[str, Mapping[str, Any]]:

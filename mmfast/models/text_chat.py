@@ -12,6 +12,7 @@ import torch
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Turn
 from mmfast.models import loading
+from mmfast.models.context import check_length
 from mmfast.models.kv.room import growing_cache
 from mmfast.models.prompt import marked
 from mmfast.models.text_stream import stream_text
@@ -42,6 +43,7 @@ class TextChat:
         inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt", **marks).to(
             self.model.device
         )
+        check_length(self.model, inputs)
         most = self._options()
 
         def generate(streamer: Any, criteria: Any) -> None:

@@ -153,15 +153,22 @@ _SCRIPTS: dict[str, type[Script]] = {
 }
 
 
-def script_for(model: Any, processor: Any, fps: float, system: str | None = None) -> Script:
-    """The script of a model of a known family; ModelError where there is none that fits."""
+def check_watches(model: Any) -> None:
+    """Refuse a model whose family cannot watch streams; the ModelError names those that do."""
     family = model.config.model_type
     if family not in _SCRIPTS:
+        clips = "video" in adapter_for(model).media
+        instead = "'video-qa') for a clip that ends" if clips else "'image-qa') for a picture"
         raise ModelError(
             f"{type(model).__name__} (model_type {family!r}) cannot watch streams; families that "
-            f"do: {', '.join(sorted(_SCRIPTS))}; use pipeline('video-qa') for a clip that ends"
+            f"do: {', '.join(sorted(_SCRIPTS))}; use pipeline({instead}"
         )
-    return _SCRIPTS[family](model, Wording(processor, system), fps)
+
+
+def script_for(model: Any, processor: Any, fps: float, system: str | None = None) -> Script:
+    """The script of a model of a known family; ModelError where there is none that fits."""
+    check_watches(model)
+    return _SCRIPTS[model.config.model_type](model, Wording(processor, system), fps)
 
 
 def starts(pieces: Sequence[Piece], start: Tensor | None = None) -> list[Tensor]:

@@ -13,7 +13,6 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
-from mmfast.models.families.tower import KINDS
 from mmfast.streams.drafts import DraftedTokens, StreamDrafter
 
 _BROKEN = "\ufffd"  # a character whose bytes are not all there yet
@@ -62,12 +61,6 @@ class Sampler:
         before = shares.cumsum(-1) - shares
         shares = shares.masked_fill(before >= self.top_p, 0)
         return int(ids[torch.multinomial(shares, 1, generator=self.random)])
-
-
-def placeholders(model: Any) -> set[int]:
-    """Token ids that stand for media."""
-    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
-    return {each for each in ids if each is not None}
 
 
 def stop_ids(model: Any) -> set[int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.reduction import Reduction
+from mmfast.models.context import check_length
 from mmfast.models.prompt import check_question, marked_text
 from mmfast.streams.archive.files import value
 
@@ -239,12 +240,14 @@ class Script(ABC):
         return replace(state, span=max(unit.grid)), [*pieces, *frame]
 
     def question(self, state: WrittenState, text: str) -> list[Piece]:
-        """Pieces from what was written last to where the answer begins."""
-        if state.phase == "blank":
-            return [self.text(self.wording.alone(text))]
-        if state.phase == "answered":
-            return [self.text(self.wording.next_question(text))]
-        return self._tail(state, self.wording.question(text))
+        """Pieces from what was written last to where the answer begins.
+
+        ContextError for a question that is longer than all that the model reads.
+        """
+        written = {"blank": self.wording.alone, "answered": self.wording.next_question}
+        ids = written.get(state.phase, self.wording.question)(text)
+        check_length(self.model, {"input_ids": torch.tensor([ids])})
+        return [self.text(ids)] if state.phase in written else self._tail(state, ids)
 
     def answered(self, state: WrittenState) -> WrittenState:
         """After an exchange that stays in the stream."""

@@ -25,6 +25,7 @@ from mmfast.core.trace import Trace, free_bytes
 from mmfast.decoding.speculation import DecodePlan
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.live.source import FAR
+from mmfast.models.context import placeholders
 from mmfast.models.prompt import unknown_words
 from mmfast.streams.archive.files import raw, value
 from mmfast.streams.archive.tiers import TierQuotas
@@ -35,7 +36,7 @@ from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer
 from mmfast.streams.memory import AUTO, auto_memory
 from mmfast.streams.moments import MomentAlbum
 from mmfast.streams.recent import RecentFrames
-from mmfast.streams.reply import Reply, placeholders, stop_ids
+from mmfast.streams.reply import Reply, stop_ids
 from mmfast.streams.script import EncodedUnit, Script, WrittenState
 
 

@@ -220,3 +220,20 @@ def test_threads_raise_by_one_for_what_they_saw_together() -> None:
         due = list(pool.map(lambda _: raised.due(1), range(99)))
     assert raised.value == 1 and said.count("planned before the last change") == 63
     assert sum(due) == 33
+
+
+def test_an_answer_whose_check_fails_is_given_all_the_same(monkeypatch: Any) -> None:
+    pipe = planned(CHECK, "divprune", (0.5,))
+    expected, value = pipe(CLIP, QUESTIONS[0]).text, pipe.planner.raised.value
+
+    def broken(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room\nfor a second reading")
+
+    monkeypatch.setattr("mmfast.pipelines.planning.chosen_tokens", broken)
+    with pytest.warns(UserWarning, match="could not be checked.*no room for a second reading"):
+        answer = pipe(CLIP, QUESTIONS[0])
+    assert answer.text == expected and [each.method for each in checks(answer)] == ["failed"]
+    assert any("no room" in note for note in answer.trace.notes)
+    assert pipe.planner.raised.value == value
+    monkeypatch.undo()
+    assert "tokens stand" in checks(pipe(CLIP, QUESTIONS[0]))[0].method  # nothing is left broken

@@ -179,8 +179,8 @@ def read_video(
 
     Takes a path, bytes, a binary file object; a PIL animation; a numpy array or torch tensor [T, H,
     W, C] or [T, C, H, W] with 1, 3 or 4 channels, uint8 or float in [0, 1]; a list or iterator of
-    pictures (anything `read_image` takes), or of (picture, seconds) pairs. Exactly one of these
-    selects frames:
+    pictures (anything `read_image` takes), or of (picture, seconds) pairs; an open container of
+    PyAV, reader of decord or decoder of torchcodec. Exactly one of these selects frames:
 
     ``frames=k``, numbers ``round(linspace(0, n - 1, k))``, all n if the clip has no more;
     ``fps=r``, the frame on screen at every 1/r s from the first frame on, each frame once;

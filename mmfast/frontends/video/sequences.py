@@ -1,9 +1,9 @@
-"""Clips from decoded frames: arrays, tensors, lists and iterators."""
+"""Clips from frames: arrays, tensors, lists, iterators, and videos that others have opened."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -15,13 +15,17 @@ from mmfast.frontends.clip import Clip, Frame, make_clip
 from mmfast.frontends.image import (
     array_picture,
     channel_axis,
+    decoded,
     is_array,
+    is_av_frame,
     is_sequence,
     is_tensor,
+    library_of,
     picture,
 )
 from mmfast.frontends.sampling import Ask, Floats, positive_rate, rising
-from mmfast.frontends.source import Limits, quote
+from mmfast.frontends.source import Limits, quote, refusing
+from mmfast.frontends.video.opened import container_frames, reader_frames
 
 DEFAULT_RATE = 24.0  # the assumption of transformers' processors
 
@@ -32,6 +36,7 @@ class _FrameOptions:
     items: Iterable[Any]  # frames, or (frame, seconds) pairs
     counted: bool = True  # False for an iterator, whose length is unknown
     axis: int | None = None  # of the channels, where it is the same for all frames
+    unread: bool = False  # pairs of `Unread`, decoded where they are wanted
 
 
 def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip:
@@ -52,8 +57,9 @@ def sequence_clip(media: object, ask: Ask, limits: Limits, rate: object) -> Clip
     asked = ask.choose(given.name, times, end, 1e-6)
     wanted = set(asked.tolist())
     found: dict[int, Frame] = {}
-    for i, (frame, _) in enumerate(_convert(given, limits)):
+    for i, frame, time in _convert(given, limits, wanted):
         if i in wanted:
+            times[i] = time if given.unread else times[i]
             limits.check_decoded(given.name, len(asked), frame.shape[1], frame.shape[0])
             found[i] = frame
     picked = np.stack([found[i] for i in asked.tolist()])  # [m, H, W, 3]
@@ -66,18 +72,24 @@ def iter_sequence(
     """Yield each frame with its time at once, without a limit on their number."""
     speed = DEFAULT_RATE if rate is None else positive_rate("rate", rate)
     given = _given(media)
-    numbered = (((i, frame), time) for i, (frame, time) in enumerate(_convert(given, limits)))
+    numbered = (((i, frame), time) for i, frame, time in _convert(given, limits))
     for (i, frame), time in rising(numbered, given.name, events):
         yield frame, i / speed if time is None else time
 
 
 def _given(media: object) -> _FrameOptions:
+    media = decoded(media)
     if is_array(media):
         return _array(media)
     if isinstance(media, list | tuple):
         return _FrameOptions("the list of frames", media)
     if is_sequence(media):
         return _FrameOptions("the frame iterator", media, counted=False)  # type: ignore[arg-type]
+    if library := library_of(media):
+        name = f"the video that {library} has opened"
+        if library == "av":
+            return _FrameOptions(name, container_frames(media), counted=False)
+        return _FrameOptions(name, reader_frames(media, library), unread=True)
     raise MediaError(
         f"a video cannot be of type {type(media).__name__}, {quote(media)}: give a path, bytes, "
         f"a file object, a PIL animation, an array, or a list or iterator of frames"
@@ -98,17 +110,30 @@ def _array(media: Any) -> _FrameOptions:
 
 
 def split_pair(item: Any) -> tuple[Any, float | None]:
-    """Return picture and seconds of a (picture, seconds or None) pair, or of a picture alone."""
+    """Return picture and seconds of a (picture, seconds or None) pair, or of a picture alone.
+
+    A frame of PyAV knows its time.
+    """
+    if is_av_frame(item):
+        return item, item.time
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Real | None):
         return item[0], None if item[1] is None else float(item[1])
     return item, None
 
 
-def _convert(given: _FrameOptions, limits: Limits) -> Iterator[tuple[Frame, float | None]]:
+def _convert(
+    given: _FrameOptions, limits: Limits, wanted: Collection[int] | None = None
+) -> Iterator[tuple[int, Frame, float | None]]:
+    """Yield number, picture and time of the frames; of unread ones, those that are wanted."""
     first: tuple[int, ...] = ()
     for i, item in enumerate(given.items):
         raw, time = split_pair(item)
         name = f"frame {i} of {given.name}"
+        if given.unread:
+            if wanted is not None and i not in wanted:
+                continue
+            with refusing(name):
+                raw, time = raw()
         if given.axis is None:
             frame = picture(raw, name, limits)
         else:
@@ -119,12 +144,12 @@ def _convert(given: _FrameOptions, limits: Limits) -> Iterator[tuple[Frame, floa
                 f"{name} is {frame.shape[1]}x{frame.shape[0]} but frame 0 is "
                 f"{first[1]}x{first[0]}: resize them to one size"
             )
-        yield frame, time
+        yield i, frame, time
 
 
 def _hold(given: _FrameOptions, limits: Limits) -> Iterator[Any]:
     """Convert an iterator's frames, within the budget: an endless one must end in an error."""
-    for i, (frame, time) in enumerate(_convert(given, limits)):
+    for i, frame, time in _convert(given, limits):
         limits.check_frames(given.name, i + 1)
         limits.check_decoded(given.name, i + 1, frame.shape[1], frame.shape[0])
         yield frame if time is None else (frame, time)

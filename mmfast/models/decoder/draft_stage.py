@@ -19,6 +19,7 @@ from mmfast.decoding.row import Costs
 from mmfast.decoding.speculation import BILD, DRAFT, EXIT, LOOKUP, RECYCLE, DecodePlan, Recycler
 from mmfast.models import loading
 from mmfast.models.cache_name import CACHE, cache_of
+from mmfast.models.context import placeholders
 from mmfast.models.decoder.drafters import (
     BatchText,
     Drafter,
@@ -33,7 +34,6 @@ from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.decoder.speculation import VerifiedDecoding
 from mmfast.models.decoder.token_tree import TreeDrafter
 from mmfast.models.families.adapter import adapter_for
-from mmfast.models.families.tower import KINDS
 from mmfast.models.kv.view import ViewStage, view_plan
 from mmfast.models.patching import override
 from mmfast.models.reduction.call import PassState
@@ -330,12 +330,6 @@ def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
     stop = StopStringCriteria(words, strings)
     own = kwargs.get("stopping_criteria") or ()
     return {**rest, "stopping_criteria": StoppingCriteriaList([*own, stop])}
-
-
-def placeholders(model: Any) -> set[int]:
-    """Return the ids that stand for media in prompts of a model."""
-    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in KINDS)
-    return {each for each in ids if each is not None}
 
 
 def load_draft(where: str, model: Any, kind: torch.dtype | None = None) -> Any:

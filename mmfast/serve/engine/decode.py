@@ -17,7 +17,7 @@ from mmfast.decoding.accept import accept_close
 from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.decoding.speculation import EXIT
-from mmfast.models.decoder.draft_stage import placeholders
+from mmfast.models.context import placeholders
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions

@@ -8,9 +8,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import ContextError, MmfastError
 from mmfast.core.spec import Spec
 from mmfast.core.trace import SELECT, Trace, peak_bytes
+from mmfast.models.context import longest_prompt
 from mmfast.serve.engine.base import (
     Delta,
     Emit,
@@ -27,10 +28,6 @@ from mmfast.serve.engine.drafts import AnswerDrafts
 from mmfast.serve.engine.rules import TokenRules, needed
 from mmfast.serve.engine.slots import Prepared
 from mmfast.streams.reuse.schema import ModulePrompt
-
-
-class ContextError(MmfastError):
-    """A prompt and its answer are longer than the context."""
 
 
 class ActiveRequest:
@@ -207,16 +204,15 @@ def check_storeless(options: Options) -> None:
 
 
 def fitting(prompt: int, answer: int, context: int) -> int:
-    """Return the tokens of a prompt and its answer together; too many raise `MmfastError`."""
-    if prompt + answer > context:
+    """Return the tokens of a prompt and its answer together; too many raise `ContextError`."""
+    if prompt + answer > context:  # in the words by which clients of OpenAI know this error
         raise ContextError(
-            f"{prompt} tokens of prompt and max_tokens={answer} are more than the {context} that "
-            "fit; ask for less, or give fewer or smaller media"
+            f"this model's maximum context length is {context} tokens, and the prompt has {prompt} "
+            f"beside max_tokens={answer}; ask for less, or give fewer or smaller media"
         )
     return prompt + answer
 
 
 def context_of(model: Any) -> int:
     """Return the longest prompt and answer of a model in tokens."""
-    config = model.config.get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or 4096)
+    return longest_prompt(model) or 4096

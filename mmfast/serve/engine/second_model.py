@@ -20,7 +20,8 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.kv import KVBlock
 from mmfast.core.spec import parse
 from mmfast.decoding.speculation import EXIT, DecodePlan
-from mmfast.models.decoder.draft_stage import load_draft, placeholders
+from mmfast.models.context import placeholders
+from mmfast.models.decoder.draft_stage import load_draft
 from mmfast.models.decoder.drafters import own_inputs
 from mmfast.models.decoder.early_exit import load_exit
 from mmfast.models.families.adapter import adapter_for, check_media, placeholder

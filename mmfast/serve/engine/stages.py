@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import ContextError
 from mmfast.serve.engine.base import CANCELLED, LOG, STOPPED, Emit, Request
 from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import Features, MediaEncoder, Result
@@ -198,9 +198,9 @@ class PrefillStage:
         return self._thread.busy
 
     def fill(self, prompt: Embedded, answer: int) -> Future[PromptPiece]:
-        """Read a prompt; cancelling the future stops that. Too long prompts raise `MmfastError`."""
+        """Read a prompt; cancelling the future stops that. ContextError: it is too long."""
         if prompt.length + answer > self._context:
-            raise MmfastError(
+            raise ContextError(
                 f"a prompt of {prompt.length} tokens and an answer of {answer} are more than the "
                 f"{self._context} that fit; shorten one, or reduce the media"
             )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmfast.core.errors import MediaError, MmfastError, ModelError
+from mmfast.core.errors import ContextError, MediaError, MmfastError, ModelError
 from mmfast.serve.engine.base import BusyError
 
 _TYPES = {
@@ -76,7 +76,12 @@ def api_error(error: BaseException, param: str | None = None) -> ApiError:
         return error
     if isinstance(error, BusyError):
         return busy(str(error), error.retry_after)
-    codes = {MediaError: "invalid_media", ModelError: "model_cannot", MmfastError: "invalid_value"}
+    codes = {
+        ContextError: "context_length_exceeded",
+        MediaError: "invalid_media",
+        ModelError: "model_cannot",
+        MmfastError: "invalid_value",
+    }
     for kind, code in codes.items():  # the base class last
         if isinstance(error, kind):
             return bad_request(str(error), code, param)

@@ -302,6 +302,24 @@ def _build(config: ServerConfig, executor: Any, speech: Any) -> FastAPI:
     return inner
 
 
+class HeadAsGet:
+    """Answer HEAD as GET, without the body, as HTTP has it for all resources."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def bare(message: Message) -> None:
+            await send({**message, "body": b""} if "body" in message else message)
+
+        await self._app({**scope, "method": "GET"}, receive, bare)
+
+
 _NAMES = {
     404: "there is no {path}; see /openapi.json",
     405: "{method} is not for {path}; see /openapi.json",
@@ -341,6 +359,7 @@ def create_app(
     for each in [*routers, realtime.router] if config.voice else routers:
         app.include_router(each)
     _errors(app, service)
+    app.add_middleware(HeadAsGet)
     if config.demo and find_spec("gradio") is not None:
         app.add_middleware(Demo, service=service)
     app.add_middleware(RequestCounter, metrics=service.metrics)

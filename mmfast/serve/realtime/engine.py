@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.errors import ContextError, ModelError, SpecError
 from mmfast.core.speech import Sound, Turn
 from mmfast.frontends.clip import make_clip
 from mmfast.models.loading import embedded_path, read_processor, twin
@@ -25,7 +25,6 @@ from mmfast.pipelines.omni_chat import written
 from mmfast.pipelines.video_stream import VideoStream
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine import base
-from mmfast.serve.engine.request import ContextError
 from mmfast.serve.http.events import failed
 from mmfast.serve.realtime.brain import (
     GREETING,

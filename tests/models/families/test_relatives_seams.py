@@ -78,3 +78,12 @@ def test_what_is_kept_of_prompts_changes_no_answer(family: str) -> None:
             assert [pipe(pixels, question).text for question in questions] == want, mode
         except MmfastError as error:
             assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("family", RELATIVES)
+def test_streams_name_the_families_that_watch_and_the_other_way(family: str) -> None:
+    this = tiny(family)
+    told = "that do: .*qwen3_vl; use .*'" + ("video" if "video" in this.facts.kinds else "image")
+    with pytest.raises(ModelError, match=told) as error:
+        mmfast.pipeline("video-stream", (this.model, this.processor))
+    assert "\n" not in str(error.value) and "gemma4," not in str(error.value)

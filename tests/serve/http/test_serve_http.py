@@ -452,6 +452,14 @@ def test_routes_that_are_not_there() -> None:
     assert wrong.status_code == 405 and "GET is not for" in wrong.json()["error"]["message"]
 
 
+def test_head_is_get_without_the_body() -> None:
+    app = app_of(saying(*ANSWER))
+    for path in ("/v1/models", f"/v1/models/{MODEL}", "/health", "/v1/models/no", CHAT):
+        head, got = request(app, "HEAD", path), get(app, path)
+        assert head.status_code == got.status_code and head.content == b""
+        assert head.headers["content-length"] == got.headers["content-length"], path
+
+
 def test_a_request_waits_for_an_engine_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmfast.core.errors import ModelError
     from mmfast.serve.http import service

@@ -81,7 +81,7 @@ def stock(this: Watcher, *turns: Any) -> dict[str, Any]:
     """Stock inputs of a conversation; turns are lists of texts and shots, the user's first."""
     roles = ("user", "assistant")
     chat = [{"role": roles[i % 2], "content": list(turn)} for i, turn in enumerate(turns)]
-    return user_inputs(this.processor, [chat], this.model.device)
+    return user_inputs(this.processor, [chat], this.model)
 
 
 @torch.no_grad()
