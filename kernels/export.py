@@ -14,10 +14,16 @@ from pathlib import Path
 
 NAME = "mmfast-kernels"
 VERSION = 1
-KERNELS = ("attention_column_sums", "max_min_select", "segment_merge", "temporal_difference")
+KERNELS = (
+    "attention_column_sums",
+    "max_min_select",
+    "segment_merge",
+    "selected_attention",
+    "temporal_difference",
+)
 _SELF = Path(__file__).resolve()
 
-_INIT = '''"""Triton kernels of mmfast: attention received, farthest points, merges, changes."""
+_INIT = '''"""Triton kernels of mmfast: attention, farthest points, merges, changes over time."""
 
 {imports}
 
@@ -59,6 +65,7 @@ sums = mmfast_kernels.attention_column_sums(query, key, lse, scale)  # [B, H, S]
 | `attention_column_sums` | attention that each key receives, `[B, H, S]`, without the weights |
 | `max_min_select` | indices of farthest points, `[B, count]`, from similarities `[B, N, N]` |
 | `segment_merge` | sums or means of rows by segment, `[B, M, D]`, without atomics |
+| `selected_attention` | attention of one query to chosen entries of a cache, `[B, Hq, 1, w]` |
 | `temporal_difference` | cosines, differences and lengths of patches over time, `[F, n]` |
 
 Docstrings give shapes, types and errors.

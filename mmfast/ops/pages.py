@@ -36,12 +36,31 @@ def selected_attention(
         `[B, Hq, 1, w]`.
     """
     batch, heads = keys.shape[:2]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if index is not None and _fits_kernel(query, keys, values):
+        from mmfast.kernels import selected_attention as kernel
+
+        in_place: Tensor = kernel.selected_attention(query, keys, values, index, scale, real, bias)
+        return in_place
     added = selected_bias(index, real, bias, query, heads)
     if index is not None:
         keys, values = selected(keys, values, index)
     rows = query.reshape(batch, heads, -1, query.shape[-1])  # [B, H, G, d]
     found = F.scaled_dot_product_attention(rows, keys, values, attn_mask=added, scale=scale)
     return found.reshape(batch, -1, 1, values.shape[-1])
+
+
+# Widths that the Triton kernel takes without spilling.
+_WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
+
+
+def _fits_kernel(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Return whether the kernel reads the entries in place: no copy, but no gradients either."""
+    all_of = (query, keys, values)
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in all_of)
+    alike = len({x.dtype for x in all_of}) == 1 and all(x.stride(-1) == 1 for x in all_of)
+    fits = max(x.shape[-1] for x in all_of) <= _WIDEST.get(query.dtype, 0)
+    return query.is_cuda and keys.is_cuda and alike and fits and not learning
 
 
 def selected_bias(

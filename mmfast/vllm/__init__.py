@@ -8,12 +8,12 @@ registered, and vLLM runs as if mmfast were not there::
 
 Qwen2.5-VL and Qwen3-VL, mixtures of experts too, then give their language model the tokens that
 `mmfast.attach` would, at the same positions. vLLM reserves places in the prompt before there is any
-embedding, so the count must follow from the size of the image or video; and it stores results under a hash of the media, so
-the choice may depend on them alone. Allowed are therefore reducers at site `pre` with a budget that
-read the encoder: its output, or its attention and keys. A method that reads the question would mix
-the results of different questions, and a method inside the LLM is impossible, since vLLM gives all
-layers one length. Both are refused at the start, in one line. Servers with different specs must not
-share a store of results.
+embedding, so the count must follow from the size of the image or video; and it stores results under
+a hash of the media, so the choice may depend on them alone. Allowed are therefore reducers at site
+`pre` with a budget that read the encoder: its output, or its attention and keys. A method that
+reads the question would mix the results of different questions, and a method inside the LLM is
+impossible, since vLLM gives all layers one length. Both are refused at the start, in one line.
+Servers with different specs must not share a store of results.
 
 Other models stay stock, as does a vLLM of a release that is not in `KNOWN`, which says so.
 """

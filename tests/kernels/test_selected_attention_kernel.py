@@ -12,14 +12,14 @@ from kernel_tools import (
     compiled,
     has_tensor_cores,
     has_wide_loads,
-    interpreted,
     planted,
 )
-from torch import Tensor
+from oracles_ops import selected_attention_reference as reference
 
 from mmfast.ops.pages import selected_attention
 
 pytest.importorskip("triton", reason="triton has wheels for Linux on x86-64 only")
+from mmfast.kernels import selected_attention as kernel
 
 KERNEL = "selected_attention"
 
@@ -101,7 +101,7 @@ BUGS = {
     "fillers are read": ("mask=here, other=0) != 0)", "mask=here, other=0) >= 0)"),
     "the last entry": ("here = entry < end", "here = entry <= end"),
     "the place of a bias": ("b_head + place[None, :]", "b_head + entry[None, :]"),
-    "the mass of earlier tiles": ("mass = mass * fade + tl.sum(shares", "mass = mass + tl.sum(shares"),
+    "the mass of earlier tiles": ("mass * fade + tl.sum(shares", "mass + tl.sum(shares"),
     "the sums of earlier tiles": ("total * fade[:, None] + found", "total + found"),
     "rows without entries": (
         "tl.where(higher == -float(\"inf\"), 0.0, higher)  # nothing", "higher  # nothing"
@@ -111,7 +111,9 @@ BUGS = {
     "the width of a head": ("(column < width)[None", "(column <= width)[None"),
     "the level of a part": ("share = tl.exp2((level - base)", "share = tl.exp2((base - base)"),
     "earlier parts": ("total * fade + tl.sum(tile", "total + tl.sum(tile"),
-    "parts without entries": ("base = tl.where(higher == -float(\"inf\"), 0.0, higher)", "base = higher"),
+    "parts without entries": (
+        "base = tl.where(higher == -float(\"inf\"), 0.0, higher)", "base = higher"
+    ),
     "where a part is": ("* tl.num_programs(0) + part", "* tl.num_programs(0)"),
 }  # fmt: skip
 
@@ -119,3 +121,109 @@ BUGS = {
 @pytest.mark.slow
 def test_interpreter_agrees_with_the_formula_and_planted_bugs_do_not() -> None:
     planted(KERNEL, GATE, *BUGS.values())
+
+
+SHAPES = (("bf16", 64), ("bf16", 128), ("fp16", 256), ("fp32", 64), ("fp32", 128))
+
+
+def jobs() -> list[dict[str, Any]]:
+    """Launches on a cache of the 0.5B shape and of a wider model, for both chips."""
+    found = []
+    for capability in CAPABILITIES:
+        for kind, width in (
+            ("bf16", 64),
+            ("bf16", 128),
+            ("fp16", 256),
+            ("fp32", 64),
+            ("fp32", 128),
+        ):
+            masked, biased = width == 64, width == 128
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+            plan = kernel.tiles(dtype, width, 7)
+            found.append(
+                {
+                    "fn": "_attend",
+                    "signature": {
+                        **dict.fromkeys(["query", "key", "value"], f"*{kind}"),
+                        "index": "*i64",
+                        "real": "*u8" if masked else "*i64",
+                        "bias": f"*{kind}",
+                        **dict.fromkeys(["out", "peaks", "masses"], "*fp32"),
+                        "scale": "fp32",
+                        **dict.fromkeys(kernel._INTEGERS, "i32"),
+                    },
+                    "constexprs": {
+                        "masked": masked,
+                        "biased": biased,
+                        "split": True,
+                        "upcast": False,
+                        "held": plan.held,
+                        "step": plan.step,
+                        "unit": 16 // dtype.itemsize,
+                        **dict.fromkeys(["width", "padded", "v_width", "v_padded"], width),
+                    },
+                    "num_warps": plan.warps,
+                    "num_stages": plan.stages,
+                    "aligned": ["query", "key", "value", "index", "bias", "out"],
+                    "capability": capability,
+                }
+            )
+        join = {
+            "fn": "_join",
+            "signature": {**dict.fromkeys(["sums", "peaks", "masses"], "*fp32"),
+                          "out": "*bf16", "parts": "i32"},
+            "constexprs": {"block": kernel._PARTS, "width": 128, "padded": 128},
+            "capability": capability,
+        }  # fmt: skip
+        found.append(join)
+    return found
+
+
+@pytest.mark.slow
+def test_compiles_for_real_chips_without_spills() -> None:
+    for binary in compiled(KERNEL, jobs()):
+        assert_clean(binary)
+        if binary.label.startswith("_attend"):
+            assert has_wide_loads(binary) and has_tensor_cores(binary), binary.label
+
+
+def test_bad_arguments_are_refused() -> None:
+    query, keys, index = (
+        torch.zeros(1, 4, 1, 8),
+        torch.zeros(1, 2, 5, 8),
+        torch.zeros(1, 1, 3).long(),
+    )
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((query.double(), keys, keys, index), "float64"),
+        ((query, keys[:, :, :, :4], keys, index), "queries"),
+        ((query.expand(1, 4, 2, 8), keys, keys, index), "queries"),
+        ((query[:, :3], keys, keys, index), "queries"),
+        ((query, keys, keys.mT.contiguous().mT, index), "contiguous"),
+        ((query, keys, keys, index.int()), "int64"),
+        ((query, keys, keys, index, 1.0, torch.ones(1, 1, 2).bool()), "as many marks"),
+        ((query, keys, keys, index, 1.0, None, torch.ones(1, 1, 3)), "bias for every entry"),
+    ]
+    for (query_, keys_, values_, index_, *more), text in wrong:
+        with pytest.raises(ValueError, match=text):
+            kernel.selected_attention(query_, keys_, values_, index_, *(more or [1.0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1, 100, 1638, 16_000])
+def test_device_reads_what_the_host_reads(dtype: torch.dtype, count: int) -> None:
+    made = torch.Generator().manual_seed(count)
+    query = torch.randn(2, 14, 1, 64, generator=made).to(dtype)
+    keys, values = (torch.randn(2, 2, 16_384, 64, generator=made).to(dtype) for _ in range(2))
+    index = torch.rand(2, 2, 16_384, generator=made).argsort(-1)[..., :count]
+    real = torch.rand(2, 2, count, generator=made) < 0.7
+    bias = torch.randn(2, 14, 16_384, generator=made).to(dtype)
+    for marks, added in ((None, None), (real, None), (real, bias)):
+        want = reference(query, keys, values, index, marks, added, scale=0.125)
+        given = [None if x is None else x.cuda() for x in (query, keys, values, index)]
+        more = {"real": marks, "bias": added}
+        more = {name: None if x is None else x.cuda() for name, x in more.items()}
+        found = selected_attention(*given, **more, scale=0.125).cpu().double()
+        error = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+        torch.testing.assert_close(found, want, atol=error, rtol=error)
