@@ -32,7 +32,13 @@ _BIG = "llava-onevision-7b"
 _IN_TOWER = "tome@vit:0.5+holitom:0.1"
 # Those that run on the device; the other benchmarks of these suites measure processors, for long.
 _ON_CUDA = {
-    "kernels": ("attention-column-sums", "max-min-select", "segment-merge", "temporal-difference"),
+    "kernels": (
+        "attention-column-sums",
+        "max-min-select",
+        "segment-merge",
+        "selected-attention",
+        "temporal-difference",
+    ),
     "decode": ("compiled", "hooks", "moshi-frame"),
     "encoder": ("attention", "batch", "compile", "merge", "patch", "timm"),
 }

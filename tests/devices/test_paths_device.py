@@ -610,7 +610,10 @@ def test_bench(stages: str) -> None:
     assert command("bench", "--preset", "tiny", "--device", ON, "--stages", stages, *more)["ok"]
 
 
-@pytest.mark.parametrize("kernel", ["max-min-select", "segment-merge", "temporal-difference"])
+KERNELS = ["max-min-select", "segment-merge", "selected-attention", "temporal-difference"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_bench_of_kernels(kernel: str) -> None:
     assert command("bench", "--kernels", kernel)
 

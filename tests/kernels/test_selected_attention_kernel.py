@@ -208,6 +208,23 @@ def test_bad_arguments_are_refused() -> None:
             kernel.selected_attention(query_, keys_, values_, index_, *(more or [1.0]))
 
 
+@pytest.mark.slow
+def test_bench_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast import MmfastError
+    from mmfast.bench.suites import kernels as bench
+
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    monkeypatch.setitem(bench.READS, "cpu", (bench.ReadCase(2, 4, 2, 60, 9, 8),))
+    if not torch.cuda.is_available():
+        rows = bench.selected_reads(lambda label, done, total: None)
+        assert [row["way"] for row in rows] == ["ours", "copy", "all entries"]
+        assert rows[1]["speedup"] == 1 and rows[0]["max_error"] < 1e-5
+        assert rows[0]["case"] == "9 of 60 entries x 4 heads x 8, 2 answers"
+    monkeypatch.setattr(bench, "selected_attention", lambda query, *_: query)
+    with pytest.raises(MmfastError, match="is off by"):
+        bench._read_rows(bench.ReadCase(1, 2, 2, 20, 3, 4), torch.float32, "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

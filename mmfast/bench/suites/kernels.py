@@ -26,6 +26,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Segments
 from mmfast.ops.max_min import max_min, max_min_plain, max_min_reference
 from mmfast.ops.merging import segment_merge, segment_merge_reference
+from mmfast.ops.pages import selected, selected_attention
 from mmfast.ops.similarity import unit_rows
 from mmfast.ops.temporal_difference import reference, static_runs, temporal_difference
 
@@ -212,6 +213,84 @@ def _cover(name: str, picks: Tensor, x: Tensor, case: PickCase) -> float:
 
 _MERGE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # of the largest number
 Merge = Callable[[Tensor], Tensor]
+
+
+class ReadCase(NamedTuple):
+    """`m` of `n` entries of a cache that one token of each of `items` answers reads, by head."""
+
+    items: int
+    heads: int
+    key_heads: int
+    n: int
+    m: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        """Sizes in words."""
+        return f"{self.m:,} of {self.n:,} entries x {self.heads} heads x {self.width}" + (
+            f", {self.items} answers" if self.items > 1 else ""
+        )
+
+
+READS = {
+    "cuda": (
+        ReadCase(1, 14, 2, 16_384, 1638, 64),
+        ReadCase(8, 14, 2, 16_384, 1638, 64),
+        ReadCase(1, 28, 4, 131_072, 13_107, 128),
+    ),
+    "cpu": (ReadCase(1, 14, 2, 2048, 205, 64),),
+}
+_READ_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest difference of a result
+
+
+@benchmark("kernels", "selected-attention")
+def selected_reads(tick: Tick) -> list[Row]:
+    """Compare attention to chosen entries with a gathered copy and with all entries.
+
+    `speedup` is over the copy; `gb_s` on CUDA that of the chosen keys and values, read once.
+    """
+    return over_cases(READS, DTYPES, _read_rows, tick)
+
+
+def _read_rows(case: ReadCase, dtype: torch.dtype, device: str) -> list[Row]:
+    shape = case.items, case.key_heads, case.n
+    inputs = [
+        (
+            torch.randn(case.items, case.heads, 1, case.width, device=device).to(dtype),
+            *(torch.randn(*shape, case.width, device=device).to(dtype) for _ in range(2)),
+            torch.rand(shape, device=device).argsort(-1)[..., : case.m].sort(-1).values,
+        )
+        for _ in range(INPUTS)
+    ]
+    ways: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
+        "ours": lambda given: selected_attention(*given),
+        "copy": lambda given: _on_copy(*given),
+        "all entries": lambda given: selected_attention(*given[:3]),
+    }
+    error = float((ways["ours"](inputs[0]) - _exact(*inputs[0])).abs().max())
+    if not error <= _READ_ERROR[dtype]:
+        raise MmfastError(
+            f"selected_attention is off by {error:.1e} in {case.name!r}; no speed is measured"
+        )
+    times = device_times({k: in_turn(way, inputs) for k, way in ways.items()}, ROUNDS, device)
+    moved = 2 * case.items * case.key_heads * case.m * case.width * dtype.itemsize
+    base = median(times["copy"])
+    return [
+        {"n": case.n, "budget": case.m, "d": case.width, "way": name, **spread(mine)}
+        | {"max_error": error, "speedup": base / median(mine)}
+        | (_bandwidth(moved, median(mine), device) if name == "ours" else {})
+        for name, mine in times.items()
+    ]
+
+
+def _on_copy(query: Tensor, keys: Tensor, values: Tensor, index: Tensor) -> Tensor:
+    copies = selected(keys, values, index)
+    return F.scaled_dot_product_attention(query, *copies, enable_gqa=True)
+
+
+def _exact(query: Tensor, keys: Tensor, values: Tensor, index: Tensor) -> Tensor:
+    return _on_copy(query.double(), keys.double(), values.double(), index)
 
 
 class MergeCase(NamedTuple):
