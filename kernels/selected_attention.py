@@ -181,9 +181,11 @@ def selected_attention(
     strides = _strides(query, key, value) | {f"{n}_{w}": x.stride(d) for n, x in (("i", index),
         ("r", marks), ("b", added)) for d, w in enumerate(("item", "head"))}  # fmt: skip
     out = torch.empty(items, heads, 1, v_width, dtype=query.dtype, device=query.device)
-    kind = {"dtype": torch.float32, "device": query.device}
-    sums = out if parts == 1 else torch.empty(items * heads, parts, v_width, **kind)
-    peaks, masses = torch.empty(2, items * heads, parts if parts > 1 else 0, **kind)
+    sums, room, device = out, (2, items * heads, parts if parts > 1 else 0), query.device
+    if parts > 1:
+        shape = (items * heads, parts, v_width)
+        sums = torch.empty(shape, dtype=torch.float32, device=device)
+    peaks, masses = torch.empty(room, dtype=torch.float32, device=device)
     padded, v_padded = (max(16, triton.next_power_of_2(each)) for each in (width, v_width))
     _attend[(parts, shared * blocks, items)](
         query, key, value, index, marks, added, sums, peaks, masses, scale, count=count,
