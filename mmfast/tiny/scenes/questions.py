@@ -301,6 +301,10 @@ attribute =
     | Would you say {0} is {1}? | {0} is {1}, yes or no? | Tell me if {0} is {1}.
     | Am I right that {0} is {1}? | Check if {0} is {1}. | True or not: {0} is {1}?
     | Do you think {0} is {1}? | Can you tell if {0} is {1}? | Is {0} really {1}?
+    | Can you say if {0} is {1}? | Please check if {0} is {1}. | Do you agree that {0} is {1}?
+    | Verify that {0} is {1}. | Say if {0} is {1}. | Could you tell me if {0} is {1}?
+    | Is it the case that {0} is {1}? | Can we say that {0} is {1}? | Is {0} indeed {1}?
+    | Would it be right to say that {0} is {1}? | So {0} is {1}? | Tell me: is {0} {1}?
     | {0} is {1}, right? | Does one see that {0} is {1}? | Can you confirm that {0} is {1}?
 anything =
     Is there anything {0}? | Is anything {0}? | Is there something {0}? | Do you see anything {0}?
@@ -314,6 +318,8 @@ amount =
     | Tell me if there {0} {1}. | {0} there {1} or not? | Check if there {0} {1}.
     | {0} there {1} in the picture? | {0} there {1} in all? | There {0} {1}, yes or no?
     | Would you say there {0} {1}? | {0} there {1} here? | Do you think there {0} {1}?
+    | Can you say if there {0} {1}? | Please check if there {0} {1}. | Verify that there {0} {1}.
+    | Do you agree that there {0} {1}? | So there {0} {1}? | Tell me: {0} there {1}?
     | {0} there {1} in the video? | Am I right that there {0} {1}?
 part =
     How many {0} are there? | How many {0} do you see? | How many {0} can you see?
@@ -321,12 +327,19 @@ part =
     | Tell me how many {0} there are. | How many {0} are shown? | Count all {0}.
     | How many {0} are in the picture? | How many {0} does the video show?
     | In total, how many {0} are there? | Can you count the {0}? | How many {0} are in the video?
+    | Tell me the number of {0}. | Say how many {0} there are. | Count how many {0} there are.
+    | What number of {0} is there? | How many {0} exist here? | Of {0}, how many are there?
+    | How many {0} does the picture have? | Find all {0} and count them. | {0}: how many?
     | Give the number of {0}. | How many {0} can be seen?
 which =
     Which object {0}? | What {0}? | Which shape {0}? | Which thing {0}? | Which one {0}?
     | Name the object that {0}. | Tell me which object {0}. | Which of the objects {0}?
     | What is the object that {0}? | Which figure {0}? | Name the thing that {0}.
     | Tell me what {0}. | Can you tell me which object {0}? | Say what {0}.
+    | Say which one {0}. | Tell me the object that {0}. | Find the object that {0}.
+    | Which is the one that {0}? | Name what {0}. | The thing that {0} is which?
+    | Which of these {0}? | What is it that {0}? | Which is the thing that {0}?
+    | Of the objects, which one {0}? | What do you see that {0}? | Please name the one that {0}.
     | Which item {0}? | The object that {0}, what is it?
 """)
 FORMS = {**WORDINGS, **LONE}
