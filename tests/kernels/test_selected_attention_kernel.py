@@ -98,6 +98,7 @@ case(1, 2, 2, 50, 20, 24, 16, dtype=torch.float16, tolerance=2e-3, ragged=True)
 
 BUGS = {
     "the group of a head": ("head * group + row", "head + row"),
+    "the last query of a head": ("mine, asker = row < group,", "mine, asker = row < group - 1,"),
     "fillers are read": ("mask=here, other=0) != 0)", "mask=here, other=0) >= 0)"),
     "the last entry": ("here = entry < end", "here = entry <= end"),
     "the place of a bias": ("b_head + place[None, :]", "b_head + entry[None, :]"),
