@@ -17,7 +17,7 @@ from mmfast.core.trace import Trace
 from mmfast.frontends.video.reader import read_video
 from mmfast.streams.recent import APART, CLIP, GAP, MOST, SIDE, STEP, RecentFrames
 from mmfast.tiny.scenes.evaluate import scene_cases
-from mmfast.tiny.scenes.questions import OUTSIDE
+from mmfast.tiny.scenes.questions import ATTRIBUTE, OUTSIDE, PART, WHICH
 from mmfast.tiny.suites import SuiteCase, suite
 from mmfast.tiny.video import scene
 
@@ -215,7 +215,8 @@ def _told(asked: Any, known: bool, recent: RecentFrames, text: str, strange: boo
 def test_streams_know_the_wordings_of_the_larger_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most answers are right, and few of those where the model of the stream is asked (a fault)."""
     kinds = ("colour", "count", "position", "exists", "background", "number", "shape", OUTSIDE)
-    cases = [c for c in islice(scene_cases(32, kinds, stills=False), 48) if len(c.turns) == 1]
+    kinds += (ATTRIBUTE, PART, WHICH)
+    cases = [c for c in islice(scene_cases(32, kinds, stills=False), 66) if len(c.turns) == 1]
     asked, right = RecentFrames.asked, {True: 0, False: 0}
     for case in cases:
         with streams().open() as session:
