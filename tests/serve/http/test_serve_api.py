@@ -24,6 +24,7 @@ from serve_tools import (
     Hum,
     app_of,
     client_of,
+    data_url,
     events_of,
     image_part,
     saying,
@@ -36,6 +37,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.serve.engine.base import Delta, Failure, Finish, Message, Request, SamplingOptions
 from mmfast.serve.engine.request import checked
 from mmfast.serve.engine.rules import byte_tokenizer, json_grammar, matcher
+from mmfast.tiny.scenes.evaluate import scene_cases
 
 ANSWER = (Delta("to the"), Delta(" left"), Finish("stop", 70, 3))
 QUESTION = "which way does the circle move?"
@@ -329,7 +331,10 @@ def test_calls_of_the_models_own_accord_are_read(said: str) -> None:
 
 def test_several_answers_and_their_probabilities(engine: Any) -> None:
     app = app_of(engine, max_tokens=64)
-    asked = {"messages": user(QUESTION), "max_tokens": 6, "temperature": 2.0, "seed": 5}
+    case = next(each for each in scene_cases(1, ("describe",)) if each.media == "image")
+    scene = {"type": "image_url", "image_url": {"url": data_url(case.file, "image/jpeg")}}
+    asked = {"messages": user(scene, text(case.turns[0])), "temperature": 2.0, "seed": 5}
+    asked["max_tokens"] = 24
     asked |= {"n": 3, "logprobs": True, "top_logprobs": 2}
     whole = post(app, **asked).json()
     texts = [choice["message"]["content"] for choice in whole["choices"]]
