@@ -103,15 +103,15 @@ def _attributes(view: SceneView, looks: Sequence[Look]) -> Iterator[SceneItem]:
     """Yes or no: the colour of a shape, the shape of a colour, any thing so, so many things."""
     rng = np.random.default_rng([view.look.seed, 17])
     shapes, colours = ([look[k] for look in looks] for k in (0, 1))
-    sorts = ((shapes, colours, tuple(COLOURS), ""), (colours, shapes, SHAPES, "a "))
-    for names, truths, options, article in sorts:
-        noun = " object" if article else ""
+    inks = tuple(COLOURS)
+    by_shape = shapes, SHAPES, "", colours, inks, ""
+    by_colour = colours, inks, " object", shapes, SHAPES, "a "
+    for names, every, noun, truths, options, article in (by_shape, by_colour):
         for name in dict.fromkeys(names):
             if names.count(name) == 1:
                 truth = truths[names.index(name)]
                 yield from _yes_and_no(rng, f"the {name}{noun}", truth, truths, options, article)
-        for name in drawn(rng, [s for s in (tuple(COLOURS) if article else SHAPES)
-                                if s not in names], 1):  # fmt: skip
+        for name in drawn(rng, [name for name in every if name not in names], 1):
             (word,) = drawn(rng, options, 1)
             missing = f"there is no {name}{noun}."
             yield SceneItem(ATTRIBUTE, (f"the {name}{noun}", article + word), missing)
