@@ -50,17 +50,17 @@ def selected_attention(
     return found.reshape(batch, -1, 1, values.shape[-1])
 
 
-# Widths that the Triton kernel takes without spilling.
-_WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
-
-
 def _fits_kernel(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Return whether the kernel reads the entries in place: no copy, but no gradients either."""
+    if not (query.is_cuda and keys.is_cuda):
+        return False
+    from mmfast.kernels.selected_attention import MAX_WIDTH
+
     all_of = (query, keys, values)
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in all_of)
     alike = len({x.dtype for x in all_of}) == 1 and all(x.stride(-1) == 1 for x in all_of)
-    fits = max(x.shape[-1] for x in all_of) <= _WIDEST.get(query.dtype, 0)
-    return query.is_cuda and keys.is_cuda and alike and fits and not learning
+    widest = max(x.shape[-1] for x in all_of)
+    return alike and widest <= MAX_WIDTH.get(query.dtype, 0) and not learning
 
 
 def selected_bias(

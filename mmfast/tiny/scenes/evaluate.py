@@ -137,7 +137,8 @@ def scene_cases(
             item = _single(known, item)
         turns, answer = _worded(item, kept, rng), item.answer
         if kind == OUTSIDE:
-            turns = ((outside.question, outside.worldly)[number // len(kinds) % 4 // 2](rng, kept),)
+            worldly = number // len(kinds) % 4 >= 2  # of those kept back, too, every other one
+            turns = ((outside.worldly if worldly else outside.question)(rng, kept),)
         if kind in (OUTSIDE, STRANGE):
             answer = outside.REFUSAL
         yield SceneCase(file, "image" if still else "video", turns, answer, kind, kept)

@@ -73,8 +73,12 @@ def _moves(view: SceneView, ways: dict[str, str]) -> Iterator[SceneItem]:
     for name, way in ways.items():
         (other,) = drawn(rng, [w for w in DIRECTIONS if w != way], 1)
         for word, answer in ((way, "yes"), (other, "no")):
-            to = "to the " if word in ("left", "right") and rng.random() < 0.5 else ""
-            yield SceneItem(MOVES, (name, to + word), answer, "moves")
+            yield SceneItem(MOVES, (name, _towards(rng, word)), answer, "moves")
+
+
+def _towards(rng: np.random.Generator, way: str) -> str:
+    """A way, left and right now and then as "to the left"."""
+    return f"to the {way}" if way in ("left", "right") and rng.random() < 0.5 else way
 
 
 _NAMED = ("direction", "position", "where", "when", "speed", "first", "relation", "compare", MOVES)
@@ -185,9 +189,9 @@ def _which(
     """The thing that moves some way or lies in some corner, where it is the only one."""
     rng = np.random.default_rng([view.look.seed, 23])
     for name, way in _single(ways, looks):
-        to = "to the " if way in ("left", "right") and rng.random() < 0.5 else ""
+        where = _towards(rng, way)
         verb = drawn(rng, ("moves", "goes", "is moving", "is going"), 1)[0]
-        yield SceneItem(WHICH, (f"{verb} {to}{way}",), name)
+        yield SceneItem(WHICH, (f"{verb} {where}",), name)
     for time in times:
         places = {item.slots[0]: item.answer for item in items
                   if item.kind == "position" and item.slots[1] == time}  # fmt: skip
