@@ -217,7 +217,7 @@ def loading(name: str, fix: str = "") -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"cannot load {name}: {reason}{fix}") from error
 

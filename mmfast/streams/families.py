@@ -194,6 +194,12 @@ def positions_of(pieces: Sequence[Piece]) -> Tensor:
 
 def prove(script: Script) -> None:
     """Compare with the stock prompt, else ModelError; settle how text behind a video is placed."""
+    if any(weight.is_meta for weight in script.model.parameters()):
+        raise ModelError(
+            f"{type(script.model).__name__} is offloaded, and streams read weights where they lie; "
+            "load it without offload_folder and with a device_map of devices, or use "
+            "pipeline('video-qa')"
+        )
     inputs = _stock(script)
     stock = script.model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))
     stock = stock.reshape(-1, inputs["input_ids"].shape[1])[-script.axes :]
