@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.tokens import Tokens
+from mmfast.models.cache_name import CACHE
 
 # A prime: rows of a weight that repeats this many values never line up with one another.
 _PERIOD = 1_048_583
@@ -205,6 +206,12 @@ class Case:
         if self.batch > 1:
             out.pooler_output = out.pooler_output.repeat(self.batch, 1, 1)
         return {"video": out}
+
+    def decode(self, cache: Any, steps: int) -> None:
+        """Run decoding steps on a cache, each with the first token of the prompt."""
+        token = self.prompt["input_ids"][:, :1]
+        for _ in range(steps):
+            self.model(input_ids=token, **{CACHE: cache}, use_cache=True)
 
     def repeated(self, batch: int) -> Case:
         """Return the case with `batch` copies of its prompt; for LLaVA-OneVision shapes."""

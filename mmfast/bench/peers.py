@@ -16,6 +16,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -331,14 +332,11 @@ def run_peers(
     given["visual"] = frames // 2 * shape.grid[0] * shape.grid[1]
     with tempfile.TemporaryDirectory(prefix="mmfast-peers-") as folder:
         write_checkpoint(Path(folder), shape)
-        run = PeerRun(jobs, {**given, "folder": folder}, envs)
-        try:
+        with closing(PeerRun(jobs, {**given, "folder": folder}, envs)) as run:
             for number, job in enumerate(jobs):
                 tick(f"start {job.name}", number, len(jobs))
                 run.start(job, install)
             samples = _rounds(run, rounds, tick)
-        finally:
-            run.close()
     shared = {"suite": "peers", "bench": "peers", "preset": preset, "device": "cpu", **environ}
     shared |= {key: given[key] for key in ("frames", "threads", "visual")}
     shared |= {"answer_tokens": tokens, "clock": "wall", "load": os.getloadavg()[0]}

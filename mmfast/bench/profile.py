@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmfast.bench.stages import ceilings
 from mmfast.core.errors import MmfastError
+from mmfast.core.trace import synchronize
 from mmfast.models.cache_name import cache_of
 from mmfast.models.wrappers import base_of, decoder_of
 
@@ -105,8 +106,7 @@ class PartClock:
         scope.__exit__(None, None, None)
 
     def _settle(self) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        synchronize()
         now = time.perf_counter()
         if self._open:
             self.costs[self.part].ms += (now - self._since) * 1e3
@@ -131,23 +131,16 @@ class PartClock:
             yield
 
 
+@contextmanager
 def _scope(
     module: nn.Module, enter: Callable[[str], None], leave: Callable[[], None], name: Any
-) -> Any:
+) -> Iterator[None]:
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         enter(name if isinstance(name, str) else name(args, kwargs))
 
-    @contextmanager
-    def hooked() -> Iterator[None]:
-        first = module.register_forward_pre_hook(before, with_kwargs=True)
-        last = module.register_forward_hook(lambda *_: leave(), always_call=True)
-        try:
-            yield
-        finally:
-            first.remove()
-            last.remove()
-
-    return hooked()
+    first = module.register_forward_pre_hook(before, with_kwargs=True)
+    with first, module.register_forward_hook(lambda *_: leave(), always_call=True):
+        yield
 
 
 def _pass_name(args: Any, kwargs: Any) -> str:

@@ -148,5 +148,13 @@ def collect(parts: Iterable[tuple[str, Callable[[], Iterable[Row]]]]) -> list[Ro
     return found
 
 
+def chosen(only: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
+    """Return the cases that `only` names, all without it; MmfastError for one that is unknown."""
+    for name in only or ():
+        if name not in known:
+            raise MmfastError(unknown(what, name, known))
+    return list(only or known)
+
+
 def quiet(label: str, done: int, total: int) -> None:
     """Show no progress."""

@@ -20,8 +20,8 @@ from mmfast.bench.presets import Preset
 from mmfast.bench.timing import Clock, T, clock_of, peak_now, reset_peak, timed, timed_by_events
 from mmfast.core.errors import MmfastError
 from mmfast.core.spec import Spec, expand
-from mmfast.core.trace import free_bytes
-from mmfast.models.cache_name import CACHE, returned_cache
+from mmfast.core.trace import free_bytes, synchronize
+from mmfast.models.cache_name import returned_cache
 from mmfast.models.cost import decode_bytes, prefill_flops, tower_blocks, tower_flops
 from mmfast.models.encoder_names import encode_media
 from mmfast.models.reduction.decoder_signals import INNER
@@ -110,14 +110,8 @@ class MeasuredStage:
         return outcome, wall
 
     def _decode(self, cache: Any) -> float:
-        token = self.case.prompt["input_ids"][:, :1]
-
-        def step(n: int) -> None:
-            for _ in range(n):
-                self.case.model(input_ids=token, **{CACHE: cache}, use_cache=True)
-
-        step(1)  # the first step after a prefill also grows the allocator
-        _, ms = self._timed(lambda: step(DECODE_STEPS))
+        self.case.decode(cache, 1)  # the first step after a prefill also grows the allocator
+        _, ms = self._timed(lambda: self.case.decode(cache, DECODE_STEPS))
         return ms / DECODE_STEPS
 
     def cost(self, outcome: RunOutcome, stage: str) -> int:
@@ -143,7 +137,7 @@ def _leaving(model: Any) -> Iterator[list[int]]:
 
     with ExitStack() as stack:
         for block in tower_blocks(model):
-            stack.callback(block.register_forward_hook(count).remove)
+            stack.enter_context(block.register_forward_hook(count))
         yield counts
 
 
@@ -175,30 +169,23 @@ def _watched(model: Any, where: Sequence[Span], peaks: dict[Span, float]) -> Ite
     layers, tower = model.get_decoder().layers, model.get_encoder("image")
 
     def note(span: Span, *_: Any) -> None:
-        _wait()
+        synchronize()
         peaks[span] = max(peaks.get(span, 0.0), peak_now())
 
     def reset(*_: Any) -> None:
-        _wait()
+        synchronize()
         reset_peak()
 
     with ExitStack() as stack:
         for span in where:
             kind, number = span
             first, read = tower if kind == "tower" else layers[number], partial(note, span)
-            handles = [first.register_forward_pre_hook(reset)]
+            stack.enter_context(first.register_forward_pre_hook(reset))
             if kind == "tower":
-                handles.append(tower.register_forward_hook(read))
+                stack.enter_context(tower.register_forward_hook(read))
             elif number + 1 < len(layers):
-                handles.append(layers[number + 1].register_forward_pre_hook(read))
-            for handle in handles:
-                stack.callback(handle.remove)
+                stack.enter_context(layers[number + 1].register_forward_pre_hook(read))
         yield
-
-
-def _wait() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 _OWN_BYTES = 1 << 30  # libraries, matrices of the ceilings, reserve of the allocator

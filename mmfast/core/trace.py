@@ -242,12 +242,12 @@ class Trace:
     def stage(self, name: str, tokens_in: int = 0, tokens_out: int = 0) -> Iterator[Row]:
         """Time a stage; the caller may set the token counts on the yielded row."""
         row = Row(name, tokens_in, tokens_out)
-        _synchronize()
+        synchronize()
         start = time.perf_counter()
         try:
             yield row
         finally:
-            _synchronize()
+            synchronize()
             row.ms = (time.perf_counter() - start) * 1e3
             row.peak_bytes = peak_bytes()
             self.rows.append(row)
@@ -399,7 +399,8 @@ def free_bytes(device: torch.device, group: Path = Path("/sys/fs/cgroup")) -> in
     return free
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the device, where one is in use, so that a clock counts its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from mmfast.core.trace import synchronize
 from mmfast.models.packing import PackedLinear
 
 T = TypeVar("T")
@@ -24,16 +25,11 @@ Clock = Callable[[], float]
 
 def timed(fn: Callable[[], T], clock: Clock = time.perf_counter) -> tuple[T, float]:
     """Run `fn` and return its result and milliseconds, the device's queue drained on both ends."""
-    _drain()
+    synchronize()
     start = clock()
     result = fn()
-    _drain()
+    synchronize()
     return result, (clock() - start) * 1e3
-
-
-def _drain() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 class FirstToken:
@@ -47,7 +43,7 @@ class FirstToken:
     def put(self, value: torch.Tensor) -> None:
         """Called with the prompt first, then with every new token."""
         if self._prompt_seen and not self.at:
-            _drain()
+            synchronize()
             self.at = self._clock()
         self._prompt_seen = True
 
@@ -71,16 +67,12 @@ def encoder_timer(model: Any) -> Iterator[Stopwatch]:
         started[0] = time.perf_counter()
 
     def after(*_: Any) -> None:
-        _drain()
+        synchronize()
         watch.ms += (time.perf_counter() - started[0]) * 1e3
 
     tower = model.get_encoder("image")
-    handles = [tower.register_forward_pre_hook(before), tower.register_forward_hook(after)]
-    try:
+    with tower.register_forward_pre_hook(before), tower.register_forward_hook(after):
         yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def linear_macs(module: nn.Module, part: str = "") -> int:

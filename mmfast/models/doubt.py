@@ -127,11 +127,8 @@ class StepRecorder:
     @contextmanager
     def on(self, model: Any) -> Iterator[StepRecorder]:
         """Record the calls of a model."""
-        handle = model.get_output_embeddings().register_forward_hook(self.note)
-        try:
+        with model.get_output_embeddings().register_forward_hook(self.note):
             yield self
-        finally:
-            handle.remove()
 
     def steps(self, ids: Tensor) -> AnswerSteps:
         """Return the steps of the tokens `[B, L]` that were written; ModelError if others ran."""

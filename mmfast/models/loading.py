@@ -184,7 +184,7 @@ def read_processor(
     if isinstance(source, (str, Path)):
         from transformers import AutoProcessor
 
-        where, options = str(source), _of_hub(given or {}, HUB if source is model else HUB[:-2])
+        where, options = str(source), of_hub(given or {}, HUB if source is model else HUB[:-2])
         with loading(f"{'model' if source is model else 'processor'} {where!r}", _PASS):
             source = AutoProcessor.from_pretrained(where, trust_remote_code=False, **options)
     if not hasattr(source, "tokenizer"):
@@ -206,7 +206,8 @@ def twin_model(model: Any) -> Any:
     return copy.deepcopy(model, shared)
 
 
-def _of_hub(given: Mapping[str, Any], names: Sequence[str] = HUB) -> dict[str, Any]:
+def of_hub(given: Mapping[str, Any], names: Sequence[str] = HUB) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that a processor or tokenizer takes, too."""
     return {name: given[name] for name in names if name in given}
 
 
@@ -278,7 +279,7 @@ def _config(model: Any, given: Mapping[str, Any]) -> Any:
 
     where = located(model)
     with loading(f"model {where!r}"):
-        return AutoConfig.from_pretrained(where, trust_remote_code=False, **_of_hub(given))
+        return AutoConfig.from_pretrained(where, trust_remote_code=False, **of_hub(given))
 
 
 def answering_class(config: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,23 +168,19 @@ def _places(
             place.layers.append(layer)
 
     gates: dict[Any, nn.Module] = {}
-    handles = []
-    for module in (m for layer in layers_of(text) for m in layer.modules()):
-        if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
-            gates[module.down_proj] = module.up_proj
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Linear):
-            handles.append(module.register_forward_pre_hook(reads))
-        elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
-            handles.append(module.register_forward_hook(makes))
     exact = []
-    try:
+    with ExitStack() as stack:
+        for module in (m for layer in layers_of(text) for m in layer.modules()):
+            if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+                gates[module.down_proj] = module.up_proj
+            weight = getattr(module, "weight", None)
+            if isinstance(module, nn.Linear):
+                stack.enter_context(module.register_forward_pre_hook(reads))
+            elif isinstance(weight, nn.Parameter) and weight.ndim == 1:
+                stack.enter_context(module.register_forward_hook(makes))
         for batch in batches:
             exact.append(_logits(stock, batch))
             made.clear()
-    finally:
-        for handle in handles:
-            handle.remove()
     return exact, list(found.values())
 
 

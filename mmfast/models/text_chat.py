@@ -70,20 +70,20 @@ def load_text(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
     model_kwargs: Mapping[str, Any] | None = None,
+    classes: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer: "tiny-text", a directory or a hub id.
 
-    ModelError where files are missing.
+    `classes` load another kind of model, and what reads for it. ModelError where files are missing.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    stock, reader = classes or (AutoModelForCausalLM, AutoTokenizer)
     where, given = loading.located(model), dict(model_kwargs or {})
-    place, how = loading.pick_device(device), loading.pick_dtype(dtype)
-    hub = {name: given[name] for name in loading.HUB if name in given}
+    place, how, hub = loading.pick_device(device), loading.pick_dtype(dtype), loading.of_hub(given)
     with loading.loading(f"model {where!r}"):
-        loaded = loading.from_pretrained(AutoModelForCausalLM, where, place, how, given)
-        words = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **hub)
-    return loaded, words
+        loaded = loading.from_pretrained(stock, where, place, how, given)
+        return loaded, reader.from_pretrained(where, trust_remote_code=False, **hub)
 
 
 def load_text_chat(

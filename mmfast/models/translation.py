@@ -213,8 +213,7 @@ def load_translator(
     embedded = model is None or model in (EMBEDDED, EMBEDDED_INTERLEAVED)
     where: str | Path = loading.embedded_path(model or EMBEDDED) if embedded else model
     kwargs = loading.check_kwargs(str(where), device, dtype, model_kwargs)
-    hub = {name: kwargs[name] for name in loading.HUB if name in kwargs}
-    place, how = loading.pick_device(device), loading.pick_dtype(dtype)
+    hub, place, how = loading.of_hub(kwargs), loading.pick_device(device), loading.pick_dtype(dtype)
     if embedded and how == "auto":
         how = torch.float32  # its file has half of that
     with loading.loading(f"model {str(where)!r}"):

@@ -71,11 +71,8 @@ def reach(
         with contextlib.suppress(_ReachedError):
             run()
 
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(stop, with_kwargs=True):
         _, ms = timed(attempt, clock)
-    finally:
-        handle.remove()
     if not found:
         return None
     found[0].ms = ms

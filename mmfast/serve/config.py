@@ -11,6 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -364,7 +365,9 @@ def resolve(
     if file is not None:
         found |= _read(Path(file), types)
     for name, kind in types.items():
-        text = environ.get(PREFIX + name.upper(), environ.get(_singular(name)))
+        text = environ.get(
+            PREFIX + name.upper(), environ.get(PREFIX + name.removesuffix("s").upper())
+        )
         if text is not None:
             found[name] = _parsed(text, kind, PREFIX + name.upper())
     found |= {name: value for name, value in flags.items() if value is not None}
@@ -388,10 +391,6 @@ def _plain(hint: Any) -> Any:
     if isinstance(hint, UnionType):
         return next(each for each in get_args(hint) if each is not NoneType)
     return tuple if get_origin(hint) is tuple else hint
-
-
-def _singular(name: str) -> str:
-    return PREFIX + (name[:-1] if name.endswith("s") else name).upper()
 
 
 def _read(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
@@ -430,11 +429,9 @@ def _parsed(text: str, kind: Any, where: str) -> Any:
         return text.lower() in _YES
     if kind is str:
         return text or None
-    try:
+    with suppress(ValueError):
         if kind in (int, float):
             return kind(text)
-    except ValueError:
-        pass
     raise MmfastError(f"{where}={text!r} is wrong; give {_wanted(kind)}")
 
 

@@ -389,11 +389,6 @@ class RecalledRows:
         return by
 
 
-def same_length(buffers: Sequence[LayerBuffer]) -> bool:
-    """Tell whether all layers hold equally many tokens, so that one mask serves them all."""
-    return len({buffer.length for buffer in buffers}) < 2
-
-
 class Turner:
     """Rotates keys of every layer of one model."""
 

@@ -49,7 +49,6 @@ from mmfast.streams.buffers import (
     Turner,
     highest,
     live,
-    same_length,
 )
 from mmfast.streams.memory import ROOM, Memory, held_by_score, recall
 from mmfast.streams.script import Piece
@@ -543,7 +542,8 @@ class Engine:
                 return buffer.read(ROTATED, 0, stop)[None], buffer.read(VALUES, 0, stop)[None]
 
             cache = cache_over(len(buffers), write, lambda layer: buffers[layer].length)
-            uneven = before is not None or not same_length(buffers)
+            # one mask serves all layers only where they hold equally many tokens
+            uneven = before is not None or len({buffer.length for buffer in buffers}) > 1
             flash = "flash" in str(self.decoder.config._attn_implementation)
             fit = fitting(self.decoder.config, self.attentions, embeds, cache)
             with fit if uneven or flash else nullcontext():

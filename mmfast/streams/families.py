@@ -171,9 +171,9 @@ def script_for(model: Any, processor: Any, fps: float, system: str | None = None
     return _SCRIPTS[model.config.model_type](model, Wording(processor, system), fps)
 
 
-def starts(pieces: Sequence[Piece], start: Tensor | None = None) -> list[Tensor]:
+def starts(pieces: Sequence[Piece]) -> list[Tensor]:
     """Starts of the pieces, `[A]` each, and at the end the start of a further one."""
-    at = torch.zeros_like(pieces[0].advance) if start is None else start
+    at = torch.zeros_like(pieces[0].advance)
     found, top = [], at.max() - 1
     for piece in pieces:
         if piece.fresh:

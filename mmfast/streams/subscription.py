@@ -18,6 +18,7 @@ from __future__ import annotations
 import queue
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,11 +237,9 @@ class Subscription(Iterator[Event]):
                 self._drop()
 
     def _drop(self) -> None:
-        try:
+        with suppress(queue.Empty):
             self._queue.get_nowait()
             self.missed += 1
-        except queue.Empty:
-            pass
 
     def __next__(self) -> Event:
         """The next event; waits for it."""

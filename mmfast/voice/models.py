@@ -17,6 +17,7 @@ from mmfast.core.errors import MmfastError, ModelError, unknown
 from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
 from mmfast.models import loading
 from mmfast.models.loading import SpeechFamily, is_text_model, speech_families
+from mmfast.models.text_chat import load_text
 
 EMBEDDED = "tiny-speech"  # names the embedded model, as None does
 _PARTS = {
@@ -43,7 +44,10 @@ def load_voice(
     model = None if model == EMBEDDED else model
     family = _family(model)
     if family is not None:
-        return _of_family(str(model), family, device, dtype, given)
+        where = str(model)
+        names, what = (family.stock, family.reader), f"model {where!r}"
+        stock, reader = (loading.stock_class(name, what) for name in names)
+        return family.voice(*load_text(where, device, dtype, given, (stock, reader)))
     if given:
         raise ModelError(f"the embedded speech model takes no model_kwargs, got {', '.join(given)}")
     from mmfast.models.speech.embedded import load_speech
@@ -99,25 +103,6 @@ def is_text(model: Any) -> bool:
     kind = _kind_of(model)
     own = kind == "llama" and (Path(model) / "speech.json").is_file()
     return not own and kind not in speech_families() and is_text_model(kind)
-
-
-def _of_family(
-    model: str,
-    family: SpeechFamily,
-    device: str | torch.device | None,
-    dtype: str | torch.dtype,
-    given: Mapping[str, Any],
-) -> Any:
-    """A stock checkpoint with its tokenizer, and the class here that gives it a voice."""
-    stock, reader = (
-        loading.stock_class(name, f"model {model!r}") for name in (family.stock, family.reader)
-    )
-    place, how = loading.pick_device(device), loading.pick_dtype(dtype)
-    hub = {name: given[name] for name in loading.HUB if name in given}
-    with loading.loading(f"model {model!r}"):
-        loaded = loading.from_pretrained(stock, model, place, how, given)
-        words = reader.from_pretrained(model, trust_remote_code=False, **hub)
-    return family.voice(loaded, words)
 
 
 _GIVEN = {

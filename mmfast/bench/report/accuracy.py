@@ -294,17 +294,18 @@ def _scene_columns(rows: Rows) -> Columns:
     }
 
 
-def _compressor_columns(rows: Rows) -> Columns:
+def _columns_by_kind(rows: Rows) -> Columns:
+    """A column in per cent for each kind of question of the first row."""
+
     def of(kind: str) -> Callable[[Row], str]:
         return lambda row: f"{100 * row['by_kind'][kind]:.0f}"
 
-    kinds = rows[0]["by_kind"] if rows else ()
-    head: Columns = {
-        "spec": "`{reduce}` or all tokens",
-        "tokens a clip": "{kept:.0f}",
-        "right": score,
-    }
-    return {**head, **{kind: of(kind) for kind in kinds}}
+    return {kind: of(kind) for kind in rows[0]["by_kind"]} if rows else {}
+
+
+def _compressor_columns(rows: Rows) -> Columns:
+    head: Columns = {"spec": "`{reduce}` or all tokens", "tokens a clip": "{kept:.0f}"}
+    return {**head, "right": score, **_columns_by_kind(rows)}
 
 
 def _scene_note(rows: Rows) -> str:
@@ -360,12 +361,8 @@ def _needle_lengths(rows: Rows) -> list[Row]:
 
 
 def _needle_kinds(rows: Rows) -> Columns:
-    def share(kind: str) -> Callable[[Row], str]:
-        return lambda row: f"{100 * row['by_kind'][kind]:.0f}"
-
-    kinds = rows[0]["by_kind"] if rows else ()
-    return {"tokens": "{length:,}", "questions": "{n}", "passwords and keys": _retrieved,
-            **{kind: share(kind) for kind in kinds}}  # fmt: skip
+    head: Columns = {"tokens": "{length:,}", "questions": "{n}", "passwords and keys": _retrieved}
+    return {**head, **_columns_by_kind(rows)}
 
 
 def _voice_columns(rows: Rows) -> Columns:

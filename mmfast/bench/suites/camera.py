@@ -33,6 +33,14 @@ NOISE, TEXTURE = 1.0, 30.0  # of 255: noise of the sensor, texture over the flat
 _FRAME = 192  # side of the embedded clips
 
 
+def embedded_clips() -> list[Path]:
+    """Return the files of the embedded clips; MmfastError outside of a checkout."""
+    paths = sorted(CLIPS.glob("*.mp4"))
+    if not paths:
+        raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")
+    return paths
+
+
 class CameraTower(NamedTuple):
     """A tower and its stream: `make` gives the model, its frame's side and its patch's."""
 
@@ -66,8 +74,7 @@ TOWERS = {
 @benchmark("stream", "frame-cache-motion")
 def frame_cache_motion(tick: Tick) -> list[Row]:
     """Compare the frame cache under a goal with the stock tower while the camera moves."""
-    if not CLIPS.is_dir():
-        raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")
+    embedded_clips()
     rows: list[Row] = []
     for name, tower in TOWERS.items():
         made = tower.make()
@@ -180,7 +187,7 @@ def _crop(scene: Tensor, y: int, x: int, side: int, zoom: float) -> Tensor:
 def scene_of(side: int) -> Tensor:
     """Frames of the embedded clips side by side under a texture: `[3, 3 * side, 6 * side]`."""
     shown = []
-    for path in sorted(CLIPS.glob("*.mp4")):
+    for path in embedded_clips():
         with av.open(str(path)) as file:
             frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
         shown.append([frames[0], frames[12]])

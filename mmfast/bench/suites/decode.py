@@ -255,11 +255,11 @@ def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
     with attach(case.model, job.reduce, job.cache):
         inputs = {**case.prompt, "mm_encoder_outputs": case.features(), "logits_to_keep": 1}
         held = returned_cache(case.model(**inputs, use_cache=True))
-    plain = partial(_steps, case, _twin(held), steps)
+    plain = partial(decode_steps, case, _twin(held), steps)
 
     def attached() -> timing.Sample:
         with attach(case.model, job.reduce, job.cache):
-            return _steps(case, held, steps)
+            return decode_steps(case, held, steps)
 
     ways: Mapping[str, Callable[[], timing.Sample]] = {
         "twin": plain,
@@ -281,16 +281,11 @@ def _hook_row(case: Case, job: HookJob, steps: int, rounds: int) -> Row:
     return row | {"steps": steps, "n": rounds}
 
 
-def _steps(case: Case, cache: Any, steps: int) -> timing.Sample:
+def decode_steps(case: Case, cache: Any, steps: int) -> timing.Sample:
     """Measure milliseconds per step on a copy of the cache, without the first step."""
-    own, token = copy.deepcopy(cache), case.prompt["input_ids"][:, :1]
-
-    def run(count: int) -> None:
-        for _ in range(count):
-            case.model(input_ids=token, **{CACHE: own}, use_cache=True)
-
-    run(1)
-    _, ms = timing.timed(partial(run, steps), _clock(case))
+    own = copy.deepcopy(cache)
+    case.decode(own, 1)
+    _, ms = timing.timed(partial(case.decode, own, steps), _clock(case))
     return {"ms": ms / steps}
 
 

@@ -25,7 +25,7 @@ from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.suites import kvpress_worker
 from mmfast.bench.suites.kvpress_worker import entries, keys_of, prompt_of, random_llama
-from mmfast.bench.timing import one_thread, paired, spread
+from mmfast.bench.timing import ON_ONE_THREAD, one_thread, paired, spread
 from mmfast.core.errors import MmfastError
 from mmfast.models.kv.notes import Attention
 from mmfast.models.kv.policy import KVStage
@@ -121,10 +121,8 @@ def _figures(times: list[tuple[float, float]], alike: list[float]) -> Row:
         "theirs_ms": spread(theirs)["median_ms"],
         "speedup": paired(theirs, ours),
         "alike": min(alike),
-        "device": "cpu",
         "dtype": "float32",
-        "threads": 1,
-        "clock": "processor time of the process",
+        **ON_ONE_THREAD,
     }
 
 

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from torch import Tensor
 from mmfast.bench.cases import Case, build, video_features
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
+from mmfast.bench.suites.camera import embedded_clips
 from mmfast.bench.timing import ON_ONE_THREAD, compare_jobs, one_thread
-from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.frontends.image import read_image
 from mmfast.models.cache_name import CACHE
@@ -268,7 +267,6 @@ QUESTIONS = (
     "Which way does the red circle move?",
     "What shape is the red object?",
 )
-CLIPS = Path(__file__).resolve().parents[3] / "assets" / "clips"
 
 
 @benchmark("stream", "reuse-clip")
@@ -276,15 +274,13 @@ def reuse_clip(tick: Tick) -> list[Row]:
     """Ask five questions about a clip: calls of the tower, tokens read and processor time."""
     import mmfast
 
-    clips = sorted(CLIPS.glob("*.mp4"))
-    if not clips:
-        raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")
+    clip = str(embedded_clips()[0])
     stock = mmfast.pipeline("video-qa", MODEL, device="cpu", dtype="float32")
     pair, rows, texts = (stock.model, stock.processor), list[Row](), list[list[str]]()
     for done, spec in enumerate((None, "encoder", "prefix")):
         tick(str(spec), done, 3)
         with one_thread():
-            row, said = _clip_row(mmfast.pipeline("video-qa", pair, reuse=spec), str(clips[0]))
+            row, said = _clip_row(mmfast.pipeline("video-qa", pair, reuse=spec), clip)
         rows.append({"reuse": spec, **row})
         texts.append(said)
     return [row | {"identical": said == texts[0]} for row, said in zip(rows, texts, strict=True)]
@@ -293,8 +289,7 @@ def reuse_clip(tick: Tick) -> list[Row]:
 def _clip_row(pipe: Any, clip: str) -> tuple[Row, list[str]]:
     """Figures of five questions, the first of which pays."""
     calls, times, tokens, said = list[int](), list[float](), list[int](), list[str]()
-    handle = pipe.model.get_encoder("image").register_forward_hook(lambda *_: calls.append(1))
-    try:
+    with pipe.model.get_encoder("image").register_forward_hook(lambda *_: calls.append(1)):
         for question in QUESTIONS:
             start = time.process_time()
             answer = pipe(clip, question)
@@ -304,8 +299,6 @@ def _clip_row(pipe: Any, clip: str) -> tuple[Row, list[str]]:
             whole = stages["prefill"].tokens_in
             tokens.append(whole if read is None else read.tokens_out + 1)
             said.append(answer.text)
-    finally:
-        handle.remove()
     row: Row = {"n": len(QUESTIONS), "tower_calls": len(calls), "tokens_first": tokens[0]}
     row |= {"tokens_later": statistics.median(tokens[1:]), "first_ms": times[0]}
     return row | {"later_ms": statistics.median(times[1:]), "model": MODEL, **ON_ONE_THREAD}, said

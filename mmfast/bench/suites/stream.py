@@ -24,8 +24,9 @@ from transformers import DynamicCache
 
 from mmfast.bench.cases import Case, build, feature_rows
 from mmfast.bench.presets import Preset, get_preset
-from mmfast.bench.registry import Tick, benchmark, over
+from mmfast.bench.registry import Tick, benchmark, chosen, over
 from mmfast.bench.results import Row
+from mmfast.bench.suites.camera import embedded_clips
 from mmfast.bench.suites.vision import qwen_shape, siglip_shape
 from mmfast.bench.timing import (
     AGAIN,
@@ -42,7 +43,7 @@ from mmfast.bench.timing import (
     timed,
 )
 from mmfast.caches.plan import plan_cache
-from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.errors import MmfastError
 from mmfast.core.tokens import Tokens
 from mmfast.frontends.clip import Frame
 from mmfast.frontends.video.reader import iter_video, read_video
@@ -230,11 +231,7 @@ _COUNTED = 20  # frames whose operations are counted, early and late
 @benchmark("stream", "score")
 def score(tick: Tick, only: Sequence[str] | None = None) -> Iterator[Row]:
     """Watch 20,000 random frames under every score policy: the bound must hold at every step."""
-    known = score_policies()
-    for name in only or ():
-        if name not in known:
-            raise MmfastError(unknown("score policy of a stream", name, known))
-    known = list(only or known)
+    known = chosen(only, score_policies(), "score policy of a stream")
     for done, name in enumerate(known):
         yield score_row(name, FRAMES, tick=partial(tick, name))
         tick(name, done + 1, len(known))
@@ -425,7 +422,6 @@ def _check_cache(encode: Callable[..., Any], cache: FrameCache, state: Any, stre
         )
 
 
-CLIPS = Path(__file__).resolve().parents[3] / "assets" / "clips"
 MODEL = "tiny-video"
 # Frames a second, and knobs of the cache.
 QUALITY_CASES: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -440,9 +436,7 @@ QUALITY_CASES: tuple[tuple[float, dict[str, Any]], ...] = (
 @benchmark("stream", "frame-cache-quality")
 def frame_cache_quality(tick: Tick) -> list[Row]:
     """Compare features of the frame cache with the stock tower's on the embedded clips."""
-    paths = sorted(CLIPS.glob("*.mp4"))
-    if not paths:
-        raise MmfastError(f"no clips at {str(CLIPS)!r}; run in a checkout of mmfast")
+    paths = embedded_clips()
     model, processor = load(embedded_path(MODEL), "cpu", "float32")
     found: list[Row] = []
     for done, (fps, knobs) in enumerate(QUALITY_CASES):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +35,8 @@ def index(tick: Tick) -> Iterator[Row]:
     groups must fail.
     """
     for kind, frames in (("visits", FRAMES), ("noise", FRAMES // 10)):
-        yield from index_rows(kind, frames, QUESTIONS, partial(_searched, tick, kind))
-
-
-def _searched(tick: Tick, kind: str, done: int) -> None:
-    tick(kind, done, FRAMES)
+        told = lambda done, kind=kind: tick(kind, done, FRAMES)
+        yield from index_rows(kind, frames, QUESTIONS, told)
 
 
 def index_rows(

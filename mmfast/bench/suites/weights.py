@@ -5,7 +5,6 @@ The first compares what users get, the second the kernels of torch that were and
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
@@ -19,7 +18,8 @@ from mmfast.bench import timing
 from mmfast.bench.cases import Case, build
 from mmfast.bench.registry import Tick, benchmark, over, quiet
 from mmfast.bench.results import Row
-from mmfast.models.cache_name import CACHE, returned_cache
+from mmfast.bench.suites.decode import decode_steps
+from mmfast.models.cache_name import returned_cache
 from mmfast.models.packing import PackedWeights, WeightPlan, packed
 from mmfast.ops.weight_forms import GROUP, Int4Weights, pack, rounded
 
@@ -74,7 +74,7 @@ def joint_rows(
                 jobs = {name: partial(_inside, case, each, job) for name, each in packs.items()}
                 return timing.PairedTimes.of(timing.interleave(jobs, count))
 
-            steps = compared(partial(_steps, case, cache, 4), rounds)
+            steps = compared(partial(decode_steps, case, cache, 4), rounds)
             prompts = compared(partial(_timed_prefill, case, exact), timing.FEWEST)
             row: Row = {"preset": preset, "visual": case.n, "dtype": "bfloat16"}
             row |= {**timing.ON_ONE_THREAD, **steps.row(form), "base_ms": median(steps.base)}
@@ -95,7 +95,7 @@ def weight_rows(
             with packed(case.model, form) as packs[form]:
                 pass
         exact, cache = _prefill(case)
-        step = partial(_steps, case, cache, 2)
+        step = partial(decode_steps, case, cache, 2)
         tick(f"{preset} steps", 0, 2)
         steps = timing.PairedTimes.of(timing.interleave(_jobs(case, packs, step), rounds))
         tick(f"{preset} prompts", 1, 2)
@@ -143,18 +143,6 @@ def _timed_prefill(case: Case, exact: Tensor) -> timing.Sample:
     return {"ms": ms, "error": _error(logits, exact)}
 
 
-def _steps(case: Case, cache: Any, count: int) -> timing.Sample:
-    own, token = copy.deepcopy(cache), case.prompt["input_ids"][:, :1]
-
-    def run(times: int) -> None:
-        for _ in range(times):
-            case.model(input_ids=token, **{CACHE: own}, use_cache=True)
-
-    run(1)
-    clock, _ = timing.clock_of(case.device, 1)
-    return {"ms": timing.timed(partial(run, count), clock)[1] / count}
-
-
 def _error(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
@@ -167,11 +155,8 @@ ROWS = (1, 8)
 @benchmark("decode", "weight-kernels")
 def weight_kernels(tick: Tick) -> list[Row]:
     """Time single products of the 0.5B shape in every kernel, the ones that lose among them."""
-    return over([(shape, m) for shape in PRODUCTS for m in ROWS], _product_case, tick)
-
-
-def _product_case(case: tuple[tuple[int, int, int], int]) -> list[Row]:
-    return product_rows(*case)
+    cases = [(shape, m) for shape in PRODUCTS for m in ROWS]
+    return over(cases, lambda case: product_rows(*case), tick)
 
 
 def product_rows(shape: tuple[int, int, int], rows: int, rounds: int = 5) -> list[Row]:

@@ -41,13 +41,13 @@ class Correction:
 class OnlineLearner:
     """Steps of distillation into a draft model, over all calls of `generate`.
 
-    A step is made for every `every` corrections, and for what is left at the end of an answer.
+    A step is made for `EVERY` corrections, and for what is left at the end of an answer.
     `losses` are the divergences (Kullback-Leibler, nats) before each of the last steps. Calls take
     turns, as a step changes the weights under all of them.
     """
 
-    def __init__(self, model: Any, rate: float, every: int = EVERY) -> None:
-        self.model, self.every = model, every
+    def __init__(self, model: Any, rate: float) -> None:
+        self.model = model
         self._parameters = [each for each in model.parameters() if each.is_floating_point()]
         self._optimiser = torch.optim.AdamW(self._parameters, lr=rate, weight_decay=0.0)
         self._lessons: CorrectionLessons | None = None
@@ -114,7 +114,7 @@ class CorrectionLessons:
         if not 0 <= at < len(stream) - 1 or stream[at + 1] == text.said[row][place]:
             return
         self.waiting.append(Correction(row, place, logits[row, at].softmax(-1)))
-        if len(self.waiting) >= self._learner.every:
+        if len(self.waiting) >= EVERY:
             self._learner.step()
 
     def loss(self) -> Tensor:

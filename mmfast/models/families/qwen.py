@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.vision_utils import get_vision_window_index
 
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
-from mmfast.models.families.tower import Tower
+from mmfast.models.families.sound import packed_tower
 
 
 def layout(base: Any, kind: str, call: Call) -> list[Layout]:
@@ -96,12 +96,6 @@ def omni_moe_fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tens
     return list(values.split([each.length for each in omni_moe_layout(base, kind, call)]))
 
 
-def omni_audio_tower(base: Any) -> Tower:
-    """The audio encoder: chunks of all sounds in one sequence."""
-    encoder = base.audio_tower
-    return Tower(base, encoder, encoder.layers, packed=True, class_token=False)
-
-
 def _sound_frames(base: Any, call: Call) -> list[int]:
     """Frames of each sound behind the convolution: 100 mel frames a second, halved."""
     lengths = call["feature_attention_mask"].sum(-1)
@@ -124,7 +118,7 @@ add_adapter(
         omni_layout,
         omni_fold,
         recover,
-        audio_tower=omni_audio_tower,
+        audio_tower=packed_tower,
         media=("image", "video", "audio"),
         mrope=True,
     )
@@ -135,7 +129,7 @@ add_adapter(
         omni_moe_layout,
         omni_moe_fold,
         recover,
-        audio_tower=omni_audio_tower,
+        audio_tower=packed_tower,
         media=("image", "video", "audio"),
         deepstack=True,
         mrope=True,

@@ -120,8 +120,7 @@ class EncodedStage:
         with ExitStack() as stack:
             for index, module in self._modules.items():
                 enter: Any = torch.compiler.disable(partial(self._enter, index))
-                hook = module.register_forward_pre_hook(enter, with_kwargs=True)
-                stack.callback(hook.remove)
+                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
             stack.enter_context(intercepting(arounds))
             yield
 

@@ -237,19 +237,9 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
         super().reset()
         self.rows, self.front, self.extra = (), (), 0
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._take(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._take([b for b in range(len(self.rows)) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._take(torch.arange(len(self.rows))[indices.cpu()].tolist())
-
-    def _take(self, numbers: Sequence[int]) -> None:
+    def _batch(self, change: Any) -> None:
+        super()._batch(change)
+        numbers = change(torch.arange(len(self.rows))).tolist()
         self.rows = tuple(self.rows[b] for b in numbers)
         self.front = tuple(self.front[b] for b in numbers)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmfast.models.loading import part_of
 from mmfast.models.speech.layout import SpeechLayout
 from mmfast.models.speech.prefix_search import PrefixSearch
 from mmfast.ops.audio import HOP, log_mel
@@ -85,10 +83,3 @@ class SpeechEar:
         held = float((1 - chances[:, self.blank]).sum())  # frames with a word in them
         understood = ids and sum(sure) >= SURE * len(ids) and held <= HELD * len(ids)
         return (ids, sure) if understood else ([], [])
-
-
-def load_ear(
-    folder: Path, layout: SpeechLayout, device: str | torch.device | None = "cpu"
-) -> SpeechEar:
-    """The ear of a speech model's folder; ModelError where there is none."""
-    return SpeechEar(part_of(folder, FOLDER, "AutoModelForCTC", device), layout)

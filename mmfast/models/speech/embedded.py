@@ -8,6 +8,7 @@ long sound is heard piece by piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from mmfast.frontends.codecs.embedded.codec import load_embedded
 from mmfast.frontends.text_normalisation import SpokenStream, spoken
 from mmfast.models.decoder.backbone import Backbone, load_head
 from mmfast.models.loading import embedded_path, part_of
-from mmfast.models.speech.ear import SpeechEar, load_ear
+from mmfast.models.speech.ear import FOLDER as EAR
+from mmfast.models.speech.ear import SpeechEar
 from mmfast.models.speech.layout import MARKS, SpeechGuide, SpeechLayout
-from mmfast.models.speech.prefix_search import PrefixSearch, text_prior
-from mmfast.models.speech.reply import ReplyModel, load_replies
+from mmfast.models.speech.prefix_search import PrefixSearch, next_words
+from mmfast.models.speech.reply import FOLDER as REPLY
+from mmfast.models.speech.reply import ReplyModel
 from mmfast.models.speech.sound import cut, samples
 from mmfast.models.speech.turn_end import Overheard
 
@@ -261,7 +264,7 @@ class SpeechModel:
     ) -> None:
         self.backbone, self.heads, self.ear = backbone, heads, ear
         self.layout, self.codec, self.replies = layout, codec, replies
-        prior = text_prior(replies.backbone, [layout.id("<user>")])
+        prior = partial(next_words, replies.backbone, [layout.id("<user>")])
         self._search = PrefixSearch(prior, ear.blank, layout.id("<done>"))
         self.sample_rate: int = codec.sample_rate
         self.voices = layout.voices  # names for `voice=`
@@ -422,12 +425,13 @@ def load_speech(
     """
     folder = Path(path) if path is not None else embedded_path(EMBEDDED)
     layout = SpeechLayout.load(folder)
-    backbone = Backbone(part_of(folder, "", "AutoModelForCausalLM", device))
+    part = partial(part_of, folder, device=device)
+    backbone = Backbone(part("", "AutoModelForCausalLM"))
     heads = {
         name: load_head(file, backbone)
         for name in HEADS
         if (file := folder / "heads" / f"{name}.safetensors").is_file()
     }
-    codec = load_embedded(folder / "codec")
-    replies = load_replies(folder, layout, device)
-    return SpeechModel(backbone, heads, load_ear(folder, layout, device), layout, codec, replies)
+    codec, ear = load_embedded(folder / "codec"), SpeechEar(part(EAR, "AutoModelForCTC"), layout)
+    replies = ReplyModel(Backbone(part(REPLY, "AutoModelForCausalLM")), layout)
+    return SpeechModel(backbone, heads, ear, layout, codec, replies)

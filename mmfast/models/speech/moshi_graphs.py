@@ -350,11 +350,10 @@ class MoshiFrames:
             part.reset(rows)
 
 
-def frame_bytes(model: Any, batch: int = 1, window: int | None = None) -> Mapping[str, int]:
+def frame_bytes(model: Any, batch: int = 1) -> Mapping[str, int]:
     """Least bytes that a frame of Moshi reads, by part: `temporal`, `depth`, `codec`, `kv`.
 
-    Every weight is read once, and all keys and values of a window of so many frames (None for the
-    configuration's) in each of `batch` conversations.
+    Every weight is read once, and all keys and values of a window in each of `batch` conversations.
     """
     config = model.config
     decoder, depth = model.decoder, model.depth_decoder
@@ -367,7 +366,7 @@ def frame_bytes(model: Any, batch: int = 1, window: int | None = None) -> Mappin
         "codec": [model.audio_encoder],
     }
     found = {name: sum(map(_bytes, modules)) for name, modules in parts.items()}
-    return {**found, "kv": entry * width * batch * int(window or config.sliding_window)}
+    return {**found, "kv": entry * width * batch * int(config.sliding_window)}
 
 
 def _bytes(module: nn.Module) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -144,8 +143,3 @@ def next_words(backbone: Backbone, opening: Sequence[int], prefixes: Sequence[Pr
     hidden = backbone.run(state, backbone.embed(ids.to(backbone.device)), lengths)
     last = hidden[torch.arange(len(prefixes)), torch.tensor(lengths) - 1]
     return backbone.logits(backbone.norm(last), slice(None)).log_softmax(-1)
-
-
-def text_prior(backbone: Backbone, opening: Sequence[int]) -> Prior:
-    """Prior of a causal language model over words behind `opening`."""
-    return partial(next_words, backbone, opening)

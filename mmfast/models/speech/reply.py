@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import torch
 
 from mmfast.decoding.loop import SingleDecoder
 from mmfast.decoding.sampling import Sampling
 from mmfast.models.decoder.backbone import Backbone
-from mmfast.models.loading import part_of
 from mmfast.models.speech.layout import MARKS, SpeechLayout, TextGuide
 
 FOLDER = "reply"
@@ -39,10 +35,3 @@ class ReplyModel:
                 if word and self.layout.ends_group(token):
                     yield word if word in MARKS else f" {word}"
                     word = ""
-
-
-def load_replies(
-    folder: Path, layout: SpeechLayout, device: str | torch.device | None = "cpu"
-) -> ReplyModel:
-    """The replies of a speech model's folder; ModelError where there are none."""
-    return ReplyModel(Backbone(part_of(folder, FOLDER, "AutoModelForCausalLM", device)), layout)

@@ -7,9 +7,8 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -230,13 +229,13 @@ class TurnEnd:
         return float(self.backchannel(prosody(pcm[None]), facts)[0, 0].sigmoid())
 
 
-@lru_cache(maxsize=2)
+@cache
 @torch.inference_mode(False)  # it outlives the call
-def load_turn_end(folder: str | Path | None = None) -> TurnEnd:
-    """Load the embedded networks, or those of a folder; ModelError where there are none."""
+def load_turn_end() -> TurnEnd:
+    """Load the embedded networks; ModelError where there are none."""
     from safetensors.torch import load_file
 
-    home = embedded_path("tiny-turns") if folder is None else Path(folder)
+    home = embedded_path("tiny-turns")
     weights = load_file(home / "model.safetensors")
     nets = []
     for name, outputs in json.loads((home / "config.json").read_text())["outputs"].items():

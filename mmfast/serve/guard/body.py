@@ -31,11 +31,11 @@ _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 class JsonDepth:
     """Measures a JSON text that comes in pieces; the text may be invalid.
 
-    `most` is the deepest nesting, `values` the most strings, commas and brackets.
+    `most` is the deepest nesting; of strings, commas and brackets there may be `MOST_VALUES`.
     """
 
-    def __init__(self, most: int, values: int = MOST_VALUES) -> None:
-        self._most, self._values, self._left = most, values, values
+    def __init__(self, most: int) -> None:
+        self._most, self._left = most, MOST_VALUES
         self._depth, self._inside, self._skip = 0, False, False
 
     def feed(self, piece: bytes) -> None:
@@ -65,7 +65,7 @@ class JsonDepth:
         self._left -= len(marks)
         if self._left < 0:
             raise bad_request(
-                f"what was sent has over {self._values:,} values: send less", "too_many_values"
+                f"what was sent has over {MOST_VALUES:,} values: send less", "too_many_values"
             )
         if len(marks):
             depths = self._depth + np.cumsum(_STEPS[marks])

@@ -211,19 +211,17 @@ class ChatExchange:
         for i, end in sorted(answers.ends.items()):
             text, calls = self.tools.split(answers.texts.get(i, ""))
             message = schema.AnswerMessage(content=text).model_dump(exclude={"tool_calls"})
+            chances = answers.chances.get(i, [])
             choices.append(
                 {
                     "index": i,
                     "message": {**message, **({"tool_calls": calls} if calls else {})},
-                    "logprobs": self._logprobs(answers.chances.get(i, [])),
+                    "logprobs": logprobs_of(chances) if self._asked.logprobs else None,
                     "finish_reason": _reason(end, calls),
                 }
             )
         found = {**self._head("chat.completion"), "choices": choices, "mmfast": self._trace()}
         return {**found, "usage": answers.usage(self.heard, self.seconds)}
-
-    def _logprobs(self, chances: Sequence[base.TokenChance]) -> dict[str, Any] | None:
-        return logprobs_of(chances) if self._asked.logprobs else None
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from mmfast.planner.roles import (
     COMBINED,
     STAGES,
-    TARGETS,
     RoleAdvice,
-    RoleTargets,
     StageLoad,
     advise,
     moves,
@@ -119,8 +117,8 @@ class RoleBoard:
 class RoleController:
     """Changes the roles of a board where the planner expects clearly less strain."""
 
-    def __init__(self, board: RoleBoard, slots: int, targets: RoleTargets = TARGETS) -> None:
-        self._board, self._slots, self._targets = board, slots, targets
+    def __init__(self, board: RoleBoard, slots: int) -> None:
+        self._board, self._slots = board, slots
         self._arrivals: deque[float] = deque()
         self._began: float | None = None
         self._changed = -PATIENCE
@@ -150,10 +148,10 @@ class RoleController:
         if loads is None:
             return {}
         workers = len(self._board.roles)
-        self.advice = advise(loads, rate, workers, self._targets)
+        self.advice = advise(loads, rate, workers)
         held = self._board.counts()
         complete = COMBINED in held or all(stage in held for stage in STAGES)
-        before = predicted(held, loads, rate, self._targets) if complete else None
+        before = predicted(held, loads, rate) if complete else None
         worth = before is None or self.advice.strain < GAIN * before.strain
         if not worth or now - self._changed < PATIENCE:
             return {}

@@ -150,7 +150,7 @@ class ChatterBrain:
 
 
 class ChatterVoices:
-    """Models that all sessions share: a `Chatter`; without a `talker` it speaks itself.
+    """Models that all sessions share: a `Chatter`, which speaks itself unless it has a `talker`.
 
     `pace` is in words per minute: least, usual, most; None where the model has no choice. `wait`
     calls what waits for another thread; a server has others work meanwhile.
@@ -158,9 +158,9 @@ class ChatterVoices:
 
     wait: Callable[[Callable[[], Any]], Any] = staticmethod(lambda call: call())
 
-    def __init__(self, chatter: Any, talker: Any = None) -> None:
+    def __init__(self, chatter: Any) -> None:
         self._chatter = chatter
-        talker = talker or getattr(chatter, "talker", None) or chatter
+        talker = getattr(chatter, "talker", None) or chatter
         self.voices: tuple[str, ...] = tuple(getattr(talker, "voices", ()))
         speeds = sorted(getattr(getattr(talker, "layout", None), "speeds", ()))
         middle = len(speeds) // 2

@@ -17,6 +17,7 @@ from mmfast.bench.presets import get_preset
 from mmfast.bench.report.docs import write_table
 from mmfast.bench.results import environment
 from mmfast.bench.suites import reuse, stream
+from mmfast.bench.suites.camera import embedded_clips
 from mmfast.cli import app
 from mmfast.core.errors import MmfastError
 from mmfast.models.loading import embedded_path, load
@@ -105,7 +106,7 @@ def test_rows_of_pictures_seen_elsewhere() -> None:
 
 
 def test_features_are_near_on_the_embedded_clips() -> None:
-    paths = sorted(stream.CLIPS.glob("*.mp4"))[:2]
+    paths = embedded_clips()[:2]
     pair = load(embedded_path(stream.MODEL), "cpu", "float32")
     row = stream.quality_row(*pair, paths, 8.0, {"refresh": 0.25})
     assert row["frames"] == 32 and row["whole"] == 2

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from importlib.resources import files
@@ -90,13 +90,18 @@ class ChatRecord:
             self.over.set()
 
 
-def answered(engine: Any, requests: Sequence[Request]) -> None:
-    """Submit requests at once and wait for their answers; MmfastError where one fails."""
-    records = [ChatRecord(engine, request) for request in requests]
+def answered(engine: Any, requests: Iterable[Request], together: bool = True) -> list[ChatRecord]:
+    """Submit requests at once or in turn and wait for the answers; MmfastError where one fails."""
+    records = list[ChatRecord]()
+    for request in requests:
+        records.append(ChatRecord(engine, request))
+        if not together:
+            records[-1].over.wait()
     for record in records:
         record.over.wait()
         if not isinstance(record.last, Finish):
             raise MmfastError(f"a request of the benchmark failed: {record.last}")
+    return records
 
 
 class TimeSpent(NamedTuple):
@@ -178,9 +183,7 @@ def load_rows(tick: Tick, rounds: int = 5, tokens: int = 32) -> list[Row]:
 
 
 def _answer(scheduler: Scheduler, tokens: int, count: int, together: bool) -> None:
-    records = (ChatRecord(scheduler, chat(tokens)) for _ in range(count))
-    for record in list(records) if together else records:
-        record.over.wait()
+    answered(scheduler, (chat(tokens) for _ in range(count)), together)
 
 
 def _speed(base: Sequence[TimeSpent], mine: Sequence[TimeSpent], tokens: int) -> Row:
@@ -239,9 +242,7 @@ def _during_prompt(scheduler: Scheduler, words: int) -> tuple[TimeSpent, TimeSpe
 def _turns(scheduler: Scheduler) -> Row:
     reset(scheduler)
     tenants = ["many"] * FROM_MANY + ["few"] * FROM_FEW
-    records = [ChatRecord(scheduler, chat(8, tenant=tenant)) for tenant in tenants]
-    for record in records:
-        record.over.wait()
+    records = answered(scheduler, [chat(8, tenant=tenant) for tenant in tenants])
     order = sorted(records, key=lambda record: record.at)
     places = sorted(order.index(record) + 1 for record in records[FROM_MANY:])
     return {"of": len(order), "asked_last": FROM_FEW, "places": places, "last_place": max(places)}

@@ -18,9 +18,8 @@ from torch.nn import functional as F
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
-from mmfast.bench.suites.serve.chats import ChatRecord, TimeSpent, reset, spent
+from mmfast.bench.suites.serve.chats import ChatRecord, TimeSpent, answered, reset, spent
 from mmfast.bench.timing import frozen, noise, paired
-from mmfast.core.errors import MmfastError
 from mmfast.models.loading import load
 from mmfast.models.prompt import chat_inputs
 from mmfast.models.wrappers import decoder_of
@@ -108,27 +107,16 @@ def _round(
 ) -> list[str]:
     """Answer requests at once or in turn; returns their texts."""
     records = list[ChatRecord]()
-
-    def answer() -> None:
-        for request in requests:
-            records.append(ChatRecord(scheduler, request))
-            if not together:
-                records[-1].over.wait()
-        for record in records:
-            record.over.wait()
-
     reset(scheduler)
-    taken = spent(answer)
-    for record in records:
-        if not isinstance(record.last, Finish):
-            raise MmfastError(f"a request of the benchmark failed: {record.last}")
-        if way is not None:
+    taken = spent(lambda: records.extend(answered(scheduler, requests, together)))
+    if way is not None:
+        way.times.append(taken)
+        for record in records:
+            assert isinstance(record.last, Finish)
             rows = [row for row in record.last.trace["rows"] if row["stage"] == "draft"]
             way.tokens += record.last.completion_tokens
             way.proposed += sum(row["tokens_in"] for row in rows)
             way.accepted += sum(row["tokens_out"] for row in rows)
-    if way is not None:
-        way.times.append(taken)
     return [record.text for record in records]
 
 

@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,11 @@ def faults(tick: Tick) -> list[Row]:
     found: list[Row] = []
     with endless_model() as model:
         for counts in (parts, {"replicas": REPLICAS}):
-            engine = RayEngine(str(model), device="cpu", slots=24, linger=LINGER, **counts)
-            try:
+            options: dict[str, Any] = {"device": "cpu", "slots": 24, "linger": LINGER, **counts}
+            with closing(RayEngine(str(model), **options)) as engine:
                 for role in engine.replicas:
                     found.append({"engine": "ray", "replicas": REPLICAS, **trial(engine, role)})
                     tick(f"ray: {role}", len(found), len(parts) + 2)
-            finally:
-                engine.close()
         with ray_server(model, REPLICAS) as url:
             found.append({"engine": "`mmfast serve`", **server_row(url)})
             tick("mmfast serve: answer", len(parts) + 2, len(parts) + 2)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torchaudio.functional import edit_distance
 
-from mmfast.bench.registry import Tick, benchmark
+from mmfast.bench.registry import Tick, benchmark, chosen
 from mmfast.bench.results import Row
-from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.speech import Listener
 from mmfast.decoding.serialised import TimedWord, serialise_channels, split_channels
 from mmfast.decoding.simultaneous import Hypothesis, average_lagging, write_policy
@@ -164,10 +163,7 @@ def translation(
     """Measure quality against delay of the policies, on words and on speech."""
     from mmfast.models.speech.embedded import load_speech
 
-    for policy in only or ():
-        if policy not in POLICIES:
-            raise MmfastError(unknown("policy of the benchmark", policy, POLICIES))
-    known = list(only or POLICIES)
+    known = chosen(only, POLICIES, "policy of the benchmark")
     listener = RememberingListener(load_speech())
     offline, own = (
         load_translator(name, device="cpu") for name in (EMBEDDED, EMBEDDED_INTERLEAVED)
@@ -285,10 +281,7 @@ def overlap(tick: Tick, count: int = SENTENCES, only: Sequence[str] | None = Non
     """Measure translation of two who speak at once: of their right words, and of what is heard."""
     from mmfast.models.speech.embedded import load_speech
 
-    for policy in only or ():
-        if policy not in PAIRED:
-            raise MmfastError(unknown("policy of the benchmark", policy, PAIRED))
-    known = list(only or PAIRED)
+    known = chosen(only, PAIRED, "policy of the benchmark")
     alone, pair = RememberingListener(load_speech()), load_overlap()
     models = [load_translator(name, device="cpu") for name in (EMBEDDED, EMBEDDED_INTERLEAVED)]
     spoken = spoken_pairs(count, SEED)

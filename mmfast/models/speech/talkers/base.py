@@ -171,14 +171,12 @@ def arguments_of(module: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any,
     def caught(_: Any, args: Any, named: Any) -> None:
         raise _Reached(args, named)
 
-    handle = module.register_forward_pre_hook(caught, with_kwargs=True)
-    try:
-        call()
-    except _Reached as reached:
-        args, named = reached.args
-        return args, named
-    finally:
-        handle.remove()
+    with module.register_forward_pre_hook(caught, with_kwargs=True):
+        try:
+            call()
+        except _Reached as reached:
+            args, named = reached.args
+            return args, named
     raise ModelError(f"{type(module).__name__} was not reached; this version of it is not known")
 
 

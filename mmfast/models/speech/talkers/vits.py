@@ -64,11 +64,8 @@ class VitsVoice(StockTalker):
         def measured(_: Any, args: Any) -> None:
             lengths[:] = args[1].sum((1, 2)).long().tolist()  # the mask of the flow
 
-        handle = self.model.flow.register_forward_pre_hook(measured)
-        try:
+        with self.model.flow.register_forward_pre_hook(measured):
             args, _ = arguments_of(self.model.decoder, lambda: self.model(**inputs, **given))
-        finally:
-            handle.remove()
         latents, speaker = args
         rows = (latents[row : row + 1, :, :n] for row, n in enumerate(lengths))
         return [self.model.decoder(row, speaker)[0, 0] for row in rows]

@@ -17,7 +17,6 @@ computed whole what reuse would have cost in quality, and stands aside where it 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -47,6 +46,7 @@ from mmfast.models.vision.frames.state import (
     FramePlan,
     plan_pass,
 )
+from mmfast.models.vision.merge import now
 from mmfast.models.vision.timm_attention import check_timm, on_rows
 
 # Products of a frame in the blocks below which the cache costs more than it can save: on one core
@@ -250,7 +250,7 @@ class FrameCache:
         _check_sites(self._tower)
         arguments = self._tower.bind(name, args, kwargs)
         work = _Work(streams, kind, arguments, self.rule)
-        start = self._seconds()
+        start = 0.0 if self.payoff is None else now()
         output = self._run(work, partial(call, *args, **kwargs))
         for state, sizes, small in work.counts:
             state.count(sum(sizes), sum(sizes), len(sizes), len(sizes))
@@ -266,16 +266,8 @@ class FrameCache:
         if self.payoff is not None:
             plan = work.running.plan if work.running else None
             patches = sum(plan.sizes) if plan else sum(sum(sizes) for _, sizes, _ in work.counts)
-            self.payoff.note(self._seconds() - start, patches, cached=plan is not None)
+            self.payoff.note(now() - start, patches, cached=plan is not None)
         return output
-
-    def _seconds(self) -> float:
-        """The time on the wall once the device has done its work; 0 where nothing is timed."""
-        if self.payoff is None:
-            return 0.0
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     def _run(self, work: _Work, call: Callable[[], Any]) -> Any:
         self._local.work = work
