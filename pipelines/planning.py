@@ -89,7 +89,7 @@ class PipelinePlanner:
             most = int(how.get("max_new_tokens") or 0)
             given = inputs, items, target, started, False, self.pipe.tick, most
             plan, measuring = self.plan(*given)
-            row.method = say(plan) + (f", raised by {plan.rung}" if plan.rung > 0 else "")
+            row.method = say(plan)
         if measuring:  # the device, once and for all: no part of answering
             trace.rows[-1].ms -= measuring
             trace.add("measure device", 0, 0, measuring)

@@ -51,8 +51,10 @@ def stream_text(
     thread.start()
     try:
         yield from (delta for delta in streamer if delta)
-    finally:
+    except BaseException:
         gone.set()
+        raise
+    finally:
         thread.join()
     if failure:
         raise failure[0]
