@@ -173,7 +173,7 @@ class AnswerChecks:
 
     def gauges(self) -> dict[str, float]:
         """Return the figures for `Health`; none where nothing was to be checked."""
-        most = max((each.value for each in self._budgets.values()), default=None)
+        most = max((each.value for each in [*self._budgets.values()]), default=None)
         return {} if most is None else {**self._figures, "checks_raised": float(most)}
 
     def _begin(self) -> None:

@@ -340,10 +340,10 @@ class ModelRunner:
         assert answer.prepared is not None
         start, inputs = time.perf_counter(), answer.prepared.inputs
         items = sum(len(media) for media in answer.prepared.media.values())
-        target, raised = answer.target, self.checks.budget(answer)
         if not items:
             answer.reduce = None
             return
+        target, raised = answer.target, self.checks.budget(answer)
         with warnings.catch_warnings():  # out of reach: the fastest plan, as documented
             warnings.simplefilter("ignore", PlanWarning)
             given = inputs, [items], target, answer.began

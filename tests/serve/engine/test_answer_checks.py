@@ -107,9 +107,7 @@ def by_hand(request: Request, spec: str) -> tuple[str, int, int]:
     return text, len(said), [*same, False].index(False)
 
 
-def test_answers_are_given_and_then_read_again(
-    blind: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_given_and_then_read_again(blind: None) -> None:
     """In one batch of prompts and answers of all lengths, beside requests that no check is for."""
     questions = ["Which way does it move?", "Describe the video.", "What number is there?"]
     requests = [moving(f"{i}", i, text, tokens=4 + 4 * i) for i, text in enumerate(questions)]
@@ -134,13 +132,20 @@ def test_answers_are_given_and_then_read_again(
         again = answers(engine, [replace(each, id=f"{each.id}-auto") for each in requests])
         assert [text for text, _ in again] == [text for text, _ in found]
         assert "checked_answers" not in engine.health().gauges
-    # a planted fault: whatever was said stands
+
+
+def test_figures_tell_a_check_that_lets_all_stand(
+    blind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agreeing = lambda _, said: (said, torch.ones_like(said, dtype=torch.bool))
-    monkeypatch.setattr("mmfast.pipelines.planning.chosen_tokens", agreeing)
+    monkeypatch.setattr("mmfast.pipelines.planning.chosen_tokens", agreeing)  # a planted fault
+    request = moving("a", 1)
     with checked(CHECK, "blind") as engine:
-        answers(engine, [replace(each, id=f"{each.id}-fault") for each in requests[:3]])
-        read_again(engine, 3)
-        assert figure(engine, "standing_tokens") > sum(n for _, _, n in hand)
+        ((_, end),) = answers(engine, [request])
+        read_again(engine, 1)
+        (spec,) = [note for note in notes(end) if "plan: " in note]
+        _, said, stand = by_hand(request, spec.removeprefix("plan: "))
+        assert figure(engine, "standing_tokens") == said > stand
 
 
 def test_a_cut_that_loses_all_is_driven_to_all_tokens(blind: None) -> None:
