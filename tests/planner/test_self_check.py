@@ -101,6 +101,7 @@ def test_what_cannot_be_checked_is_refused_in_one_line() -> None:
         [*serve, "--engine", "ray"],
         [*serve, "--engine", "vllm"],
         [*serve, "--cache", "snapkv:0.5"],
+        ["ask", CLIP, "What?", "--reduce", f"{CHECK}&every=2"],
         ["watch", CLIP, "--reduce", CHECK],
         ["batch", str(CLIPS), "-q", "What?", "--engine", "inproc", "--reduce", CHECK],
     ):

@@ -112,7 +112,7 @@ class AnswerChecks:
         answer.said = []
         kept = KeptAnswer(answer, plan, raised, answer.prepared.inputs, answer.said)
         self._written.append(kept)
-        answer.notes.append("self-check: behind this answer; /metrics counts its tokens")
+        answer.notes.append("self-check: behind this answer")
 
     @property
     def busy(self) -> bool:

@@ -26,10 +26,11 @@ from mmfast.core.tokens import Tokens
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.context import placeholders
 from mmfast.models.prompt import Shot, chat_inputs
+from mmfast.planner.plan import Plan
 from mmfast.planner.target import Target
 from mmfast.serve.engine import checks as checking
 from mmfast.serve.engine.base import Finish, Media, Request, SamplingOptions
-from mmfast.serve.engine.checks import KEPT, UNITS, AnswerChecks
+from mmfast.serve.engine.checks import KEPT, UNITS, AnswerChecks, KeptAnswer
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.scheduler import Scheduler
 
@@ -205,6 +206,7 @@ def test_others_are_answered_while_a_check_is_stopped(monkeypatch: pytest.Monkey
             engine, [ask("b", image(1, (96, 96)), "what?", reduce="none", tenant="other")]
         )
         assert text == expected and figure(engine, "checked_answers") == 0  # it came before
+        assert 0 < engine._runner.checks.held <= engine._runner.worst()
         hold[0] = False
         read_again(engine, 1)
     assert seen.count("check") > 10
@@ -226,6 +228,12 @@ def test_a_budget_is_of_the_server_or_of_the_tenant_that_names_it() -> None:
     assert mine is not shared and mine is held.budget(fake("d", "x", CHECK, check))
     assert mine is not held.budget(fake("e", "y", CHECK, check))
     assert held.budget(fake("f", "x", None, None)) is None
+    request = fake("h", "x", None, check)
+    plan = Plan("a", {}, 0, 0, 0.0, {}, rungs=("a", "b"))
+    held._due.append(KeptAnswer(request, plan, shared, {"input_ids": torch.zeros(1, 5)}, [1, 2]))
+    assert not held.takes(False, lambda tokens: tokens < 7) and held.takes(False, lambda _: True)
+    assert [held.takes(True, lambda _: True) for _ in range(2 * UNITS)].count(True) == 2
+    held.clear()
     for number in range(2 * checking.BUDGETS):
         held.budget(fake("g", f"{number}", CHECK, check))
     assert len(held._budgets) == checking.BUDGETS
@@ -267,6 +275,11 @@ def test_what_cannot_be_checked_is_refused_or_noted() -> None:
         assert "checked_answers" not in engine.health().gauges
     with pytest.raises(MmfastError, match="cache="):
         Scheduler(model_of(EMBEDDED), reduce=CHECK, cache="snapkv:0.5")
+    pytest.importorskip("ray")
+    from mmfast.serve.ray.engine import check_parts
+
+    with pytest.raises(SpecError, match="plans every request on the whole model; start the server"):
+        check_parts(CHECK, None, None)
 
 
 def test_a_target_in_milliseconds_is_checked_as_the_server_says() -> None:
