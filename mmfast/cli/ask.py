@@ -137,7 +137,7 @@ def _check_every(reduce: str | None) -> None:
     check = self_check(str(reduce)) if is_auto(reduce) else None
     if check is not None and check.every > 1:
         raise MmfastError(
-            f"--reduce {reduce!r} checks an answer of {check.every}, and this is one; leave out every="
+            f"--reduce {reduce!r} checks one answer of {check.every}; leave out every=, here is one"
         )
 
 

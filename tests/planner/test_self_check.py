@@ -283,6 +283,17 @@ def test_a_stream_is_checked_behind_its_last_word(blind: None, question: str) ->
     assert pipe.planner.raised.value == 1 and not plain.planner.raised
 
 
+def test_beams_that_a_checkpoint_asks_for_itself_are_beams(monkeypatch: Any) -> None:
+    pipe = planned(CHECK, "divprune", (0.5,))
+    asked = pipe(CLIP, "Describe the video.", num_beams=3)
+    monkeypatch.setattr(pipe.model.generation_config, "num_beams", 3)
+    answer = pipe(CLIP, "Describe the video.")
+    assert answer.text == asked.text
+    assert checks(answer)[0].tokens_out == checks(asked)[0].tokens_out
+    with pytest.raises(MmfastError, match="without num_beams"):
+        pipe.stream(CLIP, "Describe the video.")
+
+
 def test_a_stream_whose_reader_leaves_is_not_checked() -> None:
     pipe = planned(CHECK, "divprune", (0.5,))
     deltas = pipe.stream(CLIP, "Describe the video.")
