@@ -31,6 +31,7 @@ from mmfast.planner.target import Target
 from mmfast.serve.engine import checks as checking
 from mmfast.serve.engine.base import Finish, Media, Request, SamplingOptions
 from mmfast.serve.engine.checks import KEPT, UNITS, AnswerChecks, KeptAnswer
+from mmfast.serve.engine.model import chunk_work
 from mmfast.serve.engine.request import ActiveRequest
 from mmfast.serve.engine.scheduler import Scheduler
 
@@ -195,6 +196,8 @@ def test_others_are_answered_while_a_check_is_stopped(monkeypatch: pytest.Monkey
 
         def stepped(self: AnswerChecks, budget: float, work: float) -> None:
             seen.append("check")
+            assert budget <= 0.7 * batch.pace  # a unit of work on prompts
+            assert work == chunk_work(batch.prefiller.model, batch.prefiller.chunk)
             step(self, 1e-4 if hold[0] else budget, work / 50)
 
         monkeypatch.setattr(AnswerChecks, "step", stepped)
