@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from mmfast.core.tokens import Tokens as Tokens
     from mmfast.core.trace import Trace as Trace
     from mmfast.frontends.image import kind_of as kind_of
+    from mmfast.pipelines.answer import Answer as Answer
     from mmfast.pipelines.overlay import overlay as overlay
     from mmfast.pipelines.registry import pipeline as pipeline
-    from mmfast.pipelines.visual_qa import Answer as Answer
     from mmfast.streams.reuse.schema import PromptSchema as PromptSchema
     from mmfast.streams.reuse.store import ReuseStore as ReuseStore
     from mmfast.tiny.stream.world import World as World
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Answer": "mmfast.pipelines.visual_qa",
+    "Answer": "mmfast.pipelines.answer",
     "MediaError": "mmfast.core.errors",
     "Mix": "mmfast.core.reduction",
     "MmfastError": "mmfast.core.errors",

@@ -72,6 +72,12 @@ def _level(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def beams_of(model: Any, how: Mapping[str, Any]) -> int:
+    """Return the beams of a call of `generate`, which a checkpoint may ask for by itself."""
+    config = getattr(model, "generation_config", None)
+    return int(how.get("num_beams") or getattr(config, "num_beams", None) or 1)
+
+
 class _RowDraw(LogitsProcessor):  # type: ignore[misc]
     """Draws a token for each row of scores `[B, V]` with a generator of the row's own."""
 

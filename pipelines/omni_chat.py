@@ -93,7 +93,8 @@ class OmniSession:
 
 
 ASKS = r"(?:in |at )?(?:what|which|how|where|who|when|why|is|are|do|does|did|can|was|were)\b"
-_CLIP = (named(VisualQA.__init__) | {*CALL}) - {"fps"}  # a clip is sampled by `frames`
+# a clip is sampled by `frames`, and sound tells no doubts
+_CLIP = (named(VisualQA.__init__) | {*CALL}) - {"fps", "check"}
 _STREAM = named(VideoStream.__init__)
 _OPEN = named(VideoStream.open)
 

@@ -15,7 +15,8 @@ from mmfast.attach import attach, turn_of
 from mmfast.core.spec import SelfCheck
 from mmfast.core.trace import Row, Trace
 from mmfast.models.cost import FirstToken
-from mmfast.models.decoder.agreement import check_greedy, chosen_tokens
+from mmfast.models.decoder.agreement import check_undrawn, chosen_tokens
+from mmfast.pipelines.generation import beams_of
 from mmfast.planner.auto import announced, row_name, say
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
@@ -23,6 +24,8 @@ from mmfast.planner.raised import RaisedBudget
 from mmfast.planner.target import Target
 
 Tick = Callable[[int, int, str | None], None]
+# Arguments of `generate` that are of the answer, not of a model that reads it again
+_OF_ANSWERS = ("seed", "stop_strings", "streamer", "early_stopping", "length_penalty")
 
 
 class PipelinePlanner:
@@ -43,16 +46,17 @@ class PipelinePlanner:
         strict: bool = False,
         tick: Tick | None = None,
         answer: int = 0,
+        raised: RaisedBudget | None = None,
     ) -> tuple[Plan, float]:
         """A plan, and the milliseconds that measuring the device took on the way.
 
-        `answer` is the longest answer in tokens.
+        `answer` is the longest answer in tokens; `raised` is a budget in place of its own.
         """
         spent = (time.perf_counter() - started) * 1e3
         kind = "video" if "pixel_values_videos" in inputs else "image"
         if kind == "image" and max(items) > 1:
             kind = "multi-image"
-        before = self.planner.learner.measuring_ms
+        before, budget = self.planner.learner.measuring_ms, raised or self.raised
         shown = nullcontext(tick) if tick else announced(self.planner.learner)
         with turn_of(self.pipe.model), shown as tick:
             plan = self.planner.plan(
@@ -65,7 +69,7 @@ class PipelinePlanner:
                 tick=tick,
                 answer=answer,
                 caches=self._bare and target.check is None,
-                raised=0 if self.raised is None else self.raised.value,
+                raised=0 if budget is None else budget.value,
             )
         return plan, self.planner.learner.measuring_ms - before
 
@@ -80,12 +84,12 @@ class PipelinePlanner:
     ) -> tuple[Plan, float]:
         """A plan with its row in a trace, and the start without the time of measuring."""
         if target.check is not None:
-            check_greedy(f"reduce={target.check.text!r}", self.pipe.model, how)
+            check_undrawn(f"reduce={target.check.text!r}", self.pipe.model, how)
         with trace.stage("plan") as row:
             most = int(how.get("max_new_tokens") or 0)
             given = inputs, items, target, started, False, self.pipe.tick, most
             plan, measuring = self.plan(*given)
-            row.method = say(plan) + (f", raised by {plan.rung}" if plan.rung > 0 else "")
+            row.method = say(plan)
         if measuring:  # the device, once and for all: no part of answering
             trace.rows[-1].ms -= measuring
             trace.add("measure device", 0, 0, measuring)
@@ -109,49 +113,11 @@ class PipelinePlanner:
             return
         with trace.stage("self-check") as row, turn_of(self.pipe.model):
             try:
-                row.method = self._stood(raised, plan, inputs, how, answers, row)
+                row.method = reread(self.pipe, raised, plan, inputs, how, answers, row)
             except Exception as error:  # the answer is there, and worth more than its check
                 row.method = "failed"
                 said = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 trace.warn(f"an answer could not be checked, and is given as it is ({said:.300})")
-
-    def _stood(
-        self,
-        raised: RaisedBudget,
-        plan: Plan,
-        inputs: Mapping[str, Any],
-        how: Mapping[str, Any],
-        answers: Tensor,
-        row: Row,
-    ) -> str:
-        """Return how many tokens of answers stand, in words, and what follows; set the row's."""
-        cut = plan.spec is not None
-        if not cut and plan.rung < 1:
-            return "all tokens: nothing to check"
-        whole, here, below = answers, None, None
-        if cut:
-            whole, real = self._chosen(None, inputs, how, answers)
-            here = _standing(answers, whole, real)
-            row.tokens_in, row.tokens_out = here[1], here[0]
-        if plan.rung > 0:
-            lower, real = self._chosen(plan.rungs[plan.rung - 1], inputs, how, answers)
-            below = _standing(lower, whole, real)
-        counts = [] if here is None else [f"{here[0]} of {here[1]} tokens stand"]
-        if below is not None:
-            counts.append(f"{below[0]} of {below[1]} would at {plan.rungs[plan.rung - 1]}")
-        return "; ".join(filter(None, [*counts, raised.note(plan, here, below)]))
-
-    def _chosen(
-        self,
-        spec: str | None,
-        inputs: Mapping[str, Any],
-        how: Mapping[str, Any],
-        answers: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the model would have chosen under a spec, and the places of answers."""
-        rest = {k: v for k, v in how.items() if k not in ("seed", "stop_strings", "streamer")}
-        with attach(self.pipe.model, spec, None, self.pipe.encoder, None, self.pipe.prefill):
-            return chosen_tokens(partial(self.pipe.run, dict(inputs), rest), answers)
 
     @property
     def _bare(self) -> bool:
@@ -164,6 +130,64 @@ class PipelinePlanner:
         with attach(self.pipe.model, spec, self.pipe.cache, self.pipe.encoder):
             self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)
         return (first.at - start) * 1e3
+
+
+def reread(
+    pipe: Any,
+    raised: RaisedBudget,
+    plan: Plan,
+    inputs: Mapping[str, Any],
+    how: Mapping[str, Any],
+    answers: Tensor,
+    row: Row,
+) -> str:
+    """Let the whole model read answers `[B, n]` again and raise the budget where too few stand.
+
+    Args:
+        pipe: Has the `model`, its `encoder` and `prefill`, and `run(inputs, how, **more)`, which
+            calls `generate` as for the answers.
+        raised: The budget of the plan.
+        plan: What the answers were given under.
+        inputs: The prompts.
+        how: Arguments of `generate`.
+        answers: Their tokens.
+        row: Gets the tokens read and those that stand.
+
+    Returns:
+        How many tokens stand, in words, and what follows.
+    """
+    cut = plan.spec is not None
+    if not cut and plan.rung < 1:
+        return "all tokens: nothing to check"
+    drafts, whole, here, below = getattr(pipe, "decode", None), answers, None, None
+    # Under beams and inexact drafts an answer is not what the model thinks likeliest.
+    plain = beams_of(pipe.model, how) == 1 and (drafts is None or drafts.exact)
+    if cut or not plain:
+        whole, real = _chosen(pipe, None, inputs, how, answers)
+    if cut:
+        mine = answers if plain else _chosen(pipe, plan.spec, inputs, how, answers)[0]
+        here = _standing(mine, whole, real)
+        row.tokens_in, row.tokens_out = here[1], here[0]
+    if plan.rung > 0:
+        lower, real = _chosen(pipe, plan.rungs[plan.rung - 1], inputs, how, answers)
+        below = _standing(lower, whole, real)
+    counts = [] if here is None else [f"{here[0]} of {here[1]} tokens stand"]
+    if below is not None:
+        counts.append(f"{below[0]} of {below[1]} would at {plan.rungs[plan.rung - 1]}")
+    return "; ".join(filter(None, [*counts, raised.note(plan, here, below)]))
+
+
+def _chosen(
+    pipe: Any,
+    spec: str | None,
+    inputs: Mapping[str, Any],
+    how: Mapping[str, Any],
+    answers: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return what the model would have chosen under a spec, and the places of answers."""
+    rest = {k: v for k, v in how.items() if k not in _OF_ANSWERS} | {"num_beams": 1}
+    with attach(pipe.model, spec, None, pipe.encoder, None, pipe.prefill):
+        return chosen_tokens(partial(pipe.run, dict(inputs), rest), answers)
 
 
 def _standing(tokens: Tensor, chosen: Tensor, real: Tensor) -> tuple[int, int]:

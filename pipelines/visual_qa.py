@@ -6,7 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,13 @@ from mmfast.models.prompt import (
     user_inputs,
 )
 from mmfast.models.reduction.check import check
-from mmfast.models.text_stream import stream_text, stripped
+from mmfast.models.text_stream import reader_left, stream_text, stripped
 from mmfast.models.wrappers import stock_model
+from mmfast.pipelines.answer import Answer, AnswerStream
 from mmfast.pipelines.generation import (
     CALL,
     GENERATE,
+    beams_of,
     by_length,
     merged,
     pair_up,
@@ -73,43 +75,17 @@ TARGET = named(make_target)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer to one question, with its trace and its figures.
+class BegunCall:
+    """Questions that were read, and planned for; `items` counts the media of each."""
 
-    `trace` has rows per stage and every Reduction that was applied. `ttft_ms` counts from the call
-    to the first token, reading the media included. `visual_tokens` are those the model would have
-    got, separators not counted, `kept_tokens` those left after the last stage. `plan` is what the
-    planner chose and predicted, where a target was given. `note` says what of the input is unlike
-    all that the embedded model was trained on. `doubts` are, with `check=True`, the pieces of the
-    answer in order, each with the probability that it is made up.
-    """
-
-    text: str
-    trace: Trace = field(repr=False)
-    ttft_ms: float = 0.0
-    visual_tokens: int = 0
-    kept_tokens: int = 0
-    plan: Plan | None = field(default=None, repr=False)
-    note: str = ""
-    doubts: tuple[Doubt, ...] = field(default=(), repr=False)
-
-    def __str__(self) -> str:
-        return self.text
-
-    def to_dict(self) -> dict[str, Any]:
-        """The document that `mmfast ask --json` prints."""
-        document = {
-            "answer": self.text,
-            "ttft_ms": round(self.ttft_ms, 3),
-            "visual_tokens": self.visual_tokens,
-            "kept_tokens": self.kept_tokens,
-            "trace": self.trace.to_dict()["rows"],
-        }
-        if self.plan is not None:
-            document["plan"] = self.plan.to_dict(self.ttft_ms)
-        if self.doubts:
-            document["doubts"] = [[each.text, round(each.chance, 4)] for each in self.doubts]
-        return document | ({"note": self.note} if self.note else {})
+    inputs: dict[str, Any]
+    items: list[int]
+    notes: list[str]
+    reading: Trace
+    start: float  # of the call, by the clock
+    how: dict[str, Any]  # arguments of `generate`
+    reduce: str | Sequence[Spec] | None
+    plan: Plan | None
 
 
 class VisualQA:
@@ -283,32 +259,21 @@ class VisualQA:
         return answers if many else answers[0]
 
     @checked({*CALL, *TARGET, *MEDIA}, GENERATE)
-    def stream(self, media: Any = None, question: Any = None, **options: Any) -> Iterator[str]:
-        """Answer one question, as a call does, in text deltas that joined are the answer."""
-        start = time.perf_counter()
+    def stream(self, media: Any = None, question: Any = None, **options: Any) -> AnswerStream:
+        """Answer one question, as a call does, in text deltas that joined are the answer.
+
+        Behind its last delta `.answer` of what is returned has the `Answer`.
+        """
         pairs, many, wanted, how = self._asked(media, question, options)
-        if many or (how.get("num_beams") or 1) > 1:
+        if many or beams_of(self.model, how) > 1:
             raise MmfastError("stream() answers one question, and without num_beams; call the pipe")
-        if self.check:
-            raise MmfastError("stream() tells no doubts; call the pipe, or leave out check=True")
-        if wanted.check is not None:
-            raise MmfastError(
-                f"stream() does not check reduce={wanted.check.text!r}; call the pipe"
-            )
-        inputs, items = self._inputs(pairs, Trace())
-        reduce, cache = self.reduce, None
-        if wanted:
-            plan, _ = self.planner.plan(
-                inputs, items, wanted, start, tick=self.tick, answer=_longest(how)
-            )
-            reduce, cache = plan.spec, plan.cache
+        begun, told = self._begun(pairs, wanted, how), list[Answer]()
 
         def generate(streamer: Any, criteria: Any) -> None:
-            with turn_of(self.model), self._attached(inputs, reduce, how, cache) as (_, given):
-                self.run(given, how, streamer=streamer, stopping_criteria=criteria)
+            told.extend(self._told(begun, streamer, criteria))
 
         own = how.get("stopping_criteria") or ()
-        return stripped(stream_text(self.processor.tokenizer, generate, own))
+        return AnswerStream(stripped(stream_text(self.processor.tokenizer, generate, own)), told)
 
     def _asked(
         self, media: Any, question: Any, options: dict[str, Any]
@@ -319,7 +284,7 @@ class VisualQA:
         with within(self.task):
             wanted = self._wanted({k: options.pop(k) for k in TARGET if k in options})
             how = merged(self._own, options)
-            check_plain(self.check, False, how)
+            check_plain(self.check, False, how, self.model)
         for name in given.keys() - {own}:
             raise MediaError(f"{self.task} takes no {name}=; use {name[:-1]}-qa")
         if (given and media is not None) or (text is not None and question is not None):
@@ -435,26 +400,37 @@ class VisualQA:
     def _answer(
         self, pairs: list[tuple[Any, Any]], target: Target, how: dict[str, Any]
     ) -> list[Answer]:
-        start, reading, first = time.perf_counter(), Trace(), FirstToken()
-        notes: list[str] = []
+        return self._told(self._begun(pairs, target, how))
+
+    def _begun(
+        self, pairs: list[tuple[Any, Any]], target: Target, how: dict[str, Any]
+    ) -> BegunCall:
+        start, reading, notes = time.perf_counter(), Trace(), list[str]()
         inputs, items = self._inputs(pairs, reading, notes)
         reduce, plan = self.reduce, None
         if target:
             plan, start = self.planner.planned(inputs, items, target, start, how, reading)
             reduce = plan.spec
-        begin = time.perf_counter()
+        return BegunCall(inputs, items, notes, reading, start, how, reduce, plan)
+
+    def _told(self, begun: BegunCall, streamer: Any = None, criteria: Any = ()) -> list[Answer]:
+        """Generate, account and check; a reader of `streamer` has `criteria` beside it."""
+        inputs, plan, first = begun.inputs, begun.plan, FirstToken(then=streamer)
+        more = {"stopping_criteria": criteria} if criteria else {}
+        how, begin = begun.how, time.perf_counter()
         with (
             turn_of(self.model),
             encoder_timer(self.model) as encode,
-            self._attached(inputs, reduce, how, plan.cache if plan else None) as (trace, given),
+            self._attached(inputs, begun.reduce, how, plan.cache if plan else None) as both,
             StepRecorder().on(self.model) if self.check else nullcontext() as recorder,
         ):
-            output = self.run(given, how, streamer=first)
+            trace, given = both
+            output = self.run(given, how, streamer=first, **more)
         end = time.perf_counter()
         first.at = first.at or end  # under beam search no token is certain before
         kind = "video" if "pixel_values_videos" in inputs else "image"
-        each = token_counts(self.model, kind, inputs, trace) if any(items) else []
-        counts = summed(each, items)
+        each = token_counts(self.model, kind, inputs, trace) if any(begun.items) else []
+        counts = summed(each, begun.items)
         if MODULES in inputs:
             counts = [self.modules.counts(inputs[MODULES][0], given["input_ids"])]
         if each:
@@ -467,18 +443,19 @@ class VisualQA:
         visual = sum(n for n, _ in counts)
         if self.packing is not None:
             trace.notes.append(self.packing.note)
-        trace.rows[:0] = [*reading.rows, Row("encode", visual, visual, encode.ms, peak_bytes())]
+        encoding = Row("encode", visual, visual, encode.ms, peak_bytes())
+        trace.rows[:0] = [*begun.reading.rows, encoding]
         texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
-        ttft = (first.at - start) * 1e3
+        ttft = (first.at - begun.start) * 1e3
         told: list[tuple[Doubt, ...]] = [()] * len(texts)
         if recorder is not None:
             with trace.stage("check"):
                 told = doubts(self.model, self.processor.tokenizer, recorder, output[:, prompt:])
-        if plan is not None and target.check is not None:
+        if plan is not None and not reader_left(criteria):
             self.planner.check(plan, inputs, how, output[:, prompt:], trace)
         return [
             Answer(text.strip(), trace, ttft, n, m, plan, note, doubt)
-            for text, (n, m), note, doubt in zip(texts, counts, notes, told, strict=True)
+            for text, (n, m), note, doubt in zip(texts, counts, begun.notes, told, strict=True)
         ]
 
     @contextmanager
@@ -499,7 +476,7 @@ class VisualQA:
         specs = check(parse(reduce), self.model, self.cache, self.encoder)
         behind = () if self.reuse.plan.prefix else [s for s in specs if s.site != "vit"]
         with attach(self.model, behind, *self._inside) as trace:
-            beams = how.get("num_beams") or 1
+            beams = beams_of(self.model, how)
             if own := inputs.get(MODULES):
                 yield trace, self.modules.inputs(own[0], own[1], beams, trace)
             else:
@@ -529,7 +506,7 @@ class VisualQA:
         """Stock `generate` as `how` says, else as the pipeline does, and without placeholders."""
         how = {**(self.generate if how is None else how), **extra}
         blocked = {*placeholders(self.model), *(how.pop("suppress_tokens", None) or ())}
-        if (how.get("num_beams") or 1) > 1:
+        if beams_of(self.model, how) > 1:
             how.pop("streamer", None)
         if (seed := how.pop("seed", None)) is not None:
             how["custom_generate"] = seeded(seed, how.get("streamer"))

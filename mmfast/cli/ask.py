@@ -57,6 +57,7 @@ def ask(
     _check_files(media, save_overlay)
     reduce, cache = _compared(compare, reduce, cache, check)
     check_names([reduce], [cache], [prefill])
+    _check_every(reduce)
     quiet()
     from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import ScopeWarning, check_question
@@ -127,6 +128,17 @@ def _compared(
     if spec and not cache and [m.kind for m in listed() if m.name == name] == ["cache"]:
         return None, spec
     return spec or reduce, cache
+
+
+def _check_every(reduce: str | None) -> None:
+    """Refuse a self-check that skips the only answer."""
+    from mmfast.core.spec import is_auto, self_check
+
+    check = self_check(str(reduce)) if is_auto(reduce) else None
+    if check is not None and check.every > 1:
+        raise MmfastError(
+            f"--reduce {reduce!r} checks one answer of {check.every}; leave out every=, here is one"
+        )
 
 
 def batch(

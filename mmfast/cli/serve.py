@@ -94,17 +94,28 @@ def _plan(config: ServerConfig) -> list[tuple[str, object]]:
     ]
 
 
+def _check_auto(config: ServerConfig) -> None:
+    """Refuse plans where no process has the whole model, and checks beside a cache policy."""
+    if not (config.engine == "inproc" or (config.engine == "ray" and config.replicas)):
+        raise MmfastError(
+            f"--reduce {config.reduce!r} plans every request on the whole model; name a reducer, "
+            "or take --engine inproc, or ray with --replicas"
+        )
+    if config.cache is not None:
+        from mmfast.core.spec import self_check
+        from mmfast.planner.target import Target, checked_by
+
+        checked_by(Target(), self_check(str(config.reduce)), config.cache)
+
+
 def _check_specs(config: ServerConfig) -> None:
     """Refuse wrong specs before anything is loaded."""
     from mmfast.core.registry import listed
     from mmfast.core.spec import check_names, is_auto, parse
 
-    if is_auto(config.reduce):
-        raise MmfastError(
-            f"--reduce {config.reduce!r} plans for one caller, and a server has many; name a "
-            "reducer, or leave it out: a request with target_ttft_ms is planned"
-        )
     check_names([config.reduce], [config.cache], [config.prefill])
+    if auto := is_auto(config.reduce):
+        _check_auto(config)
     if config.model is not None and config.model.startswith((".", "/", "~")):
         path = Path(config.model).expanduser()
         if not (path / "config.json").is_file():
@@ -119,7 +130,7 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.streams.reuse.plan import check_beside, parse_reuse
 
         plan, cached = parse_reuse(config.reuse), call_plan(config.cache)
-        check_beside(plan, config.reduce, cached, prefill=config.prefill)
+        check_beside(plan, None if auto else config.reduce, cached, prefill=config.prefill)
         parse_bytes(config.reuse_memory)
     if config.prefill is not None:
         from mmfast.prefill.plan import plan_prefill

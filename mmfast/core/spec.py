@@ -130,7 +130,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Knobs of `reduce="auto?check=0.8&every=4"`, under which a pipeline checks its own cuts.
+    """Knobs of `reduce="auto?check=0.8&every=4"`, under which a model checks its own cuts.
 
     Attributes:
         text: The spec as it was written.
@@ -203,6 +203,11 @@ def parse(
         return tuple(text)
     if not isinstance(text, str):
         raise SpecError(f"spec is {an(type(text).__name__)}: {text!r}; {_EXAMPLE}")
+    if kind == "reducer" and is_auto(text):
+        raise SpecError(
+            f"{text!r} is planned for one prompt, by pipelines of images and clips, attach(), and "
+            "mmfast ask, eval and serve; here name a reducer, such as 'evs:0.25'"
+        )
     # A knob value may hold a '+' exponent (1e+3); a stage never starts with a digit.
     return tuple(_parse_stage(part.strip(), kind, among) for part in re.split(r"\+(?!\d)", text))
 

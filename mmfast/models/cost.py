@@ -33,10 +33,10 @@ def timed(fn: Callable[[], T], clock: Clock = time.perf_counter) -> tuple[T, flo
 
 
 class FirstToken:
-    """A `generate` streamer that only notes when the first new token arrives."""
+    """A `generate` streamer that notes when the first new token arrives; `then` gets all, too."""
 
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
-        self.at = 0.0
+    def __init__(self, clock: Clock = time.perf_counter, then: Any = None) -> None:
+        self.at, self._then = 0.0, then
         self._clock = clock
         self._prompt_seen = False
 
@@ -46,9 +46,13 @@ class FirstToken:
             synchronize()
             self.at = self._clock()
         self._prompt_seen = True
+        if self._then is not None:
+            self._then.put(value)
 
     def end(self) -> None:
         """Called after the last token."""
+        if self._then is not None:
+            self._then.end()
 
 
 @dataclass

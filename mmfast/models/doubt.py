@@ -28,6 +28,7 @@ UNFINISHED = "\ufffd"  # what a tokenizer makes of some bytes of a character
 # Arguments of `generate` with which a token takes several passes, or a pass several tokens
 STEPS: tuple[str, ...] = ("num_beams", "guidance_scale", "prefill_chunk_size")
 STEPS += ("prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit")
+ONE = STEPS[:2]  # of these, 1 is plain decoding
 SIGNALS = 2  # beside states: surprise at the token, and entropy of the step
 
 
@@ -81,12 +82,19 @@ def file_of(folder: str | Path) -> Path:
     return Path(folder) / FOLDER / f"{NAME}.safetensors"
 
 
-def check_plain(check: bool, drafts: bool, how: Mapping[str, Any]) -> None:
-    """Refuse what writes tokens that a detector does not see step by step (MmfastError)."""
-    names = [name for name in STEPS if how.get(name) not in (None, 1)]
-    if check and (drafts or names):
-        name = "decode" if drafts else names[0]
-        raise MmfastError(f"check=True reads plain decoding, one step a token; leave out {name}=")
+def check_plain(check: bool, drafts: bool, how: Mapping[str, Any], model: Any = None) -> None:
+    """Refuse what writes tokens that a detector does not see step by step (MmfastError).
+
+    A `model` may ask for it in its generation config, too.
+    """
+    own = getattr(model, "generation_config", None)
+    for name in ("decode", *STEPS) if check else ():
+        given = (drafts or None) if name == "decode" else how.get(name)
+        value = getattr(own, name, None) if given is None else given
+        if value is not None and not (value == 1 and name in ONE):
+            stated = f"give {name}=1, as the checkpoint's own is {value!r}"
+            fix = stated if given is None else f"leave out {name}="
+            raise MmfastError(f"check=True reads plain decoding, one step a token; {fix}")
 
 
 def detector_of(model: Any) -> TokenDoubt:

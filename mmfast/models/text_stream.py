@@ -23,13 +23,18 @@ class _ReaderGone(StoppingCriteria):  # type: ignore[misc]
         return input_ids.new_full((input_ids.shape[0],), self.gone.is_set(), dtype=bool)
 
 
+def reader_left(criteria: Sequence[Any]) -> bool:
+    """Return True if the reader of a text has gone away, of whose criteria these are."""
+    return any(isinstance(each, _ReaderGone) and each.gone.is_set() for each in criteria)
+
+
 def stream_text(
     tokenizer: Any, generate: Generate, criteria: Sequence[Any] = (), **decode: Any
 ) -> Iterator[str]:
     """Generate in a thread and yield what it writes, without the prompt and special tokens.
 
     `decode` are arguments of the tokenizer's `decode`. An error in the thread is raised here;
-    leaving the iterator early stops the generation.
+    leaving the iterator early stops the generation (`reader_left`).
     """
     how = {"skip_special_tokens": True, **decode}
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, **how)
@@ -46,8 +51,10 @@ def stream_text(
     thread.start()
     try:
         yield from (delta for delta in streamer if delta)
-    finally:
+    except BaseException:
         gone.set()
+        raise
+    finally:
         thread.join()
     if failure:
         raise failure[0]

@@ -49,7 +49,8 @@ def announced(learner: Learner) -> Iterator[Tick]:
 def say(plan: Plan) -> str:
     """A plan in a row of a trace."""
     cache = plan.cache and f"cache {plan.cache}"
-    return plan.note or plan.spec or cache or "all tokens"
+    said = plan.note or plan.spec or cache or "all tokens"
+    return f"{said}, raised by {plan.rung}" if plan.rung > 0 else said
 
 
 def row_name(name: Any) -> str:

@@ -51,7 +51,7 @@ class ServerConfig:
 
     Attributes:
         model: Checkpoint directory or hub id; None is the embedded model.
-        reduce: Spec string of reducers for requests that name none.
+        reduce: Spec string of reducers for requests that name none, or `auto`.
         cache: Spec string of cache policies for requests that name none.
         reuse: Keep what media cost for later requests: `encoder`, `prefix`, `blend:0.15`,
             `craft:0.15` or `kvcomm`, the last three at any place of a prompt. In one process

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -221,13 +222,18 @@ def test_doubts_are_told_word_by_word(tmp_path: Path, monkeypatch: pytest.Monkey
         (False, {"guidance_scale": 1.5}, "guidance_scale="),
         (False, {"prefill_chunk_size": 16}, "prefill_chunk_size="),
         (False, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens="),
+        (False, {"prompt_lookup_num_tokens": 1}, "prompt_lookup_num_tokens="),
+        (False, {"assistant_early_exit": 1}, "assistant_early_exit="),
     ],
 )
 def test_what_is_not_step_by_step_is_refused(drafts: bool, how: dict[str, Any], word: str) -> None:
     with pytest.raises(MmfastError, match=word):
         check_plain(True, drafts, how)
     check_plain(False, drafts, how)
-    check_plain(True, False, {"num_beams": 1, "guidance_scale": None})
+    stated = SimpleNamespace(generation_config=SimpleNamespace(num_beams=4, guidance_scale=1))
+    check_plain(True, False, {"num_beams": 1, "guidance_scale": None}, stated)
+    with pytest.raises(MmfastError, match="give num_beams=1, as the checkpoint's own is 4"):
+        check_plain(True, False, {}, stated)
 
 
 def test_a_character_of_several_tokens_is_a_piece() -> None:
@@ -260,8 +266,12 @@ def test_the_pipeline_tells_doubts_under_a_reduction(tmp_path: Path) -> None:
     assert "".join(each.text for each in answer.doubts).strip() == answer.text
     assert answer.text == plain(clip, "Describe the video.").text
     assert answer.to_dict()["doubts"][0][0] == answer.doubts[0].text
-    with pytest.raises(MmfastError, match="stream"):
-        pipe.stream(clip, "Describe the video.")
+    deltas = pipe.stream(clip, "Describe the video.")
+    assert deltas.answer is None and "".join(deltas) == answer.text
+    assert deltas.answer is not None and deltas.answer.doubts == answer.doubts
+    assert [row.label for row in deltas.answer.trace.rows] == [r.label for r in answer.trace.rows]
+    with pytest.raises(MmfastError, match="unknown option 'check'"):
+        pipeline("omni-chat", check=True)
     with pytest.raises(MmfastError, match="num_beams"):
         pipe(clip, "Describe the video.", num_beams=2)
 

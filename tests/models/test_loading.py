@@ -18,7 +18,7 @@ import mmfast
 from mmfast.core.errors import ModelError
 from mmfast.models.loading import embedded_path, load, pick_device
 from mmfast.models.prompt import Shot, build_inputs
-from mmfast.pipelines.visual_qa import Answer
+from mmfast.pipelines.answer import Answer
 
 CLIP = Path(__file__).resolve().parents[2] / "assets" / "clips" / "red-circle.mp4"
 QUESTION = "Which way does the red circle move?"

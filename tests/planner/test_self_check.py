@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from planner_rows import RATES, SHARES, Choosing, row
+from planner_rows import SHARES, settle
 from typer.testing import CliRunner
 
 import mmfast
@@ -21,12 +21,12 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register, unregister
 from mmfast.core.spec import SelfCheck, self_check
 from mmfast.core.tokens import Tokens
+from mmfast.core.trace import Row
+from mmfast.models.context import placeholders
 from mmfast.models.decoder.agreement import chosen_tokens
-from mmfast.pipelines.planning import _standing
+from mmfast.pipelines.planning import _standing, reread
 from mmfast.planner.plan import Plan
-from mmfast.planner.planner import Planner
 from mmfast.planner.raised import LAST, RaisedBudget
-from mmfast.planner.rates import Rates
 
 CLIPS = Path(__file__).resolve().parents[2] / "assets" / "clips"
 CLIP = str(CLIPS / "red-circle.mp4")
@@ -53,16 +53,7 @@ def planned(reduce: str, name: str, shares: tuple[float, ...] = SHARES, **option
     pipe = mmfast.pipeline(
         "video-qa", reduce=reduce, device="cpu", max_new_tokens=6, batch_size=2, **options
     )
-    known = {"model": "tiny-video"}
-    rows = [row(None, 0.97, 288, **known)]
-    for share in shares:
-        rows += [row(f"{name}:{share}", 0.97, 288 * share, **known)]
-        rows += [row(f"random:{share}", 0.5, 288 * share, **known)]
-    pipe.planner.planner = Planner(pipe.model, "tiny-video", rows, RATES, remember=False)
-    learner = pipe.planner.planner.learner
-    learner.rates = Rates(**{**vars(RATES), "select": Choosing()})
-    learner.settle = lambda *_: ""  # type: ignore[method-assign]  # nothing depends on the clock
-    learner.learn = lambda *_: None  # type: ignore[method-assign]
+    settle(pipe.planner, name, shares)
     return pipe
 
 
@@ -95,16 +86,31 @@ def test_what_cannot_be_checked_is_refused_in_one_line() -> None:
         with pytest.raises(MmfastError, match=next(iter(option))):
             mmfast.pipeline("video-qa", model="./nowhere", reduce=CHECK, **option)
     pipe = planned(CHECK, "divprune")
-    with pytest.raises(MmfastError, match="stream"):
-        pipe.stream(CLIP, QUESTIONS[0])
-    for how in ({"do_sample": True}, {"num_beams": 2}, {"cache_implementation": "static"}):
+    beams = {"do_sample": True, "num_beams": 2}
+    for how in ({"do_sample": True}, beams, {"cache_implementation": "static"}):
         with pytest.raises(MmfastError, match="drop the check"):
             pipe(CLIP, QUESTIONS[0], **how)
+    for how in ({"do_sample": True}, {"cache_implementation": "static"}):
+        with pytest.raises(MmfastError, match="drop the check"):
+            pipe.stream(CLIP, QUESTIONS[0], **how)
     with pytest.raises(SpecError, match=r"mmfast\.pipeline"):
         mmfast.attach(pipe.model, CHECK)
-    for command in (["eval", "--reduce", CHECK], ["serve", "--reduce", CHECK]):
+    serve = ["serve", "--reduce", CHECK]
+    for command in (
+        ["eval", "--reduce", CHECK],
+        [*serve, "--engine", "ray"],
+        [*serve, "--engine", "vllm"],
+        [*serve, "--cache", "snapkv:0.5"],
+        ["ask", CLIP, "What?", "--reduce", f"{CHECK}&every=2"],
+        ["watch", CLIP, "--reduce", CHECK],
+        ["batch", str(CLIPS), "-q", "What?", "--engine", "inproc", "--reduce", CHECK],
+    ):
         error = CliRunner().invoke(app, command).exception
         assert isinstance(error, MmfastError) and CHECK in str(error)
+        assert "\n" not in str(error) and "did you mean" not in str(error)
+    for task in ("video-stream", "omni-chat"):
+        with pytest.raises(SpecError, match="planned for one prompt"):
+            mmfast.pipeline(task, reduce=CHECK)
 
 
 def test_what_a_model_would_have_chosen_is_a_recompute_without_cache() -> None:
@@ -237,3 +243,95 @@ def test_an_answer_whose_check_fails_is_given_all_the_same(monkeypatch: Any) -> 
     assert pipe.planner.raised.value == value
     monkeypatch.undo()
     assert "tokens stand" in checks(pipe(CLIP, QUESTIONS[0]))[0].method  # nothing is left broken
+
+
+def stand_by_hand(pipe: Any, question: str, said: torch.Tensor, spec: str | None = None) -> int:
+    """Tokens of an answer that a plain pass over prompt and answer leads to, up to the first not.
+
+    Under a spec, those that a pass under it leads to as well.
+    """
+    inputs, _ = pipe._inputs([(CLIP, question)], mmfast.Trace())
+    ids = torch.cat([inputs["input_ids"], said[None]], 1)
+    given = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    blocked = torch.tensor(sorted(placeholders(pipe.model)))
+    found = []
+    for each in (None, spec):
+        with mmfast.attach(pipe.model, each), torch.inference_mode():
+            logits = pipe.model(**given).logits[0, -len(said) - 1 : -1]
+        found.append(logits.index_fill(1, blocked, -torch.inf).argmax(-1))
+    same = (found[0] == (said if spec is None else found[1])).tolist()
+    return [*same, False].index(False)
+
+
+@pytest.mark.parametrize("question", ["Which way does the red circle move?", "Describe the video."])
+def test_a_stream_is_checked_behind_its_last_word(blind: None, question: str) -> None:
+    pipe, plain = planned(CHECK, "blind"), planned("auto", "blind")
+    deltas = pipe.stream(CLIP, question)
+    assert deltas.answer is None and "".join(deltas) == plain(CLIP, question).text
+    answer = deltas.answer
+    assert answer is not None and answer.text == plain(CLIP, question).text
+    (noted,) = checks(answer)
+    inputs, _ = pipe._inputs([(CLIP, question)], mmfast.Trace())
+    with mmfast.attach(pipe.model, answer.plan.spec):
+        said = pipe.run(dict(inputs))[0, inputs["input_ids"].shape[1] :]
+    assert (noted.tokens_in, noted.tokens_out) == (len(said), stand_by_hand(pipe, question, said))
+    assert noted.tokens_out < noted.tokens_in
+    for _ in range(LAST):
+        if pipe.planner.raised.value:
+            break
+        list(pipe.stream(CLIP, question))
+    assert pipe.planner.raised.value == 1 and not plain.planner.raised
+
+
+def test_beams_that_a_checkpoint_asks_for_itself_are_beams(monkeypatch: Any) -> None:
+    pipe = planned(CHECK, "divprune", (0.5,))
+    asked = pipe(CLIP, "Describe the video.", num_beams=3)
+    monkeypatch.setattr(pipe.model.generation_config, "num_beams", 3)
+    answer = pipe(CLIP, "Describe the video.")
+    assert answer.text == asked.text
+    assert checks(answer)[0].tokens_out == checks(asked)[0].tokens_out
+    with pytest.raises(MmfastError, match="without num_beams"):
+        pipe.stream(CLIP, "Describe the video.")
+
+
+def test_a_stream_whose_reader_leaves_is_not_checked() -> None:
+    pipe = planned(CHECK, "divprune", (0.5,))
+    deltas = pipe.stream(CLIP, "Describe the video.")
+    next(deltas)
+    deltas.close()
+    assert deltas.answer is not None and not checks(deltas.answer)
+
+
+def test_a_stream_whose_check_fails_is_whole(monkeypatch: Any) -> None:
+    pipe = planned(CHECK, "divprune", (0.5,))
+    expected = pipe(CLIP, QUESTIONS[0]).text
+    monkeypatch.setattr("mmfast.pipelines.planning.chosen_tokens", lambda *_: 1 / 0)
+    deltas = pipe.stream(CLIP, QUESTIONS[0])
+    with pytest.warns(UserWarning, match="could not be checked.*ZeroDivisionError"):
+        assert "".join(deltas) == expected
+    assert [each.method for each in checks(deltas.answer)] == ["failed"]
+
+
+def test_the_text_of_beams_is_judged_by_what_both_models_say_next(blind: None) -> None:
+    """Beams do not take the likeliest tokens: what stands is where cut and whole model agree."""
+    pipe, plain = planned(CHECK, "blind"), planned("auto", "blind")
+    how = {"num_beams": 3, "max_new_tokens": 8}
+    questions = ["Describe the video.", QUESTIONS[0]]  # of different lengths: a padded batch
+    answers = pipe(CLIP, questions, **how)
+    assert [a.text for a in answers] == [a.text for a in plain(CLIP, questions, **how)]
+    spec, found = answers[0].plan.spec, []
+    for question in questions:
+        inputs, _ = pipe._inputs([(CLIP, question)], mmfast.Trace())
+        with mmfast.attach(pipe.model, spec):
+            said = pipe.run(dict(inputs), how | {"do_sample": False})
+        said = said[0, inputs["input_ids"].shape[1] :]
+        found.append((len(said), stand_by_hand(pipe, question, said, spec)))
+    (noted,) = checks(answers[0])
+    assert (noted.tokens_in, noted.tokens_out) == tuple(map(sum, zip(*found, strict=True)))
+    kept = planned(CHECK, "divprune", (0.5,))
+    plan, said = kept(CLIP, QUESTIONS[0]).plan, torch.tensor([7, 8, 9])  # no model says these
+    inputs, _ = kept._inputs([(CLIP, QUESTIONS[0])], mmfast.Trace())
+    budget, row = RaisedBudget(SelfCheck("", 0.8)), Row("self-check")
+    reread(kept, budget, plan, inputs, how | {"do_sample": False}, said[None], row)
+    assert row.tokens_out == stand_by_hand(kept, QUESTIONS[0], said, plan.spec) > 0
+    assert stand_by_hand(kept, QUESTIONS[0], said) == 0  # what a greedy answer is counted by

@@ -15,15 +15,15 @@ from mmfast.models.cache_name import returned_cache
 from mmfast.models.decoder.reader import SequenceReader
 
 
-def check_greedy(what: str, model: Any, how: Mapping[str, Any]) -> None:
-    """Refuse (MmfastError) answers that do not take the likeliest tokens over a plain cache."""
+def check_undrawn(what: str, model: Any, how: Mapping[str, Any]) -> None:
+    """Refuse (MmfastError) answers that are drawn, or not written over a plain cache."""
     config = copy.deepcopy(how.get("generation_config") or model.generation_config)
     config.update(**{k: v for k, v in how.items() if v is not None and hasattr(config, k)})
     mode = config.get_generation_mode(how.get("assistant_model"))
-    if mode != GenerationMode.GREEDY_SEARCH:
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH):
         raise MmfastError(
             f"{what} counts the likeliest tokens, and this call is a "
-            f"{mode.value.replace('_', ' ')}; give do_sample=False and one beam, or drop the check"
+            f"{mode.value.replace('_', ' ')}; give do_sample=False, or drop the check"
         )
     if config.cache_implementation not in (None, "dynamic"):
         raise MmfastError(

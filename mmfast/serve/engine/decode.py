@@ -33,7 +33,7 @@ from mmfast.serve.engine.slots import Draw, Filled
 
 CloseDraft = tuple[int, float] | None  # a draft, and up to which loss it stands
 Said = tuple[Hashable, int | Exception]  # a token of an answer, or why there is none
-_GREEDY = 1e-5  # a temperature below it would overflow the logits
+GREEDY = 1e-5  # a temperature below it would overflow the logits
 
 
 class Chooser:
@@ -86,7 +86,7 @@ class Chooser:
                 found.append(NoTokenError(not_finite()))
             elif close and (draft := close[row]) is not None and _stands(logits[row], *draft):
                 found.append(draft[0])
-            elif each.sampling.temperature < _GREEDY:
+            elif each.sampling.temperature < GREEDY:
                 found.append(tokens[row])
             else:
                 found.append(_drawn(logits[row], each))
@@ -118,7 +118,7 @@ class Chooser:
         for mine, row, depth in zip(logits, rows, depths, strict=True):
             if row.sampling.rules is None:
                 self._penalise(mine, _with(row.seen, row.own.tokens))
-            greedy = row.sampling.temperature < _GREEDY
+            greedy = row.sampling.temperature < GREEDY
             draw = Draw(row.sampling, row.step + depth)
             found.append(int(mine.argmax()) if greedy else _drawn(mine, draw))
         return found

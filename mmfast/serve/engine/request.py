@@ -12,6 +12,7 @@ from mmfast.core.errors import ContextError, MmfastError
 from mmfast.core.spec import Spec
 from mmfast.core.trace import SELECT, Trace, peak_bytes
 from mmfast.models.context import longest_prompt
+from mmfast.planner.target import Target
 from mmfast.serve.engine.base import (
     Delta,
     Emit,
@@ -42,7 +43,7 @@ class ActiveRequest:
         self.read: tuple[dict[str, Any], int] | None = None
         self.steps: Trace | None = None  # what a policy reads that chooses at each decode step
         self.writer: Writer | None = None
-        # spec string of reducers; the planner's where there is a latency target
+        # spec string of reducers; the planner's where there is a target
         self.reduce: str | None = None
         self.cache: str | None = None
         self.prefill: str | None = None  # spec string of sparse prefill
@@ -56,7 +57,8 @@ class ActiveRequest:
         self.reuses = False  # its media may be in the store of the engine
         # modules that stand before its question, and the question
         self.modules: tuple[ModulePrompt, str] | None = None
-        self.target: float | None = None  # latency target of the planner in milliseconds
+        self.target = Target()  # what the planner is to meet, if anything
+        self.said: list[int] | None = None  # tokens of an answer that is checked later
         self.plan_ms: float | None = None
         # reserve: most tokens whose keys and values the request may hold behind its prompt,
         # piece: those of the prompt while it is read
@@ -93,6 +95,8 @@ class ActiveRequest:
         assert self.writer is not None
         if not self._first:
             self._first = time.perf_counter()
+        if self.said is not None:
+            self.said.append(token)
         text = self.writer.push(token)
         self._unsent += 1
         rules = self.sampling.rules

@@ -27,16 +27,16 @@ from mmfast.models.reduction.inputs import axes
 from mmfast.models.reduction.record import features_given
 from mmfast.models.wrappers import CONV, SLIDING
 from mmfast.pipelines.planning import PipelinePlanner
+from mmfast.planner.auto import say
 from mmfast.planner.planner import PlanWarning
-from mmfast.planner.target import make_target
 from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.batch import RunningBatch
+from mmfast.serve.engine.checks import AnswerChecks
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.drafts import AnswerDrafts
-from mmfast.serve.engine.encoder import MediaEncoder, parted
+from mmfast.serve.engine.encoder import ByteCache, MediaEncoder, parted
 from mmfast.serve.engine.kv.bucket import taken
 from mmfast.serve.engine.lane import Lane
-from mmfast.serve.engine.media import ByteCache
 from mmfast.serve.engine.model import chunk_work, stated_bytes
 from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import CHUNKS, PAUSE, Prefiller
@@ -90,6 +90,7 @@ class ModelRunner:
             self.batch.decoder.drafts.models |= self.seconds
         self.reuse = reuse
         self.sequential = SequentialRunner(self.model, self.chooser, served, self._join, reuse)
+        self.checks = AnswerChecks(self.sequential.twin, served)
         self._planner: PipelinePlanner | None = None
         self._prompt_turn = False
 
@@ -109,11 +110,11 @@ class ModelRunner:
         """Return the most tokens that the requests at work, and `more`, may come to hold."""
         waiting = [*self.sequential.answers, *more]
         if self.batch is None:
-            return sum(answer.piece + answer.reserve for answer in waiting)
+            return self.checks.held + sum(each.piece + each.reserve for each in waiting)
         waiting += self.batch.coming
         store, views = self.batch.decoder.store, self.batch.decoder.drafts.views.store
         held = views.needed([room for answer in waiting for room in answer.draft_rooms])
-        held += -(-store.held_bytes // self.per_token)
+        held += -(-store.held_bytes // self.per_token) + self.checks.held
         for model in self.seconds.values():
             held += -(-model.needed([*self.answers, *more]) // self.per_token)
         # Until it is copied to its row, a prompt lies in a tensor of its own.
@@ -150,6 +151,10 @@ class ModelRunner:
         while self.batch is not None and self._free and self.batch.resume(first):
             pass
 
+    def _holds(self, tokens: int) -> bool:
+        """Return True if there is memory for so many tokens beside all requests at work."""
+        return (self.worst() + tokens) * self.per_token <= self.limit
+
     def gauges(self) -> dict[str, float]:
         """Return the figures for `Health`."""
         kept, prefixes = self.encoder.kept, self.batch.prefixes.held if self.batch else None
@@ -166,12 +171,13 @@ class ModelRunner:
             "cache_hits": float(sum(each.hits for each in caches)),
             "cache_misses": float(sum(each.misses for each in caches)),
             **({} if self.reuse is None else self.reuse.gauges()),
+            **self.checks.gauges(),
         }
 
     # --- start and end of requests ------------------------------------------------------------
 
     def check(self, answer: ActiveRequest) -> None:
-        """Check the specs and the latency target of a request."""
+        """Check the specs of a request."""
         plan, specs = call_plan(answer.cache), parse(answer.reduce)
         flash = self.batch is not None and "flash" in self.batch.decoder.lane.name
         if plan is not None and flash and (plan.select or plan.heads):
@@ -197,8 +203,6 @@ class ModelRunner:
                     f"decode={drafts.text!r} takes the likeliest tokens of both models; give "
                     f"temperature 0, or 'draft:{drafts.model}', which draws as the model does"
                 )
-        if answer.target is not None:
-            make_target(target_ttft_ms=answer.target)
         if self.reuse is None:
             check_storeless(answer.request.options)
         else:
@@ -246,8 +250,8 @@ class ModelRunner:
         return self.batch is not None and not steps and not revives
 
     def start(self, answer: ActiveRequest) -> None:
-        """Take a request in; one with a latency target is planned now."""
-        if answer.target is not None:
+        """Take a request in; one with a target is planned now."""
+        if answer.target:
             try:
                 self._plan(answer)
             except Exception as error:
@@ -269,6 +273,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop all requests and end the threads of encoders."""
         self.clear()
+        self.checks.close()
         self.encoder.slicer.close()
         self.sequential.close()
         for model in self.seconds.values():
@@ -276,6 +281,7 @@ class ModelRunner:
 
     def clear(self) -> list[ActiveRequest]:
         """Drop all requests and return them."""
+        self.checks.clear()
         dropped = self.answers
         for answer in dropped:
             self.cancel(answer.id)
@@ -294,8 +300,11 @@ class ModelRunner:
         seconds, work = 0.7 * pace, chunk_work(self.model, chunk)
         if batch is not None:
             batch.waited = waited
+        prompts = alone.waits or bool(batch and batch.coming)
         if alone.stopped:  # before any prompt, so that its stream waits for one unit at most
             pass
+        elif self.checks.takes(prompts, self._holds):
+            self.checks.step(seconds, work)
         elif alone.waits and (self._prompt_turn or not (batch and batch.coming)):
             alone.read(seconds if waited else None, work)
             self._prompt_turn = False
@@ -330,21 +339,31 @@ class ModelRunner:
         assert answer.prepared is not None
         start, inputs = time.perf_counter(), answer.prepared.inputs
         items = sum(len(media) for media in answer.prepared.media.values())
-        target = make_target(target_ttft_ms=answer.target)
         if not items:
             answer.reduce = None
             return
+        target, raised = answer.target, self.checks.budget(answer)
+        with warnings.catch_warnings():  # out of reach: the fastest plan, as documented
+            warnings.simplefilter("ignore", PlanWarning)
+            given = inputs, [items], target, answer.began
+            plan, measuring = self.planner.plan(*given, raised=raised)
+        answer.plan_ms = (time.perf_counter() - start) * 1e3 - measuring
+        answer.began += measuring / 1e3  # measuring the device happens once, for no request
+        answer.reduce = plan.spec
+        if target.auto:
+            answer.notes.append(f"plan: {say(plan)}")
+        if raised is not None:
+            self.checks.keep(answer, plan, raised)
+        self.route(answer)
+
+    @property
+    def planner(self) -> PipelinePlanner:
+        """Made when it is first asked for: most engines never plan."""
         if self._planner is None:
             # The stock call that the planner measures: no cache policy, no encoder of a pipeline.
             pipe = SimpleNamespace(model=self.model, cache=None, encoder=None, run=self._generate)
             self._planner = PipelinePlanner(pipe, self._name)
-        with warnings.catch_warnings():  # out of reach: the fastest plan, as documented
-            warnings.simplefilter("ignore", PlanWarning)
-            plan, measuring = self._planner.plan(inputs, [items], target, answer.began)
-        answer.plan_ms = (time.perf_counter() - start) * 1e3 - measuring
-        answer.began += measuring / 1e3  # measuring the device happens once, for no request
-        answer.reduce = plan.spec
-        self.route(answer)
+        return self._planner
 
     def _generate(self, inputs: dict[str, Any], **extra: Any) -> Any:
         with torch.inference_mode():

@@ -12,12 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.core.spec import parse
+from mmfast.core.spec import is_auto, parse
 from mmfast.decoding.speculation import plan_decode
 from mmfast.models.loading import EMBEDDED, twin
 from mmfast.models.prompt import scope_note_of
 from mmfast.models.reduction.record import features_given
-from mmfast.planner.target import check_alone, make_target
+from mmfast.planner.target import Target, automatic, check_alone, make_target
 from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine.adapters import load_adapters
 from mmfast.serve.engine.base import (
@@ -32,6 +32,7 @@ from mmfast.serve.engine.base import (
     Request,
     SamplingOptions,
 )
+from mmfast.serve.engine.checks import unchecked
 from mmfast.serve.engine.decode import Writer
 from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.model import load_packed
@@ -128,8 +129,8 @@ class Scheduler:
 
     One thread owns the model. In every round it does one unit of work on prompts, a slice of the
     vision tower or a chunk of prefill, and then one decoding step of all running answers, so no
-    answer waits longer than a unit. One thing takes longer: the first request with a latency target
-    has the device measured.
+    answer waits longer than a unit. One thing takes longer: the first request that is planned has
+    the device measured.
 
     `model` is a checkpoint directory, a hub id, a `(model, processor)` pair, or None (embedded).
     `reduce`, `cache`, `prefill` and `decode` are for requests that name none. At most `slots`
@@ -168,7 +169,8 @@ class Scheduler:
         modules: PromptSchema | str | Path | None = None,
     ) -> None:
         kept_plan, sparse = parse_reuse(reuse), plan_prefill(prefill)
-        check_beside(kept_plan, parse(reduce), call_plan(cache), prefill=sparse)
+        specs = parse(automatic(reduce, Target(), cache)[0])
+        check_beside(kept_plan, specs, call_plan(cache), prefill=sparse)
         if kept_plan is None and store is not None:
             raise MmfastError("store= keeps nothing without reuse=; give reuse='prefix' too")
         stock, processor = load_packed(model, device, dtype, weights, lora, attn)
@@ -263,11 +265,17 @@ class Scheduler:
         answer, mine = ActiveRequest(request, emit, sampling), request.options
         own = mine.over(self._default)
         answer.cache, answer.prefill, answer.decode = own.cache, own.prefill, own.decode
-        answer.target = mine.target_ttft_ms
-        if mine.target_ttft_ms is not None:
-            check_alone(make_target(mine.target_ttft_ms), mine.reduce)
-        else:
-            answer.reduce = own.reduce
+        target, reduce = make_target(mine.target_ttft_ms), own.reduce
+        if target and not is_auto(reduce):
+            check_alone(target, mine.reduce)
+            reduce = None
+        answer.reduce, answer.target = automatic(reduce, target)
+        if answer.target.check is not None and (odd := unchecked(answer)):
+            why = f"reduce={reduce!r} does not check answers under {odd}"
+            if mine.reduce is not None:
+                raise MmfastError(f"{why}; leave that out, or drop the check")
+            answer.notes.append(why)
+            answer.target = replace(answer.target, check=None)
         return answer
 
     def _prepared(self, request: Request, emit: Emit, sampling: SamplingOptions) -> ActiveRequest:
@@ -331,7 +339,7 @@ class Scheduler:
         return not self._wake.wait(seconds) and None not in self._known.values()
 
     def _busy(self) -> bool:
-        return bool(self._runner.answers) or len(self._queue) > 0
+        return bool(self._runner.answers) or len(self._queue) > 0 or self._runner.checks.busy
 
     def _any_cancelled(self) -> bool:
         return any(self._known.get(name, self) is not None for name in self._cancelled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,13 @@ class _Workplace:
         self.media = None if reuse is None else reuse.on(self.model, self.slicer)
 
 
+def stops_of(model: Any, inputs: Mapping[str, Any]) -> list[Any]:
+    """Return the layers before which the call of a model on a prompt can stop."""
+    adapter, base = adapter_for(model), model.base_model
+    towers = [adapter.tower_of(base, kind).blocks for kind in features_given(inputs)]
+    return [*model.get_decoder().layers, *(block for mine in towers for block in mine)]
+
+
 class SequentialRunner:
     """Runs prompts under `attach`, and the answers that cannot decode with others step by step.
 
@@ -95,6 +102,10 @@ class SequentialRunner:
         self._reuse = reuse
         if reuse is not None:  # a model that it does not fit is refused now
             self._places.append(_Workplace(self._origin, reuse))
+
+    def twin(self) -> Any:
+        """Return a twin of the model."""
+        return twin_model(self._origin)
 
     @property
     def answers(self) -> list[ActiveRequest]:
@@ -169,7 +180,8 @@ class SequentialRunner:
         slicer = own.place.slicer
         slicer.allow(budget, work)
         if own.call is None:
-            blocks = self._blocks(own.answer, own.place.model) if own.count == 0 else []
+            prepared = own.answer.prepared if own.count == 0 else None
+            blocks = [] if prepared is None else stops_of(own.place.model, prepared.inputs)
             own.call = slicer.run(partial(self._logits, own, own.place.model), blocks)
         try:
             next(own.call)
@@ -197,13 +209,6 @@ class SequentialRunner:
     def _fail(self, own: AttachedAnswer, error: Exception) -> None:
         self.cancel(own.answer.id)
         own.answer.fail(error)
-
-    def _blocks(self, answer: ActiveRequest, model: Any) -> list[Any]:
-        """Layers before which the call on a prompt can stop."""
-        prepared, base = answer.prepared, model.base_model
-        kinds = [] if prepared is None else list(features_given(prepared.inputs))
-        towers = [adapter_for(model).tower_of(base, kind).blocks for kind in kinds]
-        return [*model.get_decoder().layers, *(block for mine in towers for block in mine)]
 
     @torch.inference_mode()
     def _logits(self, own: AttachedAnswer, model: Any) -> Tensor:

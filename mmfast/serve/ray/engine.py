@@ -14,10 +14,11 @@ from typing import Any
 
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, SpecError, unknown
-from mmfast.core.spec import parse
+from mmfast.core.spec import is_auto, parse
 from mmfast.decoding.speculation import check_kind, plan_decode
 from mmfast.models.attention import check_attn
 from mmfast.models.loading import EMBEDDED
+from mmfast.planner.target import Target, automatic
 from mmfast.prefill.plan import plan_prefill
 from mmfast.serve.engine import base
 from mmfast.serve.engine.encoder import early
@@ -185,6 +186,8 @@ def check_parts(
 ) -> None:
     """Refuse specs that need the whole model, of which every worker runs a part (SpecError)."""
     fix = "start the server with --replicas, whose copies run all of it, or take inproc"
+    if is_auto(reduce):
+        raise SpecError(f"{reduce!r} plans every request on the whole model; {fix}")
     if not early(reduce):
         raise SpecError(
             f"{reduce!r} acts inside the model, which Ray runs in parts; name reducers at site "
@@ -352,7 +355,7 @@ class RayEngine:
         self, reduce: str | None, cache: str | None, prefill: str | None, decode: str | None
     ) -> None:
         """Refuse wrong specs, and those that need the whole model where it runs in parts."""
-        parse(reduce), call_plan(cache), plan_prefill(prefill)
+        parse(automatic(reduce, Target())[0]), call_plan(cache), plan_prefill(prefill)
         check_kind(plan_decode(decode))
         if self._last != WHOLE:
             check_parts(reduce, cache, prefill, decode)

@@ -125,7 +125,12 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
                 ["--engine", "ray", "--replicas", "2", "--encode-replicas", "2"],
                 "not possible with replicas=2",
             ),
-            (["--reduce", "auto", "--dry-run"], "a request with target_ttft_ms is planned"),
+            (["--reduce", "auto?check=2", "--dry-run"], "share in (0, 1]"),
+            (["--reduce", "auto", "--engine", "ray"], "or take --engine inproc"),
+            (
+                ["--reduce", "auto?check=1", "--cache", "snapkv:0.5", "--dry-run"],
+                "leave out cache=",
+            ),
             (["--engine", "ray", "--reduce", "lazyllm:0.5"], "start the server with --replicas"),
             (["--engine", "ray", "--cache", "snapkv:0.5", "--dry-run"], "cache 'snapkv:0.5'"),
             (["--model", "./nowhere"], "./nowhere"),

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmfast.core.kv import KVBlock
-from mmfast.serve.engine.encoder import BLOCK
-from mmfast.serve.engine.media import ByteCache
+from mmfast.serve.engine.encoder import BLOCK, ByteCache
 
 _Name = tuple[str, bytes]
 
