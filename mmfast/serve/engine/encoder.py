@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 
 from mmfast.caches.plan import call_plan
@@ -38,12 +37,12 @@ from mmfast.models.vision.units import (
 )
 from mmfast.serve.engine.adapters import adapters_of, using
 from mmfast.serve.engine.base import Media, Request
+from mmfast.serve.engine.kv.byte_cache import ByteCache
 from mmfast.serve.engine.model import settled
 from mmfast.serve.engine.policies import PromptRecipe
 from mmfast.serve.engine.slicer import Slicer
 from mmfast.serve.engine.slots import Embedded, Prepared
 
-T = TypeVar("T")
 BLOCK = 16  # tokens; prefixes are compared in steps of these
 
 
@@ -242,54 +241,6 @@ def early(reduce: str | Sequence[Spec] | None) -> bool:
     """Return True if a spec acts on inputs alone, before or behind the vision tower."""
     specs = parse(reduce)
     return all(s.site in ("pixel", "pre") and AHEAD not in s.method.needs for s in specs)
-
-
-class ByteCache(LRUCache[Hashable, T]):
-    """A cache of bounded bytes that drops the least recently used values.
-
-    A limit of 0 keeps nothing; `dropped` is called with key and value of each entry that goes.
-    """
-
-    def __init__(
-        self,
-        limit: int,
-        size: Callable[[T], int],
-        dropped: Callable[[Hashable, T], None] = lambda key, value: None,
-    ) -> None:
-        super().__init__(limit, getsizeof=size)
-        self._dropped, self.hits, self.misses = dropped, 0, 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all values."""
-        return int(self.currsize)
-
-    def get(  # type: ignore[override]
-        self, key: Hashable, default: T | None = None
-    ) -> T | None:
-        """Return the value, now the most recently used; `default` where there is none."""
-        if key not in self:
-            self.misses += 1
-            return default
-        self.hits += 1
-        found: T = self[key]
-        return found
-
-    def put(self, key: Hashable, value: T) -> None:
-        """Keep a value where it fits; an older value of the key goes in any case."""
-        self.pop(key, None)
-        if self.getsizeof(value) <= self.maxsize:
-            self[key] = value
-
-    def shrink(self, limit: int) -> None:
-        """Drop the oldest values until no more than `limit` bytes are held."""
-        while self.currsize > limit:
-            self.popitem()
-
-    def __delitem__(self, key: Hashable) -> None:
-        value = self[key]
-        super().__delitem__(key)
-        self._dropped(key, value)
 
 
 class MediaEncoder:

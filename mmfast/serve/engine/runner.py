@@ -34,8 +34,9 @@ from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.checks import AnswerChecks
 from mmfast.serve.engine.decode import Chooser, DecodeBatch
 from mmfast.serve.engine.drafts import AnswerDrafts
-from mmfast.serve.engine.encoder import ByteCache, MediaEncoder, parted
+from mmfast.serve.engine.encoder import MediaEncoder, parted
 from mmfast.serve.engine.kv.bucket import taken
+from mmfast.serve.engine.kv.byte_cache import ByteCache
 from mmfast.serve.engine.lane import Lane
 from mmfast.serve.engine.model import chunk_work, stated_bytes
 from mmfast.serve.engine.policies import attached_row, bound

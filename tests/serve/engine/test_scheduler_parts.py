@@ -20,8 +20,9 @@ from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
 from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
 from mmfast.serve.engine.decode import DecodeBatch, Writer
-from mmfast.serve.engine.encoder import ByteCache, MediaEncoder
+from mmfast.serve.engine.encoder import MediaEncoder
 from mmfast.serve.engine.kv.bucket import Entries, windowed
+from mmfast.serve.engine.kv.byte_cache import ByteCache
 from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows
 from mmfast.serve.engine.prefill import Prefiller, PrefillJob
 from mmfast.serve.engine.scheduler import FairQueue, Scheduler

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmfast.core.kv import KVBlock
-from mmfast.serve.engine.encoder import BLOCK, ByteCache
+from mmfast.serve.engine.encoder import BLOCK
+from mmfast.serve.engine.kv.byte_cache import ByteCache
 
 _Name = tuple[str, bytes]
 
