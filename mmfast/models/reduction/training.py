@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmfast.core.errors import ModelError
-from mmfast.models.cache_name import OLD
+from mmfast.models.cache_name import CACHE, OLD
 from mmfast.models.reduction.call import PassState, is_static
 from mmfast.models.wrappers import base_of
 
@@ -26,8 +25,7 @@ IGNORE = -100  # label of a token that takes no part in a loss
 _LOSS = "_loss_function"  # where transformers keeps a loss function that was set
 # On the position embeddings of a call: the change of the inputs of each layer.
 _CHANGES = "_mmfast_changes"
-# Old releases of transformers checkpoint without gradients, too; the layer's call did it there.
-_ALWAYS = "__call__" in vars(GradientCheckpointingLayer)
+_ALWAYS = CACHE == OLD  # up to 5.23 transformers checkpoints without gradients, too
 Cuts = Sequence[Callable[[Tensor], Tensor]]
 
 
@@ -145,8 +143,9 @@ def note_change(
 ) -> None:
     """Note the cuts before a layer in training and the arguments that are not as `given`.
 
-    Up to transformers 5.22 hooks run again with a checkpointed layer, after the call has ended. All
-    the layer then has of the call are the arguments, so the note is kept with those.
+    Up to transformers 5.22, and with `checkpoint_wrapper` of torch, hooks run again with a
+    checkpointed layer, after the call has ended. All the layer then has of the call are the
+    arguments, so the note is kept with those.
     """
     changed = {name: value for name, value in kwargs.items() if value is not given.get(name)}
     if changed:

@@ -303,6 +303,7 @@ ACTING = (
 )
 
 
+@pytest.mark.skipif(CACHE == "past_key_values", reason="generate of 5.23 loses its cache there")
 @pytest.mark.parametrize("spec", ACTING, ids=str)
 def test_a_checkpointed_model_in_training_generates_as_in_evaluation(
     again: Tiny, spec: dict[str, str]
@@ -327,7 +328,8 @@ def test_a_cache_that_checkpointing_cannot_fill_is_refused(
     inputs = batch_of(again, TEXTS[:1])
     filled = DynamicCache(config=config)
     with torch.no_grad():
-        again.model(**inputs, **{CACHE: filled})
+        again.model.eval()(**inputs, **{CACHE: filled})
+    again.model.train()
     names = r"stores no keys.* Dynamic.* of \d+ tokens; .* model.gradient_checkpointing_disable"
     with attach(again.model, **spec), pytest.raises(ModelError, match=names):
         again.model(input_ids=inputs["input_ids"][:, :1], **{CACHE: filled})

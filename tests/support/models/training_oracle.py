@@ -125,7 +125,7 @@ def assert_same(
 
 
 def hooks_inside(layers: Sequence[Any], use_reentrant: bool) -> None:
-    """Let layers call their hooks within the checkpoint, as transformers did before 5.23."""
+    """Let layers call their hooks within the checkpoint, as FSDP's `checkpoint_wrapper` does."""
     for layer in layers:
         stock = type(layer)
 
