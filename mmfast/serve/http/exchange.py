@@ -469,7 +469,8 @@ def ignoring(asked: schema.Strict, config: ServerConfig) -> dict[str, str]:
         raise bad_request(text, "unknown_parameter", unused[0])
     text = shown.encode("ascii", "backslashreplace").decode()
     printed = "".join(letter for letter in text if letter.isprintable())[:1000]
-    return {"x-mmfast-ignored": printed} if unused else {}
+    # A space at an end, such as behind the name of nothing that can be printed, is no header.
+    return {"x-mmfast-ignored": printed.strip()} if unused else {}
 
 
 def sampling(

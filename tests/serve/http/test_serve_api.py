@@ -371,6 +371,8 @@ def test_unknown_parameters_are_named_or_refused() -> None:
     assert reply.headers["x-mmfast-ignored"] == "max_tokns, messages[0].mood, store"
     evil = post(app_of(saying(*ANSWER)), messages=user("Hi?"), **{"a\r\nset-cookie: é": 1})
     assert evil.status_code == 200 and "set-cookie" not in evil.headers
+    spaced = post(app_of(saying(*ANSWER)), messages=user("Hi?"), **{" mood\x02 ": 1})
+    assert spaced.headers["x-mmfast-ignored"] == "mood"  # h11 drops a connection for a space
     assert "x-mmfast-ignored" not in post(app_of(saying(*ANSWER)), messages=user("Hi?")).headers
     picture = image_part()
     picture["image_url"]["detail"] = "low"
