@@ -417,14 +417,13 @@ class VisualQA:
         """Generate, account and check; a reader of `streamer` has `criteria` beside it."""
         inputs, plan, first = begun.inputs, begun.plan, FirstToken(then=streamer)
         more = {"stopping_criteria": criteria} if criteria else {}
-        how, begin = begun.how, time.perf_counter()
+        how, cache, begin = begun.how, plan.cache if plan else None, time.perf_counter()
         with (
             turn_of(self.model),
             encoder_timer(self.model) as encode,
-            self._attached(inputs, begun.reduce, how, plan.cache if plan else None) as both,
+            self._attached(inputs, begun.reduce, how, cache) as (trace, given),
             StepRecorder().on(self.model) if self.check else nullcontext() as recorder,
         ):
-            trace, given = both
             output = self.run(given, how, streamer=first, **more)
         end = time.perf_counter()
         first.at = first.at or end  # under beam search no token is certain before

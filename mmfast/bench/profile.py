@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmfast.bench.stages import ceilings
 from mmfast.core.errors import MmfastError
-from mmfast.core.trace import synchronize
+from mmfast.core.trace import settled
 from mmfast.models.cache_name import cache_of
 from mmfast.models.wrappers import base_of, decoder_of
 
@@ -106,8 +106,7 @@ class PartClock:
         scope.__exit__(None, None, None)
 
     def _settle(self) -> None:
-        synchronize()
-        now = time.perf_counter()
+        now = settled()
         if self._open:
             self.costs[self.part].ms += (now - self._since) * 1e3
         self._since = now

@@ -101,11 +101,9 @@ def _check_auto(config: ServerConfig) -> None:
             f"--reduce {config.reduce!r} plans every request on the whole model; name a reducer, "
             "or take --engine inproc, or ray with --replicas"
         )
-    if config.cache is not None:
-        from mmfast.core.spec import self_check
-        from mmfast.planner.target import Target, checked_by
+    from mmfast.planner.target import Target, automatic
 
-        checked_by(Target(), self_check(str(config.reduce)), config.cache)
+    automatic(config.reduce, Target(), config.cache)
 
 
 def _check_specs(config: ServerConfig) -> None:

@@ -242,13 +242,11 @@ class Trace:
     def stage(self, name: str, tokens_in: int = 0, tokens_out: int = 0) -> Iterator[Row]:
         """Time a stage; the caller may set the token counts on the yielded row."""
         row = Row(name, tokens_in, tokens_out)
-        synchronize()
-        start = time.perf_counter()
+        start = settled()
         try:
             yield row
         finally:
-            synchronize()
-            row.ms = (time.perf_counter() - start) * 1e3
+            row.ms = (settled() - start) * 1e3
             row.peak_bytes = peak_bytes()
             self.rows.append(row)
 
@@ -403,6 +401,12 @@ def synchronize() -> None:
     """Wait for the device, where one is in use, so that a clock counts its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def settled() -> float:
+    """The time on the wall in seconds, once the device has done its work."""
+    synchronize()
+    return time.perf_counter()
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)

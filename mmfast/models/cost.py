@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mmfast.core.trace import synchronize
+from mmfast.core.trace import settled, synchronize
 from mmfast.models.packing import PackedLinear
 
 T = TypeVar("T")
@@ -71,8 +71,7 @@ def encoder_timer(model: Any) -> Iterator[Stopwatch]:
         started[0] = time.perf_counter()
 
     def after(*_: Any) -> None:
-        synchronize()
-        watch.ms += (time.perf_counter() - started[0]) * 1e3
+        watch.ms += (settled() - started[0]) * 1e3
 
     tower = model.get_encoder("image")
     with tower.register_forward_pre_hook(before), tower.register_forward_hook(after):

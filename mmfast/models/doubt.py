@@ -87,14 +87,25 @@ def check_plain(check: bool, drafts: bool, how: Mapping[str, Any], model: Any = 
 
     A `model` may ask for it in its generation config, too.
     """
+    if check and (fix := _mend(drafts, how, model)):
+        raise MmfastError(f"check=True reads plain decoding, one step a token; {fix}")
+
+
+def _mend(drafts: bool, how: Mapping[str, Any], model: Any) -> str:
+    """Return what makes decoding plain, "" where it is."""
+    if drafts:
+        return "leave out decode="
     own = getattr(model, "generation_config", None)
-    for name in ("decode", *STEPS) if check else ():
-        given = (drafts or None) if name == "decode" else how.get(name)
+    for name in STEPS:
+        given = how.get(name)
         value = getattr(own, name, None) if given is None else given
-        if value is not None and not (value == 1 and name in ONE):
-            stated = f"give {name}=1, as the checkpoint's own is {value!r}"
-            fix = stated if given is None else f"leave out {name}="
-            raise MmfastError(f"check=True reads plain decoding, one step a token; {fix}")
+        if value is None or (value == 1 and name in ONE):
+            continue
+        if given is not None:
+            return f"leave out {name}="
+        mend = f"give {name}=1" if name in ONE else "set that to None"
+        return f"the checkpoint's generation_config has {name}={value!r}: {mend}"
+    return ""
 
 
 def detector_of(model: Any) -> TokenDoubt:

@@ -232,8 +232,11 @@ def test_what_is_not_step_by_step_is_refused(drafts: bool, how: dict[str, Any], 
     check_plain(False, drafts, how)
     stated = SimpleNamespace(generation_config=SimpleNamespace(num_beams=4, guidance_scale=1))
     check_plain(True, False, {"num_beams": 1, "guidance_scale": None}, stated)
-    with pytest.raises(MmfastError, match="give num_beams=1, as the checkpoint's own is 4"):
+    with pytest.raises(MmfastError, match="generation_config has num_beams=4: give num_beams=1"):
         check_plain(True, False, {}, stated)
+    looked = SimpleNamespace(generation_config=SimpleNamespace(prompt_lookup_num_tokens=3))
+    with pytest.raises(MmfastError, match="prompt_lookup_num_tokens=3: set that to None"):
+        check_plain(True, False, {}, looked)  # 1 would be refused, too
 
 
 def test_a_character_of_several_tokens_is_a_piece() -> None:

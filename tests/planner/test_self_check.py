@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from planner_rows import SHARES, settle
+from planner_rows import SHARES, blinding, settle
 from typer.testing import CliRunner
 
 import mmfast
 from mmfast.cli import app
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register, unregister
 from mmfast.core.spec import SelfCheck, self_check
-from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Row
 from mmfast.models.context import placeholders
 from mmfast.models.decoder.agreement import chosen_tokens
@@ -36,16 +33,8 @@ CHECK = "auto?check=0.8"
 
 @pytest.fixture
 def blind() -> Iterator[None]:
-    """A reducer that throws all of use away: what it keeps is empty."""
-
-    @register("blind")
-    def on_nothing(tokens: Tokens, budget: int | None) -> Reduction:
-        """Keep places, and nothing at them."""
-        kept = Reduction.prune(torch.arange(budget or 1), tokens.n)
-        return Reduction(kept.keep, kept.owner, torch.zeros(tokens.n))
-
-    yield
-    unregister("blind")
+    with blinding():
+        yield
 
 
 def planned(reduce: str, name: str, shares: tuple[float, ...] = SHARES, **options: Any) -> Any:

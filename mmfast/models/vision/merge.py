@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec
-from mmfast.core.trace import Trace, View, synchronize
+from mmfast.core.trace import Trace, View, settled
 from mmfast.models.families.adapter import Adapter, Call, raster_places
 from mmfast.models.families.tower import NORMS, Tower, attention_of, part_of
 from mmfast.models.patching import override
@@ -108,14 +107,14 @@ class _MergeStage:
                 "blocks again; call set_grad_checkpointing(False)"
             )
         work.whole = self._tower.alone and bool(self._tower.states(arguments))
-        start = now()
+        start = settled()
         self._local.work = work
         try:
             with _together(self._tower):
                 output = call(*args, **kwargs)
         finally:
             self._local.work = None
-        self._report(work, (now() - start) * 1e3)
+        self._report(work, (settled() - start) * 1e3)
         self._draw(work, kind, arguments)
         return output
 
@@ -233,9 +232,3 @@ def patch_raster(grid: tuple[int, int, int] | None, patches: int) -> tuple[int, 
     tall = round(math.sqrt(patches / frames * rows / columns))
     raster = (frames, tall, patches // frames // max(1, tall))
     return raster if math.prod(raster) == patches else None
-
-
-def now() -> float:
-    """The time on the wall in seconds, once the device has done its work."""
-    synchronize()
-    return time.perf_counter()

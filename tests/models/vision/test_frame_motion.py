@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -142,6 +144,27 @@ def test_the_clock_rests_a_cache_that_is_slower() -> None:
     for _ in range(Payoff.REST):
         payoff.note(1.0, 10, cached=False)
     assert not payoff.rests
+
+
+def test_a_timed_cache_stands_aside_where_its_passes_take_as_long(
+    model: Any, any_tower: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pass is timed and noted with its patches, whether it was reuse or the stock tower."""
+    cache, noted, note = FrameCache(model, goal=0.5, timed=True), list[Any](), Payoff.note
+
+    def kept(self: Payoff, seconds: float, patches: int, cached: bool) -> None:
+        noted.append((seconds, patches, cached))
+        note(self, seconds, patches, cached)
+
+    monkeypatch.setattr(frame_cache, "settled", partial(next, count()))  # a second each time
+    monkeypatch.setattr(Payoff, "note", kept)
+    frames = shots("static", 1) * (Payoff.FIRST + Payoff.WINDOW + 4)
+    watched(model, frames, cache)
+    assert {(seconds, patches) for seconds, patches, _ in noted} == {(1, (SIDE // PATCH) ** 2)}
+    used = [cached for *_, cached in noted]
+    assert used[: Payoff.FIRST] == [False] * Payoff.FIRST
+    assert sum(used) == Payoff.WINDOW and not any(used[-3:])
+    assert cache.payoff is not None and cache.payoff.rests
 
 
 @pytest.mark.usefixtures("any_tower")

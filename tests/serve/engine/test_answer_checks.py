@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 from engine_requests import eventually
-from planner_rows import SHARES, settle
+from planner_rows import SHARES, blinding, settle
 from scheduling import EMBEDDED, Ear, answers, ask, image, model_of
 
 from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.core.reduction import Reduction
-from mmfast.core.registry import register, unregister
 from mmfast.core.spec import self_check
-from mmfast.core.tokens import Tokens
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.context import placeholders
 from mmfast.models.prompt import Shot, chat_inputs
@@ -41,16 +38,8 @@ CLIPS = sorted((Path(__file__).resolve().parents[3] / "assets" / "clips").glob("
 
 @pytest.fixture
 def blind() -> Iterator[None]:
-    """A reducer that throws all of use away: what it keeps is empty."""
-
-    @register("blind")
-    def on_nothing(tokens: Tokens, budget: int | None) -> Reduction:
-        """Keep places, and nothing at them."""
-        kept = Reduction.prune(torch.arange(budget or 1), tokens.n)
-        return Reduction(kept.keep, kept.owner, torch.zeros(tokens.n))
-
-    yield
-    unregister("blind")
+    with blinding():
+        yield
 
 
 @contextmanager

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from mmfast.core.reduction import Reduction
+from mmfast.core.registry import register, unregister
+from mmfast.core.tokens import Tokens
 from mmfast.planner.cost import Work
 from mmfast.planner.planner import Planner
 from mmfast.planner.rates import Rates
@@ -47,3 +54,17 @@ def settle(pipe_planner: Any, name: str, shares: tuple[float, ...] = SHARES) -> 
     made.learner.rates = Rates(**{**vars(RATES), "select": Choosing()})
     made.learner.settle = lambda *_: ""  # nothing depends on the clock
     made.learner.learn = lambda *_: None
+
+
+@contextmanager
+def blinding() -> Iterator[None]:
+    """A reducer "blind" that throws all of use away: what it keeps is empty."""
+
+    @register("blind")
+    def on_nothing(tokens: Tokens, budget: int | None) -> Reduction:
+        """Keep places, and nothing at them."""
+        kept = Reduction.prune(torch.arange(budget or 1), tokens.n)
+        return Reduction(kept.keep, kept.owner, torch.zeros(tokens.n))
+
+    yield
+    unregister("blind")

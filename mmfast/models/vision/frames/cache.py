@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.trace import settled
 from mmfast.frontends.changes import Refresh
 from mmfast.models.families.adapter import Call, adapter_for, check_inner, tower_of
 from mmfast.models.families.tower import PIXELS, Tower, attention_of, has_halves
@@ -46,7 +47,6 @@ from mmfast.models.vision.frames.state import (
     FramePlan,
     plan_pass,
 )
-from mmfast.models.vision.merge import now
 from mmfast.models.vision.timm_attention import check_timm, on_rows
 
 # Products of a frame in the blocks below which the cache costs more than it can save: on one core
@@ -250,7 +250,7 @@ class FrameCache:
         _check_sites(self._tower)
         arguments = self._tower.bind(name, args, kwargs)
         work = _Work(streams, kind, arguments, self.rule)
-        start = 0.0 if self.payoff is None else now()
+        start = 0.0 if self.payoff is None else settled()
         output = self._run(work, partial(call, *args, **kwargs))
         for state, sizes, small in work.counts:
             state.count(sum(sizes), sum(sizes), len(sizes), len(sizes))
@@ -266,7 +266,7 @@ class FrameCache:
         if self.payoff is not None:
             plan = work.running.plan if work.running else None
             patches = sum(plan.sizes) if plan else sum(sum(sizes) for _, sizes, _ in work.counts)
-            self.payoff.note(now() - start, patches, cached=plan is not None)
+            self.payoff.note(settled() - start, patches, cached=plan is not None)
         return output
 
     def _run(self, work: _Work, call: Callable[[], Any]) -> Any:
