@@ -14,11 +14,14 @@ from mmfast.core.errors import MmfastError, an
 from mmfast.frontends.image import library_of
 from mmfast.frontends.source import is_encoded
 from mmfast.models.decoder.draft_stage import SEED
+from mmfast.models.doubt import mend_of
 from mmfast.models.prompt import Shot, UnevenClipsError, check_question
 from mmfast.pipelines.options import check_names, check_values, named
 from mmfast.streams.reuse.schema import ModulePrompt
 
 CALL = ("max_new_tokens", "do_sample", "temperature", "top_p", "generation_config", "seed")
+# Loops of `generate` other than that in which a seed repeats the draws.
+LOOPS = ("num_beams", "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit")
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 # All but arguments that change the shape of the output, run foreign code, or are set here.
 GENERATE = named(GenerationMixin.generate) | {n for n in vars(GenerationConfig()) if n[0] != "_"}
@@ -76,6 +79,15 @@ def beams_of(model: Any, how: Mapping[str, Any]) -> int:
     """Return the beams of a call of `generate`, which a checkpoint may ask for by itself."""
     config = getattr(model, "generation_config", None)
     return int(how.get("num_beams") or getattr(config, "num_beams", None) or 1)
+
+
+def check_seed(how: Mapping[str, Any], model: Any = None) -> None:
+    """Refuse a seed beside beams or drafts of `generate`, whose draws it does not repeat."""
+    if how.get("seed") is not None and (fix := mend_of(LOOPS, how, model)):
+        raise MmfastError(
+            f"seed={how['seed']} repeats draws of one token a step; {fix}, or call "
+            "torch.manual_seed instead"
+        )
 
 
 class _RowDraw(LogitsProcessor):  # type: ignore[misc]

@@ -51,6 +51,7 @@ from mmfast.pipelines.generation import (
     GENERATE,
     beams_of,
     by_length,
+    check_seed,
     merged,
     pair_up,
     seeded,
@@ -194,6 +195,7 @@ class VisualQA:
             self.check = check
             self.generate = merged(self._own, {})
             check_plain(check, self.decode is not None, self.generate)
+            check_seed(self.generate)
         self.embedded = model is None
         self._warned = False
         self.reduce: str | Sequence[Spec] | None = specs
@@ -285,6 +287,7 @@ class VisualQA:
             wanted = self._wanted({k: options.pop(k) for k in TARGET if k in options})
             how = merged(self._own, options)
             check_plain(self.check, False, how, self.model)
+            check_seed(how, self.model)
         for name in given.keys() - {own}:
             raise MediaError(f"{self.task} takes no {name}=; use {name[:-1]}-qa")
         if (given and media is not None) or (text is not None and question is not None):
@@ -504,6 +507,8 @@ class VisualQA:
     ) -> torch.Tensor:
         """Stock `generate` as `how` says, else as the pipeline does, and without placeholders."""
         how = {**(self.generate if how is None else how), **extra}
+        # A checkpoint may ask for outputs of another shape.
+        how = {"return_dict_in_generate": False, "num_return_sequences": 1, **how}
         blocked = {*placeholders(self.model), *(how.pop("suppress_tokens", None) or ())}
         if beams_of(self.model, how) > 1:
             how.pop("streamer", None)

@@ -87,16 +87,14 @@ def check_plain(check: bool, drafts: bool, how: Mapping[str, Any], model: Any = 
 
     A `model` may ask for it in its generation config, too.
     """
-    if check and (fix := _mend(drafts, how, model)):
+    if check and (fix := "leave out decode=" if drafts else mend_of(STEPS, how, model)):
         raise MmfastError(f"check=True reads plain decoding, one step a token; {fix}")
 
 
-def _mend(drafts: bool, how: Mapping[str, Any], model: Any) -> str:
-    """Return what makes decoding plain, "" where it is."""
-    if drafts:
-        return "leave out decode="
+def mend_of(names: Sequence[str], how: Mapping[str, Any], model: Any) -> str:
+    """Return what rids a call of the first argument of `names` that acts in it, or ""."""
     own = getattr(model, "generation_config", None)
-    for name in STEPS:
+    for name in names:
         given = how.get(name)
         value = getattr(own, name, None) if given is None else given
         if value is None or (value == 1 and name in ONE):

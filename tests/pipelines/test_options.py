@@ -366,3 +366,35 @@ def test_beams_and_stop_strings(pipe: Any) -> None:
     assert answer.text == text[0].strip() and answer.ttft_ms > 0
     word = pipe(CLIP, QUESTION).text
     assert pipe(CLIP, QUESTION, stop_strings=[word], eos_token_id=-1).text == word
+
+
+def test_a_seed_repeats_no_beams_and_no_drafts_of_generate(pipe: Any) -> None:
+    for more in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"assistant_model": pipe.model}):
+        given = {"temperature": 2.0, "seed": 1, **more}
+        for ask in (pipe, pipe.stream):
+            with pytest.raises(MmfastError, match=f"seed=1 .*leave out {next(iter(more))}="):
+                ask(CLIP, QUESTION, **given)
+        with pytest.raises(MmfastError, match="seed=1"):
+            mmfast.pipeline("video-qa", (pipe.model, pipe.processor), **given)
+        torch.manual_seed(1)
+        assert pipe(CLIP, QUESTION, **{**given, "seed": None}).text  # without a seed it draws
+
+
+def test_a_checkpoint_that_asks_for_other_outputs_answers_all_the_same(pipe: Any) -> None:
+    """Its generation config may ask for a dict, for several answers, or for beams."""
+    config, questions = pipe.model.generation_config, [QUESTION, "How many objects are there?"]
+    plain = [answer.text for answer in pipe(CLIP, questions, batch_size=2)]
+    stated = {"return_dict_in_generate": True, "output_scores": True, "do_sample": True}
+    stated |= {"num_return_sequences": 2}
+    old = {name: getattr(config, name) for name in (*stated, "num_beams")}
+    try:
+        config.update(**stated)
+        assert [answer.text for answer in pipe(CLIP, questions, batch_size=2)] == plain
+        assert "".join(pipe.stream(CLIP, QUESTION)) == plain[0]
+        assert pipe(CLIP, QUESTION, num_beams=2).text
+        assert pipe(CLIP, QUESTION, temperature=0.5, seed=1).text
+        config.num_beams = 2
+        with pytest.raises(MmfastError, match="generation_config has num_beams=2: give num_beams=1"):
+            pipe(CLIP, QUESTION, temperature=0.5, seed=1)
+    finally:
+        config.update(**old)

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter
@@ -39,7 +40,8 @@ class Completions:
     """One request for texts and its answers."""
 
     def __init__(self, answers: AnswerSet, asked: schema.CompletionRequest) -> None:
-        self._answers, self._created, self._begun = answers, int(time.time()), set[int]()
+        self._answers, self._created = answers, int(time.time())
+        self._offsets: dict[int, int] = {}  # where the next token of an answer begins
         self._asked, given = asked, asked.prompt
         one = isinstance(given, str) or isinstance(given[0], int)
         self._prompts: list[Any] = [given] if one else list(given)
@@ -90,7 +92,10 @@ class Completions:
     ) -> dict[str, Any]:
         chances = chances if self._asked.logprobs is not None else None
         tokens = [each.token.decode("utf-8", "replace") for each in chances or ()]
-        starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        if number not in self._offsets:
+            self._offsets[number] = len(self._echo(number))
+        ends = [*accumulate(map(len, tokens), initial=self._offsets[number])]
+        starts, self._offsets[number] = ends[:-1], ends[-1]
         top = [{t.decode("utf-8", "replace"): c for t, c in each.top} for each in chances or ()]
         found = {
             "tokens": tokens,
@@ -104,8 +109,7 @@ class Completions:
 
     def _chunk(self, number: int, event: base.Event) -> Iterator[bytes]:
         """Yield the event of a piece, or of the end, of an answer; the first one echoes."""
-        text = "" if number in self._begun else self._echo(number)
-        self._begun.add(number)
+        text = "" if number in self._offsets else self._echo(number)
         if isinstance(event, base.Delta):
             choice = self._choice(number, text + event.text, event.logprobs or None)
         else:

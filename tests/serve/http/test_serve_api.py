@@ -475,6 +475,17 @@ def test_texts_are_continued(engine: Any) -> None:
     said = chat["choices"][0]["message"]["content"]
     assert found["choices"][0]["text"] == prompt + said
     assert "".join(found["choices"][0]["logprobs"]["tokens"]) == said
+    for how in ({"echo": True}, {"n": 2}):  # tokens stand where text_offset says, streamed too
+        asked = {"prompt": prompt, "max_tokens": 6, "logprobs": 1, **how}
+        whole = post(app, path, **asked).json()["choices"]
+        parts = events_of(post(app, path, stream=True, **asked).text)[:-1]
+        for choice in whole:
+            own = [each for part in parts for each in part["choices"]]
+            told = [each["logprobs"] for each in own if each["index"] == choice["index"]]
+            starts = choice["logprobs"]["text_offset"]
+            assert [at for each in told for at in (each or {}).get("text_offset", ())] == starts
+            tokens = zip(starts, choice["logprobs"]["tokens"], strict=True)
+            assert all(choice["text"][at:].startswith(token) for at, token in tokens)
     many = post(app, path, prompt=[prompt, "two"], n=2, max_tokens=3).json()
     assert [c["index"] for c in many["choices"]] == [0, 1, 2, 3]
     assert many["choices"][0]["text"] == many["choices"][1]["text"]
