@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import tiny
 
 import mmfast
@@ -160,6 +161,20 @@ def test_options_that_want_a_cache_of_their_own(stock: Any, options: Any) -> Non
             pipe(CLIP, QUESTIONS[0], **({} if given else options))
     found = _pipe(stock, reuse="encoder")(CLIP, QUESTIONS[0], **options).text
     assert found == stock(CLIP, QUESTIONS[0]).text
+
+
+def test_what_autocast_rounded_is_not_read_without_it(stock: Any) -> None:
+    store = mmfast.ReuseStore()
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    pipe, other = (_pipe(stock, reuse=spec, store=store) for spec in ("encoder", "prefix"))
+    with _calls(stock.model.get_encoder("image")) as tower:
+        for where in (cast, nullcontext(), cast, nullcontext()):
+            with where:
+                assert pipe(CLIP, QUESTIONS[0]).text == stock(CLIP, QUESTIONS[0]).text
+        assert len(tower) == 2 + 4  # the stock pipeline's own
+    with cast, pytest.raises(mmfast.MmfastError, match="torch.autocast .* reuse='encoder'"):
+        other(CLIP, QUESTIONS[0])
+    assert other(CLIP, QUESTIONS[0]).text == stock(CLIP, QUESTIONS[0]).text  # nothing is left over
 
 
 def test_encoder_output_beside_what_acts_inside(stock: Any) -> None:

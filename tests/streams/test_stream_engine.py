@@ -28,6 +28,20 @@ def test_streaming_is_offline(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_stream_under_autocast_is_the_stock_model_under_it(family: str) -> None:
+    model = model_of(family)
+    pieces = stream(family, model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        engine = Engine(model)
+        reference = stock(model, pieces)[-1].float()
+        branch = engine.branch(engine.memory())
+        logits = [branch.extend(piece) for piece in pieces][-1].float()
+    spread = float((reference - stock(model, pieces)[-1]).abs().max())  # what rounding does
+    assert 0 < spread and float((logits - reference).abs().max()) <= 4 * spread
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_branch_writes_as_the_stock_model_does(family: str) -> None:
     model = model_of(family)
     engine = Engine(model)

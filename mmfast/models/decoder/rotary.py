@@ -52,6 +52,12 @@ class RawCapture:
             for module, name, layer, read in sites
         ]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_local": None}  # a copy of the model has a copy of its hooks
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _local=threading.local())
+
     @contextmanager
     def recording(self) -> Iterator[Raw]:
         """Record what this thread runs into the `Raw` that is given; recordings may be nested."""
@@ -227,7 +233,9 @@ def check_rotation(decoder: Any, capture: RawCapture, rotary: Rotary) -> None:
     steps = torch.tensor([3, 5, 17], device=weight.device)
     places = torch.stack([steps + 2 * axis for axis in range(rotary.axes)])  # [A, 3]
     cache = DynamicCache(config=decoder.config)
-    with capture.recording() as raw:
+    # In the precision of the weights: what autocast rounds is not rotated otherwise.
+    plain = torch.autocast(weight.device.type, enabled=False)
+    with capture.recording() as raw, plain:
         decoder(
             inputs_embeds=weight[:3][None],
             position_ids=places[:, None] if rotary.axes > 1 else places,

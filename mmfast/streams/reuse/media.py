@@ -100,8 +100,14 @@ class MediaReuse:
         return key_of(type(self.model).__name__, config, parts, repr(where))
 
     def fingerprint(self, reduce: str = "", owner: str = "") -> str:
-        """Name of model, processor, reduction and owner: values of others are never found."""
-        mine = [owner] if owner else []
+        """Name of model, processor, reduction and owner: values of others are never found.
+
+        Nor are those that `torch.autocast` rounded, without it.
+        """
+        kind = self.model.device.type
+        cast = torch.is_autocast_enabled(kind)
+        mine = [f"autocast {torch.get_autocast_dtype(kind)}"] if cast else []
+        mine += [owner] if owner else []
         return key_of(self._weights.value(), self._settings, reduce, *mine)
 
     def inputs(

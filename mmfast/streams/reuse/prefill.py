@@ -141,7 +141,14 @@ class ReusePrefill:
         """Read the tokens of a prompt up to `stop`, taking what was `seen` where it goes.
 
         Exact parts stand at the beginning, side by side; of others the plan's share is read again.
+        ModelError under `torch.autocast`, whose values are not those of the weights.
         """
+        if torch.is_autocast_enabled(rows.hidden.device.type):
+            raise ModelError(
+                "reuse= keeps keys and values in the precision of the weights, and torch.autocast "
+                "rounds them to another; leave autocast, load the model with dtype='bfloat16', or "
+                "give reuse='encoder'"
+            )
         n = len(rows.hidden) if stop is None else stop
         first = max((part.stop for part in seen if part.exact), default=0)
         return _Run(self.engine, rows, seen, plan, first, n).run()

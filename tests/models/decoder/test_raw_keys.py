@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -158,4 +160,22 @@ def test_a_norm_behind_rope_is_noticed() -> None:
     capture = RawCapture(decoder)
     with pytest.raises(ModelError, match="layer 2 caches keys that are not"):
         check_rotation(decoder, capture, Rotary(decoder))
+    capture.remove()
+
+
+def test_a_model_with_hooks_can_be_copied() -> None:
+    """Copied with its hooks, it tells the copy of the capture, and the first one is as it was."""
+    decoder = tiny("llava_onevision").model.get_decoder()
+    capture = RawCapture(decoder)
+    both = (decoder, capture)
+    for twin, own in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
+        with capture.recording() as raw, own.recording() as told:
+            run(twin, 3, 1)
+            assert not raw.keys and len(told.keys) == 4
+        own.remove()
+        assert not any(module._forward_hooks for module in twin.modules())
+    copy.deepcopy(decoder)  # without its capture at hand, too
+    with capture.recording() as raw:
+        run(decoder, 2, 1)
+    assert len(raw.keys) == 4
     capture.remove()
