@@ -96,6 +96,9 @@ class RoomyLayer:
     host = False  # entries lie in host memory
     fetched = False  # in a step that fetches what it reads from there
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "room": None}  # a room is of one layer, and its copies make their own
+
     @property
     def nbytes(self) -> int:
         """Bytes of everything."""

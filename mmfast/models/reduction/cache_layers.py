@@ -176,15 +176,31 @@ def shorten(cache: Any, index: int) -> Any:
 def adopt(cache: Any, index: int, mixin: type) -> Any:
     """Layer `index` of `cache` with the methods of `mixin` before its own."""
     layer = cache.layers[index]
-    kind = type(layer)
-    if (mixin, kind) not in _CLASSES:
-        # `_layer_type` = None: a subclass must not register itself with transformers.
-        name = f"{mixin.__name__}{kind.__name__}"
-        _CLASSES[mixin, kind] = type(name, (mixin, kind), {"_layer_type": None})
-    adopted: Any = object.__new__(_CLASSES[mixin, kind])
+    adopted = _blank(type(layer), mixin)
     adopted.__dict__ = layer.__dict__  # the same tensors, now and later
     cache.layers[index] = adopted
     return adopted
+
+
+def _blank(kind: type, *mixins: type) -> Any:
+    """A layer without state, of a class made of a kind and one mixin after the other."""
+    for mixin in mixins:
+        if (mixin, kind) not in _CLASSES:
+            # `_layer_type` = None: a subclass must not register itself with transformers.
+            inside = {"_layer_type": None, "_made_of": (mixin, kind), "__reduce_ex__": _saved}
+            name = f"{mixin.__name__}{kind.__name__}"
+            _CLASSES[mixin, kind] = type(name, (mixin, kind), inside)
+        kind = _CLASSES[mixin, kind]
+    return object.__new__(kind)
+
+
+def _saved(layer: Any, protocol: Any) -> tuple[Any, ...]:
+    """Tell `pickle` and `torch.save` of the parts of a class that no module has by its name."""
+    kind, mixins = type(layer), list[type]()
+    while "_made_of" in vars(kind):
+        mixin, kind = vars(kind)["_made_of"]
+        mixins.append(mixin)
+    return _blank, (kind, *reversed(mixins)), layer.__getstate__()
 
 
 def plain_kind(layer: Any) -> type:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import FAMILIES, build, generate, tiny
 from transformers import CompileConfig
 
 from mmfast.attach import attach
+from mmfast.models.reduction import cache_layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,6 +56,33 @@ def test_a_copied_cache_branches(family: str, spec: str) -> None:
         given = {"input_ids": first.sequences}
         a = generate(this, given, 4, past_key_values=first.past_key_values)
         b = generate(this, given, 4, past_key_values=branch)
+    assert torch.equal(a.sequences, b.sequences)
+    logits_close(a, b)
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "lfm2_vl"])
+@pytest.mark.parametrize(
+    ("spec", "cache"),
+    [
+        (SPEC, None),
+        ("random:0.4", "snapkv:0.5"),
+        (None, "quest:0.5?skip=0"),
+        ("random:0.4", "quant:8"),
+    ],
+)
+def test_a_saved_cache_goes_on(
+    family: str, spec: str | None, cache: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this, file = tiny(family), io.BytesIO()
+    inputs = this.inputs(["what is {image} this?"], images=this.images(1))
+    with attach(this.model, spec, cache=cache):
+        first = generate(this, inputs, 2)
+        torch.save(first.past_key_values, file)
+        monkeypatch.setattr(cache_layers, "_CLASSES", {})  # as in the next process
+        saved = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        given = {"input_ids": first.sequences}
+        a = generate(this, given, 4, past_key_values=first.past_key_values)
+        b = generate(this, given, 4, past_key_values=saved)
     assert torch.equal(a.sequences, b.sequences)
     logits_close(a, b)
 
