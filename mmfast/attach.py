@@ -332,6 +332,26 @@ def turn_of(model: Any) -> AbstractContextManager[Any]:
         return _TURNS.setdefault(base_of(model), threading.RLock())
 
 
+def handle_of(model: Any) -> Handle | None:
+    """Return the handle of what is attached to a model."""
+    from mmfast.models.wrappers import base_of
+
+    found: Handle | None = base_of(model).__dict__.get(_HANDLE, _nobody)()
+    return found
+
+
+@contextmanager
+def recorded(model: Any, trace: Trace) -> Iterator[None]:
+    """Record in the trace of a call what its caller has attached to the model, too."""
+    other = handle_of(model)
+    if other is None or other.trace is trace:
+        yield
+        return
+    mark = other.trace.mark()
+    yield
+    trace.take(other.trace, mark)
+
+
 @contextmanager
 def _held(model: Any, base: Any, handle: Handle) -> Iterator[None]:
     """Let a model have one handle and no copies; one that was collected is detached first."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmfast.attach import attach, turn_of
+from mmfast.attach import attach, handle_of, recorded, turn_of
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MediaError, MmfastError, warn
 from mmfast.core.spec import AUTO, Spec, parse
@@ -426,6 +426,7 @@ class VisualQA:
             encoder_timer(self.model) as encode,
             self._attached(inputs, begun.reduce, how, cache) as (trace, given),
             StepRecorder().on(self.model) if self.check else nullcontext() as recorder,
+            recorded(self.model, trace),
         ):
             output = self.run(given, how, streamer=first, **more)
         end = time.perf_counter()
@@ -475,6 +476,11 @@ class VisualQA:
                 yield trace, inputs
             return
         check_beside(self.reuse.plan, reduce, self.cache, generate=how)
+        if self.reuse.plan.prefix and (other := handle_of(self.model)) is not None:
+            raise MmfastError(
+                f"{self.task}: {other.what!r} is attached to the model and would not act beside "
+                f"reuse={str(self.reuse.plan)!r}; detach it, or use reuse='encoder'"
+            )
         specs = check(parse(reduce), self.model, self.cache, self.encoder)
         behind = () if self.reuse.plan.prefix else [s for s in specs if s.site != "vit"]
         with attach(self.model, behind, *self._inside) as trace:

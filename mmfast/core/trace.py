@@ -263,6 +263,22 @@ class Trace:
         """Record that `reduction` was applied at `site` to image or video `item`."""
         self.reductions.append((site, item, reduction))
 
+    def mark(self) -> tuple[int, int]:
+        """Return where the trace stands, for `take`."""
+        return len(self.rows), len(self.reductions)
+
+    def take(self, other: Trace, mark: tuple[int, int]) -> None:
+        """Take what `other` has recorded of a call since its `mark`."""
+        rows, start = mark
+        moved = len(self.reductions) - start
+        self.rows += other.rows[rows:]
+        self.reductions += other.reductions[start:]
+        for item, view in other.views.items():
+            if view.start >= start:
+                self.views[item] = replace(view, start=view.start + moved)
+        self.merged |= other.merged
+        self.patches |= other.patches
+
     def see(
         self,
         item: int,

@@ -369,7 +369,11 @@ def test_beams_and_stop_strings(pipe: Any) -> None:
 
 
 def test_a_seed_repeats_no_beams_and_no_drafts_of_generate(pipe: Any) -> None:
-    for more in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"assistant_model": pipe.model}):
+    for more in (
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 2},
+        {"assistant_model": pipe.model},
+    ):
         given = {"temperature": 2.0, "seed": 1, **more}
         for ask in (pipe, pipe.stream):
             with pytest.raises(MmfastError, match=f"seed=1 .*leave out {next(iter(more))}="):
@@ -394,7 +398,9 @@ def test_a_checkpoint_that_asks_for_other_outputs_answers_all_the_same(pipe: Any
         assert pipe(CLIP, QUESTION, num_beams=2).text
         assert pipe(CLIP, QUESTION, temperature=0.5, seed=1).text
         config.num_beams = 2
-        with pytest.raises(MmfastError, match="generation_config has num_beams=2: give num_beams=1"):
+        with pytest.raises(
+            MmfastError, match="generation_config has num_beams=2: give num_beams=1"
+        ):
             pipe(CLIP, QUESTION, temperature=0.5, seed=1)
     finally:
         config.update(**old)

@@ -105,6 +105,42 @@ def test_reducing_is_what_attach_does(pipe: Any) -> None:
     assert answer.kept_tokens == mine.m == round(0.25 * answer.visual_tokens)
 
 
+@pytest.mark.parametrize("options", [{}, {"check": True}, {"reuse": "encoder"}])
+def test_what_the_caller_attached_is_in_the_answer(pipe: Any, options: dict[str, Any]) -> None:
+    """Its tokens, rows and picture are those of a pipeline that attached it itself."""
+    pair, spec = (pipe.model, pipe.processor), {"reduce": "evs:0.5+fastv@llm2:0.5"}
+    spec["cache"] = "snapkv:0.5"
+    own, plain = (mmfast.pipeline("video-qa", pair, **more) for more in (spec, options))
+
+    def facts(answers: Any) -> list[Any]:
+        return [
+            (each.text, each.visual_tokens, each.kept_tokens, each.trace.heatmap(0).tolist())
+            for each in answers
+        ] + [
+            [(r.stage, r.tokens_in, r.tokens_out) for r in each.trace.rows if r.method]
+            for each in answers
+        ]
+
+    asked = [CLIP, OTHER], [QUESTION, "How many objects are there?"]
+    expected = facts(own(*asked))
+    with mmfast.attach(pipe.model, **spec) as trace:
+        plain(*asked)
+        assert facts(plain(*asked)) == expected  # rows of an earlier call are not its own
+        streamed = plain.stream(CLIP, QUESTION)
+        assert "".join(streamed).strip() and streamed.answer.kept_tokens == 72
+    assert len(trace.reductions) == 10
+    assert plain(CLIP, QUESTION).kept_tokens == 288
+
+
+def test_what_the_caller_attached_and_reuse_would_pass_by_is_refused(pipe: Any) -> None:
+    kept = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), reuse="prefix")
+    with mmfast.attach(pipe.model, "evs:0.5"):
+        with pytest.raises(MmfastError, match=r"'evs:0.5' is attached .* reuse='prefix'"):
+            kept(CLIP, QUESTION)
+        assert pipe(CLIP, QUESTION).kept_tokens == 144
+    assert kept(CLIP, QUESTION).text == pipe(CLIP, QUESTION).text
+
+
 def test_stream_joins_to_the_answer(pipe: Any) -> None:
     assert "".join(pipe.stream(CLIP, QUESTION)).strip() == pipe(CLIP, QUESTION).text
     deltas = pipe.stream(CLIP, QUESTION)
