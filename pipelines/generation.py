@@ -83,7 +83,9 @@ def beams_of(model: Any, how: Mapping[str, Any]) -> int:
 
 def check_seed(how: Mapping[str, Any], model: Any = None) -> None:
     """Refuse a seed beside beams or drafts of `generate`, whose draws it does not repeat."""
-    if how.get("seed") is not None and (fix := mend_of(LOOPS, how, model)):
+    if how.get("seed") is None:
+        return
+    if fix := mend_of(LOOPS, how, model) or mend_of(("stop_strings",), {}, model):
         raise MmfastError(
             f"seed={how['seed']} repeats draws of one token a step; {fix}, or call "
             "torch.manual_seed instead"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import StopStringCriteria
 
 from mmfast.attach import attach, handle_of, recorded, turn_of
 from mmfast.caches.plan import call_plan
@@ -475,7 +476,8 @@ class VisualQA:
             with attach(self.model, reduce, *inside) as trace:
                 yield trace, inputs
             return
-        check_beside(self.reuse.plan, reduce, self.cache, generate=how)
+        config = getattr(self.model, "generation_config", None)
+        check_beside(self.reuse.plan, reduce, self.cache, generate=how, config=config)
         if self.reuse.plan.prefix and (other := handle_of(self.model)) is not None:
             raise MmfastError(
                 f"{self.task}: {other.what!r} is attached to the model and would not act beside "
@@ -518,10 +520,14 @@ class VisualQA:
         blocked = {*placeholders(self.model), *(how.pop("suppress_tokens", None) or ())}
         if beams_of(self.model, how) > 1:
             how.pop("streamer", None)
+        tokenizer, config = self.processor.tokenizer, getattr(self.model, "generation_config", None)
         if (seed := how.pop("seed", None)) is not None:
             how["custom_generate"] = seeded(seed, how.get("streamer"))
-        if how.get("stop_strings"):
-            how["tokenizer"] = self.processor.tokenizer
+            if strings := how.pop("stop_strings", None):  # other loops get no tokenizer
+                ends = StopStringCriteria(tokenizer, strings)
+                how["stopping_criteria"] = [*(how.get("stopping_criteria") or ()), ends]
+        if how.get("stop_strings") or getattr(config, "stop_strings", None):
+            how["tokenizer"] = tokenizer
         cache = growing_cache(self.model, {**inputs, **how})
         # The last bits of a model on rounded weights are not those of the stock model anyway.
         packed = self.packing is not None and self.packing.plan

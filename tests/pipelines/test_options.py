@@ -384,18 +384,30 @@ def test_a_seed_repeats_no_beams_and_no_drafts_of_generate(pipe: Any) -> None:
         assert pipe(CLIP, QUESTION, **{**given, "seed": None}).text  # without a seed it draws
 
 
+def test_a_seed_goes_with_strings_that_stop(pipe: Any) -> None:
+    """`generate` gives no tokenizer to the loop of a seed, in which its own criterion fails."""
+    given = {"eos_token_id": -1, "max_new_tokens": 8, "stop_strings": ["left"], "seed": 1}
+    whole = pipe(CLIP, QUESTION, **{**given, "stop_strings": None}, temperature=0.01).text
+    cut = pipe(CLIP, QUESTION, **given, temperature=0.01).text
+    assert cut == "left" and whole.startswith(cut) and len(whole) > len(cut)
+    assert "".join(pipe.stream(CLIP, QUESTION, **given, temperature=0.01)) == cut
+
+
 def test_a_checkpoint_that_asks_for_other_outputs_answers_all_the_same(pipe: Any) -> None:
     """Its generation config may ask for a dict, for several answers, or for beams."""
     config, questions = pipe.model.generation_config, [QUESTION, "How many objects are there?"]
     plain = [answer.text for answer in pipe(CLIP, questions, batch_size=2)]
     stated = {"return_dict_in_generate": True, "output_scores": True, "do_sample": True}
-    stated |= {"num_return_sequences": 2}
+    stated |= {"num_return_sequences": 2, "stop_strings": ["left"]}
     old = {name: getattr(config, name) for name in (*stated, "num_beams")}
     try:
         config.update(**stated)
         assert [answer.text for answer in pipe(CLIP, questions, batch_size=2)] == plain
         assert "".join(pipe.stream(CLIP, QUESTION)) == plain[0]
         assert pipe(CLIP, QUESTION, num_beams=2).text
+        with pytest.raises(MmfastError, match=r"config has stop_strings=.*set that to None"):
+            pipe(CLIP, QUESTION, temperature=0.5, seed=1)
+        config.stop_strings = None
         assert pipe(CLIP, QUESTION, temperature=0.5, seed=1).text
         config.num_beams = 2
         with pytest.raises(

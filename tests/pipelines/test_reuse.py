@@ -159,6 +159,13 @@ def test_options_that_want_a_cache_of_their_own(stock: Any, options: Any) -> Non
         with pytest.raises(mmfast.MmfastError, match=f"leave {name} out"):
             pipe = _pipe(stock, reuse="prefix", **given)
             pipe(CLIP, QUESTIONS[0], **({} if given else options))
+    config = stock.model.generation_config
+    setattr(config, name, options[name])  # as some checkpoints state it
+    try:
+        with pytest.raises(mmfast.MmfastError, match=f"{name}=.*generation_config to None"):
+            _pipe(stock, reuse="prefix")(CLIP, QUESTIONS[0])
+    finally:
+        setattr(config, name, None)
     found = _pipe(stock, reuse="encoder")(CLIP, QUESTIONS[0], **options).text
     assert found == stock(CLIP, QUESTIONS[0]).text
 

@@ -127,6 +127,7 @@ def check_beside(
     decode: Any = None,
     prefill: Any = None,
     generate: Mapping[str, Any] | None = None,
+    config: Any = None,  # of generation, of the checkpoint
 ) -> None:
     """Refuse (SpecError) what gives every layer other tokens beside reused keys and values."""
     if plan is None or not plan.prefix:
@@ -159,8 +160,11 @@ def check_beside(
             "depend on the whole prompt; use reuse='encoder', or leave prefill out"
         )
     for name in _OWN_CACHE:
-        if (generate or {}).get(name) is not None:
+        given, mend = (generate or {}).get(name), f"leave {name} out"
+        if given is None:  # a checkpoint may want it, too
+            given, mend = getattr(config, name, None), "set that of model.generation_config to None"
+        if given is not None:
             raise SpecError(
-                f"reuse={str(plan)!r} does not act beside {name}={(generate or {})[name]!r}, which "
-                f"wants a cache of its own; use reuse='encoder', or leave {name} out"
+                f"reuse={str(plan)!r} does not act beside {name}={given!r}, which wants a cache of "
+                f"its own; use reuse='encoder', or {mend}"
             )
