@@ -45,6 +45,7 @@ def merged(pipeline: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, An
                 "temperature above 0, or leave it out"
             )
         found = {name: value for name, value in found.items() if name not in (*DRAWING, "seed")}
+    check_seed(found)
     return found
 
 

@@ -196,7 +196,6 @@ class VisualQA:
             self.check = check
             self.generate = merged(self._own, {})
             check_plain(check, self.decode is not None, self.generate)
-            check_seed(self.generate)
         self.embedded = model is None
         self._warned = False
         self.reduce: str | Sequence[Spec] | None = specs
