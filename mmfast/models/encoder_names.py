@@ -4,24 +4,31 @@ LLaVA-OneVision of transformers 5.17 encodes clips of an argument `pixel_values`
 and every later release call `pixel_values_videos`: here, arguments go by the later name. Its
 forward, not its encoder, appends the newline at the end of a clip. Qwen3-VL of 5.17 returns the
 DeepStack rows of all media in one tensor, where later releases cut them. And no model of 5.17 takes
-features in place of pixels (`mm_encoder_outputs`).
+features in place of pixels (`mm_encoder_outputs`). Up to 5.22, `generate` leaves the media out of a
+prompt that it reads in chunks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
+from mmfast.core.errors import ModelError
+from mmfast.models.patching import override
 from mmfast.models.wrappers import stock_model
 
 NEW, OLD = "pixel_values_videos", "pixel_values"
 FEATURES = "mm_encoder_outputs"
+# Of a prompt in chunks, which no name of `generate` tells.
+_LOSES_MEDIA = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 LEGACY = {"pixel_values_images": OLD}  # of the processor of Video-LLaVA
 
 
@@ -117,3 +124,27 @@ def _cut(plane: Tensor, output: Any) -> Sequence[Tensor]:
 def takes_features(model: Any) -> bool:
     """Return True if the forward of a model takes features in place of pixels."""
     return FEATURES in _signature(stock_model(model), "forward")[0].parameters
+
+
+@contextmanager
+def media_in_chunks(model: Any) -> Iterator[None]:
+    """Refuse media in prompts that `generate` reads in chunks, where it would leave them out."""
+    if not _LOSES_MEDIA or not hasattr(model, "_prefill"):  # a base model does not generate
+        yield
+        return
+    with override(model, "_prefill", _whole):
+        yield
+
+
+def _whole(
+    stock: Callable[..., Any], ids: Any, config: Any, given: dict[str, Any], *args: Any, **more: Any
+) -> Any:
+    from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL as MEDIA
+
+    size, media = config.prefill_chunk_size, [given.get(name) for name in MEDIA]
+    if size is not None and any(each is not None and len(each) for each in media):
+        raise ModelError(
+            f"prefill_chunk_size={size} leaves the media out of the prompt before transformers "
+            "5.23; leave it out, or use transformers 5.23 or later"
+        )
+    return stock(ids, config, given, *args, **more)

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import generate, tiny
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.models import encoder_names
 from mmfast.models.encoder_names import (
     bound_arguments,
     encode_media,
@@ -26,8 +28,10 @@ from mmfast.models.encoder_names import (
     takes_features,
 )
 from mmfast.models.families.adapter import tower_of
+from mmfast.models.families.tower import argument
 from mmfast.models.prompt import Shot, marked, media_arguments
 from mmfast.models.reduction.inputs import compress
+from mmfast.models.wrappers import lender_of
 from mmfast.streams.reuse import media
 from mmfast.streams.reuse.plan import ReusePlan
 from mmfast.streams.reuse.store import ReuseStore
@@ -167,3 +171,36 @@ def test_clips_of_smolvlm_are_nested_by_prompt() -> None:
 def test_a_wrapped_model_takes_what_its_own_takes() -> None:
     model = tiny("qwen3_vl").model
     assert takes_features(model) and takes_features(torch.compile(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*reduced nothing")
+@pytest.mark.parametrize("spec", [{"reduce": "tome@vit:0.5"}, {"cache": "sink:8"}, {"prefill": "sale"}])
+def test_media_are_refused_where_chunks_would_lose_them(
+    monkeypatch: pytest.MonkeyPatch, spec: dict[str, str]
+) -> None:
+    monkeypatch.setattr(encoder_names, "_LOSES_MEDIA", True)
+    this = tiny("llava_onevision")
+    media = this.inputs(["what is {video} there?"], **this.media("video", 1))
+    words = this.inputs(["what is there, in words alone?"])
+    with attach(this.model, **spec):
+        with pytest.raises(ModelError, match=r"^prefill_chunk_size=8 leaves .* 5\.23 or later$"):
+            generate(this, media, prefill_chunk_size=8)
+        generate(this, words, prefill_chunk_size=8)
+        generate(this, media)
+    assert "_prefill" not in this.model.__dict__
+
+
+@pytest.mark.parametrize("shared", [0, 2, 3])
+def test_keys_are_lent_as_configurations_of_5_22_count_them(shared: int) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    old = SimpleNamespace(layer_types=kinds, num_hidden_layers=6, num_kv_shared_layers=shared)
+    want = {0: range(6), 2: [0, 1, 2, 3, 2, 3], 3: [0, 1, 2, 1, 2, 1]}
+    assert [lender_of(old, layer) for layer in range(6)] == [*want[shared]]
+
+
+@pytest.mark.parametrize("name", ["vision_feature_layer", "vision_feature_layers"])
+def test_feature_layers_go_by_either_name(name: str) -> None:
+    base = SimpleNamespace(config=SimpleNamespace(**{name: [-2, 6]}))
+    assert argument(base, {}, "vision_feature_layer") == [-2, 6]
+    assert argument(base, {name: 0}, "vision_feature_layer") == 0
+    assert argument(SimpleNamespace(), {}, "vision_feature_layer") is None

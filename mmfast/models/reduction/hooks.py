@@ -44,6 +44,7 @@ from mmfast.models.reduction.sequence import Sequences, locate, of_text
 from mmfast.models.reduction.site import POSITIONS, Site, refuse_parts
 from mmfast.models.reduction.step import ForwardStep, before_of
 from mmfast.models.reduction.training import (
+    CHECKPOINTING,
     Remainder,
     RemainderLoss,
     checkpointed,
@@ -256,7 +257,7 @@ class Hooks:
             if passing := [str(site.specs[0]) for site in step.sites if site.bypasses]:
                 raise ModelError(
                     f"{passing[0]!r} chooses while a prompt is read, and gradient checkpointing "
-                    "runs layers again later; call model.activation_checkpointing_disable()"
+                    f"runs layers again later; call model.{CHECKPOINTING}_disable()"
                 )
         ahead = partial(self._ahead, call)
         hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)
