@@ -63,6 +63,8 @@ def bound_arguments(
         TypeError: The method takes no such arguments.
     """
     found, old = _signature(base, method)
+    if "kwargs" not in found.parameters:  # its decorator takes `return_dict`
+        kwargs = {name: value for name, value in kwargs.items() if name != "return_dict"}
     bound = found.bind(base, *args, **kwargs)
     if defaults:
         bound.apply_defaults()
@@ -76,7 +78,7 @@ def encode_media(base: Any, kind: str, given: Mapping[str, Any], **more: Any) ->
     _, old = _signature(base, f"get_{kind}_features")
     named = {OLD if old and name == NEW else name: value for name, value in given.items()}
     output = getattr(base, f"get_{kind}_features")(**named, **more)
-    if old and hasattr(output, "pooler_output"):
+    if hasattr(output, "pooler_output"):
         output.pooler_output = features_of(base, kind, output)
     return output
 
@@ -84,8 +86,11 @@ def encode_media(base: Any, kind: str, given: Mapping[str, Any], **more: Any) ->
 def features_of(base: Any, kind: str, output: Any) -> Any:
     """Return the features of what a stock encoder returned, as its language model reads them."""
     features = output.pooler_output
+    if features is None:  # sounds of Qwen Omni in 5.17
+        return output.last_hidden_state
     base = getattr(base, "base_model", base)
-    if not _signature(base, f"get_{kind}_features")[1] or not hasattr(base, "image_newline"):
+    old = _signature(base, f"get_{kind}_features")[1] and hasattr(base, "image_newline")
+    if not old or not isinstance(features, Tensor):  # LLaVA-NeXT-Video, in parts, has none
         return features
     newline = base.image_newline.to(features)  # the forward of 5.17 appends it
     return torch.cat([features, newline.expand(len(features), 1, -1)], 1)
@@ -124,6 +129,15 @@ def _cut(plane: Tensor, output: Any) -> Sequence[Tensor]:
 def takes_features(model: Any) -> bool:
     """Return True if the forward of a model takes features in place of pixels."""
     return FEATURES in _signature(stock_model(model), "forward")[0].parameters
+
+
+def no_features(base: Any) -> ModelError:
+    """Return the error for features in place of pixels where a release takes none."""
+    return ModelError(
+        f"{type(base).__name__} of transformers {transformers.__version__} takes no features in "
+        f"place of pixels ({FEATURES}); give pixels under attach(), or use transformers 5.18 or "
+        "later"
+    )
 
 
 @contextmanager

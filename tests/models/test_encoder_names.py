@@ -27,9 +27,11 @@ from mmfast.models.encoder_names import (
     planes_of,
     takes_features,
 )
+from mmfast.models.families import gemma4
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.families.tower import argument
 from mmfast.models.prompt import Shot, marked, media_arguments
+from mmfast.models.reduction import hooks
 from mmfast.models.reduction.inputs import compress
 from mmfast.models.wrappers import lender_of
 from mmfast.streams.reuse import media
@@ -88,6 +90,29 @@ def test_the_newline_of_a_clip_is_a_feature_of_old_releases_too() -> None:
     found = features_of(old, "video", output)
     assert found.shape == (2, 4, width) and torch.equal(found[1, 3], base.image_newline)
     assert features_of(old, "image", output) is output.pooler_output
+    output.pooler_output = tuple(output.pooler_output)  # LLaVA-NeXT-Video appends none
+    assert features_of(old, "video", output) is output.pooler_output
+    sounds = SimpleNamespace(pooler_output=None, last_hidden_state=clips)
+    assert features_of(old, "audio", sounds) is clips
+
+
+def test_return_dict_is_no_argument_of_an_encoder_without_more() -> None:
+    given = {"pixel_values": 1, "return_dict": True}
+    found = bound_arguments(OldNames(), "get_image_features", (), given)
+    assert found == {"pixel_values": 1}
+    with pytest.raises(TypeError):
+        bound_arguments(OldNames(), "get_image_features", (), {**given, "other": 1})
+
+
+def test_clips_of_gemma4_without_counts_have_frames_by_shape() -> None:
+    base = tiny("gemma4_e").model.base_model
+    side = base.config.vision_config.pooling_kernel_size
+    x = torch.stack(torch.meshgrid(torch.arange(2 * side), torch.arange(side), indexing="ij"), -1)
+    places = x.flatten(0, 1).expand(2, 3, -1, -1)  # two clips of three frames
+    counted = {"num_frames_per_video": torch.tensor([3, 3])}
+    new = gemma4.layout(base, "video", {"video_position_ids": places.flatten(0, 1), **counted})
+    old = gemma4.layout(base, "video", {"video_position_ids": places})
+    assert new == old and [each.grid for each in old] == [(3, 1, 2)] * 2
 
 
 def test_planes_are_cut_like_the_features() -> None:
@@ -132,6 +157,13 @@ def test_features_go_in_embedded_or_are_refused(monkeypatch: pytest.MonkeyPatch)
     inputs = this.inputs(["a {video} b"], **this.media("video", 1))
     with pytest.raises(ModelError, match=r"takes no features in place of pixels .*5\.18"):
         compress(this.model, inputs, None)
+    monkeypatch.setattr(hooks, "takes_features", lambda _: False)
+    given = {"input_ids": inputs["input_ids"], "mm_encoder_outputs": {"video": None}}
+    with (
+        attach(this.model, "random:0.5"),
+        pytest.raises(ModelError, match=r"takes no features .*5\.18"),
+    ):
+        this.model(**given)
     monkeypatch.setattr(media, "takes_features", lambda _: False)
     reuse = media.MediaReuse(this.model, this.processor, ReusePlan("encoder"), ReuseStore())
     with pytest.raises(ModelError, match=r"reuse='encoder' hands features .*5\.18"):
@@ -174,7 +206,9 @@ def test_a_wrapped_model_takes_what_its_own_takes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*reduced nothing")
-@pytest.mark.parametrize("spec", [{"reduce": "tome@vit:0.5"}, {"cache": "sink:8"}, {"prefill": "sale"}])
+@pytest.mark.parametrize(
+    "spec", [{"reduce": "tome@vit:0.5"}, {"cache": "sink:8"}, {"prefill": "sale"}]
+)
 def test_media_are_refused_where_chunks_would_lose_them(
     monkeypatch: pytest.MonkeyPatch, spec: dict[str, str]
 ) -> None:

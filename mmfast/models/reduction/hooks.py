@@ -16,6 +16,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import cache_of, layered_cache_of, name_in, returned_cache
 from mmfast.models.decoder.concepts import ContextReader
+from mmfast.models.encoder_names import FEATURES, no_features, takes_features
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import alike_ids, ids_of, prompt_ids, told_by_generate
 from mmfast.models.patching import override, stand_before, stand_behind
@@ -194,6 +195,8 @@ class Hooks:
 
     def _open(self, kwargs: dict[str, Any]) -> None:
         cache = layered_cache_of(kwargs)
+        if kwargs.get(FEATURES) and not takes_features(self._base):
+            raise no_features(self._base)
         if self._text.training:
             refuse_cache(layers_of(self._text), cache)
         if self._offsets is not None:

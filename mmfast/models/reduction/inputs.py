@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError
@@ -23,6 +22,7 @@ from mmfast.models.encoder_names import (
     encode_media,
     encoder_arguments,
     needed_of,
+    no_features,
     output_of,
     planes_of,
     takes_features,
@@ -69,10 +69,7 @@ def _with_embeds(base: Any, rest: dict[str, Any]) -> dict[str, Any]:
     if outputs is None:
         return rest
     if any(planes_of(output) for output in outputs.values()):
-        raise ModelError(
-            f"{type(base).__name__} of transformers {transformers.__version__} takes no features "
-            f"in place of pixels ({FEATURES}); use attach(), or transformers 5.18 or later"
-        )
+        raise no_features(base)
     return {**rest, "inputs_embeds": _embedded(base, rest["input_ids"], outputs)}
 
 

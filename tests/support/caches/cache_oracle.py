@@ -112,7 +112,7 @@ class Walk:
             return config.kv_sharing_modes
         count = getattr(config, "num_kv_shared_layers", 0)
         own = kinds[: len(kinds) - count]
-        last = {kind: "store" for kind in {*kinds}} if count else {}
+        last = dict.fromkeys({*kinds}, "store") if count else {}
         return [last.pop(kind, None) for kind in own[::-1]][::-1] + ["reuse"] * count
 
     def _step_mask(self, index: int, hidden: Tensor, visible: Tensor | None) -> Tensor | None:

@@ -5,6 +5,7 @@ The initialisation is large: with the default one attention is flat, and tests w
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,13 @@ SPECIALS = {
     "vision_eos_token": "<|vision_eos|>",
 }
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+
+
+def by_name(method: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an encoder under its names; LLaVA-OneVision of 5.17 names clips as images."""
+    taken, (old, new) = inspect.signature(method).parameters, (PIXELS["image"], PIXELS["video"])
+    renamed = {new: old} if old in taken and new not in taken else {}
+    return {renamed.get(name, name): value for name, value in call.items()}
 
 
 @dataclass(frozen=True)

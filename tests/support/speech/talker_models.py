@@ -334,7 +334,7 @@ def vibevoice(folder: Path) -> str:
             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
         },
         diffusion_head_config={"num_hidden_layers": 1, "intermediate_size": 16,
-                               "frequency_embedding_size": 8},
+                               "frequency_embedding_size": 8, "hidden_size": 16, "latent_size": 4},
         pad_token_id=3, eos_token_id=3, **ids,
     )  # fmt: skip
     torch.manual_seed(0)
