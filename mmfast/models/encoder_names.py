@@ -43,6 +43,23 @@ def _signature(base: Any, method: str) -> tuple[inspect.Signature, bool]:
     return _read(getattr(type(base), method), method == "get_video_features")
 
 
+def renamed(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor returned under the names that its model takes.
+
+    Raises:
+        ModelError: There are pictures for Video-LLaVA, and transformers is older than 5.21.
+    """
+    if LEGACY.keys() & batch.keys():
+        from transformers import VideoLlavaModel
+
+        if OLD not in _read(VideoLlavaModel.forward, False)[0].parameters:
+            raise ModelError(
+                "pictures of Video-LLaVA are read from transformers 5.21 on; use that, or ask "
+                "about videos"
+            )
+    return {LEGACY.get(name, name): value for name, value in batch.items()}
+
+
 def encoder_arguments(base: Any, kind: str) -> tuple[str, ...]:
     """Return the names of what a base model takes to encode media of a kind."""
     found, old = _signature(base, f"get_{kind}_features")
@@ -158,7 +175,7 @@ def _whole(
     size, media = config.prefill_chunk_size, [given.get(name) for name in MEDIA]
     if size is not None and any(each is not None and len(each) for each in media):
         raise ModelError(
-            f"prefill_chunk_size={size} leaves the media out of the prompt before transformers "
-            "5.23; leave it out, or use transformers 5.23 or later"
+            f"prefill_chunk_size={size} loses the media of a prompt before transformers 5.23; "
+            "leave out prefill_chunk_size, or use transformers 5.23 or later"
         )
     return stock(ids, config, given, *args, **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -25,6 +26,7 @@ from mmfast.models.encoder_names import (
     features_of,
     output_of,
     planes_of,
+    renamed,
     takes_features,
 )
 from mmfast.models.families import gemma4
@@ -158,7 +160,7 @@ def test_features_go_in_embedded_or_are_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ModelError, match=r"takes no features in place of pixels .*5\.18"):
         compress(this.model, inputs, None)
     monkeypatch.setattr(hooks, "takes_features", lambda _: False)
-    given = {"input_ids": inputs["input_ids"], "mm_encoder_outputs": {"video": None}}
+    given = {"input_ids": inputs["input_ids"], "mm_encoder_outputs": {"video": SimpleNamespace()}}
     with (
         attach(this.model, "random:0.5"),
         pytest.raises(ModelError, match=r"takes no features .*5\.18"),
@@ -202,7 +204,8 @@ def test_clips_of_smolvlm_are_nested_by_prompt() -> None:
 
 def test_a_wrapped_model_takes_what_its_own_takes() -> None:
     model = tiny("qwen3_vl").model
-    assert takes_features(model) and takes_features(torch.compile(model))
+    takes = "mm_encoder_outputs" in inspect.signature(model.forward).parameters  # from 5.18 on
+    assert takes_features(model) == takes_features(torch.compile(model)) == takes
 
 
 @pytest.mark.filterwarnings("ignore:.*reduced nothing")
@@ -217,7 +220,7 @@ def test_media_are_refused_where_chunks_would_lose_them(
     media = this.inputs(["what is {video} there?"], **this.media("video", 1))
     words = this.inputs(["what is there, in words alone?"])
     with attach(this.model, **spec):
-        with pytest.raises(ModelError, match=r"^prefill_chunk_size=8 leaves .* 5\.23 or later$"):
+        with pytest.raises(ModelError, match=r"^prefill_chunk_size=8 loses .* 5\.23 or later$"):
             generate(this, media, prefill_chunk_size=8)
         generate(this, words, prefill_chunk_size=8)
         generate(this, media)
@@ -238,3 +241,19 @@ def test_feature_layers_go_by_either_name(name: str) -> None:
     assert argument(base, {}, "vision_feature_layer") == [-2, 6]
     assert argument(base, {name: 0}, "vision_feature_layer") == 0
     assert argument(SimpleNamespace(), {}, "vision_feature_layer") is None
+
+
+def test_pictures_of_video_llava_are_refused_where_its_forward_has_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(self: Any, pixel_values: Any = None) -> None: ...
+
+    def old(self: Any, pixel_values_images: Any = None) -> None: ...
+
+    batch, clips = {"pixel_values_images": 1, "x": 2}, {"pixel_values_videos": 3}
+    monkeypatch.setattr("transformers.VideoLlavaModel.forward", forward)
+    assert renamed(batch) == {"pixel_values": 1, "x": 2}
+    monkeypatch.setattr("transformers.VideoLlavaModel.forward", old)
+    with pytest.raises(ModelError, match=r"transformers 5\.21 on"):
+        renamed(batch)
+    assert renamed(clips) == clips

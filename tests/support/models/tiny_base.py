@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -216,6 +217,9 @@ class Tiny:
             media["use_token_compression"] = options.get("use_token_compression", False)
         batch = self.processor(text=texts, padding=True, return_tensors="pt", **media)
         legacy = {"pixel_values_images": "pixel_values"}  # of Video-LLaVA
+        taken = inspect.signature(self.model.forward).parameters
+        if legacy.keys() & batch.keys() and "pixel_values" not in taken:  # before 5.21
+            pytest.skip("pictures of Video-LLaVA have another name in this release")
         return {legacy.get(k, k): v for k, v in batch.items() if isinstance(v, torch.Tensor)}
 
     def blocked(self) -> list[int]:

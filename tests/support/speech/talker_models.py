@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import mmfast
 
@@ -354,6 +355,8 @@ def vibevoice(folder: Path) -> str:
 
 def pocket_tts(folder: Path) -> str:
     """16 samples a frame, four latents."""
+    if not hasattr(transformers, "PocketTTSConfig"):  # before 5.21
+        pytest.skip("this release of transformers has no Pocket TTS")
     from codec_cases import pocket_tokenizer
     from transformers import (
         PocketTTSAudioTokenizerModel,
