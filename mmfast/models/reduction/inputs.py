@@ -60,7 +60,10 @@ def compress(
             "lose its own; use attach()"
         )
     rest, _ = compressed(model, inputs, reduce, trace)
-    return rest if takes_features(model) else _with_embeds(base_of(model), rest)
+    base = base_of(model)
+    merger = getattr(base, "inputs_merger", None)  # of SmolVLM before 5.21: equal blocks alone
+    blocks = merger is not None and "patch_size" in merger.__code__.co_varnames
+    return rest if takes_features(model) and not blocks else _with_embeds(base, rest)
 
 
 def _with_embeds(base: Any, rest: dict[str, Any]) -> dict[str, Any]:
