@@ -283,6 +283,7 @@ def _stages(
         rest = (plan, encoder, trace, source)
         yield planned(model, lambda spec: _stages(model, parse(spec), *rest), trace)
         return
+    from mmfast.models.encoder_names import media_in_chunks
     from mmfast.models.families.adapter import adapter_for
     from mmfast.models.kv.policy import KVStage
     from mmfast.models.patching import compiled_again
@@ -299,6 +300,7 @@ def _stages(
     specs = check(specs, model, plan, encoder)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
     yield compiled_again(model)
+    yield media_in_chunks(model)
     attendance = Attendance(model, specs, trace).installed()
     if not adapter.alone:
         yield attendance

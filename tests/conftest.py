@@ -39,6 +39,10 @@ from media_factory import write_video  # noqa: E402
 
 _SERVING = re.compile(r"tests/(demos|serve|voice)/")
 _PLANNING = re.compile(r"tests/(planner|pipelines|serve|cli|demos|devices)/")
+_NO_FEATURES = (
+    r"not used by the model: \['mm_encoder_outputs'\]|have its forwarding implemented|"
+    "exactly one of input_ids or inputs_embeds"
+)
 _INFERENCE = re.compile(r"tests/(caches|models/(families|reduction|text|vision))/")
 
 # Imports allocate much and free nothing: collections of garbage meanwhile are in vain.
@@ -69,6 +73,31 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     ours = item.path.match("test_*.py")  # a suite of others brings marks of its own
     if ours and item.get_closest_marker("slow") and not _says_slow(item.path):
         raise pytest.UsageError(f"{item.nodeid} is slow, and its file does not say `slow`")
+
+
+def _older(*release: int) -> bool:
+    found = sys.modules.get("transformers")
+    return bool(found) and tuple(map(int, found.__version__.split(".")[:2])) < release
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """Skip a test that ends with a refusal which names a later release of transformers.
+
+    Before 5.18, `generate` and forward themselves refuse what they are given in place of pixels.
+    """
+    try:
+        return (yield)
+    except Exception as error:
+        ours = error.__context__ if isinstance(error, AssertionError) else error
+        text = str(ours)
+        named = re.findall(r"transformers\s(\d+)\.(\d+)", text)
+        refused = type(ours).__module__ == "mmfast.core.errors" and named
+        if refused and _older(*max(tuple(map(int, each)) for each in named)):
+            pytest.skip(text)
+        if isinstance(ours, ValueError) and _older(5, 18) and re.search(_NO_FEATURES, text):
+            pytest.skip(text)
+        raise
 
 
 @pytest.fixture(scope="module", autouse=True)

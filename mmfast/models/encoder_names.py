@@ -4,24 +4,31 @@ LLaVA-OneVision of transformers 5.17 encodes clips of an argument `pixel_values`
 and every later release call `pixel_values_videos`: here, arguments go by the later name. Its
 forward, not its encoder, appends the newline at the end of a clip. Qwen3-VL of 5.17 returns the
 DeepStack rows of all media in one tensor, where later releases cut them. And no model of 5.17 takes
-features in place of pixels (`mm_encoder_outputs`).
+features in place of pixels (`mm_encoder_outputs`). Up to 5.22, `generate` leaves the media out of a
+prompt that it reads in chunks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
+from mmfast.core.errors import ModelError
+from mmfast.models.patching import override
 from mmfast.models.wrappers import stock_model
 
 NEW, OLD = "pixel_values_videos", "pixel_values"
 FEATURES = "mm_encoder_outputs"
+# Of a prompt in chunks, which no name of `generate` tells.
+_LOSES_MEDIA = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 LEGACY = {"pixel_values_images": OLD}  # of the processor of Video-LLaVA
 
 
@@ -34,6 +41,23 @@ def _read(function: Any, clips: bool) -> tuple[inspect.Signature, bool]:
 def _signature(base: Any, method: str) -> tuple[inspect.Signature, bool]:
     """Return the signature of a method, and whether it takes clips under the old name."""
     return _read(getattr(type(base), method), method == "get_video_features")
+
+
+def renamed(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor returned under the names that its model takes.
+
+    Raises:
+        ModelError: There are pictures for Video-LLaVA, and transformers is older than 5.21.
+    """
+    if LEGACY.keys() & batch.keys():
+        from transformers import VideoLlavaModel
+
+        if OLD not in _read(VideoLlavaModel.forward, False)[0].parameters:
+            raise ModelError(
+                "pictures of Video-LLaVA are read from transformers 5.21 on; use that, or ask "
+                "about videos"
+            )
+    return {LEGACY.get(name, name): value for name, value in batch.items()}
 
 
 def encoder_arguments(base: Any, kind: str) -> tuple[str, ...]:
@@ -56,6 +80,8 @@ def bound_arguments(
         TypeError: The method takes no such arguments.
     """
     found, old = _signature(base, method)
+    if "kwargs" not in found.parameters:  # its decorator takes `return_dict`
+        kwargs = {name: value for name, value in kwargs.items() if name != "return_dict"}
     bound = found.bind(base, *args, **kwargs)
     if defaults:
         bound.apply_defaults()
@@ -69,7 +95,7 @@ def encode_media(base: Any, kind: str, given: Mapping[str, Any], **more: Any) ->
     _, old = _signature(base, f"get_{kind}_features")
     named = {OLD if old and name == NEW else name: value for name, value in given.items()}
     output = getattr(base, f"get_{kind}_features")(**named, **more)
-    if old and hasattr(output, "pooler_output"):
+    if hasattr(output, "pooler_output"):
         output.pooler_output = features_of(base, kind, output)
     return output
 
@@ -77,8 +103,11 @@ def encode_media(base: Any, kind: str, given: Mapping[str, Any], **more: Any) ->
 def features_of(base: Any, kind: str, output: Any) -> Any:
     """Return the features of what a stock encoder returned, as its language model reads them."""
     features = output.pooler_output
+    if features is None:  # sounds of Qwen Omni in 5.17
+        return output.last_hidden_state
     base = getattr(base, "base_model", base)
-    if not _signature(base, f"get_{kind}_features")[1] or not hasattr(base, "image_newline"):
+    old = _signature(base, f"get_{kind}_features")[1] and hasattr(base, "image_newline")
+    if not old or not isinstance(features, Tensor):  # LLaVA-NeXT-Video, in parts, has none
         return features
     newline = base.image_newline.to(features)  # the forward of 5.17 appends it
     return torch.cat([features, newline.expand(len(features), 1, -1)], 1)
@@ -117,3 +146,36 @@ def _cut(plane: Tensor, output: Any) -> Sequence[Tensor]:
 def takes_features(model: Any) -> bool:
     """Return True if the forward of a model takes features in place of pixels."""
     return FEATURES in _signature(stock_model(model), "forward")[0].parameters
+
+
+def no_features(base: Any) -> ModelError:
+    """Return the error for features in place of pixels where a release takes none."""
+    return ModelError(
+        f"{type(base).__name__} of transformers {transformers.__version__} takes no features in "
+        f"place of pixels ({FEATURES}); give pixels under attach(), or use transformers 5.18 or "
+        "later"
+    )
+
+
+@contextmanager
+def media_in_chunks(model: Any) -> Iterator[None]:
+    """Refuse media in prompts that `generate` reads in chunks, where it would leave them out."""
+    if not _LOSES_MEDIA or not hasattr(model, "_prefill"):  # a base model does not generate
+        yield
+        return
+    with override(model, "_prefill", _whole):
+        yield
+
+
+def _whole(
+    stock: Callable[..., Any], ids: Any, config: Any, given: dict[str, Any], *args: Any, **more: Any
+) -> Any:
+    from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL as MEDIA
+
+    size, media = config.prefill_chunk_size, [given.get(name) for name in MEDIA]
+    if size is not None and any(each is not None and len(each) for each in media):
+        raise ModelError(
+            f"prefill_chunk_size={size} loses the media of a prompt before transformers 5.23; "
+            "leave out prefill_chunk_size, or use transformers 5.23 or later"
+        )
+    return stock(ids, config, given, *args, **more)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmfast.core.errors import MediaError, MmfastError, ModelError, an, unknown
 from mmfast.models.context import check_length
-from mmfast.models.encoder_names import LEGACY
+from mmfast.models.encoder_names import renamed
 
 
 class UnevenClipsError(MediaError):
@@ -115,7 +115,7 @@ def chat_inputs(
             f"clips of {' and '.join(map(str, frames))} frames do not go into one prompt of "
             f"{type(processor).__name__}; ask about one at a time, or give as many frames of each"
         ) from None
-    batch = {LEGACY.get(name, name): value for name, value in batch.items()}
+    batch = renamed(batch)
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 

@@ -106,6 +106,10 @@ def kind_of(config: Any, layer: int) -> str:
 def lender_of(config: Any, layer: int) -> int:
     """Return the layer whose keys and values a decoder layer reads, itself but in a few models."""
     modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None and (shared := getattr(config, "num_kv_shared_layers", 0)):  # before 5.23
+        own = range(config.num_hidden_layers - shared)
+        kinds = (i for i in own if kind_of(config, i) == kind_of(config, layer))
+        return layer if layer in own else max(kinds)
     if not modes or modes[layer] != "reuse":
         return layer
     lenders = (i for i, mode in enumerate(modes) if mode == "store")

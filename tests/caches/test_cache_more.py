@@ -11,6 +11,7 @@ import torch
 from attach_states import snapshot
 from attach_turns import second_turn
 from cache_runs import MORE, close, new, rows, run
+from tiny_base import by_name
 from tiny_models import FAMILIES, build, generate, tiny
 
 import mmfast
@@ -107,7 +108,8 @@ def test_a_second_video_finds_room(family: str, spec: str) -> None:
         names = ("pixel_values_videos", "video_grid_thw")
         call = {k: part[k] for k in names if k in part}
         given = {k: v for k, v in whole.items() if k not in ("pixel_values_videos",)}
-        features = this.model.model.get_video_features(**call, return_dict=True)
+        encode = this.model.model.get_video_features
+        features = encode(**by_name(encode, call), return_dict=True)
         given["mm_encoder_outputs"] = {"video": features}
         if family == "llava_onevision":
             given.pop("mm_token_type_ids", None)

@@ -220,6 +220,8 @@ def by_hand(model: Any, path: Path, inputs: dict[str, Any]) -> tuple[Tensor, Ten
     first = int((ids == model.config.video_token_id).nonzero()[0])
     stock = model.model.get_video_features(inputs["pixel_values_videos"]).pooler_output
     rows = torch.cat([each.reshape(-1, 192) for each in stock])  # 288 patches and a newline
+    if len(rows) == 288:  # the forward of transformers 5.17 appends the newline
+        rows = torch.cat([rows, model.model.image_newline[None]])
     out = base.load(path)(rows[:288].view(8, 36, 192))
     words = model.get_input_embeddings()(ids)
     hidden = torch.cat([words[:first], out.vectors.flatten(0, 1), rows[288:], words[first + 289 :]])

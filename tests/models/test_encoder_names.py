@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import generate, tiny
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from mmfast.attach import attach
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.models import encoder_names
 from mmfast.models.encoder_names import (
     bound_arguments,
     encode_media,
@@ -23,11 +26,16 @@ from mmfast.models.encoder_names import (
     features_of,
     output_of,
     planes_of,
+    renamed,
     takes_features,
 )
+from mmfast.models.families import gemma4
 from mmfast.models.families.adapter import tower_of
+from mmfast.models.families.tower import argument
 from mmfast.models.prompt import Shot, marked, media_arguments
+from mmfast.models.reduction import hooks
 from mmfast.models.reduction.inputs import compress
+from mmfast.models.wrappers import lender_of
 from mmfast.streams.reuse import media
 from mmfast.streams.reuse.plan import ReusePlan
 from mmfast.streams.reuse.store import ReuseStore
@@ -84,6 +92,29 @@ def test_the_newline_of_a_clip_is_a_feature_of_old_releases_too() -> None:
     found = features_of(old, "video", output)
     assert found.shape == (2, 4, width) and torch.equal(found[1, 3], base.image_newline)
     assert features_of(old, "image", output) is output.pooler_output
+    output.pooler_output = tuple(output.pooler_output)  # LLaVA-NeXT-Video appends none
+    assert features_of(old, "video", output) is output.pooler_output
+    sounds = SimpleNamespace(pooler_output=None, last_hidden_state=clips)
+    assert features_of(old, "audio", sounds) is clips
+
+
+def test_return_dict_is_no_argument_of_an_encoder_without_more() -> None:
+    given = {"pixel_values": 1, "return_dict": True}
+    found = bound_arguments(OldNames(), "get_image_features", (), given)
+    assert found == {"pixel_values": 1}
+    with pytest.raises(TypeError):
+        bound_arguments(OldNames(), "get_image_features", (), {**given, "other": 1})
+
+
+def test_clips_of_gemma4_without_counts_have_frames_by_shape() -> None:
+    base = tiny("gemma4_e").model.base_model
+    side = base.config.vision_config.pooling_kernel_size
+    x = torch.stack(torch.meshgrid(torch.arange(2 * side), torch.arange(side), indexing="ij"), -1)
+    places = x.flatten(0, 1).expand(2, 3, -1, -1)  # two clips of three frames
+    counted = {"num_frames_per_video": torch.tensor([3, 3])}
+    new = gemma4.layout(base, "video", {"video_position_ids": places.flatten(0, 1), **counted})
+    old = gemma4.layout(base, "video", {"video_position_ids": places})
+    assert new == old and [each.grid for each in old] == [(3, 1, 2)] * 2
 
 
 def test_planes_are_cut_like_the_features() -> None:
@@ -128,6 +159,13 @@ def test_features_go_in_embedded_or_are_refused(monkeypatch: pytest.MonkeyPatch)
     inputs = this.inputs(["a {video} b"], **this.media("video", 1))
     with pytest.raises(ModelError, match=r"takes no features in place of pixels .*5\.18"):
         compress(this.model, inputs, None)
+    monkeypatch.setattr(hooks, "takes_features", lambda _: False)
+    given = {"input_ids": inputs["input_ids"], "mm_encoder_outputs": {"video": SimpleNamespace()}}
+    with (
+        attach(this.model, "random:0.5"),
+        pytest.raises(ModelError, match=r"takes no features .*5\.18"),
+    ):
+        this.model(**given)
     monkeypatch.setattr(media, "takes_features", lambda _: False)
     reuse = media.MediaReuse(this.model, this.processor, ReusePlan("encoder"), ReuseStore())
     with pytest.raises(ModelError, match=r"reuse='encoder' hands features .*5\.18"):
@@ -166,4 +204,56 @@ def test_clips_of_smolvlm_are_nested_by_prompt() -> None:
 
 def test_a_wrapped_model_takes_what_its_own_takes() -> None:
     model = tiny("qwen3_vl").model
-    assert takes_features(model) and takes_features(torch.compile(model))
+    takes = "mm_encoder_outputs" in inspect.signature(model.forward).parameters  # from 5.18 on
+    assert takes_features(model) == takes_features(torch.compile(model)) == takes
+
+
+@pytest.mark.filterwarnings("ignore:.*reduced nothing")
+@pytest.mark.parametrize(
+    "spec", [{"reduce": "tome@vit:0.5"}, {"cache": "sink:8"}, {"prefill": "sale"}]
+)
+def test_media_are_refused_where_chunks_would_lose_them(
+    monkeypatch: pytest.MonkeyPatch, spec: dict[str, str]
+) -> None:
+    monkeypatch.setattr(encoder_names, "_LOSES_MEDIA", True)
+    this = tiny("llava_onevision")
+    media = this.inputs(["what is {video} there?"], **this.media("video", 1))
+    words = this.inputs(["what is there, in words alone?"])
+    with attach(this.model, **spec):
+        with pytest.raises(ModelError, match=r"^prefill_chunk_size=8 loses .* 5\.23 or later$"):
+            generate(this, media, prefill_chunk_size=8)
+        generate(this, words, prefill_chunk_size=8)
+        generate(this, media)
+    assert "_prefill" not in this.model.__dict__
+
+
+@pytest.mark.parametrize("shared", [0, 2, 3])
+def test_keys_are_lent_as_configurations_of_5_22_count_them(shared: int) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    old = SimpleNamespace(layer_types=kinds, num_hidden_layers=6, num_kv_shared_layers=shared)
+    want = {0: range(6), 2: [0, 1, 2, 3, 2, 3], 3: [0, 1, 2, 1, 2, 1]}
+    assert [lender_of(old, layer) for layer in range(6)] == [*want[shared]]
+
+
+@pytest.mark.parametrize("name", ["vision_feature_layer", "vision_feature_layers"])
+def test_feature_layers_go_by_either_name(name: str) -> None:
+    base = SimpleNamespace(config=SimpleNamespace(**{name: [-2, 6]}))
+    assert argument(base, {}, "vision_feature_layer") == [-2, 6]
+    assert argument(base, {name: 0}, "vision_feature_layer") == 0
+    assert argument(SimpleNamespace(), {}, "vision_feature_layer") is None
+
+
+def test_pictures_of_video_llava_are_refused_where_its_forward_has_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(self: Any, pixel_values: Any = None) -> None: ...
+
+    def old(self: Any, pixel_values_images: Any = None) -> None: ...
+
+    batch, clips = {"pixel_values_images": 1, "x": 2}, {"pixel_values_videos": 3}
+    monkeypatch.setattr("transformers.VideoLlavaModel.forward", forward)
+    assert renamed(batch) == {"pixel_values": 1, "x": 2}
+    monkeypatch.setattr("transformers.VideoLlavaModel.forward", old)
+    with pytest.raises(ModelError, match=r"transformers 5\.21 on"):
+        renamed(batch)
+    assert renamed(clips) == clips

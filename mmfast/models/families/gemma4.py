@@ -49,11 +49,14 @@ def blocks(call: Call) -> Tensor | None:
 def _places(kind: str, call: Call) -> Tensor:
     """`(x, y)` of every patch, -1 at padding, `[pictures, patches, 2]`."""
     places: Tensor = call[f"{kind}_position_ids"]
-    return places
+    return places.flatten(0, -3)  # by clip where their frames have no counts
 
 
 def _counts(kind: str, call: Call) -> list[int]:
     """Pictures of each item."""
+    if kind == "video" and call.get("num_frames_per_video") is None:  # 5.17
+        clips, frames = call["video_position_ids"].shape[:2]
+        return [frames] * clips
     if kind == "video":
         counts: list[int] = call["num_frames_per_video"].tolist()
         return counts

@@ -149,8 +149,13 @@ def has_halves(block: Any) -> bool:
 
 def argument(base: Any, arguments: Mapping[str, Any], name: str) -> Any:
     """A call's argument, or what the configuration puts in place of None."""
-    value = arguments.get(name)
-    return getattr(getattr(base, "config", None), name, None) if value is None else value
+    config = getattr(base, "config", None)
+    for each in (name, f"{name}s"):  # VipLlava has its feature layers in the plural before 5.23
+        value = arguments.get(each)
+        value = getattr(config, each, None) if value is None else value
+        if value is not None:
+            return value
+    return None
 
 
 def find_tower(base: Any) -> Tower:

@@ -16,6 +16,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import cache_of, layered_cache_of, name_in, returned_cache
 from mmfast.models.decoder.concepts import ContextReader
+from mmfast.models.encoder_names import FEATURES, no_features, takes_features
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import alike_ids, ids_of, prompt_ids, told_by_generate
 from mmfast.models.patching import override, stand_before, stand_behind
@@ -44,6 +45,7 @@ from mmfast.models.reduction.sequence import Sequences, locate, of_text
 from mmfast.models.reduction.site import POSITIONS, Site, refuse_parts
 from mmfast.models.reduction.step import ForwardStep, before_of
 from mmfast.models.reduction.training import (
+    CHECKPOINTING,
     Remainder,
     RemainderLoss,
     checkpointed,
@@ -193,6 +195,8 @@ class Hooks:
 
     def _open(self, kwargs: dict[str, Any]) -> None:
         cache = layered_cache_of(kwargs)
+        if kwargs.get(FEATURES) and not takes_features(self._base):
+            raise no_features(self._base)
         if self._text.training:
             refuse_cache(layers_of(self._text), cache)
         if self._offsets is not None:
@@ -256,7 +260,7 @@ class Hooks:
             if passing := [str(site.specs[0]) for site in step.sites if site.bypasses]:
                 raise ModelError(
                     f"{passing[0]!r} chooses while a prompt is read, and gradient checkpointing "
-                    "runs layers again later; call model.activation_checkpointing_disable()"
+                    f"runs layers again later; call model.{CHECKPOINTING}_disable()"
                 )
         ahead = partial(self._ahead, call)
         hidden = step.before_layer(index, hidden, kwargs, self._text.config, ahead)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, SpecError
@@ -23,6 +22,7 @@ from mmfast.models.encoder_names import (
     encode_media,
     encoder_arguments,
     needed_of,
+    no_features,
     output_of,
     planes_of,
     takes_features,
@@ -60,7 +60,10 @@ def compress(
             "lose its own; use attach()"
         )
     rest, _ = compressed(model, inputs, reduce, trace)
-    return rest if takes_features(model) else _with_embeds(base_of(model), rest)
+    base = base_of(model)
+    merger = getattr(base, "inputs_merger", None)  # of SmolVLM before 5.21: equal blocks alone
+    blocks = merger is not None and "patch_size" in merger.__code__.co_varnames
+    return rest if takes_features(model) and not blocks else _with_embeds(base, rest)
 
 
 def _with_embeds(base: Any, rest: dict[str, Any]) -> dict[str, Any]:
@@ -69,10 +72,7 @@ def _with_embeds(base: Any, rest: dict[str, Any]) -> dict[str, Any]:
     if outputs is None:
         return rest
     if any(planes_of(output) for output in outputs.values()):
-        raise ModelError(
-            f"{type(base).__name__} of transformers {transformers.__version__} takes no features "
-            f"in place of pixels ({FEATURES}); use attach(), or transformers 5.18 or later"
-        )
+        raise no_features(base)
     return {**rest, "inputs_embeds": _embedded(base, rest["input_ids"], outputs)}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE, OLD
@@ -26,6 +27,10 @@ _LOSS = "_loss_function"  # where transformers keeps a loss function that was se
 # On the position embeddings of a call: the change of the inputs of each layer.
 _CHANGES = "_mmfast_changes"
 _ALWAYS = CACHE == OLD  # up to 5.23 transformers checkpoints without gradients, too
+# Methods of a model that switch it on and off end in `_enable` and `_disable`.
+CHECKPOINTING = "activation_checkpointing"
+if not hasattr(PreTrainedModel, f"{CHECKPOINTING}_enable"):  # before 5.23
+    CHECKPOINTING = "gradient_checkpointing"
 Cuts = Sequence[Callable[[Tensor], Tensor]]
 
 
@@ -125,7 +130,7 @@ def refuse_cache(layers: Iterable[Any], cache: Any) -> None:
         raise ModelError(
             f"gradient checkpointing stores no keys and values, so this call cannot use its "
             f"{type(cache).__name__} of {held} tokens; run it under torch.no_grad(), leave out "
-            f"{OLD}=, or call model.gradient_checkpointing_disable()"
+            f"{OLD}=, or call model.{CHECKPOINTING}_disable()"
         )
 
 

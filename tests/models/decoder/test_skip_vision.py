@@ -14,6 +14,7 @@ from torch import Tensor
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.models.reduction.bypass import Bypass
+from mmfast.models.reduction.training import CHECKPOINTING
 
 SPEC = "skip_vision@llm2:0.25"
 
@@ -188,8 +189,8 @@ def test_a_model_learns_under_it() -> None:
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
-        this.model.activation_checkpointing_enable()
-        with pytest.raises(ModelError, match="activation_checkpointing_disable"):
+        getattr(this.model, f"{CHECKPOINTING}_enable")()
+        with pytest.raises(ModelError, match=f"{CHECKPOINTING}_disable"):
             this.model(**inputs, labels=labels)
     assert losses[-1] < 0.7 * losses[0]
 

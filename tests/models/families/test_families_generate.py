@@ -12,6 +12,7 @@ from tiny_models import ALL_FAMILIES, Tiny, facts, generate, tiny
 from transformers import CompileConfig, StaticCache
 
 from mmfast.attach import attach
+from mmfast.models import encoder_names
 from mmfast.models.families.prompt_ids import prompt_ids
 
 SPEC = "random:0.4+random@llm2:0.5"
@@ -86,6 +87,8 @@ def test_a_mode_equals_plain_decoding(family: str, mode: str) -> None:
     spec, options = MODES[mode]
     texts = ["a {image} or {image}?", "{image}"][: 1 if mode == "lookup" else 2]
     inputs = this.inputs(texts, images=this.images(1 + len(texts)))
+    if mode == "chunked" and encoder_names._LOSES_MEDIA:
+        pytest.skip("stock transformers loses media there before 5.23")
     cannot = differs(this, inputs, options)
     assert cannot == ((family, mode) in STOCK_CANNOT), "stock transformers changed"
     if not cannot:
@@ -154,9 +157,12 @@ def test_a_second_image_in_a_later_turn(family: str, cache: str) -> None:
     """Equal to one pass over the whole conversation in which the same tokens are hidden."""
     this = tiny(family)
     close_to = {"atol": 1e-4, "rtol": 0}
-    if cache == "dynamic":  # the stock model first
+    old = encoder_names._LOSES_MEDIA
+    if cache == "dynamic" or old:  # the stock model first
         logits, expected = talk(this, None, cache)
         cannot = (family, "later") in STOCK_CANNOT
+        if old and family == "gemma3" and not torch.allclose(logits, expected, **close_to):
+            pytest.skip("stock Gemma 3 of this release reads a later turn in another way")
         assert torch.allclose(logits, expected, **close_to) != cannot, "stock transformers changed"
     if (family, "later") not in STOCK_CANNOT:
         logits, expected = talk(this, SPEC, cache)

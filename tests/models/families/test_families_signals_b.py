@@ -102,7 +102,7 @@ class Gives(nn.Module):
 def test_patches_of_packed_towers(family: str, kind: str) -> None:
     this = build(family)
     inputs = prompt(this, kind)
-    got, visual = read(this, inputs, kind), this.model.model.visual
+    got, visual = read(this, inputs, kind), this.model.base_model.visual
     block = visual.blocks[-1]
     state = seen(this, block, inputs, kind)
     x = block.norm1(state["x"])

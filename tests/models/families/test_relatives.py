@@ -6,6 +6,7 @@ In double precision against the oracle: rounding of float32 may turn over a choi
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ TEMPLATE = (
 
 # What the stock model cannot do; the test asks it first.
 BEAMS_CANNOT = {(family, "video") for family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")}
+BEAMS_CANNOT |= {("exaone4_5", kind) for kind in ("image", "video")}  # in 5.17
+BEAMS_CANNOT.add(("hunyuan_vl", "image"))  # in 5.17
 
 
 def prompt(this: Tiny, kind: str, text: str = "on {} what?") -> dict[str, Any]:
@@ -146,9 +149,14 @@ def test_a_ragged_batch_equals_its_rows(family: str, kind: str, beams: int) -> N
     batch = this.inputs(texts, **media)
     assert bool((batch["attention_mask"] == 0).any())
     if beams > 1 and (family, kind) in BEAMS_CANNOT:
-        with pytest.raises(ValueError, match="non-empty list"):
-            generate(this, batch, 4, num_beams=beams)
-        return
+        try:
+            stock = generate(this, batch, 4, num_beams=beams)
+        except (ValueError, RuntimeError) as error:  # stock counts other items than there are
+            assert re.search("non-empty list|split_sizes to sum exactly", str(error))
+            return
+        alone = generate(this, this.inputs(texts[1:], **{name: items[1:]}), 4, num_beams=beams)
+        if not torch.equal(stock.sequences[1, -4:], alone.sequences[0, -4:]):
+            return  # nor does stock transformers
     with attach(this.model, spec := f"divprune:0.6+{inside(this)}:0.5", cache="snapkv:0.7"):
         together = generate(this, batch, 4, num_beams=beams)
     for row, (text, part) in enumerate(zip(texts, [items[:1], items[1:]], strict=True)):

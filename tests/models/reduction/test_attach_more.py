@@ -9,7 +9,7 @@ import pytest
 import torch
 from attach_runs import PROMPTS, SPEC, logits_close, new, one, run
 from tiny_models import FAMILIES, build, generate, tiny
-from transformers import CompileConfig
+from transformers import CompileConfig, cache_utils
 
 from mmfast.attach import attach
 from mmfast.models.reduction import cache_layers
@@ -113,6 +113,7 @@ def test_a_new_attach_continues_an_old_cache(family: str) -> None:
     assert torch.equal(rest.sequences, whole.sequences)
 
 
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="there is no such cache")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantised_cache(family: str) -> None:
     this = tiny(family)

@@ -12,6 +12,7 @@ from tiny_models import FAMILIES, Tiny, generate, tiny, video_prompt
 from transformers import DynamicCache, StaticCache
 
 from mmfast.attach import attach
+from mmfast.models import encoder_names
 from mmfast.models.cache_name import CACHE
 
 SPEC = "random:0.4+fastv@llm2:0.5"
@@ -25,6 +26,8 @@ SPEC = "random:0.4+fastv@llm2:0.5"
 def test_a_second_video_in_a_later_turn(family: str, style: str, spec: str) -> None:
     """Equal to one pass over the whole conversation in which the same tokens are hidden."""
     this, model = tiny(family), tiny(family).model
+    if style == "features" and this.facts.rope and encoder_names._LOSES_MEDIA:
+        pytest.skip("before 5.23 stock generate gives a later turn other positions there")
     first = this.inputs(["on {video} what?"], videos=this.videos(1))
     with attach(model, spec) as trace:
         one = generate(this, first, 5)

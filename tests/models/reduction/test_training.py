@@ -23,6 +23,7 @@ from transformers import DynamicCache, StaticCache
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE
+from mmfast.models.reduction.training import CHECKPOINTING
 
 TEXTS = ("on {x} what?", "{x} short", "a rather long one: {x} and more!")
 SITES = ("random:0.4", "tome:0.4", "fastv@llm2:0.4", "divprune:0.6+fastv@llm2:0.5+random@llm3:0.5")
@@ -210,14 +211,14 @@ def test_gradient_checkpointing_of_every_family(family: str) -> None:
 def check_checkpointing(this: Tiny, spec: str, kind: dict[str, bool]) -> None:
     inputs = batch_of(this, TEXTS)
     plain, _ = attached(this, spec, inputs)
-    this.model.activation_checkpointing_enable(kind)
+    getattr(this.model, f"{CHECKPOINTING}_enable")(kind)
     this.model.enable_input_require_grads()
     try:
         assert_same(attached(this, spec, inputs)[0], plain)
         two = gradients_of_two(this, spec, inputs)
     finally:
         this.model.disable_input_require_grads()
-        this.model.activation_checkpointing_disable()
+        getattr(this.model, f"{CHECKPOINTING}_disable")()
     twice = (2 * plain[0], {name: 2 * grad for name, grad in plain[1].items()})
     assert_same(two, twice)
 
@@ -271,7 +272,7 @@ def test_a_cache_policy_without_a_cache_says_so(this: Tiny, how: str) -> None:
     assert not trace.notes
     given = {}
     if how == "checkpointing":
-        this.model.activation_checkpointing_enable(KINDS[1])
+        getattr(this.model, f"{CHECKPOINTING}_enable")(KINDS[1])
     else:
         given = {"use_cache": False}
     try:
@@ -283,7 +284,7 @@ def test_a_cache_policy_without_a_cache_says_so(this: Tiny, how: str) -> None:
                 this.model(**inputs, **given)
     finally:
         if how == "checkpointing":
-            this.model.activation_checkpointing_disable()
+            getattr(this.model, f"{CHECKPOINTING}_disable")()
     assert len(trace.notes) == 1
 
 
@@ -291,9 +292,9 @@ def test_a_cache_policy_without_a_cache_says_so(this: Tiny, how: str) -> None:
 def again() -> Iterator[Tiny]:
     """A model that checkpoints its layers."""
     this = learner("llava_onevision")
-    this.model.activation_checkpointing_enable(KINDS[1])
+    getattr(this.model, f"{CHECKPOINTING}_enable")(KINDS[1])
     yield this
-    this.model.activation_checkpointing_disable()
+    getattr(this.model, f"{CHECKPOINTING}_disable")()
 
 
 ACTING = (
@@ -330,7 +331,7 @@ def test_a_cache_that_checkpointing_cannot_fill_is_refused(
     with torch.no_grad():
         again.model.eval()(**inputs, **{CACHE: filled})
     again.model.train()
-    names = r"stores no keys.* Dynamic.* of \d+ tokens; .* model.gradient_checkpointing_disable"
+    names = rf"stores no keys.* Dynamic.* of \d+ tokens; .* model.{CHECKPOINTING}_disable"
     with attach(again.model, **spec), pytest.raises(ModelError, match=names):
         again.model(input_ids=inputs["input_ids"][:, :1], **{CACHE: filled})
     static = StaticCache(config=config, max_cache_len=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from omni_models import AUDIO, CODE_EOS, CODE_PAD, omni, prompt
 from torch import Tensor
+from transformers import GenerationMixin
 
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
@@ -18,6 +20,8 @@ from mmfast.models.cache_name import cache_of
 from mmfast.models.speech.omni import OmniSpeech, PromptWriter
 from mmfast.models.speech.omni_talker import Picking
 
+# Releases that drop a mask of ones, which `parity` follows; 5.17 does not.
+DROPS = "== 1).all()" in inspect.getsource(GenerationMixin.generate)
 GREEDY = Picking(repetition_penalty=1.05)  # the stock penalty, which is on unless turned off
 pytestmark = pytest.mark.filterwarnings("ignore:.*generation flags.*")
 
@@ -52,7 +56,7 @@ class Watched(OmniSpeech):
 
 
 def speech(**options: Any) -> Watched:
-    return Watched(omni(), **{"num_steps": 2, "talker": GREEDY, "parity": True, **options})
+    return Watched(omni(), **{"num_steps": 2, "talker": GREEDY, "parity": DROPS, **options})
 
 
 def joined(pieces: list[Sound]) -> tuple[Tensor, Tensor]:
@@ -118,7 +122,7 @@ def test_as_trained_it_is_the_stock_talker_with_its_mask(make: Any) -> None:
     ours, _ = joined(list(speech(parity=False).answer(inputs, max_words=12, max_codes=24)))
     dropped, _ = joined(list(speech().answer(inputs, max_words=12, max_codes=24)))
     assert torch.equal(ours, codes)
-    if "input_features" not in inputs:
+    if "input_features" not in inputs and DROPS:
         assert not torch.equal(dropped, codes)  # the control: there it makes a difference
 
 

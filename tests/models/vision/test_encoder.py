@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from encoder_checks import CLOSE, features, ragged
+from tiny_base import by_name
 from tiny_models import ALL_FAMILIES, build, facts, generate, tiny, video_prompt
 from tower_checks import GRIDS, onevision, pixels, qwen
 
@@ -107,6 +108,7 @@ def test_blocks_that_no_feature_needs_do_not_run(layer: Any) -> None:
 def test_hidden_states_that_are_asked_for_are_all_computed() -> None:
     model = onevision(-2)
     call = {"pixel_values_videos": torch.randn(1, 2, 3, 20, 20), "output_hidden_states": True}
+    call = by_name(model.model.get_video_features, call)
     expected = model.model.get_video_features(**call).hidden_states
     with fast_encoder(model, "fast"):
         found = model.model.get_video_features(**call).hidden_states

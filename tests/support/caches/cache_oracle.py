@@ -6,7 +6,7 @@ KV head by a mask, merged ones are edited in place, and the model's own layers d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import model_oracle as oracle
@@ -36,7 +36,7 @@ class Walk:
     @property
     def full(self) -> list[int]:
         """Layers of full attention, with keys of their own."""
-        modes = getattr(self.text.config, "kv_sharing_modes", [None] * len(self.kinds))
+        modes = self._modes()
         pairs = enumerate(zip(self.kinds, modes, strict=True))
         return [i for i, (kind, mode) in pairs if kind == "full_attention" and mode != "reuse"]
 
@@ -98,12 +98,22 @@ class Walk:
             if kind == "sliding_attention":
                 seen &= torch.ones(n, n).triu(1 - config.sliding_window).bool()
             return self._as_function_wants(seen[None, None], hidden)
-        modes = getattr(config, "kv_sharing_modes", None)
-        if modes and modes[index] == "reuse":  # sees what the layer saw that lends its keys
+        modes = self._modes()
+        if modes[index] == "reuse":  # sees what the layer saw that lends its keys
             lenders = [i for i, mode in enumerate(modes) if mode == "store"]
             return next(self.masks[i] for i in lenders if self.kinds[i] == kind)
         self.masks[index] = self._step_mask(index, hidden, visible)
         return self.masks[index]
+
+    def _modes(self) -> Sequence[str | None]:
+        """What a layer does with keys of others; before 5.23, the last layers read the last own."""
+        config, kinds = self.text.config, self.kinds
+        if hasattr(config, "kv_sharing_modes"):
+            return config.kv_sharing_modes
+        count = getattr(config, "num_kv_shared_layers", 0)
+        own = kinds[: len(kinds) - count]
+        last = dict.fromkeys({*kinds}, "store") if count else {}
+        return [last.pop(kind, None) for kind in own[::-1]][::-1] + ["reuse"] * count
 
     def _step_mask(self, index: int, hidden: Tensor, visible: Tensor | None) -> Tensor | None:
         if visible is None:

@@ -15,6 +15,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
     WhisperFeatureExtractor,
 )
+from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessorKwargs
 
 SOUND = {
     "audio_token": "<|AUDIO|>",
@@ -73,7 +74,8 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
         feature_extractor=WhisperFeatureExtractor(feature_size=MELS, chunk_length=2),
         **media(vision, Qwen2VLVideoProcessor),
     )
-    processor.videos_kwargs = {}  # else frames of at least 100,000 pixels
+    processor.videos_kwargs = {}  # else frames of at least 100,000 pixels, as before 5.23, too:
+    getattr(Qwen2_5OmniProcessorKwargs, "_defaults", {}).get("videos_kwargs", {}).pop("size", None)
     return Qwen2_5OmniThinkerForConditionalGeneration(config), processor
 
 

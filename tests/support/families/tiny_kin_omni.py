@@ -17,6 +17,9 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
     WhisperFeatureExtractor,
 )
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+    Qwen3OmniMoeProcessorKwargs,
+)
 
 
 def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
@@ -43,7 +46,8 @@ def build(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
         feature_extractor=WhisperFeatureExtractor(feature_size=MELS, chunk_length=2),
         **media(vision, Qwen2VLVideoProcessor),
     )
-    processor.videos_kwargs = {}  # else frames of at least 100,000 pixels
+    processor.videos_kwargs = {}  # else frames of at least 100,000 pixels, as before 5.23, too:
+    getattr(Qwen3OmniMoeProcessorKwargs, "_defaults", {}).get("videos_kwargs", {}).pop("size", None)
     model = Qwen3OmniMoeThinkerForConditionalGeneration(config)
     model.set_experts_implementation("eager")  # the others take no double precision
     return model, processor

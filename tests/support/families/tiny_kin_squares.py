@@ -112,11 +112,12 @@ FAMILY_PALIGEMMA2 = replace(
 
 # ViP-LLaVA: features of two layers of the tower, side by side.
 def build_vipllava(tokenizer: Any, text: Any, ids: Any, shape: Shape) -> tuple[Any, Any]:
+    layers = "vision_feature_layer"  # in the plural before 5.23
     config = VipLlavaConfig(
         vision_config=vision_config(shape),
         text_config={"model_type": "llama", **text},
         image_token_index=ids["image_token"],
-        vision_feature_layer=[-1, -2],
+        **{layers if hasattr(VipLlavaConfig, layers) else f"{layers}s": [-1, -2]},
     )
     _, processor = build_llava(tokenizer, text, ids, shape)
     return VipLlavaForConditionalGeneration(config), processor

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiny_base import PIXELS
+from tiny_base import PIXELS, by_name
 from torch import Tensor
 
 from mmfast.core.reduction import Reduction
@@ -56,8 +56,17 @@ def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
 def encode(tiny: Any, inputs: dict[str, Any], kind: str) -> Any:
     """Stock encoder output of all items of a kind."""
     call = {name: inputs[name] for name in tiny.facts.calls[kind] if name in inputs}
-    method = getattr(tiny.model.base_model, f"get_{kind}_features")
-    return method(**call, return_dict=True)
+    base = tiny.model.base_model
+    method = getattr(base, f"get_{kind}_features")
+    given = by_name(method, call)
+    output = method(**given, return_dict=True)
+    old = given.keys() != call.keys()
+    if old and isinstance(output.pooler_output, Tensor):  # whose forward appends the newline
+        newline = base.image_newline.expand(len(output.pooler_output), 1, -1)
+        output.pooler_output = torch.cat([output.pooler_output, newline], 1)
+    if output.pooler_output is None:  # sounds of 5.17
+        output.pooler_output = output.last_hidden_state
+    return output
 
 
 def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
@@ -79,7 +88,7 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
         for index, plane in enumerate(getattr(output, "deepstack_features", None) or ()):
             if len(planes) <= index:
                 planes.append(torch.zeros_like(embeds))
-            planes[index][places] = torch.cat(list(plane))
+            planes[index][places] = plane if isinstance(plane, Tensor) else torch.cat(list(plane))
     items.sort(key=lambda pair: pair[0])
     places, types = [places for _, places in items], inputs.get(EXPERTS)
     return Prompt(

@@ -5,11 +5,13 @@ The initialisation is large: with the default one attention is flat, and tests w
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -25,6 +27,13 @@ SPECIALS = {
     "vision_eos_token": "<|vision_eos|>",
 }
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+
+
+def by_name(method: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an encoder under its names; LLaVA-OneVision of 5.17 names clips as images."""
+    taken, (old, new) = inspect.signature(method).parameters, (PIXELS["image"], PIXELS["video"])
+    renamed = {new: old} if old in taken and new not in taken else {}
+    return {renamed.get(name, name): value for name, value in call.items()}
 
 
 @dataclass(frozen=True)
@@ -208,6 +217,9 @@ class Tiny:
             media["use_token_compression"] = options.get("use_token_compression", False)
         batch = self.processor(text=texts, padding=True, return_tensors="pt", **media)
         legacy = {"pixel_values_images": "pixel_values"}  # of Video-LLaVA
+        taken = inspect.signature(self.model.forward).parameters
+        if legacy.keys() & batch.keys() and "pixel_values" not in taken:  # before 5.21
+            pytest.skip("pictures of Video-LLaVA have another name in this release")
         return {legacy.get(k, k): v for k, v in batch.items() if isinstance(v, torch.Tensor)}
 
     def blocked(self) -> list[int]:

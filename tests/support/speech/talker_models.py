@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import mmfast
 
@@ -334,7 +335,7 @@ def vibevoice(folder: Path) -> str:
             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
         },
         diffusion_head_config={"num_hidden_layers": 1, "intermediate_size": 16,
-                               "frequency_embedding_size": 8},
+                               "frequency_embedding_size": 8, "hidden_size": 16, "latent_size": 4},
         pad_token_id=3, eos_token_id=3, **ids,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -354,6 +355,8 @@ def vibevoice(folder: Path) -> str:
 
 def pocket_tts(folder: Path) -> str:
     """16 samples a frame, four latents."""
+    if not hasattr(transformers, "PocketTTSConfig"):  # before 5.21
+        pytest.skip("this release of transformers has no Pocket TTS")
     from codec_cases import pocket_tokenizer
     from transformers import (
         PocketTTSAudioTokenizerModel,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tiny_base import by_name
 from tiny_models import Tiny
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}  # float32; sums run in another order
@@ -25,6 +26,7 @@ def features(this: Any, kind: str, call: dict[str, Any]) -> torch.Tensor:
     model = getattr(this, "model", this)
     model = model if hasattr(model, "get_image_features") else model.base_model
     kind = kind if hasattr(model, f"get_{kind}_features") else "image"  # clips as images
-    found = getattr(model, f"get_{kind}_features")(**call).pooler_output
+    method = getattr(model, f"get_{kind}_features")
+    found = method(**by_name(method, call)).pooler_output
     parts = [found] if isinstance(found, torch.Tensor) else found
     return torch.cat([part.flatten(0, -2) for part in parts])

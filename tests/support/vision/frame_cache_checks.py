@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_base import by_name
 from tiny_models import ALL_FAMILIES, Tiny, facts
 from torch import Tensor
 
@@ -60,10 +61,11 @@ def features(this: Tiny, kind: str, frames: Sequence[np.ndarray], videos: int = 
     call = {name: inputs[name] for name in this.facts.calls[kind] if name in inputs}
     base = this.model.base_model
     method = getattr(base, f"get_{kind}_features", None) or base.get_image_features
+    given = by_name(method, call)
     with prompt_ids(inputs["input_ids"]):  # tells which tiles are one image
-        output = method(**call, return_dict=True)
+        output = method(**given, return_dict=True)
     planes = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
-    if this.family == "llava_onevision" and kind == "video":
+    if this.family == "llava_onevision" and kind == "video" and given.keys() == call.keys():
         planes[0] = planes[0][:, :-1]  # the newline behind a video
     return [p.flatten(0, -2) if isinstance(p, Tensor) else torch.cat(list(p)) for p in planes]
 
