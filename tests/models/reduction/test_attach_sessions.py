@@ -11,6 +11,7 @@ import torch
 from attach_states import snapshot
 from tiny_models import FAMILIES, Tiny, build, generate, tiny
 
+import mmfast.models.vision.acceleration  # noqa: F401  registers its attention, once for all models
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
 
