@@ -16,7 +16,7 @@ from mmfast.models.loading import embedded_path, load
 from mmfast.tiny.card import write_card
 from mmfast.tiny.document import pages
 from mmfast.tiny.document.pages import make_page, page_facts, page_labels
-from mmfast.tiny.document.train import make_pages
+from mmfast.tiny.document.train import draw_pages, encode_pages
 from mmfast.tiny.evaluate import interval, run_eval
 from mmfast.tiny.suites import ALBUM, SUITES, suite, suite_of
 from mmfast.tiny.video.scene import COLOURS, EVAL, IGNORE, TRAIN
@@ -75,7 +75,8 @@ def test_labels_count_things_as_they_begin() -> None:
 def test_lessons_follow_the_image_path() -> None:
     """The recipe's layout of overview, tiles and newlines is the stock one."""
     model, processor = load(str(HOME), "cpu", "float32")
-    lesson = make_pages(model, processor, 1, 0)[0].lesson([0], 3)
+    drawn = draw_pages(processor.image_processor, 1, 0, 0)
+    lesson = encode_pages(model, processor, drawn, 0)[0].lesson([0], 3)
     batch = processor(
         text=["<image>"], images=[make_page(TRAIN, 0, 0).picture], return_tensors="pt"
     )
@@ -126,7 +127,7 @@ def test_encoding_once_changes_no_answer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "least"), [("image", 0.9), ("multi-image", 0.8), ("document", 0.8)]
+    ("name", "least"), [("image", 0.9), ("multi-image", 0.8), ("document", 0.8), ("table", 0.8)]
 )
 def test_unseen_questions(name: str, least: float) -> None:
     (row,) = run_eval([], 40, 1234, name=name)["rows"]

@@ -150,9 +150,15 @@ def page_labels(page: Page) -> Tensor:
         maps[4][late] = tuple(scene.COLOURS).index(entry.colour)
         maps[5][late] = scene.SHAPES.index(entry.shape)
     maps[8] = _begun(page.things)
-    lines = np.concatenate([maps, np.full((len(PARTS), side, 1), scene.IGNORE)], 2)  # newlines
-    overview = np.full((len(PARTS), scene.PATCHES**2), scene.IGNORE)
+    labels = flat_labels(maps)
     small = reduce(page.things, "(y p) (x q) -> y x", "max", p=CELLS, q=CELLS)
-    overview[8] = _begun(small).ravel()
-    flat = np.concatenate([overview, lines.reshape(len(PARTS), -1)[:, :-1]], 1)
+    labels[8, : scene.PATCHES**2] = torch.from_numpy(_begun(small).ravel())
+    return labels
+
+
+def flat_labels(maps: NDArray[np.int64]) -> Tensor:
+    """Maps of patches `[parts, rows, columns]` as labels of overview, lines and newlines."""
+    lines = np.concatenate([maps, np.full((*maps.shape[:2], 1), scene.IGNORE)], 2)  # newlines
+    overview = np.full((len(maps), scene.PATCHES**2), scene.IGNORE)
+    flat = np.concatenate([overview, lines.reshape(len(maps), -1)[:, :-1]], 1)
     return torch.from_numpy(flat)

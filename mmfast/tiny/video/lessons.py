@@ -303,8 +303,9 @@ class PictureSampler:
         tokenizer: PreTrainedTokenizerFast,
         seed: int,
         unmarked: float = UNMARKED,
+        wordings: Wordings = STILL_WORDINGS,
     ) -> None:
-        self.newline = model.model.image_newline
+        self.newline, self.wordings = model.model.image_newline, wordings
         self.tokens, self.facts, self.tokenizer = tokens, facts, tokenizer
         self.rng, self.unmarked = np.random.default_rng([seed, 1]), unmarked
         self.texts: dict[str, list[int]] = {}
@@ -326,7 +327,7 @@ class PictureSampler:
         return Lesson(shown, pack(rows).to(shown.device), kinds)
 
     def _ids(self, fact: Fact) -> tuple[list[int], list[int]]:
-        text = _worded(fact, self.rng, STILL_WORDINGS, self.unmarked)
+        text = _worded(fact, self.rng, self.wordings, self.unmarked)
         for each in (text, fact.answer):
             if each not in self.texts:
                 self.texts[each] = self.tokenizer.encode(each)
