@@ -27,6 +27,8 @@ from mmfast.tiny.document.prints import (
 from mmfast.tiny.document.tower import READ, PrintTower
 from mmfast.tiny.document.train import (
     HELD,
+    PARTS,
+    PageReadout,
     PageTask,
     draw_pages,
     encode_pages,
@@ -231,6 +233,30 @@ def test_reading_is_learned_and_other_features_are_held() -> None:
     for _ in range(8):
         training.update(task, [(True, printed)], 1.0)
     assert loss(True, printed) < 0.8 * first
+
+
+def test_words_are_read_by_their_embeddings() -> None:
+    """A state that is the embedding of a word reads as it, as answered and as asked."""
+    tokenizer = with_words(make_tokenizer(), prints.WORDS)
+    head = PageReadout(32, tokenizer)
+    embedding = torch.randn(len(tokenizer), 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for layer in head.named.values():
+            layer.weight.copy_(10 * torch.eye(32))
+            layer.bias.zero_()
+
+    def loss(text: str, part: str, word: int) -> float:
+        (token,) = tokenizer.encode(text, add_special_tokens=False)
+        labels = {name: torch.tensor([[word if name == part else IGNORE]]) for name in PARTS}
+        return float(head.loss(embedding[token].view(1, 1, -1), labels, embedding).detach())
+
+    milk, eggs = prints.ITEMS.index("milk"), prints.ITEMS.index("eggs")
+    assert loss("milk", "own word", prints.WORDS.index("milk")) < 0.01
+    assert loss("milk", "own word", prints.WORDS.index("eggs")) > 50
+    assert loss("4", "own tens", 4) < 0.01 < 50 < loss("4", "own tens", 5)
+    both = loss("milk", "item", milk)  # right as answered, not as asked
+    assert 0 < both < loss("milk", "item", eggs) - 50
+    assert loss(" send", "before", prints.NOTES.index("send")) < loss("send", "own word", 0) - 50
 
 
 def test_lessons_show_what_says_something_and_never_what_is_held() -> None:

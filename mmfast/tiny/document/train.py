@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from mmfast.models.loading import embedded_path, load
@@ -41,6 +42,8 @@ GRIDS = [[INPUT, INPUT], [pages.CELLS * INPUT, pages.CELLS * INPUT]]  # small, o
 # Parts of a page's 1,475 tokens, the most diverse ones; all of them cost ten times more
 KEEPS = (0.4, 0.3, 0.2, 0.15)
 AROUND = 60  # tokens that say nothing, beside all those that say something
+QUESTIONS = 14  # asked about a page at once
+DIGITS = tuple("0123456789")
 HELD = 64  # pages of each sort that are never trained on
 PAGE_LAYERS = (1, 3)  # visual states after these decoder layers predict what is beside them
 PARTS = pages.PARTS | prints.PARTS
@@ -153,6 +156,47 @@ def read_tiles(drawn: Sequence[DrawnPage]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(tiles)), torch.from_numpy(np.stack(labels, 1))
 
 
+class PageReadout(nn.Module):
+    """What visual states say: words and digits by the embeddings of their tokens, so that one
+    product matches all of them with those of a question; other labels by classifiers.
+    """
+
+    def __init__(self, width: int, tokenizer: Any) -> None:
+        super().__init__()
+        self.ids = _token_ids(tokenizer)
+        self.plain = Readout(width, {k: v for k, v in PARTS.items() if k not in NAMED})
+        self.named = nn.ModuleDict({name: nn.Linear(width, width) for name in self.ids})
+
+    def loss(self, x: Tensor, labels: Mapping[str, Tensor], embedding: Tensor) -> Tensor:
+        """Sum of the mean losses of labels `[B, M]`: states `[B, M, D]`, embedding `[V, D]`."""
+        total = self.plain.loss(x, {name: labels[name] for name in self.plain.sizes})
+        for name, ids in self.ids.items():
+            label = labels[name.strip()]
+            some = label != IGNORE
+            if some.any():
+                logits = self.named[name](x[some]) @ embedding[ids].to(x.dtype).T
+                total = total + cross_entropy(logits.float(), label[some])
+        return total
+
+
+# Parts that are words or digits, and those of which a question names one: behind a space there.
+NAMED = {"own word": prints.WORDS, "item": prints.ITEMS, "header": prints.HEADERS,
+         "before": prints.NOTES, "own tens": DIGITS, "own units": DIGITS}  # fmt: skip
+ASKED = ("item", "header", "before")
+
+
+def _token_ids(tokenizer: Any) -> dict[str, list[int]]:
+    """Tokens of the words of NAMED as they are answered, and (keys with a space) asked."""
+    ways = [(name, "") for name in NAMED] + [(name, " ") for name in ASKED]
+    return {
+        space + name: [
+            tokenizer.encode(space + word, add_special_tokens=False)[0] for word in words
+        ]
+        for name, space in ways
+        for words in (NAMED[name],)
+    }
+
+
 class PageTask(training.Task):
     """Answers about pages, most steps with a part of the tokens only."""
 
@@ -174,7 +218,8 @@ class PageTask(training.Task):
         says = [[*PARTS].index(name) for name in SAYING]
         self.saying = (labels[says] != IGNORE).any(0)  # [n, tokens]
         lm = model.model.language_model
-        self.heads = [Readout(lm.config.hidden_size, PARTS).to(self.device) for _ in PAGE_LAYERS]
+        width = lm.config.hidden_size
+        self.heads = [PageReadout(width, known.tokenizer).to(self.device) for _ in PAGE_LAYERS]
         free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
         self.optimiser = training.FastOptimiser.of(lm, free, options.rate)
 
@@ -184,7 +229,7 @@ class PageTask(training.Task):
 
     def _batch(self) -> Batch:
         chosen = self.free[torch.randint(len(self.free), (self.options.batch,), generator=self.rng)]
-        lesson = self.pages.lesson(chosen.tolist(), 10)
+        lesson = self.pages.lesson(chosen.tolist(), QUESTIONS)
         return chosen.tolist(), lesson, self._kept(lesson, chosen)
 
     def _kept(self, lesson: Lesson, chosen: Tensor) -> Tensor:
@@ -216,7 +261,8 @@ class PageTask(training.Task):
         labels = self.labels[:, chosen].long().gather(2, kept.expand(len(self.labels), -1, -1))
         named, dense = dict(zip(PARTS, labels, strict=True)), loss.new_zeros(())
         for head, layer in zip(self.heads, PAGE_LAYERS, strict=True):
-            dense = dense + head.loss(found.layers[layer][:, 1 : kept.shape[1] + 1], named)
+            states = found.layers[layer][:, 1 : kept.shape[1] + 1]
+            dense = dense + head.loss(states, named, self.model.lm_head.weight)
         figures = {"loss": loss.detach(), "dense": dense.detach(), "kept": kept.shape[1]}
         return loss + 0.3 * dense, figures
 
