@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from mmfast.tiny.document.tower import READ, PrintTower
 from mmfast.tiny.evaluate import run_eval
 from mmfast.tiny.video.clips import INPUT
 from mmfast.tiny.video.lessons import Lesson, PictureSampler, answer, answer_loss, choose, score
-from mmfast.tiny.video.model import Readout, wrapped
+from mmfast.tiny.video.model import Readout, rotate, wrapped
 from mmfast.tiny.video.questions import Fact
 from mmfast.tiny.video.scene import IGNORE, PATCHES, TRAIN
 from mmfast.tiny.video.tower import scale_pixels, tower_features
@@ -45,10 +46,11 @@ AROUND = 60  # tokens that say nothing, beside all those that say something
 QUESTIONS = 14  # asked about a page at once
 DIGITS = tuple("0123456789")
 HELD = 64  # pages of each sort that are never trained on
+POINTING, HEADS = (3, 4), 2  # layers some heads of which attend to the answer
 PAGE_LAYERS = (1, 3)  # visual states after these decoder layers predict what is beside them
 PARTS = pages.PARTS | prints.PARTS
 SAYING = tuple(name for name in PARTS if name.startswith("own") or name == "begun")
-ROWS = 4  # times that the rows of a table are asked, once a page otherwise
+ROWS = 2  # times that the rows of a table are asked, once a page otherwise
 Batch = tuple[list[int], Lesson, Tensor]
 
 
@@ -248,6 +250,64 @@ class PageTask(training.Task):
         many = int(says.sum(1).max()) + AROUND
         return urge.topk(many).indices.sort(-1).values
 
+    def _pointed(self, chosen: list[int], lesson: Lesson, kept: Tensor, found: Any) -> Tensor:
+        """Loss of two heads of the last layers: an answer's first token comes of attending to it.
+
+        What is to be attended to are the tokens of the word or number that answers.
+        """
+        packed, lm = lesson.packed, self.model.model.language_model
+        starts = packed.labels != IGNORE
+        starts[:, 1:] &= ~starts[:, :-1]  # of each answer, in order
+        lines, columns = starts.nonzero(as_tuple=True)
+        told = [self.pointers(page, fact) for page, facts in zip(chosen, lesson.facts, strict=True)
+                for fact in facts]  # fmt: skip
+        wanted = torch.stack(told).to(self.device).gather(1, kept[lines])  # [questions, M]
+        some = wanted.any(1)
+        if not some.any():
+            return found.states.new_zeros(())
+        lines, columns, wanted = lines[some], columns[some], wanted[some]
+        total = lesson.tokens[0, ..., 0].numel()
+        asked_at = (total + 2 + packed.within)[lines, columns][:, None]
+        total_loss = found.states.new_zeros(())
+        for layer in POINTING:
+            size = lm.layers[layer].self_attn.head_dim
+            q = found.queries[layer][lines, columns][:, None]  # [questions, 1, D]
+            k = found.keys[layer][lines, 1 : kept.shape[1] + 1]
+            heads = slice(0, HEADS * size)
+            q, k = (
+                rearrange(t[..., heads].float(), "n m (h d) -> n h m d", d=size) for t in (q, k)
+            )
+            q = rotate(q, lm.rotary_emb(q, asked_at))
+            k = rotate(k, lm.rotary_emb(k, kept[lines] + 1))
+            scores = (q @ k.mT)[:, :, 0] / size**0.5  # [questions, h, M]
+            right = scores.masked_fill(~wanted[:, None], float("-inf")).logsumexp(-1)
+            total_loss = total_loss + (scores.logsumexp(-1) - right).mean()
+        return total_loss
+
+    def pointers(self, page: int, fact: Fact) -> Tensor:
+        """Visual tokens of a page that say the answer to a question: `[tokens]`, maybe none."""
+        named = dict(zip(PARTS, self.labels[:, page], strict=True))
+        if fact.kind in ("cell", "item"):
+            header, other = fact.slots
+            column = named["header"] == prints.HEADERS.index(header)
+            if fact.kind == "cell":
+                return column & (named["item"] == prints.ITEMS.index(other))
+            return column & self._numbered(named, other)
+        if fact.kind == "after":
+            return named["before"] == prints.NOTES.index(fact.slots[0])
+        if fact.kind == "title":
+            return named["own word"] == prints.WORDS.index(fact.answer)
+        if fact.kind in ("rows", "count"):
+            return named["begun"] == int(fact.answer)
+        if fact.kind == "entry":
+            return self._numbered(named, fact.answer)
+        return torch.zeros_like(named["item"], dtype=torch.bool)
+
+    @staticmethod
+    def _numbered(named: Mapping[str, Tensor], number: str) -> Tensor:
+        tens, units = divmod(int(number), 10)
+        return (named["own tens"] == tens) & (named["own units"] == units)
+
     def loss(self, batch: Batch) -> tuple[Tensor, training.Figures]:
         """Loss of the answers and of the read-outs."""
         with training.fast(self.device):
@@ -263,8 +323,9 @@ class PageTask(training.Task):
         for head, layer in zip(self.heads, PAGE_LAYERS, strict=True):
             states = found.layers[layer][:, 1 : kept.shape[1] + 1]
             dense = dense + head.loss(states, named, self.model.lm_head.weight)
-        figures = {"loss": loss.detach(), "dense": dense.detach(), "kept": kept.shape[1]}
-        return loss + 0.3 * dense, figures
+        pointed = self._pointed(chosen, lesson, kept, found)
+        figures = {"loss": loss.detach(), "dense": dense.detach(), "pointed": pointed.detach()}
+        return loss + 0.3 * dense + 0.3 * pointed, {**figures, "kept": kept.shape[1]}
 
     def look(self) -> training.Figures:
         """Shares answered correctly by kind, with all tokens."""

@@ -96,6 +96,7 @@ class Lesson:
     motion: dict[str, Tensor] = field(default_factory=dict)
     # See `thing_labels`; none for pictures. `[B, 1 + THINGS]`
     things: dict[str, Tensor] = field(default_factory=dict)
+    facts: list[list[Fact]] = field(default_factory=list)  # asked of each picture
 
     @property
     def every(self) -> Tensor:
@@ -317,14 +318,15 @@ class PictureSampler:
 
     def lesson(self, chosen: Sequence[int], questions: int) -> Lesson:
         """A batch; the newline that ends a picture is added by the forward pass."""
-        rows, kinds = [], []
+        rows, kinds, every = [], [], []
         for picture in chosen:
             known = self.facts[picture]
             asked = [known[i] for i in self.rng.permutation(len(known))[:questions]]
             kinds.append([fact.kind for fact in asked])
             rows.append([self._ids(fact) for fact in asked])
+            every.append(asked)
         shown = laid_out(self.tokens[list(chosen)].float(), self.newline)
-        return Lesson(shown, pack(rows).to(shown.device), kinds)
+        return Lesson(shown, pack(rows).to(shown.device), kinds, facts=every)
 
     def _ids(self, fact: Fact) -> tuple[list[int], list[int]]:
         text = _worded(fact, self.rng, self.wordings, self.unmarked)
