@@ -40,7 +40,7 @@ from mmfast.tiny.video.scene import IGNORE, PATCHES, TRAIN
 from mmfast.tiny.video.tower import scale_pixels, tower_features
 
 GRIDS = [[INPUT, INPUT], [pages.CELLS * INPUT, pages.CELLS * INPUT]]  # small, or nine tiles
-# Base of RoPE: under tiny-video's 1,000 all but four of the 32 numbers of a head turn within a page,
+# Base of RoPE: under 1,000, that of tiny-video, all but 4 of 32 numbers of a head turn on a page,
 # so that a question hardly finds what it names by content; it did not learn to in 70 minutes.
 BASE = 1e5
 # Parts of a page's 1,475 tokens, the most diverse ones; all of them cost ten times more
