@@ -24,19 +24,29 @@ from mmfast.tiny.document.prints import (
     print_labels,
     print_owners,
 )
+from mmfast.tiny.document.readout import (
+    HEADS,
+    PARTS,
+    POINTING,
+    PageReadout,
+    pointers,
+    pointing_loss,
+)
 from mmfast.tiny.document.tower import READ, PrintTower
 from mmfast.tiny.document.train import (
     HELD,
-    PARTS,
-    PageReadout,
     PageTask,
     draw_pages,
     encode_pages,
-    learn_words,
     read_tiles,
-    with_words,
 )
-from mmfast.tiny.video.model import make_tokenizer, vocabulary_texts
+from mmfast.tiny.document.words import learn_words, with_words
+from mmfast.tiny.video.model import (
+    DecoderLayout,
+    make_tokenizer,
+    run_decoder,
+    vocabulary_texts,
+)
 from mmfast.tiny.video.scene import EVAL, IGNORE, TRAIN
 
 SIDE = pages.CELLS * 12
@@ -257,6 +267,45 @@ def test_words_are_read_by_their_embeddings() -> None:
     both = loss("milk", "item", milk)  # right as answered, not as asked
     assert 0 < both < loss("milk", "item", eggs) - 50
     assert loss(" send", "before", prints.NOTES.index("send")) < loss("send", "own word", 0) - 50
+
+
+@pytest.mark.parametrize("page", SEVERAL[:8])
+def test_answers_stand_where_the_page_has_them(page: PrintedPage) -> None:
+    owners = print_owners(page)
+    own = dict(zip(prints.PARTS, print_labels(page, owners), strict=True))
+    none = torch.full_like(own["item"], IGNORE)
+    labels = torch.stack([own.get(name, none) for name in PARTS])
+    for fact in print_facts(page):
+        seen = np.append(pointers(labels, fact)[144:].numpy(), False)  # the last newline
+        places = seen.reshape(SIDE, SIDE + 1)[:, :-1]
+        said = {page.words[number - 1].text for number in np.unique(owners[places])}
+        if fact.kind == "rows":
+            assert said == {word.text for word in page.of("item") if word.row == int(fact.answer)}
+        else:
+            # A row is told by its number, which the question names.
+            assert said == {fact.slots[1] if fact.kind == "item" else fact.answer}, fact
+
+
+def test_pointing_is_the_attention_of_the_model() -> None:
+    """The loss is that of the weights which stock layers give to what answers, text left out."""
+    eager = {"attn_implementation": "eager"}
+    model, _ = load(str(embedded_path("tiny-document")), "cpu", "float32", None, eager)
+    lm = model.model.language_model
+    x = torch.randn(1, 12, lm.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    seen = torch.zeros(3, 12).masked_fill(~torch.ones(3, 12).tril(9).bool(), -torch.inf)
+    layout = DecoderLayout(torch.arange(9)[None], torch.arange(9, 12)[None], [seen[None, None]])
+    found = run_decoder(lm, x[:, :9], x[:, 9:], layout)
+    wanted = torch.zeros(1, 7, dtype=torch.bool)
+    wanted[0, [2, 4]] = True
+    asked = torch.tensor([0]), torch.tensor([1]), torch.tensor([10])
+    loss = pointing_loss(lm, found, torch.arange(7)[None], wanted, asked)
+    with torch.no_grad():
+        stock = lm(inputs_embeds=x, output_attentions=True).attentions
+    by_hand = 0.0
+    for layer in POINTING:
+        weights = stock[layer][0, :HEADS, 10, 1:8]  # of the question's second token
+        by_hand -= float((weights[:, [2, 4]].sum(1) / weights.sum(1)).log().mean())
+    assert float(loss.detach()) == pytest.approx(by_hand, abs=1e-4)
 
 
 def test_lessons_show_what_says_something_and_never_what_is_held() -> None:

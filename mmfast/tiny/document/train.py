@@ -7,9 +7,7 @@ to read the numbers beside them, tables and notes.
 from __future__ import annotations
 
 import argparse
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,39 +17,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast
 
 from mmfast.models.loading import embedded_path, load
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.document import pages, prints
+from mmfast.tiny.document.readout import PARTS, PageReadout, pointers, pointing_loss
 from mmfast.tiny.document.tower import READ, PrintTower
+from mmfast.tiny.document.words import learn_words, turn_slowly
 from mmfast.tiny.evaluate import run_eval
 from mmfast.tiny.video.clips import INPUT
 from mmfast.tiny.video.lessons import Lesson, PictureSampler, answer, answer_loss, choose, score
-from mmfast.tiny.video.model import Readout, rotate, wrapped
+from mmfast.tiny.video.model import DecoderOutput
 from mmfast.tiny.video.questions import Fact
 from mmfast.tiny.video.scene import IGNORE, PATCHES, TRAIN
 from mmfast.tiny.video.tower import scale_pixels, tower_features
 
 GRIDS = [[INPUT, INPUT], [pages.CELLS * INPUT, pages.CELLS * INPUT]]  # small, or nine tiles
-# Base of RoPE: under 1,000, that of tiny-video, all but 4 of 32 numbers of a head turn on a page,
-# so that a question hardly finds what it names by content; it did not learn to in 70 minutes.
-BASE = 1e5
 # Parts of a page's 1,475 tokens, the most diverse ones; all of them cost ten times more
 KEEPS = (0.4, 0.3, 0.2, 0.15)
 AROUND = 40  # tokens that say nothing, beside all those that say something
 QUESTIONS = 24  # asked about a page at once
-DIGITS = tuple("0123456789")
 HELD = 64  # pages of each sort that are never trained on
-POINTING, HEADS = (3, 4), 2  # layers some heads of which attend to the answer
 PAGE_LAYERS = (1, 3)  # visual states after these decoder layers predict what is beside them
-PARTS = pages.PARTS | prints.PARTS
 SAYING = tuple(name for name in PARTS if name.startswith("own") or name == "begun")
 ROWS = 2  # times that the rows of a table are asked, once a page otherwise
 Batch = tuple[list[int], Lesson, Tensor]
@@ -119,38 +109,6 @@ def encode_pages(
     return sampler, labels.to(model.device)
 
 
-def with_words(tokenizer: Any, words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer with each word as one token, alone and behind a space; other text unchanged."""
-    core = tokenizer.backend_tokenizer
-    for word in words:
-        for text in (word, f" {word}"):
-            pieces = core.encode(text, add_special_tokens=False).tokens
-            known = json.loads(core.to_str())
-            vocabulary, merges = known["model"]["vocab"], known["model"]["merges"]
-            while len(pieces) > 1:  # behind all merges there are, so those come first
-                merges.append(pieces[:2])
-                pieces[:2] = ["".join(pieces[:2])]
-                vocabulary.setdefault(pieces[0], len(vocabulary))
-            core = Tokenizer.from_str(json.dumps(known))
-    return wrapped(core)
-
-
-def learn_words(model: Any, processor: Any) -> None:
-    """Give model and processor the words of printed pages, where they lack them."""
-    asked = re.findall(
-        r"[a-z]+", " ".join(t for ts in prints.WORDINGS.values() for t in ts).lower()
-    )
-    processor.tokenizer = with_words(processor.tokenizer, dict.fromkeys((*prints.WORDS, *asked)))
-    model.resize_token_embeddings(len(processor.tokenizer))
-
-
-def turn_slowly(model: Any) -> None:
-    """Give the decoder RoPE of base BASE."""
-    lm = model.model.language_model
-    lm.config.rope_parameters = {**lm.config.rope_parameters, "rope_theta": BASE}
-    lm.rotary_emb = type(lm.rotary_emb)(lm.config).to(model.device)
-
-
 def read_tiles(drawn: Sequence[DrawnPage]) -> tuple[Tensor, Tensor]:
     """Printed tiles `[n, 3, S, S]` that say something, and labels `[parts of READ, n, P]`."""
     parts = [[*PARTS].index(name) for name in READ]
@@ -166,47 +124,6 @@ def read_tiles(drawn: Sequence[DrawnPage]) -> tuple[Tensor, Tensor]:
                 tiles.append(tile)
                 labels.append(label)
     return torch.from_numpy(np.stack(tiles)), torch.from_numpy(np.stack(labels, 1))
-
-
-class PageReadout(nn.Module):
-    """What visual states say: words and digits by the embeddings of their tokens, so that one
-    product matches all of them with those of a question; other labels by classifiers.
-    """
-
-    def __init__(self, width: int, tokenizer: Any) -> None:
-        super().__init__()
-        self.ids = _token_ids(tokenizer)
-        self.plain = Readout(width, {k: v for k, v in PARTS.items() if k not in NAMED})
-        self.named = nn.ModuleDict({name: nn.Linear(width, width) for name in self.ids})
-
-    def loss(self, x: Tensor, labels: Mapping[str, Tensor], embedding: Tensor) -> Tensor:
-        """Sum of the mean losses of labels `[B, M]`: states `[B, M, D]`, embedding `[V, D]`."""
-        total = self.plain.loss(x, {name: labels[name] for name in self.plain.sizes})
-        for name, ids in self.ids.items():
-            label = labels[name.strip()]
-            some = label != IGNORE
-            if some.any():
-                logits = self.named[name](x[some]) @ embedding[ids].to(x.dtype).T
-                total = total + cross_entropy(logits.float(), label[some])
-        return total
-
-
-# Parts that are words or digits, and those of which a question names one: behind a space there.
-NAMED = {"own word": prints.WORDS, "item": prints.ITEMS, "header": prints.HEADERS,
-         "before": prints.NOTES, "own tens": DIGITS, "own units": DIGITS}  # fmt: skip
-ASKED = ("item", "header", "before")
-
-
-def _token_ids(tokenizer: Any) -> dict[str, list[int]]:
-    """Tokens of the words of NAMED as they are answered, and (keys with a space) asked."""
-    ways = [(name, "") for name in NAMED] + [(name, " ") for name in ASKED]
-    return {
-        space + name: [
-            tokenizer.encode(space + word, add_special_tokens=False)[0] for word in words
-        ]
-        for name, space in ways
-        for words in (NAMED[name],)
-    }
 
 
 class PageTask(training.Task):
@@ -260,63 +177,24 @@ class PageTask(training.Task):
         many = int(says.sum(1).max()) + AROUND
         return urge.topk(many).indices.sort(-1).values
 
-    def _pointed(self, chosen: list[int], lesson: Lesson, kept: Tensor, found: Any) -> Tensor:
-        """Loss of two heads of the last layers: an answer's first token comes of attending to it.
-
-        What is to be attended to are the tokens of the word or number that answers.
-        """
-        packed, lm = lesson.packed, self.model.model.language_model
+    def _pointed(
+        self, chosen: list[int], lesson: Lesson, kept: Tensor, found: DecoderOutput
+    ) -> Tensor:
+        """Loss of attending to the tokens of the word or number that answers."""
+        packed = lesson.packed
         starts = packed.labels != IGNORE
         starts[:, 1:] &= ~starts[:, :-1]  # of each answer, in order
         lines, columns = starts.nonzero(as_tuple=True)
-        told = [self.pointers(page, fact) for page, facts in zip(chosen, lesson.facts, strict=True)
-                for fact in facts]  # fmt: skip
-        wanted = torch.stack(told).to(self.device).gather(1, kept[lines])  # [questions, M]
+        rows = zip(chosen, lesson.facts, strict=True)
+        told = [pointers(self.labels[:, page], fact) for page, facts in rows for fact in facts]
+        wanted = torch.stack(told).gather(1, kept[lines])  # [questions, M]
         some = wanted.any(1)
         if not some.any():
             return found.states.new_zeros(())
-        lines, columns, wanted = lines[some], columns[some], wanted[some]
-        total = lesson.tokens[0, ..., 0].numel()
-        asked_at = (total + 2 + packed.within)[lines, columns][:, None]
-        total_loss = found.states.new_zeros(())
-        for layer in POINTING:
-            size = lm.layers[layer].self_attn.head_dim
-            q = found.queries[layer][lines, columns][:, None]  # [questions, 1, D]
-            k = found.keys[layer][lines, 1 : kept.shape[1] + 1]
-            heads = slice(0, HEADS * size)
-            q, k = (
-                rearrange(t[..., heads].float(), "n m (h d) -> n h m d", d=size) for t in (q, k)
-            )
-            q = rotate(q, lm.rotary_emb(q, asked_at))
-            k = rotate(k, lm.rotary_emb(k, kept[lines] + 1))
-            scores = (q @ k.mT)[:, :, 0] / size**0.5  # [questions, h, M]
-            right = scores.masked_fill(~wanted[:, None], float("-inf")).logsumexp(-1)
-            total_loss = total_loss + (scores.logsumexp(-1) - right).mean()
-        return total_loss
-
-    def pointers(self, page: int, fact: Fact) -> Tensor:
-        """Visual tokens of a page that say the answer to a question: `[tokens]`, maybe none."""
-        named = dict(zip(PARTS, self.labels[:, page], strict=True))
-        if fact.kind in ("cell", "item"):
-            header, other = fact.slots
-            column = named["header"] == prints.HEADERS.index(header)
-            if fact.kind == "cell":
-                return column & (named["item"] == prints.ITEMS.index(other))
-            return column & self._numbered(named, other)
-        if fact.kind == "after":
-            return named["before"] == prints.NOTES.index(fact.slots[0])
-        if fact.kind == "title":
-            return named["own word"] == prints.WORDS.index(fact.answer)
-        if fact.kind in ("rows", "count"):
-            return named["begun"] == int(fact.answer)
-        if fact.kind == "entry":
-            return self._numbered(named, fact.answer)
-        return torch.zeros_like(named["item"], dtype=torch.bool)
-
-    @staticmethod
-    def _numbered(named: Mapping[str, Tensor], number: str) -> Tensor:
-        tens, units = divmod(int(number), 10)
-        return (named["own tens"] == tens) & (named["own units"] == units)
+        places = lesson.every.shape[1] + 2 + packed.within[lines, columns]
+        asked = lines[some], columns[some], places[some]
+        lm = self.model.model.language_model
+        return pointing_loss(lm, found, kept, wanted[some], asked)
 
     def loss(self, batch: Batch) -> tuple[Tensor, training.Figures]:
         """Loss of the answers and of the read-outs."""
