@@ -47,12 +47,12 @@ class Stamp:
     @property
     def high(self) -> int:
         """Height in pixels."""
-        return self.ink.shape[0]
+        return len(self.ink)
 
     @property
     def wide(self) -> int:
         """Width in pixels."""
-        return self.ink.shape[1]
+        return len(self.ink[0])
 
 
 @dataclass(frozen=True)

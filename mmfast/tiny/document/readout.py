@@ -65,7 +65,7 @@ def pointers(labels: Tensor, fact: Fact) -> Tensor:
     none = torch.zeros_like(labels[0], dtype=torch.bool)
     if fact.kind in ("cell", "item"):
         header, other = fact.slots
-        column = named["header"] == prints.HEADERS.index(header)
+        column: Tensor = named["header"] == prints.HEADERS.index(header)
         if fact.kind == "cell":
             return column.logical_and(named["item"] == prints.ITEMS.index(other))
         return column.logical_and(_numbered(named, other))
