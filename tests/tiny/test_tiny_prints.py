@@ -313,14 +313,16 @@ def test_lessons_show_what_says_something_and_never_what_is_held() -> None:
     learn_words(model, processor)
     drawn = draw_pages(processor.image_processor, HELD + 3, HELD + 3, 0)
     known, labels = encode_pages(model, processor, drawn, 0)
-    options = argparse.Namespace(seed=0, pages=HELD + 3, batch=3, whole=0.0, rate=1e-3)
+    options = argparse.Namespace(seed=0, pages=HELD + 3, batch=3, things=0.67, whole=0.0, rate=1e-3)
     task = PageTask(model, known, labels, options)
-    free = {HELD, HELD + 1, HELD + 2, 2 * HELD + 3, 2 * HELD + 4, 2 * HELD + 5}
-    assert {*task.free.tolist()} == free and not free & {*task.held}
+    things = {HELD, HELD + 1, HELD + 2}
+    free = things | {each + HELD + 3 for each in things}
+    assert {*torch.cat(task.free).tolist()} == free and not free & {*task.held}
     seen, told = set[int](), 0
     for step in range(8):
         for chosen, lesson, kept in task.batches(step, 0.5):
             seen |= {*chosen}
+            assert [page in things for page in chosen] == [True, True, False]
             assert (kept.diff(dim=1) > 0).all()
             says = task.saying[chosen]
             told += bool((says.gather(1, kept).sum(1) == says.sum(1)).all())

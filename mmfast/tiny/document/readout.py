@@ -21,6 +21,7 @@ DIGITS = tuple("0123456789")
 NAMED = {"own word": prints.WORDS, "item": prints.ITEMS, "header": prints.HEADERS,
          "before": prints.NOTES, "own tens": DIGITS, "own units": DIGITS}  # fmt: skip
 ASKED = ("item", "header", "before")
+COUNTED = 3  # the running number counts that many times more: it is learned last
 POINTING, HEADS = (3, 4), 2  # layers some heads of which attend to the answer
 
 
@@ -38,6 +39,7 @@ class PageReadout(nn.Module):
     def loss(self, x: Tensor, labels: Mapping[str, Tensor], embedding: Tensor) -> Tensor:
         """Sum of the mean losses of labels `[B, M]`: states `[B, M, D]`, embedding `[V, D]`."""
         total = self.plain.loss(x, {name: labels[name] for name in self.plain.sizes})
+        total = total + COUNTED * self.plain.loss(x, {"begun": labels["begun"]})
         for name, ids in self.ids.items():
             label = labels[name.strip()]
             some = label != IGNORE

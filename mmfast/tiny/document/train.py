@@ -38,12 +38,11 @@ from mmfast.tiny.video.tower import scale_pixels, tower_features
 GRIDS = [[INPUT, INPUT], [pages.CELLS * INPUT, pages.CELLS * INPUT]]  # small, or nine tiles
 # Parts of a page's 1,475 tokens, the most diverse ones; all of them cost ten times more
 KEEPS = (0.4, 0.3, 0.2, 0.15)
-AROUND = 40  # tokens that say nothing, beside all those that say something
+AROUND = (40, 340)  # tokens that say nothing, beside all those that say something
 QUESTIONS = 24  # asked about a page at once
 HELD = 64  # pages of each sort that are never trained on
 PAGE_LAYERS = (1, 3)  # visual states after these decoder layers predict what is beside them
 SAYING = tuple(name for name in PARTS if name.startswith("own") or name == "begun")
-ROWS = 2  # times that the rows of a table are asked, once a page otherwise
 Batch = tuple[list[int], Lesson, Tensor]
 
 
@@ -94,9 +93,9 @@ def encode_pages(
 ) -> tuple[PictureSampler, Tensor]:
     """Pages as the image path encodes them, and their labels `[parts, n, tokens]`.
 
-    How many things there are is learned last: asked `counts` times as often as other facts.
+    How many there are of things or rows is learned last: asked `counts` times as often as others.
     """
-    times = {"count": counts, "rows": ROWS}
+    times = dict.fromkeys(("count", "rows"), counts)
     facts = [[f for f in page.facts for _ in range(times.get(f.kind, 1))] for page in drawn]
     tokens = []
     for page in drawn:
@@ -143,21 +142,27 @@ class PageTask(training.Task):
         self.rng = torch.Generator().manual_seed(options.seed)
         held = {*range(HELD), *range(options.pages, options.pages + HELD)}
         self.held, total = sorted(held), range(len(known.facts))
-        self.free = torch.tensor([page for page in total if page not in held and known.facts[page]])
+        free = [page for page in total if page not in held and known.facts[page]]
+        sorts = ([p for p in free if (p < options.pages) == things] for things in (True, False))
+        self.free = [torch.tensor(sort) for sort in sorts]
         says = [[*PARTS].index(name) for name in SAYING]
         self.saying = (labels[says] != IGNORE).any(0)  # [n, tokens]
         lm = model.model.language_model
         width = lm.config.hidden_size
         self.heads = [PageReadout(width, known.tokenizer).to(self.device) for _ in PAGE_LAYERS]
-        free = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
-        self.optimiser = training.FastOptimiser.of(lm, free, options.rate)
+        rest = [model.model.image_newline, *nn.ModuleList(self.heads).parameters()]
+        self.optimiser = training.FastOptimiser.of(lm, rest, options.rate)
 
     def batches(self, step: int, done: float) -> list[Batch]:
         """Random pages, and the tokens kept of them, for each thread."""
         return [self._batch() for _ in range(training.side_by_side(self.device))]
 
     def _batch(self) -> Batch:
-        chosen = self.free[torch.randint(len(self.free), (self.options.batch,), generator=self.rng)]
+        size = self.options.batch
+        things = round(self.options.things * size)
+        parts = (self.free[0], things), (self.free[1], size - things)
+        drawn = [s[torch.randint(len(s), (n,), generator=self.rng)] for s, n in parts if n]
+        chosen = torch.cat(drawn)
         lesson = self.pages.lesson(chosen.tolist(), QUESTIONS)
         return chosen.tolist(), lesson, self._kept(lesson, chosen)
 
@@ -174,7 +179,8 @@ class PageTask(training.Task):
             return choose(lesson.tokens, round(share * total), "diverse", self.rng)
         says = self.saying[chosen].float()
         urge = says + 0.5 * torch.rand(says.shape, generator=self.rng).to(says.device)
-        many = int(says.sum(1).max()) + AROUND
+        around = int(torch.randint(*AROUND, (), generator=self.rng))
+        many = min(int(says.sum(1).max()) + around, total)
         return urge.topk(many).indices.sort(-1).values
 
     def _pointed(
@@ -233,11 +239,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tower-minutes", type=float, default=20, help="of learning to read")
     add("--minutes", type=float, default=60, help="of the decoder")
     add("--batch", type=int, default=8, help="of each thread, or of a device")
-    add("--whole", type=float, default=0.05, help="share of steps with all tokens")
+    add("--things", type=float, default=0.5, help="share of pages with things in a batch")
+    add("--whole", type=float, default=0.15, help="share of steps with all tokens")
     add("--tower-rate", type=float, default=1e-3)
     add("--rate", type=float, default=1.2e-3)
     add("--questions", type=int, default=400, help="of each final evaluation")
-    add("--counts", type=int, default=2, help="times that the number of things is asked")
+    add("--counts", type=int, default=5, help="times that a number of things or rows is asked")
     add("--watch", type=float, default=4.0, help="minutes between looks at held pages")
     add("--workers", type=int, default=0, help="processes that draw pages")
     training.device_option(parser)
