@@ -123,12 +123,14 @@ def _share(share: float | None) -> str:
 
 def _document(_: Path, log: list[Row]) -> Row:
     starts, ends = _rows(log, "start"), _rows(log, "end")
-    count, drawn = len(starts), {row["seed"]: row for row in starts}  # of each seed
-    reading = _rows(log, "print")[-1]
+    count, drawn = len(starts), {row["seed"]: row for row in reversed(starts)}  # of each seed
+    read = _rows(log, "print")
+    after = [*read[1:], {"step": 0}]
+    reading = [a for a, b in zip(read, after, strict=True) if b["step"] < a["step"]]  # last ones
     return {
         "table": _evaluations(log, "document"),
         "printed": _evaluations(log, "table"),
-        "reading": f"{reading['step']} steps in {_minutes(reading)}",
+        "reading": f"{sum(row['step'] for row in reading)} steps in {_minutes(*reading)}",
         "pages": sum(row["pages"] for row in drawn.values()),
         "prints": sum(row.get("prints", 0) for row in drawn.values()),
         "words": len(prints.WORDS),

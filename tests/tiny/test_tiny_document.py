@@ -19,7 +19,7 @@ from mmfast.tiny.document.pages import make_page, page_facts, page_labels
 from mmfast.tiny.document.train import draw_pages, encode_pages
 from mmfast.tiny.evaluate import interval, run_eval
 from mmfast.tiny.suites import ALBUM, SUITES, suite, suite_of
-from mmfast.tiny.video.scene import COLOURS, EVAL, IGNORE, TRAIN
+from mmfast.tiny.video.scene import COLOURS, EVAL, IGNORE, SHAPES, TRAIN
 
 HOME = embedded_path("tiny-document")
 SIDE = pages.CELLS * 12
@@ -51,7 +51,7 @@ def test_facts_have_one_answer() -> None:
 def test_labels_point_at_what_came_before() -> None:
     page = make_page(TRAIN, 2, 3)
     labels = page_labels(page)
-    assert labels.shape == (9, 144 + SIDE * (SIDE + 1) - 1)
+    assert labels.shape == (len(pages.PARTS), 144 + SIDE * (SIDE + 1) - 1)
     tens, units = labels[2], labels[3]
     assert ((tens != IGNORE) == (units != IGNORE)).all()
     numbers = {entry.number for entry in page.entries}
@@ -59,6 +59,21 @@ def test_labels_point_at_what_came_before() -> None:
     assert set((10 * tens[where] + units[where]).tolist()) <= numbers
     own = labels[6] != IGNORE
     assert set((10 * labels[6] + labels[7])[own].tolist()) == numbers - {None}
+
+
+def test_labels_say_the_look_of_things() -> None:
+    page = make_page(TRAIN, 2, 3)
+    labels, side = page_labels(page), SIDE // pages.CELLS
+    last = torch.full((len(labels), 1), IGNORE)
+    lines = torch.cat([labels[:, 144:], last], 1).view(-1, SIDE, SIDE + 1)
+    begun, *looks = (lines[[*pages.PARTS].index(n)] for n in ("begun", "own colour", "own shape"))
+    for entry in page.entries:
+        row, column = (each * side for each in entry.cell)
+        said = [look[row : row + side, column : column + side].unique() for look in looks]
+        colour, shape = ([int(each) for each in one if each != IGNORE] for one in said)
+        assert [tuple(COLOURS)[each] for each in colour] == [entry.colour]
+        assert [SHAPES[each] for each in shape] == [entry.shape]
+    assert all(((look == IGNORE) == (begun == IGNORE)).all() for look in looks)
 
 
 def test_labels_count_things_as_they_begin() -> None:

@@ -227,8 +227,8 @@ def test_reading_is_learned_and_other_features_are_held() -> None:
     model, processor = load(str(embedded_path("tiny-document")), "cpu", "float32")
     drawn = draw_pages(processor.image_processor, 1, 2, 0)
     tiles, labels = read_tiles(drawn[1:])
-    others = torch.from_numpy(drawn[0].pixels)
-    task = PrintTower(model, tiles, labels, others, 0, 1e-3)
+    others, seen = read_tiles(drawn[:1], every=True)
+    task = PrintTower(model, (tiles, labels), (others, torch.full_like(seen, IGNORE)), 0, 1e-3)
     some = torch.arange(len(others))
 
     def loss(printed: bool, chosen: torch.Tensor) -> float:

@@ -25,7 +25,7 @@ from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.document import pages, prints
 from mmfast.tiny.document.readout import PARTS, PageReadout, pointers, pointing_loss
-from mmfast.tiny.document.tower import READ, PrintTower
+from mmfast.tiny.document.tower import READ, PrintTower, ReadTiles
 from mmfast.tiny.document.words import learn_words, turn_slowly
 from mmfast.tiny.evaluate import run_eval
 from mmfast.tiny.video.clips import INPUT
@@ -108,8 +108,8 @@ def encode_pages(
     return sampler, labels.to(model.device)
 
 
-def read_tiles(drawn: Sequence[DrawnPage]) -> tuple[Tensor, Tensor]:
-    """Printed tiles `[n, 3, S, S]` that say something, and labels `[parts of READ, n, P]`."""
+def read_tiles(drawn: Sequence[DrawnPage], every: bool = False) -> ReadTiles:
+    """Tiles that say something, and what; with `every` all others and overviews, too."""
     parts = [[*PARTS].index(name) for name in READ]
     tiles, labels = [], []
     side, rows = pages.CELLS, pages.CELLS * PATCHES
@@ -118,8 +118,10 @@ def read_tiles(drawn: Sequence[DrawnPage]) -> tuple[Tensor, Tensor]:
         grid = np.concatenate([own, np.full((len(own), 1), IGNORE, np.int8)], 1)
         grid = grid.reshape(len(own), rows, rows + 1)[:, :, :-1]  # without newlines
         cut = grid.reshape(len(own), side, PATCHES, side, PATCHES).transpose(1, 3, 0, 2, 4)
-        for tile, label in zip(page.pixels[1:], cut.reshape(side**2, len(own), -1), strict=True):
-            if (label != IGNORE).any():
+        said = cut.reshape(side**2, len(own), -1)
+        said = np.concatenate([np.full_like(said[:1], IGNORE), said])  # nothing in the overview
+        for tile, label in zip(page.pixels, said, strict=True):
+            if every or (label != IGNORE).any():
                 tiles.append(tile)
                 labels.append(label)
     return torch.from_numpy(np.stack(tiles)), torch.from_numpy(np.stack(labels, 1))
@@ -259,11 +261,12 @@ def learn_to_read(
     save: Callable[[], None],
 ) -> None:
     """Train tower and projector on the tiles of pages."""
-    tiles, labels = read_tiles(drawn[options.pages :])
-    whole = [page.pixels for page in drawn[: options.pages]]
-    overviews = [page.pixels[:1] for page in drawn[options.pages :]]  # on which print is unreadable
-    others = torch.from_numpy(np.concatenate([*whole, *overviews]))
-    task = PrintTower(model, tiles, labels, others, options.seed, options.tower_rate)
+    things, printed = drawn[: options.pages], drawn[options.pages :]
+    others, seen = read_tiles(things, every=True)
+    unread = torch.from_numpy(np.stack([page.pixels[0] for page in printed]))  # overviews
+    nothing = seen.new_full((len(seen), len(unread), seen.shape[2]), IGNORE)
+    others, seen = torch.cat([others, unread]), torch.cat([seen, nothing], 1)
+    task = PrintTower(model, read_tiles(printed), (others, seen), options.seed, options.tower_rate)
     course = training.Course("print", options.tower_minutes, hold=0.3, watch=options.watch)
     training.train(task, course, log, save, options.out / "tower.pt")
 
