@@ -22,6 +22,7 @@ from mmfast.demos.views import Run, polite
 
 SUITES = {
     "clips": "video", "pictures": "image", "three pictures": "multi-image", "pages": "document",
+    "tables": "table",
 }  # fmt: skip
 
 

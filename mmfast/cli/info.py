@@ -25,7 +25,8 @@ from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.registry import NAMED_TOO, Method, listed
 
 # Files of rows by kind of media, and fields to sort by, the best first.
-_MEASURED = {kind: f"eval-{kind}" for kind in ("video", "image", "multi-image", "document")}
+_KINDS = ("video", "image", "multi-image", "document", "table")
+_MEASURED = {kind: f"eval-{kind}" for kind in _KINDS}
 _MEASURED["kv"] = "eval-cache"
 _SORTS = {"accuracy": ("accuracy", -1), "ttft": ("ttft_ms", 1)}
 _AT = "0.1"  # the budget to sort at: the smallest one that every kind of media was measured at

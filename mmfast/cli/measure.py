@@ -124,8 +124,8 @@ def _suites(incomplete: str) -> list[str]:
 _Suite = Annotated[
     str,
     typer.Option(
-        help="video, image, multi-image, document, scenes, stream, present, history, speech, "
-        "needles.",
+        help="video, image, multi-image, document, table, scenes, stream, present, history, "
+        "speech, needles.",
         autocompletion=_suites,
     ),
 ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmfast.models.speech.layout import SpeechLayout
+from mmfast.tiny.document import fonts, prints
 
 TEMPLATES = Path(__file__).with_name("cards")
 Row = dict[str, Any]
@@ -43,8 +44,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _evaluations(log: list[Row]) -> str:
-    found = [(each, each["rows"][0]) for each in _rows(log, "evaluation")]
+def _evaluations(log: list[Row], suite: str | None = None) -> str:
+    mine = (row for row in _rows(log, "evaluation") if suite in (None, row["suite"]))
+    found = [(each, each["rows"][0]) for each in mine]
     kinds = list(found[0][1]["by_kind"])
     rows = []
     for each, row in found:
@@ -121,10 +123,19 @@ def _share(share: float | None) -> str:
 
 def _document(_: Path, log: list[Row]) -> Row:
     starts, ends = _rows(log, "start"), _rows(log, "end")
-    count, drawn = len(starts), {row["seed"]: row["pages"] for row in starts}  # of each seed
+    count, drawn = len(starts), {row["seed"]: row for row in reversed(starts)}  # of each seed
+    read = _rows(log, "print")
+    after = [*read[1:], {"step": 0}]
+    reading = [a for a, b in zip(read, after, strict=True) if b["step"] < a["step"]]  # last ones
     return {
-        "table": _evaluations(log),
-        "pages": sum(drawn.values()),
+        "table": _evaluations(log, "document"),
+        "printed": _evaluations(log, "table"),
+        "reading": f"{sum(row['step'] for row in reading)} steps in {_minutes(*reading)}",
+        "pages": sum(row["pages"] for row in drawn.values()),
+        "prints": sum(row.get("prints", 0) for row in drawn.values()),
+        "words": len(prints.WORDS),
+        "fonts": len(fonts.TRAINED),
+        "kept": len(fonts.KEPT),
         "steps": sum(row["steps"] for row in ends),
         "minutes": _minutes(*ends),
         "runs": "one run" if count == 1 else f"{count} runs, each from the one before",

@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image
 
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.tiny.document import pages
+from mmfast.tiny.document import pages, prints
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
-from mmfast.tiny.video.questions import KINDS, STILL_WORDINGS, WORDINGS, Fact, facts, still_facts
+from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts, still_facts
 
 STILL_KINDS = ("colour", "shape", "count", "position", "number")
 # A thing may be in several pictures of a prompt; what is asked of one must not depend on that.
@@ -53,7 +53,7 @@ class Suite:
     def cases(self, seed: int) -> Iterator[SuiteCase]:
         """Cases of all kinds in turn, each about the next media that have a fact of its kind."""
         media, turn = self.source(seed), max(len(self.kinds), len(STILL_KINDS))
-        wordings = WORDINGS if self.media == "video" else STILL_WORDINGS
+        wordings = WORDINGS if self.media == "video" else prints.PAGE_WORDINGS
         for number in count():
             kind, known = self.kinds[number % len(self.kinds)], list[Fact]()
             while not known:  # such as a number where none is on screen
@@ -104,6 +104,12 @@ def _pages(seed: int) -> Iterator[Medium]:
     for index in count():
         page = pages.make_page(scene.EVAL, seed, index)
         yield partial(_files, [page.picture], "PNG"), list(pages.page_facts(page))
+
+
+def _prints(seed: int) -> Iterator[Medium]:
+    for index in count():
+        page = prints.make_print(scene.EVAL, seed, index)
+        yield partial(_files, [page.picture], "PNG"), list(prints.print_facts(page))
 
 
 def _albums(stream: int, size: int, seed: int) -> Iterator[Medium]:
@@ -157,6 +163,7 @@ SUITES = {
         Suite("multi-image", "tiny-video", ALBUM_KINDS, partial(_albums, 2, ALBUM),
               "3 pictures a prompt"),
         Suite("document", "tiny-document", pages.KINDS, _pages, "pages of nine tiles"),
+        Suite("table", "tiny-document", prints.KINDS, _prints, "tables in 12-point print"),
     )
 }  # fmt: skip
 

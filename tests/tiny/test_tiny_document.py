@@ -16,10 +16,10 @@ from mmfast.models.loading import embedded_path, load
 from mmfast.tiny.card import write_card
 from mmfast.tiny.document import pages
 from mmfast.tiny.document.pages import make_page, page_facts, page_labels
-from mmfast.tiny.document.train import make_pages
+from mmfast.tiny.document.train import draw_pages, encode_pages
 from mmfast.tiny.evaluate import interval, run_eval
 from mmfast.tiny.suites import ALBUM, SUITES, suite, suite_of
-from mmfast.tiny.video.scene import COLOURS, EVAL, IGNORE, TRAIN
+from mmfast.tiny.video.scene import COLOURS, EVAL, IGNORE, SHAPES, TRAIN
 
 HOME = embedded_path("tiny-document")
 SIDE = pages.CELLS * 12
@@ -51,7 +51,7 @@ def test_facts_have_one_answer() -> None:
 def test_labels_point_at_what_came_before() -> None:
     page = make_page(TRAIN, 2, 3)
     labels = page_labels(page)
-    assert labels.shape == (9, 144 + SIDE * (SIDE + 1) - 1)
+    assert labels.shape == (len(pages.PARTS), 144 + SIDE * (SIDE + 1) - 1)
     tens, units = labels[2], labels[3]
     assert ((tens != IGNORE) == (units != IGNORE)).all()
     numbers = {entry.number for entry in page.entries}
@@ -59,6 +59,21 @@ def test_labels_point_at_what_came_before() -> None:
     assert set((10 * tens[where] + units[where]).tolist()) <= numbers
     own = labels[6] != IGNORE
     assert set((10 * labels[6] + labels[7])[own].tolist()) == numbers - {None}
+
+
+def test_labels_say_the_look_of_things() -> None:
+    page = make_page(TRAIN, 2, 3)
+    labels, side = page_labels(page), SIDE // pages.CELLS
+    last = torch.full((len(labels), 1), IGNORE)
+    lines = torch.cat([labels[:, 144:], last], 1).view(-1, SIDE, SIDE + 1)
+    begun, *looks = (lines[[*pages.PARTS].index(n)] for n in ("begun", "own colour", "own shape"))
+    for entry in page.entries:
+        row, column = (each * side for each in entry.cell)
+        said = [look[row : row + side, column : column + side].unique() for look in looks]
+        colour, shape = ([int(each) for each in one if each != IGNORE] for one in said)
+        assert [tuple(COLOURS)[each] for each in colour] == [entry.colour]
+        assert [SHAPES[each] for each in shape] == [entry.shape]
+    assert all(((look == IGNORE) == (begun == IGNORE)).all() for look in looks)
 
 
 def test_labels_count_things_as_they_begin() -> None:
@@ -75,7 +90,8 @@ def test_labels_count_things_as_they_begin() -> None:
 def test_lessons_follow_the_image_path() -> None:
     """The recipe's layout of overview, tiles and newlines is the stock one."""
     model, processor = load(str(HOME), "cpu", "float32")
-    lesson = make_pages(model, processor, 1, 0)[0].lesson([0], 3)
+    drawn = draw_pages(processor.image_processor, 1, 0, 0)
+    lesson = encode_pages(model, processor, drawn, 0)[0].lesson([0], 3)
     batch = processor(
         text=["<image>"], images=[make_page(TRAIN, 0, 0).picture], return_tensors="pt"
     )
@@ -126,7 +142,7 @@ def test_encoding_once_changes_no_answer() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "least"), [("image", 0.9), ("multi-image", 0.8), ("document", 0.8)]
+    ("name", "least"), [("image", 0.9), ("multi-image", 0.8), ("document", 0.8), ("table", 0.8)]
 )
 def test_unseen_questions(name: str, least: float) -> None:
     (row,) = run_eval([], 40, 1234, name=name)["rows"]

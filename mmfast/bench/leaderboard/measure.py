@@ -97,7 +97,7 @@ def stored_rows(path: Path) -> list[Row]:
 
 def _work(cell: BoardCell) -> int:
     """Estimate the work of a cell: pages hold several times the tokens of the other media."""
-    heavy = 6 if cell.suite == "document" else 1
+    heavy = 6 if cell.suite in ("document", "table") else 1
     return heavy * (cell.n if cell.job == ANSWERS else 40 * cell.n)
 
 

@@ -414,6 +414,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     "image": (_accuracy("eval-image"),),
     "album": (_accuracy("eval-multi-image"),),
     "document": (_accuracy("eval-document"),),
+    "printed": (_accuracy("eval-table"),),
     "cache_accuracy": (
         ReportTable(
             "eval-cache",

@@ -69,6 +69,7 @@ SUITES = {
     "eval-image": "single images",
     "eval-multi-image": "three images a prompt",
     "eval-document": "pages",
+    "eval-table": "printed tables",
 }
 _PIPELINE = """```python
 import mmfast

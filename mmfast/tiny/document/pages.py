@@ -117,6 +117,7 @@ PARTS = {
     "row": CELLS, "column": CELLS, "tens": 10, "units": 10,
     "colour": len(scene.COLOURS), "shape": len(scene.SHAPES),
     "own tens": 10, "own units": 10, "begun": MOST + 1,
+    "own colour": len(scene.COLOURS), "own shape": len(scene.SHAPES),
 }  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def page_labels(page: Page) -> Tensor:
     """Labels of every visual token but the last newline, `[parts, tokens]`, IGNORE where none.
 
     A thing's token predicts its number, a number's its thing, where that came earlier; a number's
-    also the number, and a thing's how many things have begun with it.
+    also the number, and a thing's its look, and how many things have begun with it.
     """
     side = CELLS * scene.PATCHES
     maps = np.full((len(PARTS), side, side), scene.IGNORE)
@@ -141,6 +142,8 @@ def page_labels(page: Page) -> Tensor:
     order = np.arange(side * side).reshape(side, side)
     for number, entry in enumerate(page.entries, start=1):
         thing, panel = page.things == number, page.panels == number
+        maps[9][thing] = tuple(scene.COLOURS).index(entry.colour)
+        maps[10][thing] = scene.SHAPES.index(entry.shape)
         if entry.number is None or not thing.any() or not panel.any():
             continue
         maps[6][panel], maps[7][panel] = divmod(entry.number, 10)
@@ -150,9 +153,15 @@ def page_labels(page: Page) -> Tensor:
         maps[4][late] = tuple(scene.COLOURS).index(entry.colour)
         maps[5][late] = scene.SHAPES.index(entry.shape)
     maps[8] = _begun(page.things)
-    lines = np.concatenate([maps, np.full((len(PARTS), side, 1), scene.IGNORE)], 2)  # newlines
-    overview = np.full((len(PARTS), scene.PATCHES**2), scene.IGNORE)
+    labels = flat_labels(maps)
     small = reduce(page.things, "(y p) (x q) -> y x", "max", p=CELLS, q=CELLS)
-    overview[8] = _begun(small).ravel()
-    flat = np.concatenate([overview, lines.reshape(len(PARTS), -1)[:, :-1]], 1)
+    labels[8, : scene.PATCHES**2] = torch.from_numpy(_begun(small).ravel())
+    return labels
+
+
+def flat_labels(maps: NDArray[np.int64]) -> Tensor:
+    """Maps of patches `[parts, rows, columns]` as labels of overview, lines and newlines."""
+    lines = np.concatenate([maps, np.full((*maps.shape[:2], 1), scene.IGNORE)], 2)  # newlines
+    overview = np.full((len(maps), scene.PATCHES**2), scene.IGNORE)
+    flat = np.concatenate([overview, lines.reshape(len(maps), -1)[:, :-1]], 1)
     return torch.from_numpy(flat)

@@ -96,6 +96,7 @@ class Lesson:
     motion: dict[str, Tensor] = field(default_factory=dict)
     # See `thing_labels`; none for pictures. `[B, 1 + THINGS]`
     things: dict[str, Tensor] = field(default_factory=dict)
+    facts: list[list[Fact]] = field(default_factory=list)  # asked of each picture
 
     @property
     def every(self) -> Tensor:
@@ -303,8 +304,9 @@ class PictureSampler:
         tokenizer: PreTrainedTokenizerFast,
         seed: int,
         unmarked: float = UNMARKED,
+        wordings: Wordings = STILL_WORDINGS,
     ) -> None:
-        self.newline = model.model.image_newline
+        self.newline, self.wordings = model.model.image_newline, wordings
         self.tokens, self.facts, self.tokenizer = tokens, facts, tokenizer
         self.rng, self.unmarked = np.random.default_rng([seed, 1]), unmarked
         self.texts: dict[str, list[int]] = {}
@@ -316,17 +318,18 @@ class PictureSampler:
 
     def lesson(self, chosen: Sequence[int], questions: int) -> Lesson:
         """A batch; the newline that ends a picture is added by the forward pass."""
-        rows, kinds = [], []
+        rows, kinds, every = [], [], []
         for picture in chosen:
             known = self.facts[picture]
             asked = [known[i] for i in self.rng.permutation(len(known))[:questions]]
             kinds.append([fact.kind for fact in asked])
             rows.append([self._ids(fact) for fact in asked])
+            every.append(asked)
         shown = laid_out(self.tokens[list(chosen)].float(), self.newline)
-        return Lesson(shown, pack(rows).to(shown.device), kinds)
+        return Lesson(shown, pack(rows).to(shown.device), kinds, facts=every)
 
     def _ids(self, fact: Fact) -> tuple[list[int], list[int]]:
-        text = _worded(fact, self.rng, STILL_WORDINGS, self.unmarked)
+        text = _worded(fact, self.rng, self.wordings, self.unmarked)
         for each in (text, fact.answer):
             if each not in self.texts:
                 self.texts[each] = self.tokenizer.encode(each)

@@ -81,6 +81,11 @@ def make_tokenizer(texts: Iterable[str] | None = None, size: int = 640) -> PreTr
         show_progress=False,
     )
     core.train_from_iterator(vocabulary_texts() if texts is None else texts, trainer)
+    return wrapped(core)
+
+
+def wrapped(core: Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer of transformers around one of this world."""
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=SPECIALS[END],
