@@ -156,7 +156,7 @@ def test_a_ragged_batch_equals_its_rows(family: str, kind: str, beams: int) -> N
             return
         alone = generate(this, this.inputs(texts[1:], **{name: items[1:]}), 4, num_beams=beams)
         if not torch.equal(stock.sequences[1, -4:], alone.sequences[0, -4:]):
-            return  # nor does stock transformers
+            pytest.skip("stock transformers reads a row of a batch in another way")
     with attach(this.model, spec := f"divprune:0.6+{inside(this)}:0.5", cache="snapkv:0.7"):
         together = generate(this, batch, 4, num_beams=beams)
     for row, (text, part) in enumerate(zip(texts, [items[:1], items[1:]], strict=True)):
