@@ -156,5 +156,7 @@ def test_pages_are_kept_as_the_bytes_that_the_processor_made() -> None:
             return {"pixel_values": [self.bytes.float() / 127.5 - 1.0]}
 
     cut = Cut()
-    page = draw_page(cut, 0, 3)
-    assert torch.equal(torch.from_numpy(page.pixels), cut.bytes) and page.facts[-1].kind == "count"
+    for things, kind in ((4, "count"), (3, "after")):
+        page = draw_page(cut, 0, things, 3)
+        assert torch.equal(torch.from_numpy(page.pixels), cut.bytes)
+        assert page.facts[-1].kind == kind

@@ -87,13 +87,19 @@ class MediaReuse:
         self.fetched = ""  # bits of what the last prompt took from files under a deadline
 
     @cached_property
+    def _device(self) -> str:
+        """Asked once: it is a call of torch, where a served prompt may stop."""
+        kind: str = self.model.device.type
+        return kind
+
+    @cached_property
     def _settings(self) -> str:
         """Name of all that computes beside the weights: config, processor, and where it runs."""
         config = json.dumps(self.model.config.to_dict(), sort_keys=True, default=repr)
         parts = {"tokenizer": None} if self.processor is None else self.processor.to_dict()
         parts = json.dumps(parts, sort_keys=True, default=repr)
         where = (
-            self.model.device.type,
+            self._device,
             str(self.model.dtype),
             self.model.config._attn_implementation,
         )
@@ -104,9 +110,8 @@ class MediaReuse:
 
         Nor are those that `torch.autocast` rounded, without it.
         """
-        kind = self.model.device.type
-        cast = torch.is_autocast_enabled(kind)
-        mine = [f"autocast {torch.get_autocast_dtype(kind)}"] if cast else []
+        cast = torch.is_autocast_enabled(self._device)
+        mine = [f"autocast {torch.get_autocast_dtype(self._device)}"] if cast else []
         mine += [owner] if owner else []
         return key_of(self._weights.value(), self._settings, reduce, *mine)
 

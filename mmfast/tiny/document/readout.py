@@ -1,4 +1,4 @@
-"""What visual states of pages say, and where the answer to a question stands among them."""
+"""Read-outs of visual states of pages, and where the answer to a question stands among them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ POINTING, HEADS = (3, 4), 2  # layers some heads of which attend to the answer
 
 
 class PageReadout(nn.Module):
-    """What visual states say: words and digits by the embeddings of their tokens, so that one
-    product matches all of them with those of a question; other labels by classifiers.
+    """Losses of reading visual states: words and digits by the embeddings of their tokens, so that
+    one product matches all of them with those of a question; other labels by classifiers.
     """
 
     def __init__(self, width: int, tokenizer: Any) -> None:
