@@ -38,6 +38,7 @@ from mmfast.tiny.document.train import (
     PageTask,
     draw_pages,
     encode_pages,
+    main,
     read_tiles,
 )
 from mmfast.tiny.document.words import learn_words, with_words
@@ -228,8 +229,11 @@ def test_reading_is_learned_and_other_features_are_held() -> None:
     drawn = draw_pages(processor.image_processor, 1, 2, 0)
     tiles, labels = read_tiles(drawn[1:])
     others, seen = read_tiles(drawn[:1], every=True)
-    task = PrintTower(model, (tiles, labels), (others, torch.full_like(seen, IGNORE)), 0, 1e-3)
+    assert np.array_equal(others, drawn[0].pixels) and bool((seen[:, 0] == IGNORE).all())
     some = torch.arange(len(others))
+    reads = PrintTower(model, (tiles, labels), (others, seen), 0, 1e-3)
+    assert float(reads.loss((False, some))[0].detach()) > 1  # looks of things are not read yet
+    task = PrintTower(model, (tiles, labels), (others, torch.full_like(seen, IGNORE)), 0, 1e-3)
 
     def loss(printed: bool, chosen: torch.Tensor) -> float:
         return float(task.loss((printed, chosen))[0].detach())
@@ -243,6 +247,16 @@ def test_reading_is_learned_and_other_features_are_held() -> None:
     for _ in range(8):
         training.update(task, [(True, printed)], 1.0)
     assert loss(True, printed) < 0.8 * first
+
+
+@pytest.mark.parametrize("sort", ["--pages", "--prints"])
+def test_a_recipe_without_pages_to_hold_out_says_so(
+    sort: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([sort, "0", "--out", str(tmp_path / "new")])
+    assert "64 pages of each sort are held out" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_words_are_read_by_their_embeddings() -> None:

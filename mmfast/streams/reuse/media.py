@@ -89,8 +89,7 @@ class MediaReuse:
     @cached_property
     def _device(self) -> str:
         """Asked once: it is a call of torch, where a served prompt may stop."""
-        kind: str = self.model.device.type
-        return kind
+        return str(self.model.device.type)
 
     @cached_property
     def _settings(self) -> str:

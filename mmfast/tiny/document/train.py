@@ -160,11 +160,9 @@ class PageTask(training.Task):
         return [self._batch() for _ in range(training.side_by_side(self.device))]
 
     def _batch(self) -> Batch:
-        size = self.options.batch
-        things = round(self.options.things * size)
-        parts = (self.free[0], things), (self.free[1], size - things)
-        drawn = [s[torch.randint(len(s), (n,), generator=self.rng)] for s, n in parts if n]
-        chosen = torch.cat(drawn)
+        things = round(self.options.things * self.options.batch)
+        parts = zip(self.free, (things, self.options.batch - things), strict=True)
+        chosen = torch.cat([s[torch.randint(len(s), (n,), generator=self.rng)] for s, n in parts])
         lesson = self.pages.lesson(chosen.tolist(), QUESTIONS)
         return chosen.tolist(), lesson, self._kept(lesson, chosen)
 
@@ -250,7 +248,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--watch", type=float, default=4.0, help="minutes between looks at held pages")
     add("--workers", type=int, default=0, help="processes that draw pages")
     training.device_option(parser)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if min(options.pages, options.prints) <= HELD:
+        parser.error(f"{HELD} pages of each sort are held out: give more --pages and --prints")
+    return options
 
 
 def learn_to_read(
