@@ -135,9 +135,14 @@ def offered() -> list[Any]:
     return [m for m in mmfast.methods("reducer") if m.sites[0] not in _NOT_OFFERED]
 
 
+def pipe_for(shelf: Shelf, media: Any, spec: str | None, frames: int = FRAMES) -> Any:
+    """The pipeline that answers about a medium of the page: an example's path, a file or pixels."""
+    return shelf.visual(mmfast.kind_of(media), spec, frames, examples.reader(media))
+
+
 def glimpse(shelf: Shelf, media: Any, question: str, spec: str | None, frames: int) -> Shown:
     """One answer, not timed; a spec of None keeps all tokens."""
-    pipe = shelf.visual(mmfast.kind_of(media), spec, frames)
+    pipe = pipe_for(shelf, media, spec, frames)
     return _shown(pipe, media, spec, pipe(media, question))
 
 
@@ -145,9 +150,8 @@ def timed(
     shelf: Shelf, media: Any, question: str, spec: str, frames: int = FRAMES, **how: Any
 ) -> tuple[Shown, Shown, Rows]:
     """Answer with all tokens and with `spec` in turn, several times; `how` is `time_answers`'."""
-    kind = mmfast.kind_of(media)
     specs = {"all": None, "spec": spec}
-    pipes = {name: shelf.visual(kind, each, frames) for name, each in specs.items()}
+    pipes = {name: pipe_for(shelf, media, each, frames) for name, each in specs.items()}
     how = {"rounds": ROUNDS, "seconds": SECONDS, "warm": False, **how}
     answers, rows = mmfast.time_answers(pipes, media, question, **how)
     base, fast = (_shown(pipes[name], media, specs[name], answers[name]) for name in specs)
@@ -286,7 +290,7 @@ class Answers:
 def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, Any]:
     if example not in dict(examples.names()).values():
         raise gr.Error("no such example", print_exception=False)
-    pipe = shelf.visual(mmfast.kind_of(str(CLIPS / example)), reduce or None)
+    pipe = pipe_for(shelf, str(CLIPS / example), reduce or None)
     found = polite(pipe.__call__)(str(CLIPS / example), question)
     tokens = {"kept_tokens": found.kept_tokens, "visual_tokens": found.visual_tokens}
     return {"answer": found.text, **tokens, "ttft_ms": round(found.ttft_ms, 3)}
@@ -311,7 +315,9 @@ def copies(
     """Buttons that copy the code of these settings."""
     spec, own = spec_of(method, budget), example == OWN
     name = Path(upload).name if own and upload else "clip.mp4" if own else str(example)
-    given = {} if shelf.model is None else {"model": shelf.source}
+    reader = None if own else examples.reader(name)
+    model = reader if shelf.model is None else shelf.source
+    given = {} if model is None else {"model": model}
     given |= {key: str(value) for key, value in shelf.place.items() if value not in (None, "auto")}
     given |= {"reduce": spec}
     kind = _kind((upload or "") if own else str(CLIPS / name))

@@ -15,7 +15,7 @@ import gradio as gr
 
 import mmfast
 from mmfast.demos import examples, views
-from mmfast.demos.ask import gain, media_inputs, opened, same, spec_of
+from mmfast.demos.ask import gain, media_inputs, opened, pipe_for, same, spec_of
 from mmfast.demos.examples import RESULTS
 from mmfast.demos.shelf import FRAMES, Shelf
 from mmfast.demos.views import Run, polite
@@ -244,9 +244,8 @@ def trial(
 
     `known` are the right answers; unless all are there, those with all tokens take their place.
     """
-    kind = mmfast.kind_of(media)
-    pipes = {name: shelf.visual(kind, name, frames) for name in specs}
-    pipes = {ALL: shelf.visual(kind, None, frames), **pipes}
+    pipes = {name: pipe_for(shelf, media, name, frames) for name in specs}
+    pipes = {ALL: pipe_for(shelf, media, None, frames), **pipes}
     rest = [(name, question) for question in questions[1:] for name in pipes]
     texts: dict[str, list[str]] = {name: [] for name in pipes}
     for number, (name, question) in enumerate(rest):
@@ -346,6 +345,7 @@ def run_trial(
     _, media = opened(shelf, example, upload, frames)
     asked = [line.strip() for line in questions.splitlines() if line.strip()][:QUESTIONS]
     suite = "clips" if mmfast.kind_of(media) == "video" else "pictures"
+    suite = "tables" if examples.reader(media) else suite
     good, rest = ranked(suite, budget / 100)
     specs = [spec_of(name, budget) for name in [*good, *rest] if name in methods]
     if not asked or not specs:

@@ -1,4 +1,4 @@
-"""The generated clips and the picture that come with mmfast, and what can be asked about them."""
+"""The clips, the picture and the page that come with mmfast, and what can be asked of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _FIRST = {
     "number.mp4": "What number is on the screen?",
     "behind-a-bar.mp4": "Where is the yellow triangle at the start?",
     "picture.jpg": "What colour is the square?",
+    "receipt.jpg": "What is the weight of the nuts?",
 }
+PAGES = {"receipt.jpg": "tiny-document"}  # examples that an embedded model of their own reads
 
 
 @cache
@@ -35,12 +37,25 @@ def listing() -> dict[str, dict[str, str]]:
         "What number is on the screen?": "88",
         "Where is the red square?": "bottom left",
     }
+    found["receipt.jpg"] = {
+        "What is the weight of the nuts?": "47",
+        "Which item has the stock 28?": "grapes",
+        "What is the title?": "receipt",
+        "How many rows are there?": "5",
+        "What comes after call?": "lend",
+    }
     return found
 
 
-def names() -> list[tuple[str, str]]:
-    there = [name for name in _FIRST if (CLIPS / name).is_file()]
+def names(pages: bool = True) -> list[tuple[str, str]]:
+    """Label and file of every example; `pages` counts those with print in."""
+    there = [n for n in _FIRST if (CLIPS / n).is_file() and (pages or n not in PAGES)]
     return [(name.rsplit(".", 1)[0].replace("-", " "), name) for name in there]
+
+
+def reader(media: Any) -> str | None:
+    """The embedded model that reads an example, given by its path, where the default does not."""
+    return PAGES.get(Path(media).name) if isinstance(media, str) else None
 
 
 def questions(name: str, most: int = 6) -> list[str]:

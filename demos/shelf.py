@@ -54,9 +54,22 @@ class Shelf:
         """Return an upload as a pipeline takes it: its pixels, or the file."""
         return path if self._read is None else self._read(path, frames=frames)
 
-    def visual(self, kind: str, reduce: str | None = None, frames: int = FRAMES) -> Any:
-        """The pipeline that answers about a `video` or an `image`."""
-        pair = self.once("pair", self._pair)
+    def visual(
+        self,
+        kind: str,
+        reduce: str | None = None,
+        frames: int = FRAMES,
+        reader: str | None = None,
+    ) -> Any:
+        """The pipeline that answers about a `video` or an `image`.
+
+        `reader` is an embedded model that takes the place of the default; a model that was given
+        reads everything itself.
+        """
+        if reader is None or self.model is not None:
+            pair = self.once("pair", self._pair)
+        else:
+            pair = self.once(reader, lambda: self._loaded_pair(reader))
         options = {**self.place, "reduce": reduce, "max_new_tokens": ANSWER_TOKENS}
         options |= {"frames": frames}
         return mmfast.pipeline(f"{kind}-qa", pair, **options)
@@ -64,7 +77,10 @@ class Shelf:
     def _pair(self) -> tuple[Any, Any]:
         if self._given is not None:
             return self._given
-        pipe = mmfast.pipeline("image-qa", self.model, **self.place)
+        return self._loaded_pair(self.model)
+
+    def _loaded_pair(self, model: Any) -> tuple[Any, Any]:
+        pipe = mmfast.pipeline("image-qa", model, **self.place)
         return pipe.model, pipe.processor
 
     def stream(self) -> Any:

@@ -43,7 +43,7 @@ class Talk:
         rate, about = wish.get("rate"), wish.get("about") or CHAT
         if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
             raise mmfast.MmfastError(f"rate={rate!r} is none of a microphone; give samples/s")
-        if about != CHAT and about not in dict(examples.names()).values():
+        if about != CHAT and about not in dict(examples.names(pages=False)).values():
             raise mmfast.MmfastError("there is nothing of that name to talk about")
         chat = None if about == CHAT else _about(shelf, about)
         options: dict[str, Any] = {}
@@ -259,10 +259,11 @@ def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any]
 
 def talking() -> str:
     """The conversation's element; voice.js brings it to life."""
-    about = [*([name, f"about: {label}"] for label, name in examples.names()), [CHAT, CHAT]]
+    named = examples.names(pages=False)
+    about = [*([name, f"about: {label}"] for label, name in named), [CHAT, CHAT]]
     data = {"about": about, "voices": [[n, f"{n} ({how})"] for n, how in VOICES.items()]}
     asks = {CHAT: list(CAN_SAY)}
-    asks |= {name: examples.questions(name, 4) for _, name in examples.names()}
+    asks |= {name: examples.questions(name, 4) for _, name in named}
     return (
         f"<mm-voice data-choices='{escape(json.dumps(data), quote=True)}' "
         f"data-asks='{escape(json.dumps(asks), quote=True)}'></mm-voice>"

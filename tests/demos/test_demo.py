@@ -55,7 +55,7 @@ def shelf() -> Shelf:
 
 def test_examples_are_there_and_their_questions_known() -> None:
     files = dict(examples.names()).values()
-    assert len(files) == 7
+    assert len(files) == 8
     for name in files:
         asked = examples.questions(name)
         assert 2 <= len(asked) <= 6 and all(examples.right_answer(name, q) for q in asked), name
@@ -125,7 +125,19 @@ def test_the_first_answer_is_there_before_anybody_asks(monkeypatch: pytest.Monke
     assert ask.Answers(shelf).arrival() is first
 
 
-@pytest.mark.parametrize("example", [CLIP, "picture.jpg"])
+def test_a_page_is_read_by_the_model_that_reads_print(shelf: Shelf) -> None:
+    """All answers are right with all tokens; methods are ranked by what they keep of tables."""
+    page = str(examples.CLIPS / "receipt.jpg")
+    for question, right in examples.listing()["receipt.jpg"].items():
+        assert ask.glimpse(shelf, page, question, None, 8).text == right
+    found = ask.answer(shelf, "receipt.jpg", "What is the weight of the nuts?", "divprune:0.25")
+    assert found["answer"] == "47" and found["kept_tokens"] < found["visual_tokens"]
+    assert all(name != "receipt.jpg" for _, name in examples.names(pages=False))
+    theirs = Shelf(model="tiny-video")
+    assert theirs.visual("image", reader="tiny-document").model is theirs.visual("image").model
+
+
+@pytest.mark.parametrize("example", [CLIP, "picture.jpg", "receipt.jpg"])
 def test_copied_code_gives_what_the_page_shows(
     shelf: Shelf, example: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,8 +151,9 @@ def test_copied_code_gives_what_the_page_shows(
     assert (said, int(kept)) == (shown.text, shown.tokens)
     assert shown.of == (144 if example == CLIP else shown.of)
     words = shlex.split(re.sub(r'"\$\(.*\)"', "CLIPS", line))
+    reader = ["--model", "tiny-document"] if example == "receipt.jpg" else []
     assert words[:3] == ["mmfast", "ask", f"CLIPS/clips/{example}"] and words[3:] == [
-        asked, "--frames", "4", "--compare", "divprune:0.25",
+        asked, "--frames", "4", "--compare", "divprune:0.25", *reader,
     ]  # fmt: skip
     code = re.search(r'"\$\(python -c "(.*)"\)"/clips/', line)
     assert code is not None
