@@ -196,6 +196,13 @@ def _prunevid(arrays: Arrays, params: Params) -> Outcome:
     return {"tokens": merged[order], "window_sizes": torch.tensor(sizes)}, []
 
 
+def _saint(arrays: Arrays, params: Params) -> Outcome:
+    names = {"tau": "sim_threshold", "neighbours": "K", "gamma": "gamma"}
+    knobs = {knob: params[name] for knob, name in names.items()}
+    kept = [run(Tokens(keys), "saint", **knobs)[0].keep for keys in arrays["keys"]]
+    return {"indices": torch.stack(kept)}, []
+
+
 def _framefusion(arrays: Arrays, params: Params) -> Outcome:
     x, n = arrays["x"], params["frame_tokens"]
     # The merges of these files meet their budget, so that nothing is pruned by attention.
@@ -350,6 +357,7 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),
     "prumerge_plus": (_prumerge_plus, "q_cls k features", "adaptive ratio?"),
     "prunevid": (_prunevid, "x", "cluster_ratio tau temporal_segment_ratio"),
+    "saint": (_saint, "keys", "K gamma sim_threshold"),
     "stc_pruner": (_stc_pruner, "x", "chunk_frames keep_per_frame model"),
     "tome": (_tome, "metric x size?", "class_token distill_token r"),
     "vidcom2": (_vidcom2, "x", "base_scale tokens_per_frame model?"),

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from mmfast import MmfastError, Reduction
 from mmfast.bench.gate import ParityRow, verify
 from mmfast.bench.parity import DRIVERS
+from mmfast.ops.clustering import even_edges
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.safetensors"))
@@ -228,6 +229,11 @@ def test_rows_are_plain_data() -> None:
             "vispruner",
             "mmfast.reducers.attention.vispruner._distinct",
             lambda x, rest, count: rest[:, :count],
+        ),
+        (
+            "saint",
+            "mmfast.reducers.diversity.saint.even_edges",
+            lambda metric, tau: (even_edges(metric, tau)[0], *even_edges(metric, 0.0)[1:]),
         ),
         (
             "stc_pruner",

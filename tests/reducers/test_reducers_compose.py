@@ -34,6 +34,7 @@ KNOBS = [
     ("litevggt", {"salient": 0.95}),
     ("ptp", {"balance": 0.1}),
     ("saint", {"tau": 0.2}),
+    ("saint", {"tau": 0.9, "gamma": 0.0}),
     ("script", {"tau": 0.3, "floor": 0.0}),
     ("script", {"tau": 0.99, "floor": 1.0}),
 ]

@@ -256,6 +256,17 @@ def prunevid() -> Iterator[Case]:
         yield {"x": video(frames, n)}, params
 
 
+def saint() -> Iterator[Case]:
+    for n, tau, votes, gamma in (
+        (2, 0.5, 1, 10.0),
+        (1, 0.5, 1, 10.0),
+        (9, 1.1, 1, 2.0),
+        (40, 0, 9, 0),
+    ):
+        params = {"sim_threshold": float(tau), "K": votes, "gamma": float(gamma)}
+        yield {"keys": rows(1, n, 6, seed=n)}, params
+
+
 def vispruner() -> Iterator[Case]:
     for n, count, important in ((17, 5, 0.5), (9, 1, 0.0), (40, 13, 1.0), (33, 32, 0.2)):
         inputs = {"features": rows(2, n, 8, seed=n), "attn": probabilities(2, 3, n, seed=n)}

@@ -16,7 +16,7 @@ from mmfast.models.reduction.probe import head_mass, last_query_scores, rows_of
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
 # Signals of a decoder layer about the visual tokens that it saw.
-_OF_KEYS = {"key_norm", "text_key_norm", "values", "text_values"}
+_OF_KEYS = {"key_norm", "text_key_norm", "key_mean", "values", "text_values"}
 # Rotary angles at the cut itself: mean cosine and mean sine of each token, see `angles`.
 ROPE = "rope"
 INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn", ROPE, *_OF_KEYS})
@@ -65,6 +65,11 @@ class LayerAttention:
         columns = (keys + self.start).to(self.key.device)
         return self.key[row].index_select(1, columns).float().abs().sum((0, 2))
 
+    def key_mean(self, row: int, keys: Tensor) -> Tensor:
+        """`[len(keys), d]` float32: new keys, mean over heads."""
+        columns = (keys + self.start).to(self.key.device)
+        return self.key[row].index_select(1, columns).float().mean(0)
+
     def values(self, row: int, keys: Tensor) -> Tensor:
         """`[len(keys), Hkv, d]`: values of new tokens."""
         assert self.value is not None
@@ -95,8 +100,9 @@ def inner_signals(
         own tokens, `attn_text` `[n, T]` from each text token (0 where it stands before the item),
         `text_attn` `[T]` what each text token receives from those that may see it. These are means
         over heads, softmax over the full row. `key_norm` `[n]` and `text_key_norm` `[T]` are the
-        L1 norms of keys, `values` `[n, Hkv * d]` and `text_values` `[T, Hkv, d]` the values that
-        belong to them. Text signals are left out where there is no text.
+        L1 norms of keys, `key_mean` `[n, d]` is the mean of keys over heads, `values` `[n, Hkv *
+        d]` and `text_values` `[T, Hkv, d]` are the values that belong to them. Text signals are
+        left out where there is no text.
     """
     items = sequences.items if items is None else items
     found: list[dict[str, Tensor]] = [{} for _ in items]
@@ -129,6 +135,8 @@ def _of_keys(
         found["key_norm"] = seen.key_norm(item.row, item.where)
     if "text_key_norm" in needs and len(text):
         found["text_key_norm"] = seen.key_norm(item.row, text)
+    if "key_mean" in needs:
+        found["key_mean"] = seen.key_mean(item.row, item.where)
     if "values" in needs and seen.value is not None:
         found["values"] = seen.values(item.row, item.where).flatten(1)
     if "text_values" in needs and seen.value is not None and len(text):

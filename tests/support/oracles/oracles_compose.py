@@ -195,39 +195,51 @@ def token_sampling(item: Item, budget: int) -> Answer:
     return pruned(item.n, keep)
 
 
-def redundancy(metric: np.ndarray, tokens: list[int], tau: float) -> dict[int, tuple[float, int]]:
-    """Score and degree of the tokens at even places of a list."""
+def edges_of(
+    metric: np.ndarray, tokens: list[int], tau: float
+) -> dict[int, tuple[list[float], list[float]]]:
+    """Of the tokens at even places of a list: cosines with those at odd places, and the edges."""
     found = {}
     for a in tokens[::2]:
         near = [alike(metric[a], metric[b]) for b in tokens[1::2]]
-        edges = [c for c in near if c > tau]
-        found[a] = (sum(edges) if edges else max(near) - 1, len(edges))
+        found[a] = near, [c for c in near if c >= tau]
     return found
 
 
-def saint(item: Item, budget: int | None, tau: float = 0.9, neighbours: int = 5) -> Answer:
+def saint(
+    item: Item,
+    budget: int | None,
+    tau: float = 0.75,
+    neighbours: int = 5,
+    gamma: float = 10.0,
+) -> Answer:
     metric = item.x if item.keys is None else item.keys
+
+    def redundancy(near: list[float], edges: list[float]) -> float:
+        if not edges:
+            return sum(near) / len(near)
+        return len(edges) * math.exp(gamma * (sum(edges) / len(edges) - tau))
+
     left = list(range(item.n))
     while len(left) > (budget or 1):
-        score = redundancy(metric, left, tau)
+        found = edges_of(metric, left, tau)
         if budget is None:
-            needed = min(neighbours, len(left) // 2)
-            count = sum(degree >= needed for _, degree in score.values())
+            count = sum(len(edges) >= neighbours for _, edges in found.values())
         else:
-            count = min(len(left) - budget, math.ceil(len(score) / 2))
-        if not count:
-            break
-        going = sorted(score, key=lambda a: (-score[a][0], a))[:count]
+            count = min(len(left) - budget, math.ceil(len(found) / 2))
+        going = sorted(found, key=lambda a: (-redundancy(*found[a]), a))[:count]
         left = [i for i in left if i not in going]
+        if budget is None:
+            break
     return pruned(item.n, left)
 
 
 def script(item: Item, budget: int, tau: float = 0.8, floor: float = 0.8) -> Answer:
     going: list[int] = []
     if item.n > 1:
-        score = redundancy(item.x, list(range(item.n)), tau)
-        count = min(sum(degree > 0 for _, degree in score.values()), item.n - budget)
-        going = sorted(score, key=lambda a: (-score[a][0], a))[:count]
+        found = edges_of(item.x, list(range(item.n)), tau)
+        count = min(sum(bool(edges) for _, edges in found.values()), item.n - budget)
+        going = sorted(found, key=lambda a: (-sum(found[a][1]), a))[:count]
     rest = [i for i in range(item.n) if i not in going]
     wanted = relevance(item.x, item.query)
     quality = [floor + (1 - floor) * q for q in rescaled([wanted[i] for i in rest])]

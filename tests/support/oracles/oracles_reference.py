@@ -496,10 +496,16 @@ def vispruner(a: Arrays, p: Params) -> Results:
     return {"mask": np.array(masks)}
 
 
+def saint(a: Arrays, p: Params) -> Results:
+    rule = (p["sim_threshold"], p["K"], p["gamma"])
+    answers = [oracles_compose.saint(Item(k), None, *rule) for k in a["keys"].astype(float)]
+    return {"indices": np.array([answer.keep for answer in answers])}
+
+
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
         cdpruner, divprune, dycoke, evs, fastv, framefusion, hiprune, hired, holitom, pixelprune,
-        prumerge, prumerge_plus, prunevid, stc_pruner, tome, vidcom2, visionzip, vispruner,
+        prumerge, prumerge_plus, prunevid, saint, stc_pruner, tome, vidcom2, visionzip, vispruner,
     )
 }  # fmt: skip
