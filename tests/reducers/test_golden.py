@@ -231,6 +231,31 @@ def test_rows_are_plain_data() -> None:
             lambda x, rest, count: rest[:, :count],
         ),
         (
+            "dart",
+            "mmfast.reducers.decoder.dart.cosine_table",
+            lambda pivots, x: (pivots @ x.T).double(),
+        ),
+        (
+            "holitom_inner",
+            "mmfast.reducers.video.holitom._halvings",
+            lambda owner, kept: torch.ones(owner.shape),
+        ),
+        (
+            "ivc_prune",
+            "mmfast.reducers.decoder.ivc_prune._resemblance",
+            lambda queries, values: torch.ones(len(queries), len(values)),
+        ),
+        (
+            "sparsevlm",
+            "mmfast.reducers.decoder.sparsevlm.raters",
+            lambda x, query: torch.ones(len(query), dtype=torch.bool),
+        ),
+        (
+            "v_cast",
+            "mmfast.reducers.video.v_cast._curvature",
+            lambda path: torch.ones(path.shape[:-1]),
+        ),
+        (
             "saint",
             "mmfast.reducers.diversity.saint.even_edges",
             lambda metric, tau: (even_edges(metric, tau)[0], *even_edges(metric, 0.0)[1:]),

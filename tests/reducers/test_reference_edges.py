@@ -256,6 +256,39 @@ def prunevid() -> Iterator[Case]:
         yield {"x": video(frames, n)}, params
 
 
+def v_cast() -> Iterator[Case]:
+    for frames, n, ratio in ((3, 9, 0.01), (6, 5, 1.0), (1, 12, 0.3)):
+        yield {"x": video(frames, n)}, {"retain_ratio": ratio}
+
+
+def holitom_inner() -> Iterator[Case]:
+    for first, n, behind, r in ((0, 9, 1, 0.9), (4, 20, 3, 0.0), (2, 21, 0, 0.5)):
+        length = first + n + behind
+        inputs = {"x": rows(length, 8, seed=n), "attn": probabilities(2, length, seed=n)}
+        yield inputs, {"image_start": first, "image_len": n, "r": r}
+
+
+def dart() -> Iterator[Case]:
+    for first, n, text, pivots, words, ratio in ((0, 20, 3, 1, 1, 0.5), (5, 16, 9, 4, 4, 0.9)):
+        inputs = {"states": rows(first + n + text, 8), "keys": rows(2, first + n + text, 4)}
+        pivot = {"pivot_image_token": pivots, "pivot_text_token": words}
+        yield inputs, {"image_start": first, "image_len": n, "reduction_ratio": ratio, **pivot}
+
+
+def ivc_prune() -> Iterator[Case]:
+    for first, n, text in ((0, 10, 3), (3, 40, 9)):
+        length = first + n + text
+        inputs = {"values": rows(length, 2, 4), "rope": rows(1, length, 4, 2).clamp(-1, 1)}
+        yield inputs, {"image_start": first, "image_len": n}
+
+
+def sparsevlm() -> Iterator[Case]:
+    for n, words, keep in ((30, 4, 10), (90, 9, 20)):
+        attn = probabilities(2, words, n, seed=n)
+        inputs = {"x": rows(n, 8, seed=n), "query": rows(words, 8, seed=n), "attn": attn}
+        yield inputs, {"keep": keep}
+
+
 def saint() -> Iterator[Case]:
     for n, tau, votes, gamma in (
         (2, 0.5, 1, 10.0),
