@@ -261,6 +261,21 @@ def _ivc_prune(arrays: Arrays, params: Params) -> Outcome:
     return {"keep_indices": _around(found, first, len(values))}, []
 
 
+def _pyramiddrop(arrays: Arrays, params: Params) -> Outcome:
+    masks = torch.zeros(arrays["key"].shape[0], arrays["key"].shape[2], dtype=torch.bool)
+    rows = zip(
+        *(params[name] for name in ("image_tokens", "image_index", "prompt_len")), strict=True
+    )
+    now, left = params["ratios"]
+    for row, (tokens, first, words) in enumerate(rows):
+        n, length = int(tokens * now), int(tokens * now) + words
+        query, key = arrays["query"][row, None], arrays["key"][row, None, :, :length]
+        attn = last_query_scores(query, key)[0, first : first + n]
+        (found,) = run(Tokens(attn[:, None], attn=attn), "pyramiddrop", int(tokens * left))
+        masks[row, _around(found, first, length)] = True
+    return {"mask": masks}, []
+
+
 def _sparsevlm(arrays: Arrays, params: Params) -> Outcome:
     x, query, keep = arrays["x"], arrays["query"], params["keep"]
     tokens = Tokens(x, query=query, signals={"attn_text": arrays["attn"].mean(0).T})
@@ -424,6 +439,7 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),
     "prumerge_plus": (_prumerge_plus, "q_cls k features", "adaptive ratio?"),
     "prunevid": (_prunevid, "x", "cluster_ratio tau temporal_segment_ratio"),
+    "pyramiddrop": (_pyramiddrop, "query key", "image_index image_tokens prompt_len ratios"),
     "saint": (_saint, "keys", "K gamma sim_threshold"),
     "sparsevlm": (_sparsevlm, "x query attn", "keep"),
     "stc_pruner": (_stc_pruner, "x", "chunk_frames keep_per_frame model"),

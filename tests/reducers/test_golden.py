@@ -246,6 +246,11 @@ def test_rows_are_plain_data() -> None:
             lambda queries, values: torch.ones(len(queries), len(values)),
         ),
         (
+            "pyramiddrop",
+            "mmfast.reducers.decoder.pyramiddrop.stable_topk",
+            lambda s, k: (-s).topk(k).indices,
+        ),
+        (
             "sparsevlm",
             "mmfast.reducers.decoder.sparsevlm.raters",
             lambda x, query: torch.ones(len(query), dtype=torch.bool),

@@ -289,6 +289,13 @@ def sparsevlm() -> Iterator[Case]:
         yield inputs, {"keep": keep}
 
 
+def pyramiddrop() -> Iterator[Case]:
+    for tokens, first, words, ratios in ((9, 0, 1, [1, 0.12]), (20, 4, 6, [0.5, 0.45])):
+        inputs = {"query": rows(1, 2, 1, 4, seed=tokens), "key": rows(1, 2, 30, 4, seed=tokens)}
+        lists = {"image_tokens": [tokens], "image_index": [first], "prompt_len": [words]}
+        yield inputs, {**lists, "ratios": ratios}
+
+
 def saint() -> Iterator[Case]:
     for n, tau, votes, gamma in (
         (2, 0.5, 1, 10.0),

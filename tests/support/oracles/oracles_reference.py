@@ -541,6 +541,21 @@ def ivc_prune(a: Arrays, p: Params) -> Results:
     return {"keep_indices": around(keep, first, n, len(values))}
 
 
+def pyramiddrop(a: Arrays, p: Params) -> Results:
+    masks = np.zeros((len(a["key"]), a["key"].shape[2]), bool)
+    for row, (query, key) in enumerate(zip(a["query"], a["key"], strict=True)):
+        first, n = p["image_index"][row], int(p["image_tokens"][row] * p["ratios"][0])
+        length = n + p["prompt_len"][row]
+        score = np.zeros(length)
+        for q, k in zip(query[:, 0].astype(float), key[:, :length].astype(float), strict=True):
+            power = np.exp(k @ q / math.sqrt(len(q)))
+            score += power / power.sum()
+        budget = int(p["image_tokens"][row] * p["ratios"][1])
+        keep = ranked(score[first : first + n].tolist())[:budget]
+        masks[row, around(keep, first, n, length)] = True
+    return {"mask": masks}
+
+
 def sparsevlm(a: Arrays, p: Params) -> Results:
     x, query = a["x"].astype(float), a["query"].astype(float)
     power = np.exp(np.array([[cosine(token, word) for word in query] for token in x]))
@@ -567,7 +582,7 @@ REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
         cdpruner, dart, divprune, dycoke, evs, fastv, framefusion, hiprune, hired, holitom,
-        holitom_inner, ivc_prune, pixelprune, prumerge, prumerge_plus, prunevid, saint, sparsevlm,
-        stc_pruner, tome, v_cast, vidcom2, visionzip, vispruner,
+        holitom_inner, ivc_prune, pixelprune, prumerge, prumerge_plus, prunevid, pyramiddrop, saint,
+        sparsevlm, stc_pruner, tome, v_cast, vidcom2, visionzip, vispruner,
     )
 }  # fmt: skip
