@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mmfast.core.registry import get
 from mmfast.core.spec import Spec
 from mmfast.core.spec import run as run_spec
 from mmfast.core.tokens import Tokens
+from mmfast.models.reduction.decoder_signals import LayerAttention, last_products
 from mmfast.models.reduction.probe import last_query_scores
 from mmfast.ops import video
 from mmfast.ops.max_min import max_min
@@ -204,6 +206,16 @@ def _saint(arrays: Arrays, params: Params) -> Outcome:
     return {"indices": torch.stack(kept)}, []
 
 
+def _fastvid(arrays: Arrays, params: Params) -> Outcome:
+    frames, n, width = arrays["x"].shape
+    rows = arrays["x"].reshape(-1, width)
+    tokens = Tokens(rows, attn=arrays["attn"].flatten(), grid=(frames, 1, n))
+    names = {"segments": "c", "tau": "tau", "context": "d", "every": "p", "beta": "beta"}
+    knobs = {knob: params[name] for knob, name in names.items()}
+    (found,) = run(tokens, "fastvid", frames * int(n * params["retention_ratio"]), **knobs)
+    return {"indices": found.keep, "tokens": found.apply(rows)}, []
+
+
 def _framefusion(arrays: Arrays, params: Params) -> Outcome:
     x, n = arrays["x"], params["frame_tokens"]
     # The merges of these files meet their budget, so that nothing is pruned by attention.
@@ -274,6 +286,15 @@ def _pyramiddrop(arrays: Arrays, params: Params) -> Outcome:
         (found,) = run(Tokens(attn[:, None], attn=attn), "pyramiddrop", int(tokens * left))
         masks[row, _around(found, first, length)] = True
     return {"mask": masks}, []
+
+
+def _gemfilter(arrays: Arrays, params: Params) -> Outcome:
+    seen = LayerAttention(arrays["query"], arrays["key"], None, None, True, 0)
+    prompt: Any = SimpleNamespace(row=0, where=torch.arange(arrays["key"].shape[2]))
+    whole: Any = SimpleNamespace(drafts=0, ok=None)
+    signals = {"attn_ahead": last_products(whole, seen, prompt)}
+    tokens = Tokens(arrays["key"][0].transpose(0, 1).flatten(1), signals=signals)
+    return {"indices": run(tokens, "gemfilter", params["topk"])[0].keep}, []
 
 
 def _sparsevlm(arrays: Arrays, params: Params) -> Outcome:
@@ -429,7 +450,9 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "dycoke": (_dycoke, "x", "merging_ratio tokens_per_frame"),
     "evs": (_evs, "x", "H T W q spatial_merge_size"),
     "fastv": (_fastv, "attn", "image_len image_start r"),
+    "fastvid": (_fastvid, "x attn", "beta c d p retention_ratio tau"),
     "framefusion": (_framefusion, "x", "frame_tokens tau keep"),
+    "gemfilter": (_gemfilter, "query key", "topk"),
     "hiprune": (_hiprune, "attn_object attn_deep", "alpha retention"),
     "hired": (_hired, _TILES, "alpha n_tokens num_partitions rate grids? image_sizes?"),
     "holitom": (_holitom, "x attn", "D K beta max_window_size retain_ratio tau"),

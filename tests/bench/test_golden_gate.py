@@ -118,7 +118,7 @@ def _reversed(found: Reduction) -> Reduction:
 
 
 ORDERS = ["dycoke", "holitom", "prumerge", "prumerge_plus", "tome", "visionzip"]
-FEATURES = [*ORDERS, "holitom_inner", "prunevid", "sparsevlm"]
+FEATURES = [*ORDERS, "fastvid", "holitom_inner", "prunevid", "sparsevlm"]
 ORDERS += ["cdpruner", "divprune"]
 # The reference of prunevid tells merged features alone: no place, and no order.
 PLACED = [name for name in NAMES if name != "prunevid"]

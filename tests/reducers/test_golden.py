@@ -246,6 +246,16 @@ def test_rows_are_plain_data() -> None:
             lambda queries, values: torch.ones(len(queries), len(values)),
         ),
         (
+            "fastvid",
+            "mmfast.reducers.video.fastvid._weights",
+            lambda count, beta: (count * 0 + 0.5, 0.5 / count.clamp_min(1)),
+        ),
+        (
+            "gemfilter",
+            "mmfast.reducers.decoder.gemfilter.pooled_votes",
+            lambda score, kernel: score,
+        ),
+        (
             "pyramiddrop",
             "mmfast.reducers.decoder.pyramiddrop.stable_topk",
             lambda s, k: (-s).topk(k).indices,

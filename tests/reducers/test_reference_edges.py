@@ -289,6 +289,19 @@ def sparsevlm() -> Iterator[Case]:
         yield inputs, {"keep": keep}
 
 
+def fastvid() -> Iterator[Case]:
+    for frames, n, ratio, every, context in ((1, 9, 0.5, 4, 0.4), (6, 8, 0.9, 2, 1.0)):
+        knobs = {"c": 2, "tau": 0.9, "d": context, "p": every, "beta": 0.6}
+        inputs = {"x": video(frames, n), "attn": probabilities(frames, n, seed=n)}
+        yield inputs, {"retention_ratio": ratio, **knobs}
+
+
+def gemfilter() -> Iterator[Case]:
+    for heads, groups, n, topk in ((2, 2, 3, 1), (4, 1, 20, 20), (4, 2, 21, 5)):
+        inputs = {"query": rows(1, heads, 1, 4, seed=n), "key": rows(1, groups, n, 4, seed=n)}
+        yield inputs, {"topk": topk}
+
+
 def pyramiddrop() -> Iterator[Case]:
     for tokens, first, words, ratios in ((9, 0, 1, [1, 0.12]), (20, 4, 6, [0.5, 0.45])):
         inputs = {"query": rows(1, 2, 1, 4, seed=tokens), "key": rows(1, 2, 30, 4, seed=tokens)}

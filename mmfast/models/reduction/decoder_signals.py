@@ -191,9 +191,23 @@ def _of_text(
     }
 
 
+def last_products(sequences: Sequences, seen: LayerAttention, item: MediaItem) -> Tensor:
+    """Products `[n]` float32 of the last query of an item's row with its keys, sum over heads."""
+    place = -1 if _in_front(sequences) else int(sequences.real(item.row)[-1])
+    key = seen.key[item.row].index_select(1, (item.where + seen.start).to(seen.key.device))
+    query = seen.query[item.row, :, place].float().unflatten(0, (len(key), -1)).sum(1)  # [Hkv, d]
+    with torch.autocast(key.device.type, enabled=False):  # float32 also under a caller's bf16
+        products: Tensor = (key.float() @ query[..., None]).sum((0, 2))
+    return products
+
+
+def _in_front(sequences: Sequences) -> bool:
+    """Return True where the last query of every row is the last of all."""
+    return not sequences.drafts and (sequences.ok is None or bool(sequences.ok[:, -1].all()))
+
+
 def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
-    ends = sequences.ok is None or bool(sequences.ok[:, -1].all())
-    if ends and not sequences.drafts:
+    if _in_front(sequences):
         return last_query_scores(seen.query, seen.key, seen.mask, seen.scaling)
     rows = []
     for row in range(len(seen.query)):  # padded on the right, or with drafts behind the prompt

@@ -376,29 +376,30 @@ def fastvid(
     for part, quota in zip(parts, shared([float(s) for s in sizes], budget, sizes), strict=True):
         if not quota:
             continue
-        anchor_frames = part[::every]
+        anchor_frames = part[::-1][::every][::-1]
         count = min(round(quota * context), len(anchor_frames) * n)
-        anchors: list[int] = []
-        each = shared([1.0] * len(anchor_frames), count, [n] * len(anchor_frames))
-        for frame, centres in zip(anchor_frames, each, strict=True):
-            if centres:
-                points = [item.x[frame * n + p] for p in range(n)]
-                anchors += [frame * n + c for c in dpc(points, centres, neighbours)]
+        each = dict.fromkeys(part, 0)
+        shares = shared([1.0] * len(anchor_frames), count, [n] * len(anchor_frames))
+        each |= dict(zip(anchor_frames, shares, strict=True))
+        most = shared([1.0] * len(part), quota - count, [n - each[f] for f in part])
         kept: list[int] = []
-        free = [[f * n + p for p in range(n) if f * n + p not in anchors] for f in part]
-        room = [len(f) for f in free]
-        for tokens, most in zip(
-            free, shared([float(r) for r in room], quota - count, room), strict=True
-        ):
-            kept += ranked(item.attn.tolist(), tokens)[:most]
+        for f, number in zip(part, most, strict=True):
+            kept += ranked(item.attn.tolist(), list(range(f * n, f * n + n)))[:number]
         answer.groups |= {i: {i: 1.0} for i in kept}
-        joined: dict[int, list[int]] = {a: [] for a in sorted(anchors)}
-        for i in (f * n + p for f in part for p in range(n)):
-            if i not in kept and i not in joined and joined:
+        rest = [i for f in part for i in range(f * n, f * n + n) if i not in kept]
+        for f in anchor_frames:
+            own = [i for i in rest if i // n == f]
+            points = [item.x[i] for i in own]
+            anchors = (
+                [own[c] for c in dpc(points, each[f], neighbours, few=False)] if each[f] else []
+            )
+            joined: dict[int, list[int]] = {a: [] for a in sorted(anchors)}
+            for i in rest if anchors else []:
                 joined[max(joined, key=lambda a: (alike(item.x[i], item.x[a]), -a))].append(i)
-        for a, others in joined.items():
-            own = max(beta, 1 / (len(others) + 1)) if others else 1.0
-            answer.groups[a] = {a: own} | {i: (1 - own) / len(others) for i in others}
+            for a, others in joined.items():
+                part_of = max(beta, 1 / (len(others) + 1)) if others else 1.0
+                group = {i: (1 - part_of) / len(others) for i in others}
+                answer.groups[a] = group | {a: group.get(a, 0.0) + part_of}
     return answer
 
 

@@ -472,6 +472,16 @@ def cdpruner(a: Arrays, p: Params) -> Results:
     }
 
 
+def fastvid(a: Arrays, p: Params) -> Results:
+    frames, n, width = a["x"].shape
+    attn = a["attn"].astype(float).reshape(-1)
+    item = Item(a["x"].astype(float).reshape(-1, width), attn=attn, grid=(frames, 1, n))
+    knobs = {"segments": p["c"], "tau": p["tau"], "context": p["d"], "every": p["p"]}
+    budget = frames * int(n * p["retention_ratio"])
+    answer = oracles_compose.fastvid(item, budget, **knobs, beta=p["beta"])
+    return {"indices": np.array(answer.keep), "tokens": answer.matrix @ item.x}
+
+
 def framefusion(a: Arrays, p: Params) -> Results:
     x, n = a["x"].astype(float), p["frame_tokens"]
     item = Item(x, grid=(len(x) // n, 1, n), signals={"attn_visual": np.zeros(len(x))})
@@ -541,6 +551,14 @@ def ivc_prune(a: Arrays, p: Params) -> Results:
     return {"keep_indices": around(keep, first, n, len(values))}
 
 
+def gemfilter(a: Arrays, p: Params) -> Results:
+    query, key = a["query"][0, :, 0].astype(float), a["key"][0].astype(float)
+    group = len(query) // len(key)
+    products = sum(key[head // group] @ row for head, row in enumerate(query))
+    item = Item(key[0], signals={"attn_ahead": np.asarray(products)})
+    return {"indices": np.array(sorted(oracles_llm.gemfilter(item, p["topk"]).keep))}
+
+
 def pyramiddrop(a: Arrays, p: Params) -> Results:
     masks = np.zeros((len(a["key"]), a["key"].shape[2]), bool)
     for row, (query, key) in enumerate(zip(a["query"], a["key"], strict=True)):
@@ -581,8 +599,8 @@ def saint(a: Arrays, p: Params) -> Results:
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        cdpruner, dart, divprune, dycoke, evs, fastv, framefusion, hiprune, hired, holitom,
-        holitom_inner, ivc_prune, pixelprune, prumerge, prumerge_plus, prunevid, pyramiddrop, saint,
-        sparsevlm, stc_pruner, tome, v_cast, vidcom2, visionzip, vispruner,
+        cdpruner, dart, divprune, dycoke, evs, fastv, fastvid, framefusion, gemfilter, hiprune,
+        hired, holitom, holitom_inner, ivc_prune, pixelprune, prumerge, prumerge_plus, prunevid,
+        pyramiddrop, saint, sparsevlm, stc_pruner, tome, v_cast, vidcom2, visionzip, vispruner,
     )
 }  # fmt: skip
