@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mmfast.core.registry import get
 from mmfast.core.spec import Spec
 from mmfast.core.spec import run as run_spec
 from mmfast.core.tokens import Tokens
+from mmfast.models.reduction.decoder_signals import LayerAttention, last_products
 from mmfast.models.reduction.probe import last_query_scores
 from mmfast.ops import video
 from mmfast.ops.max_min import max_min
@@ -26,6 +28,7 @@ from mmfast.ops.merging import match
 from mmfast.ops.ranking import complement, index_mask, stable_topk
 from mmfast.reducers.attention.prumerge import reference_share
 from mmfast.reducers.attention.vidcom2 import frame_shares, video_scores
+from mmfast.reducers.decoder.sparsevlm import raters
 from mmfast.reducers.diversity.cdpruner import relevance
 from mmfast.reducers.video.holitom import static_plan
 from mmfast.reducers.video.prunevid import scenes_of
@@ -196,6 +199,23 @@ def _prunevid(arrays: Arrays, params: Params) -> Outcome:
     return {"tokens": merged[order], "window_sizes": torch.tensor(sizes)}, []
 
 
+def _saint(arrays: Arrays, params: Params) -> Outcome:
+    names = {"tau": "sim_threshold", "neighbours": "K", "gamma": "gamma"}
+    knobs = {knob: params[name] for knob, name in names.items()}
+    kept = [run(Tokens(keys), "saint", **knobs)[0].keep for keys in arrays["keys"]]
+    return {"indices": torch.stack(kept)}, []
+
+
+def _fastvid(arrays: Arrays, params: Params) -> Outcome:
+    frames, n, width = arrays["x"].shape
+    rows = arrays["x"].reshape(-1, width)
+    tokens = Tokens(rows, attn=arrays["attn"].flatten(), grid=(frames, 1, n))
+    names = {"segments": "c", "tau": "tau", "context": "d", "every": "p", "beta": "beta"}
+    knobs = {knob: params[name] for knob, name in names.items()}
+    (found,) = run(tokens, "fastvid", frames * int(n * params["retention_ratio"]), **knobs)
+    return {"indices": found.keep, "tokens": found.apply(rows)}, []
+
+
 def _framefusion(arrays: Arrays, params: Params) -> Outcome:
     x, n = arrays["x"], params["frame_tokens"]
     # The merges of these files meet their budget, so that nothing is pruned by attention.
@@ -203,6 +223,92 @@ def _framefusion(arrays: Arrays, params: Params) -> Outcome:
     tokens = Tokens(x, grid=(len(x) // n, 1, n), signals=signals)
     (found,) = run(tokens, "framefusion", params["keep"], tau=params["tau"])
     return {"mask": index_mask(found.keep, found.n), "tokens": found.apply(x)}, []
+
+
+def _v_cast(arrays: Arrays, params: Params) -> Outcome:
+    frames, n, width = arrays["x"].shape
+    tokens = Tokens(arrays["x"].reshape(-1, width), grid=(frames, 1, n))
+    budget = max(frames, round(tokens.n * params["retain_ratio"]))
+    (found,) = run(tokens, "v_cast", budget)
+    per_frame = index_mask(found.keep, found.n).reshape(frames, n).sum(-1)
+    return {"indices": found.keep, "per_frame": per_frame}, []
+
+
+def _holitom_inner(arrays: Arrays, params: Params) -> Outcome:
+    first, n = params["image_start"], params["image_len"]
+    row = arrays["attn"].mean(0)
+    tokens = Tokens(arrays["x"][first : first + n], attn=row[first : first + n])
+    (found,) = run(tokens, "holitom_inner", round(n * (1 - params["r"])))
+    return {"keep_indices": _around(found, first, len(row)), "tokens": found.apply(tokens.x)}, []
+
+
+def _around(found: Reduction, first: int, length: int) -> Tensor:
+    """Return places in a prompt of `length` whose media from `first` on are reduced."""
+    kept = torch.ones(length, dtype=torch.bool)
+    kept[first : first + found.n] = index_mask(found.keep, found.n)
+    return kept.nonzero()[:, 0]
+
+
+def _dart(arrays: Arrays, params: Params) -> Outcome:
+    first, n = params["image_start"], params["image_len"]
+    pivots, words = params["pivot_image_token"], params["pivot_text_token"]
+    media, text = slice(first, first + n), slice(first + n, None)
+    states, norm = arrays["states"], arrays["keys"].abs().sum((0, 2))
+    signals = {"key_norm": norm[media], "text_key_norm": norm[text]}
+    tokens = Tokens(states[media], query=states[text], signals=signals)
+    share = int(n * (1 - params["reduction_ratio"]) // (pivots + words))
+    budget = pivots + share * (pivots + words)
+    (found,) = run(tokens, "dart", budget, pivots=pivots, words=words)
+    return {"indices": first + found.keep}, []
+
+
+def _ivc_prune(arrays: Arrays, params: Params) -> Outcome:
+    first, n = params["image_start"], params["image_len"]
+    media, values = slice(first, first + n), arrays["values"]
+    signals = {"rope": arrays["rope"].mean((0, 2))[media], "values": values[media].flatten(1)}
+    # The reference leaves out the two tokens behind the image, an end mark and a line break.
+    signals["text_values"] = values[first + n + 2 :]
+    tokens = Tokens(values[media].flatten(1), signals=signals)
+    (found,) = run(tokens, "ivc_prune", round(n * 0.5))
+    return {"keep_indices": _around(found, first, len(values))}, []
+
+
+def _pyramiddrop(arrays: Arrays, params: Params) -> Outcome:
+    masks = torch.zeros(arrays["key"].shape[0], arrays["key"].shape[2], dtype=torch.bool)
+    rows = zip(
+        *(params[name] for name in ("image_tokens", "image_index", "prompt_len")), strict=True
+    )
+    now, left = params["ratios"]
+    for row, (tokens, first, words) in enumerate(rows):
+        n, length = int(tokens * now), int(tokens * now) + words
+        query, key = arrays["query"][row, None], arrays["key"][row, None, :, :length]
+        attn = last_query_scores(query, key)[0, first : first + n]
+        (found,) = run(Tokens(attn[:, None], attn=attn), "pyramiddrop", int(tokens * left))
+        masks[row, _around(found, first, length)] = True
+    return {"mask": masks}, []
+
+
+def _gemfilter(arrays: Arrays, params: Params) -> Outcome:
+    seen = LayerAttention(arrays["query"], arrays["key"], None, None, True, 0)
+    prompt: Any = SimpleNamespace(row=0, where=torch.arange(arrays["key"].shape[2]))
+    whole: Any = SimpleNamespace(drafts=0, ok=None)
+    signals = {"attn_ahead": last_products(whole, seen, prompt)}
+    tokens = Tokens(arrays["key"][0].transpose(0, 1).flatten(1), signals=signals)
+    return {"indices": run(tokens, "gemfilter", params["topk"])[0].keep}, []
+
+
+def _sparsevlm(arrays: Arrays, params: Params) -> Outcome:
+    x, query, keep = arrays["x"], arrays["query"], params["keep"]
+    tokens = Tokens(x, query=query, signals={"attn_text": arrays["attn"].mean(0).T})
+    clusters = int((int((len(x) - keep) * 0.3) + 1) / 10) + 1
+    (found,) = run(tokens, "sparsevlm", keep + clusters)
+    rows = found.apply(x)
+    outputs = {
+        "raters": raters(x, query),
+        "mask": index_mask(found.keep[found.sizes() == 1], len(x)),
+        "tokens": rows[rows.double().sum(-1).argsort()],
+    }
+    return outputs, []
 
 
 def _pixelprune(arrays: Arrays, params: Params) -> Outcome:
@@ -334,24 +440,34 @@ def _holitom(arrays: Arrays, params: Params) -> Outcome:
 
 _prumerge_plus = partial(_prumerge, name="prumerge_plus")
 _TILES = "first_layer_cls_attn late_layer_cls_attn"
+_PIVOTS = "image_len image_start pivot_image_token pivot_text_token reduction_ratio"
 _PIXEL = "anchored metric spatial_merge_size threshold"
 # Of each method the driver, the input arrays and the parameters; one with a `?` may be missing.
 DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "cdpruner": (_cdpruner, "features image_embeds text_embeds", "keep"),
+    "dart": (_dart, "states keys", _PIVOTS),
     "divprune": (_divprune, "x", "ratio"),
     "dycoke": (_dycoke, "x", "merging_ratio tokens_per_frame"),
     "evs": (_evs, "x", "H T W q spatial_merge_size"),
     "fastv": (_fastv, "attn", "image_len image_start r"),
+    "fastvid": (_fastvid, "x attn", "beta c d p retention_ratio tau"),
     "framefusion": (_framefusion, "x", "frame_tokens tau keep"),
+    "gemfilter": (_gemfilter, "query key", "topk"),
     "hiprune": (_hiprune, "attn_object attn_deep", "alpha retention"),
     "hired": (_hired, _TILES, "alpha n_tokens num_partitions rate grids? image_sizes?"),
     "holitom": (_holitom, "x attn", "D K beta max_window_size retain_ratio tau"),
+    "holitom_inner": (_holitom_inner, "x attn", "image_len image_start r"),
+    "ivc_prune": (_ivc_prune, "values rope", "image_len image_start"),
     "pixelprune": (_pixelprune, "pixel_values grid_thw", _PIXEL),
     "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),
     "prumerge_plus": (_prumerge_plus, "q_cls k features", "adaptive ratio?"),
     "prunevid": (_prunevid, "x", "cluster_ratio tau temporal_segment_ratio"),
+    "pyramiddrop": (_pyramiddrop, "query key", "image_index image_tokens prompt_len ratios"),
+    "saint": (_saint, "keys", "K gamma sim_threshold"),
+    "sparsevlm": (_sparsevlm, "x query attn", "keep"),
     "stc_pruner": (_stc_pruner, "x", "chunk_frames keep_per_frame model"),
     "tome": (_tome, "metric x size?", "class_token distill_token r"),
+    "v_cast": (_v_cast, "x", "retain_ratio"),
     "vidcom2": (_vidcom2, "x", "base_scale tokens_per_frame model?"),
     "vispruner": (_vispruner, "attn features", "important_ratio visual_token_num"),
     "visionzip": (_visionzip, "cls_attn hidden metric", "contextual dominant"),

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.core.errors import MmfastError
 
@@ -261,7 +262,10 @@ class Reduction:
 
     @staticmethod
     def stack(items: Sequence[Reduction], lead: tuple[int, ...]) -> Reduction:
-        """Stack items of equal N and M, without a mix, vectors or text, to leading dims `lead`."""
+        """Stack items of equal N and M, without vectors or text, to leading dims `lead`.
+
+        Either all have a mix or none has.
+        """
         if len(items) == 1 and not lead:
             return items[0]
         orders = [item.order for item in items if item.order is not None]
@@ -271,9 +275,17 @@ class Reduction:
         def join(parts: list[Tensor]) -> Tensor:
             return torch.stack(parts).reshape(*lead, -1)
 
+        mixes = [item.mix for item in items if item.mix is not None]
+        most = max((mix.weight.shape[-1] for mix in mixes), default=0)
+
+        def padded(name: str) -> Tensor:  # by entries of weight 0
+            parts = [getattr(mix, name) for mix in mixes]
+            return join([F.pad(part, (0, most - part.shape[-1])) for part in parts])
+
         return Reduction(
             keep=join([item.keep for item in items]),
             owner=join([item.owner for item in items]),
+            mix=Mix(*map(padded, ("output", "source", "weight"))) if mixes else None,
             weight=None if plain else join([item.share() for item in items]),
             order=join(orders) if orders else None,
             pure=pure,

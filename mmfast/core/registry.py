@@ -41,6 +41,7 @@ class Method:
         summary: First line of its docstring.
         fn: The callable itself.
         sites: Where it may run, the default first: `pre`, `vit`, `llm` (needs a layer), `kv`.
+        inner: Further signals that it reads at `llm<K>`, where the layer before has them.
         adaptive: It can choose its own budget (spec without a budget).
         layer: Default decoder layer K for a spec that names no site, methods of site `llm` only.
         stages: Relative depths in (0, 1) of the decoder layers before which a spec at `llm` that
@@ -83,6 +84,7 @@ class Method:
     summary: str
     fn: Callable[..., Any] = field(repr=False)
     sites: tuple[str, ...] = ("pre",)
+    inner: tuple[str, ...] = ()
     adaptive: bool = False
     layer: int = 2
     stages: tuple[float, ...] = ()

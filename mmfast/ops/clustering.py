@@ -110,18 +110,16 @@ def information(x: Tensor, rank: float) -> Tensor:
     return snap(total / largest.masked_fill(largest == 0, 1.0))
 
 
-def graph_redundancy(metric: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """Redundancy and degree of each token at an even place, `[..., ceil(N / 2)]` float64.
+def even_edges(metric: Tensor, tau: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Edges of each token at an even place: degree, sum of their cosines, mean of all cosines.
 
-    An edge joins an even and an odd token of `[..., N, d]`, N >= 2, whose cosine is above `tau` >=
-    0. The redundancy of an even token is its degree times the mean cosine of its edges; without an
-    edge it is its best cosine less one, so below that of any token with an edge.
+    An edge joins an even and an odd token of `[..., N, d]`, N >= 2, whose cosine is at least
+    `tau`. Each of the three is `[..., ceil(N / 2)]` float64.
     """
-    scores, degrees = [], []
+    degrees, sums, means = [], [], []
     for table in cosine_parts(metric[..., ::2, :], metric[..., 1::2, :]):
-        edges = table > tau
-        degree = edges.sum(-1).double()
-        best = table.amax(-1) - 1
-        scores.append(table.mul_(edges).sum(-1).where(degree > 0, best))
-        degrees.append(degree)
-    return torch.cat(scores, -1), torch.cat(degrees, -1)
+        means.append(table.mean(-1))
+        edges = table >= tau
+        degrees.append(edges.sum(-1).double())
+        sums.append(table.mul_(edges).sum(-1))
+    return torch.cat(degrees, -1), torch.cat(sums, -1), torch.cat(means, -1)

@@ -117,15 +117,16 @@ def _reversed(found: Reduction) -> Reduction:
     return replace(found, order=parity.order_of(found).flip(-1))
 
 
-FEATURES = ["dycoke", "holitom", "prumerge", "prumerge_plus", "tome", "visionzip"]
-ORDERS = [*FEATURES, "cdpruner", "divprune"]
+ORDERS = ["dycoke", "holitom", "prumerge", "prumerge_plus", "tome", "visionzip"]
+FEATURES = [*ORDERS, "fastvid", "holitom_inner", "prunevid", "sparsevlm"]
+ORDERS += ["cdpruner", "divprune"]
 # The reference of prunevid tells merged features alone: no place, and no order.
 PLACED = [name for name in NAMES if name != "prunevid"]
 
 
 @pytest.mark.parametrize(
     ("bug", "names"),
-    [(_shifted, PLACED), (_doubled, [*FEATURES, "prunevid"]), (_reversed, ORDERS)],
+    [(_shifted, PLACED), (_doubled, FEATURES), (_reversed, ORDERS)],
     ids=["keep", "features", "order"],
 )
 def test_results_are_those_of_the_reducer(

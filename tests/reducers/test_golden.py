@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from mmfast import MmfastError, Reduction
 from mmfast.bench.gate import ParityRow, verify
 from mmfast.bench.parity import DRIVERS
+from mmfast.ops.clustering import even_edges
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.safetensors"))
@@ -228,6 +229,51 @@ def test_rows_are_plain_data() -> None:
             "vispruner",
             "mmfast.reducers.attention.vispruner._distinct",
             lambda x, rest, count: rest[:, :count],
+        ),
+        (
+            "dart",
+            "mmfast.reducers.decoder.dart.cosine_table",
+            lambda pivots, x: (pivots @ x.T).double(),
+        ),
+        (
+            "holitom_inner",
+            "mmfast.reducers.video.holitom._halvings",
+            lambda owner, kept: torch.ones(owner.shape),
+        ),
+        (
+            "ivc_prune",
+            "mmfast.reducers.decoder.ivc_prune._resemblance",
+            lambda queries, values: torch.ones(len(queries), len(values)),
+        ),
+        (
+            "fastvid",
+            "mmfast.reducers.video.fastvid._weights",
+            lambda count, beta: (count * 0 + 0.5, 0.5 / count.clamp_min(1)),
+        ),
+        (
+            "gemfilter",
+            "mmfast.reducers.decoder.gemfilter.pooled_votes",
+            lambda score, kernel: score,
+        ),
+        (
+            "pyramiddrop",
+            "mmfast.reducers.decoder.pyramiddrop.stable_topk",
+            lambda s, k: (-s).topk(k).indices,
+        ),
+        (
+            "sparsevlm",
+            "mmfast.reducers.decoder.sparsevlm.raters",
+            lambda x, query: torch.ones(len(query), dtype=torch.bool),
+        ),
+        (
+            "v_cast",
+            "mmfast.reducers.video.v_cast._curvature",
+            lambda path: torch.ones(path.shape[:-1]),
+        ),
+        (
+            "saint",
+            "mmfast.reducers.diversity.saint.even_edges",
+            lambda metric, tau: (even_edges(metric, tau)[0], *even_edges(metric, 0.0)[1:]),
         ),
         (
             "stc_pruner",

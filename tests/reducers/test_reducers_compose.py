@@ -34,6 +34,7 @@ KNOBS = [
     ("litevggt", {"salient": 0.95}),
     ("ptp", {"balance": 0.1}),
     ("saint", {"tau": 0.2}),
+    ("saint", {"tau": 0.9, "gamma": 0.0}),
     ("script", {"tau": 0.3, "floor": 0.0}),
     ("script", {"tau": 0.99, "floor": 1.0}),
 ]
@@ -296,7 +297,11 @@ def _faults() -> list[tuple[str, str, Callable[..., object]]]:
         ("key_clip", "reducers.key_clip.shots", uncut),
         ("key_clip", "reducers.key_clip.relevance", lambda x, q: x.double().sum(-1)),
         ("fastvid", "reducers.fastvid.shots", uncut),
-        ("fastvid", "reducers.fastvid._weights", lambda m, own, beta: own.float()),
+        (
+            "fastvid",
+            "reducers.fastvid._weights",
+            lambda count, beta: (count * 0 + 1.0, count * 0.0),
+        ),
         ("litevggt", "reducers.litevggt.rescale", lambda score: score.double() * 0),
         ("litevggt", "reducers.litevggt._shift", lambda x, axis, step: x.roll(step, axis)),
         ("litevggt", "reducers.litevggt.nearest_rows", lambda a, b: torch.zeros(len(a)).long()),

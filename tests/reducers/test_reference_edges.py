@@ -256,6 +256,70 @@ def prunevid() -> Iterator[Case]:
         yield {"x": video(frames, n)}, params
 
 
+def v_cast() -> Iterator[Case]:
+    for frames, n, ratio in ((3, 9, 0.01), (6, 5, 1.0), (1, 12, 0.3)):
+        yield {"x": video(frames, n)}, {"retain_ratio": ratio}
+
+
+def holitom_inner() -> Iterator[Case]:
+    for first, n, behind, r in ((0, 9, 1, 0.9), (4, 20, 3, 0.0), (2, 21, 0, 0.5)):
+        length = first + n + behind
+        inputs = {"x": rows(length, 8, seed=n), "attn": probabilities(2, length, seed=n)}
+        yield inputs, {"image_start": first, "image_len": n, "r": r}
+
+
+def dart() -> Iterator[Case]:
+    for first, n, text, pivots, words, ratio in ((0, 20, 3, 1, 1, 0.5), (5, 16, 9, 4, 4, 0.9)):
+        inputs = {"states": rows(first + n + text, 8), "keys": rows(2, first + n + text, 4)}
+        pivot = {"pivot_image_token": pivots, "pivot_text_token": words}
+        yield inputs, {"image_start": first, "image_len": n, "reduction_ratio": ratio, **pivot}
+
+
+def ivc_prune() -> Iterator[Case]:
+    for first, n, text in ((0, 10, 3), (3, 40, 9)):
+        length = first + n + text
+        inputs = {"values": rows(length, 2, 4), "rope": rows(1, length, 4, 2).clamp(-1, 1)}
+        yield inputs, {"image_start": first, "image_len": n}
+
+
+def sparsevlm() -> Iterator[Case]:
+    for n, words, keep in ((30, 4, 10), (90, 9, 20)):
+        attn = probabilities(2, words, n, seed=n)
+        inputs = {"x": rows(n, 8, seed=n), "query": rows(words, 8, seed=n), "attn": attn}
+        yield inputs, {"keep": keep}
+
+
+def fastvid() -> Iterator[Case]:
+    for frames, n, ratio, every, context in ((1, 9, 0.5, 4, 0.4), (6, 8, 0.9, 2, 1.0)):
+        knobs = {"c": 2, "tau": 0.9, "d": context, "p": every, "beta": 0.6}
+        inputs = {"x": video(frames, n), "attn": probabilities(frames, n, seed=n)}
+        yield inputs, {"retention_ratio": ratio, **knobs}
+
+
+def gemfilter() -> Iterator[Case]:
+    for heads, groups, n, topk in ((2, 2, 3, 1), (4, 1, 20, 20), (4, 2, 21, 5)):
+        inputs = {"query": rows(1, heads, 1, 4, seed=n), "key": rows(1, groups, n, 4, seed=n)}
+        yield inputs, {"topk": topk}
+
+
+def pyramiddrop() -> Iterator[Case]:
+    for tokens, first, words, ratios in ((9, 0, 1, [1, 0.12]), (20, 4, 6, [0.5, 0.45])):
+        inputs = {"query": rows(1, 2, 1, 4, seed=tokens), "key": rows(1, 2, 30, 4, seed=tokens)}
+        lists = {"image_tokens": [tokens], "image_index": [first], "prompt_len": [words]}
+        yield inputs, {**lists, "ratios": ratios}
+
+
+def saint() -> Iterator[Case]:
+    for n, tau, votes, gamma in (
+        (2, 0.5, 1, 10.0),
+        (1, 0.5, 1, 10.0),
+        (9, 1.1, 1, 2.0),
+        (40, 0, 9, 0),
+    ):
+        params = {"sim_threshold": float(tau), "K": votes, "gamma": float(gamma)}
+        yield {"keys": rows(1, n, 6, seed=n)}, params
+
+
 def vispruner() -> Iterator[Case]:
     for n, count, important in ((17, 5, 0.5), (9, 1, 0.0), (40, 13, 1.0), (33, 32, 0.2)):
         inputs = {"features": rows(2, n, 8, seed=n), "attn": probabilities(2, 3, n, seed=n)}

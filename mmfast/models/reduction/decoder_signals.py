@@ -16,7 +16,7 @@ from mmfast.models.reduction.probe import head_mass, last_query_scores, rows_of
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
 # Signals of a decoder layer about the visual tokens that it saw.
-_OF_KEYS = {"key_norm", "text_key_norm", "values", "text_values"}
+_OF_KEYS = {"key_norm", "text_key_norm", "key_mean", "values", "text_values"}
 # Rotary angles at the cut itself: mean cosine and mean sine of each token, see `angles`.
 ROPE = "rope"
 INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn", ROPE, *_OF_KEYS})
@@ -65,6 +65,11 @@ class LayerAttention:
         columns = (keys + self.start).to(self.key.device)
         return self.key[row].index_select(1, columns).float().abs().sum((0, 2))
 
+    def key_mean(self, row: int, keys: Tensor) -> Tensor:
+        """`[len(keys), d]` float32: new keys, mean over heads."""
+        columns = (keys + self.start).to(self.key.device)
+        return self.key[row].index_select(1, columns).float().mean(0)
+
     def values(self, row: int, keys: Tensor) -> Tensor:
         """`[len(keys), Hkv, d]`: values of new tokens."""
         assert self.value is not None
@@ -95,8 +100,9 @@ def inner_signals(
         own tokens, `attn_text` `[n, T]` from each text token (0 where it stands before the item),
         `text_attn` `[T]` what each text token receives from those that may see it. These are means
         over heads, softmax over the full row. `key_norm` `[n]` and `text_key_norm` `[T]` are the
-        L1 norms of keys, `values` `[n, Hkv * d]` and `text_values` `[T, Hkv, d]` the values that
-        belong to them. Text signals are left out where there is no text.
+        L1 norms of keys, `key_mean` `[n, d]` is the mean of keys over heads, `values` `[n, Hkv *
+        d]` and `text_values` `[T, Hkv, d]` are the values that belong to them. Text signals are
+        left out where there is no text.
     """
     items = sequences.items if items is None else items
     found: list[dict[str, Tensor]] = [{} for _ in items]
@@ -129,6 +135,8 @@ def _of_keys(
         found["key_norm"] = seen.key_norm(item.row, item.where)
     if "text_key_norm" in needs and len(text):
         found["text_key_norm"] = seen.key_norm(item.row, text)
+    if "key_mean" in needs:
+        found["key_mean"] = seen.key_mean(item.row, item.where)
     if "values" in needs and seen.value is not None:
         found["values"] = seen.values(item.row, item.where).flatten(1)
     if "text_values" in needs and seen.value is not None and len(text):
@@ -183,9 +191,23 @@ def _of_text(
     }
 
 
+def last_products(sequences: Sequences, seen: LayerAttention, item: MediaItem) -> Tensor:
+    """Products `[n]` float32 of the last query of an item's row with its keys, sum over heads."""
+    place = -1 if _in_front(sequences) else int(sequences.real(item.row)[-1])
+    key = seen.key[item.row].index_select(1, (item.where + seen.start).to(seen.key.device))
+    query = seen.query[item.row, :, place].float().unflatten(0, (len(key), -1)).sum(1)  # [Hkv, d]
+    with torch.autocast(key.device.type, enabled=False):  # float32 also under a caller's bf16
+        products: Tensor = (key.float() @ query[..., None]).sum((0, 2))
+    return products
+
+
+def _in_front(sequences: Sequences) -> bool:
+    """Return True where the last query of every row is the last of all."""
+    return not sequences.drafts and (sequences.ok is None or bool(sequences.ok[:, -1].all()))
+
+
 def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
-    ends = sequences.ok is None or bool(sequences.ok[:, -1].all())
-    if ends and not sequences.drafts:
+    if _in_front(sequences):
         return last_query_scores(seen.query, seen.key, seen.mask, seen.scaling)
     rows = []
     for row in range(len(seen.query)):  # padded on the right, or with drafts behind the prompt

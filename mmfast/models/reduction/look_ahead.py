@@ -1,4 +1,4 @@
-"""A look ahead: the attention of a deeper layer before layer 0 reduces anything (GemFilter).
+"""A look ahead: queries and keys of a deeper layer before layer 0 reduces anything (GemFilter).
 
 The text model itself runs a second time, over a temporary copy of the cache, and is stopped in the
 attention of the layer that is asked for. So masks, positions and DeepStack planes are its own, and
@@ -23,7 +23,7 @@ from mmfast.models.cache_name import cache_of, name_in
 from mmfast.models.reduction.cache_layers import held, is_short, shorten
 from mmfast.models.reduction.call import Call, PassState
 from mmfast.models.reduction.choice import items_of
-from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals
+from mmfast.models.reduction.decoder_signals import LayerAttention, last_products
 from mmfast.models.reduction.probe import probing
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 from mmfast.models.reduction.site import Site
@@ -60,8 +60,7 @@ def look_ahead(
     """Run the first layers of a text model once more, for the attention of one of them.
 
     `where` are that layer, the text model, and what runs it; `hidden` is the input of layer 0 as it
-    stands, `[B, n, D]`. Returns per item `attn_ahead` `[n]`, from the last query of its row, mean
-    over heads.
+    stands, `[B, n, D]`. Returns the signals of each item, see `signals_ahead`.
     """
     (args, kwargs), (layer, text, run) = call.given, where
     cache = _copy(cache_of(kwargs), layer)
@@ -94,9 +93,12 @@ def look_ahead(
 def signals_ahead(
     sequences: Sequences, seen: LayerAttention, items: Seq[MediaItem] | None = None
 ) -> list[dict[str, Tensor]]:
-    """Return `attn_ahead` `[n]` per item from the attention of the layer ahead."""
-    found = inner_signals({"attn"}, sequences, seen, items)
-    return [{"attn_ahead": signals["attn"]} for signals in found]
+    """Return `attn_ahead` `[n]` per item: products of the last query of its row with its keys.
+
+    They are sums over heads, of queries and keys of the layer ahead in front of the softmax.
+    """
+    items = sequences.items if items is None else items
+    return [{"attn_ahead": last_products(sequences, seen, item)} for item in items]
 
 
 def layer_ahead(spec: Spec, text: Any) -> int:

@@ -111,7 +111,8 @@ class Site:
     @property
     def needs(self) -> set[str]:
         """Signals some stage reads."""
-        return {need for spec in self.specs for need in spec.method.needs}
+        inner = {need for spec in self.specs if self.deep for need in spec.method.inner}
+        return inner | {need for spec in self.specs for need in spec.method.needs}
 
     def left(self, n: int, entered: MutableMapping[int, int]) -> int | None:
         """Tokens the site leaves of `n` of an item; None where a stage decides itself.

@@ -8,49 +8,68 @@ from torch import Tensor
 from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.clustering import graph_redundancy
+from mmfast.ops.clustering import even_edges
 from mmfast.ops.ranking import complement, stable_topk
 from mmfast.ops.similarity import cosine_parts, nearest
 
 
-@register("saint", paper="2503.11549", sites=("pre", "vit", "llm"), adaptive=True)
+@register(
+    "saint",
+    paper="2503.11549",
+    sites=("pre", "vit", "llm"),
+    inner=("key_mean",),
+    adaptive=True,
+)
 def saint(
-    tokens: Tokens, budget: int | None, *, tau: float = 0.9, neighbours: int = 5
+    tokens: Tokens,
+    budget: int | None,
+    *,
+    tau: float = 0.75,
+    neighbours: int = 5,
+    gamma: float = 10.0,
 ) -> Reduction:
     """Drop tokens at even places that many tokens at odd places resemble.
 
-    Edges of a bipartite graph join even and odd tokens whose cosine is above `tau`. Tokens vote by
-    their degree on how many go, and redundancy (degree times mean cosine) says which (Jeddi et
-    al., 2025). Repeated rounds until no token votes, or until the budget is met, are a choice
-    of this project, as is that a round with a budget drops at most half of the even tokens: to
-    drop all of them would be blind sampling.
+    Edges of a bipartite graph join even and odd tokens whose cosine is at least `tau` (Jeddi et
+    al., 2025). Without a budget one round drops as many even tokens as have `neighbours` edges,
+    those of most redundancy: degree times `exp(gamma * (mean cosine of the edges - tau))`. Inside
+    LLaVA's decoder the authors do that behind each of layers 7 to 16 with a `tau` of 0.83, here
+    `saint@llm8?tau=0.83+saint@llm9?tau=0.83` and so on up to `llm17`. Rounds that meet a budget,
+    each of which drops at most half of the even tokens, are a choice of this project: to drop all
+    of them would be blind sampling.
 
     Args:
-        tokens: `x` `[..., N, D]`; likeness is the cosine of `keys` where they are given, else of
-            `x`. With `sizes` (inside a vision tower, whose output needs every patch) a dropped
-            token takes the value of the most similar kept one.
+        tokens: `x` `[..., N, D]`; likeness is the cosine of keys where they are given (`keys`, and
+            `key_mean` of the layer before the cut), else of `x`. With `sizes` (inside a vision
+            tower, whose output needs every patch) a dropped token takes the value of the most
+            similar kept one.
         budget: Tokens to keep; None lets the vote decide.
-        tau: Cosine above which two tokens are neighbours; 0.9 answered better on the embedded model
-            than 0.75.
-        neighbours: Neighbours with which a token votes to go, or all odd tokens if they are fewer.
+        tau: Least cosine of two neighbours, above 0.
+        neighbours: Neighbours with which a token votes to go.
+        gamma: Weight of the mean cosine of the edges against their number; 0 counts edges alone.
     """
-    keys = tokens.signal("keys")
-    metric = tokens.x if keys is None else keys
+    metric = next(k for name in _LIKENESS if (k := tokens.signal(name)) is not None)
     kept = torch.arange(tokens.n, device=metric.device).expand(metric.shape[:-1])
     while kept.shape[-1] > (budget or 1):
-        rows = gather_rows(metric, kept)
-        redundancy, degree = graph_redundancy(rows, tau)
+        degree, total, mean = even_edges(gather_rows(metric, kept), tau)
         if budget is None:  # run() hands over one item at a time
-            count = int((degree >= min(neighbours, kept.shape[-1] // 2)).sum())
+            count = int((degree >= neighbours).sum())
         else:
-            count = min(kept.shape[-1] - budget, (redundancy.shape[-1] + 1) // 2)
-        if not count:
-            break
+            count = min(kept.shape[-1] - budget, (degree.shape[-1] + 1) // 2)
+        # The logarithm of the redundancy, so that no gamma overflows; tokens without an edge come
+        # last, by the mean of all cosines, which is below tau.
+        edged = degree.log() + gamma * (total / degree - tau)
+        redundancy = edged.where(degree > 0, mean - 1)
         going = 2 * stable_topk(redundancy, count)
         kept = kept.gather(-1, complement(going, kept.shape[-1]))
+        if budget is None:
+            break
     if tokens.signal("sizes") is None:
         return Reduction.prune(kept, tokens.n)
     return _represented(kept, metric)
+
+
+_LIKENESS = ("key_mean", "keys", "x")
 
 
 def _represented(kept: Tensor, metric: Tensor) -> Reduction:

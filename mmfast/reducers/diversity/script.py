@@ -7,7 +7,7 @@ import torch
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.clustering import graph_redundancy
+from mmfast.ops.clustering import even_edges
 from mmfast.ops.dpp import greedy_dpp
 from mmfast.ops.ranking import one_by_one, rescale, stable_topk
 from mmfast.ops.similarity import relevance, unit_rows
@@ -34,7 +34,7 @@ def script(tokens: Tokens, budget: int, *, tau: float = 0.8, floor: float = 0.8)
     def prune(item: Tokens) -> Reduction:
         free = torch.ones(item.n, dtype=torch.bool, device=item.x.device)
         if item.n > 1:
-            redundancy, degree = graph_redundancy(item.x, tau)
+            degree, redundancy, _ = even_edges(item.x, tau)
             count = min(int((degree > 0).sum()), item.n - budget)
             free[2 * stable_topk(redundancy, count)] = False
         rest = free.nonzero()[:, 0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mmfast.core.reduction import Reduction
+from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.clustering import dpc_knn
@@ -41,10 +42,11 @@ def fastvid(
     """Keep the most attended tokens of every frame and merge the others into dense anchors.
 
     Segments end at the least similar adjacent frames and wherever similarity falls below `tau`;
-    in a segment, cluster centres of every fourth frame are anchors, which other tokens join
-    (Shen et al., NeurIPS 2025). A budget is shared among segments, anchor frames and frames by
-    size, so that it is met exactly; that, and that anchors are chosen before the attended tokens,
-    without noise in the density, are choices of this project.
+    of each segment the last frame and every fourth before it have anchors, cluster centres of the
+    tokens that are left (Shen et al., NeurIPS 2025). As in the authors' code every such token of
+    the segment, anchors included, joins one anchor in each of these frames. A budget is shared
+    among segments, anchor frames and frames by size, so that it is met exactly; that, and a density
+    without noise, are choices of this project.
 
     Args:
         tokens: `x` `[..., N, D]` and `attn` `[..., N]`; without a `grid` it is one frame.
@@ -54,8 +56,8 @@ def fastvid(
         context: Share of anchors in the budget, from 0 (the rest is dropped) to 1.
         every: Frames from one anchor frame to the next.
         neighbours: K of the density.
-        beta: Least weight of an anchor against the mean of what joined it; of c tokens that
-            joined, an anchor has `max(beta, 1 / (c + 1))`.
+        beta: Least weight of an anchor against the mean of what joined it, itself included; where
+            c tokens joined it is `max(beta, 1 / (c + 1))`.
     """
     knobs = _FastVidKnobs(segments, tau, context, every, neighbours, beta)
     return one_by_one(lambda item: _reduce(item, budget, knobs), tokens)
@@ -69,48 +71,51 @@ def _reduce(item: Tokens, budget: int, knobs: _FastVidKnobs) -> Reduction:
     parts = shots(video, min(knobs.segments, -(-frames // 4)), knobs.tau)
     sizes = torch.tensor([(last - first + 1) * n for first, last in parts])
     quotas = share_out(sizes, budget, sizes).tolist()
-    target = torch.full((item.n,), -1, dtype=torch.int64, device=item.x.device)
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []
     for (first, last), quota in zip(parts, quotas, strict=True):
         if quota:
             rows = slice(first, last + 1)
-            joined = _segment(video[rows], attn[rows], quota, knobs)
-            place = slice(first * n, (last + 1) * n)
-            target[place] = torch.where(joined < 0, -1, joined + first * n)
-    own = target == torch.arange(item.n, device=target.device)
-    keep = own.nonzero()[:, 0]
+            for into, source, weight in _segment(video[rows], attn[rows], quota, knobs):
+                columns.append((into + first * n, source + first * n, weight))
+    into, source, weight = map(torch.cat, zip(*columns, strict=True))
+    target = torch.full((item.n,), -1, dtype=torch.int64, device=item.x.device)
+    target[source] = into  # of the anchors that a token joins the last one owns it
+    keep = into.unique()
+    target[keep] = keep
     merged = Reduction.merge(keep, target)
-    return Reduction(merged.keep, merged.owner, _weights(merged, own, knobs.beta))
+    return replace(merged, mix=Mix(merged.owner[into], source, weight))
 
 
-def _segment(video: Tensor, attn: Tensor, quota: int, knobs: _FastVidKnobs) -> Tensor:
-    """Output token that each token of a segment joins, `[F * n]`; itself if kept, -1 if dropped."""
+def _segment(
+    video: Tensor, attn: Tensor, quota: int, knobs: _FastVidKnobs
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield what a segment keeps: places of outputs, of their sources, and the weights."""
     frames, n, _ = video.shape
-    anchor_frames = torch.arange(0, frames, knobs.every)
+    anchor_frames = torch.arange(frames - 1, -1, -knobs.every).flip(0)
     room = torch.full((len(anchor_frames),), n)
     count = min(round(quota * knobs.context), len(anchor_frames) * n)
-    anchor = torch.zeros(frames, n, dtype=torch.bool, device=video.device)
-    each = share_out(torch.ones(len(room)), count, room).tolist()
-    for frame, centres in zip(anchor_frames.tolist(), each, strict=True):
-        if centres:
-            anchor[frame, dpc_knn(video[frame].float(), centres, knobs.neighbours)[0]] = True
-    free = (~anchor).sum(-1)
+    each = torch.zeros(frames, dtype=torch.int64)
+    each[anchor_frames] = share_out(torch.ones(len(room)), count, room)
     salient = grouped_topk(
-        attn.double().masked_fill(anchor, -torch.inf),
-        torch.zeros_like(anchor, dtype=torch.int64),
-        share_out(free, quota - count, free)[:, None],
-    )
-    itself = torch.arange(frames * n, device=video.device)
-    kept = (anchor | salient).flatten()
-    if not count:
-        return torch.where(kept, itself, -1)
-    anchors = anchor.flatten().nonzero()[:, 0]
-    rows = video.flatten(0, 1)
-    closest = torch.cat([nearest(part) for part in cosine_parts(rows, rows[anchors])])
-    return torch.where(kept, itself, anchors[closest])
+        attn.double(),
+        torch.zeros_like(attn, dtype=torch.int64),
+        share_out(torch.ones(frames), quota - count, n - each)[:, None].to(attn.device),
+    ).flatten()
+    chosen = salient.nonzero()[:, 0]
+    yield chosen, chosen, torch.ones(len(chosen), device=chosen.device)
+    rows, others = video.flatten(0, 1), (~salient).nonzero()[:, 0]
+    for frame in anchor_frames[each[anchor_frames] > 0].tolist():
+        left = others[others // n == frame]
+        centres, _ = dpc_knn(rows[left].float(), int(each[frame]), knobs.neighbours, few=False)
+        anchors = left[centres]
+        parts = cosine_parts(rows[others], rows[anchors])
+        joined = torch.cat([nearest(part) for part in parts])
+        own, share = _weights(joined.bincount(minlength=len(anchors)), knobs.beta)
+        yield anchors, anchors, own
+        yield anchors[joined], others, share[joined]
 
 
-def _weights(merged: Reduction, own: Tensor, beta: float) -> Tensor:
-    """Weight of each source: an anchor's own part, the rest shared by what joined it."""
-    others = (merged.sizes() - 1).gather(-1, merged.owner.clamp_min(0)).double()
-    anchor = (1 / (others + 1)).clamp_min(beta).where(others > 0, 1.0)
-    return torch.where(own, anchor, (1 - anchor) / others.clamp_min(1)).float()
+def _weights(count: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Weight of an anchor itself and of each of the `count` tokens that joined it."""
+    own = (1 / (count + 1)).clamp_min(beta).where(count > 0, 1.0)
+    return own, (1 - own) / count.clamp_min(1)

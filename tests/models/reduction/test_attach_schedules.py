@@ -6,6 +6,8 @@ import model_oracle as oracle
 import pytest
 import torch
 from dense_layers import run, weights_of
+from oracle_base import Item
+from oracles_compose import saint
 from tiny_models import FAMILIES, mixed_prompt, tiny, video_prompt
 from torch import Tensor
 
@@ -97,6 +99,29 @@ def test_merging_inside_the_llm(spec: str) -> None:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
         share = float(spec.split(":")[1].split("?")[0])
         assert trace.reductions[-1][2].m == round(share * len(prompt.items[0]))
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl"])
+def test_layers_vote_one_after_the_other(family: str) -> None:
+    """SAINT as its authors run it in a decoder: one round by the keys of each of several layers."""
+    this, tau = tiny(family), 0.3
+    inputs = video_prompt(this)
+    prompt = oracle.embed(this, inputs)
+    with attach(this.model, "+".join(f"saint@llm{k}?tau={tau}" for k in (1, 2, 3))) as trace:
+        output = this.model(**inputs)
+    (item,), alive, shares = prompt.items, torch.arange(len(prompt.embeds)), []
+    for index, (site, _, reduction) in enumerate(trace.reductions):
+        keys = output.past_key_values.layers[index].keys[0].double().mean(0)  # [L, d]
+        want = saint(Item(keys[torch.isin(alive, item)].numpy()), None, tau)
+        assert site == f"llm{index + 1}" and reduction.keep.tolist() == want.keep
+        shares.append(reduction.m / len(item))
+        left = item[reduction.keep]
+        alive = alive[~torch.isin(alive, item) | torch.isin(alive, left)]
+        item = left
+    assert len(shares) == 3 and min(shares) < 1
+    keep = oracle.kept_places(prompt, trace.reductions)
+    expected = oracle.masked(this, prompt, trace.reductions)[keep]
+    torch.testing.assert_close(output.logits[0], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

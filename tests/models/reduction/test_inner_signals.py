@@ -21,7 +21,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
-KEYS = ("key_norm", "text_key_norm", "values", "text_values")
+KEYS = ("key_norm", "text_key_norm", "key_mean", "values", "text_values")
 NAMES = ("attn", "attn_window", "attn_visual", "attn_text", "text_attn")
 
 
@@ -279,6 +279,8 @@ def test_keys_values_and_angles_are_those_of_the_model(family: str, seen: list[T
         for item in oracle.embed(this, single(this, row)).items:
             tokens, places = next(left), item + int((~real[row]).sum())
             torch.testing.assert_close(tokens.need("key_norm"), norms[row][places])
+            means = layer.keys[row].mean(0)
+            torch.testing.assert_close(tokens.need("key_mean"), means[places])
             values = layer.values[row].transpose(0, 1)
             torch.testing.assert_close(tokens.need("values"), values[places].flatten(1))
             torch.testing.assert_close(tokens.need("text_key_norm"), norms[row][text])

@@ -152,8 +152,13 @@ def kept_places(prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) ->
     return alive.nonzero()[:, 0]
 
 
-def removed(tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False) -> Tensor:
-    """Stock text model on the kept tokens with their original positions; logits `[M, V]`."""
+def removed(
+    tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False, attentions: bool = False
+) -> Any:
+    """Stock text model on the kept tokens with their original positions; logits `[M, V]`.
+
+    With `attentions` it returns those of the layers instead.
+    """
     text = tiny.model.get_decoder()
     positions = prompt.positions[..., keep]
     if contiguous:  # the fault that the oracle must see
@@ -175,9 +180,10 @@ def removed(tiny: Any, prompt: Prompt, keep: Tensor, contiguous: bool = False) -
         position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
         attention_mask=tiny.facts.mask(tiny, embeds, ones, blocks(prompt)[keep][None] >= 0),
         use_cache=False,
+        output_attentions=attentions,
         **extra,
     )
-    return tiny.model.lm_head(out.last_hidden_state[0])
+    return out.attentions if attentions else tiny.model.lm_head(out.last_hidden_state[0])
 
 
 def masked(tiny: Any, prompt: Prompt, reductions: list[tuple[str, int, Reduction]]) -> Tensor:

@@ -195,39 +195,51 @@ def token_sampling(item: Item, budget: int) -> Answer:
     return pruned(item.n, keep)
 
 
-def redundancy(metric: np.ndarray, tokens: list[int], tau: float) -> dict[int, tuple[float, int]]:
-    """Score and degree of the tokens at even places of a list."""
+def edges_of(
+    metric: np.ndarray, tokens: list[int], tau: float
+) -> dict[int, tuple[list[float], list[float]]]:
+    """Of the tokens at even places of a list: cosines with those at odd places, and the edges."""
     found = {}
     for a in tokens[::2]:
         near = [alike(metric[a], metric[b]) for b in tokens[1::2]]
-        edges = [c for c in near if c > tau]
-        found[a] = (sum(edges) if edges else max(near) - 1, len(edges))
+        found[a] = near, [c for c in near if c >= tau]
     return found
 
 
-def saint(item: Item, budget: int | None, tau: float = 0.9, neighbours: int = 5) -> Answer:
+def saint(
+    item: Item,
+    budget: int | None,
+    tau: float = 0.75,
+    neighbours: int = 5,
+    gamma: float = 10.0,
+) -> Answer:
     metric = item.x if item.keys is None else item.keys
+
+    def redundancy(near: list[float], edges: list[float]) -> float:
+        if not edges:
+            return sum(near) / len(near)
+        return len(edges) * math.exp(gamma * (sum(edges) / len(edges) - tau))
+
     left = list(range(item.n))
     while len(left) > (budget or 1):
-        score = redundancy(metric, left, tau)
+        found = edges_of(metric, left, tau)
         if budget is None:
-            needed = min(neighbours, len(left) // 2)
-            count = sum(degree >= needed for _, degree in score.values())
+            count = sum(len(edges) >= neighbours for _, edges in found.values())
         else:
-            count = min(len(left) - budget, math.ceil(len(score) / 2))
-        if not count:
-            break
-        going = sorted(score, key=lambda a: (-score[a][0], a))[:count]
+            count = min(len(left) - budget, math.ceil(len(found) / 2))
+        going = sorted(found, key=lambda a: (-redundancy(*found[a]), a))[:count]
         left = [i for i in left if i not in going]
+        if budget is None:
+            break
     return pruned(item.n, left)
 
 
 def script(item: Item, budget: int, tau: float = 0.8, floor: float = 0.8) -> Answer:
     going: list[int] = []
     if item.n > 1:
-        score = redundancy(item.x, list(range(item.n)), tau)
-        count = min(sum(degree > 0 for _, degree in score.values()), item.n - budget)
-        going = sorted(score, key=lambda a: (-score[a][0], a))[:count]
+        found = edges_of(item.x, list(range(item.n)), tau)
+        count = min(sum(bool(edges) for _, edges in found.values()), item.n - budget)
+        going = sorted(found, key=lambda a: (-sum(found[a][1]), a))[:count]
     rest = [i for i in range(item.n) if i not in going]
     wanted = relevance(item.x, item.query)
     quality = [floor + (1 - floor) * q for q in rescaled([wanted[i] for i in rest])]
@@ -364,29 +376,30 @@ def fastvid(
     for part, quota in zip(parts, shared([float(s) for s in sizes], budget, sizes), strict=True):
         if not quota:
             continue
-        anchor_frames = part[::every]
+        anchor_frames = part[::-1][::every][::-1]
         count = min(round(quota * context), len(anchor_frames) * n)
-        anchors: list[int] = []
-        each = shared([1.0] * len(anchor_frames), count, [n] * len(anchor_frames))
-        for frame, centres in zip(anchor_frames, each, strict=True):
-            if centres:
-                points = [item.x[frame * n + p] for p in range(n)]
-                anchors += [frame * n + c for c in dpc(points, centres, neighbours)]
+        each = dict.fromkeys(part, 0)
+        shares = shared([1.0] * len(anchor_frames), count, [n] * len(anchor_frames))
+        each |= dict(zip(anchor_frames, shares, strict=True))
+        most = shared([1.0] * len(part), quota - count, [n - each[f] for f in part])
         kept: list[int] = []
-        free = [[f * n + p for p in range(n) if f * n + p not in anchors] for f in part]
-        room = [len(f) for f in free]
-        for tokens, most in zip(
-            free, shared([float(r) for r in room], quota - count, room), strict=True
-        ):
-            kept += ranked(item.attn.tolist(), tokens)[:most]
+        for f, number in zip(part, most, strict=True):
+            kept += ranked(item.attn.tolist(), list(range(f * n, f * n + n)))[:number]
         answer.groups |= {i: {i: 1.0} for i in kept}
-        joined: dict[int, list[int]] = {a: [] for a in sorted(anchors)}
-        for i in (f * n + p for f in part for p in range(n)):
-            if i not in kept and i not in joined and joined:
+        rest = [i for f in part for i in range(f * n, f * n + n) if i not in kept]
+        for f in anchor_frames:
+            own = [i for i in rest if i // n == f]
+            points = [item.x[i] for i in own]
+            anchors = (
+                [own[c] for c in dpc(points, each[f], neighbours, few=False)] if each[f] else []
+            )
+            joined: dict[int, list[int]] = {a: [] for a in sorted(anchors)}
+            for i in rest if anchors else []:
                 joined[max(joined, key=lambda a: (alike(item.x[i], item.x[a]), -a))].append(i)
-        for a, others in joined.items():
-            own = max(beta, 1 / (len(others) + 1)) if others else 1.0
-            answer.groups[a] = {a: own} | {i: (1 - own) / len(others) for i in others}
+            for a, others in joined.items():
+                part_of = max(beta, 1 / (len(others) + 1)) if others else 1.0
+                group = {i: (1 - part_of) / len(others) for i in others}
+                answer.groups[a] = group | {a: group.get(a, 0.0) + part_of}
     return answer
 
 

@@ -61,8 +61,10 @@ def catp_inner(item: Item, budget: int, relevance: float = 0.6) -> Answer:
     return pruned(item.n, kept + ranked(near, own)[: counts[1]])
 
 
-def gemfilter(item: Item, budget: int) -> Answer:
-    return _best(item, item.signals["attn_ahead"].tolist(), budget)
+def gemfilter(item: Item, budget: int, kernel: int = 5) -> Answer:
+    score, side = item.signals["attn_ahead"].tolist(), kernel // 2
+    near = [score[max(0, i - side) : i + side + 1] for i in range(item.n)]
+    return _best(item, [sum(part) / len(part) for part in near], budget)
 
 
 def dart(item: Item, budget: int, pivots: int = 4, words: int = 4) -> Answer:

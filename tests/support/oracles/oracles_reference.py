@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import oracles
 import oracles_compose
+import oracles_llm
 import oracles_video
 from oracle_base import Item, cosine, ranked
 
@@ -470,6 +472,16 @@ def cdpruner(a: Arrays, p: Params) -> Results:
     }
 
 
+def fastvid(a: Arrays, p: Params) -> Results:
+    frames, n, width = a["x"].shape
+    attn = a["attn"].astype(float).reshape(-1)
+    item = Item(a["x"].astype(float).reshape(-1, width), attn=attn, grid=(frames, 1, n))
+    knobs = {"segments": p["c"], "tau": p["tau"], "context": p["d"], "every": p["p"]}
+    budget = frames * int(n * p["retention_ratio"])
+    answer = oracles_compose.fastvid(item, budget, **knobs, beta=p["beta"])
+    return {"indices": np.array(answer.keep), "tokens": answer.matrix @ item.x}
+
+
 def framefusion(a: Arrays, p: Params) -> Results:
     x, n = a["x"].astype(float), p["frame_tokens"]
     item = Item(x, grid=(len(x) // n, 1, n), signals={"attn_visual": np.zeros(len(x))})
@@ -496,10 +508,99 @@ def vispruner(a: Arrays, p: Params) -> Results:
     return {"mask": np.array(masks)}
 
 
+def v_cast(a: Arrays, p: Params) -> Results:
+    frames, n, width = a["x"].shape
+    item = Item(a["x"].astype(float).reshape(-1, width), grid=(frames, 1, n))
+    budget = max(frames, round(item.n * p["retain_ratio"]))
+    keep = np.array(oracles_video.v_cast(item, budget).keep)
+    return {"indices": keep, "per_frame": np.bincount(keep // n, minlength=frames)}
+
+
+def holitom_inner(a: Arrays, p: Params) -> Results:
+    first, n = p["image_start"], p["image_len"]
+    x, attn = a["x"].astype(float), a["attn"].astype(float).mean(0)
+    item = Item(x[first : first + n], attn=attn[first : first + n])
+    answer = oracles.holitom_inner(item, round(n * (1 - p["r"])))
+    places = around(answer.keep, first, n, len(x))
+    return {"keep_indices": places, "tokens": answer.matrix @ item.x}
+
+
+def around(keep: list[int], first: int, n: int, length: int) -> np.ndarray:
+    return np.array([i for i in range(length) if not 0 <= i - first < n or i - first in keep])
+
+
+def dart(a: Arrays, p: Params) -> Results:
+    first, n = p["image_start"], p["image_len"]
+    pivots, words = p["pivot_image_token"], p["pivot_text_token"]
+    norm = np.abs(a["keys"].astype(float)).sum((0, 2))
+    states = a["states"].astype(float)
+    signals = {"key_norm": norm[first : first + n], "text_key_norm": norm[first + n :]}
+    item = Item(states[first : first + n], query=states[first + n :], signals=signals)
+    each = int(n * (1 - p["reduction_ratio"]) // (pivots + words))
+    answer = oracles_llm.dart(item, pivots + each * (pivots + words), pivots, words)
+    return {"indices": first + np.array(sorted(answer.keep))}
+
+
+def ivc_prune(a: Arrays, p: Params) -> Results:
+    first, n = p["image_start"], p["image_len"]
+    values, turn = a["values"].astype(float), a["rope"].astype(float).mean((0, 2))
+    signals = {"rope": turn[first : first + n], "text_values": values[first + n + 2 :]}
+    rows = values[first : first + n].reshape(n, -1)
+    item = Item(rows, signals={**signals, "values": rows})
+    keep = oracles_llm.ivc_prune(item, round(n * 0.5)).keep
+    return {"keep_indices": around(keep, first, n, len(values))}
+
+
+def gemfilter(a: Arrays, p: Params) -> Results:
+    query, key = a["query"][0, :, 0].astype(float), a["key"][0].astype(float)
+    group = len(query) // len(key)
+    products = sum(key[head // group] @ row for head, row in enumerate(query))
+    item = Item(key[0], signals={"attn_ahead": np.asarray(products)})
+    return {"indices": np.array(sorted(oracles_llm.gemfilter(item, p["topk"]).keep))}
+
+
+def pyramiddrop(a: Arrays, p: Params) -> Results:
+    masks = np.zeros((len(a["key"]), a["key"].shape[2]), bool)
+    for row, (query, key) in enumerate(zip(a["query"], a["key"], strict=True)):
+        first, n = p["image_index"][row], int(p["image_tokens"][row] * p["ratios"][0])
+        length = n + p["prompt_len"][row]
+        score = np.zeros(length)
+        for q, k in zip(query[:, 0].astype(float), key[:, :length].astype(float), strict=True):
+            power = np.exp(k @ q / math.sqrt(len(q)))
+            score += power / power.sum()
+        budget = int(p["image_tokens"][row] * p["ratios"][1])
+        keep = ranked(score[first : first + n].tolist())[:budget]
+        masks[row, around(keep, first, n, length)] = True
+    return {"mask": masks}
+
+
+def sparsevlm(a: Arrays, p: Params) -> Results:
+    x, query = a["x"].astype(float), a["query"].astype(float)
+    power = np.exp(np.array([[cosine(token, word) for word in query] for token in x]))
+    speaks = (power / power.sum(1, keepdims=True)).mean(0)
+    clusters = int((int((len(x) - p["keep"]) * 0.3) + 1) / 10) + 1
+    item = Item(x, query=query, signals={"attn_text": a["attn"].astype(float).mean(0).T})
+    answer = oracles_llm.sparsevlm(item, p["keep"] + clusters)
+    tokens = answer.matrix @ x
+    alone = [place for place, group in answer.groups.items() if len(group) == 1]
+    return {
+        "raters": speaks > speaks.mean(),
+        "mask": np.isin(np.arange(len(x)), alone),
+        "tokens": tokens[tokens.sum(-1).argsort()],
+    }
+
+
+def saint(a: Arrays, p: Params) -> Results:
+    rule = (p["sim_threshold"], p["K"], p["gamma"])
+    answers = [oracles_compose.saint(Item(k), None, *rule) for k in a["keys"].astype(float)]
+    return {"indices": np.array([answer.keep for answer in answers])}
+
+
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        cdpruner, divprune, dycoke, evs, fastv, framefusion, hiprune, hired, holitom, pixelprune,
-        prumerge, prumerge_plus, prunevid, stc_pruner, tome, vidcom2, visionzip, vispruner,
+        cdpruner, dart, divprune, dycoke, evs, fastv, fastvid, framefusion, gemfilter, hiprune,
+        hired, holitom, holitom_inner, ivc_prune, pixelprune, prumerge, prumerge_plus, prunevid,
+        pyramiddrop, saint, sparsevlm, stc_pruner, tome, v_cast, vidcom2, visionzip, vispruner,
     )
 }  # fmt: skip
