@@ -218,6 +218,8 @@ def _check_suite(suite: str, given: dict[str, Any]) -> None:
         check(given[name])
     if suite != "needles" and (given["aware"] or given["length"] != 4096):
         raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
+    if suite not in ("stream", "history") and given["seconds"] != 960:
+        raise MmfastError(f"--suite {suite} takes no --seconds; leave it out")
     if suite == "speech" and (given["reduce"] or given["cache"]):
         raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
     if suite in ("present", "history") and (given["reduce"] or given["cache"] or given["model"]):
@@ -334,13 +336,8 @@ _TAKES = {
 
 def _check_given(context: typer.Context, way: str) -> None:
     """Refuse options that `way` would ignore, by name."""
-    taken = _TAKES.get(way, {"out"}) | {way, "as_json"}
-    for name, value in context.params.items():
-        source = context.get_parameter_source(name)
-        given = value is not None and source is not None and source.name == "COMMANDLINE"
-        if given and name not in taken:
-            shown = "bench" if way == "bench" else f"--{way.replace('_', '-')}"
-            raise MmfastError(f"{shown} does not use --{name.replace('_', '-')}; leave it out")
+    shown = "bench" if way == "bench" else f"--{way.replace('_', '-')}"
+    options.check_taken(context, shown, _TAKES.get(way, {"out"}) | {way, "as_json"})
 
 
 def bench(
@@ -384,6 +381,7 @@ def bench(
     quiet()
     way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
     _check_given(context, way)
+    options.check_threads(threads)
     output.keep_rows(out, [])
     if way in SUITES:
         return bench_named(way, context.params[way], out, as_json, peer, only)

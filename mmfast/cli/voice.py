@@ -455,6 +455,10 @@ class Talking:
             limit = turn.pop("_samples", None)
             played.append(torch.cat([torch.zeros(0), *sounds.get(reply, ())])[:limit])
         pcm = torch.cat(played)
+        if not len(pcm):
+            raise MediaError(
+                "nothing is heard in the recording, so there is no reply; give one with speech"
+            )
         write_sound(target, pcm, self.rate)
         return self._document(len(pcm) / self.rate, stats)
 
