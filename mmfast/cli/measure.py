@@ -23,7 +23,7 @@ from mmfast.cli.options import (
     complete_preset,
 )
 from mmfast.cli.own_suites import eval_own_suite
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, unknown
 
 
 def bench_full(
@@ -193,9 +193,10 @@ def evaluate(
         return eval_own_suite(suite, context.params)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
-    from mmfast.tiny.suites import suite_of
+    from mmfast.tiny.suites import SUITES
 
-    suite_of(suite)
+    if suite not in SUITES:
+        raise MmfastError(unknown("suite", suite, (*SUITES, *_OTHERS)))
     environ = environment()  # of the code that is about to run, not of the tree hours later
     specs = [_chosen(model, suite, as_json) if is_auto(spec) else spec for spec in reduce or []]
     with output.progress("eval") as tick:
@@ -218,6 +219,8 @@ def _check_suite(suite: str, given: dict[str, Any]) -> None:
         check(given[name])
     if suite != "needles" and (given["aware"] or given["length"] != 4096):
         raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
+    if given["seed"] < 0:
+        raise MmfastError(f"--seed {given['seed']} is no seed; give 0 or more")
     if suite not in ("stream", "history") and given["seconds"] != 960:
         raise MmfastError(f"--suite {suite} takes no --seconds; leave it out")
     if suite == "speech" and (given["reduce"] or given["cache"]):
@@ -336,7 +339,8 @@ _TAKES = {
 
 def _check_given(context: typer.Context, way: str) -> None:
     """Refuse options that `way` would ignore, by name."""
-    shown = "bench" if way == "bench" else f"--{way.replace('_', '-')}"
+    named = {"bench": "bench", "eval": "eval without --data"}
+    shown = named.get(way, f"--{way.replace('_', '-')}")
     options.check_taken(context, shown, _TAKES.get(way, {"out"}) | {way, "as_json"})
 
 

@@ -194,9 +194,7 @@ Latency = Annotated[
     float | None, typer.Option(help="Drop frames that have waited longer, in seconds; count them.")
 ]
 Realtime = Annotated[bool, typer.Option("--realtime", help="Let a file run at its own speed.")]
-Network = Annotated[
-    bool, typer.Option("--allow-network", help="Open public addresses (rtsp, http).")
-]
+Network = Annotated[bool, typer.Option("--allow-network", help="Open an address (rtsp, http).")]
 Save = Annotated[Path | None, typer.Option(help="Save the session here at the end.")]
 Restore = Annotated[Path | None, typer.Option(help="Go on with the session saved here.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer in tokens.")]

@@ -38,8 +38,15 @@ def test_threads_are_as_many_as_a_machine_bears(
     assert f"--threads {threads} is out of reach; give a number from 1 to " in told
 
 
-def test_a_suite_without_streams_takes_no_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_takes_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
     assert "takes no --seconds" in fails(capsys, "eval", "--n", "1", "--seconds", "30")
+    assert "scenes" in fails(capsys, "eval", "--n", "1", "--suite", "photos")
+    assert "scenes" not in fails(capsys, "leaderboard", "--suites", "photos")
+    assert "eval without --data does not use --csv" in fails(capsys, "eval", "--csv", "a.csv")
+    for seconds in ("nan", "inf", "3"):
+        told = fails(capsys, "eval", "--n", "1", "--suite", "stream", "--seconds", seconds)
+        assert f"a stream of {seconds} seconds" in told
+    assert "--seed -5" in fails(capsys, "eval", "--n", "1", "--seed", "-5")
 
 
 def test_a_recording_of_nothing_gets_no_empty_reply(
