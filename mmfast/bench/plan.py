@@ -26,7 +26,7 @@ from mmfast.bench.cases import (
 )
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, dtype_name, environment
-from mmfast.bench.stages import MeasuredStage
+from mmfast.bench.stages import MeasuredStage, one_line_when_full
 from mmfast.core.spec import parse
 from mmfast.models.cost import Clock, FirstToken
 from mmfast.models.families.adapter import tower_of
@@ -68,7 +68,8 @@ def plan_shape(
     answer: int = 0,
 ) -> Plan:
     """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew."""
-    planner, inputs = shape_planner(preset, frames, device, dtype)
+    with one_line_when_full(preset, frames):
+        planner, inputs = shape_planner(preset, frames, device, dtype)
     if fresh:
         planner.learner.forget()
     return planner.plan(inputs, target, call="forward", tick=tick, answer=answer)
@@ -94,8 +95,9 @@ def _bytes(module: torch.nn.Module) -> int:
 def check_plan(plan: Plan, preset: str, frames: int, device: str | None, dtype: str) -> float:
     """Measure a plan on the whole shape with random weights; return ms to the first token."""
     shape, where = get_preset(preset), pick_device(device)
-    case = build(preset, ("ttft",), frames, where, pick_dtype(dtype, shape, where))
-    return measured(case, "ttft", plan.spec)
+    with one_line_when_full(preset, frames):
+        case = build(preset, ("ttft",), frames, where, pick_dtype(dtype, shape, where))
+        return measured(case, "ttft", plan.spec)
 
 
 def measured(case: Case, group: str, spec: str | None) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mmfast.cli import options as shared
-from mmfast.cli.output import print_json, print_rows
+from mmfast.cli.output import check_writable, print_json, print_rows
 from mmfast.core.errors import MmfastError
 
 
@@ -58,6 +59,9 @@ def calibrate(
     elif suite is not None:
         prompts = suite_prompts(pair, suite, count, length)
     home = Path(place) if out is None else out
+    with suppress(OSError):
+        home.mkdir(parents=True, exist_ok=True)
+    check_writable("--out", home / FILE)  # before the work, not behind it
     found = calibrate_heads(pair[0], prompts, save=home, count=count, length=length, gates=gates)
     rows = {str(i): [round(float(x), 4) for x in reach] for i, reach in found.reach.items()}
     told = {"file": str(home / FILE), "gates": len(found.gates)}

@@ -47,8 +47,10 @@ def codec(
         from mmfast.cli.voice import check_output
 
         target = check_output(output, as_json)
-    elif not Path(output).parent.is_dir():
-        raise MmfastError(f"--output {output!r} cannot be written; give a file in a folder")
+    else:
+        from mmfast.cli.output import check_writable
+
+        check_writable("--output", Path(output))
     from mmfast.models.loading import EMBEDDED_CODEC, load_codec
 
     given: dict[str, Any] = {} if codebooks is None else {"codebooks": codebooks}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from mmfast.cli import output
-from mmfast.cli.options import Json
+from mmfast.cli.options import Json, check_taken
 from mmfast.core.errors import MmfastError
 
 
@@ -92,10 +92,7 @@ def _print(document: dict[str, Any], as_json: bool) -> None:
 
 
 def _compare(context: typer.Context, files: tuple[Path, Path], as_json: bool) -> None:
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and name not in _COMPARING:
-            raise MmfastError(f"--compare does not use --{name.replace('_', '-')}; leave it out")
+    check_taken(context, "--compare", {"compare", "as_json"})
     from mmfast.bench.leaderboard.agreement import agree, read_board
 
     document = agree(*map(read_board, files))
@@ -111,6 +108,3 @@ def _compare(context: typer.Context, files: tuple[Path, Path], as_json: bool) ->
     output.print_table(document, as_json, names, cells)
     if not document["agree"]:
         raise typer.Exit(1)
-
-
-_COMPARING = {"compare", "as_json"}

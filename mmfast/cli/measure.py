@@ -23,7 +23,7 @@ from mmfast.cli.options import (
     complete_preset,
 )
 from mmfast.cli.own_suites import eval_own_suite
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, unknown
 
 
 def bench_full(
@@ -193,9 +193,10 @@ def evaluate(
         return eval_own_suite(suite, context.params)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
-    from mmfast.tiny.suites import suite_of
+    from mmfast.tiny.suites import SUITES
 
-    suite_of(suite)
+    if suite not in SUITES:
+        raise MmfastError(unknown("suite", suite, (*SUITES, *_OTHERS)))
     environ = environment()  # of the code that is about to run, not of the tree hours later
     specs = [_chosen(model, suite, as_json) if is_auto(spec) else spec for spec in reduce or []]
     with output.progress("eval") as tick:
@@ -218,6 +219,10 @@ def _check_suite(suite: str, given: dict[str, Any]) -> None:
         check(given[name])
     if suite != "needles" and (given["aware"] or given["length"] != 4096):
         raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
+    if given["seed"] < 0:
+        raise MmfastError(f"--seed {given['seed']} is no seed; give 0 or more")
+    if suite not in ("stream", "history") and given["seconds"] != 960:
+        raise MmfastError(f"--suite {suite} takes no --seconds; leave it out")
     if suite == "speech" and (given["reduce"] or given["cache"]):
         raise MmfastError("--suite speech takes no --reduce and no --cache; leave them out")
     if suite in ("present", "history") and (given["reduce"] or given["cache"] or given["model"]):
@@ -334,13 +339,9 @@ _TAKES = {
 
 def _check_given(context: typer.Context, way: str) -> None:
     """Refuse options that `way` would ignore, by name."""
-    taken = _TAKES.get(way, {"out"}) | {way, "as_json"}
-    for name, value in context.params.items():
-        source = context.get_parameter_source(name)
-        given = value is not None and source is not None and source.name == "COMMANDLINE"
-        if given and name not in taken:
-            shown = "bench" if way == "bench" else f"--{way.replace('_', '-')}"
-            raise MmfastError(f"{shown} does not use --{name.replace('_', '-')}; leave it out")
+    named = {"bench": "bench", "eval": "eval without --data"}
+    shown = named.get(way, f"--{way.replace('_', '-')}")
+    options.check_taken(context, shown, _TAKES.get(way, {"out"}) | {way, "as_json"})
 
 
 def bench(
@@ -384,6 +385,7 @@ def bench(
     quiet()
     way = next((name for name in (*SUITES, *_TAKES) if context.params.get(name)), "bench")
     _check_given(context, way)
+    options.check_threads(threads)
     output.keep_rows(out, [])
     if way in SUITES:
         return bench_named(way, context.params[way], out, as_json, peer, only)

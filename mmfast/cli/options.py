@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -192,9 +194,7 @@ Latency = Annotated[
     float | None, typer.Option(help="Drop frames that have waited longer, in seconds; count them.")
 ]
 Realtime = Annotated[bool, typer.Option("--realtime", help="Let a file run at its own speed.")]
-Network = Annotated[
-    bool, typer.Option("--allow-network", help="Open public addresses (rtsp, http).")
-]
+Network = Annotated[bool, typer.Option("--allow-network", help="Open an address (rtsp, http).")]
 Save = Annotated[Path | None, typer.Option(help="Save the session here at the end.")]
 Restore = Annotated[Path | None, typer.Option(help="Go on with the session saved here.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer in tokens.")]
@@ -211,3 +211,20 @@ def check_apart(option: str, target: str | Path | None, *inputs: str | None) -> 
                 f"{option} {str(target)!r} is the file that is read, which would be lost; name "
                 "another"
             )
+
+
+def check_taken(context: typer.Context, way: str, taken: Collection[str]) -> None:
+    """Refuse (MmfastError) options and arguments that a way to run a command would ignore."""
+    for param in context.command.params:
+        name, source = str(param.name), context.get_parameter_source(str(param.name))
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and context.params.get(name) is not None and name not in taken:
+            shown = param.opts[0] if param.param_type_name == "option" else name.upper()
+            raise MmfastError(f"{way} does not use {shown}; leave it out")
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse (MmfastError) a number of threads that computes nothing or exhausts the machine."""
+    most = max(256, os.cpu_count() or 1)
+    if threads is not None and not 1 <= threads <= most:
+        raise MmfastError(f"--threads {threads} is out of reach; give a number from 1 to {most}")

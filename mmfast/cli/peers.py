@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mmfast.cli import output
-from mmfast.cli.options import Json, Reduces
+from mmfast.cli.options import Json, Reduces, check_threads
 
 _HEAD = {
     "job": "engine",
@@ -55,6 +55,7 @@ def peers(
     from mmfast.models.quiet import quiet
 
     quiet()
+    check_threads(threads)
     output.keep_rows(out, [])
     from mmfast.bench.peers import run_peers
 

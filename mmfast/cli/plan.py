@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from mmfast.planner.target import Target
 
 
+_ALWAYS = {"target_ttft_ms", "target_tokens", "max_memory", "quality", "kind", "max_new_tokens"}
+_ALWAYS |= {"frames", "device", "dtype", "check", "fresh", "as_json"}
+
+
 def plan(
+    context: typer.Context,
     media: Annotated[str | None, typer.Argument(help="Video or image file.")] = None,
     question: Annotated[str, typer.Argument(help="What you want to know.")] = "What is this?",
     target_ttft_ms: shared.Ttft = None,
@@ -47,6 +52,7 @@ def plan(
     from mmfast.frontends.source import DEFAULT_LIMITS, open_source
     from mmfast.models.quiet import quiet
 
+    _check_given(context)
     if media is not None:
         open_source(media, DEFAULT_LIMITS)  # before an import of torch
     from mmfast.planner.target import make_target
@@ -55,8 +61,8 @@ def plan(
     target = make_target(target_ttft_ms, target_tokens, max_memory, quality, kind)
     if check_all:
         return _check_all(out, as_json)
-    if (media is None) == (preset is None):
-        raise MmfastError("give a media file, or --preset NAME for a model shape, and not both")
+    if media is None and preset is None:
+        raise MmfastError("give a media file, or --preset NAME for a model shape")
     if not target:
         target = make_target(quality="balanced", kind=kind)
     if preset is not None:
@@ -71,6 +77,21 @@ def plan(
         options["max_new_tokens"] = max_new_tokens
         made, ms = _of_media(target, str(media), question, options, check, fresh)
     _print(made, target, ms, as_json)
+
+
+def _check_given(context: typer.Context) -> None:
+    """Refuse options that the way to plan would ignore."""
+    given = context.params
+    if given["check_all"]:
+        shared.check_taken(context, "--check-all", {"check_all", "out", "as_json"})
+    elif given["preset"] is not None:
+        shared.check_taken(context, "--preset", _ALWAYS | {"preset"})
+    else:
+        shared.check_taken(context, "plan", _ALWAYS | {"media", "question", "model"})
+    if given["max_new_tokens"] < 1:
+        raise MmfastError(
+            f"--max-new-tokens {given['max_new_tokens']} answers nothing; give at least 1"
+        )
 
 
 def _of_media(

@@ -51,8 +51,7 @@ def profile(
     open_source(media, DEFAULT_LIMITS)
     check_names([reduce], [cache], [prefill])
     _check_flame(flame)
-    if threads is not None and threads < 1:
-        raise MmfastError(f"--threads {threads} computes nothing; give at least 1")
+    shared.check_threads(threads)
     quiet()
     from mmfast.bench.profile import profile_request, write_flame
     from mmfast.bench.timing import threads_set

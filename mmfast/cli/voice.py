@@ -341,6 +341,8 @@ def translate(
         return print_dubbed(files[0], out, pipe.dub(files[0], out, talker, **given), as_json)
     if not stream:
         return print_translated(pipe, files, text, as_json)
+    if text:
+        _say_unknown(pipe.translator.unknown(text))
     pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0]))
     return print_speakers(pieces) if speakers > 1 else print_pieces(pieces)
 
@@ -362,7 +364,7 @@ def check_clip(files: Sequence[str], out: str | None, spoken: str | None, while_
 
 def print_translated(pipe: Any, files: Sequence[str], text: str | None, as_json: bool) -> None:
     """Translate files or a text and print a line each, or one document."""
-    from mmfast.cli.output import print_json, say_note
+    from mmfast.cli.output import print_json
 
     if text is not None:
         unknown = pipe.translator.unknown(text)
@@ -373,8 +375,13 @@ def print_translated(pipe: Any, files: Sequence[str], text: str | None, as_json:
         return print_json(found if len(found) > 1 else found[0])
     for each in found:
         print(each["text"])
-        words = ", ".join(each["unknown"])
-        say_note(words and f"the translator does not know: {words}")
+        _say_unknown(each["unknown"])
+
+
+def _say_unknown(words: Sequence[str]) -> None:
+    from mmfast.cli.output import say_note
+
+    say_note(f"the translator does not know: {', '.join(words)}" if words else "")
 
 
 def print_dubbed(clip: str, out: str, sentences: Sequence[Any], as_json: bool) -> None:
@@ -455,6 +462,10 @@ class Talking:
             limit = turn.pop("_samples", None)
             played.append(torch.cat([torch.zeros(0), *sounds.get(reply, ())])[:limit])
         pcm = torch.cat(played)
+        if not len(pcm):
+            raise MediaError(
+                "nothing is heard in the recording, so there is no reply; give one with speech"
+            )
         write_sound(target, pcm, self.rate)
         return self._document(len(pcm) / self.rate, stats)
 

@@ -7,10 +7,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mmfast.cli import options as options
 from mmfast.cli.options import Device, Dtype, Json, Model, Reduce
-from mmfast.cli.output import _err, print_json
+from mmfast.cli.output import _err, print_json, say_note
 from mmfast.core.errors import MmfastError
 
 
@@ -54,6 +55,8 @@ def watch(
     if save is not None:
         check_folder(save)
     questions = times_of(ask or [], every, ask_at or [])
+    if (probe or yes or threshold != 0.6) and not tell_me_when:
+        raise MmfastError("--probe, --yes and --threshold need a condition; give --tell-me-when")
     check_plan(plan_cache(None if memory == AUTO else memory))  # before any weight is read
     parse_bytes(host_bytes)
     given: dict[str, Any] = {"reduce": reduce, "frame_cache": frame_cache, "gate": gate}
@@ -68,7 +71,8 @@ def watch(
     looks |= {"yes": yes, "no": None} if yes else {}
     for condition in tell_me_when or []:
         session.subscribe(condition, session_run.report, **looks)
-    way = {"latency": latency, "realtime": realtime, "allow_network": allow_network}
+    way: dict[str, Any] = {"latency": latency, "realtime": realtime}
+    way["allow_network"] = allow_network and hosts_of(source)
     session_run.run(camera_or_path(source), save, **way)
 
 
@@ -79,6 +83,11 @@ class TimedQuestion:
     text: str  # the question
     at: float | None  # seconds of the stream at which it is due; None is the end
     every: float | None = None  # seconds between two times; None asks once
+
+    @property
+    def was_due(self) -> bool:
+        """False while the first time to ask lies ahead."""
+        return self.at in (None, float("inf")) or (self.every or self.at) != self.at
 
 
 def times_of(ask: Sequence[str], every: float | None, ask_at: Sequence[str]) -> list[TimedQuestion]:
@@ -103,6 +112,19 @@ def times_of(ask: Sequence[str], every: float | None, ask_at: Sequence[str]) -> 
             )
         found.append(TimedQuestion(check_question(text), at))
     return found
+
+
+def hosts_of(source: str) -> bool | list[str]:
+    """Return whom `--allow-network` allows: public hosts, or the private one that was typed."""
+    from mmfast.core.errors import MediaError
+    from mmfast.frontends.live.inputs import check_address
+
+    try:
+        check_address(source, True)
+    except MediaError:
+        host = urlsplit(source).hostname if "://" in source else None
+        return [host] if host else True
+    return True
 
 
 def camera_or_path(source: str) -> str | int:
@@ -138,6 +160,8 @@ class WatchRun:
             for question in self.questions:
                 if question.at is None and not interrupted:
                     self._ask(question)
+                elif not interrupted and error is None and not question.was_due:
+                    say_note(f"{question.text!r} was not asked: no frame came at {question.at:g} s")
             if save is not None:
                 try:
                     self.session.save(save)

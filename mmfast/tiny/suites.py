@@ -72,9 +72,7 @@ def suite(n: int, seed: int, name: str = "video") -> list[SuiteCase]:
 def suite_of(name: str) -> Suite:
     """The suite called `name`; an unknown name is answered with the choices."""
     if name not in SUITES:
-        raise MmfastError(
-            unknown("suite", name, (*SUITES, "stream", "present", "history", "speech", "needles"))
-        )
+        raise MmfastError(unknown("suite", name, SUITES))
     return SUITES[name]
 
 

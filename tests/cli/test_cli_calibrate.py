@@ -107,6 +107,8 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], folder: Pat
     assert "unknown suite 'vdeo'" in fails(capsys, "calibrate", str(folder), "--suite", "vdeo")
     assert "cannot read 'a.txt'" in fails(capsys, "calibrate", str(folder), *both[:2])
     assert "length=9" in fails(capsys, "calibrate", str(folder), "--length", "9")
+    told = fails(capsys, "calibrate", str(folder), *SIZE, "--out", str(folder / "config.json"))
+    assert "--out" in told and "cannot be written" in told
     (folder / FILE).write_bytes(b"no tensors")
     refused = fails(capsys, "ask", CLIP, QUESTION, "--model", str(folder), "--cache", "qfilter:0.5")
     assert FILE in refused and "\n" not in refused.strip()

@@ -72,11 +72,13 @@ def test_wrong_files_are_one_line(run: Run, tone: Path, tmp_path: Path) -> None:
     assert run(tone, "-o", codes)[0] == 0
     pocket_tokenizer().save_pretrained(tmp_path / "codec")
     (tmp_path / "broken.safetensors").write_bytes(b"no")
+    (tmp_path / "folder.safetensors").mkdir()
     for args, told in (
         ((codes, "-o", tmp_path / "b.safetensors"), "both files are .safetensors"),
         ((codes, "-o", tmp_path / "b.wav", "--model", tmp_path / "codec"), "holds codes of"),
         ((tmp_path / "broken.safetensors", "-o", tmp_path / "b.wav"), "holds no codes"),
         ((tone, "-o", tmp_path / "no" / "b.safetensors"), "cannot be written"),
+        ((tone, "-o", tmp_path / "folder.safetensors"), "Is a directory"),
         ((tone, "-o", tmp_path / "b.wav", "--codebooks", 3), "takes no options"),
         ((tone, "-o", tmp_path / "b.wav", "--model", tmp_path), "config.json"),
     ):

@@ -39,6 +39,19 @@ def test_questions_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
     assert "live tokens" in err and "0 dropped" in err
 
 
+def test_a_question_whose_time_never_comes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--ask", QUESTION, "--every", "60", "--ask-at", f"70:{QUESTION}", "--ask-at")
+    code, out, err = run(capsys, CLIP, *options, f"1:{QUESTION}", "--json")
+    assert code == 0 and len(json.loads(out)["answers"]) == 1
+    notes = [line for line in err.splitlines() if line.startswith("mmfast: note:")]
+    assert [note.split()[-2:] for note in notes] == [["60", "s"], ["70", "s"]], err
+
+
+def test_an_address_that_is_typed_may_be_private(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "rtsp://127.0.0.1:1/x", "--allow-network")
+    assert code == 2 and "private" not in err and err.count("\n") == 1
+
+
 def test_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Saved at the end, gone on with in another run."""
     saved = str(tmp_path / "session")
@@ -121,6 +134,8 @@ def test_a_folder_and_a_source_that_dies(
         ((CLIP, "--every", "5"), "--ask"),
         ((CLIP, "--ask", QUESTION, "--every", "0"), "--every"),
         ((CLIP, "--ask-at", "soon"), "--ask-at"),
+        ((CLIP, "--threshold", "0.3"), "give --tell-me-when"),
+        ((CLIP, "--yes", "left"), "give --tell-me-when"),
         ((CLIP, "--ask", " "), "empty"),
         ((CLIP, "--fps", "0"), "fps"),
         ((CLIP, "--latency", "-1"), "latency"),

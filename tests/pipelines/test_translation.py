@@ -306,6 +306,7 @@ def test_command(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("translate", "--text", "the red circle moves left")[1] == "ronda ruva levo mira\n"
     code, out, error = run("translate", "--text", "the red lamp moves left")
     assert code == 0 and out and error == "mmfast: note: the translator does not know: lamp\n"
+    assert run("translate", "--text", "the red lamp moves left", "--stream")[2] == error
     for argv in (
         ["--text", " "],
         [],

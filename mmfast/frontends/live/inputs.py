@@ -75,7 +75,10 @@ def check_address(text: str, allowed: Allowed) -> Address:
     if not url.hostname or any(c.isspace() or ord(c) < 32 for c in text):
         raise MediaError(f"{name} is not an address: give {_EXAMPLES}")
     if allowed is False:
-        raise MediaError(f"{name}: network sources are off; allow them with allow_network=True")
+        raise MediaError(
+            f"{name}: network sources are off; allow them with allow_network=True "
+            "or --allow-network"
+        )
     host = url.hostname
     hosts = (allowed,) if isinstance(allowed, str) else allowed
     listed = None if hosts is True else {str(h).lower() for h in hosts}

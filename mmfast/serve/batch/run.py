@@ -342,10 +342,11 @@ def run_batch(
         raise MmfastError(unknown("engine", way.engine, ENGINES))
     if way.workers is not None and way.workers < 1:
         raise MmfastError(f"workers={way.workers}; give a whole number of at least 1")
-    if way.engine == "inproc" and (way.workers or 1) > 1:
+    many = {"workers": (way.workers or 1) > 1, "address": way.address != "local"}
+    for name in filter(many.get, many if way.engine == "inproc" else ()):
         raise MmfastError(
-            f"workers={way.workers} needs the engine ray, and engine='inproc' is one process; give "
-            '--engine ray, after pip install "mmfast[ray]"'
+            f"{name}={getattr(way, name)} needs the engine ray, and engine='inproc' is one "
+            'process; give --engine ray, after pip install "mmfast[ray]"'
         )
     if out.suffix not in ("", ".parquet", ".pq") and not out.exists():
         raise MmfastError(

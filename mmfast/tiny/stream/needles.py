@@ -6,6 +6,7 @@ None, an unbounded cache, is the reference of the bounded ones.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Setting:
     fps: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.seconds < CLOSEST or self.fps <= 0:
+        if not CLOSEST <= self.seconds < math.inf or self.fps <= 0:
             raise MmfastError(
                 f"a stream of {self.seconds:g} seconds at {self.fps:g} frame/s shows no fact; give "
                 f"{CLOSEST:g} seconds or more"

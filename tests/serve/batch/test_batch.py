@@ -395,6 +395,7 @@ def test_usage(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([folder, *ask, "--batch-size", "0"], "batch_size"),
         ([folder, *ask, "--workers", "0"], "workers"),
         ([folder, *ask, "--workers", "2"], "workers=2 needs the engine ray"),
+        ([folder, *ask, "--address", "auto"], "address=auto needs the engine ray"),
         ([folder, *ask, "--limit", "0"], "limit"),
         ([folder, *ask, "--engine", "rey"], "did you mean 'ray'"),
         ([folder, *ask, "--model", "./nowhere"], "does not exist"),
