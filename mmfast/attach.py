@@ -165,7 +165,7 @@ def attach(
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace: model.generate(**inputs)
     """
     specs: Any = _specs(reduce)
-    drafts = plan_decode(decode) if isinstance(decode, str) else decode
+    drafts: Any = decode if hasattr(decode, "plan") else plan_decode(decode)  # or a source
     more: dict[str, Any] = {"cache": call_plan(cache), "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
     return _attached(_stock(model), reduce, specs, more)

@@ -87,6 +87,13 @@ class VoiceSession(Dialogue):
         for name, value in (("ahead", ahead), ("delay", delay)):
             if not 0 <= value < math.inf or (name == "ahead" and not value):
                 raise MmfastError(f"{name}={value!r} is no time; give seconds such as 2.0")
+        for name, part, can, words in (
+            ("ear", ear, "hear", "'voice', 'semantic', 'prosody', 'manual' or an Ear"),
+            ("clock", clock, "now", "a Clock of mmfast.streams.stream"),
+            ("history", history, "turns", "a History of mmfast.voice.history"),
+        ):
+            if part is not None and not hasattr(part, can):
+                raise MmfastError(f"{name}={part!r} is not allowed; give {words}")
         self.input_clock = FakeClock() if clock is None else None
         super().__init__(
             clock or self.input_clock or FakeClock(),

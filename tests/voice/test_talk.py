@@ -19,8 +19,9 @@ from mmfast.core.speech import Turn
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.audio.wav import write_wav
 from mmfast.models.speech import embedded
+from mmfast.ops.audio import resample
 from mmfast.pipelines import speech
-from mmfast.pipelines.speech import SpeechChat
+from mmfast.pipelines.speech import SpeechChat, Spoken
 
 Run = Callable[..., tuple[int, str, str]]
 PAUSE = torch.zeros(16000)
@@ -122,8 +123,6 @@ def test_kinds_of_samples(pcm: Any, rate: int) -> None:
 
 @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000, 96000, 192000])
 def test_rates(rate: int) -> None:
-    from mmfast.ops.audio import resample
-
     pcm = resample(torch.cat([PAUSE, hum("hello"), PAUSE]), 16000, rate)
     events = list(SpeechChat(HumModel()).run(pcm.split(777), rate, ear=HumEar()))
     assert [event.kind for event in events if event.kind == "done"] == ["done"]
@@ -179,10 +178,15 @@ def test_listener_and_speaker_may_be_others() -> None:
 
 def test_recordings_may_be_run_as_streams(tmp_path: Path) -> None:
     path = recording(tmp_path / "in.wav", hum("hello"), PAUSE)
-    pipe = SpeechChat(HumModel())
-    for media in (path, Path(path), Path(path).read_bytes(), load_audio(path).numpy()):
+    pipe, sound = SpeechChat(HumModel()), load_audio(path)
+    pair = sound.numpy(), 16000
+    mapping = {"array": resample(sound, 16000, 48000).numpy(), "sampling_rate": 48000}
+    held = [pair, pair[::-1], mapping, {"path": path}, sound.tolist(), list(sound.numpy())]
+    spoken = Spoken(sound, 16000, "hello")
+    for media in (path, Path(path), Path(path).read_bytes(), sound.numpy(), spoken, *held):
         events = list(pipe.run(media, ear=HumEar()))
         assert [event.text for event in events if event.kind == "heard"] == ["hello"]
+        assert pipe(media).heard == "hello"
     with pytest.raises(MmfastError, match="unknown ear"):
         pipe.open(ear="left")
     assert speech.ear_of("manual")
