@@ -147,13 +147,20 @@ def check_text(text: object) -> str:
 
 
 def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
-    """Pieces of a text as they come; MmfastError where one is no text."""
-    for part in parts:
-        if not isinstance(part, str):
-            raise MmfastError(
-                f"{type(part).__name__} cannot be said or translated; give pieces of text"
-            )
-        yield check_characters("text", part)
+    """Pieces of a text as they come, or a whole one; MmfastError where one is no text."""
+    if not isinstance(parts, Iterable):
+        raise MmfastError(
+            f"{type(parts).__name__} cannot be said or translated; give pieces of text"
+        )
+    return map(_checked_part, [parts] if isinstance(parts, str) else parts)
+
+
+def _checked_part(part: Any) -> str:
+    if not isinstance(part, str):
+        raise MmfastError(
+            f"{type(part).__name__} cannot be said or translated; give pieces of text"
+        )
+    return check_characters("text", part)
 
 
 @task("speech-chat")

@@ -298,7 +298,7 @@ class SpeechTranslation:
         """Translate one sentence of text while its words come; `at` counts words.
 
         Args:
-            words: Words, or pieces of a text whose spaces part the words.
+            words: Words, or pieces of a text whose spaces part the words; or the whole text.
             policy: Instead of the pipeline's.
         """
         with within(self.task):

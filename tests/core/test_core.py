@@ -225,7 +225,10 @@ def test_wrong_shapes_are_refused() -> None:
         (lambda: mmfast.reduce(torch.zeros(4, 2), "divprune:2"), ["a Tensor", "mmfast.Tokens(x)"]),
         (lambda: mmfast.methods(["reducer"]), ["unknown kind ['reducer']", "reducer"]),
         (lambda: mmfast.pipeline(["video-qa"]), ["unknown task ['video-qa']", "video-qa"]),
-        (lambda: mmfast.calibrate_heads("x"), ["a str has no decoder", "from_pretrained"]),
+        (
+            lambda: mmfast.calibrate_heads("x"),
+            ["a str has no decoder with heads", "from_pretrained"],
+        ),
         (lambda: Tokens(torch.zeros(4, 2)).need("keys"), ["keys"]),
     ],
 )

@@ -161,6 +161,46 @@ def test_any_text_model_gets_a_voice() -> None:
     assert texts == "1 one3 two"
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "a NoneType"),
+        (5, "an int"),
+        (b"yes", "a bytes"),
+        (["yes", None], "a NoneType"),
+        ({"role": "assistant", "content": "yes"}, "a dict"),
+    ],
+)
+def test_a_text_model_that_gives_no_text_is_named(answer: Any, told: str) -> None:
+    """In a conversation it is an event, and the next question is heard."""
+    pipe = mmfast.pipeline("speech-chat", HumModel(), chat=lambda turns: answer)
+    with pytest.raises(MmfastError, match=f"the answer of chat= has {told}; let it give a text"):
+        pipe(hum("one"))
+    events = list(pipe.run([hum("one"), PAUSE, hum("two"), PAUSE], ear=HumEar()))
+    assert [event.text for event in events if event.kind == "heard"] == ["one", "two"]
+    errors = [event.text for event in events if event.kind == "error"]
+    assert len(errors) == 2 and all(f"has {told}; let" in error for error in errors)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "", " "])
+def test_what_a_session_cannot_say(wrong: Any) -> None:
+    pipe = SpeechChat(HumModel())
+    with pipe.open(ear=HumEar()) as session:
+        with pytest.raises(MmfastError, match="nothing to say in"):
+            session.say(wrong)
+        assert session.stats()["replies"] == 0
+    if not isinstance(wrong, str):
+        with pytest.raises(MmfastError, match="give pieces of text"):
+            mmfast.pipeline("text-to-speech", HumModel()).stream(wrong)
+
+
+def test_a_saved_conversation_has_whole_numbers() -> None:
+    with SpeechChat(HumModel()).open(ear=HumEar()) as session:
+        saved = {**session.save(), "next": {"item": "x"}}
+        with pytest.raises(MmfastError, match="no saved conversation"):
+            session.restore(saved)
+
+
 def test_listener_and_speaker_may_be_others() -> None:
     class Ears:
         def transcribe(self, pcm: torch.Tensor, rate: int = 16000) -> str:

@@ -63,10 +63,8 @@ def calibrate_heads(
         ModelError: A model without layers of full attention, no prompt, or made ones too short.
     """
     if not hasattr(model, "get_decoder"):
-        raise ModelError(
-            f"{an(type(model).__name__)} has no decoder whose heads could be looked at; give a "
-            "model of transformers, such as AutoModelForCausalLM.from_pretrained(…)"
-        )
+        fix = "give a model, such as AutoModelForCausalLM.from_pretrained(…)"
+        raise ModelError(f"{an(type(model).__name__)} has no decoder with heads; {fix}")
     if prompts is None and length < (least := 4 * (sink + recent)):
         raise ModelError(
             f"length={length}: half a prompt back is within what streaming heads see; give {least}"
