@@ -39,11 +39,13 @@ class Handle(AbstractContextManager[Trace]):
 
     Attributes:
         trace: Rows and Reductions of every call, and notes on what could not act.
+        inside: Something acts in calls of the language model, and not in the vision tower alone.
     """
 
     def __init__(self, model: Any, what: str) -> None:
         self.trace = Trace()
         self.what = what
+        self.inside = False
         self._name = type(model).__name__
         self._undo: ExitStack | None = None
         self._turn: AbstractContextManager[Any] = nullcontext()
@@ -165,7 +167,7 @@ def attach(
         >>> with attach(model, "evs:0.25+fastv@llm3:0.5") as trace: model.generate(**inputs)
     """
     specs: Any = _specs(reduce)
-    drafts = plan_decode(decode) if isinstance(decode, str) else decode
+    drafts: Any = decode if hasattr(decode, "plan") else plan_decode(decode)  # or a source
     more: dict[str, Any] = {"cache": call_plan(cache), "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
     return _attached(_stock(model), reduce, specs, more)
@@ -201,6 +203,8 @@ def _attached(model: Any, reduce: Any, specs: Any, more: Mapping[str, Any]) -> H
     plan, encoder, drafts, sparse, attn = more.values()
     source = _source(model, specs, plan, drafts)
     handle = Handle(model, _written(reduce, specs, more))
+    handle.inside = specs == AUTO or any(spec.site not in ("vit", "pixel") for spec in specs)
+    handle.inside |= any(part is not None for part in (plan, drafts, sparse))
     if specs or any(stage is not None for stage in more.values()):
         rest = _drafting(model, specs, plan, encoder, handle.trace, source)
         handle.install(model, chain(_attention(model, sparse, attn, handle.trace), rest))

@@ -146,9 +146,9 @@ def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple
     return [(media, text)], False
 
 
-def several(media: Any, name: str) -> bool:
+def several(media: Any, name: str, question: Any = "") -> bool:
     """Tell whether the media given as `images` or `videos` are several inputs."""
-    return isinstance(media, (list, tuple)) and (name == "images" or _many_clips(media, ""))
+    return isinstance(media, (list, tuple)) and (name == "images" or _many_clips(media, question))
 
 
 def _many_images(media: Any) -> bool:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
 
 from mmfast.caches.plan import call_plan
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, warn
 from mmfast.core.spec import parse
 from mmfast.core.speech import Turn
-from mmfast.frontends.audio.reader import load_audio
+from mmfast.decoding.speculation import plan_decode
+from mmfast.frontends.audio.reader import is_batch, load_audio
 from mmfast.models.loading import load
-from mmfast.pipelines.generation import CALL, GENERATE, merged
+from mmfast.pipelines.generation import CALL, GENERATE, merged, several
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
 from mmfast.pipelines.speech import TALKING, cascade, collect, ear_of, speech_options, stream_of
@@ -66,6 +69,7 @@ class OmniSession:
     def _with_frames(
         self, sound: Iterable[Any], rate: int, frames: Iterator[tuple[float, Any]]
     ) -> Iterator[Any]:
+        frames = map(_timed, frames)
         following = next(frames, None)
         for chunk in self.voice.inlet.blocks(sound, rate, max(rate // 50, 1)):
             now = self.voice.inlet.samples / RATE
@@ -92,10 +96,21 @@ class OmniSession:
         self.close()
 
 
+def _timed(given: Any) -> tuple[float, Any]:
+    """Return a time and a frame; MmfastError for anything else."""
+    if not (isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], Real)):
+        raise MmfastError(
+            f"frames= has {reprlib.repr(given)}; give pairs of seconds and a frame, such as "
+            "(0.0, frame)"
+        )
+    return float(given[0]), given[1]
+
+
 ASKS = r"(?:in |at )?(?:what|which|how|where|who|when|why|is|are|do|does|did|can|was|were)\b"
 # a clip is sampled by `frames`, and sound tells no doubts
 _CLIP = (named(VisualQA.__init__) | {*CALL}) - {"fps", "check"}
 _STREAM = named(VideoStream.__init__)
+ASKED = {"max_new_tokens", "do_sample", "temperature", "top_p", "seed", "generation_config"}
 _OPEN = named(VideoStream.open)
 
 
@@ -160,11 +175,17 @@ class OmniChat:
         **options: Any,
     ) -> None:
         speaks = speech if talker is None else talker
+        if not isinstance(voice, Mapping | None):
+            raise MmfastError(
+                f"{self.task}: voice={voice!r} is not allowed; give a dict of options of the "
+                "talker, such as {'voice': 'en-us'}"
+            )
         self.wording, self.options = wording, speech_options(self.task, speaks, voice or {})
         with within(self.task):
             parse(options.get("reduce")), call_plan(options.get("cache"))
+            plan_decode(options.get("decode"))
             make_target(**{k: v for k, v in options.items() if k in TARGET})
-            merged({k: v for k, v in options.items() if k in (*CALL, *GENERATE)}, {})
+            self._how = merged({k: v for k, v in options.items() if k in (*CALL, *GENERATE)}, {})
         # one checkpoint for clips and streams is loaded once; the embedded ones differ
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         given: dict[str, Any] = {"processor": processor, "model_kwargs": model_kwargs}
@@ -188,11 +209,11 @@ class OmniChat:
         return cls(self._model, **{k: v for k, v in self._video.items() if k in names})
 
     def __call__(self, media: Any, question: Any, **options: Any) -> Any:
-        """Answer a spoken question about a clip; a list of questions gives a list.
+        """Answer a spoken question about a clip; a list of questions or of clips gives a list.
 
         Args:
             media: A clip, as for `video-qa`; a list of clips goes with a list of questions.
-            question: A recording of the question, or a text.
+            question: A recording of the question, or a text that ends in a question mark.
             **options: Of the talker, for this call.
 
         Returns:
@@ -201,8 +222,10 @@ class OmniChat:
         Raises:
             MediaError: Clip or recording cannot be read.
         """
-        if isinstance(question, list) and question and not isinstance(question[0], int | float):
-            many = media if isinstance(media, list) else [media] * len(question)
+        batch = is_batch(question)
+        if batch or several(media, "videos"):
+            question = question if batch else [question] * len(media)
+            many = media if several(media, "videos", question) else [media] * len(question)
             if len(many) != len(question):
                 raise MmfastError(
                     f"{len(many)} clips, {len(question)} questions; give one question per clip"
@@ -232,25 +255,43 @@ class OmniChat:
             ear: As for `SpeechChat.open`.
             **options: Of the video, as for `VideoStream.open` (`memory`, `host_bytes`, …); of the
                 conversation, as for `SpeechChat.open` (`clock`, `ahead`, …); `max_new_tokens`.
+
+        Of the pipeline's options `max_new_tokens`, `temperature`, `top_p` and `seed` act here, too;
+        of others that act on clips alone a warning tells.
         """
+        idle = sorted(self._video.keys() & (_CLIP | GENERATE) - _STREAM - ASKED - {"frames"})
+        if idle:
+            warn(f"{self.task}: {', '.join(idle)} of the pipeline act on clips, not on this stream")
         if self._streams is None:
             self._streams = self._pipe(VideoStream, _STREAM)
         talking = {name: options.pop(name) for name in TALKING if name in options}
-        longest = options.pop("max_new_tokens", 64)
+        own = {name: options.pop(name) for name in {"max_new_tokens"} & options.keys()}
+        how = asked_as(self._how | own)
         video, (listener, talker) = self._streams.open(**options), self.parts
-        chat = asker(video, self.wording, longest)
+        chat = asker(video, self.wording, how)
         whole = cascade(chat, None, listener, talker, None, "auto")
         heard_by = ear_of(ear, whole) if isinstance(ear, str) else ear
         return OmniSession(video, VoiceSession(whole, heard_by, options=self.options, **talking))
 
 
+def asked_as(how: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `generate` as options of `Session.ask`."""
+    found = {"max_new_tokens": how.get("max_new_tokens", 64), "seed": how.get("seed")}
+    if how.get("do_sample"):
+        found |= {"temperature": how.get("temperature", 1.0), "top_p": how.get("top_p", 1.0)}
+    return found
+
+
 def asker(
-    video: Session, wording: Callable[[str], str], longest: int
+    video: Session, wording: Callable[[str], str], how: Mapping[str, Any]
 ) -> Callable[[Sequence[Turn]], Iterator[str]]:
-    """A function of turns that asks what the session has seen; leaving early stops the answer."""
+    """A function of turns that asks what the session has seen, with options of `Session.ask`.
+
+    Leaving its answer early stops it.
+    """
 
     def chat(turns: Sequence[Turn]) -> Iterator[str]:
-        with video.ask(wording(turns[-1].text), max_new_tokens=longest) as reply:
+        with video.ask(wording(turns[-1].text), **how) as reply:
             yield from reply
 
     return chat

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from os import PathLike
 from typing import Any, TypeVar, cast
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.trace import parse_bytes
+from mmfast.frontends.source import Limits
 from mmfast.models import loading
 from mmfast.models.attention import check_attn
 from mmfast.models.vision.acceleration import check_encoder
@@ -21,6 +23,11 @@ from mmfast.prefill.plan import plan_prefill
 from mmfast.streams.reuse.plan import parse_reuse
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _of_kind(name: str, value: Any, kind: Any, words: str) -> None:
+    if not isinstance(value, kind):
+        raise MmfastError(f"{name}={value!r} is not allowed; give {words}")
 
 
 def named(method: Callable[..., Any]) -> frozenset[str]:
@@ -56,6 +63,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "weights": check_weights,
     "prefill": plan_prefill,
     "attn": check_attn,
+    "limits": lambda value: _of_kind("limits", value, Limits, "mmfast.frontends.source.Limits"),
+    "folder": lambda value: _of_kind("folder", value, (str, PathLike), "the path of a folder"),
     "device": loading.pick_device,
     "dtype": loading.pick_dtype,
     **dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), parse_bytes),
@@ -90,6 +99,15 @@ def check_values(task: str, given: Mapping[str, Any]) -> None:
                 raise MmfastError(f"{name}={value!r} is not allowed; give {words}")
 
 
+def check_made(task: str, given: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse, in a call, the options that are of the making of a pipeline."""
+    for name in sorted(given.keys() & {*names}):
+        raise MmfastError(
+            f"{task}: {name} is set when the pipeline is made, not in a call: "
+            f"pipeline({task!r}, {name}={given[name]!r})"
+        )
+
+
 def check_names(
     task: str, given: Collection[str], choices: Collection[str], more: Collection[str] = ()
 ) -> None:
@@ -121,12 +139,8 @@ def checked(listed: Collection[str] = (), more: Collection[str] = ()) -> Callabl
         @wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:
             task = getattr(self, "task", type(self).__name__)
-            for name in sorted(options.keys() - choices - {*more}):
-                if name in _of_making(type(self)):
-                    raise MmfastError(
-                        f"{task}: {name} is set when the pipeline is made, not in a call: "
-                        f"pipeline({task!r}, {name}={options[name]!r})"
-                    )
+            odd = {name: options[name] for name in options.keys() - choices - {*more}}
+            check_made(task, odd, _of_making(type(self)))
             check_names(task, options, choices, more)
             check_values(task, {**dict(zip(order, args, strict=False)), **options})
             return method(self, *args, **options)

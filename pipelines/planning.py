@@ -81,8 +81,16 @@ class PipelinePlanner:
         started: float,
         how: Mapping[str, Any],
         trace: Trace,
-    ) -> tuple[Plan, float]:
-        """A plan with its row in a trace, and the start without the time of measuring."""
+    ) -> tuple[Plan | None, float]:
+        """A plan with its row in a trace, and the start without the time of measuring.
+
+        There is none for a prompt without media, of which a target is a warning.
+        """
+        if not any(items):
+            if not target.auto:
+                trace.warn(f"{target} is planned of media, and the prompt has none: all tokens")
+            trace.add("plan", 0, 0, 0.0, "no media: nothing to plan")
+            return None, started
         if target.check is not None:
             check_undrawn(f"reduce={target.check.text!r}", self.pipe.model, how)
         with trace.stage("plan") as row:

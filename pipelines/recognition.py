@@ -12,14 +12,14 @@ import torch
 from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.decoding.serialised import CHANNELS
-from mmfast.frontends.audio.reader import load_audio, to_mono
+from mmfast.frontends.audio.reader import is_batch, load_audio, to_mono
 from mmfast.models.speech.overlap import (
     OverlapEar,
     SpeakerWord,
     load_overlap,
     speaker_texts,
 )
-from mmfast.pipelines.options import check_names, check_values, within
+from mmfast.pipelines.options import check_made, check_names, check_values, within
 from mmfast.pipelines.registry import task
 from mmfast.pipelines.speech import stream_of
 from mmfast.voice import models
@@ -126,6 +126,7 @@ class SpeechToText:
             self.listener = models.load_listener(loaded, options)
 
     def _check(self, model: Any, options: Mapping[str, Any]) -> None:
+        check_made(self.task, options, PLACE)
         if options and (names := models.check_options(model, "transcribe", {})) is not None:
             if not names and (others := sorted(options.keys() & OTHERS)):
                 raise MmfastError(
@@ -147,7 +148,7 @@ class SpeechToText:
         Raises:
             MediaError: It is no sound.
         """
-        many = isinstance(media, list) and bool(media) and not isinstance(media[0], int | float)
+        many = is_batch(media)
         self._check(self.listener, options)
         if self.speakers > 1 and options:
             raise MmfastError(f"{self.task}: {', '.join(options)} are of a stream; leave them out")

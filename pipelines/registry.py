@@ -92,7 +92,7 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
         >>> pipe("clip.mp4", "Which way does the red circle move?").text
         'left'
     """
-    name = ALIASES.get(task, task)
+    name = ALIASES.get(task, task) if isinstance(task, str) else ""
     if name not in TASKS:
         raise MmfastError(unknown("task", task, [*TASKS, *ALIASES]))
     module, cls = TASKS[name]

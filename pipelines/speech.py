@@ -14,11 +14,18 @@ from torch import Tensor
 from mmfast.core.errors import MediaError, MmfastError, ModelError, unknown
 from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
-from mmfast.frontends.audio.reader import iter_audio, load_audio
+from mmfast.frontends.audio.reader import is_batch, is_recording, iter_audio, load_audio
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.prompt import check_characters
 from mmfast.ops.audio import check_rate
-from mmfast.pipelines.options import check_names, check_values, checked, named, within
+from mmfast.pipelines.options import (
+    check_made,
+    check_names,
+    check_values,
+    checked,
+    named,
+    within,
+)
 from mmfast.pipelines.registry import task
 from mmfast.voice import models
 from mmfast.voice.channel import VoiceEvent
@@ -112,13 +119,15 @@ def speech_options(
 
     Those of `chat` are of its talker, whose `rate` is `speed`. MmfastError before a model is read.
     """
+    place = PLACE[5:] if part == "speak" else PLACE
+    check_made(task, options, place)
     with within(task):
         given = models.given_options(options)
         how, method = (models.speaking(given), "speak") if part == "chat" else (given, part)
         names = models.check_options(model, method, how) if given else None
     if names is not None:
         names = {"speed" if (part, name) == ("chat", "rate") else name for name in names}
-        check_names(task, given, names, PLACE[5:] if part == "speak" else PLACE)
+        check_names(task, given, names, place)
     check_values(task, given)
     return given
 
@@ -138,13 +147,20 @@ def check_text(text: object) -> str:
 
 
 def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
-    """Pieces of a text as they come; MmfastError where one is no text."""
-    for part in parts:
-        if not isinstance(part, str):
-            raise MmfastError(
-                f"{type(part).__name__} cannot be said or translated; give pieces of text"
-            )
-        yield check_characters("text", part)
+    """Pieces of a text as they come, or a whole one; MmfastError where one is no text."""
+    if not isinstance(parts, Iterable):
+        raise MmfastError(
+            f"{type(parts).__name__} cannot be said or translated; give pieces of text"
+        )
+    return map(_checked_part, [parts] if isinstance(parts, str) else parts)
+
+
+def _checked_part(part: Any) -> str:
+    if not isinstance(part, str):
+        raise MmfastError(
+            f"{type(part).__name__} cannot be said or translated; give pieces of text"
+        )
+    return check_characters("text", part)
 
 
 @task("speech-chat")
@@ -245,7 +261,7 @@ class SpeechChat:
         Raises:
             MediaError: It is no sound.
         """
-        if isinstance(media, list) and media and not isinstance(media[0], int | float):
+        if is_batch(media):
             return [self(each, **options) for each in media]
         given = self._given(options)
         pcm, meter = load_audio(media, RATE), ReplyMeter()
@@ -273,7 +289,7 @@ class SpeechChat:
         """One conversation over a stream, as `VoiceSession.run`.
 
         Args:
-            chunks: Chunks of sound as they come; or a recording: path, file object, array.
+            chunks: Chunks of sound as they come; or a recording, as for a call.
             rate: Samples per second of chunks and arrays.
             **options: As for `open`.
 
@@ -329,8 +345,7 @@ def cascade(
 def stream_of(chunks: Any, rate: int) -> tuple[Any, int]:
     """Chunks and their rate; a recording is read as it is needed. MediaError: it is neither."""
     rate = check_rate(rate)
-    whole = isinstance(chunks, str | Path | bytes | bytearray) or hasattr(chunks, "read")
-    if whole or hasattr(chunks, "__array__"):
+    if is_recording(chunks):
         return iter_audio(chunks, RATE, media_rate=rate), RATE
     if not isinstance(chunks, Iterable):
         raise MediaError(

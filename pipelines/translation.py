@@ -13,7 +13,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.trace import Trace
 from mmfast.decoding.serialised import CHANNELS
 from mmfast.decoding.simultaneous import WritePolicy, average_lagging, write_policy
-from mmfast.frontends.audio.reader import iter_audio, load_audio
+from mmfast.frontends.audio.reader import is_batch, iter_audio, load_audio
 from mmfast.models.interleaved import InterleavedTranslator
 from mmfast.models.prompt import check_characters
 from mmfast.models.speech.overlap import OverlapEar
@@ -207,7 +207,7 @@ class SpeechTranslation:
             MediaError: It is no sound.
             SpecError: An unknown policy.
         """
-        if isinstance(media, list) and media and not isinstance(media[0], int | float):
+        if is_batch(media):
             return [self(each, policy) for each in media]
         sound, session = load_audio(media, RATE), self._open(policy)
         pieces = [piece for chunk in sound.split(CHUNK) for piece in session.push(chunk)]
@@ -298,7 +298,7 @@ class SpeechTranslation:
         """Translate one sentence of text while its words come; `at` counts words.
 
         Args:
-            words: Words, or pieces of a text whose spaces part the words.
+            words: Words, or pieces of a text whose spaces part the words; or the whole text.
             policy: Instead of the pipeline's.
         """
         with within(self.task):

@@ -413,7 +413,7 @@ class VisualQA:
         reduce, plan = self.reduce, None
         if target:
             plan, start = self.planner.planned(inputs, items, target, start, how, reading)
-            reduce = plan.spec
+            reduce = plan.spec if plan else None
         return BegunCall(inputs, items, notes, reading, start, how, reduce, plan)
 
     def _told(self, begun: BegunCall, streamer: Any = None, criteria: Any = ()) -> list[Answer]:

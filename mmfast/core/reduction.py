@@ -330,6 +330,11 @@ class Reduction:
 
     def expand(self, y: Tensor) -> Tensor:
         """Copy outputs `[..., M, D]` to all their sources `[..., N, D]`; dropped ones get 0."""
+        if y.ndim < 2 or y.shape[-2] != self.m or y.shape[:-2] != self.keep.shape[:-1]:
+            raise MmfastError(
+                f"Reduction.expand got shape {list(y.shape)}; "
+                f"give [{', '.join(map(str, self.keep.shape))}, D]"
+            )
         rows = gather_rows(y, self.owner.clamp_min(0))
         return rows.masked_fill_((self.owner < 0)[..., None], 0)
 

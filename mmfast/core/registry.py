@@ -246,7 +246,7 @@ def get(name: str, kind: str = "reducer", among: Sequence[Method] = ()) -> Metho
 
 def methods(kind: str | None = None) -> list[Method]:
     """Return all registered methods, by kind and name."""
-    if kind is not None and kind not in PACKAGES:
+    if kind is not None and (not isinstance(kind, str) or kind not in PACKAGES):
         raise SpecError(unknown("kind", kind, PACKAGES))
     for each in PACKAGES if kind is None else (kind,):
         _load(each)

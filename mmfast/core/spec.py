@@ -373,11 +373,16 @@ def reduce(tokens: Tokens, spec: str) -> Reduction | list[Reduction]:
         >>> reduce(Tokens(torch.randn(288, 64), grid=(8, 6, 6)), "evs:0.25").m
         72
     """
-    from mmfast.core.tokens import follow
+    from mmfast.core.tokens import Tokens, follow
 
     stages = parse(spec)
     if not stages:
         raise SpecError(f"spec {spec!r} is empty; {_EXAMPLE}")
+    if not isinstance(tokens, Tokens):
+        raise SpecError(
+            f"reduce() takes mmfast.Tokens, not {an(type(tokens).__name__)}; write "
+            "mmfast.Tokens(x), with a grid and signals where the method needs them"
+        )
     tokens.check_finite()
     result = run(stages[0], tokens)
     for stage in stages[1:]:

@@ -6,9 +6,11 @@ L layers, Q codebooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -62,6 +64,9 @@ class Tokens:
             raise MmfastError(
                 f"Tokens.x has shape {list(x.shape)}: no token to reduce; give N >= 1"
             )
+        for name in ("attn", "query"):
+            if not isinstance(each := getattr(self, name), Tensor | None):
+                raise MmfastError(f"Tokens.{name} is {an(type(each).__name__)}; give a tensor")
         if self.attn is not None and self.attn.shape != x.shape[:-1]:
             raise MmfastError(
                 f"Tokens.attn has shape {list(self.attn.shape)}; x asks for {list(x.shape[:-1])}"
@@ -70,9 +75,10 @@ class Tokens:
             self._check_grid(self.grid)
 
     def _check_grid(self, grid: tuple[int, int, int]) -> None:
-        if len(grid) != 3 or min(grid) < 1 or grid[0] * grid[1] * grid[2] != self.n:
+        whole = isinstance(grid, Sequence) and all(isinstance(n, Integral) for n in grid)
+        if not whole or len(grid) != 3 or min(grid) < 1 or math.prod(grid) != self.n:
             raise MmfastError(
-                f"Tokens.grid is {tuple(grid)} but x holds {self.n} tokens; "
+                f"Tokens.grid is {grid!r} but x holds {self.n} tokens; "
                 "give (frames, rows, columns) with frames * rows * columns = N"
             )
 

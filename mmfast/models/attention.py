@@ -29,7 +29,7 @@ def check_attn(name: str | None) -> str | None:
     """
     if name is None:
         return None
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ModelError(unknown("attn", name, BACKENDS))
     needs = BACKENDS[name]
     if needs is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from mmfast.core.errors import SpecError
 from mmfast.core.spec import AUTO
 from mmfast.core.trace import Trace
+from mmfast.models.families.adapter import adapter_for
+from mmfast.models.families.prompt_ids import alike_ids
 from mmfast.models.loading import EMBEDDED
 from mmfast.models.patching import override
 from mmfast.models.reduction.record import features_given
+from mmfast.models.wrappers import base_of
 from mmfast.planner.calibration import Tick
 from mmfast.planner.learner import Learner
 from mmfast.planner.plan import Plan
@@ -74,21 +79,49 @@ def planned(
     """Plan at the first call that brings media, and leave in place what it installs.
 
     `install` gives what enters the model for a spec. Later calls run under the same plan.
+    SpecError: the prompts of this model have no media.
     """
+    _check_media(model)
     chosen = list[Plan]()
     with ExitStack() as stack:
 
-        def call(name: str, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if chosen or not features_given(kwargs) or kwargs.get("input_ids") is None:
+        def call(
+            name: str, names: Sequence[str], stock: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if chosen or not features_given(given):
                 trace.calls += not chosen
                 return stock(*args, **kwargs)
             start = time.perf_counter()
-            chosen.append(plan_once(model, model.name_or_path, kwargs))
+            chosen.append(plan_once(model, model.name_or_path, _with_ids(model, given)))
             trace.add("plan", 0, 0, (time.perf_counter() - start) * 1e3, say(chosen[0]))
             for stage in install(chosen[0].spec):
                 stack.enter_context(stage)
             return getattr(model, name)(*args, **kwargs)  # through what was put in its way
 
         for name in ("generate", "forward"):
-            stack.enter_context(override(model, name, partial(call, name)))
+            names = list(inspect.signature(getattr(model, name)).parameters)
+            stack.enter_context(override(model, name, partial(call, name, names)))
         yield
+
+
+def _with_ids(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with `input_ids`, by whatever name the prompt came."""
+    ids = next((given[n] for n in ("input_ids", "inputs") if given.get(n) is not None), None)
+    if ids is None:
+        ids = alike_ids(base_of(model), given["inputs_embeds"])
+    return {**given, "input_ids": ids}
+
+
+def _check_media(model: Any) -> None:
+    adapter, name = adapter_for(model), type(model).__name__
+    if adapter.alone:
+        raise SpecError(
+            f"reduce='auto' plans prompts with media, and {name} is a vision encoder alone; name "
+            "a reducer, such as 'tome@vit:0.5'"
+        )
+    if not adapter.media:
+        raise SpecError(
+            f"reduce='auto' plans tokens of media, and {name} reads text alone; leave it out, or "
+            "give cache=, such as 'snapkv:1024'"
+        )

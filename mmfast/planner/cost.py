@@ -185,7 +185,7 @@ class Cost:
     kv: int  # bytes of keys and values after the prefill, or the answer where its length is known
     activations: int  # bytes held at the widest point
     kept: int  # visual tokens left after the last stage
-    mean: float  # visual tokens of the prompt, mean over the decoder layers
+    mean: float  # visual tokens of a prompt, mean over the prompts and the decoder layers
     noise: float = 0.0  # relative difference of two measurements of the same
 
     @property
@@ -238,7 +238,7 @@ def predict(
         kv=_kept_bytes(shape, work, both, cache),
         activations=_activations(shape, work, max(both)) + _whole_layer(shape, work, both, cache),
         kept=visual[-1],
-        mean=sum(visual) / len(visual),
+        mean=sum(visual) / len(visual) / work.rows,
         noise=rates.noise,
     )
 

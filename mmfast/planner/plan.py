@@ -17,7 +17,7 @@ class Plan:
     ttft_ms: Mapping[str, float]  # predicted: read, plan, encode, select, prefill, overhead
     visual_tokens: int  # visual tokens of the request
     kept_tokens: int  # those left after the last stage
-    mean_tokens: float  # visual tokens in a decoder layer, mean over the layers
+    mean_tokens: float  # visual tokens of a prompt in a decoder layer, mean over both
     memory: Mapping[str, int]  # predicted bytes by part: `weights`, `kv`, `activations`
     accuracy: tuple[float | None, float | None] = (None, None)  # at this budget; of all tokens
     met: bool = True  # every limit is met

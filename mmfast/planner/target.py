@@ -23,7 +23,7 @@ class Target:
     """Limits that a plan has to meet, all of them."""
 
     ttft_ms: float | None = None  # milliseconds to the first token
-    tokens: int | None = None  # visual tokens in a decoder layer, mean over the layers
+    tokens: int | None = None  # visual tokens of a prompt in a decoder layer, mean over both
     memory: int | None = None  # bytes of weights, keys and values, and activations
     quality: str | None = None  # A name in `QUALITIES`
     kind: str | None = None  # A name in `KINDS`, where the caller knows better than the file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class Sampler:
         seed: int | None = None,
         penalty: float = 1.0,
     ) -> None:
-        if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
+        numbers = all(isinstance(each, Real) for each in (temperature, top_p))
+        if not numbers or not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
             raise MmfastError(
                 f"temperature={temperature!r}, top_p={top_p!r} cannot be sampled with; give a "
                 "temperature of at least 0 and top_p in (0, 1]"
@@ -44,6 +46,8 @@ class Sampler:
         self._repeated = RepetitionPenaltyLogitsProcessor(float(penalty))
         self.random = torch.Generator()
         if seed is not None:
+            if not isinstance(seed, int) or not 0 <= seed < 2**63:
+                raise MmfastError(f"seed={seed!r} is not allowed; give a number from 0 to 2**63-1")
             self.random.manual_seed(seed)
 
     def allowed(self, logits: Tensor) -> Tensor:

@@ -418,7 +418,7 @@ class Session:
         Raises:
             MmfastError: A value out of range, or nothing is being watched and there is no timeout.
         """
-        if timeout is not None and not timeout >= 0:
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
             raise MmfastError(f"timeout={timeout!r} is no delay; give seconds from 0, or None")
         watched = bool(self.sources.running)
         if timeout is None and not watched:
@@ -426,7 +426,8 @@ class Session:
                 f"wait_until({text!r}) would wait for ever: nothing is being watched; call "
                 "watch(source, background=True) before, or give timeout="
             )
-        asked = {"probe": condition_of(text) + "?"} if text.strip().endswith("?") else {}
+        asks = check_question(text).strip().endswith("?")
+        asked = {"probe": condition_of(text) + "?"} if asks else {}
         end = math.inf if timeout is None else clocks.monotonic() + timeout
         subscription = self.subscribe(text, **{"every": 0.0, **asked, **options})
         try:

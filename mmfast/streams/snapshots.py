@@ -44,7 +44,7 @@ def save(folder: str | Path, tree: Any, *, keep: int = 2) -> int:
     permission, another process is saving there, or the tree holds something else; nothing that was
     saved before is harmed.
     """
-    folder = Path(folder)
+    folder = _as_path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
@@ -54,6 +54,12 @@ def save(folder: str | Path, tree: Any, *, keep: int = 2) -> int:
         raise MmfastError(
             f"cannot save to {str(folder)!r}: {why}; what was saved before is untouched"
         ) from error
+
+
+def _as_path(folder: object) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise MmfastError(f"folder={folder!r} is no path; give the name of a folder")
+    return Path(folder)
 
 
 def check_folder(folder: Path) -> None:
@@ -150,7 +156,7 @@ def load(folder: str | Path, reports: list[str] | None = None) -> Any:
     newer generation that is damaged and passed over. MmfastError: there is no whole generation;
     says what is wrong with the newest.
     """
-    folder = Path(folder)
+    folder = _as_path(folder)
     reasons: list[str] = []
     for _ in range(2):  # a process that saves meanwhile may remove what was listed
         for number in reversed(generations(folder)):

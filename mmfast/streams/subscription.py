@@ -19,7 +19,8 @@ import queue
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -51,10 +52,13 @@ class SpeakRule:
         for name in knobs:
             if name not in cls.__dataclass_fields__:
                 raise MmfastError(unknown("knob", name, cls.__dataclass_fields__))
-        threshold = knobs.get("threshold", cls.threshold)
-        return cls(**{"release": threshold * 2 / 3, **knobs})
+        rule = cls(**{"release": 0.0, **knobs})
+        return rule if "release" in knobs else replace(rule, release=rule.threshold * 2 / 3)
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, Real):
+                raise MmfastError(f"{name}={value!r} is no number; give one such as 0.6")
         if not 0 < self.threshold <= 1 or not 0 <= self.release <= self.threshold:
             raise MmfastError(
                 f"threshold={self.threshold!r}, release={self.release!r}: give probabilities with "

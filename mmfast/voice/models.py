@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MmfastError, ModelError, unknown
+from mmfast.core.errors import MmfastError, ModelError, an, unknown
 from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
 from mmfast.models import loading
 from mmfast.models.loading import SpeechFamily, is_text_model, speech_families
@@ -283,11 +283,28 @@ class Interpreted:
         yield from voiced(texts, self.talker, self.sample_rate, options)
 
 
+def _no_answer(given: object) -> MmfastError:
+    return MmfastError(
+        f"the answer of chat= has {an(type(given).__name__)}; let it give a text, or pieces of one"
+    )
+
+
+def _as_piece(piece: object) -> str:
+    if not isinstance(piece, str):
+        raise _no_answer(piece)
+    return piece
+
+
 def voiced(
     answer: str | Iterable[str], talker: Speaker | None, rate: int, options: Mapping[str, Any]
 ) -> Iterator[Sound]:
-    """Say an answer as it is written; without a talker it stays text, at `rate`."""
-    pieces = iter([answer] if isinstance(answer, str) else answer)
+    """Say an answer as it is written; without a talker it stays text, at `rate`.
+
+    MmfastError: it is neither text nor pieces of text, such as a message with a role.
+    """
+    if isinstance(answer, bytes | Mapping) or not isinstance(answer, Iterable):
+        raise _no_answer(answer)
+    pieces = map(_as_piece, [answer] if isinstance(answer, str) else answer)
     first = next((piece for piece in pieces if piece.strip()), "")
     if first and talker is not None:
         text = answer if isinstance(answer, str) else chain([first], pieces)

@@ -87,6 +87,13 @@ class VoiceSession(Dialogue):
         for name, value in (("ahead", ahead), ("delay", delay)):
             if not 0 <= value < math.inf or (name == "ahead" and not value):
                 raise MmfastError(f"{name}={value!r} is no time; give seconds such as 2.0")
+        for name, part, can, words in (
+            ("ear", ear, "hear", "'voice', 'semantic', 'prosody', 'manual' or an Ear"),
+            ("clock", clock, "now", "a Clock of mmfast.streams.stream"),
+            ("history", history, "turns", "a History of mmfast.voice.history"),
+        ):
+            if part is not None and not hasattr(part, can):
+                raise MmfastError(f"{name}={part!r} is not allowed; give {words}")
         self.input_clock = FakeClock() if clock is None else None
         super().__init__(
             clock or self.input_clock or FakeClock(),
@@ -246,6 +253,8 @@ class VoiceSession(Dialogue):
         talker = getattr(self.chatter, "talker", self.chatter)
         if not hasattr(talker, "speak"):
             raise MmfastError("this model answers, but does not read out; give talker=")
+        if not isinstance(text, Iterable) or (isinstance(text, str) and not text.strip()):
+            raise MmfastError(f"there is nothing to say in {text!r:.60}; give a text with words")
         with self.lock:
             self._check_open()
             how = speaking({**self.options, **options})
@@ -451,12 +460,13 @@ class VoiceSession(Dialogue):
         """Go on with a conversation that `save` gave (else MmfastError), and forget this one."""
         with self.lock:
             self._check_open()
-            if not isinstance(saved, dict) or not isinstance(saved.get("next"), dict):
+            numbers = saved.get("next") if isinstance(saved, dict) else None
+            if not isinstance(numbers, dict) or any(type(n) is not int for n in numbers.values()):
                 raise MmfastError("this is no saved conversation; give what save() returned")
             self.history.restore(saved.get("items", ()))
             self.interrupt("cancelled")
             for kind in self._next:
-                self._next[kind] = max(self._next[kind], int(saved["next"].get(kind, 0)))
+                self._next[kind] = max(self._next[kind], numbers.get(kind, 0))
 
     def stats(self) -> dict[str, Any]:
         """Return figures so far, as plain numbers: turns, replies, latencies, tokens, gaps."""

@@ -200,6 +200,10 @@ def test_wrong_shapes_are_refused() -> None:
     for shape in [(3, 2), (2, 4, 2), (4,)]:
         with pytest.raises(MmfastError, match="shape"):
             reduction.apply(torch.zeros(shape))
+    two = Reduction.prune(torch.tensor([0, 2]), 4)
+    for shape in [(4, 2), (3, 2), (2, 2, 2), (2,)]:
+        with pytest.raises(MmfastError, match=r"expand got shape .*; give \[2, D\]"):
+            two.expand(torch.zeros(shape))
     with pytest.raises(MmfastError, match="cannot compose"):
         reduction.then(Reduction.identity(3))
 
@@ -214,6 +218,17 @@ def test_wrong_shapes_are_refused() -> None:
         (lambda: Tokens(torch.zeros(4, 2), attn=torch.zeros(3)), ["[3]", "[4]"]),
         (lambda: Tokens(torch.zeros(4, 2), grid=(1, 2, 3)), ["(1, 2, 3)", "4 tokens"]),
         (lambda: Tokens(torch.zeros(4, 2), grid=(-1, -2, 2)), ["(-1, -2, 2)"]),
+        (lambda: Tokens(torch.zeros(4, 2), grid=4), ["Tokens.grid is 4", "(frames, rows, col"]),
+        (lambda: Tokens(torch.zeros(4, 2), grid=(1.0, 2, 2)), ["(1.0, 2, 2)"]),
+        (lambda: Tokens(torch.zeros(4, 2), attn=5), ["Tokens.attn is an int; give a tensor"]),
+        (lambda: Tokens(torch.zeros(4, 2), query=[1.0]), ["Tokens.query is a list"]),
+        (lambda: mmfast.reduce(torch.zeros(4, 2), "divprune:2"), ["a Tensor", "mmfast.Tokens(x)"]),
+        (lambda: mmfast.methods(["reducer"]), ["unknown kind ['reducer']", "reducer"]),
+        (lambda: mmfast.pipeline(["video-qa"]), ["unknown task ['video-qa']", "video-qa"]),
+        (
+            lambda: mmfast.calibrate_heads("x"),
+            ["a str has no decoder with heads", "from_pretrained"],
+        ),
         (lambda: Tokens(torch.zeros(4, 2)).need("keys"), ["keys"]),
     ],
 )

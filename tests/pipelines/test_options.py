@@ -161,6 +161,8 @@ def test_values_of_questions(task: str, options: dict[str, Any], told: str) -> N
         ("omni-chat", {"voice": {"mode": "trubo"}}, "did you mean 'turbo'"),
         ("omni-chat", {"model": "./nowhere", "reduce": "evz:0.5"}, "omni-chat: unknown"),
         ("omni-chat", {"model": "./nowhere", "seed": 3}, "omni-chat: seed=3"),
+        ("omni-chat", {"voice": "en-us"}, "omni-chat: voice='en-us' is not allowed; give a dict"),
+        ("omni-chat", {"decode": "recycel"}, "omni-chat: unknown decode 'recycel'; did you mean"),
         ("video-qa", {"model": "./nowhere", "cache": "snapkw:3"}, "video-qa: unknown cache"),
     ],
 )
@@ -244,7 +246,19 @@ def test_options_of_sessions() -> None:
     refuse("host_blocks=0", VideoStream.open, opened, host_blocks=0)
     refuse("'much'", VideoStream.open, opened, host_bytes="much")
     refuse("did you mean 'host_bytes'", VideoStream.restore, opened, "folder", host_byte=3)
+    refuse("folder=5 is not allowed; give the path", VideoStream.restore, opened, 5)
+    refuse(
+        "limits=3 is not allowed; give mmfast.frontends.source.Limits",
+        VideoStream.open,
+        opened,
+        limits=3,
+    )
     talk = SpeechChat(HumModel())
+    refuse("ear=5 is not allowed; give 'voice'", talk.open, ear=5)
+    refuse("clock=5 is not allowed; give a Clock", talk.open, clock=5)
+    refuse("history='1MB' is not allowed; give a History", talk.open, history="1MB")
+    refuse("speech-chat: reduce is set when the pipeline is made", talk, b"", reduce="evs:0.5")
+    refuse("text-to-speech: device is set when", TextToSpeech(HumModel()), "yes", device="cpu")
     refuse("did you mean 'ahead'", talk.open, ahed=3)
     refuse("ahead=-1", talk.open, ahead=-1)
     refuse("did you mean 'voice'", talk.open, ear="vioce")
@@ -254,6 +268,7 @@ def test_options_of_sessions() -> None:
     refuse("did you mean 'window'", omni.open, memory="windw:64")
     refuse("did you mean 'clock'", omni.open, clok=None)
     refuse("max_new_tokens=0", omni.open, max_new_tokens=0)
+    refuse("cache is set when the pipeline is made", omni, CLIP, "why?", cache="snapkv:64")
 
 
 def test_a_call_stands_above_its_pipeline() -> None:

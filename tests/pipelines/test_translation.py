@@ -188,6 +188,7 @@ def test_a_policy_without_its_head_is_refused() -> None:
 
 def test_words_that_are_typed(pipe: SpeechTranslation) -> None:
     pieces = list(pipe.stream_text(SENTENCE.split()))
+    assert list(pipe.stream_text(SENTENCE)) == list(pipe.stream_text([SENTENCE])) == pieces
     assert joined(pieces) == VELDA
     assert pieces[0].at < len(SENTENCE.split()) / 2
     assert list(pipe.stream_text([SENTENCE[:20], SENTENCE[20:]]))[-1].final

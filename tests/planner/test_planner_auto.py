@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from planner_rows import RATES, SHARES, WORK, Choosing, row
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmfast
 from mmfast.bench.cases import build
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import AUTO
 from mmfast.planner import calibration, rates
 from mmfast.planner.candidates import evidence_for
+from mmfast.planner.cost import work_of
+from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner, PlanWarning, ladder
 from mmfast.planner.rates import VARIABLE, Rates
 from mmfast.planner.target import Target, automatic, make_target
@@ -230,6 +234,67 @@ def test_attach_plans_at_the_first_call(
     assert [r.m for _, _, r in trace.reductions] == twice
     assert torch.equal(pipe.run(dict(inputs)), stock)
     assert not {"generate", "forward"} & set(pipe.model.__dict__)
+
+
+def test_attach_plans_however_the_prompt_is_given(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids by position, or embeddings in their place: the same request is planned."""
+    asked: list[Any] = []
+
+    def plan(model: Any, name: Any, inputs: Any) -> Plan:
+        asked.append(work_of(model, inputs))
+        return Plan("evs:0.25", {}, 288, 72, 72.0, {})
+
+    monkeypatch.setattr("mmfast.planner.auto.plan_once", plan)
+    inputs, _ = pipe._inputs([(CLIP, QUESTION)], mmfast.Trace())
+    ids, model = inputs.pop("input_ids"), pipe.model
+    embeds = model.get_input_embeddings()(ids)
+    calls = [
+        lambda: model(input_ids=ids, **inputs),
+        lambda: model(ids, **inputs),
+        lambda: model(inputs_embeds=embeds, **inputs),
+        lambda: model.generate(ids, **inputs, max_new_tokens=1),
+        lambda: model.generate(inputs=ids, **inputs, max_new_tokens=1),
+    ]
+    for call in calls:
+        with torch.no_grad(), mmfast.attach(model, "auto") as trace:
+            call()
+        assert [row.method for row in trace.rows] == ["evs:0.25", "evs"]
+        assert [r.m for _, _, r in trace.reductions] == [72]
+    assert len(asked) == len(calls) and len({str(work) for work in asked}) == 1
+
+
+def test_attach_plans_no_model_without_media_in_its_prompts() -> None:
+    text = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=9,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
+    )
+    with pytest.raises(SpecError, match=r"LlamaForCausalLM reads text alone.*snapkv"):
+        mmfast.attach(text, "auto")
+    tower = timm.create_model("vit_tiny_patch16_224", depth=1)
+    with pytest.raises(SpecError, match=r"VisionTransformer is a vision encoder alone.*@vit"):
+        mmfast.attach(tower, "auto")
+    with mmfast.attach(text, cache="snapkv:4") as trace:  # nothing stayed in the way
+        text(torch.tensor([[1, 2, 3]]))
+    assert trace.calls == 1
+
+
+def test_auto_answers_text_alone(pipe: Any) -> None:
+    """A turn without a clip has nothing to plan, whatever the target."""
+    chat = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    answer = pipe(chat)
+    (noted,) = [row for row in answer.trace.rows if row.stage == "plan"]
+    assert answer.plan is None and noted.method == "no media: nothing to plan"
+    stock = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), max_new_tokens=8)
+    assert answer.text == stock(chat).text == "".join(pipe.stream(chat)).strip()
+    with pytest.warns(UserWarning, match="visual tokens 40 is planned of media, and .* has none"):
+        assert pipe(chat, target_tokens=40).text == answer.text
 
 
 def test_auto_takes_targets_and_nothing_else() -> None:

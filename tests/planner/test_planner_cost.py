@@ -85,6 +85,14 @@ def test_pruned_before_the_model_by_hand() -> None:
     assert cost.kv == 4 * 50 * 6 * 2
 
 
+def test_tokens_of_a_layer_are_those_of_one_prompt() -> None:
+    """A batch of prompts is held to the target that each of them would be held to alone."""
+    both = Work(110, 2, (100, 100), 2000, WORK.grids * 2)
+    for spec in ("evs:0.4", "fastv@llm2:0.4", "evs:0.5+fastv@llm2:0.5"):
+        one, two = (predict(SHAPE, RATES, work, parse(spec)) for work in (WORK, both))
+        assert two.mean == one.mean and two.kept == 2 * one.kept
+
+
 def test_signals_of_the_encoder_cost() -> None:
     cost = predict(SHAPE, RATES, WORK, parse("visionzip:0.4"))
     assert cost.encode == 22.0 and cost.select == 4.0

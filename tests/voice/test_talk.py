@@ -19,8 +19,9 @@ from mmfast.core.speech import Turn
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.audio.wav import write_wav
 from mmfast.models.speech import embedded
+from mmfast.ops.audio import resample
 from mmfast.pipelines import speech
-from mmfast.pipelines.speech import SpeechChat
+from mmfast.pipelines.speech import SpeechChat, Spoken
 
 Run = Callable[..., tuple[int, str, str]]
 PAUSE = torch.zeros(16000)
@@ -122,8 +123,6 @@ def test_kinds_of_samples(pcm: Any, rate: int) -> None:
 
 @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000, 96000, 192000])
 def test_rates(rate: int) -> None:
-    from mmfast.ops.audio import resample
-
     pcm = resample(torch.cat([PAUSE, hum("hello"), PAUSE]), 16000, rate)
     events = list(SpeechChat(HumModel()).run(pcm.split(777), rate, ear=HumEar()))
     assert [event.kind for event in events if event.kind == "done"] == ["done"]
@@ -162,6 +161,46 @@ def test_any_text_model_gets_a_voice() -> None:
     assert texts == "1 one3 two"
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "a NoneType"),
+        (5, "an int"),
+        (b"yes", "a bytes"),
+        (["yes", None], "a NoneType"),
+        ({"role": "assistant", "content": "yes"}, "a dict"),
+    ],
+)
+def test_a_text_model_that_gives_no_text_is_named(answer: Any, told: str) -> None:
+    """In a conversation it is an event, and the next question is heard."""
+    pipe = mmfast.pipeline("speech-chat", HumModel(), chat=lambda turns: answer)
+    with pytest.raises(MmfastError, match=f"the answer of chat= has {told}; let it give a text"):
+        pipe(hum("one"))
+    events = list(pipe.run([hum("one"), PAUSE, hum("two"), PAUSE], ear=HumEar()))
+    assert [event.text for event in events if event.kind == "heard"] == ["one", "two"]
+    errors = [event.text for event in events if event.kind == "error"]
+    assert len(errors) == 2 and all(f"has {told}; let" in error for error in errors)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "", " "])
+def test_what_a_session_cannot_say(wrong: Any) -> None:
+    pipe = SpeechChat(HumModel())
+    with pipe.open(ear=HumEar()) as session:
+        with pytest.raises(MmfastError, match="nothing to say in"):
+            session.say(wrong)
+        assert session.stats()["replies"] == 0
+    if not isinstance(wrong, str):
+        with pytest.raises(MmfastError, match="give pieces of text"):
+            mmfast.pipeline("text-to-speech", HumModel()).stream(wrong)
+
+
+def test_a_saved_conversation_has_whole_numbers() -> None:
+    with SpeechChat(HumModel()).open(ear=HumEar()) as session:
+        saved = {**session.save(), "next": {"item": "x"}}
+        with pytest.raises(MmfastError, match="no saved conversation"):
+            session.restore(saved)
+
+
 def test_listener_and_speaker_may_be_others() -> None:
     class Ears:
         def transcribe(self, pcm: torch.Tensor, rate: int = 16000) -> str:
@@ -179,10 +218,15 @@ def test_listener_and_speaker_may_be_others() -> None:
 
 def test_recordings_may_be_run_as_streams(tmp_path: Path) -> None:
     path = recording(tmp_path / "in.wav", hum("hello"), PAUSE)
-    pipe = SpeechChat(HumModel())
-    for media in (path, Path(path), Path(path).read_bytes(), load_audio(path).numpy()):
+    pipe, sound = SpeechChat(HumModel()), load_audio(path)
+    pair = sound.numpy(), 16000
+    mapping = {"array": resample(sound, 16000, 48000).numpy(), "sampling_rate": 48000}
+    held = [pair, pair[::-1], mapping, {"path": path}, sound.tolist(), list(sound.numpy())]
+    spoken = Spoken(sound, 16000, "hello")
+    for media in (path, Path(path), Path(path).read_bytes(), sound.numpy(), spoken, *held):
         events = list(pipe.run(media, ear=HumEar()))
         assert [event.text for event in events if event.kind == "heard"] == ["hello"]
+        assert pipe(media).heard == "hello"
     with pytest.raises(MmfastError, match="unknown ear"):
         pipe.open(ear="left")
     assert speech.ear_of("manual")

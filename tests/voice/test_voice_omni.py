@@ -42,6 +42,37 @@ def test_a_clip_and_a_spoken_question(omni: OmniChat) -> None:
         omni(CLIP, "nowhere.wav")
     with pytest.raises(MmfastError, match="one question per clip"):
         omni([CLIP, CLIP], [hum(QUESTION)])
+    assert [each.text for each in omni([CLIP, CLIP], hum(QUESTION))] == [typed] * 2
+    frames = list(read_video(str(CLIP), frames=8).frames)  # of one clip, asked twice
+    assert [each.text for each in omni(frames, [hum(QUESTION)] * 2)] == [typed] * 2
+
+
+def test_options_of_the_pipeline_act_in_its_streams() -> None:
+    """An answer is as long and as random as the pipeline says; of what cannot act, it is told."""
+    options = {"max_new_tokens": 1, "temperature": 3.0, "top_p": 0.9, "seed": 7}
+    omni = mmfast.pipeline("omni-chat", speech=HumModel(), cache="snapkv:64", **options)
+    frames, asked = list(read_video(str(CLIP), frames=8).frames), "what is on the screen?"
+
+    def answers(**more: int) -> tuple[str, str]:
+        with (
+            pytest.warns(UserWarning, match="omni-chat: cache of the pipeline act on clips"),
+            omni.open(ear=HumEar(), **more) as session,
+        ):
+            session.video.push(frames, [float(i) for i in range(len(frames))])
+            events = list(session.run([PAUSE, hum(asked), PAUSE]))
+            direct = session.video.ask(written(asked), **{**options, **more}).read()
+        told = "".join(event.text for event in events if event.kind == "text")
+        return told.strip(), direct.strip()
+
+    assert len({*answers()}) == 1
+    long = answers(max_new_tokens=9)
+    assert len({*long}) == 1 and len(long[0]) > len(answers()[0])
+
+
+@pytest.mark.parametrize("wrong", [[b"x"], [("0", b"x")], [(0.0, b"x", 1)]])
+def test_frames_of_a_conversation_are_pairs(omni: OmniChat, wrong: object) -> None:
+    with omni.open(ear=HumEar()) as session, pytest.raises(MmfastError, match="pairs of seconds"):
+        list(session.run([PAUSE], frames=wrong))  # type: ignore[arg-type]
 
 
 def test_a_stream_is_asked_by_voice(omni: OmniChat) -> None:

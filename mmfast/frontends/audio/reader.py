@@ -175,6 +175,9 @@ class _SampleOptions:
     channels: int
 
 
+_WHOLE = _SampleOptions(16_000, None, 1)
+
+
 def load_audio(
     media: object,
     rate: int = 16_000,
@@ -252,6 +255,16 @@ def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece
     if isinstance(media, Iterable) and not _is_samples(media):
         return _stream_pieces(media, given)
     return iter([(to_mono(media), given.rate)])
+
+
+def is_recording(media: Any) -> bool:
+    """Return True for a whole sound, in any form that `load_audio` takes but an iterator."""
+    return is_encoded(media) or _is_samples(media) or _unwrapped(media, _WHOLE)[0] is not media
+
+
+def is_batch(media: Any) -> bool:
+    """Return True for a list of sounds, and not of the samples of one."""
+    return isinstance(media, list) and not _is_samples(media)
 
 
 def _is_samples(media: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.attach import attach
-from mmfast.core.errors import ModelError
+from mmfast.core.errors import ModelError, an
 from mmfast.models.cache_name import returned_cache
 from mmfast.models.kv.gates import KeyGate, StateRecorder, train_gate
 from mmfast.models.kv.notes import REPEATED
@@ -62,6 +62,9 @@ def calibrate_heads(
     Raises:
         ModelError: A model without layers of full attention, no prompt, or made ones too short.
     """
+    if not hasattr(model, "get_decoder"):
+        fix = "give a model, such as AutoModelForCausalLM.from_pretrained(…)"
+        raise ModelError(f"{an(type(model).__name__)} has no decoder with heads; {fix}")
     if prompts is None and length < (least := 4 * (sink + recent)):
         raise ModelError(
             f"length={length}: half a prompt back is within what streaming heads see; give {least}"

@@ -174,3 +174,11 @@ def test_a_cache_without_layers_is_named(kind: str) -> None:
     ):
         generate(this, inputs, **{CACHE: cache})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [5, ["self:0.1"], {"self": 0.1}, True])
+@pytest.mark.parametrize("name", ["decode", "attn"])
+def test_what_is_no_spec_is_refused_by_name(name: str, wrong: Any) -> None:
+    with pytest.raises(MmfastError, match=name) as error:
+        attach(tiny("llava").model, **{name: wrong})
+    assert repr(wrong) in str(error.value) and "\n" not in str(error.value)

@@ -9,7 +9,8 @@ import torch
 from snapshot_steps import FAMILY
 from stream_tools import FAMILIES, answer_logits, seconds, shared_pipe, watcher
 
-from mmfast.core.errors import MediaError, SpecError
+import mmfast
+from mmfast.core.errors import MediaError, MmfastError, SpecError
 
 STAMP = 1_763_000_000_000_000_000  # of time.time_ns()
 
@@ -65,3 +66,43 @@ def test_a_time_that_is_no_seconds_is_refused(family: str, time: float) -> None:
             session.push([clip[2], clip[3]], [None, 1.5])
         assert one.stats()["seconds"] == two.stats()["seconds"] == 1.5
         assert torch.equal(answer_logits(one, "?"), answer_logits(two, "?"))
+
+
+@pytest.mark.parametrize(
+    ("given", "acts"),
+    [
+        ({"reduce": "random:0.5"}, True),
+        ({"reduce": "auto"}, True),
+        ({"cache": "snapkv:16"}, True),
+        ({"decode": "lookup"}, True),
+        ({"encoder": "fast"}, False),
+    ],
+)
+def test_what_would_not_act_in_a_stream_is_refused(given: dict[str, str], acts: bool) -> None:
+    """Keys and values of a session are its own, which nothing that is attached would see."""
+    pipe = shared_pipe(FAMILY)
+    handle = mmfast.attach(pipe.model, **given)
+    handle.trace.calls = 1  # nothing to be warned of
+    try:
+        if not acts:
+            pipe.open().close()
+            return
+        with pytest.raises(MmfastError, match="would not act in a stream; detach it") as caught:
+            pipe.open()
+        assert "\n" not in str(caught.value)
+    finally:
+        handle.detach()
+    pipe.open().close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": "x"}, {"top_p": "x"}, {"seed": "x"}, {"seed": -1}, {"seed": 1.5}]
+)
+def test_draws_that_are_none_are_refused(wrong: dict[str, object]) -> None:
+    clip = watcher(FAMILY).clip(2)
+    ((name, value),) = wrong.items()
+    with shared_pipe(FAMILY).open() as session:
+        session.push(list(clip), seconds(2))
+        with pytest.raises(MmfastError, match=f"{name}={value!r}") as caught:
+            session.ask("what?", **wrong)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)

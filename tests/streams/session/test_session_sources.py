@@ -176,6 +176,12 @@ def test_what_cannot_be_restored(tmp_path: Path) -> None:
     with pipe.open() as session:
         session.push(this.clip(1)[0])
         session.save(tmp_path)
+        with pytest.raises(MmfastError, match="folder=5 is no path; give the name"):
+            session.save(5)  # type: ignore[arg-type]
+        with pytest.raises(MmfastError, match="timeout='soon' is no delay"):
+            session.wait_until("a car stops", timeout="soon")  # type: ignore[arg-type]
+        with pytest.raises(MmfastError, match="question is a NoneType"):
+            session.wait_until(None, timeout=1)  # type: ignore[arg-type]
     with pytest.raises(MmfastError, match="another model"):
         shared_pipe("qwen3_vl").restore(tmp_path)
     with pytest.raises(MmfastError, match="leave memory= out"):

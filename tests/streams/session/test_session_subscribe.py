@@ -53,11 +53,20 @@ def test_it_rests_and_does_not_look_all_the_time() -> None:
         {"every": -1.0},
         {"pause": -1.0},
         {"loudness": 3.0},
+        {"every": "x"},
+        {"threshold": "0.5"},
+        {"release": None},
     ],
 )
 def test_knobs_out_of_range(knobs: dict[str, float]) -> None:
-    with pytest.raises(MmfastError):
+    ((name, _),) = list(knobs.items())[-1:]
+    with pytest.raises(MmfastError, match=name):
         SpeakRule.of(knobs)
+
+
+def test_a_rule_releases_at_two_thirds_of_its_threshold() -> None:
+    assert SpeakRule.of({"threshold": 0.9}) == SpeakRule(0.9, 0.9 * 2 / 3)
+    assert SpeakRule.of({"threshold": 0.9, "release": 0.2}) == SpeakRule(0.9, 0.2)
 
 
 def test_conditions() -> None:
