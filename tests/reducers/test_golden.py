@@ -148,6 +148,11 @@ def test_rows_are_plain_data() -> None:
     ("method", "target", "bug"),
     [
         ("fastv", "mmfast.reducers.attention.fastv.stable_topk", lambda s, k: (-s).topk(k).indices),
+        (
+            "snapkv",
+            "mmfast.caches.snapkv.window_votes",
+            lambda votes, *_, window, **knobs: torch.arange(votes.shape[-1]).expand(votes.shape),
+        ),
         ("evs", "mmfast.reducers.video.evs.stable_topk", lambda s, k: (-s).topk(k).indices),
         (
             "divprune",

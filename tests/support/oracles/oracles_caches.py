@@ -81,11 +81,13 @@ def streamingvlm(layer: Layer, budget: int, sink: float = 0.125, text: float = 0
     return layer.alike(list(keep))
 
 
-def _pooled(votes: np.ndarray, before: int, kernel: int, pool: str) -> list[float]:
+def _pooled(
+    votes: np.ndarray, before: int, kernel: int, pool: str, padded: bool = True
+) -> list[float]:
     side, score = kernel // 2, []
     for i in range(before):
         near = [votes[j] for j in range(i - side, i + side + 1) if 0 <= j < before]
-        score.append(max(near) if pool == "max" else sum(near) / len(near))
+        score.append(max(near) if pool == "max" else sum(near) / (kernel if padded else len(near)))
     return score
 
 
@@ -474,7 +476,7 @@ def compactor(
     for head in layer.heads:
         lengths = [math.sqrt(sum(float(c) ** 2 for c in v)) for v in layer.values[head]]
         votes = np.array([float(m) * s for m, s in zip(layer.mutual[head], lengths, strict=True)])
-        around = _pooled(votes, layer.n, 3, "mean")
+        around = _pooled(votes, layer.n, 3, "mean", padded=False)
         pooled = _standard([around[i] for i in some])
         reach = _standard(_leverages(layer.keys[head, some], rank, seed))
         score = [_level(a + blend * r) for a, r in zip(pooled, reach, strict=True)]
