@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan, plan_cache
 from mmfast.core.errors import MmfastError
+from mmfast.core.reduction import gather_rows
 from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.probe import head_mass
 
@@ -33,29 +35,67 @@ def plan_of(spec: str) -> CachePlan:
 
 
 def attention(query: Tensor, keys: Tensor, last: int) -> Tensor:
-    """Attention `[H, n]` of the last queries `[Hq, n, d]`, mean over those that share a key head.
+    """Attention `[H, n]` of the last queries `[Hq, c, d]`, mean over those that share a key head.
 
     Summed over the queries; an MmfastError says that they are not finite.
     """
-    n = keys.shape[1]
-    found = head_mass(query[None], keys[None], 0, torch.arange(n - last, n))
+    count = query.shape[1]
+    found = head_mass(query[None], keys[None], 0, torch.arange(count - last, count))
     if not bool(found.isfinite().all()):
         raise MmfastError("queries or keys are not finite")
     return found
 
 
+def _window_knobs(params: Params) -> str:
+    names = f"window={params['window_size']}&kernel={params['kernel_size']}"
+    return f"{names}&pool={_POOLS[params['pooling']]}"
+
+
 def _snapkv(arrays: Arrays, params: Params) -> Outcome:
-    window, keys = params["window_size"], arrays["keys"]
-    knobs = f"window={window}&kernel={params['kernel_size']}&pool={_POOLS[params['pooling']]}"
-    votes = attention(arrays["query"], keys, window) / window
+    keys = arrays["keys"]
+    votes = attention(arrays["query"], keys, params["window_size"]) / params["window_size"]
     tokens = Tokens(keys, signals={"attn_window": votes})
+    knobs = _window_knobs(params)
     return {
         "kept": plan_of(f"snapkv:{params['max_capacity_prompt']}?{knobs}").reduce(tokens).keep
     }, []
 
 
+def _h2o(arrays: Arrays, params: Params) -> Outcome:
+    query, keys = arrays["query"], arrays["keys"]
+    heavy, recent, n = params["hh_size"], params["recent_size"], params["prompt"]
+    plan = plan_of(f"h2o:{heavy + recent}?recent={recent / (heavy + recent)}")
+    held = torch.arange(n).expand(len(keys), -1)  # the numbers of the tokens of each head
+    gathered = attention(query[:, :n], keys[:, :n], n)
+    found = []
+    for step in range(n, keys.shape[1] + 1):
+        keep = plan.reduce(Tokens(gather_rows(keys, held), signals={"attn_sum": gathered})).keep
+        held, gathered = held.gather(-1, keep), gathered.gather(-1, keep)
+        found.append(held)
+        if step < keys.shape[1]:
+            held = F.pad(held, (0, 1), value=step)
+            now = attention(query[:, step : step + 1], gather_rows(keys, held), 1)
+            gathered = F.pad(gathered, (0, 1)) + now
+    return {"kept": torch.stack(found)}, []
+
+
+def _pyramidkv(arrays: Arrays, params: Params) -> Outcome:
+    window, layers = params["window_size"], len(arrays["keys"])
+    spec = f"pyramidkv:{params['max_capacity_prompt']}?beta={float(params['beta'])}"
+    plan = plan_of(f"{spec}&{_window_knobs(params)}")
+    found = []
+    for depth, (query, keys) in enumerate(zip(arrays["query"], arrays["keys"], strict=True)):
+        signals = {"attn_window": attention(query, keys, window) / window}
+        signals |= {"depth": torch.tensor(depth), "depths": torch.tensor(layers)}
+        found.append(plan.reduce(Tokens(keys, signals=signals)).keep)
+    counts = torch.tensor([kept.shape[-1] for kept in found])
+    return {"counts": counts, "kept": torch.cat(found, -1)}, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
+    "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
+    "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
     "snapkv": (_snapkv, "query keys", _WINDOW),
 }

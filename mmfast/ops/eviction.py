@@ -197,14 +197,6 @@ def pooled_votes(score: Tensor, kernel: int, pool: str = "mean", *, padded: bool
     return means.view(score.shape)
 
 
-def window_choice(
-    attn: Tensor, budget: int, *, window: int, kernel: int, pool: str = "mean"
-) -> Reduction:
-    """Keep the last tokens, and before them what they vote for, `budget` in each head."""
-    votes = window_votes(attn, budget, window=window, kernel=kernel, pool=pool)
-    return Reduction.prune(best_places(votes, budget), attn.shape[-1], ordered=True)
-
-
 def window_votes(
     attn: Tensor, budget: int, *, window: int, kernel: int, pool: str = "mean"
 ) -> Tensor:

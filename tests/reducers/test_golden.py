@@ -149,6 +149,12 @@ def test_rows_are_plain_data() -> None:
     [
         ("fastv", "mmfast.reducers.attention.fastv.stable_topk", lambda s, k: (-s).topk(k).indices),
         (
+            "pyramidkv",
+            "mmfast.caches.layers.pyramidkv.budgets",
+            lambda mean, n, layers, beta: torch.full((layers,), mean + 1),
+        ),
+        ("h2o", "mmfast.caches.attention.heavy._heaviest", lambda name, score, *_: -score),
+        (
             "snapkv",
             "mmfast.caches.snapkv.window_votes",
             lambda votes, *_, window, **knobs: torch.arange(votes.shape[-1]).expand(votes.shape),

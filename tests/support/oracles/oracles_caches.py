@@ -91,8 +91,10 @@ def _pooled(
     return score
 
 
-def _voted(layer: Layer, budget: int, window: int, kernel: int, pool: str) -> Answers:
-    last, answers = min(window, max(budget // 2, 1)), []
+def _voted(
+    layer: Layer, budget: int, window: int, kernel: int, pool: str, last: int | None = None
+) -> Answers:
+    last, answers = min(window, max(budget // 2, 1)) if last is None else last, []
     before = layer.n - last
     for head in layer.heads:
         score = _pooled(layer.window[head], before, kernel, pool)
@@ -578,28 +580,17 @@ def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: floa
 
 
 def _levels(mean: int, n: int, layers: int, beta: float) -> list[int]:
-    """Tokens of each layer of a pyramid, by hand: one each, then quotas, then largest rests."""
-    step = Fraction(2) * (1 - 1 / Fraction(beta)) / max(layers - 1, 1)
-    weights = [2 - 1 / Fraction(beta) - step * i for i in range(layers)]
-    free, left, counts = list(range(layers)), (mean - 1) * layers, [0] * layers
-    while True:
-        total = sum(weights[i] for i in free)
-        quota = {i: weights[i] * left / total for i in free}
-        full = [i for i in free if quota[i] >= n - 1]
-        if not full:
-            break
-        for i in full:
-            counts[i] = n - 1
-            left -= n - 1
-            free.remove(i)
-        if not free:
-            return [1 + c for c in counts]
-    for i in free:
-        counts[i] = math.floor(quota[i])
-    rest = left - sum(counts[i] for i in free)
-    for i in sorted(free, key=lambda i: (counts[i] - quota[i], i))[:rest]:
+    """Tokens of each layer of a pyramid, by hand: a line from the first to the last, in wholes."""
+    top = min(2 * mean - math.floor(mean / beta), n)
+    if n < 2 * mean or layers == 1:
+        return [mean] * layers
+    step = Fraction(2 * (top - mean), layers - 1)
+    quota = [top - step * i for i in range(layers)]
+    counts = [math.floor(q) for q in quota]
+    rest = mean * layers - sum(counts)
+    for i in sorted(range(layers), key=lambda i: (counts[i] - quota[i], i))[:rest]:
         counts[i] += 1
-    return [1 + c for c in counts]
+    return counts
 
 
 def pyramidkv(
@@ -611,10 +602,11 @@ def pyramidkv(
     pool: str = "max",
 ) -> Answers:
     depth, layers = layer.depth
-    mine = _levels(budget, layer.n, layers, beta)[depth]
+    last = min(window, max(budget // 2, 1))
+    mine = last + _levels(budget - last, layer.n - last, layers, beta)[depth]
     if mine == layer.n:
         return layer.alike(list(range(layer.n)))
-    return _voted(layer, mine, window, kernel, pool)
+    return _voted(layer, mine, last, kernel, pool, last)
 
 
 def simlayerkv(
