@@ -7,6 +7,7 @@ does. Names of parameters are those of the authors' code.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan, plan_cache
 from mmfast.core.errors import MmfastError
+from mmfast.core.kv import LayerStep, StepChoice
 from mmfast.core.reduction import gather_rows
 from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.probe import head_mass
+from mmfast.ops.pages import bound_scores, marked_places, selected_attention
+from mmfast.ops.ranking import index_mask
 
 Arrays = Mapping[str, Tensor]
 Params = Mapping[str, Any]
@@ -92,10 +96,60 @@ def _pyramidkv(arrays: Arrays, params: Params) -> Outcome:
     return {"counts": counts, "kept": torch.cat(found, -1)}, []
 
 
+def _step(arrays: Arrays, depth: int, depths: int, layer: int | None = None) -> LayerStep:
+    """Return the decode step of arrays `query` `[H, 1, d]` and `keys` of a layer."""
+    query, keys = (x if layer is None else x[layer] for x in (arrays["query"], arrays["keys"]))
+    if not bool(query.isfinite().all() and keys.isfinite().all()):
+        raise MmfastError("queries or keys are not finite")
+    rows = query[None].unflatten(1, (len(keys), -1)).squeeze(3)
+    return LayerStep(rows, keys[None], query.shape[-1] ** -0.5, depth, depths)
+
+
+def _marks(choice: StepChoice, heads: int, n: int) -> Tensor:
+    """Mark `[H, n]` the entries that a choice reads."""
+    if choice.pages is None:
+        return torch.ones(heads, n, dtype=torch.bool)
+    index, _ = choice.entries(n)
+    return index_mask(index[0].expand(heads, -1), n)
+
+
+def _quest(arrays: Arrays, params: Params) -> Outcome:
+    page, (heads, n, _) = params["chunk_size"], arrays["keys"].shape
+    wanted = params["token_budget"] // page - 1  # the newest page counts there
+    selector = plan_of(f"quest:{wanted * page}?page={page}&skip=0").selector()
+    assert selector is not None
+    step = _step(arrays, 0, 1)
+    read = _marks(selector.choose(step), heads, n)
+    bounds = step.memory["bounds"].grow(step.keys, (n - 1) // page)
+    score = bound_scores(step.query, bounds)[0]
+    return {"read": read, "bounds": score}, []
+
+
+def _tidaldecode(arrays: Arrays, params: Params) -> Outcome:
+    layers, heads, n, _ = arrays["keys"].shape
+    # The newest token, which is always read here, is among the chosen ones there.
+    spec = f"tidaldecode:{params['top_k'] - 1}?skip={params['sparse_layer_start']}"
+    plan = plan_of(f"{spec}&again={params['correction_layer'] / layers}")
+    selector, shared = plan.selector(), dict[str, Any]()
+    assert selector is not None
+    marks, out = [], []
+    for layer in range(layers):
+        step = replace(_step(arrays, layer, layers, layer), shared=shared)
+        read = _marks(selector.choose(step), heads, n)
+        places, real = marked_places(read[None])
+        values = arrays["values"][layer][None]
+        query = arrays["query"][layer][None]
+        out.append(selected_attention(query, step.keys, values, places, real=real)[0, :, 0])
+        marks.append(read)
+    return {"read": torch.stack(marks), "out": torch.stack(out)}, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
     "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
+    "quest": (_quest, "query keys", "chunk_size token_budget"),
+    "tidaldecode": (_tidaldecode, "query keys values", "correction_layer sparse_layer_start top_k"),
     "snapkv": (_snapkv, "query keys", _WINDOW),
 }

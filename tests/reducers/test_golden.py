@@ -153,6 +153,16 @@ def test_rows_are_plain_data() -> None:
             "mmfast.caches.layers.pyramidkv.budgets",
             lambda mean, n, layers, beta: torch.full((layers,), mean + 1),
         ),
+        (
+            "quest",
+            "mmfast.caches.selection.quest.bound_scores",
+            lambda query, bounds: bounds[..., 0],
+        ),
+        (
+            "tidaldecode",
+            "mmfast.caches.selection.tidaldecode.most_voted",
+            lambda votes, step, wanted: torch.arange(wanted).expand(*votes.shape[:2], -1),
+        ),
         ("h2o", "mmfast.caches.attention.heavy._heaviest", lambda name, score, *_: -score),
         (
             "snapkv",
