@@ -21,6 +21,7 @@ from mmfast.core.reduction import gather_rows
 from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.probe import head_mass
 from mmfast.ops.pages import bound_scores, marked_places, selected_attention
+from mmfast.ops.quantisation import dequantise
 from mmfast.ops.ranking import index_mask
 
 Arrays = Mapping[str, Tensor]
@@ -144,11 +145,26 @@ def _tidaldecode(arrays: Arrays, params: Params) -> Outcome:
     return {"read": torch.stack(marks), "out": torch.stack(out)}, []
 
 
+def _quant(arrays: Arrays, params: Params) -> Outcome:
+    group = params["group_size"]
+    store = plan_of(f"quant:{params['bits']}?group={group}").quantiser()
+    assert store is not None
+    found: dict[str, Tensor] = {}
+    for name, dim in (("key", -2), ("value", -1)):
+        packed = store.pack(arrays[f"{name}s"], keys=name == "key")
+        low, step = (x.repeat_interleave(group, dim) for x in (packed.low, packed.step))
+        codes = ((dequantise(packed) - low) / step).round().to(torch.uint8)
+        found[f"{name}_codes"] = codes
+        found |= {f"{name}_low": packed.low, f"{name}_scale": packed.step}
+    return found, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
     "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
+    "quant": (_quant, "keys values", "bits group_size"),
     "quest": (_quest, "query keys", "chunk_size token_budget"),
     "tidaldecode": (_tidaldecode, "query keys values", "correction_layer sparse_layer_start top_k"),
     "snapkv": (_snapkv, "query keys", _WINDOW),

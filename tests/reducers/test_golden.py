@@ -163,6 +163,11 @@ def test_rows_are_plain_data() -> None:
             "mmfast.caches.selection.tidaldecode.most_voted",
             lambda votes, step, wanted: torch.arange(wanted).expand(*votes.shape[:2], -1),
         ),
+        (
+            "quant",
+            "mmfast.ops.quantisation._step",
+            lambda low, high, levels: (high - low) / (levels + 1),
+        ),
         ("h2o", "mmfast.caches.attention.heavy._heaviest", lambda name, score, *_: -score),
         (
             "snapkv",
