@@ -159,9 +159,18 @@ def _quant(arrays: Arrays, params: Params) -> Outcome:
     return found, []
 
 
+def _adakv(arrays: Arrays, params: Params) -> Outcome:
+    keys, window = arrays["keys"], params["window_size"]
+    votes = attention(arrays["query"], keys, window) / window
+    spec = f"snapkv:{params['base_capacity']}?{_window_knobs(params)}"
+    plan = plan_of(f"{spec}+adakv?alpha={float(params['floor_alpha'])}")
+    return {"kept": plan.marks(Tokens(keys, signals={"attn_window": votes}))}, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
+    "adakv": (_adakv, "query keys", "base_capacity floor_alpha kernel_size pooling window_size"),
     "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
     "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
     "quant": (_quant, "keys values", "bits group_size"),

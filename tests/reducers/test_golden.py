@@ -168,6 +168,11 @@ def test_rows_are_plain_data() -> None:
             "mmfast.ops.quantisation._step",
             lambda low, high, levels: (high - low) / (levels + 1),
         ),
+        (
+            "adakv",
+            "mmfast.caches.heads.adakv.share_out",
+            lambda weights, budget, caps: torch.full_like(caps, budget // caps.shape[-1]),
+        ),
         ("h2o", "mmfast.caches.attention.heavy._heaviest", lambda name, score, *_: -score),
         (
             "snapkv",
