@@ -51,6 +51,14 @@ def test_adakv_is_its_oracle(score: str, kind: str) -> None:
             assert int(marks.sum()) == 3 * budget
 
 
+@pytest.mark.parametrize("knob", ["alpha=1.5", "guard=leat"])
+def test_adakv_names_a_wrong_knob(knob: str) -> None:
+    plan = plan_cache(f"knorm:7+adakv?{knob}")
+    assert plan is not None
+    with pytest.raises(SpecError, match=r"choose from 0 to 1|did you mean 'least'"):
+        plan.marks(make("random", 2, 40))
+
+
 def test_duo_attention_is_its_oracle_and_holds_its_budget() -> None:
     model = text_model("llama")
     found = mmfast.calibrate_heads(model, length=48, recent=6)
