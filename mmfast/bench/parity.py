@@ -6,7 +6,6 @@ Scores and counts that a Reduction does not hold come from the functions that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmfast.bench.cache_parity import CACHE_DRIVERS, Arrays, Drive, Outcome, Params
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get
@@ -33,11 +33,6 @@ from mmfast.reducers.diversity.cdpruner import relevance
 from mmfast.reducers.video.holitom import static_plan
 from mmfast.reducers.video.prunevid import scenes_of
 from mmfast.reducers.video.stc_pruner import stream_stc_pruner
-
-Arrays = Mapping[str, Tensor]
-Params = Mapping[str, Any]
-Outcome = tuple[dict[str, Tensor], list[str]]
-Drive = Callable[[Arrays, Params], Outcome]
 
 
 def run(tokens: Tokens, name: str, budget: int | None = None, **knobs: Any) -> list[Reduction]:
@@ -471,4 +466,5 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "vidcom2": (_vidcom2, "x", "base_scale tokens_per_frame model?"),
     "vispruner": (_vispruner, "attn features", "important_ratio visual_token_num"),
     "visionzip": (_visionzip, "cls_attn hidden metric", "contextual dominant"),
+    **CACHE_DRIVERS,
 }

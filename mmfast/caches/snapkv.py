@@ -25,7 +25,7 @@ def snapkv(
         budget: Tokens to keep in every head, a share is of all tokens. The window is among them,
             with at most half of the budget.
         window: Queries of the observation window, at least 1.
-        kernel: Places that are pooled, an odd number; at the ends those that exist.
+        kernel: Places that are pooled, an odd number; a mean counts those beyond the ends as 0.
         pool: `max` as published for long documents, or `mean`.
     """
     votes = tokens.need("attn_window")
@@ -44,6 +44,6 @@ def fastkv(tokens: Tokens, budget: int, *, window: int = 8, kernel: int = 7) -> 
         tokens: Keys and `attn_window`, as for `snapkv`.
         budget: Tokens to keep in every head, as for `snapkv`.
         window: Queries at the end of the prompt, at least 1; their own tokens stay.
-        kernel: Places in the mean, an odd number; at the ends those that exist.
+        kernel: Places in the mean, an odd number; those beyond the ends count as 0.
     """
     return window_votes(tokens.need("attn_window"), budget, window=window, kernel=kernel)

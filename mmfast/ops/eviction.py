@@ -181,8 +181,11 @@ def _run(index: Tensor) -> int | None:
     return first if last - first == len(index) - 1 else None
 
 
-def pooled_votes(score: Tensor, kernel: int, pool: str = "mean") -> Tensor:
-    """Mean or maximum of `[..., N]` over `kernel` (odd) places around each token, in float64."""
+def pooled_votes(score: Tensor, kernel: int, pool: str = "mean", *, padded: bool = True) -> Tensor:
+    """Mean or maximum of `[..., N]` over `kernel` (odd) places around each token, in float64.
+
+    Where `padded`, a mean counts places beyond the ends as zeros, as `snapkv` and its heirs do.
+    """
     if kernel < 1 or kernel % 2 == 0:
         raise SpecError(f"knob kernel={kernel} is not odd; choose 1, 3, 5, 7 …")
     if pool not in ("mean", "max"):
@@ -190,16 +193,8 @@ def pooled_votes(score: Tensor, kernel: int, pool: str = "mean") -> Tensor:
     rows, side = score.double().reshape(-1, 1, score.shape[-1]), kernel // 2
     if pool == "max":
         return F.max_pool1d(rows, kernel, stride=1, padding=side).view(score.shape)
-    means = F.avg_pool1d(rows, kernel, stride=1, padding=side, count_include_pad=False)
+    means = F.avg_pool1d(rows, kernel, stride=1, padding=side, count_include_pad=padded)
     return means.view(score.shape)
-
-
-def window_choice(
-    attn: Tensor, budget: int, *, window: int, kernel: int, pool: str = "mean"
-) -> Reduction:
-    """Keep the last tokens, and before them what they vote for, `budget` in each head."""
-    votes = window_votes(attn, budget, window=window, kernel=kernel, pool=pool)
-    return Reduction.prune(best_places(votes, budget), attn.shape[-1], ordered=True)
 
 
 def window_votes(

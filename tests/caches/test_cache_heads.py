@@ -41,14 +41,22 @@ def kept(layer: Any, row: int, length: int) -> Tensor:
 def test_adakv_is_its_oracle(score: str, kind: str) -> None:
     for budget in (1, 7, 20, 39):
         tokens = make(kind, 3, 40, seed=budget)
-        for alpha in (0.2, 0.0, 1.0):
-            plan = plan_cache(f"{score}:{budget}+adakv?alpha={alpha}")
+        for alpha, guard in ((0.2, "blend"), (0.2, "least"), (0.0, "blend"), (1.0, "least")):
+            plan = plan_cache(f"{score}:{budget}+adakv?alpha={alpha}&guard={guard}")
             assert plan is not None and plan.score is not None
             marks = plan.marks(tokens)
             values = call(plan.score, tokens, budget).double().clamp_max(1e300).tolist()
             found = [row.nonzero()[:, 0].tolist() for row in marks]
-            assert found == oracles_heads.adakv(values, budget, alpha)
+            assert found == oracles_heads.adakv(values, budget, alpha, guard)
             assert int(marks.sum()) == 3 * budget
+
+
+@pytest.mark.parametrize("knob", ["alpha=1.5", "guard=leat"])
+def test_adakv_names_a_wrong_knob(knob: str) -> None:
+    plan = plan_cache(f"knorm:7+adakv?{knob}")
+    assert plan is not None
+    with pytest.raises(SpecError, match=r"choose from 0 to 1|did you mean 'least'"):
+        plan.marks(make("random", 2, 40))
 
 
 def test_duo_attention_is_its_oracle_and_holds_its_budget() -> None:

@@ -18,7 +18,7 @@ from mmfast.ops import eviction, ranking, similarity
 from mmfast.ops import ranking as grouped_topk
 from mmfast.ops import ranking as share_out
 
-_WEIGHTS = streammem._weights
+_WEIGHTS, _POOLED_VOTES = streammem._weights, eviction.pooled_votes
 _GUMBEL, _HOLDING, _WINDOW_VOTES = keyformer._gumbel, quantised._holding, eviction.window_votes
 
 # (policy, where the name is looked up, replacement)
@@ -34,9 +34,8 @@ def _unpooled(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.Ten
     return score.double()
 
 
-def _zero_padded(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.Tensor:
-    means = torch.nn.functional.avg_pool1d(score.double(), kernel, 1, kernel // 2)
-    return means if pool == "mean" else eviction.pooled_votes(score, kernel, pool)
+def _unpadded(score: torch.Tensor, kernel: int, pool: str = "mean") -> torch.Tensor:
+    return _POOLED_VOTES(score, kernel, pool, padded=False)
 
 
 def _no_window(attn: torch.Tensor, budget: int, **knobs: Any) -> torch.Tensor:
@@ -123,7 +122,7 @@ FAULTS: list[Fault] = [
     ("snapkv", "ops.eviction.pooled_votes", _unpooled),
     ("snapkv", "caches.snapkv.window_votes", _no_window),
     ("fastkv", "ops.eviction.pooled_votes", _unpooled),
-    ("fastkv", "ops.eviction.pooled_votes", _zero_padded),
+    ("fastkv", "ops.eviction.pooled_votes", _unpadded),
     ("keynorm", "caches.keynorm.grouped_topk", _ungrouped),
     ("keynorm", "caches.keynorm.share_out", _equal_parts),
     ("keyformer", "caches.keyformer.stable_topk", _least),

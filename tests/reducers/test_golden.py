@@ -149,6 +149,37 @@ def test_rows_are_plain_data() -> None:
     ("method", "target", "bug"),
     [
         ("fastv", "mmfast.reducers.attention.fastv.stable_topk", lambda s, k: (-s).topk(k).indices),
+        (
+            "pyramidkv",
+            "mmfast.caches.layers.pyramidkv.budgets",
+            lambda mean, n, layers, beta: torch.full((layers,), mean + 1),
+        ),
+        (
+            "quest",
+            "mmfast.caches.selection.quest.bound_scores",
+            lambda query, bounds: bounds[..., 0],
+        ),
+        (
+            "tidaldecode",
+            "mmfast.caches.selection.tidaldecode.most_voted",
+            lambda votes, step, wanted: torch.arange(wanted).expand(*votes.shape[:2], -1),
+        ),
+        (
+            "quant",
+            "mmfast.ops.quantisation._step",
+            lambda low, high, levels: (high - low) / (levels + 1),
+        ),
+        (
+            "adakv",
+            "mmfast.caches.heads.adakv.share_out",
+            lambda weights, budget, caps: torch.full_like(caps, budget // caps.shape[-1]),
+        ),
+        ("h2o", "mmfast.caches.attention.heavy._heaviest", lambda name, score, *_: -score),
+        (
+            "snapkv",
+            "mmfast.caches.snapkv.window_votes",
+            lambda votes, *_, window, **knobs: torch.arange(votes.shape[-1]).expand(votes.shape),
+        ),
         ("evs", "mmfast.reducers.video.evs.stable_topk", lambda s, k: (-s).topk(k).indices),
         (
             "divprune",

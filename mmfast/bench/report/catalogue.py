@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mmfast.bench.cache_parity import CACHE_DRIVERS
+from mmfast.bench.parity import DRIVERS
 from mmfast.bench.report.accuracy import by_policy, by_share
 from mmfast.bench.report.table import NOT_MEASURED, Columns, ReportTable, Rows, at
 from mmfast.bench.results import Row
@@ -37,8 +40,34 @@ def acts(method: Method) -> str:
 
 
 def vectors(method: Method) -> int:
-    """Golden vectors of the authors' code that a method is checked against."""
-    return len(list(GOLDEN.glob(f"{method.name}-*.safetensors")))
+    """Golden vectors of the authors' code that a method is checked against.
+
+    Methods of two kinds share a name, of which the policy or the reducer has vectors.
+    """
+    mine = {"cache": CACHE_DRIVERS, "reducer": DRIVERS.keys() - CACHE_DRIVERS.keys()}
+    known = method.name in mine.get(method.kind, ())
+    return len(list(GOLDEN.glob(f"{method.name}-*.safetensors"))) if known else 0
+
+
+def press_cases(method: Method) -> list[str]:
+    """Specs that name a cache policy and keep what a press of kvpress does."""
+    if method.kind != "cache":
+        return []
+    told = _presses()
+    specs = [case["spec"] for part in ("cases", "channels") for case in told[part]]
+    return [s for s in specs if method.name in re.split(r"[:?+]", re.sub(r"\?[^+]*", "", s))]
+
+
+def press_release() -> str:
+    """Repository and release of the presses that `press_cases` are of."""
+    told = _presses()
+    return f"{told['repository']} {told['release']}"
+
+
+@lru_cache
+def _presses() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GOLDEN / "kvpress.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _listed(kind: str, folder: str = "") -> Callable[[Rows], Rows]:

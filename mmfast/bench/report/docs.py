@@ -17,7 +17,15 @@ from typing import Any
 
 from mmfast.bench.report import accuracy, catalogue, named, ranking, speed
 from mmfast.bench.report.accuracy import SHARES, Points, by_policy, by_share, points
-from mmfast.bench.report.catalogue import ROOT, acts, paper, sites, vectors
+from mmfast.bench.report.catalogue import (
+    ROOT,
+    acts,
+    paper,
+    press_cases,
+    press_release,
+    sites,
+    vectors,
+)
 from mmfast.bench.report.charts import accuracy_svg, delay_svg, delays, speed_svg, speeds
 from mmfast.bench.report.table import EMPTY, NOT_MEASURED, ReportTable, markdown, score, stamp
 from mmfast.bench.results import Row, load, share
@@ -184,16 +192,24 @@ def _shown(value: Any) -> str:
 
 def _differences(method: Method, known: Mapping[str, Any]) -> list[str]:
     told = [f"- {text}" for text in known.get("differs", ())]
-    count = vectors(method) if method.kind == "reducer" else 0
+    count, presses = vectors(method), press_cases(method)
     if count:
         told.append(
             f"- Checked against {count} recorded outputs of the authors' code "
             "(`mmfast verify tests/golden`)."
         )
     elif method.paper:
+        source = known.get("source", "the paper")
+        lacking = "no recorded outputs of the authors' code were available"
+        if presses:
+            lacking = "no outputs of the authors' own repository are recorded"
         told.append(
-            f"- Written from {known.get('source', 'the paper')} and checked against an independent "
-            "slow version; no recorded outputs of the authors' code were available."
+            f"- Written from {source} and checked against an independent slow version; {lacking}."
+        )
+    if presses:
+        told.append(
+            f"- Keeps the same entries of a random Llama as the press of {press_release()}: "
+            f"{', '.join(f'`{spec}`' for spec in presses)} (`tests/caches/test_kvpress.py`)."
         )
     return ["\n".join(told) or "There is no paper to differ from."]
 

@@ -58,7 +58,7 @@ def compactor(
     first, last = min(sink, budget // 4), min(recent, budget // 4)
     some = slice(first, tokens.n - last)
     length = torch.linalg.vector_norm(tokens.need("values").double(), dim=-1)
-    attended = pooled_votes(tokens.need("attn_mutual") * length, 3)[..., some]
+    attended = pooled_votes(tokens.need("attn_mutual") * length, 3, padded=False)[..., some]
     reach = leverage_scores(tokens.x[..., some, :], rank, seed)
     score = _standard(attended) + blend * _standard(reach)
     return F.pad(snap(score), (first, last), value=torch.inf)

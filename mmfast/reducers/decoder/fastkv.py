@@ -24,5 +24,5 @@ def fastkv(tokens: Tokens, budget: int, *, kernel: int = 7) -> Reduction:
         budget: Tokens to keep; ties go to the lowest index.
         kernel: Neighbours in the mean, an odd number; at the ends only those that exist.
     """
-    votes = pooled_votes(tokens.need("attn_window"), kernel)
+    votes = pooled_votes(tokens.need("attn_window"), kernel, padded=False)
     return Reduction.prune(stable_topk(votes, budget), tokens.n)

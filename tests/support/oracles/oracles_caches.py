@@ -81,16 +81,20 @@ def streamingvlm(layer: Layer, budget: int, sink: float = 0.125, text: float = 0
     return layer.alike(list(keep))
 
 
-def _pooled(votes: np.ndarray, before: int, kernel: int, pool: str) -> list[float]:
+def _pooled(
+    votes: np.ndarray, before: int, kernel: int, pool: str, padded: bool = True
+) -> list[float]:
     side, score = kernel // 2, []
     for i in range(before):
         near = [votes[j] for j in range(i - side, i + side + 1) if 0 <= j < before]
-        score.append(max(near) if pool == "max" else sum(near) / len(near))
+        score.append(max(near) if pool == "max" else sum(near) / (kernel if padded else len(near)))
     return score
 
 
-def _voted(layer: Layer, budget: int, window: int, kernel: int, pool: str) -> Answers:
-    last, answers = min(window, max(budget // 2, 1)), []
+def _voted(
+    layer: Layer, budget: int, window: int, kernel: int, pool: str, last: int | None = None
+) -> Answers:
+    last, answers = min(window, max(budget // 2, 1)) if last is None else last, []
     before = layer.n - last
     for head in layer.heads:
         score = _pooled(layer.window[head], before, kernel, pool)
@@ -474,7 +478,7 @@ def compactor(
     for head in layer.heads:
         lengths = [math.sqrt(sum(float(c) ** 2 for c in v)) for v in layer.values[head]]
         votes = np.array([float(m) * s for m, s in zip(layer.mutual[head], lengths, strict=True)])
-        around = _pooled(votes, layer.n, 3, "mean")
+        around = _pooled(votes, layer.n, 3, "mean", padded=False)
         pooled = _standard([around[i] for i in some])
         reach = _standard(_leverages(layer.keys[head, some], rank, seed))
         score = [_level(a + blend * r) for a, r in zip(pooled, reach, strict=True)]
@@ -576,28 +580,17 @@ def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: floa
 
 
 def _levels(mean: int, n: int, layers: int, beta: float) -> list[int]:
-    """Tokens of each layer of a pyramid, by hand: one each, then quotas, then largest rests."""
-    step = Fraction(2) * (1 - 1 / Fraction(beta)) / max(layers - 1, 1)
-    weights = [2 - 1 / Fraction(beta) - step * i for i in range(layers)]
-    free, left, counts = list(range(layers)), (mean - 1) * layers, [0] * layers
-    while True:
-        total = sum(weights[i] for i in free)
-        quota = {i: weights[i] * left / total for i in free}
-        full = [i for i in free if quota[i] >= n - 1]
-        if not full:
-            break
-        for i in full:
-            counts[i] = n - 1
-            left -= n - 1
-            free.remove(i)
-        if not free:
-            return [1 + c for c in counts]
-    for i in free:
-        counts[i] = math.floor(quota[i])
-    rest = left - sum(counts[i] for i in free)
-    for i in sorted(free, key=lambda i: (counts[i] - quota[i], i))[:rest]:
+    """Tokens of each layer of a pyramid, by hand: a line from the first to the last, in wholes."""
+    top = min(2 * mean - math.floor(mean / beta), n)
+    if n < 2 * mean or layers == 1:
+        return [mean] * layers
+    step = Fraction(2 * (top - mean), layers - 1)
+    quota = [top - step * i for i in range(layers)]
+    counts = [math.floor(q) for q in quota]
+    rest = mean * layers - sum(counts)
+    for i in sorted(range(layers), key=lambda i: (counts[i] - quota[i], i))[:rest]:
         counts[i] += 1
-    return [1 + c for c in counts]
+    return counts
 
 
 def pyramidkv(
@@ -609,10 +602,11 @@ def pyramidkv(
     pool: str = "max",
 ) -> Answers:
     depth, layers = layer.depth
-    mine = _levels(budget, layer.n, layers, beta)[depth]
+    last = min(window, max(budget // 2, 1))
+    mine = last + _levels(budget - last, layer.n - last, layers, beta)[depth]
     if mine == layer.n:
         return layer.alike(list(range(layer.n)))
-    return _voted(layer, mine, window, kernel, pool)
+    return _voted(layer, mine, last, kernel, pool, last)
 
 
 def simlayerkv(

@@ -1,0 +1,180 @@
+"""Drivers that reproduce golden vectors with the cache policies, one function a method.
+
+They read queries and keys of one layer, and find the attention that a policy asks for as a cache
+does. Names of parameters are those of the authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.caches.plan import CachePlan, plan_cache
+from mmfast.core.errors import MmfastError
+from mmfast.core.kv import LayerStep, StepChoice
+from mmfast.core.reduction import gather_rows
+from mmfast.core.tokens import Tokens
+from mmfast.models.reduction.probe import head_mass
+from mmfast.ops.pages import bound_scores, marked_places, selected_attention
+from mmfast.ops.quantisation import dequantise
+from mmfast.ops.ranking import index_mask
+
+Arrays = Mapping[str, Tensor]
+Params = Mapping[str, Any]
+Outcome = tuple[dict[str, Tensor], list[str]]
+Drive = Callable[[Arrays, Params], Outcome]
+
+_POOLS = {"maxpool": "max", "avgpool": "mean"}
+
+
+def plan_of(spec: str) -> CachePlan:
+    """Return the plan of a spec that names a policy."""
+    plan = plan_cache(spec)
+    assert plan is not None
+    return plan
+
+
+def attention(query: Tensor, keys: Tensor, last: int) -> Tensor:
+    """Attention `[H, n]` of the last queries `[Hq, c, d]`, mean over those that share a key head.
+
+    Summed over the queries; an MmfastError says that they are not finite.
+    """
+    count = query.shape[1]
+    found = head_mass(query[None], keys[None], 0, torch.arange(count - last, count))
+    if not bool(found.isfinite().all()):
+        raise MmfastError("queries or keys are not finite")
+    return found
+
+
+def _window_knobs(params: Params) -> str:
+    names = f"window={params['window_size']}&kernel={params['kernel_size']}"
+    return f"{names}&pool={_POOLS[params['pooling']]}"
+
+
+def _snapkv(arrays: Arrays, params: Params) -> Outcome:
+    keys = arrays["keys"]
+    votes = attention(arrays["query"], keys, params["window_size"]) / params["window_size"]
+    tokens = Tokens(keys, signals={"attn_window": votes})
+    knobs = _window_knobs(params)
+    return {
+        "kept": plan_of(f"snapkv:{params['max_capacity_prompt']}?{knobs}").reduce(tokens).keep
+    }, []
+
+
+def _h2o(arrays: Arrays, params: Params) -> Outcome:
+    query, keys = arrays["query"], arrays["keys"]
+    heavy, recent, n = params["hh_size"], params["recent_size"], params["prompt"]
+    plan = plan_of(f"h2o:{heavy + recent}?recent={recent / (heavy + recent)}")
+    held = torch.arange(n).expand(len(keys), -1)  # the numbers of the tokens of each head
+    gathered = attention(query[:, :n], keys[:, :n], n)
+    found = []
+    for step in range(n, keys.shape[1] + 1):
+        keep = plan.reduce(Tokens(gather_rows(keys, held), signals={"attn_sum": gathered})).keep
+        held, gathered = held.gather(-1, keep), gathered.gather(-1, keep)
+        found.append(held)
+        if step < keys.shape[1]:
+            held = F.pad(held, (0, 1), value=step)
+            now = attention(query[:, step : step + 1], gather_rows(keys, held), 1)
+            gathered = F.pad(gathered, (0, 1)) + now
+    return {"kept": torch.stack(found)}, []
+
+
+def _pyramidkv(arrays: Arrays, params: Params) -> Outcome:
+    window, layers = params["window_size"], len(arrays["keys"])
+    spec = f"pyramidkv:{params['max_capacity_prompt']}?beta={float(params['beta'])}"
+    plan = plan_of(f"{spec}&{_window_knobs(params)}")
+    found = []
+    for depth, (query, keys) in enumerate(zip(arrays["query"], arrays["keys"], strict=True)):
+        signals = {"attn_window": attention(query, keys, window) / window}
+        signals |= {"depth": torch.tensor(depth), "depths": torch.tensor(layers)}
+        found.append(plan.reduce(Tokens(keys, signals=signals)).keep)
+    counts = torch.tensor([kept.shape[-1] for kept in found])
+    return {"counts": counts, "kept": torch.cat(found, -1)}, []
+
+
+def _step(arrays: Arrays, depth: int, depths: int, layer: int | None = None) -> LayerStep:
+    """Return the decode step of arrays `query` `[H, 1, d]` and `keys` of a layer."""
+    query, keys = (x if layer is None else x[layer] for x in (arrays["query"], arrays["keys"]))
+    if not bool(query.isfinite().all() and keys.isfinite().all()):
+        raise MmfastError("queries or keys are not finite")
+    rows = query[None].unflatten(1, (len(keys), -1)).squeeze(3)
+    return LayerStep(rows, keys[None], query.shape[-1] ** -0.5, depth, depths)
+
+
+def _marks(choice: StepChoice, heads: int, n: int) -> Tensor:
+    """Mark `[H, n]` the entries that a choice reads."""
+    if choice.pages is None:
+        return torch.ones(heads, n, dtype=torch.bool)
+    index, _ = choice.entries(n)
+    return index_mask(index[0].expand(heads, -1), n)
+
+
+def _quest(arrays: Arrays, params: Params) -> Outcome:
+    page, (heads, n, _) = params["chunk_size"], arrays["keys"].shape
+    wanted = params["token_budget"] // page - 1  # the newest page counts there
+    selector = plan_of(f"quest:{wanted * page}?page={page}&skip=0").selector()
+    assert selector is not None
+    step = _step(arrays, 0, 1)
+    read = _marks(selector.choose(step), heads, n)
+    bounds = step.memory["bounds"].grow(step.keys, (n - 1) // page)
+    score = bound_scores(step.query, bounds)[0]
+    return {"read": read, "bounds": score}, []
+
+
+def _tidaldecode(arrays: Arrays, params: Params) -> Outcome:
+    layers, heads, n, _ = arrays["keys"].shape
+    # The newest token, which is always read here, is among the chosen ones there.
+    spec = f"tidaldecode:{params['top_k'] - 1}?skip={params['sparse_layer_start']}"
+    plan = plan_of(f"{spec}&again={params['correction_layer'] / layers}")
+    selector, shared = plan.selector(), dict[str, Any]()
+    assert selector is not None
+    marks, out = [], []
+    for layer in range(layers):
+        step = replace(_step(arrays, layer, layers, layer), shared=shared)
+        read = _marks(selector.choose(step), heads, n)
+        places, real = marked_places(read[None])
+        values = arrays["values"][layer][None]
+        query = arrays["query"][layer][None]
+        out.append(selected_attention(query, step.keys, values, places, real=real)[0, :, 0])
+        marks.append(read)
+    return {"read": torch.stack(marks), "out": torch.stack(out)}, []
+
+
+def _quant(arrays: Arrays, params: Params) -> Outcome:
+    group = params["group_size"]
+    store = plan_of(f"quant:{params['bits']}?group={group}").quantiser()
+    assert store is not None
+    found: dict[str, Tensor] = {}
+    for name, dim in (("key", -2), ("value", -1)):
+        packed = store.pack(arrays[f"{name}s"], keys=name == "key")
+        low, step = (x.repeat_interleave(group, dim) for x in (packed.low, packed.step))
+        codes = ((dequantise(packed) - low) / step).round().to(torch.uint8)
+        found[f"{name}_codes"] = codes
+        found |= {f"{name}_low": packed.low, f"{name}_scale": packed.step}
+    return found, []
+
+
+def _adakv(arrays: Arrays, params: Params) -> Outcome:
+    keys, window = arrays["keys"], params["window_size"]
+    votes = attention(arrays["query"], keys, window) / window
+    spec = f"snapkv:{params['base_capacity']}?{_window_knobs(params)}"
+    plan = plan_of(f"{spec}+adakv?alpha={float(params['floor_alpha'])}")
+    return {"kept": plan.marks(Tokens(keys, signals={"attn_window": votes}))}, []
+
+
+_WINDOW = "kernel_size max_capacity_prompt pooling window_size"
+# As `DRIVERS` in `parity`, which has these, too.
+CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
+    "adakv": (_adakv, "query keys", "base_capacity floor_alpha kernel_size pooling window_size"),
+    "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
+    "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
+    "quant": (_quant, "keys values", "bits group_size"),
+    "quest": (_quest, "query keys", "chunk_size token_budget"),
+    "tidaldecode": (_tidaldecode, "query keys values", "correction_layer sparse_layer_start top_k"),
+    "snapkv": (_snapkv, "query keys", _WINDOW),
+}
