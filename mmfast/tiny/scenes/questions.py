@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmfast.tiny.scenes.sayings import saying, sayings
 from mmfast.tiny.video.questions import Fact, parse_grammar
 
 KEPT = 2  # wordings of each kind that training never shows
@@ -47,6 +48,13 @@ ALIKE = {  # what people say for the same
     "above": ("over", "higher than"),
     "below": ("under", "lower than"),
 }
+LOOSER = {  # the same, of words that came when the vocabulary stood
+    "object": ("item", "element", "entity", "piece", "body"),
+    "thing": ("item", "element", "entity", "piece", "body"),
+    "what is": ("what's", "whats"),
+    "where is": ("where's", "wheres"),
+}
+_LOOSER = re.compile(rf"(?<!hich )\b({'|'.join(LOOSER)})\b", re.I)  # "Which item" is kept back
 _SAYABLE = re.compile(rf"\b({'|'.join(ALIKE)})\b")
 AMERICAN = {"colour": "color", "centre": "center"}
 
@@ -353,9 +361,10 @@ OUTSIDE = "outside"  # kind of questions, or of media, that get the refusal
 ABSENT = "absent"  # kind of questions that take for granted what is not there
 # Kinds of questions put as people put them: about "it" or "the object", which may be several or
 # none; that name a thing by its shape or colour alone; with yes or no about a movement, or about a
-# colour, a shape or how many there are; how many are of one sort; which one moves or lies so.
-LOOSE = ALONE, SHORT, MOVES, ATTRIBUTE, PART, WHICH = (
-    "alone", "short", "moves", "attribute", "part", "which",
+# colour, a shape or how many there are; how many are of one sort; which one moves or lies so; any
+# of them as a clause behind what people say first.
+LOOSE = ALONE, SHORT, MOVES, ATTRIBUTE, PART, WHICH, SAID = (
+    "alone", "short", "moves", "attribute", "part", "which", "said",
 )  # fmt: skip
 START, END, STILL = " at the start", " at the end", ""
 
@@ -369,11 +378,15 @@ class SceneItem(Fact):
 
     def worded(self, number: int) -> str:
         """The question in one wording of its kind."""
+        if self.kind == SAID:
+            return saying(self.form, number).format(*self.slots)
         words = FORMS[self.form or self.kind]
         return words[number % len(words)].format(*self.slots)
 
     def wordings(self, kept: bool) -> range:
         """Numbers of the wordings that training shows, or of those kept back."""
+        if self.kind == SAID:
+            return sayings(self.form, kept)
         count = len(FORMS[self.form or self.kind])
         return range(count - KEPT, count) if kept else range(count - KEPT)
 
@@ -397,10 +410,14 @@ def spelled(text: str, rng: np.random.Generator) -> str:
 
 
 def varied(text: str, rng: np.random.Generator) -> str:
-    """The text in one of the ways people type it: spelling, words, marks, phrases around it."""
+    """The text in one of the ways people type it: spelling, words, slips, phrases around it."""
     text = spelled(text, rng)
+    if rng.random() < 0.15:
+        text = _LOOSER.sub(lambda found: _one(LOOSER[found[0].lower()], rng), text)
     if rng.random() < 0.4:
         text = _SAYABLE.sub(lambda found: _alike(found[0], rng), text)
+    if rng.random() < 0.04:
+        text = _mistyped(text, rng)
     if rng.random() < 0.15:
         text = PREFIXES[int(rng.integers(len(PREFIXES)))] + text
     if rng.random() < 0.1:
@@ -409,5 +426,21 @@ def varied(text: str, rng: np.random.Generator) -> str:
 
 
 def _alike(word: str, rng: np.random.Generator) -> str:
-    words = (word, *ALIKE[word])
+    return _one((word, *ALIKE[word]), rng)
+
+
+def _one(words: Sequence[str], rng: np.random.Generator) -> str:
     return words[int(rng.integers(len(words)))]
+
+
+def _mistyped(text: str, rng: np.random.Generator) -> str:
+    """A long word without one of its letters, or with two of them in turned order."""
+    words = text.split(" ")
+    long = [place for place, word in enumerate(words) if len(word) > 4]
+    if not long:
+        return text
+    place = long[int(rng.integers(len(long)))]
+    word, at = words[place], int(rng.integers(1, len(words[place]) - 2))
+    turned = word[at + 1] + word[at] if rng.random() < 0.5 else word[at]
+    words[place] = word[:at] + turned + word[at + 2 :]
+    return " ".join(words)
