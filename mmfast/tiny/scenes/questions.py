@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmfast.tiny.scenes.sayings import saying, sayings
+from mmfast.tiny.scenes.wordings import MORE, one, spoken
 from mmfast.tiny.video.questions import Fact, parse_grammar
 
 KEPT = 2  # wordings of each kind that training never shows
@@ -48,13 +49,6 @@ ALIKE = {  # what people say for the same
     "above": ("over", "higher than"),
     "below": ("under", "lower than"),
 }
-LOOSER = {  # the same, of words that came when the vocabulary stood
-    "object": ("item", "element", "entity", "piece", "body"),
-    "thing": ("item", "element", "entity", "piece", "body"),
-    "what is": ("what's", "whats"),
-    "where is": ("where's", "wheres"),
-}
-_LOOSER = re.compile(rf"(?<!hich )\b({'|'.join(LOOSER)})\b", re.I)  # "Which item" is kept back
 _SAYABLE = re.compile(rf"\b({'|'.join(ALIKE)})\b")
 AMERICAN = {"colour": "color", "centre": "center"}
 
@@ -350,7 +344,7 @@ which =
     | Of the objects, which one {0}? | What do you see that {0}? | Please name the one that {0}.
     | Which item {0}? | The object that {0}, what is it?
 """)
-FORMS = {**WORDINGS, **LONE}
+FORMS = {form: (*MORE.get(form, ()), *words) for form, words in {**WORDINGS, **LONE}.items()}
 NOUNS = ("object", "shape", "thing", "figure")  # what a thing is called that is the only one
 CLIP_KINDS = (
     "colour", "shape", "count", "direction", "speed", "position", "first", "number", "background",
@@ -410,14 +404,11 @@ def spelled(text: str, rng: np.random.Generator) -> str:
 
 
 def varied(text: str, rng: np.random.Generator) -> str:
-    """The text in one of the ways people type it: spelling, words, slips, phrases around it."""
+    """The text in one of the ways people type it: spelling, words, phrases around it."""
     text = spelled(text, rng)
-    if rng.random() < 0.15:
-        text = _LOOSER.sub(lambda found: _one(LOOSER[found[0].lower()], rng), text)
+    text = spoken(text, rng)
     if rng.random() < 0.4:
         text = _SAYABLE.sub(lambda found: _alike(found[0], rng), text)
-    if rng.random() < 0.04:
-        text = _mistyped(text, rng)
     if rng.random() < 0.15:
         text = PREFIXES[int(rng.integers(len(PREFIXES)))] + text
     if rng.random() < 0.1:
@@ -426,21 +417,4 @@ def varied(text: str, rng: np.random.Generator) -> str:
 
 
 def _alike(word: str, rng: np.random.Generator) -> str:
-    return _one((word, *ALIKE[word]), rng)
-
-
-def _one(words: Sequence[str], rng: np.random.Generator) -> str:
-    return words[int(rng.integers(len(words)))]
-
-
-def _mistyped(text: str, rng: np.random.Generator) -> str:
-    """A long word without one of its letters, or with two of them in turned order."""
-    words = text.split(" ")
-    long = [place for place, word in enumerate(words) if len(word) > 4]
-    if not long:
-        return text
-    place = long[int(rng.integers(len(long)))]
-    word, at = words[place], int(rng.integers(1, len(words[place]) - 2))
-    turned = word[at + 1] + word[at] if rng.random() < 0.5 else word[at]
-    words[place] = word[:at] + turned + word[at + 2 :]
-    return " ".join(words)
+    return one((word, *ALIKE[word]), rng)
