@@ -14,7 +14,7 @@ from mmfast.tiny.video.scene import COLOURS, SHAPES
 # Slots are those of the forms.
 MORE = parse_grammar("""
 colour =
-    What is the colour that the {0} has? | What paint was used for the {0}?
+    What is the colour that the {0} has? | What tint was used for the {0}?
     | How is the {0} coloured? | And what colour would the {0} be?
     | Which of the colours does the {0} show? | The colour of the {0} is what?
     | In which colour do we see the {0}? | Is the {0} red, green, blue, yellow, purple or white?
