@@ -95,7 +95,7 @@ moves =
     Has the {0} moved {1}? | Did the {0} move {1}? | Was the {0} going {1}?
     | The {0} goes {1}, right? | The {0} is moving {1}, is it not? | Could the {0} be moving {1}?
     | Did the {0} go {1}? | I think the {0} goes {1}. Right? | Right or wrong: the {0} moves {1}?
-    | Does the {0} head {1}? | Do we see the {0} move {1}? | Is it so that the {0} moves {1}?
+    | Does the {0} drift {1}? | Do we see the {0} move {1}? | Is it so that the {0} moves {1}?
 attribute =
     Was {0} {1}? | Could {0} be {1}? | {0} is {1}, is it not? | {0} is {1}, correct?
     | Right or wrong: {0} is {1}? | Is it so that {0} is {1}? | I think {0} is {1}. Right?
