@@ -1,15 +1,16 @@
 """Questions as clauses behind what people say first, in looser words, with slips of the hand."""
 
 import re
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
 
 from mmfast.tiny.scenes import looks, nouns, outside, sayings
+from mmfast.tiny.scenes.evaluate import FREELY, scene_cases
 from mmfast.tiny.scenes.facts import clip_items
-from mmfast.tiny.scenes.questions import FORMS, SAID, SceneItem, varied
-from mmfast.tiny.scenes.wordings import LOOSER, _mistyped
+from mmfast.tiny.scenes.questions import FORMS, KEPT, SAID, SceneItem, varied
+from mmfast.tiny.scenes.wordings import FREE, LOOSER, _mistyped
 from mmfast.tiny.video import scene
 
 
@@ -92,3 +93,18 @@ def test_a_slip_changes_one_word_by_one_or_two_letters() -> None:
     assert seen == {0, -1}
     item = SceneItem(SAID, ("star",), "red", "colour")
     assert item.worded(0) != item.worded(1)
+
+
+def test_free_wordings_are_never_trained_and_have_the_answers_of_their_forms() -> None:
+    """Asked of seventeen forms in turn; a view whose items they fit is found for each."""
+    cases = list(islice(scene_cases(5, (FREELY,)), 2 * len(FREE)))
+    assert all(case.kept and case.media == "video" and "{" not in case.turns[0] for case in cases)
+    for case, form in zip(cases, [*FREE, *FREE], strict=True):
+        fits = [re.compile(re.escape(w).replace(r"\{", "{").replace(r"\}", "}")
+                           .format(*[".+"] * 4)) for w in FREE[form]]  # fmt: skip
+        assert any(fit.fullmatch(case.turns[0]) for fit in fits), (form, case.turns)
+    shown = {word for rows in FORMS.values() for word in rows[:-KEPT]}
+    shown |= {clause for rows in sayings.CLAUSES.values() for clause in rows}
+    assert not shown & {word for rows in FREE.values() for word in rows}
+    (which,) = {case.answer for case in cases[-1:]}
+    assert len(which.split()) == 2 or which.startswith("there")

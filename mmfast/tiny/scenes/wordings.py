@@ -120,6 +120,51 @@ which =
     | What is the name of the thing that {0}? | The one that {0}? | Say which object {0}.
     | The object which {0} is which one? | What do we see that {0}?
 """)
+# None of these is ever trained: they were written down by ear, not from the rows above.
+FREE = parse_grammar("""
+colour =
+    hey what color's the {0} | Could somebody tell me the colour that the {0} was painted in?
+    | For the {0}, name its colour | I cannot see well, which colour is that {0}?
+    | the {0} - what colour would that be?
+shape =
+    Would you kindly say what shape the {0} thing happens to be? | what's the {0} thing's shape?
+    | The {0} one: is it a circle, a square, a triangle, a star or a cross?
+count =
+    Do me a favour and count all the objects. | What's the total of the objects on display?
+    | So how many shapes are we looking at? | objects: how many?
+direction =
+    Say, where does the {0} head? | Does the {0} go left, right, up or down?
+    | The {0} travels in what direction, please? | I lost track, which way did the {0} go?
+speed =
+    Out of the {0} and the {1}, who's quicker? | Is the faster one the {0} or the {1}?
+    | If the {0} races the {1}, which one is faster?
+position =
+    Tell us in which corner we can find the {0}{1} | Where should I look for the {0}{1}?
+    | Where abouts in the picture would the {0} be{1}?
+first = Who was there first: the {0} or the {1}? | Did we see the {0} or the {1} first?
+number =
+    Which number do you read on the screen? | What digits appear? | whats the number shown here?
+background = And the background, what kind is it? | What sort of background do we have here?
+exists =
+    Does it contain a {0}? | Is there by any chance a {0}? | Was a {0} shown at some point?
+    | Anywhere a {0}?
+relation =
+    Seen from the {1}, on which side is the {0}{2}? | If I stand at the {1}, where's the {0}{2}?
+compare =
+    Would it be correct that the {0} is {3} the {1}{2}?
+    | I think the {0} is {3} the {1}{2}. Is that so?
+when = From what second can the {0} be seen? | The {0} appears at which second?
+moves =
+    Is it right that the {0} is moving {1}? | I believe the {0} moves {1}, correct?
+    | Was the {0} moving {1}?
+attribute =
+    Could you confirm whether {0} is {1}? | I would say {0} is {1}. Correct?
+    | Please determine if {0} is {1}. | Is it right that {0} is {1}? | Just to be sure: is {0} {1}?
+part = What's the count of {0}? | How many {0} have you found? | How many {0} did they draw?
+which =
+    Which item {0}? | What's the thing that {0}? | Give the name of the object that {0}.
+    | Tell me about the one object that {0}: which is it?
+""")
 LOOSER = {  # other words for the same
     "object": ("item", "element", "entity", "piece", "body"),
     "thing": ("item", "element", "entity", "piece", "body"),
