@@ -120,8 +120,8 @@ def scene_cases(
     """
     rng, indices = np.random.default_rng([scene.EVAL, seed, 31]), count()
     for number in count():
-        kind, kept = kinds[number % len(kinds)], bool(number // len(kinds) % 2)
-        lap = number // len(kinds) + number
+        turn, kind = number // len(kinds), kinds[number % len(kinds)]
+        lap, kept = turn + number, bool(turn % 2)
         still = stills and lap % 3 == 0 and kind in STILLS
         lone = kind == ALONE and number % 4 != 3  # now and then several things are called one
         while True:
@@ -132,7 +132,7 @@ def scene_cases(
             known = [item for item in items if item.kind == kind
                      or (any_kind and item.kind not in (ABSENT, *LOOSE))]  # fmt: skip
             if kind == FREELY:
-                known = _of_form([*FREE][lap % len(FREE)], items)
+                known = _of_form([*FREE][turn % len(FREE)], items)
             if known:
                 break
         frames, zoom = drawing.frames, view.look.zoom
@@ -146,9 +146,9 @@ def scene_cases(
         turns, answer = _worded(item, kept, rng), item.answer
         if kind == FREELY:
             kept, rows = True, FREE[item.form or item.kind]
-            turns = (rows[lap // len(FREE) % len(rows)].format(*item.slots),)
+            turns = (rows[turn // len(FREE) % len(rows)].format(*item.slots),)
         if kind == OUTSIDE:
-            worldly = number // len(kinds) % 4 >= 2  # of those kept back, too, every other one
+            worldly = turn % 4 >= 2  # of those kept back, too, every other one
             turns = ((outside.worldly if worldly else outside.question)(rng, kept),)
         if kind in (OUTSIDE, STRANGE):
             answer = outside.REFUSAL
