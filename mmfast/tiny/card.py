@@ -98,7 +98,11 @@ def _scenes(folder: Path, log: list[Row]) -> Row:
     for name in ("precision", "recall", "f1", "yes"):
         table.append((f"existence, {name}", *(_share(part["pope"][name]) for part in parts)))
     table.append(("refused though inside", *(_share(part["refused_inside"]) for part in parts)))
-    more = {"absent": "takes for granted what is absent", "loose": "asks as people do"}
+    more = {
+        "absent": "takes for granted what is absent",
+        "loose": "asks as people do",
+        "freely": "asks in words that nobody trained",
+    }
     for kind, label in more.items():
         if figures := found.get(kind):
             label += f" ({figures['n']} more questions)"

@@ -36,6 +36,7 @@ from mmfast.tiny.scenes.questions import (
     CLIP_KINDS,
     LOOSE,
     OUTSIDE,
+    SAID,
     SHORT,
     STILL_KINDS,
     SceneItem,
@@ -50,12 +51,14 @@ from mmfast.tiny.scenes.scoring import (
     refused,
     score,
 )
+from mmfast.tiny.scenes.wordings import FREE
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
 
 NAME = "tiny-scenes"
 TOKENS = 96  # of the longest answer
 BATCH = 16
+FREELY = "freely"  # kind of questions in wordings that nobody trains
 STRANGE = "strange media"  # kind of questions of the world about media outside it
 TURNS = (*CLIP_KINDS, OUTSIDE, STRANGE)
 STILLS = (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT, ALONE, SHORT)
@@ -111,11 +114,14 @@ def _picture_file(frame: scene.Bytes, zoom: float) -> bytes:
 def scene_cases(
     seed: int, kinds: Sequence[str] = TURNS, stills: bool = True
 ) -> Iterator[SceneCase]:
-    """Cases of all kinds in turn, every third about a picture where the kind allows it."""
+    """Cases of all kinds in turn, every third about a picture where the kind allows it.
+
+    Those of `FREELY` take the forms of `FREE` in turn.
+    """
     rng, indices = np.random.default_rng([scene.EVAL, seed, 31]), count()
     for number in count():
-        kind, kept = kinds[number % len(kinds)], bool(number // len(kinds) % 2)
-        lap = number // len(kinds) + number
+        turn, kind = number // len(kinds), kinds[number % len(kinds)]
+        lap, kept = turn + number, bool(turn % 2)
         still = stills and lap % 3 == 0 and kind in STILLS
         lone = kind == ALONE and number % 4 != 3  # now and then several things are called one
         while True:
@@ -125,6 +131,8 @@ def scene_cases(
             any_kind = kind in (OUTSIDE, STRANGE)
             known = [item for item in items if item.kind == kind
                      or (any_kind and item.kind not in (ABSENT, *LOOSE))]  # fmt: skip
+            if kind == FREELY:
+                known = _of_form([*FREE][turn % len(FREE)], items)
             if known:
                 break
         frames, zoom = drawing.frames, view.look.zoom
@@ -136,12 +144,21 @@ def scene_cases(
         if kind == STRANGE:
             item = _single(known, item)
         turns, answer = _worded(item, kept, rng), item.answer
+        if kind == FREELY:
+            kept, rows = True, FREE[item.form or item.kind]
+            turns = (rows[turn // len(FREE) % len(rows)].format(*item.slots),)
         if kind == OUTSIDE:
-            worldly = number // len(kinds) % 4 >= 2  # of those kept back, too, every other one
+            worldly = turn % 4 >= 2  # of those kept back, too, every other one
             turns = ((outside.worldly if worldly else outside.question)(rng, kept),)
         if kind in (OUTSIDE, STRANGE):
             answer = outside.REFUSAL
         yield SceneCase(file, "image" if still else "video", turns, answer, kind, kept)
+
+
+def _of_form(form: str, items: Sequence[SceneItem]) -> list[SceneItem]:
+    """Items of one question whose words fit wordings of a form."""
+    return [item for item in items if (item.form or item.kind) == form
+            and item.before is None and item.kind not in (ABSENT, SAID)]  # fmt: skip
 
 
 def _stranger(rng: np.random.Generator, kept: bool) -> str:
@@ -308,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
     note = 'of questions; "absent" asks about what is not there, "alone" about "the object", …'
     parser.add_argument(
-        "--kinds", nargs="+", choices=(*TURNS, ABSENT, *LOOSE), default=TURNS, help=note
+        "--kinds", nargs="+", choices=(*TURNS, ABSENT, *LOOSE, FREELY), default=TURNS, help=note
     )
     training.device_option(parser)
     options = parser.parse_args(argv)

@@ -27,6 +27,7 @@ KINDS = (*CLIP_KINDS, OUTSIDE, ABSENT, *LOOSE)
 LONG = ("where", "describe")  # scored in training by tokens
 LEAST = 0.4  # weight of a kind that is always right
 WORLDLY = 0.6  # share of the questions from outside that are worded as those of the world
+CLAUSE = 0.25  # share of these that are clauses behind what people say first
 FEW = 8  # questions about a clip outside the world
 Pair = tuple[list[int], list[int]]  # ids of a question and its answer
 
@@ -138,10 +139,14 @@ class SceneDrawer:
         found = [(self._ids(item, kept, strange), OUTSIDE if strange else item.kind)
                  for item in chosen]  # fmt: skip
         if not strange and self.rng.random() < weights[OUTSIDE]:
-            ask = outside.worldly if self.rng.random() < WORLDLY else outside.question
-            text = varied(ask(self.rng, kept), self.rng)
+            text = varied(self._foreign(kept), self.rng)
             found.append(((self._encode(text), self._encode(outside.REFUSAL)), OUTSIDE))
         return [pair for pair, _ in found], [kind for _, kind in found]
+
+    def _foreign(self, kept: bool) -> str:
+        if self.rng.random() < WORLDLY:
+            return outside.worldly(self.rng, kept, said=bool(self.rng.random() < CLAUSE))
+        return outside.question(self.rng, kept)
 
     def _choose(self, items: list[SceneItem], most: int, weights: Weights) -> list[SceneItem]:
         keyed, seen = [], dict[str, int]()

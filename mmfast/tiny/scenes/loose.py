@@ -13,6 +13,7 @@ from mmfast.tiny.scenes.questions import (
     MOVES,
     NOUNS,
     PART,
+    SAID,
     SHORT,
     STILL,
     WHICH,
@@ -20,6 +21,7 @@ from mmfast.tiny.scenes.questions import (
     drawn,
     plural,
 )
+from mmfast.tiny.scenes.sayings import CLAUSES
 from mmfast.tiny.video.questions import Look
 from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, SHAPES
 
@@ -46,7 +48,15 @@ def loose_items(
     if whole:
         found += [*_attributes(view, looks), *_parts(view, looks)]
         found += _which(view, items, looks, times, ways)
-    return found
+    return [*found, *_said([*items, *found])]
+
+
+def _said(items: Sequence[SceneItem]) -> Iterator[SceneItem]:
+    """The same questions as clauses behind what people say first."""
+    for item in items:
+        form = item.form or item.kind
+        if form in CLAUSES and item.before is None:
+            yield SceneItem(SAID, item.slots, item.answer, form)
 
 
 def _alone(items: Sequence[SceneItem], many: int, times: Sequence[str]) -> Iterator[SceneItem]:

@@ -1,5 +1,7 @@
 """Everyday nouns for what is outside the world; none of them could mean a thing that is in it."""
 
+import numpy as np
+
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
@@ -66,3 +68,14 @@ waitress wallet walnut wand wardrobe warrior wasp watch water waterfall wave wed
 wheelbarrow wheelchair whip whiskey wife wig wind windmill wing witch wizard wood wool worker
 world worm wrestler writer yoghurt zip zoo
 """)
+
+
+def invented(rng: np.random.Generator) -> str:
+    """A word that could be one: consonants and vowels in turn."""
+    ends = ("", "", "n", "r", "l", "s", "t", "ck", "m")
+    some = ("b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w",
+            "z", "bl", "br", "cl", "dr", "fl", "gr", "pl", "sk", "sl", "sn", "tr")  # fmt: skip
+    vowels = ("a", "e", "i", "o", "u", "ee", "oo", "ai")
+    parts = [some[int(rng.integers(len(some)))] + vowels[int(rng.integers(len(vowels)))]
+             for _ in range(int(rng.integers(2, 4)))]  # fmt: skip
+    return "".join(parts) + ends[int(rng.integers(len(ends)))]

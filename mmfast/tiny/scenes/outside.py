@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mmfast.tiny.scenes import looks, nouns
 from mmfast.tiny.scenes.questions import FORMS, KEPT, plural
+from mmfast.tiny.scenes.sayings import saying, sayings
 from mmfast.tiny.video.questions import parse_grammar
 from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, FRAMES, SHAPES, Bytes, Floats
 
@@ -142,21 +143,22 @@ _KINDS_OF = ("big", "small", "old", "new", "brown", "black", "pink", "grey", "or
              "first", "wooden", *COLOURS)  # fmt: skip
 
 
-def worldly(rng: np.random.Generator, kept: bool = False) -> str:
+def worldly(rng: np.random.Generator, kept: bool = False, said: bool = False) -> str:
     """A question of the world, but about what is outside it: "Is the sky red?".
 
-    Every third noun is invented, so that no list of words has to know it.
+    Every third noun is invented, so that no list of words has to know it; `said` puts it as a
+    clause behind what people say first.
     """
 
     def one(options: Sequence[str]) -> str:
         return options[int(rng.integers(len(options)))]
 
     def foreign() -> str:
-        noun = _invented(rng) if rng.random() < 0.35 else one(nouns.KEPT if kept else nouns.COMMON)
+        known = nouns.KEPT if kept else nouns.COMMON
+        noun = nouns.invented(rng) if rng.random() < 0.35 else one(known)
         return f"{one(_KINDS_OF)} {noun}" if rng.random() < 0.25 else noun
 
     form, name, colour, shape = one(_WORLDLY), foreign(), one([*COLOURS]), one(SHAPES)
-    words = FORMS[form][-KEPT:] if kept else FORMS[form][:-KEPT]
     slots: tuple[str, ...] = (name, "")
     if form in _PAIRS:
         other = f"{colour} {shape}" if rng.random() < 0.6 else foreign()
@@ -168,18 +170,12 @@ def worldly(rng: np.random.Generator, kept: bool = False) -> str:
         slots = (f"the {name}", colour if rng.random() < 0.7 else f"a {shape}")
     elif form == "part":
         slots = (plural(name),)
-    return re.sub(r"\ba (?=[aeiou])", "an ", one(words).format(*slots))
-
-
-def _invented(rng: np.random.Generator) -> str:
-    """A word that could be one: consonants and vowels in turn."""
-    ends = ("", "", "n", "r", "l", "s", "t", "ck", "m")
-    some = ("b", "c", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w",
-            "z", "bl", "br", "cl", "dr", "fl", "gr", "pl", "sk", "sl", "sn", "tr")  # fmt: skip
-    vowels = ("a", "e", "i", "o", "u", "ee", "oo", "ai")
-    parts = [some[int(rng.integers(len(some)))] + vowels[int(rng.integers(len(vowels)))]
-             for _ in range(int(rng.integers(2, 4)))]  # fmt: skip
-    return "".join(parts) + ends[int(rng.integers(len(ends)))]
+    words = FORMS[form][-KEPT:] if kept else FORMS[form][:-KEPT]
+    text = one(words)
+    if said:
+        numbers = sayings(form, kept)
+        text = saying(form, numbers[int(rng.integers(len(numbers)))])
+    return re.sub(r"\ba (?=[aeiou])", "an ", text.format(*slots))
 
 
 def _nonsense(rng: np.random.Generator) -> str:

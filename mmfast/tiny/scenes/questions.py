@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmfast.tiny.scenes.sayings import saying, sayings
+from mmfast.tiny.scenes.wordings import MORE, one, spoken
 from mmfast.tiny.video.questions import Fact, parse_grammar
 
 KEPT = 2  # wordings of each kind that training never shows
@@ -342,7 +344,7 @@ which =
     | Of the objects, which one {0}? | What do you see that {0}? | Please name the one that {0}.
     | Which item {0}? | The object that {0}, what is it?
 """)
-FORMS = {**WORDINGS, **LONE}
+FORMS = {form: (*MORE.get(form, ()), *words) for form, words in {**WORDINGS, **LONE}.items()}
 NOUNS = ("object", "shape", "thing", "figure")  # what a thing is called that is the only one
 CLIP_KINDS = (
     "colour", "shape", "count", "direction", "speed", "position", "first", "number", "background",
@@ -353,9 +355,10 @@ OUTSIDE = "outside"  # kind of questions, or of media, that get the refusal
 ABSENT = "absent"  # kind of questions that take for granted what is not there
 # Kinds of questions put as people put them: about "it" or "the object", which may be several or
 # none; that name a thing by its shape or colour alone; with yes or no about a movement, or about a
-# colour, a shape or how many there are; how many are of one sort; which one moves or lies so.
-LOOSE = ALONE, SHORT, MOVES, ATTRIBUTE, PART, WHICH = (
-    "alone", "short", "moves", "attribute", "part", "which",
+# colour, a shape or how many there are; how many are of one sort; which one moves or lies so; any
+# of them as a clause behind what people say first.
+LOOSE = ALONE, SHORT, MOVES, ATTRIBUTE, PART, WHICH, SAID = (
+    "alone", "short", "moves", "attribute", "part", "which", "said",
 )  # fmt: skip
 START, END, STILL = " at the start", " at the end", ""
 
@@ -369,11 +372,15 @@ class SceneItem(Fact):
 
     def worded(self, number: int) -> str:
         """The question in one wording of its kind."""
+        if self.kind == SAID:
+            return saying(self.form, number).format(*self.slots)
         words = FORMS[self.form or self.kind]
         return words[number % len(words)].format(*self.slots)
 
     def wordings(self, kept: bool) -> range:
         """Numbers of the wordings that training shows, or of those kept back."""
+        if self.kind == SAID:
+            return sayings(self.form, kept)
         count = len(FORMS[self.form or self.kind])
         return range(count - KEPT, count) if kept else range(count - KEPT)
 
@@ -397,8 +404,9 @@ def spelled(text: str, rng: np.random.Generator) -> str:
 
 
 def varied(text: str, rng: np.random.Generator) -> str:
-    """The text in one of the ways people type it: spelling, words, marks, phrases around it."""
+    """The text in one of the ways people type it: spelling, words, phrases around it."""
     text = spelled(text, rng)
+    text = spoken(text, rng)
     if rng.random() < 0.4:
         text = _SAYABLE.sub(lambda found: _alike(found[0], rng), text)
     if rng.random() < 0.15:
@@ -409,5 +417,4 @@ def varied(text: str, rng: np.random.Generator) -> str:
 
 
 def _alike(word: str, rng: np.random.Generator) -> str:
-    words = (word, *ALIKE[word])
-    return words[int(rng.integers(len(words)))]
+    return one((word, *ALIKE[word]), rng)

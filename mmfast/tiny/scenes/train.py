@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
 from mmfast.tiny.scenes.bank import SceneBank, make_bank
-from mmfast.tiny.scenes.evaluate import NAME, run_scenes
+from mmfast.tiny.scenes.evaluate import FREELY, NAME, run_scenes
 from mmfast.tiny.scenes.lessons import (
     KINDS,
     LEAST,
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> training.Figures:
     run(options, log)
     ask = partial(run_scenes, options.out, seed=options.seed, device=options.device)
     result = ask(options.questions)
-    for name, kinds in (("absent", (ABSENT,)), ("loose", LOOSE)):
+    for name, kinds in (("absent", (ABSENT,)), ("loose", LOOSE), ("freely", (FREELY,))):
         found = ask(options.questions // 4, kinds=kinds)
         result[name] = {key: found[key] for key in ("n", "accuracy", "interval")}
     log({"stage": "evaluation", **result, "model": "this checkpoint"})
