@@ -142,7 +142,7 @@ FAULTS: list[Fault] = [
     ("livevlm", "caches.frames.livevlm.best_of", _worst),
     ("livevlm", "caches.frames.livevlm.grouped_topk", _ungrouped),
     ("livevlm", "caches.frames.livevlm._bucketed", _crowded),
-    ("pyramidkv", "ops.eviction.best_places", _least),
+    ("pyramidkv", "caches.layers.pyramidkv.best_places", _least),
     ("simlayerkv", "caches.layers.simlayerkv.stable_topk", _least),
     ("knorm", "ops.eviction.best_places", _least),
     ("h2o", "ops.eviction.best_places", _least),
