@@ -138,7 +138,8 @@ class SceneDrawer:
         chosen = self._choose(items, most, weights)
         found = [(self._ids(item, kept, strange), OUTSIDE if strange else item.kind)
                  for item in chosen]  # fmt: skip
-        if not strange and self.rng.random() < weights[OUTSIDE]:
+        many = 0 if strange else int(weights[OUTSIDE] + self.rng.random())
+        for _ in range(many):
             text = varied(self._foreign(kept), self.rng)
             found.append(((self._encode(text), self._encode(outside.REFUSAL)), OUTSIDE))
         return [pair for pair, _ in found], [kind for _, kind in found]
