@@ -68,7 +68,7 @@ def observe(model: Any, inputs: Any, layers: Sequence[int]) -> dict[int, list[Ra
     targets: list[Tensor] = []
     states: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
     final = {"layer": len(layers_of(decoder_of(model))) - 1}
-    specs = [_watch(lambda t: targets.append(t.need(AHEAD)), (AHEAD,), "pre", knobs=final)]
+    specs = [_watch(lambda t: targets.append(t.need("mass_ahead")), (AHEAD,), "pre", knobs=final)]
     for layer, found in states.items():
 
         def note(tokens: Tokens, found: list[tuple[Tensor, Tensor]] = found) -> None:

@@ -137,7 +137,7 @@ def test_ask_takes_a_target(capsys: pytest.CaptureFixture[str]) -> None:
         ((CLIP, "--max-memory", "1MB"), ["out of reach", "MB"]),
         ((CLIP, "--target-ttft-ms", "1"), ["out of reach", "the best is"]),
         ((), ["--preset"]),
-        ((CLIP, "--preset", "tiny"), ["not both"]),
+        ((CLIP, "--preset", "tiny"), ["--preset does not use MEDIA"]),
         (("--preset", "tinny"), ["did you mean 'tiny'"]),
         (("--preset", "tiny", "--frames", "0"), ["--frames 0"]),
         (("nowhere.mp4",), ["nowhere.mp4"]),

@@ -23,7 +23,7 @@ from mmfast.models.cache_name import cache_of, name_in
 from mmfast.models.reduction.cache_layers import held, is_short, shorten
 from mmfast.models.reduction.call import Call, PassState
 from mmfast.models.reduction.choice import items_of
-from mmfast.models.reduction.decoder_signals import LayerAttention, last_products
+from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals, last_products
 from mmfast.models.reduction.probe import probing
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 from mmfast.models.reduction.site import Site
@@ -93,12 +93,17 @@ def look_ahead(
 def signals_ahead(
     sequences: Sequences, seen: LayerAttention, items: Seq[MediaItem] | None = None
 ) -> list[dict[str, Tensor]]:
-    """Return `attn_ahead` `[n]` per item: products of the last query of its row with its keys.
+    """Return `attn_ahead` and `mass_ahead`, `[n]` each, per item.
 
-    They are sums over heads, of queries and keys of the layer ahead in front of the softmax.
+    Both are of the last query of its row in the layer ahead: products with its keys, summed over
+    heads in front of the softmax, and attention, mean over heads.
     """
     items = sequences.items if items is None else items
-    return [{"attn_ahead": last_products(sequences, seen, item)} for item in items]
+    attended = inner_signals({"attn"}, sequences, seen, items)
+    return [
+        {"attn_ahead": last_products(sequences, seen, item), "mass_ahead": found["attn"]}
+        for item, found in zip(items, attended, strict=True)
+    ]
 
 
 def layer_ahead(spec: Spec, text: Any) -> int:

@@ -35,5 +35,5 @@ def gemfilter(
         positions: `new` counts what is left anew, `original` never does, `auto` where text is
             dropped in a model whose positions have one axis.
     """
-    votes = pooled_votes(tokens.need("attn_ahead"), kernel)
+    votes = pooled_votes(tokens.need("attn_ahead"), kernel, padded=False)
     return Reduction.prune(stable_topk(votes, budget), tokens.n)
