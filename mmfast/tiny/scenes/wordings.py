@@ -22,7 +22,9 @@ colour =
     | Look at the {0}. What colour is it? | I am looking at the {0}. Its colour?
     | The {0} was drawn in which colour?
 shape =
-    What shape would the {0} object be? | The {0} one is what kind of shape?
+    What has the {0} colour? | Which object has the {0} colour? | What shape is of {0} colour?
+    | The thing with the {0} colour is what shape? | Which thing has the colour {0}?
+    | What shape would the {0} object be? | The {0} one is what kind of shape?
     | Is the {0} thing a circle, square, triangle, star or cross? | What do you call the {0} shape?
     | The {0} object: which shape? | And the shape of the {0} one?
     | What is the {0} thing shaped like? | Of which shape is the {0} object?
