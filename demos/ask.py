@@ -315,7 +315,7 @@ def copies(
     """Buttons that copy the code of these settings."""
     spec, own = spec_of(method, budget), example == OWN
     name = Path(upload).name if own and upload else "clip.mp4" if own else str(example)
-    reader = None if own else examples.reader(name)
+    reader = None if own else examples.reader(str(CLIPS / name))
     model = reader if shelf.model is None else shelf.source
     given = {} if model is None else {"model": model}
     given |= {key: str(value) for key, value in shelf.place.items() if value not in (None, "auto")}

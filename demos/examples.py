@@ -55,7 +55,8 @@ def names(pages: bool = True) -> list[tuple[str, str]]:
 
 def reader(media: Any) -> str | None:
     """The embedded model that reads an example, given by its path, where the default does not."""
-    return PAGES.get(Path(media).name) if isinstance(media, str) else None
+    ours = isinstance(media, str) and Path(media).parent == CLIPS
+    return PAGES.get(Path(media).name) if ours else None
 
 
 def questions(name: str, most: int = 6) -> list[str]:

@@ -148,11 +148,8 @@ def check_text(text: object) -> str:
 
 def checked_parts(parts: Iterable[Any]) -> Iterator[str]:
     """Pieces of a text as they come, or a whole one; MmfastError where one is no text."""
-    if not isinstance(parts, Iterable):
-        raise MmfastError(
-            f"{type(parts).__name__} cannot be said or translated; give pieces of text"
-        )
-    return map(_checked_part, [parts] if isinstance(parts, str) else parts)
+    several = isinstance(parts, Iterable) and not isinstance(parts, str)
+    return map(_checked_part, parts if several else [_checked_part(parts)])
 
 
 def _checked_part(part: Any) -> str:

@@ -133,6 +133,9 @@ def test_a_page_is_read_by_the_model_that_reads_print(shelf: Shelf) -> None:
     found = ask.answer(shelf, "receipt.jpg", "What is the weight of the nuts?", "divprune:0.25")
     assert found["answer"] == "47" and found["kept_tokens"] < found["visual_tokens"]
     assert all(name != "receipt.jpg" for _, name in examples.names(pages=False))
+    assert (
+        examples.reader(page) == "tiny-document" and examples.reader("/uploads/receipt.jpg") is None
+    )
     theirs = Shelf(model="tiny-video")
     assert theirs.visual("image", reader="tiny-document").model is theirs.visual("image").model
 

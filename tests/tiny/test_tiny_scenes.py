@@ -274,6 +274,8 @@ def test_lessons_ask_strangers_and_the_world(sampler: SceneSampler) -> None:
     assert set(lesson.kinds[2]) == {OUTSIDE} and "where" in lesson.kinds[0] + lesson.kinds[1]
     labels = lesson.packed.labels[2]
     assert labels[labels != IGNORE].tolist()[: len(refusal)] == refusal
+    often = sampler.clips([0, 1, 5], 12, weights | {OUTSIDE: 3.0})
+    assert [kinds.count(OUTSIDE) for kinds in often.kinds[:2]] == [3, 3]
     sizes = sampler.encoded.sizes
     stranger = next(i for i, (clip, _) in enumerate(sampler.encoded.frames) if clip > 2)
     stranger = sizes.index(sizes[0], stranger)

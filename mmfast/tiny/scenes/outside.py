@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from mmfast.tiny.scenes import looks, nouns
+from mmfast.tiny.scenes import looks, nouns, wordings
 from mmfast.tiny.scenes.questions import FORMS, KEPT, plural
 from mmfast.tiny.scenes.sayings import saying, sayings
 from mmfast.tiny.video.questions import parse_grammar
@@ -120,10 +120,7 @@ FOREIGN = {"black": (12, 12, 12), "grey": (125, 125, 125), "brown": (110, 66, 30
 
 def question(rng: np.random.Generator, kept: bool = False) -> str:
     """A question outside the world; `kept` takes wordings and words that training never shows."""
-
-    def one(options: Sequence[str]) -> str:
-        return options[int(rng.integers(len(options)))]
-
+    one = partial(wordings.one, rng=rng)
     text = one(_RULES["kept" if kept else "asked"])
     for slot in ("thing", "person", "place"):
         while f"{{{slot}}}" in text:
@@ -149,9 +146,7 @@ def worldly(rng: np.random.Generator, kept: bool = False, said: bool = False) ->
     Every third noun is invented, so that no list of words has to know it; `said` puts it as a
     clause behind what people say first.
     """
-
-    def one(options: Sequence[str]) -> str:
-        return options[int(rng.integers(len(options)))]
+    one = partial(wordings.one, rng=rng)
 
     def foreign() -> str:
         known = nouns.KEPT if kept else nouns.COMMON
@@ -171,10 +166,8 @@ def worldly(rng: np.random.Generator, kept: bool = False, said: bool = False) ->
     elif form == "part":
         slots = (plural(name),)
     words = FORMS[form][-KEPT:] if kept else FORMS[form][:-KEPT]
-    text = one(words)
-    if said:
-        numbers = sayings(form, kept)
-        text = saying(form, numbers[int(rng.integers(len(numbers)))])
+    numbers = sayings(form, kept)
+    text = saying(form, numbers[int(rng.integers(len(numbers)))]) if said else one(words)
     return re.sub(r"\ba (?=[aeiou])", "an ", text.format(*slots))
 
 

@@ -167,9 +167,10 @@ which =
     Which item {0}? | What's the thing that {0}? | Give the name of the object that {0}.
     | Tell me about the one object that {0}: which is it?
 """)
+_NAMELESS = ("item", "element", "entity", "piece", "body")
 LOOSER = {  # other words for the same
-    "object": ("item", "element", "entity", "piece", "body"),
-    "thing": ("item", "element", "entity", "piece", "body"),
+    "object": _NAMELESS,
+    "thing": _NAMELESS,
     "what is": ("what's", "whats"),
     "where is": ("where's", "wheres"),
 }
