@@ -110,6 +110,13 @@ def _cdpruner(arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
+def _script(arrays: Arrays, params: Params) -> Outcome:
+    query = arrays["text_embeds"].expand(len(arrays["features"]), -1, -1)
+    tokens = Tokens(arrays["features"], query=query, signals={"joint": arrays["image_embeds"]})
+    (found,) = run(tokens, "script", params["keep"], parity=True)
+    return {"mask": index_mask(found.keep, found.n)}, []
+
+
 _FRAME_TOKENS = {"clip": 144, "llava_ov": 196, "llava_vid": 169}
 
 
@@ -459,6 +466,7 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "prunevid": (_prunevid, "x", "cluster_ratio tau temporal_segment_ratio"),
     "pyramiddrop": (_pyramiddrop, "query key", "image_index image_tokens prompt_len ratios"),
     "saint": (_saint, "keys", "K gamma sim_threshold"),
+    "script": (_script, "features image_embeds text_embeds", "keep"),
     "sparsevlm": (_sparsevlm, "x query attn", "keep"),
     "stc_pruner": (_stc_pruner, "x", "chunk_frames keep_per_frame model"),
     "tome": (_tome, "metric x size?", "class_token distill_token r"),

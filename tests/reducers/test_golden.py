@@ -307,6 +307,11 @@ def test_rows_are_plain_data() -> None:
             lambda metric, tau: (even_edges(metric, tau)[0], *even_edges(metric, 0.0)[1:]),
         ),
         (
+            "script",
+            "mmfast.reducers.diversity.script.unit_rows",
+            lambda x: x.double(),
+        ),
+        (
             "stc_pruner",
             "mmfast.reducers.video.stc_pruner.grouped_topk",
             lambda score, group, counts: torch.arange(len(score)) % 169 < counts[0],

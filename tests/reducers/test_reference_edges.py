@@ -369,6 +369,16 @@ def cdpruner() -> Iterator[Case]:
         yield inputs, {"keep": keep}
 
 
+def script() -> Iterator[Case]:
+    for batch, n, texts, keep in ((2, 12, 1, 12), (1, 12, 2, 1), (2, 12, 5, 0), (3, 9, 3, 4)):
+        inputs = {
+            "features": rows(batch, n, 16),
+            "image_embeds": rows(batch, n, 10),
+            "text_embeds": rows(texts, 10),
+        }
+        yield inputs, {"keep": keep}
+
+
 CASES: Mapping[str, Callable[[], Iterator[Case]]] = {name: globals()[name] for name in REFERENCES}
 NUMBERED = [
     pytest.param(name, case, id=f"{name}-{number}")

@@ -596,11 +596,35 @@ def saint(a: Arrays, p: Params) -> Results:
     return {"indices": np.array([answer.keep for answer in answers])}
 
 
+def script(a: Arrays, p: Params) -> Results:
+    texts, masks = a["text_embeds"].astype(float), []
+    images = zip(a["features"].astype(float), a["image_embeds"].astype(float), strict=True)
+    for features, space in images:
+        match = [[float(row @ text) for text in texts] for row in space]
+        means = [sum(row[t] for row in match) for t in range(len(texts))]
+        words = ranked(means)[: max(1, len(texts) // 2)]
+        score = np.array([-sum(row[t] for t in words) / len(words) for row in match])
+        quality = (score - score.min()) / (score.max() - score.min() + 1e-6)
+        gain, kept = quality**2, np.zeros(len(features), bool)
+        for _ in range(p["keep"]):
+            j = max((i for i in range(len(gain)) if not kept[i]), key=lambda i: (gain[i], -i))
+            kept[j] = True
+            if gain[j] > 0:
+                row = [
+                    cosine(f, features[j]) * q * quality[j]
+                    for f, q in zip(features, quality, strict=True)
+                ]
+                gain = gain - (np.array(row) / (math.sqrt(gain[j]) + 1e-6)) ** 2
+        masks.append(kept)
+    return {"mask": np.array(masks)}
+
+
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
         cdpruner, dart, divprune, dycoke, evs, fastv, fastvid, framefusion, gemfilter, hiprune,
         hired, holitom, holitom_inner, ivc_prune, pixelprune, prumerge, prumerge_plus, prunevid,
-        pyramiddrop, saint, sparsevlm, stc_pruner, tome, v_cast, vidcom2, visionzip, vispruner,
+        pyramiddrop, saint, script, sparsevlm, stc_pruner, tome, v_cast, vidcom2, visionzip,
+        vispruner,
     )
 }  # fmt: skip
