@@ -591,6 +591,9 @@ def sparsevlm(a: Arrays, p: Params) -> Results:
 
 
 def saint(a: Arrays, p: Params) -> Results:
+    if "r" in p:
+        rounds = (oracles_compose.least_alike(k, p["keep_num"] - 1, p["r"]) for k in a["keys"])
+        return {"indices": np.array([*rounds], np.int64)}
     rule = (p["sim_threshold"], p["K"], p["gamma"])
     answers = [oracles_compose.saint(Item(k), None, *rule) for k in a["keys"].astype(float)]
     return {"indices": np.array([answer.keep for answer in answers])}
@@ -619,12 +622,63 @@ def script(a: Arrays, p: Params) -> Results:
     return {"mask": np.array(masks)}
 
 
+def softmax_of(query: np.ndarray, keys: np.ndarray, place: int, last: int) -> np.ndarray:
+    """Attention `[last + 1]` of the query at `place` of one head to the keys up to `last`."""
+    power = np.exp(keys[: last + 1] @ query[place] / math.sqrt(query.shape[1]))
+    return np.asarray(power / power.sum())
+
+
+def fastkv(a: Arrays, p: Params) -> Results:
+    query, keys, window = a["query"].astype(float), a["keys"].astype(float), p["window_size"]
+    n, group = query.shape[1], len(query) // len(keys)
+    score = np.zeros(n - window)
+    for head, row in enumerate(query):
+        for place in range(n - window, n):
+            score += softmax_of(row, keys[head // group], place, place)[: n - window]
+    item = Item(keys[0][: n - window], signals={"attn_window": score})
+    keep = oracles_llm.fastkv(item, p["tsp_length"] - window, p["kernel_size"]).keep
+    return {"indices": np.array(sorted(keep) + list(range(n - window, n)), np.int64)}
+
+
+def visiondrop(a: Arrays, p: Params) -> Results:
+    query, key, x = (a[name].astype(float) for name in ("query", "key", "x"))
+    first, n = p["image_start"], p["image_len"]
+    score = np.zeros(n)
+    for q, k in zip(query, key, strict=True):
+        for place in range(first, first + n):
+            seen = softmax_of(q, k, place, place)[first:]
+            score[: len(seen)] += seen
+    dominant = sorted(ranked(score.tolist())[: p["dominant"]])
+    rest = [i for i in range(n) if i not in dominant]
+    targets = rest[:: max(1, len(rest) // p["contextual"])][: p["contextual"]]
+    metric = key.mean(0)[first : first + n]
+    joined: dict[int, list[int]] = {t: [] for t in targets}
+    for i in (i for i in rest if i not in joined):
+        joined[targets[ranked([cosine(metric[i], metric[t]) for t in targets])[0]]].append(i)
+    media = x[first : first + n]
+    tokens = [media[i] for i in dominant]
+    tokens += [media[t] + (media[own].mean(0) if own else 0) for t, own in joined.items()]
+    return {"indices": first + np.array(dominant, np.int64), "tokens": np.array(tokens)}
+
+
+def audio_prune(a: Arrays, p: Params) -> Results:
+    masks = []
+    for query, key in zip(a["query"].astype(float), a["key"].astype(float), strict=True):
+        n = query.shape[1]
+        score = np.zeros(n)
+        for q, k in zip(query, key, strict=True):
+            score += sum(softmax_of(q, k, place, n - 1) for place in range(1, n))
+        best = ranked(score[1:].tolist())[: math.ceil(p["keep_rate"] * (n - 1))]
+        masks.append(np.isin(np.arange(n - 1), best))
+    return {"mask": np.array(masks)}
+
+
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        cdpruner, dart, divprune, dycoke, evs, fastv, fastvid, framefusion, gemfilter, hiprune,
-        hired, holitom, holitom_inner, ivc_prune, pixelprune, prumerge, prumerge_plus, prunevid,
-        pyramiddrop, saint, script, sparsevlm, stc_pruner, tome, v_cast, vidcom2, visionzip,
-        vispruner,
+        audio_prune, cdpruner, dart, divprune, dycoke, evs, fastkv, fastv, fastvid, framefusion,
+        gemfilter, hiprune, hired, holitom, holitom_inner, ivc_prune, pixelprune, prumerge,
+        prumerge_plus, prunevid, pyramiddrop, saint, script, sparsevlm, stc_pruner, tome, v_cast,
+        vidcom2, visiondrop, visionzip, vispruner,
     )
 }  # fmt: skip
