@@ -21,8 +21,9 @@ from mmfast.core.registry import get
 from mmfast.core.spec import Spec
 from mmfast.core.spec import run as run_spec
 from mmfast.core.tokens import Tokens
-from mmfast.models.reduction.decoder_signals import LayerAttention, last_products
+from mmfast.models.reduction.decoder_signals import LayerAttention, last_products, mutual, text_peak
 from mmfast.models.reduction.probe import last_query_scores, softmax_rows
+from mmfast.models.reduction.sequence import MediaItem
 from mmfast.ops import video
 from mmfast.ops.max_min import max_min
 from mmfast.ops.merging import match
@@ -312,6 +313,19 @@ def _fastkv(arrays: Arrays, params: Params) -> Outcome:
     return {"indices": torch.cat([keep, torch.arange(n - window, n)])}, []
 
 
+def _text_cut(arrays: Arrays, params: Params, name: str) -> Outcome:
+    seen = LayerAttention(arrays["query"][None], arrays["key"][None], None, None, True, 0)
+    first, n = params["image_start"], params["image_len"]
+    media = MediaItem(0, 0, first + torch.arange(n), torch.arange(0), None)
+    text = torch.arange(first + n, arrays["key"].shape[1])
+    peak = name == "prunevid_inner"
+    score = text_peak(seen, media, text) if peak else mutual(seen, media, text)
+    budget = int(n * params["alpha"]) if peak else params["keep"]
+    signals = {"attn_peak" if peak else "attn_mutual": score}
+    (found,) = run(Tokens(score[:, None], signals=signals), name, budget)
+    return {"indices": first + found.keep, **({} if peak else {"score": score})}, []
+
+
 def _visiondrop(arrays: Arrays, params: Params) -> Outcome:
     seen = LayerAttention(arrays["query"][None], arrays["key"][None], None, None, True, 0)
     media = params["image_start"] + torch.arange(params["image_len"])
@@ -479,6 +493,11 @@ _PIVOTS = "image_len image_start pivot_image_token pivot_text_token reduction_ra
 _PIXEL = "anchored metric spatial_merge_size threshold"
 # Of each method the driver, the input arrays and the parameters; one with a `?` may be missing.
 DRIVERS: dict[str, tuple[Drive, str, str]] = {
+    "adaptinfer": (
+        partial(_text_cut, name="adaptinfer"),
+        "query key",
+        "image_len image_start keep",
+    ),
     "audio_prune": (_audio_prune, "query key", "keep_rate"),
     "cdpruner": (_cdpruner, "features image_embeds text_embeds", "keep"),
     "dart": (_dart, "states keys", _PIVOTS),
@@ -499,6 +518,11 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),
     "prumerge_plus": (_prumerge_plus, "q_cls k features", "adaptive ratio?"),
     "prunevid": (_prunevid, "x", "cluster_ratio tau temporal_segment_ratio"),
+    "prunevid_inner": (
+        partial(_text_cut, name="prunevid_inner"),
+        "query key",
+        "alpha image_len image_start",
+    ),
     "pyramiddrop": (_pyramiddrop, "query key", "image_index image_tokens prompt_len ratios"),
     "saint": (_saint, "keys", "K? gamma? keep_num? r? sim_threshold?"),
     "script": (_script, "features image_embeds text_embeds", "keep"),

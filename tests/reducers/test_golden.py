@@ -343,6 +343,16 @@ def test_rows_are_plain_data() -> None:
             lambda metric, budget, part: torch.arange(budget).expand((*metric.shape[:-2], budget)),
         ),
         (
+            "prunevid_inner",
+            "mmfast.bench.parity.text_peak",
+            lambda seen, media, text: seen.mean(0, text, media.where),
+        ),
+        (
+            "adaptinfer",
+            "mmfast.reducers.decoder.adaptinfer.stable_topk",
+            lambda s, k: (-s).topk(k).indices,
+        ),
+        (
             "stc_pruner",
             "mmfast.reducers.video.stc_pruner.grouped_topk",
             lambda score, group, counts: torch.arange(len(score)) % 169 < counts[0],

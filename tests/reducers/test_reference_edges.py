@@ -407,6 +407,20 @@ def audio_prune() -> Iterator[Case]:
         yield inputs, {"keep_rate": rate}
 
 
+def prunevid_inner() -> Iterator[Case]:
+    for first, n, alpha in ((0, 9, 0.01), (3, 20, 1.0), (2, 1, 1.0)):
+        shape = (2, first + n + 3, 4)
+        inputs = {"query": rows(*shape, seed=n), "key": rows(*shape, seed=-n)}
+        yield inputs, {"image_start": first, "image_len": n, "alpha": alpha}
+
+
+def adaptinfer() -> Iterator[Case]:
+    for first, n, words, keep in ((0, 9, 1, 8), (3, 20, 6, 0), (2, 5, 4, 4)):
+        shape = (2, first + n + words, 4)
+        inputs = {"query": rows(*shape, seed=n), "key": rows(*shape, seed=-n)}
+        yield inputs, {"image_start": first, "image_len": n, "keep": keep}
+
+
 CASES: Mapping[str, Callable[[], Iterator[Case]]] = {name: globals()[name] for name in REFERENCES}
 NUMBERED = [
     pytest.param(name, case, id=f"{name}-{number}")

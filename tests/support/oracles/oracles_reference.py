@@ -673,12 +673,36 @@ def audio_prune(a: Arrays, p: Params) -> Results:
     return {"mask": np.array(masks)}
 
 
+def prunevid_inner(a: Arrays, p: Params) -> Results:
+    query, key, first = a["query"].astype(float), a["key"].astype(float), p["image_start"]
+    last = first + p["image_len"]
+    score = [0.0] * p["image_len"]
+    for q, k in zip(query, key, strict=True):
+        for place in range(last, len(q)):
+            paid = softmax_of(q, k, place, place)[first:last]
+            score = [max(pair) for pair in zip(score, paid, strict=True)]
+    keep = sorted(ranked(score)[: int(p["image_len"] * p["alpha"])])
+    return {"indices": first + np.array(keep, np.int64)}
+
+
+def adaptinfer(a: Arrays, p: Params) -> Results:
+    query, key, first = a["query"].astype(float), a["key"].astype(float), p["image_start"]
+    last, score = first + p["image_len"], np.zeros(p["image_len"])
+    for q, k in zip(query, key, strict=True):
+        paid = {place: softmax_of(q, k, place, place) for place in range(last, len(q))}
+        for place, row in paid.items():
+            got = sum(other[place] for later, other in paid.items() if later > place)
+            score += (row[last:].sum() + got) * row[first:last]
+    keep = sorted(ranked(score.tolist())[: p["keep"]])
+    return {"indices": first + np.array(keep, np.int64), "score": score}
+
+
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        audio_prune, cdpruner, dart, divprune, dycoke, evs, fastkv, fastv, fastvid, framefusion,
-        gemfilter, hiprune, hired, holitom, holitom_inner, ivc_prune, pixelprune, prumerge,
-        prumerge_plus, prunevid, pyramiddrop, saint, script, sparsevlm, stc_pruner, tome, v_cast,
-        vidcom2, visiondrop, visionzip, vispruner,
+        adaptinfer, audio_prune, cdpruner, dart, divprune, dycoke, evs, fastkv, fastv, fastvid,
+        framefusion, gemfilter, hiprune, hired, holitom, holitom_inner, ivc_prune, pixelprune,
+        prumerge, prumerge_plus, prunevid, prunevid_inner, pyramiddrop, saint, script, sparsevlm,
+        stc_pruner, tome, v_cast, vidcom2, visiondrop, visionzip, vispruner,
     )
 }  # fmt: skip
