@@ -167,14 +167,34 @@ def _adakv(arrays: Arrays, params: Params) -> Outcome:
     return {"kept": plan.marks(Tokens(keys, signals={"attn_window": votes}))}, []
 
 
+def _vatp(arrays: Arrays, params: Params) -> Outcome:
+    keys, n = arrays["keys"], arrays["keys"].shape[1]
+    heavy, recent = (int(params[f"{name}_ratio"] * n) for name in ("heavy", "recent"))
+    plan = plan_of(
+        f"vatp:{heavy + recent}?sink={params['sink_len']}&recent={recent / (heavy + recent)}"
+    )
+    signals = {"attn_sum": attention(arrays["query"], keys, n), "values": arrays["values"]}
+    return {"kept": index_mask(plan.reduce(Tokens(keys, signals=signals)).keep, n)}, []
+
+
+def _keynorm(arrays: Arrays, params: Params) -> Outcome:
+    keys, group = arrays["keys"], params["group"]
+    heads, n, _ = keys.shape
+    plan = plan_of(f"keynorm:{n // group * int(group * params['top_p'])}?group={group}")
+    found = plan.reduce(Tokens(keys, signals={"kind": torch.ones(n, dtype=torch.int64)}))
+    return {"kept": found.keep.reshape(heads, -1)[0]}, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "adakv": (_adakv, "query keys", "base_capacity floor_alpha kernel_size pooling window_size"),
     "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
+    "keynorm": (_keynorm, "keys", "group top_p"),
     "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
     "quant": (_quant, "keys values", "bits group_size"),
     "quest": (_quest, "query keys", "chunk_size token_budget"),
     "tidaldecode": (_tidaldecode, "query keys values", "correction_layer sparse_layer_start top_k"),
     "snapkv": (_snapkv, "query keys", _WINDOW),
+    "vatp": (_vatp, "query keys values", "heavy_ratio recent_ratio sink_len"),
 }

@@ -6,6 +6,7 @@ Scores and counts that a Reduction does not hold come from the functions that th
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.cache_parity import CACHE_DRIVERS, Arrays, Drive, Outcome, Params
+from mmfast.bench.cache_parity import CACHE_DRIVERS, Arrays, Drive, Outcome, Params, attention
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get
 from mmfast.core.spec import Spec
 from mmfast.core.spec import run as run_spec
 from mmfast.core.tokens import Tokens
-from mmfast.models.reduction.decoder_signals import LayerAttention, last_products
-from mmfast.models.reduction.probe import last_query_scores
+from mmfast.models.reduction.decoder_signals import LayerAttention, last_products, mutual, text_peak
+from mmfast.models.reduction.probe import last_query_scores, softmax_rows
+from mmfast.models.reduction.sequence import MediaItem
 from mmfast.ops import video
 from mmfast.ops.max_min import max_min
 from mmfast.ops.merging import match
@@ -110,6 +112,13 @@ def _cdpruner(arrays: Arrays, params: Params) -> Outcome:
     return outputs, []
 
 
+def _script(arrays: Arrays, params: Params) -> Outcome:
+    query = arrays["text_embeds"].expand(len(arrays["features"]), -1, -1)
+    tokens = Tokens(arrays["features"], query=query, signals={"joint": arrays["image_embeds"]})
+    (found,) = run(tokens, "script", params["keep"], parity=True)
+    return {"mask": index_mask(found.keep, found.n)}, []
+
+
 _FRAME_TOKENS = {"clip": 144, "llava_ov": 196, "llava_vid": 169}
 
 
@@ -196,8 +205,11 @@ def _prunevid(arrays: Arrays, params: Params) -> Outcome:
 
 def _saint(arrays: Arrays, params: Params) -> Outcome:
     names = {"tau": "sim_threshold", "neighbours": "K", "gamma": "gamma"}
+    budget = None
+    if "r" in params:
+        names, budget = {"full": "r"}, params["keep_num"] - 1  # the class token counts there
     knobs = {knob: params[name] for knob, name in names.items()}
-    kept = [run(Tokens(keys), "saint", **knobs)[0].keep for keys in arrays["keys"]]
+    kept = [run(Tokens(keys), "saint", budget, **knobs)[0].keep for keys in arrays["keys"]]
     return {"indices": torch.stack(kept)}, []
 
 
@@ -290,6 +302,48 @@ def _gemfilter(arrays: Arrays, params: Params) -> Outcome:
     signals = {"attn_ahead": last_products(whole, seen, prompt)}
     tokens = Tokens(arrays["key"][0].transpose(0, 1).flatten(1), signals=signals)
     return {"indices": run(tokens, "gemfilter", params["topk"])[0].keep}, []
+
+
+def _fastkv(arrays: Arrays, params: Params) -> Outcome:
+    window, n = params["window_size"], arrays["keys"].shape[1]
+    votes = attention(arrays["query"], arrays["keys"], window).mean(0)[: n - window]
+    tokens = Tokens(votes[:, None], signals={"attn_window": votes})
+    budget = params["tsp_length"] - window
+    keep = run(tokens, "fastkv", budget, kernel=params["kernel_size"])[0].keep
+    return {"indices": torch.cat([keep, torch.arange(n - window, n)])}, []
+
+
+def _text_cut(arrays: Arrays, params: Params, name: str) -> Outcome:
+    seen = LayerAttention(arrays["query"][None], arrays["key"][None], None, None, True, 0)
+    first, n = params["image_start"], params["image_len"]
+    media = MediaItem(0, 0, first + torch.arange(n), torch.arange(0), None)
+    text = torch.arange(first + n, arrays["key"].shape[1])
+    peak = name == "prunevid_inner"
+    score = text_peak(seen, media, text) if peak else mutual(seen, media, text)
+    budget = int(n * params["alpha"]) if peak else params["keep"]
+    signals = {"attn_peak" if peak else "attn_mutual": score}
+    (found,) = run(Tokens(score[:, None], signals=signals), name, budget)
+    return {"indices": first + found.keep, **({} if peak else {"score": score})}, []
+
+
+def _visiondrop(arrays: Arrays, params: Params) -> Outcome:
+    seen = LayerAttention(arrays["query"][None], arrays["key"][None], None, None, True, 0)
+    media = params["image_start"] + torch.arange(params["image_len"])
+    signals = {"attn_visual": seen.mean(0, media, media), "key_mean": seen.key_mean(0, media)}
+    context, dominant = params["contextual"], params["dominant"]
+    tokens = Tokens(arrays["x"][media], signals=signals)
+    knobs = {"contextual": context, "parity": True}
+    (found,) = run(tokens, "visiondrop", dominant + context, **knobs)
+    kept = found.keep[order_of(found)[:dominant]]
+    return {"indices": media[kept], "tokens": found.apply(tokens.x, emit=True)}, []
+
+
+def _audio_prune(arrays: Arrays, params: Params) -> Outcome:
+    rows = softmax_rows(arrays["query"], arrays["key"], None, None)[..., 1:, 1:]  # no class token
+    attn = rows.mean((1, 2))
+    budget = math.ceil(params["keep_rate"] * attn.shape[1])
+    (found,) = run(Tokens(attn[..., None], attn=attn), "audio_prune", budget, coverage=0.0)
+    return {"mask": index_mask(found.keep, found.n)}, []
 
 
 def _sparsevlm(arrays: Arrays, params: Params) -> Outcome:
@@ -439,11 +493,18 @@ _PIVOTS = "image_len image_start pivot_image_token pivot_text_token reduction_ra
 _PIXEL = "anchored metric spatial_merge_size threshold"
 # Of each method the driver, the input arrays and the parameters; one with a `?` may be missing.
 DRIVERS: dict[str, tuple[Drive, str, str]] = {
+    "adaptinfer": (
+        partial(_text_cut, name="adaptinfer"),
+        "query key",
+        "image_len image_start keep",
+    ),
+    "audio_prune": (_audio_prune, "query key", "keep_rate"),
     "cdpruner": (_cdpruner, "features image_embeds text_embeds", "keep"),
     "dart": (_dart, "states keys", _PIVOTS),
     "divprune": (_divprune, "x", "ratio"),
     "dycoke": (_dycoke, "x", "merging_ratio tokens_per_frame"),
     "evs": (_evs, "x", "H T W q spatial_merge_size"),
+    "fastkv": (_fastkv, "query keys", "kernel_size tsp_length window_size"),
     "fastv": (_fastv, "attn", "image_len image_start r"),
     "fastvid": (_fastvid, "x attn", "beta c d p retention_ratio tau"),
     "framefusion": (_framefusion, "x", "frame_tokens tau keep"),
@@ -457,14 +518,21 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),
     "prumerge_plus": (_prumerge_plus, "q_cls k features", "adaptive ratio?"),
     "prunevid": (_prunevid, "x", "cluster_ratio tau temporal_segment_ratio"),
+    "prunevid_inner": (
+        partial(_text_cut, name="prunevid_inner"),
+        "query key",
+        "alpha image_len image_start",
+    ),
     "pyramiddrop": (_pyramiddrop, "query key", "image_index image_tokens prompt_len ratios"),
-    "saint": (_saint, "keys", "K gamma sim_threshold"),
+    "saint": (_saint, "keys", "K? gamma? keep_num? r? sim_threshold?"),
+    "script": (_script, "features image_embeds text_embeds", "keep"),
     "sparsevlm": (_sparsevlm, "x query attn", "keep"),
     "stc_pruner": (_stc_pruner, "x", "chunk_frames keep_per_frame model"),
     "tome": (_tome, "metric x size?", "class_token distill_token r"),
     "v_cast": (_v_cast, "x", "retain_ratio"),
     "vidcom2": (_vidcom2, "x", "base_scale tokens_per_frame model?"),
     "vispruner": (_vispruner, "attn features", "important_ratio visual_token_num"),
+    "visiondrop": (_visiondrop, "query key x", "contextual dominant image_len image_start"),
     "visionzip": (_visionzip, "cls_attn hidden metric", "contextual dominant"),
     **CACHE_DRIVERS,
 }

@@ -168,7 +168,7 @@ def pixels_of(inputs: Mapping[str, Any], names: Sequence[str] = _PIXELS) -> int:
 
 
 # What reading attention inside the language model costs, in attention passes of one layer.
-_INNER_PASSES = {"attn_visual": 2.0, "attn_text": 1.0, "text_attn": 1.0}
+_INNER_PASSES = {"attn_visual": 2.0, "attn_text": 1.0, "attn_peak": 1.0, "attn_mutual": 2.0}
 # Copies of its input that a layer holds at its widest: residual, normed, gate, up and product.
 _COPIES_HIDDEN, _COPIES_WIDE = 4, 3
 

@@ -118,7 +118,7 @@ def _reversed(found: Reduction) -> Reduction:
     return replace(found, order=parity.order_of(found).flip(-1))
 
 
-ORDERS = ["dycoke", "holitom", "prumerge", "prumerge_plus", "tome", "visionzip"]
+ORDERS = ["dycoke", "holitom", "prumerge", "prumerge_plus", "tome", "visiondrop", "visionzip"]
 FEATURES = [*ORDERS, "fastvid", "holitom_inner", "prunevid", "sparsevlm"]
 ORDERS += ["cdpruner", "divprune"]
 # The reference of prunevid tells merged features alone: no place, and no order.

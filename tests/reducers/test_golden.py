@@ -16,6 +16,7 @@ from mmfast import MmfastError, Reduction
 from mmfast.bench.gate import ParityRow, verify
 from mmfast.bench.parity import DRIVERS
 from mmfast.ops.clustering import even_edges
+from mmfast.ops.ranking import grouped_topk
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.safetensors"))
@@ -305,6 +306,51 @@ def test_rows_are_plain_data() -> None:
             "saint",
             "mmfast.reducers.diversity.saint.even_edges",
             lambda metric, tau: (even_edges(metric, tau)[0], *even_edges(metric, 0.0)[1:]),
+        ),
+        (
+            "script",
+            "mmfast.reducers.diversity.script.unit_rows",
+            lambda x: x.double(),
+        ),
+        (
+            "fastkv",
+            "mmfast.reducers.decoder.fastkv.pooled_votes",
+            lambda votes, kernel, **knobs: votes,
+        ),
+        (
+            "visiondrop",
+            "mmfast.reducers.attention.visiondrop.stable_topk",
+            lambda s, k: (-s).topk(k).indices,
+        ),
+        (
+            "audio_prune",
+            "mmfast.reducers.attention.audio_prune.stable_topk",
+            lambda s, k: (-s).topk(k).indices,
+        ),
+        (
+            "keynorm",
+            "mmfast.caches.keynorm.grouped_topk",
+            lambda score, group, counts: grouped_topk(-score, group, counts),
+        ),
+        (
+            "vatp",
+            "mmfast.caches.attention.heavy.snap",
+            lambda score: -score,
+        ),
+        (
+            "saint",
+            "mmfast.reducers.diversity.saint._least_alike",
+            lambda metric, budget, part: torch.arange(budget).expand((*metric.shape[:-2], budget)),
+        ),
+        (
+            "prunevid_inner",
+            "mmfast.bench.parity.text_peak",
+            lambda seen, media, text: seen.mean(0, text, media.where),
+        ),
+        (
+            "adaptinfer",
+            "mmfast.reducers.decoder.adaptinfer.stable_topk",
+            lambda s, k: (-s).topk(k).indices,
         ),
         (
             "stc_pruner",

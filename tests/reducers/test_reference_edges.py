@@ -329,6 +329,8 @@ def saint() -> Iterator[Case]:
     ):
         params = {"sim_threshold": float(tau), "K": votes, "gamma": float(gamma)}
         yield {"keys": rows(1, n, 6, seed=n)}, params
+    for n, keep, part in ((9, 10, 4), (9, 9, 9), (33, 2, 3), (40, 21, 1)):
+        yield {"keys": rows(2, n, 6, seed=n)}, {"keep_num": keep, "r": part}
 
 
 def vispruner() -> Iterator[Case]:
@@ -367,6 +369,56 @@ def cdpruner() -> Iterator[Case]:
             "text_embeds": rows(texts, 10),
         }
         yield inputs, {"keep": keep}
+
+
+def script() -> Iterator[Case]:
+    for batch, n, texts, keep in ((2, 12, 1, 12), (1, 12, 2, 1), (2, 12, 5, 0), (3, 9, 3, 4)):
+        inputs = {
+            "features": rows(batch, n, 16),
+            "image_embeds": rows(batch, n, 10),
+            "text_embeds": rows(texts, 10),
+        }
+        yield inputs, {"keep": keep}
+
+
+def fastkv() -> Iterator[Case]:
+    for heads, groups, n, window, length in ((2, 2, 12, 4, 12), (4, 1, 20, 8, 9), (2, 1, 9, 1, 4)):
+        inputs = {"query": rows(heads, n, 4, seed=n), "keys": rows(groups, n, 4, seed=n)}
+        yield inputs, {"window_size": window, "kernel_size": 3, "tsp_length": length}
+
+
+def visiondrop() -> Iterator[Case]:
+    for first, n, dominant, contextual in (
+        (0, 9, 8, 1),
+        (3, 20, 0, 3),
+        (2, 12, 4, 8),
+        (1, 15, 3, 5),
+    ):
+        shape = (2, first + n + 2, 4)
+        inputs = {"query": rows(*shape, seed=n), "key": rows(*shape, seed=-n)}
+        inputs["x"] = rows(shape[1], 6)
+        counts = {"dominant": dominant, "contextual": contextual}
+        yield inputs, {"image_start": first, "image_len": n, **counts}
+
+
+def audio_prune() -> Iterator[Case]:
+    for batch, n, rate in ((1, 2, 0.5), (2, 10, 1.0), (1, 30, 0.01)):
+        inputs = {"query": rows(batch, 2, n, 4, seed=n), "key": rows(batch, 2, n, 4, seed=-n)}
+        yield inputs, {"keep_rate": rate}
+
+
+def prunevid_inner() -> Iterator[Case]:
+    for first, n, alpha in ((0, 9, 0.01), (3, 20, 1.0), (2, 1, 1.0)):
+        shape = (2, first + n + 3, 4)
+        inputs = {"query": rows(*shape, seed=n), "key": rows(*shape, seed=-n)}
+        yield inputs, {"image_start": first, "image_len": n, "alpha": alpha}
+
+
+def adaptinfer() -> Iterator[Case]:
+    for first, n, words, keep in ((0, 9, 1, 8), (3, 20, 6, 0), (2, 5, 4, 4)):
+        shape = (2, first + n + words, 4)
+        inputs = {"query": rows(*shape, seed=n), "key": rows(*shape, seed=-n)}
+        yield inputs, {"image_start": first, "image_len": n, "keep": keep}
 
 
 CASES: Mapping[str, Callable[[], Iterator[Case]]] = {name: globals()[name] for name in REFERENCES}

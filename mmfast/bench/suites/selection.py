@@ -332,7 +332,8 @@ def all_signals(grid: tuple[int, int, int], d: int) -> Tokens:
     signals |= {
         "keys": clip.x @ torch.randn(d, 64, generator=generator) / d**0.5,
         "attn_text": torch.rand(clip.n, _WORDS, generator=generator),
-        "text_attn": torch.rand(_WORDS, generator=generator),
+        "attn_peak": torch.rand(clip.n, generator=generator),
+        "attn_mutual": torch.rand(clip.n, generator=generator),
         "tile": token * _TILES // clip.n,
         "image": token * _IMAGES // clip.n,
         "place": place.reshape(clip.n, 3),

@@ -5,7 +5,7 @@ Only the attention rows that a signal asks for are recomputed, a chunk at a time
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,17 @@ from mmfast.models.reduction.probe import head_mass, last_query_scores, rows_of
 from mmfast.models.reduction.sequence import MediaItem, Sequences
 
 # Signals of a decoder layer about the visual tokens that it saw.
+_OF_TEXT = {"attn_text", "attn_peak", "attn_mutual"}
 _OF_KEYS = {"key_norm", "text_key_norm", "key_mean", "values", "text_values"}
 # Rotary angles at the cut itself: mean cosine and mean sine of each token, see `angles`.
 ROPE = "rope"
-INNER = frozenset({"attn", "attn_window", "attn_visual", "attn_text", "text_attn", ROPE, *_OF_KEYS})
+INNER = frozenset({"attn", "attn_window", "attn_visual", *_OF_TEXT, ROPE, *_OF_KEYS})
 # Change of a token's hidden state in the layer before the cut, see `drift`.
 DRIFT = "drift"
 # Attention as `attn`, of the layer with attention before that one.
 BEFORE = "attn_before"
 # Signal of a look ahead, a pass over the first layers before layer 0.
 AHEAD = "attn_ahead"
-_OF_TEXT = {"attn_text", "text_attn"}
 WINDOWED = frozenset({"attn_window"})  # signals of the last queries
 
 # Queries at the end of the prompt that FastKV looks through.
@@ -55,7 +55,7 @@ class LayerAttention:
         """Place of the first new token among the keys."""
         return min(self.held, self.key.shape[2] - self.query.shape[2])
 
-    def rows(self, row: int, places: Tensor) -> Any:
+    def rows(self, row: int, places: Tensor) -> Iterator[Tensor]:
         """Attention rows of the queries at `places` in a batch row; see `rows_of`."""
         q, k = self.query, self.key
         return rows_of(q, k, row, places.to(q.device), self.mask, self.scaling, self.causal)
@@ -97,9 +97,11 @@ def inner_signals(
     Returns:
         Per item, of n tokens in a row of T text tokens: `attn` `[n]` from the last query of the
         row, `attn_window` `[n]` mean over its last 8, `attn_visual` `[n]` mean over the item's
-        own tokens, `attn_text` `[n, T]` from each text token (0 where it stands before the item),
-        `text_attn` `[T]` what each text token receives from those that may see it. These are means
-        over heads, softmax over the full row. `key_norm` `[n]` and `text_key_norm` `[T]` are the
+        own tokens, `attn_text` `[n, T]` from each text token (0 where it stands before the item).
+        These are means over heads, softmax over the full row. `attn_peak` `[n]` is the most that
+        any head of a text token pays; `attn_mutual` `[n]` adds up over heads what the text behind
+        the item pays, each token of it weighted by what it gives to that text and gets from it.
+        `key_norm` `[n]` and `text_key_norm` `[T]` are the
         L1 norms of keys, `key_mean` `[n, d]` is the mean of keys over heads, `values` `[n, Hkv *
         d]` and `text_values` `[T, Hkv, d]` are the values that belong to them. Text signals are
         left out where there is no text.
@@ -107,8 +109,7 @@ def inner_signals(
     items = sequences.items if items is None else items
     found: list[dict[str, Tensor]] = [{} for _ in items]
     last = _last_rows(sequences, seen) if "attn" in needs else None
-    texts: dict[int, dict[int, dict[str, Tensor]]] = {}
-    for number, (item, signals) in enumerate(zip(items, found, strict=True)):
+    for item, signals in zip(items, found, strict=True):
         if last is not None:
             columns = (item.where + seen.start).to(last.device)
             signals["attn"] = last[item.row].index_select(0, columns)
@@ -119,10 +120,8 @@ def inner_signals(
             signals["attn_visual"] = seen.mean(item.row, item.where, item.where)
         text = sequences.text[item.row]
         signals |= _of_keys(needs, item, text, seen)
-        if _OF_TEXT & set(needs) and len(text):
-            if item.row not in texts:
-                texts[item.row] = _of_text(needs, sequences, item.row, seen)
-            signals |= texts[item.row][number]
+        if len(text):
+            signals |= {name: _FROM_TEXT[name](seen, item, text) for name in _OF_TEXT & set(needs)}
     return found
 
 
@@ -165,30 +164,43 @@ def drift(before: Tensor, after: Tensor) -> Tensor:
     return change
 
 
-def _of_text(
-    needs: Collection[str], sequences: Sequences, row: int, seen: LayerAttention
-) -> dict[int, dict[str, Tensor]]:
-    """Text signals of all items of a batch row, in one pass over its text."""
-    text = sequences.text[row]
-    mine: dict[int, MediaItem] = {
-        number: item for number, item in enumerate(sequences.items) if item.row == row
-    }
+def _given(seen: LayerAttention, item: MediaItem, text: Tensor) -> Tensor:
+    """Return what each text token gives an item, mean over heads, `[n, T]`."""
+    where = (item.where + seen.start).to(seen.key.device)
+    rows = [part.mean(0).index_select(1, where) for part in seen.rows(item.row, text)]
+    return torch.cat(rows).T
+
+
+def text_peak(seen: LayerAttention, item: MediaItem, text: Tensor) -> Tensor:
+    """Return the most that any head of a text token gives an item's tokens, `[n]`."""
+    where = (item.where + seen.start).to(seen.key.device)
+    parts = [part.amax((0, 1)).index_select(0, where) for part in seen.rows(item.row, text)]
+    return torch.stack(parts).amax(0)
+
+
+def mutual(seen: LayerAttention, item: MediaItem, text: Tensor) -> Tensor:
+    """Return what text behind an item gives it, each token weighted in each head, `[n]`.
+
+    The weight of a token is the attention it gives to that text, and what it gets of the others.
+    """
+    text = text[text > item.where.max()] if item.n else text
     device = seen.key.device
-    columns = (text + seen.start).to(device)
-    places = {number: (item.where + seen.start).to(device) for number, item in mine.items()}
-    parts: dict[int, list[Tensor]] = {number: [] for number in mine}
-    received = torch.zeros(len(text), device=device)
-    viewers = torch.zeros(len(text), device=device)
-    for weights, visible in seen.rows(row, text):  # [c, S]
-        received += weights.index_select(1, columns).sum(0)
-        viewers += visible.index_select(1, columns).expand(len(weights), -1).sum(0)
-        for number, where in places.items() if "attn_text" in needs else ():
-            parts[number].append(weights.index_select(1, where))
-    shared = {"text_attn": received / viewers.clamp_min(1)} if "text_attn" in needs else {}
-    return {
-        number: {**shared, "attn_text": torch.cat(rows).T} if rows else dict(shared)
-        for number, rows in parts.items()
-    }
+    where, words = (item.where + seen.start).to(device), (text + seen.start).to(device)
+    weight = torch.zeros(seen.query.shape[1], len(text), device=device)
+    at = 0
+    for part in seen.rows(item.row, text):
+        square = part.index_select(2, words)  # [H, c, T]
+        own = slice(at, at := at + square.shape[1])
+        weight[:, own] += square.sum(2) - square[:, :, own].diagonal(dim1=1, dim2=2)
+        weight += square.sum(1)
+    found, at = torch.zeros(item.n, device=device), 0
+    for part in seen.rows(item.row, text):
+        own = slice(at, at := at + part.shape[1])
+        found += (weight[:, own, None] * part.index_select(2, where)).sum((0, 1))
+    return found
+
+
+_FROM_TEXT = {"attn_text": _given, "attn_peak": text_peak, "attn_mutual": mutual}
 
 
 def last_products(sequences: Sequences, seen: LayerAttention, item: MediaItem) -> Tensor:
@@ -211,6 +223,6 @@ def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
         return last_query_scores(seen.query, seen.key, seen.mask, seen.scaling)
     rows = []
     for row in range(len(seen.query)):  # padded on the right, or with drafts behind the prompt
-        ((weights, _),) = seen.rows(row, sequences.real(row)[-1:])
-        rows.append(weights[0])
+        (weights,) = seen.rows(row, sequences.real(row)[-1:])
+        rows.append(weights.mean(0)[0])
     return torch.stack(rows)

@@ -112,19 +112,14 @@ def rows_of(
     mask: Any = None,
     scaling: float | None = None,
     is_causal: bool = True,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Attention of the queries at `places` `[n]` of one batch row, mean over heads, in chunks.
+) -> Iterator[Tensor]:
+    """Attention `[H, c, S]` float32 of the queries at `places` `[n]` of one batch row, in chunks.
 
     The mask is as in `last_query_scores`; without one, and causal, query i sees the keys up to
-    `S - L + i`. Yields `[c, S]` float32 that sum to 1 per query, and `[c or 1, S]` True where it
-    may see a key.
+    `S - L + i`. Rows sum to 1 in each head.
     """
-    for weights, bias in _row_chunks(query, key, row, places, mask, scaling, is_causal):
-        if bias is None:
-            visible = torch.ones(1, key.shape[2], dtype=torch.bool, device=key.device)
-        else:
-            visible = _shown(bias)
-        yield weights.mean(dim=0), visible
+    for weights, _ in _row_chunks(query, key, row, places, mask, scaling, is_causal):
+        yield weights
 
 
 def head_mass(

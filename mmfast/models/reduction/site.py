@@ -279,10 +279,11 @@ _ADVICE = {
     "attn_before": "it exists at 'llm<K>' only, behind two layers with attention, and under "
     "attach()",
     "attn_window": "it exists at 'llm<K>' only, with K at least 1",
-    "attn_text": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
-    "under prefill_chunk_size, has text",
-    "text_attn": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it "
-    "under prefill_chunk_size, has text",
+    **dict.fromkeys(
+        ("attn_text", "attn_peak", "attn_mutual"),
+        "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it under "
+        "prefill_chunk_size, has text",
+    ),
     "key_norm": "it exists at 'llm<K>' only, with K at least 1",
     "text_key_norm": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of "
     "it under prefill_chunk_size, has text",

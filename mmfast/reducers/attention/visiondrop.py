@@ -14,9 +14,12 @@ from mmfast.ops.ranking import stable_topk
     paper="2506.22283",
     needs=("x", "attn_visual"),
     sites=("pre", "llm"),
+    inner=("key_mean",),
     stages=(0.25, 0.5, 0.75),
 )
-def visiondrop(tokens: Tokens, budget: int, *, contextual: float = 0.2) -> Reduction:
+def visiondrop(
+    tokens: Tokens, budget: int, *, contextual: float = 0.2, parity: bool = False
+) -> Reduction:
     """Keep the tokens that other visual tokens attend to most, and merge the rest into a few.
 
     The question is not used: inside a decoder its attention is biased towards late tokens and
@@ -26,10 +29,15 @@ def visiondrop(tokens: Tokens, budget: int, *, contextual: float = 0.2) -> Reduc
 
     Args:
         tokens: `x` `[..., N, D]` and `attn_visual` `[..., N]`, attention received from visual
-            tokens.
+            tokens; likeness is the cosine of keys where they are given (`key_mean` of the layer
+            before the cut), else of `x`.
         budget: Tokens to keep, dominant and contextual together.
         contextual: Share of contextual tokens below 1, or their number from 1.
+        parity: Targets at multiples of `rest // contextual` (none in the tail), contextual tokens
+            the sum of target and joined mean, emitted after the dominant ones, as the reference.
     """
     context = context_count(contextual, budget, "visiondrop")
     dominant = stable_topk(tokens.need("attn_visual"), budget - context)
-    return contextual_merge(dominant, tokens.x, context)
+    keys = tokens.signal("key_mean")
+    metric = tokens.x if keys is None else keys
+    return contextual_merge(dominant, metric, context, literal=parity)

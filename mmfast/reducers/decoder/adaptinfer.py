@@ -11,22 +11,21 @@ from mmfast.ops.ranking import stable_topk
 @register(
     "adaptinfer",
     paper="2508.06084",
-    needs=("attn_text", "text_attn"),
+    needs=("attn_mutual",),
     sites=("llm",),
     stages=(0.25, 0.5, 0.75),
 )
 def adaptinfer(tokens: Tokens, budget: int) -> Reduction:
-    """Keep tokens by text attention, each text token weighted by the attention it receives.
+    """Keep tokens by text attention, each text token weighted by its attention to other text.
 
-    The score of an image token is the sum over text tokens of text-to-text attention received
-    times text-to-image attention given, anew at every cut (Zhang et al., 2025). The paper places
+    The weight of a text token behind the image is what it gives to the other ones and gets from
+    them, in each head; the score of an image token is the weighted sum of what these tokens give
+    it, over all heads, anew at every cut (Zhang et al., 2025). The paper places
     the cuts where cross-modal attention shifts, found offline for a model; the default depths
     are quarters, and `@llm<K>` places a cut by hand.
 
     Args:
-        tokens: `attn_text` `[..., N, T]` and `text_attn` `[..., T]`.
+        tokens: `attn_mutual` `[..., N]`.
         budget: Tokens to keep; ties go to the lowest index.
     """
-    weight = tokens.need("text_attn").float()
-    score = (tokens.need("attn_text").float() * weight[..., None, :]).sum(-1)  # [..., N]
-    return Reduction.prune(stable_topk(score, budget), tokens.n)
+    return Reduction.prune(stable_topk(tokens.need("attn_mutual"), budget), tokens.n)

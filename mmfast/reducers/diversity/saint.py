@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction, gather_rows
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.clustering import even_edges
-from mmfast.ops.ranking import complement, stable_topk
-from mmfast.ops.similarity import cosine_parts, nearest
+from mmfast.ops.ranking import complement, snap, stable_topk
+from mmfast.ops.similarity import cosine_parts, nearest, unit_rows
 
 
 @register(
@@ -27,6 +28,7 @@ def saint(
     tau: float = 0.75,
     neighbours: int = 5,
     gamma: float = 10.0,
+    full: int = 0,
 ) -> Reduction:
     """Drop tokens at even places that many tokens at odd places resemble.
 
@@ -47,8 +49,22 @@ def saint(
         tau: Least cosine of two neighbours, above 0.
         neighbours: Neighbours with which a token votes to go.
         gamma: Weight of the mean cosine of the edges against their number; 0 counts edges alone.
+        full: From 1 on, rounds over the graph of all tokens until a budget is met, as the authors
+            thin the tower of LLaVA with 16: a round drops the tokens of the largest sum of cosines
+            to those that are left. The first drops one in `full`, each later one as many as the
+            number that the round before dropped goes into the tokens there are.
+
+    Raises:
+        SpecError: A negative `full`, or one above 0 without a budget.
     """
+    if full < 0 or (full and budget is None):
+        raise SpecError(
+            f"knob full={full} of 'saint' is negative or has no budget; choose 0, "
+            "or 1 or more with a budget such as 'saint:0.5?full=16'"
+        )
     metric = next(k for name in _LIKENESS if (k := tokens.signal(name)) is not None)
+    if full and budget is not None:
+        return _outcome(tokens, _least_alike(metric, budget, full), metric)
     kept = torch.arange(tokens.n, device=metric.device).expand(metric.shape[:-1])
     while kept.shape[-1] > (budget or 1):
         degree, total, mean = even_edges(gather_rows(metric, kept), tau)
@@ -64,12 +80,29 @@ def saint(
         kept = kept.gather(-1, complement(going, kept.shape[-1]))
         if budget is None:
             break
-    if tokens.signal("sizes") is None:
-        return Reduction.prune(kept, tokens.n)
-    return _represented(kept, metric)
+    return _outcome(tokens, kept, metric)
 
 
 _LIKENESS = ("key_mean", "keys", "x")
+
+
+def _least_alike(metric: Tensor, budget: int, part: int) -> Tensor:
+    """Places `[..., budget]` that rounds over the full graph leave of `metric` `[..., N, d]`."""
+    rows = unit_rows(metric.double())
+    kept = torch.arange(rows.shape[-2], device=rows.device).expand(rows.shape[:-1])
+    while (n := kept.shape[-1]) > budget:
+        left = gather_rows(rows, kept)
+        alike = snap((left * left.sum(-2, keepdim=True)).sum(-1))  # a sum of cosines each
+        part = min(n - budget, max(1, n // part))
+        kept = kept.gather(-1, complement(stable_topk(alike, part), n))
+    return kept
+
+
+def _outcome(tokens: Tokens, kept: Tensor, metric: Tensor) -> Reduction:
+    """Drop all but `kept`, or have them stand for the others in a tower."""
+    if tokens.signal("sizes") is None:
+        return Reduction.prune(kept, tokens.n)
+    return _represented(kept, metric)
 
 
 def _represented(kept: Tensor, metric: Tensor) -> Reduction:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mmfast.core.reduction import Reduction
@@ -9,12 +11,14 @@ from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
 from mmfast.ops.clustering import even_edges
 from mmfast.ops.dpp import greedy_dpp
-from mmfast.ops.ranking import one_by_one, rescale, stable_topk
+from mmfast.ops.ranking import one_by_one, rescale, snap, stable_topk
 from mmfast.ops.similarity import relevance, unit_rows
 
 
 @register("script", paper="2512.01949", needs=("x", "query"), sites=("pre", "llm"))
-def script(tokens: Tokens, budget: int, *, tau: float = 0.8, floor: float = 0.8) -> Reduction:
+def script(
+    tokens: Tokens, budget: int, *, tau: float = 0.8, floor: float = 0.8, parity: bool = False
+) -> Reduction:
     """Drop near-duplicates in a similarity graph, then keep tokens relevant to the question.
 
     Even tokens with an edge to an odd one go, the most redundant first (degree times mean cosine),
@@ -29,6 +33,8 @@ def script(tokens: Tokens, budget: int, *, tau: float = 0.8, floor: float = 0.8)
         tau: Cosine above which two tokens are joined by an edge.
         floor: Quality of the least relevant token, where the most relevant has 1; from 0 (the
             question decides) to 1 (diversity alone).
+        parity: As the reference: greedy picks that are large and unlike each pick alone, among
+            tokens unlike the words; `joint` may have embeddings in the space of the words.
     """
 
     def prune(item: Tokens) -> Reduction:
@@ -43,4 +49,28 @@ def script(tokens: Tokens, budget: int, *, tau: float = 0.8, floor: float = 0.8)
         rows = unit_rows(item.x[rest].double()) * quality[:, None]
         return Reduction.prune(rest[greedy_dpp(rows, quality, budget)], item.n)
 
-    return one_by_one(prune, tokens)
+    return one_by_one(partial(_reference, budget=budget) if parity else prune, tokens)
+
+
+def _reference(item: Tokens, budget: int) -> Reduction:
+    """Return the choice of the authors' code, where the graph changes nothing.
+
+    The choice on which graph and greedy picks agree is filled up from these picks, which are as
+    many as the budget. Half of the words count, those that match all tokens best.
+    """
+    joint = item.signal("joint")
+    space = (item.x if joint is None else joint).double()
+    match = space @ item.need("query").double().T  # [N, T]
+    words = stable_topk(snap(match.mean(0)), max(1, match.shape[1] // 2))
+    score = snap(-match[:, words].mean(-1))
+    quality = (score - score.min()) / (score.max() - score.min() + 1e-6)
+    rows = unit_rows(item.x.double()) * quality[:, None]
+    gain = snap(quality.square())
+    picks = []
+    for _ in range(budget):
+        (best,) = stable_topk(gain, 1).tolist()
+        picks.append(best)
+        if gain[best] > 0:
+            gain = snap(gain - (rows @ rows[best] / (gain[best].sqrt() + 1e-6)).square())
+        gain[best] = -torch.inf
+    return Reduction.prune(torch.tensor(picks, dtype=torch.int64, device=gain.device), item.n)

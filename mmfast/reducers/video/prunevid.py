@@ -61,20 +61,20 @@ def prunevid(
 
 
 @register(
-    "prunevid_inner", paper="2412.16117", needs=("attn_text",), sites=("llm",), stages=(11 / 32,)
+    "prunevid_inner", paper="2412.16117", needs=("attn_peak",), sites=("llm",), stages=(11 / 32,)
 )
 def prunevid_inner(tokens: Tokens, budget: int) -> Reduction:
     """Keep the tokens that some word of the question attends to most.
 
     The second half of PruneVid, behind decoder layer 10 of 32: the score of a token is the largest
-    attention that a text token pays it. Heads are averaged, where the paper takes the largest, and
-    the best are chosen among all tokens, where the paper takes a share of every group.
+    attention that any head of a text token pays it. The best are chosen among all tokens, where
+    the paper takes a share of every group.
 
     Args:
-        tokens: `attn_text` `[..., N, T]`, attention from each text token, mean over heads.
+        tokens: `attn_peak` `[..., N]`, the most that a head of a text token pays.
         budget: Tokens to keep; ties go to the lowest index.
     """
-    return Reduction.prune(stable_topk(tokens.need("attn_text").amax(-1), budget), tokens.n)
+    return Reduction.prune(stable_topk(tokens.need("attn_peak"), budget), tokens.n)
 
 
 def _reduce(item: Tokens, budget: int | None, knobs: _PruneVidKnobs) -> Reduction:

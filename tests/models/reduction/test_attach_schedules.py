@@ -5,7 +5,7 @@ from __future__ import annotations
 import model_oracle as oracle
 import pytest
 import torch
-from dense_layers import run, weights_of
+from dense_layers import heads_of, run
 from oracle_base import Item
 from oracles_compose import saint
 from tiny_models import FAMILIES, mixed_prompt, tiny, video_prompt
@@ -38,14 +38,16 @@ def test_logits_equal_masking(family: str, spec: str) -> None:
             assert last.m == (round(float(budget) * len(item)) if "." in budget else int(budget))
 
 
-def scores(name: str, weights: Tensor, alive: Tensor, item: Tensor, text: Tensor) -> Tensor:
-    """What a method ranks `item` by, from the weights `[L, L]` of the layer before."""
+def scores(name: str, heads: Tensor, alive: Tensor, item: Tensor, text: Tensor) -> Tensor:
+    """What a method ranks `item` by, from the weights `[H, L, L]` of the layer before."""
+    weights = heads.mean(0)
     if name == "pyramiddrop":
         return weights[-1, item]
     if name == "adaptinfer":
-        viewers = torch.arange(len(text), 0, -1)
-        worth = weights[text][:, text].sum(0) / viewers
-        return (weights[text][:, item] * worth[:, None]).sum(0)
+        words = text[text > item[-1]]
+        square = heads[:, words][:, :, words]
+        worth = (square + square.mT - torch.diag_embed(square.diagonal(dim1=1, dim2=2))).sum(1)
+        return (heads[:, words][:, :, item] * worth[..., None]).sum((0, 1))
     rows = alive.nonzero()[:, 0][-8:]
     return weights[rows][:, item].mean(0)
 
@@ -76,7 +78,7 @@ def test_every_cut_reads_the_true_attention(family: str, name: str) -> None:
             alive[item] = True
         mask = torch.ones(len(ids), len(ids)).tril().bool()
         mask &= alive[None] | torch.eye(len(ids)).bool()
-        weights = weights_of(layer, hidden, mask, places)
+        weights = heads_of(layer, hidden, mask, places)
         hidden = run(layer, hidden, mask, places)
         if index < len(prompt.planes):
             hidden = hidden + prompt.planes[index]

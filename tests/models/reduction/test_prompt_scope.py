@@ -175,7 +175,7 @@ def test_joined_signals() -> None:
             grid=(1, 1, n),
             signals={
                 "keys": torch.randn(n, 3),
-                "text_attn": torch.rand(2),
+                "text_key_norm": torch.rand(2),
                 f"only{n}": torch.rand(n),
             },
         )
@@ -184,6 +184,6 @@ def test_joined_signals() -> None:
     whole = join([(0, items[0]), (2, items[1])])
     assert whole.n == 8 and whole.grid is None and whole.attn.shape == (8,)
     assert whole.need("image").tolist() == [0] * 3 + [2] * 5
-    assert whole.need("keys").shape == (8, 3) and whole.need("text_attn").shape == (2,)
-    assert set(whole.signals) == {"keys", "text_attn", "image"}
+    assert whole.need("keys").shape == (8, 3) and whole.need("text_key_norm").shape == (2,)
+    assert set(whole.signals) == {"keys", "text_key_norm", "image"}
     assert join([(1, items[0])]).grid == (1, 1, 3)

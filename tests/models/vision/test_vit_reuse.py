@@ -132,8 +132,9 @@ def test_a_carried_plan_ends_where_the_method_would() -> None:
     assert first == max(gone, key=lambda i: float(cosines[i]))
 
 
+@pytest.mark.parametrize("spec", ["saint@vit:0.6", "saint@vit:0.6?full=16"])
 @pytest.mark.parametrize("build", [onevision, lambda: qwen("qwen2_5_vl"), lambda: qwen("qwen3_vl")])
-def test_saint_runs_in_the_tower(build: Any) -> None:
+def test_saint_runs_in_the_tower(build: Any, spec: str) -> None:
     """Its dropped tokens take the value of the most similar one that stays."""
     model, trace = build(), Trace()
     base = model.model
@@ -143,7 +144,7 @@ def test_saint_runs_in_the_tower(build: Any) -> None:
         call = lambda: base.get_video_features(torch.ones(1, 2, 3, 20, 20)).pooler_output
     with torch.no_grad():
         stock = call()
-        with stage(model, "saint@vit:0.6", trace):
+        with stage(model, spec, trace):
             merged = call()
     assert [row.stage for row in trace.rows] == ["vit"] * len(trace.reductions)
     for row, (_, _, found) in zip(trace.rows, trace.reductions, strict=True):

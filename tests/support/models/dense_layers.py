@@ -18,6 +18,12 @@ def run(layer: Any, hidden: Tensor, mask: Tensor, places: Any) -> Tensor:
 
 def weights_of(layer: Any, hidden: Tensor, mask: Tensor, places: Any) -> Tensor:
     """Attention weights `[L, L]`, mean over heads."""
+    return heads_of(layer, hidden, mask, places).mean(0)
+
+
+def heads_of(layer: Any, hidden: Tensor, mask: Tensor, places: Any) -> Tensor:
+    """Attention weights `[H, L, L]` of each head."""
     x = layer.input_layernorm(hidden)
     out = layer.self_attn(x, attention_mask=additive(mask), position_embeddings=places)
-    return out[1][0].mean(0)
+    weights: Tensor = out[1][0]
+    return weights

@@ -206,14 +206,28 @@ def edges_of(
     return found
 
 
+def least_alike(metric: np.ndarray, budget: int, part: int) -> list[int]:
+    """Rounds that drop the tokens with the greatest sum of cosines to all that are left."""
+    left = list(range(len(metric)))
+    while len(left) > budget:
+        worth = {a: snap(sum(cosine(metric[a], metric[b]) for b in left)) for a in left}
+        part = min(len(left) - budget, max(1, len(left) // part))
+        going = sorted(left, key=lambda a: (-worth[a], a))[:part]
+        left = [a for a in left if a not in going]
+    return left
+
+
 def saint(
     item: Item,
     budget: int | None,
     tau: float = 0.75,
     neighbours: int = 5,
     gamma: float = 10.0,
+    full: int = 0,
 ) -> Answer:
     metric = item.x if item.keys is None else item.keys
+    if full and budget is not None:
+        return pruned(item.n, least_alike(metric, budget, full))
 
     def redundancy(near: list[float], edges: list[float]) -> float:
         if not edges:

@@ -19,9 +19,7 @@ def pyramiddrop(item: Item, budget: int) -> Answer:
 
 
 def adaptinfer(item: Item, budget: int) -> Answer:
-    given, weight = item.signals["attn_text"], item.signals["text_attn"]
-    score = [sum(w * g for w, g in zip(weight, row, strict=True)) for row in given]
-    return _best(item, score, budget)
+    return _best(item, item.signals["attn_mutual"].tolist(), budget)
 
 
 def fastkv(item: Item, budget: int, kernel: int = 7) -> Answer:
@@ -144,7 +142,7 @@ def ivc_prune(item: Item, budget: int, anchors: float = 0.4, seeds: float = 0.01
 
 
 def prunevid_inner(item: Item, budget: int) -> Answer:
-    return _best(item, [max(row) for row in item.signals["attn_text"]], budget)
+    return _best(item, item.signals["attn_peak"].tolist(), budget)
 
 
 def lazyllm(item: Item, budget: int) -> Answer:

@@ -591,16 +591,118 @@ def sparsevlm(a: Arrays, p: Params) -> Results:
 
 
 def saint(a: Arrays, p: Params) -> Results:
+    if "r" in p:
+        rounds = (oracles_compose.least_alike(k, p["keep_num"] - 1, p["r"]) for k in a["keys"])
+        return {"indices": np.array([*rounds], np.int64)}
     rule = (p["sim_threshold"], p["K"], p["gamma"])
     answers = [oracles_compose.saint(Item(k), None, *rule) for k in a["keys"].astype(float)]
     return {"indices": np.array([answer.keep for answer in answers])}
 
 
+def script(a: Arrays, p: Params) -> Results:
+    texts, masks = a["text_embeds"].astype(float), []
+    images = zip(a["features"].astype(float), a["image_embeds"].astype(float), strict=True)
+    for features, space in images:
+        match = [[float(row @ text) for text in texts] for row in space]
+        means = [sum(row[t] for row in match) for t in range(len(texts))]
+        words = ranked(means)[: max(1, len(texts) // 2)]
+        score = np.array([-sum(row[t] for t in words) / len(words) for row in match])
+        quality = (score - score.min()) / (score.max() - score.min() + 1e-6)
+        gain, kept = quality**2, np.zeros(len(features), bool)
+        for _ in range(p["keep"]):
+            j = max((i for i in range(len(gain)) if not kept[i]), key=lambda i: (gain[i], -i))
+            kept[j] = True
+            if gain[j] > 0:
+                row = [
+                    cosine(f, features[j]) * q * quality[j]
+                    for f, q in zip(features, quality, strict=True)
+                ]
+                gain = gain - (np.array(row) / (math.sqrt(gain[j]) + 1e-6)) ** 2
+        masks.append(kept)
+    return {"mask": np.array(masks)}
+
+
+def softmax_of(query: np.ndarray, keys: np.ndarray, place: int, last: int) -> np.ndarray:
+    """Attention `[last + 1]` of the query at `place` of one head to the keys up to `last`."""
+    power = np.exp(keys[: last + 1] @ query[place] / math.sqrt(query.shape[1]))
+    return np.asarray(power / power.sum())
+
+
+def fastkv(a: Arrays, p: Params) -> Results:
+    query, keys, window = a["query"].astype(float), a["keys"].astype(float), p["window_size"]
+    n, group = query.shape[1], len(query) // len(keys)
+    score = np.zeros(n - window)
+    for head, row in enumerate(query):
+        for place in range(n - window, n):
+            score += softmax_of(row, keys[head // group], place, place)[: n - window]
+    item = Item(keys[0][: n - window], signals={"attn_window": score})
+    keep = oracles_llm.fastkv(item, p["tsp_length"] - window, p["kernel_size"]).keep
+    return {"indices": np.array(sorted(keep) + list(range(n - window, n)), np.int64)}
+
+
+def visiondrop(a: Arrays, p: Params) -> Results:
+    query, key, x = (a[name].astype(float) for name in ("query", "key", "x"))
+    first, n = p["image_start"], p["image_len"]
+    score = np.zeros(n)
+    for q, k in zip(query, key, strict=True):
+        for place in range(first, first + n):
+            seen = softmax_of(q, k, place, place)[first:]
+            score[: len(seen)] += seen
+    dominant = sorted(ranked(score.tolist())[: p["dominant"]])
+    rest = [i for i in range(n) if i not in dominant]
+    targets = rest[:: max(1, len(rest) // p["contextual"])][: p["contextual"]]
+    metric = key.mean(0)[first : first + n]
+    joined: dict[int, list[int]] = {t: [] for t in targets}
+    for i in (i for i in rest if i not in joined):
+        joined[targets[ranked([cosine(metric[i], metric[t]) for t in targets])[0]]].append(i)
+    media = x[first : first + n]
+    tokens = [media[i] for i in dominant]
+    tokens += [media[t] + (media[own].mean(0) if own else 0) for t, own in joined.items()]
+    return {"indices": first + np.array(dominant, np.int64), "tokens": np.array(tokens)}
+
+
+def audio_prune(a: Arrays, p: Params) -> Results:
+    masks = []
+    for query, key in zip(a["query"].astype(float), a["key"].astype(float), strict=True):
+        n = query.shape[1]
+        score = np.zeros(n)
+        for q, k in zip(query, key, strict=True):
+            score += sum(softmax_of(q, k, place, n - 1) for place in range(1, n))
+        best = ranked(score[1:].tolist())[: math.ceil(p["keep_rate"] * (n - 1))]
+        masks.append(np.isin(np.arange(n - 1), best))
+    return {"mask": np.array(masks)}
+
+
+def prunevid_inner(a: Arrays, p: Params) -> Results:
+    query, key, first = a["query"].astype(float), a["key"].astype(float), p["image_start"]
+    last = first + p["image_len"]
+    score = [0.0] * p["image_len"]
+    for q, k in zip(query, key, strict=True):
+        for place in range(last, len(q)):
+            paid = softmax_of(q, k, place, place)[first:last]
+            score = [max(pair) for pair in zip(score, paid, strict=True)]
+    keep = sorted(ranked(score)[: int(p["image_len"] * p["alpha"])])
+    return {"indices": first + np.array(keep, np.int64)}
+
+
+def adaptinfer(a: Arrays, p: Params) -> Results:
+    query, key, first = a["query"].astype(float), a["key"].astype(float), p["image_start"]
+    last, score = first + p["image_len"], np.zeros(p["image_len"])
+    for q, k in zip(query, key, strict=True):
+        paid = {place: softmax_of(q, k, place, place) for place in range(last, len(q))}
+        for place, row in paid.items():
+            got = sum(other[place] for later, other in paid.items() if later > place)
+            score += (row[last:].sum() + got) * row[first:last]
+    keep = sorted(ranked(score.tolist())[: p["keep"]])
+    return {"indices": first + np.array(keep, np.int64), "score": score}
+
+
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        cdpruner, dart, divprune, dycoke, evs, fastv, fastvid, framefusion, gemfilter, hiprune,
-        hired, holitom, holitom_inner, ivc_prune, pixelprune, prumerge, prumerge_plus, prunevid,
-        pyramiddrop, saint, sparsevlm, stc_pruner, tome, v_cast, vidcom2, visionzip, vispruner,
+        adaptinfer, audio_prune, cdpruner, dart, divprune, dycoke, evs, fastkv, fastv, fastvid,
+        framefusion, gemfilter, hiprune, hired, holitom, holitom_inner, ivc_prune, pixelprune,
+        prumerge, prumerge_plus, prunevid, prunevid_inner, pyramiddrop, saint, script, sparsevlm,
+        stc_pruner, tome, v_cast, vidcom2, visiondrop, visionzip, vispruner,
     )
 }  # fmt: skip

@@ -69,8 +69,9 @@ def _others(
     """What the models supply beside attention and keys; see CONTRIBUTING.md for the meanings."""
     n, words = len(x), 3
     names = ("attn_first", "attn_middle", "attn_visual", "attn_window", "attn_ahead")
+    names += ("attn_peak", "attn_mutual")
     scores = {name: torch.rand(n, generator=g) for name in names}
-    attn_text, text_attn = torch.rand(n, words, generator=g), torch.rand(words, generator=g)
+    attn_text = torch.rand(n, words, generator=g)
     scores["key_norm"] = torch.rand(n, generator=g)
     if kind in ("frozen", "equal"):
         scores = {name: (value * 4).floor() / 4 for name, value in scores.items()}
@@ -79,7 +80,6 @@ def _others(
     return {
         **scores,
         "attn_text": attn_text,
-        "text_attn": text_attn,
         "text_key_norm": torch.rand(words, generator=g),
         "values": x[:, :8].contiguous(),  # equal tokens have equal values
         "text_values": torch.randn(words, 2, min(8, x.shape[1]) // 2, generator=g),
