@@ -33,6 +33,7 @@ from mmfast.ops.similarity import unit_rows
 from mmfast.reducers.merging.litevggt import geometry
 
 _GREY = (0.299, 0.587, 0.114)
+_AT_ONCE = 16  # frames whose geometry is computed together, in float64
 
 
 @contextmanager
@@ -108,11 +109,12 @@ class _SceneStage:
         if work is None or not self._spec.method.scene:
             return
         patches = output["x_norm_patchtokens"] if isinstance(output, dict) else output
-        rows = unit_rows(patches.reshape(len(work.images), -1, patches.shape[-1]))  # [B, N, C]
-        weight = torch.tensor(_GREY, device=work.images.device)
-        grey = torch.einsum("bschw,c->bshw", work.images.float(), weight)
-        maps = [geometry(item, work.grid, seen) for item, seen in zip(rows, grey, strict=True)]
-        work.geometry = torch.stack(maps)
+        weight, maps = torch.tensor(_GREY, device=work.images.device), []
+        pictures = work.images.detach().flatten(0, 1)  # [B * S, 3, H, W]
+        for rows, seen in zip(patches.split(_AT_ONCE), pictures.split(_AT_ONCE), strict=True):
+            grey = torch.einsum("fchw,c->fhw", seen.float(), weight)
+            maps.append(geometry(unit_rows(rows).flatten(0, 1), (len(rows), *work.grid[1:]), grey))
+        work.geometry = torch.cat(maps).view(len(work.images), -1)
 
     def attend(
         self, index: int, call: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
