@@ -142,7 +142,7 @@ def attach(
     every step. In an encoder-decoder (T5, Whisper) `cache` alone acts, on what its encoder read.
 
     Args:
-        model: A stock transformers model, or a vision encoder alone (a ViT of timm, CLIP, SigLIP).
+        model: A stock transformers model, or a vision encoder alone (timm, CLIP, SigLIP, VGGT).
         reduce: Spec string, `name[@site][:budget]` joined by `+`, or its parsed stages; sites
             `pixel` (before the vision tower), `vit` (inside it), `pre` (before the decoder) and
             `llm<K>` (before its layer K; `llm` for a schedule). "auto" plans at the first call.
@@ -300,6 +300,7 @@ def _stages(
     from mmfast.models.vision.folding import folded_tower
     from mmfast.models.vision.merge import vit_stage
     from mmfast.models.vision.pixel import pixel_stage
+    from mmfast.models.vision.scene import scene_stage
 
     specs = check(specs, model, plan, encoder)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
@@ -313,7 +314,8 @@ def _stages(
         yield fast_encoder(model, encoder)
     for spec in specs:
         if spec.site == "vit" and not spec.whole:
-            yield vit_stage(model, adapter, spec, trace)
+            scene = adapter.alone and adapter.tower(model).scene
+            yield (scene_stage if scene else vit_stage)(model, adapter, spec, trace)
     early = [spec for spec in specs if spec.site == "pixel"]
     if early:
         yield pixel_stage(model, adapter, early)

@@ -40,7 +40,7 @@ _ON_CUDA = {
         "temporal-difference",
     ),
     "decode": ("compiled", "hooks", "moshi-frame"),
-    "encoder": ("attention", "batch", "compile", "merge", "patch", "timm"),
+    "encoder": ("attention", "batch", "compile", "merge", "patch", "scene", "timm"),
 }
 Sink = Callable[[list[Row]], None]
 

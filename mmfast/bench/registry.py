@@ -24,7 +24,7 @@ SUITES = {
     "kernels": ("kernels", "column_sums", "selection"),
     "decode": ("decode", "drafts", "kvpress_side", "step_selection", "weights", "growing"),
     "prefill": ("sparse_prefill",),
-    "encoder": ("vision",),
+    "encoder": ("scene", "vision"),
     "train": ("training",),
 }
 Tick = Callable[[str, int, int], None]  # label, steps done, steps in all

@@ -65,6 +65,7 @@ class Method:
         resizes: It keeps a smaller raster, so it may keep less than its budget; at `pixel` the
             pictures are resized to it.
         temporal: It compares the frames of a video, so it needs more than one frame.
+        scene: At `vit` it needs a model that attends to all frames together, such as VGGT.
         rate: A compressor of text before a question: a whole-number budget is the rate by which it
             shrinks, and the model side makes what it puts there.
         routes: It chooses one of several reductions by the question; a spec gives it no budget.
@@ -99,6 +100,7 @@ class Method:
     uneven: bool = False
     resizes: bool = False
     temporal: bool = False
+    scene: bool = False
     rate: bool = False
     routes: bool = False
     coupled: bool = False

@@ -383,10 +383,15 @@ def _load(
         return model, features
 
 
-def stock_class(name: str, what: str) -> Any:
-    """A class of transformers by its name; ModelError where the version installed has none."""
+def stock_class(name: str | type, what: str) -> Any:
+    """A class of transformers by its name; ModelError where the version installed has none.
+
+    One of ours, for a model that transformers has no class of, is given as it is.
+    """
     import transformers
 
+    if not isinstance(name, str):
+        return name
     found = getattr(transformers, name, None)
     if found is None:
         raise ModelError(
@@ -417,7 +422,7 @@ class SpeechFamily:
     a loaded model and its reader.
     """
 
-    stock: str
+    stock: str | type
     reader: str
     voice: Callable[[Any, Any], Any]
     cls: type
@@ -427,13 +432,13 @@ _FAMILIES: dict[str, SpeechFamily] = {}
 
 
 def speech_family(
-    model_type: str, stock: str, argument: str, reader: str = "AutoTokenizer", part: str = ""
+    model_type: str, stock: str | type, argument: str, reader: str = "AutoTokenizer", part: str = ""
 ) -> Callable[[V], V]:
     """Register a class as the voice of a model type, which is that of `config.json`.
 
-    `stock` names the class of transformers that loads it, `reader` the one that turns text into ids
-    and back; `argument` is the argument of the class that takes the reader, or its attribute
-    `part`.
+    `stock` names the class of transformers that loads it, or is one of ours, `reader` names the one
+    that turns text into ids and back; `argument` is the argument of the class that takes the
+    reader, or its attribute `part`.
     """
 
     def register(cls: V) -> V:

@@ -311,6 +311,16 @@ def _halve(box: Box, share: int) -> tuple[tuple[Box, int], tuple[Box, int]]:
     return (tuple(first), left), (tuple(second), share - left)
 
 
+def refuse_block_knobs(method: str, reuse: int, until: float) -> None:
+    """Refuse knobs about the blocks of an encoder where a method runs in front of them all."""
+    for name, value, usual in (("reuse", reuse, 1), ("until", until, 1.0)):
+        if value != usual:
+            raise SpecError(
+                f"knob {name}={value} of {method!r} is for site 'vit', where blocks follow each "
+                f"other; write '{method}@vit:0.5?{name}={value}'"
+            )
+
+
 Cut = Callable[[tuple[int, int, int], int], Sequence[Box]]
 
 

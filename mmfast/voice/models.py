@@ -17,6 +17,7 @@ from mmfast.core.errors import MmfastError, ModelError, an, unknown
 from mmfast.core.speech import Chatter, Listener, Sound, Speaker, Turn
 from mmfast.models import loading
 from mmfast.models.loading import SpeechFamily, is_text_model, speech_families
+from mmfast.models.speech.lfm2_audio import KIND
 from mmfast.models.text_chat import load_text
 
 EMBEDDED = "tiny-speech"  # names the embedded model, as None does
@@ -141,15 +142,20 @@ def _kind_of(model: str | Path) -> str:
             raise ModelError(
                 f"model {str(model)!r} is no directory of a checkpoint; give one, or a hub id"
             )
-        from transformers import AutoConfig
+        from transformers import PreTrainedConfig
 
         with loading.loading(f"model {str(model)!r}"):
-            return str(AutoConfig.from_pretrained(str(model), trust_remote_code=False).model_type)
+            return _named(PreTrainedConfig.get_config_dict(str(model))[0])
     try:
         found = json.loads((where / "config.json").read_text(encoding="utf-8"))
-        return str(found.get("model_type"))
+        return _named(found)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{str(where / 'config.json')!r} cannot be read: {error}") from error
+
+
+def _named(config: Mapping[str, Any]) -> str:
+    """Return the model type of a configuration; that of LFM2-Audio names none."""
+    return str(config.get("model_type", KIND if "depthformer" in config else None))
 
 
 def can(model: Any, part: str) -> Any:

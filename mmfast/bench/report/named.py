@@ -338,6 +338,12 @@ ENCODER = {
         "encoder: {tower_part} | stage: [reduce]`{job}` or {job} | images/s: {images_per_s:.2f} | "
         "faster: {gain} | ideal: [reduce]{ideal:.2f}x | of the ideal: [reduce]{of_ideal:.0%}",
     ),
+    "scene": (
+        "An aggregator of VGGT's shape with merging in the attention over all frames; random "
+        "weights, and pictures of noise",
+        "frames: {frames} | tokens: {tokens:,} | blocks: {blocks} | stage: [reduce]`{job}` or "
+        "{job} | ms: {median_ms:.0f} | faster: {gain} | ideal: [reduce]{ideal:.2f}x",
+    ),
     "compile": (
         'Whole tower with `encoder="fast"` and `"compile"`',
         "tower: {tower_part} | mode: {job} | ms: {median_ms:.0f} | faster: {gain} | "

@@ -268,6 +268,9 @@ def add_views(model: Any, kind: str, inputs: Mapping[str, Any], trace: Trace) ->
 # `model_type` of encoders of transformers; one of their modules has `embeddings` and `encoder`.
 TRANSFORMERS = ("siglip_vision_model", "clip_vision_model", "dinov2", "dinov2_with_registers")
 
+# Names in an aggregator of VGGT, by which it is known.
+SCENE = ("frame_blocks", "global_blocks", "patch_embed", "patch_size", "patch_start_idx")
+
 
 def encoder_adapter(model: Any) -> Adapter | None:
     """The adapter of a model that is a vision encoder alone; None for any other model.
@@ -296,6 +299,10 @@ def _find(model: Any) -> Tower | None:
                 f"{type(model).__name__} of timm is no plain ViT; attach to a VisionTransformer "
                 "(ViT, DeiT, SigLIP, CLIP, DINOv2) or an Eva (EVA, EVA-02, DINOv3)"
             )
+    inner: Any = getattr(model, "aggregator", None)  # VGGT (arXiv 2503.11651) has heads behind it
+    for part in (model, inner):
+        if all(hasattr(part, name) for name in SCENE):
+            return Tower(part, part, part.global_blocks, packed=False, class_token=False)
     if getattr(getattr(model, "config", None), "model_type", None) not in TRANSFORMERS:
         return None
     parts = (m for m in model.modules() if hasattr(m, "embeddings") and hasattr(m, "encoder"))

@@ -57,6 +57,11 @@ class Tower:
         """The encoder is one of timm."""
         return hasattr(self.module, "forward_features")
 
+    @property
+    def scene(self) -> bool:
+        """Blocks attend to all frames of a scene together, and others in between to each (VGGT)."""
+        return hasattr(self.module, "global_blocks")
+
     def entries(self) -> dict[str, str]:
         """Methods of the base that encode images and videos, and the kind of each."""
         if self.alone:

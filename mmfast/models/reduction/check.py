@@ -26,6 +26,7 @@ from mmfast.models.reduction.decoder_signals import AHEAD, BEFORE, INNER
 from mmfast.models.reduction.look_ahead import layer_ahead
 from mmfast.models.reduction.site import POSITIONS
 from mmfast.models.vision.folding import check_folded
+from mmfast.models.vision.scene import check_scene
 from mmfast.models.wrappers import (
     CONV,
     FULL,
@@ -171,6 +172,7 @@ def _check_alone(
                 "example 'tome@vit:0.5'"
             )
     inside = [spec for spec in specs if not spec.whole]
+    check_scene(inside, tower, encoder)
     for spec in inside:
         check_merge_knobs(spec)
     _check_one(inside)
@@ -447,6 +449,7 @@ def check_merge_knobs(spec: Spec) -> None:
 def _check_merging(spec: Spec, adapter: Adapter, model: Any) -> None:
     check_merge_knobs(spec)
     tower = adapter.tower(base_of(model))
+    check_scene([spec], tower, None)
     check_blocks(tower, adapter.family, "site 'vit'")
     layers = argument(tower.base, {}, "vision_feature_layer")
     where, why = f"'{spec}' cannot run in ", None

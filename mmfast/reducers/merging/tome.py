@@ -11,7 +11,7 @@ from mmfast.core.errors import SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.merging import Matching, adjacent_merge, match
+from mmfast.ops.merging import Matching, adjacent_merge, match, refuse_block_knobs
 from mmfast.ops.ranking import one_by_one
 
 
@@ -45,12 +45,7 @@ def tome(
         parity: One round as in the reference, even if that leaves more than `budget` tokens, with
             its order of emission: unmerged even tokens, then odd ones.
     """
-    for name, value, usual in (("reuse", reuse, 1), ("until", until, 1.0)):
-        if value != usual:
-            raise SpecError(
-                f"knob {name}={value} of 'tome' is for site 'vit', where blocks follow each other; "
-                f"write 'tome@vit:0.5?{name}={value}'"
-            )
+    refuse_block_knobs("tome", reuse, until)
     protected = class_token + distill_token
     if budget <= protected and not parity:
         raise SpecError(

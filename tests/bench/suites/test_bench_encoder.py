@@ -11,7 +11,7 @@ import torch
 
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import named_rows, names, quiet
-from mmfast.bench.suites import vision
+from mmfast.bench.suites import scene, vision
 from mmfast.core.errors import MmfastError
 
 TINY = vision.TowerShape(lambda layers: get_preset("tiny"), 3, frames=2)
@@ -24,7 +24,15 @@ def _short(monkeypatch: Any) -> None:
 
 
 def test_all_are_found_by_name() -> None:
-    assert names("encoder") == ["attention", "batch", "compile", "merge", "patch", "timm"]
+    assert names("encoder") == [
+        "attention",
+        "batch",
+        "compile",
+        "merge",
+        "patch",
+        "scene",
+        "timm",
+    ]
 
 
 def check(rows: list[dict[str, Any]], first: str) -> None:
@@ -71,6 +79,19 @@ def test_merging() -> None:
     assert merged["operations_a_block"] > 10
     assert merged["merging_ms"] > 0 == stock["merging_ms"]
     assert merged["of_ideal"] == merged["speedup"] / merged["ideal"]
+
+
+def test_a_scene() -> None:
+    rows = scene.scene(quiet, rounds=2, layers=2, frames=4, size=(28, 42))
+    check(rows, "stock")
+    assert [row["job"] for row in rows][1:] == [*scene.SPECS]
+    # 24 patches in four frames with 5 tokens in front of each; 10 of the patches are left.
+    linear, width = 2 * 12 * 1024**2 * 44, 2 * 1024
+    full = linear + width * (44 * 11 + 44 * 44)
+    less = linear + width * (44 * 11 + 30 * 30)
+    for row in rows[1:]:
+        assert row["ideal"] == pytest.approx(full / less)
+    assert (rows[0]["tokens"], rows[0]["frames"], rows[0]["blocks"]) == (24, 4, 4)
 
 
 def ideal(n: int, leaving: list[int], width: int = 32, inner: int = 64) -> float:

@@ -223,7 +223,7 @@ def test_a_class_that_is_missing_is_said(
 def test_families_are_found() -> None:
     wanted = {
         "vits", "speecht5", "bark", "seamless_m4t_v2", "dia", "higgs_audio_v2", "vibevoice",
-        "pocket_tts", "qwen3_omni_moe", "csm", "moshi", "qwen2_5_omni",
+        "pocket_tts", "qwen3_omni_moe", "csm", "moshi", "qwen2_5_omni", "lfm2_audio",
     }  # fmt: skip
     assert set(speech_families()) >= wanted
 

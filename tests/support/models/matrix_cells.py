@@ -20,6 +20,7 @@ SHARE = 0.5
 # What an error says, and the footnote of the README that it becomes.
 REASONS = {
     "has no blocks of attention": "the tower is convolutional and has no attention to read",
+    "as in VGGT, which": "acts where all frames attend to each other, as in VGGT",
     "which pads images of different sizes": "no merging inside a tower that pads its images",
     "takes tiles of fixed size": "the tower takes tiles of fixed size, not fewer patches",
     "is not possible in": "its pictures all have one size and number of tokens",

@@ -358,12 +358,18 @@ def geometry(frame: np.ndarray) -> list[float]:
     return [(a + b) / 2 for a, b in zip(*maps, strict=True)]
 
 
-def litevggt(item: Item, budget: int, salient: float = 0.3, first: bool = False) -> Answer:
+def litevggt(
+    item: Item,
+    budget: int,
+    salient: float = 0.3,
+    first: bool = False,
+    score: list[float] | None = None,
+) -> Answer:
     frames, rows, columns = item.grid or (1, 1, item.n)
     size = rows * columns
     units = [row / (math.sqrt(float(row @ row)) or 1.0) for row in item.x]
     video = np.array(units).reshape(frames, rows, columns, -1)
-    score = [value for frame in video for value in geometry(frame)]
+    score = [value for frame in video for value in geometry(frame)] if score is None else score
     stay = min(round(salient * budget), budget - 1)
     start = size if first else 0
     anchors = list(range(start))

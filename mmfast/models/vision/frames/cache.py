@@ -419,7 +419,8 @@ def _entered() -> set[int]:
 
 
 def _check_blocks(tower: Tower, family: str) -> None:
-    if not len(tower.blocks) or not all(map(has_halves, tower.blocks)):
+    known = len(tower.blocks) and all(map(has_halves, tower.blocks)) and not tower.scene
+    if not known:
         raise ModelError(
             f"the vision tower of {family!r} ({type(tower.module).__name__}) has no blocks that a "
             "frame cache knows; leave the cache out, or use a SigLIP, CLIP, InternVL or Qwen tower"
