@@ -348,6 +348,26 @@ def handle_of(model: Any) -> Handle | None:
     return found
 
 
+def check_detached(model: Any, wait: bool = True) -> None:
+    """Refuse what a caller has attached to the model of a stream, where it would not act.
+
+    A pipeline's call in another thread detaches what is its own: it is waited for, or let pass.
+    """
+    if not wait and handle_of(model) is None:  # as for nearly every frame
+        return
+    turn: Any = turn_of(model)
+    if turn.acquire(wait):
+        try:
+            other = handle_of(model)
+        finally:
+            turn.release()
+        if other is not None and other.inside:
+            raise ModelError(
+                f"video-stream: {other.what!r} is attached to the model and would not act in a "
+                "stream; detach it, and give reduce= to the pipeline and memory= to open()"
+            )
+
+
 @contextmanager
 def recorded(model: Any, trace: Trace) -> Iterator[None]:
     """Record in the trace of a call what its caller has attached to the model, too."""

@@ -291,6 +291,9 @@ def asker(
     """
 
     def chat(turns: Sequence[Turn]) -> Iterator[str]:
+        if video.stream.timeline.last is None:  # an error would end the conversation
+            yield "I can not see a video."
+            return
         with video.ask(wording(turns[-1].text), **how) as reply:
             yield from reply
 

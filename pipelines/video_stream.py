@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mmfast.attach import handle_of, turn_of
+from mmfast.attach import check_detached
 from mmfast.core.errors import MmfastError, ModelError, warn
 from mmfast.core.spec import parse
 from mmfast.core.trace import parse_bytes
@@ -166,13 +166,7 @@ class VideoStream:
             SpecError: Wrong `memory`.
             MmfastError: Wrong sizes.
         """
-        with turn_of(self.model):  # a call of another pipeline detaches what is its own
-            other = handle_of(self.model)
-        if other is not None and other.inside:
-            raise MmfastError(
-                f"{self.task}: {other.what!r} is attached to the model and would not act in a "
-                "stream; detach it, and give reduce= to the pipeline and memory= to open()"
-            )
+        check_detached(self.model)
         quotas = TierQuotas.of(device_bytes, host_bytes, disk_bytes, folder, host_blocks)
         kept = parse_bytes(history)
         return Session(self.stream_model, memory, quotas=quotas, limits=limits, history=kept)

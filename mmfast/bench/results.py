@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from mmfast.core.spec import parse
 from mmfast.models.loading import device_name
 
 Row = dict[str, Any]
+_LONGEST = 1 << 20  # bytes in which the end of the last line is looked for
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,14 +56,41 @@ def append(path: str | Path, rows: Iterable[Row]) -> None:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("a", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows
-            )
+        texts = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
+        _append_whole(target, "".join(f"{text}\n" for text in texts))
     except OSError as error:
         raise MmfastError(
             f"cannot write rows to {str(path)!r}: {error.strerror}; give a .jsonl file"
         ) from None
+
+
+def _append_whole(target: Path, text: str) -> None:
+    """Append lines, all or none of them, in place of what a killed run has left of one."""
+    with target.open("ab", buffering=0) as file:
+        size, torn = _end(target) if file.seekable() else (0, b"")
+        if torn.startswith(b'{"'):
+            try:
+                json.loads(torn)
+            except ValueError:
+                size -= len(torn)
+                file.truncate(size)
+                torn = b""
+        data = memoryview((b"\n" if torn and text else b"") + text.encode())
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            if file.seekable():
+                file.truncate(size)
+            raise
+
+
+def _end(path: Path) -> tuple[int, bytes]:
+    """Return the size of a file, and what stands behind its last line."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LONGEST))
+        return size, file.read().rpartition(b"\n")[2]
 
 
 def load(path: str | Path) -> list[Row]:

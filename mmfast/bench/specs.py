@@ -69,16 +69,22 @@ def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
 
 def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
     """Give every spec without a budget each of `keep`; one that chooses its own only if asked."""
-    specs: list[str] = []
+    specs, free = list[str](), 0
     for text in reduce or DEFAULT:
         bare = re.fullmatch(r"([^+:?]+)(\?[^+]*)?", text.strip())
         method = get(bare[1].partition("@")[0]) if bare else None
         if bare is None or method is None or (method.adaptive and not keep and reduce):
             specs.append(text.strip())
             continue
+        free += 1
         specs += [f"{bare[1]}:{b}{bare[2] or ''}" for b in keep or DEFAULT_KEEP]
     for spec in specs:
         parse(spec)
+    if keep and not free:
+        raise MmfastError(
+            f"--keep acts on specs without a budget, and {', '.join(specs)} "
+            f"{'has' if len(specs) == 1 else 'have'} one; leave --keep out"
+        )
     return list(dict.fromkeys(specs))
 
 

@@ -233,6 +233,8 @@ def _usage(error: Any) -> str:
     if type(error).__name__ == "NoSuchOption" and context is not None:
         known = (name for each in context.command.params for name in each.opts)
         text = unknown("option", error.option_name, [n for n in known if n.startswith("-")])
+    if "requires 2 arguments" in text:  # `bench --compare` alone; its context is not known here
+        text = f"{text.rstrip('.')}: two files of rows, the older one first"
     return f"{text} (see {context.command_path if context else 'mmfast'} --help)"
 
 

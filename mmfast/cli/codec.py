@@ -76,7 +76,10 @@ def write_codes(path: str, codes: Tensor, codec: Any) -> None:
     """Write codes, or latents, `[Q, T]` and the name of their codec."""
     from safetensors.torch import save_file
 
-    save_file({"codes": codes.cpu().contiguous()}, path, {"codec": codec.name})
+    from mmfast.core.files import whole_file
+
+    with whole_file(path) as draft:
+        save_file({"codes": codes.cpu().contiguous()}, draft, {"codec": codec.name})
 
 
 def read_codes(path: str, codec: Any) -> Tensor:

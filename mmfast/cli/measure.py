@@ -249,6 +249,8 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
     if AUTO in (given["reduce"] or []):
         raise MmfastError("--reduce auto chooses for one request; give --data a spec")
     data, out, *files = (given[key] for key in ("data", "out", "report", "csv"))
+    if files[0] is not None and files[0].suffix.lower() not in (".html", ".htm"):
+        raise MmfastError(f"--report {str(files[0])!r}: write a .html or .htm file")
     if files[0] is not None and find_spec("matplotlib") is None:
         raise MmfastError('--report draws with matplotlib: pip install "mmfast[docs]"')
     read_questions(data)  # before a file is made

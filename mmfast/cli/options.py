@@ -61,6 +61,13 @@ def complete_preset(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
+def _filled(specs: list[str] | None) -> list[str] | None:
+    """Refuse an empty spec, as of a variable of the shell that is not set."""
+    if specs and not all(spec.strip() for spec in specs):
+        raise MmfastError("a spec of --reduce or --cache is empty; name a method or leave it out")
+    return specs
+
+
 def silent(*_: object) -> None:
     """Report no progress, beside a JSON document."""
 
@@ -74,7 +81,12 @@ Reduce = Annotated[
 ]
 Reduces = Annotated[
     list[str] | None,
-    typer.Option("--reduce", help="Spec; give it several times.", autocompletion=complete_spec),
+    typer.Option(
+        "--reduce",
+        help="Spec; give it several times.",
+        autocompletion=complete_spec,
+        callback=_filled,
+    ),
 ]
 Cache = Annotated[
     str | None,
@@ -107,7 +119,10 @@ Attn = Annotated[
 Caches = Annotated[
     list[str] | None,
     typer.Option(
-        "--cache", help="KV policy; give it several times.", autocompletion=complete_cache
+        "--cache",
+        help="KV policy; give it several times.",
+        autocompletion=complete_cache,
+        callback=_filled,
     ),
 ]
 Reuse = Annotated[

@@ -59,7 +59,7 @@ def peers(
     output.keep_rows(out, [])
     from mmfast.bench.peers import run_peers
 
-    chosen = [name for name in (engines or "").split(",") if name]
+    chosen = [] if engines is None else [name.strip() for name in engines.split(",")]
     sizes = (preset, reduce, frames, threads, rounds, tokens)
     with output.progress("peers") as tick:
         told = lambda label, done, total: tick(done, total, label)

@@ -1,19 +1,26 @@
-"""Frames of a live source, read ahead by a thread with bounded waiting and a bounded delay."""
+"""Frames of a live source, read ahead by a thread with bounded waiting and a bounded delay.
+
+`Watch` takes them into a session, and `Sources` counts the watches of one.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from mmfast.core.errors import SpecError
+from mmfast.core.errors import MmfastError, SpecError, unknown
 from mmfast.frontends.clip import Frame
+from mmfast.frontends.live.source import live_frames
 from mmfast.frontends.video.threads import Ahead
+from mmfast.streams.recent import GAP
 from mmfast.streams.stream import Clock
 
 AHEAD = Ahead(frames=8, bytes=128 << 20)
+_ERRORS = 64  # of sources, the latest
 _JOIN = 5.0  # seconds that `close` waits for a source that blocks and cannot be interrupted
 
 
@@ -47,7 +54,9 @@ class Feed(Iterator[tuple[Frame, float]]):
         SpecError where it is not positive. `realtime` lets the frames arrive at their times and not
         earlier, as from a camera; `ahead` is how much may wait.
         """
-        if latency is not None and not 0 < latency < float("inf"):
+        if latency is not None and not (
+            isinstance(latency, int | float) and 0 < latency < float("inf")
+        ):
             raise SpecError(f"latency={latency!r} is not a delay: give seconds such as 0.5")
         self.dropped = self.delivered = self.arrived = 0
         self._source, self._latency, self._ahead = source, latency, ahead
@@ -166,3 +175,164 @@ class Feed(Iterator[tuple[Frame, float]]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Sources:
+    """The watches of a session that run, and the figures of those that have ended."""
+
+    def __init__(self) -> None:
+        self.running: list[Watch] = []
+        self.opened = 0
+        self._dropped = 0
+        self._events: Counter[str] = Counter()
+        self._errors: deque[str] = deque(maxlen=_ERRORS)
+        self._lock = threading.Lock()
+
+    def add(self, watch: Watch) -> None:
+        """Count a watch in."""
+        with self._lock:
+            self.opened += 1
+            self.running.append(watch)
+
+    def end(self, watch: Watch) -> None:
+        """Keep the figures of a watch in its place: it holds decoders and frames."""
+        with self._lock:
+            if watch in self.running:
+                self.running.remove(watch)
+                row = watch.stats()
+                self._dropped += row["dropped"]
+                self._events.update(row["events"])
+                self._errors.extend([row["error"]] if row["error"] else [])
+
+    def stats(self, odd: Counter[str]) -> dict[str, Any]:
+        """Figures of all sources; `odd` counts irregular times that the stream has put right."""
+        with self._lock:
+            feeds = [watch.stats() for watch in self.running]
+            for events in (self._events, *(feed["events"] for feed in feeds)):
+                odd.update(events)
+            return {
+                "dropped": self._dropped + sum(feed["dropped"] for feed in feeds),
+                "lag": max((feed["lag"] for feed in feeds), default=0.0),
+                "source_events": dict(odd),
+                "errors": [*self._errors, *(feed["error"] for feed in feeds if feed["error"])],
+            }
+
+
+# options of a source that a watch hands on, and those of the watch itself
+_SOURCE = ("ahead", "allow_network", "rate", "timeout")
+_OWN = ("background", "each", "fps", "latency", "realtime")
+
+
+def _check_options(each: Any, realtime: Any, options: Iterable[str]) -> None:
+    """Refuse an option that a watch does not know, and what could fail at the first frame alone."""
+    for name in options:
+        if name not in _SOURCE:
+            raise MmfastError(unknown("option", name, (*_SOURCE, *_OWN)))
+    if each is not None and not callable(each):
+        raise MmfastError(f"each={each!r} cannot be called; give a function of seconds, or None")
+    if not isinstance(realtime, bool):
+        raise MmfastError(f"realtime={realtime!r} is not allowed; give True or False")
+
+
+class Watch:
+    """Frames of one source on their way into a session.
+
+    `fps` frames are taken per second, None takes all. A frame waits `latency` seconds at most:
+    older ones are dropped, and counted, while the model is busy; None drops nothing, and the source
+    waits. `realtime` lets a file's frames arrive at their times, as a camera's do. `each` is called
+    after every frame with its seconds, in the thread that watches. `options` are `allow_network`,
+    `rate`, `timeout` of `mmfast.frontends.live.source.live_frames`, which explains the source too.
+
+    `feed` knows `lag` and `dropped`; `error` is the exception that ended it, if any.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        source: Any,
+        *,
+        fps: float | None,
+        latency: float | None = None,
+        realtime: bool = False,
+        clock: Clock | None = None,
+        each: Callable[[float], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        _check_options(each, realtime, options)
+        self._session, self._each = session, each
+        # pictures for questions about motion come more often than frames for the model
+        self._fps, every = fps, 1
+        if session.stream.recent is not None and isinstance(fps, int | float) and fps > 0:
+            every = max(1, math.ceil(1 / (GAP * fps)))
+        self._near = 0.5 / every  # of a frame's turn: as near as any other frame can come
+        dense = fps if every == 1 or fps is None else fps * every
+        self.live = live_frames(source, fps=dense, limits=session.limits, **options)
+        self.feed = Feed(self.live, latency=latency, clock=clock, realtime=realtime)
+        self.error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Watch in a thread."""
+        self._thread = threading.Thread(target=self._quietly, name="mmfast-watch", daemon=True)
+        self._thread.start()
+
+    def _quietly(self) -> None:
+        try:
+            self.run()
+        except Exception as error:  # raised by `join`, shown in the session's figures
+            self.error = error
+
+    def run(self) -> None:
+        """Push frames until `stop`, or the source ends; MediaError where it stalls or dies."""
+        self._session.new_source()
+        start, turn = None, -1
+        try:
+            for frame, seconds in self.feed:
+                if self._stopped or self._session.closed:
+                    return
+                start = seconds if start is None else start
+                now = turn + 1
+                if self._near < 0.5 and self._fps is not None:
+                    now = math.floor((seconds - start) * self._fps + self._near)
+                if now <= turn:
+                    self._session.glance(frame, seconds)
+                    continue
+                turn = now
+                self._session.push(frame, seconds)
+                if self._each is not None:
+                    self._each(self._session.stream.timeline.last or 0.0)
+        except Exception as error:
+            if isinstance(error, MmfastError) and (self._stopped or self._session.closed):
+                return  # it was woken to end
+            self.error = error
+            raise
+        finally:
+            self.feed.close()
+            self._session.sources.end(self)
+
+    @property
+    def running(self) -> bool:
+        """Its thread is still watching."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the source and return True; MediaError where it stalled or died."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        if self.error is not None:
+            raise self.error
+        return not self.running
+
+    def stop(self) -> None:
+        """End it; frames that wait are not read."""
+        self._stopped = True
+        self.feed.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the feed, and what the source did wrong."""
+        events = {name: count for name, count in self.live.events.items() if count}
+        error = None if self.error is None else str(self.error)
+        return {"source": self.live.name, **self.feed.stats(), "events": events, "error": error}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time as clocks
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from mmfast.attach import check_detached
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.trace import Trace
 from mmfast.frontends.image import picture
-from mmfast.frontends.live.source import live_frames
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.prompt import check_question
 from mmfast.streams import snapshots
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.drafts import plan_stream
-from mmfast.streams.feed import Feed
+from mmfast.streams.feed import Sources, Watch
 from mmfast.streams.frontend import Frame
 from mmfast.streams.history import (
     NUMBERS,
@@ -33,9 +33,8 @@ from mmfast.streams.history import (
     history_question,
     tell,
 )
-from mmfast.streams.recent import GAP
 from mmfast.streams.reply import Reply, Sampler, ToldReply, recalled_frames
-from mmfast.streams.stream import Clock, Stream, StreamModel
+from mmfast.streams.stream import Stream, StreamModel
 from mmfast.streams.subscription import (
     NO,
     PROBE,
@@ -47,49 +46,7 @@ from mmfast.streams.subscription import (
     condition_of,
 )
 
-_ERRORS = 64  # of sources, the latest
 _POLL = 0.1  # seconds between two looks whether the sources still run
-
-
-class Sources:
-    """The watches of a session that run, and the figures of those that have ended."""
-
-    def __init__(self) -> None:
-        self.running: list[Watch] = []
-        self.opened = 0
-        self._dropped = 0
-        self._events: Counter[str] = Counter()
-        self._errors: deque[str] = deque(maxlen=_ERRORS)
-        self._lock = threading.Lock()
-
-    def add(self, watch: Watch) -> None:
-        """Count a watch in."""
-        with self._lock:
-            self.opened += 1
-            self.running.append(watch)
-
-    def end(self, watch: Watch) -> None:
-        """Keep the figures of a watch in its place: it holds decoders and frames."""
-        with self._lock:
-            if watch in self.running:
-                self.running.remove(watch)
-                row = watch.stats()
-                self._dropped += row["dropped"]
-                self._events.update(row["events"])
-                self._errors.extend([row["error"]] if row["error"] else [])
-
-    def stats(self, odd: Counter[str]) -> dict[str, Any]:
-        """Figures of all sources; `odd` counts irregular times that the stream has put right."""
-        with self._lock:
-            feeds = [watch.stats() for watch in self.running]
-            for events in (self._events, *(feed["events"] for feed in feeds)):
-                odd.update(events)
-            return {
-                "dropped": self._dropped + sum(feed["dropped"] for feed in feeds),
-                "lag": max((feed["lag"] for feed in feeds), default=0.0),
-                "source_events": dict(odd),
-                "errors": [*self._errors, *(feed["error"] for feed in feeds if feed["error"])],
-            }
 
 
 class TurnLock:
@@ -204,7 +161,7 @@ class Session:
         read, times = read_frames(frame, time, self.limits)
         events: list[tuple[Subscription, Event]] = []
         with self.turns.frame():
-            self._check_open()
+            self._check_stock()
             units = self.stream.take(read, times)
             for subscription in list(self.subscriptions) if units else []:
                 found = subscription.look(self.stream, self._answer, units[-1].times[-1])
@@ -232,7 +189,7 @@ class Session:
             MediaError: The source cannot be opened, stalls or dies; what was seen stays. In the
                 background it is raised by `Watch.join`.
         """
-        self._check_open()
+        self._check_stock()
         watch = Watch(self, source, **{"fps": self.model.fps, **options})
         self.sources.add(watch)
         if background:
@@ -267,7 +224,7 @@ class Session:
             decode: `recycle` or `lookup`, drafts that change no answer; None: the pipeline's.
 
         Raises:
-            MmfastError: Empty question, a value out of range, or the session is closed.
+            MmfastError: Empty question, a value out of range, no frame yet, or a closed session.
         """
         started, text, trace = clocks.perf_counter(), check_question(question), Trace()
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -278,7 +235,7 @@ class Session:
             if past is not None:
                 return self._told(past, text if remember else None, started)
         with self.turns.question():
-            self._check_open()
+            self._check_seen()
             if remember:  # what waits for its partner belongs before the question
                 self.stream.flush()
             stream, wording = self.stream.answering(text, trace)
@@ -328,7 +285,7 @@ class Session:
         trace, live = Trace(), list[float]()
         recalled: dict[str, dict[float, int]] | None = None
         with self.turns.question():
-            self._check_open()
+            self._check_seen()
             stream, album = self.stream, self.stream.album
             if album is None:
                 raise MmfastError("this session keeps no history; open(history='64MB') does")
@@ -390,11 +347,10 @@ class Session:
                 f"callback {callback!r} cannot be called; give a function of an Event, or none and "
                 "iterate over the subscription"
             )
-        question = probe.replace("{condition}", condition)
-        look = Look(question, tuple(yes), no, silence, reply, max_new_tokens)
+        look = Look(probe, yes, no, silence, reply, max_new_tokens).about(condition)
         subscription = Subscription(condition, SpeakRule.of(rule), look, callback, self._cancelled)
         with self.turns.question():
-            self._check_open()
+            self._check_stock()
             look.check(self.model)
             self.subscriptions.append(subscription)
         return subscription
@@ -489,111 +445,18 @@ class Session:
         if self.closed:
             raise MmfastError("this session is closed; open another one")
 
+    def _check_stock(self) -> None:
+        self._check_open()
+        check_detached(self.model.model, wait=False)
+
+    def _check_seen(self) -> None:
+        """Refuse a question to a stream without a frame, which would be answered by a guess."""
+        self._check_stock()
+        if self.stream.timeline.last is None:
+            raise MmfastError("nothing was seen yet; push a frame or watch a source before you ask")
+
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Watch:
-    """Frames of one source on their way into a session.
-
-    `fps` frames are taken per second, None takes all. A frame waits `latency` seconds at most:
-    older ones are dropped, and counted, while the model is busy; None drops nothing, and the source
-    waits. `realtime` lets a file's frames arrive at their times, as a camera's do. `each` is called
-    after every frame with its seconds, in the thread that watches. `options` are `allow_network`,
-    `rate`, `timeout` of `mmfast.frontends.live.source.live_frames`, which explains the source too.
-
-    `feed` knows `lag` and `dropped`; `error` is the exception that ended it, if any.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        source: Any,
-        *,
-        fps: float | None,
-        latency: float | None = None,
-        realtime: bool = False,
-        clock: Clock | None = None,
-        each: Callable[[float], Any] | None = None,
-        **options: Any,
-    ) -> None:
-        self._session, self._each = session, each
-        # pictures for questions about motion come more often than frames for the model
-        self._fps, every = fps, 1
-        if session.stream.recent is not None and isinstance(fps, int | float) and fps > 0:
-            every = max(1, math.ceil(1 / (GAP * fps)))
-        self._near = 0.5 / every  # of a frame's turn: as near as any other frame can come
-        dense = fps if every == 1 or fps is None else fps * every
-        self.live = live_frames(source, fps=dense, limits=session.limits, **options)
-        self.feed = Feed(self.live, latency=latency, clock=clock, realtime=realtime)
-        self.error: Exception | None = None
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-
-    def start(self) -> None:
-        """Watch in a thread."""
-        self._thread = threading.Thread(target=self._quietly, name="mmfast-watch", daemon=True)
-        self._thread.start()
-
-    def _quietly(self) -> None:
-        try:
-            self.run()
-        except Exception as error:  # raised by `join`, shown in the session's figures
-            self.error = error
-
-    def run(self) -> None:
-        """Push frames until `stop`, or the source ends; MediaError where it stalls or dies."""
-        self._session.new_source()
-        start, turn = None, -1
-        try:
-            for frame, seconds in self.feed:
-                if self._stopped or self._session.closed:
-                    return
-                start = seconds if start is None else start
-                now = turn + 1
-                if self._near < 0.5 and self._fps is not None:
-                    now = math.floor((seconds - start) * self._fps + self._near)
-                if now <= turn:
-                    self._session.glance(frame, seconds)
-                    continue
-                turn = now
-                self._session.push(frame, seconds)
-                if self._each is not None:
-                    self._each(self._session.stream.timeline.last or 0.0)
-        except Exception as error:
-            if isinstance(error, MmfastError) and (self._stopped or self._session.closed):
-                return  # it was woken to end
-            self.error = error
-            raise
-        finally:
-            self.feed.close()
-            self._session.sources.end(self)
-
-    @property
-    def running(self) -> bool:
-        """Its thread is still watching."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the source and return True; MediaError where it stalled or died."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        if self.error is not None:
-            raise self.error
-        return not self.running
-
-    def stop(self) -> None:
-        """End it; frames that wait are not read."""
-        self._stopped = True
-        self.feed.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def stats(self) -> dict[str, Any]:
-        """Figures of the feed, and what the source did wrong."""
-        events = {name: count for name, count in self.live.events.items() if count}
-        error = None if self.error is None else str(self.error)
-        return {"source": self.live.name, **self.feed.stats(), "events": events, "error": error}

@@ -125,6 +125,21 @@ class Look:
     reply: str | None = None
     max_new_tokens: int = 32
 
+    def about(self, condition: str) -> Look:
+        """Put a condition into the probe; MmfastError for a value of another kind."""
+        if not isinstance(self.question, str):
+            raise MmfastError(f"probe={self.question!r} is no question; give one such as {PROBE!r}")
+        for name, words in (("yes", self.yes), ("no", () if self.no is None else self.no)):
+            # letters of a text would be taken for words
+            if not isinstance(words, list | tuple) or not all(isinstance(w, str) for w in words):
+                raise MmfastError(f"{name}={words!r} is no list of words; give one such as ['red']")
+        for name in ("silence", "reply"):
+            if not isinstance(getattr(self, name), str | None):
+                raise MmfastError(f"{name}={getattr(self, name)!r} is no text; give one, or None")
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+            raise MmfastError(f"max_new_tokens={self.max_new_tokens!r}; give a whole number from 1")
+        return replace(self, question=self.question.replace("{condition}", condition))
+
     def check(self, model: StreamModel) -> None:
         """Refuse words that begin with the same token, or hold none (MmfastError)."""
         if self.silence is not None:

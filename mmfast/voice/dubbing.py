@@ -6,7 +6,6 @@ they are; lips still move for the other words.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError, MmfastError, unknown
+from mmfast.core.files import whole_file
 from mmfast.core.speech import Listener, Speaker
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.audio.turns import TurnCutter
-from mmfast.frontends.source import first_line
 from mmfast.models.translation import AnyTranslator
 from mmfast.voice.ear import RATE
 
@@ -164,14 +163,8 @@ def write_dubbed(clip: Path, out: Path, track: Tensor, rate: int) -> None:
 
     The file appears when it is whole; a failure leaves what was there before.
     """
-    draft = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
+    with whole_file(out) as draft:
         _write(clip, draft, FORMATS[out.suffix.lower()], track, rate)
-        draft.replace(out)
-    except OSError as error:
-        raise MmfastError(f"{str(out)!r} cannot be written: {first_line(error)}") from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _write(clip: Path, out: Path, form: str, track: Tensor, rate: int) -> None:

@@ -333,6 +333,8 @@ def test_wrong_files_and_options(capsys: pytest.CaptureFixture[str], tmp_path: P
     data = str(write(tmp_path, [CROSS]))
     assert "none.jsonl" in fails(capsys, "eval", "--data", str(tmp_path / "none.jsonl"))
     assert "twice" in fails(capsys, "eval", "--data", data, "--csv", data)
+    told = fails(capsys, "eval", "--data", data, "--report", str(tmp_path / "r.pdf"))
+    assert "r.pdf': write a .html or .htm file" in told and not (tmp_path / "r.pdf").exists()
     assert Path(data).read_text() == json.dumps(CROSS) + "\n"
     assert "--suite" in fails(capsys, "eval", "--data", data, "--suite", "video")
     assert "--report" in fails(capsys, "eval", "--report", "page.html", "--n", "1")

@@ -38,6 +38,22 @@ def test_threads_are_as_many_as_a_machine_bears(
     assert f"--threads {threads} is out of reach; give a number from 1 to " in told
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("peers", "--engines", ","), "unknown engine ''; choices: mmfast, openvino"),
+        (("eval", "--n", "1", "--reduce", ""), "a spec of --reduce or --cache is empty"),
+        (("eval", "--n", "1", "--cache", " "), "a spec of --reduce or --cache is empty"),
+        (("bench", "--compare", "rows.jsonl"), "2 arguments: two files of rows, the older one"),
+        (("bench", "--reduce", "evs:0.5", "--keep", "0.1"), "evs:0.5 has one; leave --keep out"),
+    ],
+)
+def test_an_option_that_would_say_nothing_is_refused(
+    command: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in fails(capsys, *command)
+
+
 def test_a_suite_takes_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
     assert "takes no --seconds" in fails(capsys, "eval", "--n", "1", "--seconds", "30")
     assert "scenes" in fails(capsys, "eval", "--n", "1", "--suite", "photos")

@@ -87,6 +87,12 @@ def test_a_stream_is_asked_by_voice(omni: OmniChat) -> None:
     assert stats["voice"]["turns"] == 1
 
 
+def test_a_question_before_the_first_frame_is_answered_in_words(omni: OmniChat) -> None:
+    with omni.open(ear=HumEar()) as session:
+        events = list(session.run([hum(QUESTION), PAUSE]))
+    assert said(events) == "i can not see a video."
+
+
 def test_frames_are_seen_when_the_sound_has_come_so_far(omni: OmniChat) -> None:
     frames = list(read_video(str(CLIP), frames=6).frames)
     with omni.open(ear=HumEar()) as session:

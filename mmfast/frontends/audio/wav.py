@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
+from mmfast.core.files import whole_file
 from mmfast.frontends.source import SOUND_FORMATS, first_line, quote, seekable, sound_suffix
 from mmfast.ops.audio import check_rate, resample
 
@@ -130,19 +131,27 @@ def write_sound(target: Any, pcm: Tensor, rate: int) -> None:
     format, or the target cannot be written; then nothing is written.
     """
     suffix = sound_suffix(target) if isinstance(target, str | os.PathLike) else ".wav"
+    data = io.BytesIO()
     if suffix == ".wav":
-        return write_wav(target, pcm, rate)
+        if not isinstance(target, str | os.PathLike):
+            return write_wav(target, pcm, rate)
+        write_wav(data, pcm, rate)
+        return _write_whole(target, data)
     import soundfile
 
     kind, encoding = SOUND_FORMATS[suffix]
     samples = torch.nan_to_num(pcm.detach().cpu().float().flatten(), nan=0.0)
     target_rate = format_rate(suffix[1:], check_rate(rate))
     samples = resample(samples, rate, target_rate).clamp(-1.0, 1.0)
-    data = io.BytesIO()
     try:
         with soundfile.SoundFile(data, "w", target_rate, 1, encoding, format=kind) as file:
             for part in (samples if len(samples) else torch.zeros(1)).split(4096):
                 file.write(part.numpy())  # in blocks: Vorbis overflows the stack on long ones
-        Path(target).write_bytes(data.getvalue())
     except (OSError, RuntimeError, ValueError) as error:
         raise MediaError(f"{quote(target)} cannot be written: {first_line(error)}") from None
+    _write_whole(target, data)
+
+
+def _write_whole(target: str | os.PathLike[str], data: io.BytesIO) -> None:
+    with whole_file(target, MediaError) as draft:
+        draft.write_bytes(data.getvalue())

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
+from mmfast.core.files import whole_file
 from mmfast.models.kv.gates import KeyGate
 from mmfast.models.wrappers import attention_at, decoder_of, keeps_all, layers_of
 
@@ -54,7 +55,8 @@ class HeadPatterns:
             state = gate.state_dict().items()
             tensors |= {f"gate.{index}.{k}": x.half().cpu().contiguous() for k, x in state}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path)
+        with whole_file(path) as draft:
+            save_file(tensors, draft)
         return path
 
     @classmethod

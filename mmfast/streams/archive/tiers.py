@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ class TierQuotas:
         on_disk = parse_bytes(disk)
         if on_disk != 0 and folder is None:
             raise MmfastError(f"a disk quota of {disk!r} needs a folder; name one, or drop it")
+        if not isinstance(folder, str | PathLike | None):
+            raise MmfastError(f"folder={folder!r} is not allowed; give the path of a folder")
         where = None if folder is None else Path(folder)
         return cls(parse_bytes(device), parse_bytes(host), on_disk, where, blocks)
 

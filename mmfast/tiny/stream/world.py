@@ -16,7 +16,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -172,6 +174,10 @@ class World:
     purpose: int = scene.EVAL
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            kinds = Real if name == "every" else Integral
+            if not isinstance(value, kinds) or value < 0:
+                raise MmfastError(f"{name}={value!r} is not allowed; give a number from 0")
         if not 0 <= self.facts <= FACTS:
             raise MmfastError(f"facts={self.facts} is not in 0 to {FACTS}, the names kept for them")
         if not self.every >= CLOSEST:
@@ -198,9 +204,11 @@ class World:
         event = self.event(slot)
         return event if event.start <= time < event.stop else None
 
-    def place_at(self, time: float) -> EndlessScene:
+    def place_at(self, time: Any) -> EndlessScene:
         """Scene on screen at a time: a fact, or the ordinary scene."""
-        event = self.event_at(time)
+        if not isinstance(time, Real) or not 0 <= time < float("inf"):
+            raise MmfastError(f"time={time!r} is no moment of a world; give seconds from 0")
+        event = self.event_at(float(time))
         return event.place if event is not None else _ordinary(self, *_cut(self, time))
 
     def at(self, time: float) -> Moment:

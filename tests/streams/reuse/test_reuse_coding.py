@@ -95,3 +95,8 @@ def test_bits_that_make_no_sense_and_codes_that_are_cut(tmp_path: Path) -> None:
     cut = CodedTensor(packed.codes[:-4], packed.coarse, packed.fine, packed.shape, packed.dtype)
     with pytest.raises(TornFileError):
         decoded(cut)
+
+
+def test_a_folder_that_is_no_path_is_refused() -> None:
+    with pytest.raises(MmfastError, match="folder=5 is not allowed; give the path of a folder"):
+        ReuseStore(folder=5)  # type: ignore[arg-type]

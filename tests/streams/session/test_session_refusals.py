@@ -106,3 +106,54 @@ def test_draws_that_are_none_are_refused(wrong: dict[str, object]) -> None:
         with pytest.raises(MmfastError, match=f"{name}={value!r}") as caught:
             session.ask("what?", **wrong)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
+
+
+def test_what_is_attached_to_an_open_stream_is_refused() -> None:
+    """Frames and questions are refused while it is there, and the stream goes on after it."""
+    clip = watcher(FAMILY).clip(2)
+    with shared_pipe(FAMILY).open() as session:
+        session.push(clip[0], 0.0)
+        handle = mmfast.attach(session.model.model, cache="snapkv:16")
+        handle.trace.calls = 1  # nothing to be warned of
+        try:
+            for call in (lambda: session.push(clip[1], 1.0), lambda: session.ask("what?")):
+                with pytest.raises(MmfastError, match="would not act in a stream; detach it"):
+                    call()
+        finally:
+            handle.detach()
+        assert session.push(clip[1], 1.0) and session.stats()["frames"] == 2
+
+
+def test_a_question_to_a_stream_without_a_frame_is_refused() -> None:
+    with shared_pipe(FAMILY).open() as session:
+        for question in ("How many objects are there?", "Has there been a green star?"):
+            with pytest.raises(MmfastError, match="nothing was seen yet; push a frame"):
+                session.ask(question)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"nosuch": 1}, "unknown option 'nosuch'; choices: ahead, allow_network, background"),
+        ({"each": 5}, "each=5 cannot be called"),
+        ({"latency": "x"}, "latency='x' is not a delay"),
+        ({"realtime": "x"}, "realtime='x' is not allowed; give True or False"),
+    ],
+)
+def test_options_of_a_watch_are_checked(given: dict[str, object], told: str) -> None:
+    with shared_pipe(FAMILY).open() as session:
+        with pytest.raises(MmfastError, match=re.escape(told)) as caught:
+            session.watch(list(watcher(FAMILY).clip(2)), **given)
+        assert "\n" not in str(caught.value) and not session.stats()["frames"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"yes": 5}, {"yes": "red"}, {"no": 5}, {"probe": 5}, {"reply": 5}, {"max_new_tokens": 0}],
+)
+def test_options_of_a_subscription_are_checked(wrong: dict[str, object]) -> None:
+    ((name, value),) = wrong.items()
+    with shared_pipe(FAMILY).open() as session:
+        with pytest.raises(MmfastError, match=f"{name}={value!r}.*; give") as caught:
+            session.subscribe("a car stops", **wrong)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value) and not session.subscriptions

@@ -1,0 +1,84 @@
+"""Files that a full disk or a killed process leaves whole or as they were."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from mmfast.bench.results import append, load
+from mmfast.core.errors import MediaError, MmfastError
+from mmfast.core.files import whole_file
+from mmfast.frontends.audio.wav import write_sound
+from mmfast.models.kv.patterns import FILE, HeadPatterns
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FULL, SafetensorError("No space left on device (os error 28)")])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, error: Exception) -> None:
+    path = tmp_path / "found.bin"
+    path.write_text("before")
+    said = r"found\.bin' cannot be written: No space"
+    with pytest.raises(MmfastError, match=said) as caught, whole_file(path) as draft:
+        draft.write_text("half")
+        raise error
+    assert "\n" not in str(caught.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["found.bin"]
+    assert path.read_text() == "before"
+
+
+def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "end")
+    with whole_file(link) as draft:
+        draft.write_text("whole")
+    assert link.is_symlink() and (tmp_path / "end").read_text() == "whole"
+    with whole_file(os.devnull) as draft:
+        assert draft == Path(os.devnull)
+
+
+def test_sound_and_patterns_are_whole_or_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise FULL
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(MediaError, match="No space left"):
+        write_sound(tmp_path / "a.wav", torch.zeros(100), 16000)
+    with pytest.raises(MmfastError, match=f"{FILE}' cannot be written: No space left"):
+        HeadPatterns({0: torch.ones(2)}, {0: torch.ones(2)}, {}).save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_appended_behind_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for torn, kept in (('{"key": 7, "te', []), ('{"key": 7}', [{"key": 7}])):
+        path.write_text('{"key": 1}\n' + torn)
+        append(path, [{"key": 2}])
+        assert load(path) == [{"key": 1}, *kept, {"key": 2}]
+
+
+def test_a_full_disk_leaves_no_half_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": 1}\n')
+    row = {"key": 2, "text": "x" * 10_000}
+
+    resource = pytest.importorskip("resource")
+    signal = pytest.importorskip("signal")
+    before, told = resource.getrlimit(resource.RLIMIT_FSIZE), signal.SIGXFSZ
+    handler = signal.signal(told, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, before[1]))
+    try:
+        with pytest.raises(MmfastError, match="cannot write rows"):
+            append(path, [row])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(told, handler)
+    assert path.read_text() == json.dumps({"key": 1}) + "\n"
