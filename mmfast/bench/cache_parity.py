@@ -19,7 +19,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.kv import LayerStep, StepChoice
 from mmfast.core.reduction import gather_rows
 from mmfast.core.tokens import Tokens
-from mmfast.models.reduction.probe import head_mass
+from mmfast.models.reduction.probe import head_mass, probe_mass
 from mmfast.ops.pages import bound_scores, marked_places, selected_attention
 from mmfast.ops.quantisation import dequantise
 from mmfast.ops.ranking import index_mask
@@ -185,16 +185,110 @@ def _keynorm(arrays: Arrays, params: Params) -> Outcome:
     return {"kept": found.keep.reshape(heads, -1)[0]}, []
 
 
+def _keyformer(arrays: Arrays, params: Params) -> Outcome:
+    n = params["prompt"]
+    query, keys = (arrays[name][:, :n] for name in ("query", "keys"))
+    total = int(n * params["kv_cache"] / 100)
+    last = int(total * params["recent"] / 100)
+    signals = {"attn_sum": attention(query, keys, n), "layer": torch.tensor(0)}
+    plan = plan_of(f"keyformer:{total}?noise=0.0&recent={last / total}")
+    # The reference loses the first of the recent tokens at once, and that is no choice.
+    return {"chosen": plan.reduce(Tokens(keys, signals=signals)).keep[:, : total - last]}, []
+
+
+def _lookm(arrays: Arrays, params: Params) -> Outcome:
+    keys, n = arrays["keys"], arrays["keys"].shape[1]
+    kind, size = torch.zeros(n, dtype=torch.long), params["image_tokens"]
+    for number, place in enumerate(params["image_position"]):
+        first = place + number * (size - 1)  # images before it held one place each
+        kind[first : first + size] = 1
+    heavy, recent = params["hh_size"], params["recent_size"]
+    signals = {"attn_sum": attention(arrays["query"], keys, n), "kind": kind}
+    plan = plan_of(f"lookm:{heavy + recent}?recent={recent / (heavy + recent)}")
+    found = plan.reduce(Tokens(keys, signals=signals))
+    merged = {name: found.apply(arrays[name]) for name in ("keys", "values")}
+    return {"kept": found.keep, **merged}, []
+
+
+def _simlayerkv(arrays: Arrays, params: Params) -> Outcome:
+    knobs = "&".join(f"{name}={params[name]}" for name in ("sink", "recent", "threshold"))
+    plan, found = plan_of(f"simlayerkv?window=1&{knobs}"), []
+    for query, keys in zip(arrays["query"], arrays["keys"], strict=True):
+        signals = {"attn_window": attention(query, keys, 1)}
+        found.append(plan.reduce(Tokens(keys, signals=signals)).keep[0])  # of all heads
+    return {"counts": torch.tensor([len(kept) for kept in found]), "kept": torch.cat(found)}, []
+
+
+def _think(arrays: Arrays, params: Params) -> Outcome:
+    query, keys, width = arrays["query"], arrays["keys"], arrays["keys"].shape[-1]
+    stays = width - int(width * params["ratio"])
+    pruner = plan_of(f"think:{stays}?residual={params['recent_size']}").pruner()
+    assert pruner is not None
+    power = query[:, -pruner.window :].square().unflatten(0, (len(keys), -1)).sum((1, 2))
+    if not bool(power.isfinite().all() and keys.isfinite().all()):
+        raise MmfastError("queries or keys are not finite")
+    split = keys.shape[1] - pruner.residual
+    thin = pruner.prune(keys[:, :split], pruner.score(keys, power))
+    channels = index_mask(thin.kept.long(), width)
+    return {"channels": channels, "keys": torch.cat([thin.whole(), keys[:, split:]], 1)}, []
+
+
+def _finite(arrays: Arrays) -> None:
+    for name, array in arrays.items():
+        if not bool(array.isfinite().all()):
+            raise MmfastError(f"{name} are not finite")
+
+
+def _infinipot_v(arrays: Arrays, params: Params) -> Outcome:
+    first, size = params["system_size"], params["token_per_frame"]
+    place = torch.arange(arrays["keys"].shape[1]) - first
+    signals = {
+        "frame": torch.where(place < 0, -1, place // size),
+        "spot": place.clamp_min(0) % size,
+    }
+    knobs = f"tar={float(params['tar_ratio'])}&recent={float(params['query_ratio'])}"
+    plan = plan_of(f"infinipot_v:{first + params['compress_frame_num'] * size}?{knobs}")
+    signals |= {"values": arrays["values"]}
+    return {"kept": plan.reduce(Tokens(arrays["keys"], signals=signals)).keep}, []
+
+
+def _lagkv(arrays: Arrays, params: Params) -> Outcome:
+    keys, sink, lag = arrays["keys"], params["sink_size"], params["lag_size"]
+    _finite(arrays)
+    parts = (keys.shape[1] - sink) // lag - 1  # that lose some of their tokens
+    budget = keys.shape[1] - parts * (lag - int(params["ratio"] * lag))
+    plan = plan_of(f"lagkv:{budget}?sink={sink}&lag={lag}")
+    return {"kept": plan.reduce(Tokens(keys, signals={"values": arrays["values"]})).keep}, []
+
+
+def _zipcache(arrays: Arrays, params: Params) -> Outcome:
+    query, keys = arrays["query"][None], arrays["keys"]
+    _finite(arrays)
+    n = keys.shape[1]
+    sums, seen = probe_mass(query, keys[None], 0, torch.arange(n))  # all of them are probes
+    plan = plan_of(f"zipcache:{n - int(params['k_unimportant_ratio'] * n)}")
+    found = plan.reduce(Tokens(keys, signals={"attn_probed": sums / seen}))
+    return {"kept": found.keep[0]}, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
+_FRAMES = "compress_frame_num query_ratio system_size tar_ratio token_per_frame"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "adakv": (_adakv, "query keys", "base_capacity floor_alpha kernel_size pooling window_size"),
     "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
     "keynorm": (_keynorm, "keys", "group top_p"),
+    "infinipot_v": (_infinipot_v, "keys values", _FRAMES),
+    "keyformer": (_keyformer, "query keys", "kv_cache prompt recent"),
+    "lagkv": (_lagkv, "keys values", "lag_size ratio sink_size"),
+    "lookm": (_lookm, "query keys values", "hh_size image_position image_tokens recent_size"),
     "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
     "quant": (_quant, "keys values", "bits group_size"),
     "quest": (_quest, "query keys", "chunk_size token_budget"),
+    "simlayerkv": (_simlayerkv, "query keys", "recent sink threshold"),
+    "think": (_think, "query keys", "ratio recent_size"),
     "tidaldecode": (_tidaldecode, "query keys values", "correction_layer sparse_layer_start top_k"),
     "snapkv": (_snapkv, "query keys", _WINDOW),
     "vatp": (_vatp, "query keys values", "heavy_ratio recent_ratio sink_len"),
+    "zipcache": (_zipcache, "query keys", "k_unimportant_ratio"),
 }

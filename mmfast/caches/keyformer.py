@@ -22,9 +22,9 @@ def keyformer(
     """Keep recent tokens, and of the others those of greatest accumulated, regularised attention.
 
     Adnan et al. (MLSys 2024) add Gumbel noise to the logits before they accumulate, so that a
-    few heavy tokens do not decide everything: here it is added to the logarithm of the
-    accumulated attention, which is the same where every query normalises alike. The temperature
-    of the paper does not change the order of one accumulated score. The choice is made once,
+    few heavy tokens do not decide everything: here a token has one draw, added to the logarithm
+    of its accumulated attention. The temperature of the paper does not change the order of one
+    accumulated score. The choice is made once,
     behind the prompt: a new draw at every step would in the end lose every token.
 
     Args:

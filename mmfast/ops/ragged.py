@@ -81,10 +81,14 @@ class ChannelPruner:
     window: int  # last queries that say which
     residual: int  # last tokens that keep all
 
-    def prune(self, keys: Tensor, power: Tensor) -> ThinRows:
-        """Leave out channels of keys `[H, n, d]`, by the squares `[H, d]` of their queries."""
+    @staticmethod
+    def score(keys: Tensor, power: Tensor) -> Tensor:
+        """Score channels `[H, d]` of all keys `[H, n, d]`, by the squares `[H, d]` of queries."""
+        return keys.double().square().mean(1) * power.double()
+
+    def prune(self, keys: Tensor, score: Tensor) -> ThinRows:
+        """Leave out the channels of keys `[H, n, d]` that score `[H, d]` least."""
         width = keys.shape[-1]
-        score = keys.double().square().mean(1) * power.double()
         channels = self.channels if isinstance(self.channels, float) else min(self.channels, width)
         kept = count(channels, width)
         assert kept is not None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from golden_files import FILES, GOLDEN, load, parts, record
+from oracles_policies import POLICIES
 from oracles_reference import REFERENCES
 from reducer_checks import reduce
 from torch import Tensor
@@ -27,21 +28,17 @@ def seeded(*words: object) -> torch.Generator:
     return torch.Generator().manual_seed(sum(map(ord, " ".join(map(str, words)))))
 
 
-def test_files_without_an_oracle_are_those_of_cache_policies() -> None:
-    """Their rules have oracles of their own in tests/caches, which take other inputs."""
+def test_every_recorded_method_has_a_second_oracle() -> None:
     methods = {path.stem.rpartition("-")[0] for path in FILES}
-    assert methods - {*REFERENCES} == {*CACHE_DRIVERS}
+    assert methods == {*REFERENCES, *POLICIES} and {*POLICIES} == {*CACHE_DRIVERS}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in FILES if path.stem.rpartition("-")[0] not in CACHE_DRIVERS],
-    ids=lambda p: p.stem,
-)
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_oracles_reproduce_the_recorded_files(path: Path) -> None:
     arrays, metadata = load(path)
     wanted = parts(arrays, "out")
-    found = REFERENCES[metadata["method"]](parts(arrays, "in"), json.loads(metadata["params"]))
+    rule = {**REFERENCES, **POLICIES}[metadata["method"]]
+    found = rule(parts(arrays, "in"), json.loads(metadata["params"]))
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         assert found[name].shape == array.shape, name

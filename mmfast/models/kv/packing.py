@@ -69,7 +69,10 @@ class Packing:
         elif self.pruner is not None:
             assert layer.power is not None
             keep = max(self.pruner.residual, drafts)
-            packer, layer.power = partial(self._thin, layer.power), None
+            # Keys that stay whole vote, too: channels are those of the whole prompt.
+            rows = zip(layer.keys, layer.front, layer.power, strict=True)
+            scores = [self.pruner.score(k[:, first:], power) for k, first, power in rows]
+            packer, layer.power = partial(self._thin, scores), None
         else:
             packer = partial(self._mixed, layer, self._important(layer, index))
         pack_recent(layer, packer, lambda recent: max(0, recent - keep))
@@ -115,10 +118,10 @@ class Packing:
         return self.packed(keys, values), None
 
     def _thin(
-        self, power: Tensor, row: int, keys: Tensor, values: Tensor
+        self, scores: list[Tensor], row: int, keys: Tensor, values: Tensor
     ) -> tuple[list[KVBlock], None]:
         assert self.pruner is not None
-        return [KVBlock((self.pruner.prune(keys, power[row]),), (values.clone(),))], None
+        return [KVBlock((self.pruner.prune(keys, scores[row]),), (values.clone(),))], None
 
     def alone(self, layer: Any) -> bool:
         """Return True if a layer of one row has nothing but packs and what came since."""

@@ -889,7 +889,7 @@ def think(
         score = []
         for channel in range(width):
             mine = query[head * groups : (head + 1) * groups, -window:, channel]
-            length = sum(float(k) ** 2 for k in keys[head, :packed, channel])
+            length = sum(float(k) ** 2 for k in keys[head, :, channel])
             score.append(sum(float(q) ** 2 for q in mine.flat) * length)
         for channel in ranked(score)[stays:]:
             found[head, :packed, channel] = 0
