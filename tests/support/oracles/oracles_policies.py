@@ -297,10 +297,33 @@ def zipcache(a: Arrays, p: Params) -> Results:
     return {"kept": np.array([i for i in range(n) if i not in gone])}
 
 
+def keynorm(a: Arrays, p: Params) -> Results:
+    keys, size, kept = doubles(a["keys"]), p["group"], []
+    for first in range(0, keys.shape[1], size):
+        lengths = [float((keys[:, i] ** 2).sum()) for i in range(first, first + size)]
+        shortest = ranked([-length for length in lengths])[: int(size * p["top_p"])]
+        kept += sorted(first + i for i in shortest)
+    return {"kept": np.array(kept)}
+
+
+def vatp(a: Arrays, p: Params) -> Results:
+    n, sink = a["keys"].shape[1], p["sink_len"]
+    recent, heavy = int(p["recent_ratio"] * n), int(p["heavy_ratio"] * n)
+    marks = np.zeros(a["keys"].shape[:2], bool)
+    marks[:, n - recent :] = True
+    rows = (doubles(a[name]) for name in ("query", "keys", "values"))
+    for mark, (query, keys, values) in zip(marks, zip(*rows, strict=True), strict=True):
+        sums = received(query, keys, range(n))
+        score = [s * float(np.abs(v).sum()) for s, v in zip(sums, values, strict=True)]
+        score[:sink] = [math.inf] * sink
+        mark[ranked(score[: n - recent])[:heavy]] = True
+    return {"kept": marks}
+
+
 POLICIES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        adakv, h2o, infinipot_v, keyformer, lagkv, lookm, pyramidkv, quant, quest, simlayerkv,
-        snapkv, think, tidaldecode, zipcache,
+        adakv, h2o, infinipot_v, keyformer, keynorm, lagkv, lookm, pyramidkv, quant, quest,
+        simlayerkv, snapkv, think, tidaldecode, vatp, zipcache,
     )
 }  # fmt: skip
