@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.cache_parity import CACHE_DRIVERS, Arrays, Drive, Outcome, Params
+from mmfast.bench.cache_parity import (
+    CACHE_DRIVERS,
+    PREFILL_DRIVERS,
+    Arrays,
+    Drive,
+    Outcome,
+    Params,
+)
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get
@@ -467,4 +474,5 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "vispruner": (_vispruner, "attn features", "important_ratio visual_token_num"),
     "visionzip": (_visionzip, "cls_attn hidden metric", "contextual dominant"),
     **CACHE_DRIVERS,
+    **PREFILL_DRIVERS,
 }
