@@ -232,6 +232,19 @@ def _finite(arrays: Arrays) -> None:
             raise MmfastError(f"{name} are not finite")
 
 
+def _duo_attention(arrays: Arrays, params: Params) -> Outcome:
+    _finite(arrays)
+    gates, n = arrays["gates"], params["tokens"]
+    more = gates.flatten() >= gates[..., None]  # heads that retrieve no less, [L, H, L * H]
+    knobs = f"sink={params['sink_size']}&recent={params['recent_size']}"
+    plan = plan_of(f"duo_attention?retrieval={1 - params['sparsity']}&{knobs}")
+    found = []
+    for reach in more.double().mean(-1):
+        empty = torch.zeros(gates.shape[1], n, 1)
+        found.append(plan.marks(Tokens(empty, signals={"query_reach": reach})))
+    return {"kept": torch.stack(found)}, []
+
+
 def _infinipot_v(arrays: Arrays, params: Params) -> Outcome:
     first, size = params["system_size"], params["token_per_frame"]
     place = torch.arange(arrays["keys"].shape[1]) - first
@@ -330,6 +343,7 @@ _FRAMES = "compress_frame_num query_ratio system_size tar_ratio token_per_frame"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "adakv": (_adakv, "query keys", "base_capacity floor_alpha kernel_size pooling window_size"),
+    "duo_attention": (_duo_attention, "gates", "recent_size sink_size sparsity tokens"),
     "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
     "infinipot_v": (_infinipot_v, "keys values", _FRAMES),
     "keyformer": (_keyformer, "query keys", "kv_cache prompt recent"),

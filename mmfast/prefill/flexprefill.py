@@ -48,8 +48,8 @@ def flexprefill(
     Lai et al. (ICLR 2025): the last block of queries is compared with its mean. Where the attention
     by mean queries and mean keys is near to the true one over blocks (Jensen-Shannon distance under
     `tau`), each head reads the blocks of most estimated attention, the fewest over all blocks of
-    queries that hold the share together with the queries' own blocks. Else it reads the fewest columns and the fewest diagonals that hold
-    it in the attention of the last block of queries.
+    queries that hold the share together with the queries' own blocks. Else it reads the fewest
+    columns and the fewest diagonals that hold it in the attention of the last block of queries.
 
     Args:
         budget: Share of the attention; 0.95 if absent.

@@ -340,9 +340,8 @@ def _blocks(rows: np.ndarray, size: int) -> list[np.ndarray]:
 def minference(a: Arrays, p: Params) -> Results:
     found = []
     for query, keys in zip(doubles(a["query"]), doubles(a["keys"]), strict=True):
-        rows, means = (
-            np.array([x.mean(0) for x in _blocks(y, p["block_size"])]) for y in (query, keys)
-        )
+        pair = [_blocks(x, p["block_size"]) for x in (query, keys)]
+        rows, means = ([block.mean(0) for block in blocks] for blocks in pair)
         marks = np.zeros((len(rows), len(means)), bool)
         for i, row in enumerate(rows):
             best = ranked([float(row @ mean) for mean in means[: i + 1]])[: p["top_k"]]
@@ -372,10 +371,22 @@ def flexprefill(a: Arrays, p: Params) -> Results:
     return {"distance": distance, "trusted": distance < p["tau"], "shares": np.array(shares)}
 
 
+def duo_attention(a: Arrays, p: Params) -> Results:
+    layers, heads = a["gates"].shape
+    gates = a["gates"].flatten().tolist()
+    full = ranked(gates)[: round(len(gates) * (1 - p["sparsity"]))]
+    kept = np.zeros((layers, heads, p["tokens"]), bool)
+    for number in range(len(gates)):
+        for i in range(p["tokens"]):
+            near = i < p["sink_size"] or i >= p["tokens"] - p["recent_size"]
+            kept[number // heads, number % heads, i] = near or number in full
+    return {"kept": kept}
+
+
 POLICIES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        adakv, flexprefill, h2o, infinipot_v, keyformer, lagkv, lookm, minference, pyramidkv,
+        adakv, duo_attention, flexprefill, h2o, infinipot_v, keyformer, lagkv, lookm, minference, pyramidkv,
         quant, quest, rekv, sentencekv, simlayerkv, snapkv, think, tidaldecode, tokenselect,
         zipcache,
     )
