@@ -15,14 +15,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan, plan_cache
+from mmfast.core.blocks import PromptLayer
 from mmfast.core.errors import MmfastError
-from mmfast.core.kv import LayerStep, StepChoice
+from mmfast.core.kv import Clusters, LayerStep, StepChoice
 from mmfast.core.reduction import gather_rows
 from mmfast.core.tokens import Tokens
 from mmfast.models.reduction.probe import head_mass, probe_mass
+from mmfast.ops.block_selection import block_sums, last_queries, pooled_scores, probe_rows
 from mmfast.ops.pages import bound_scores, marked_places, selected_attention
 from mmfast.ops.quantisation import dequantise
 from mmfast.ops.ranking import index_mask
+from mmfast.prefill.flexprefill import estimate, jensen_shannon
+from mmfast.prefill.plan import plan_prefill
 
 Arrays = Mapping[str, Tensor]
 Params = Mapping[str, Any]
@@ -37,6 +41,13 @@ def plan_of(spec: str) -> CachePlan:
     plan = plan_cache(spec)
     assert plan is not None
     return plan
+
+
+def prefill_method(spec: str) -> Any:
+    """Return what a spec of sparse prefill chooses blocks with."""
+    plan = plan_prefill(spec)
+    assert plan is not None
+    return plan.selector()
 
 
 def attention(query: Tensor, keys: Tensor, last: int) -> Tensor:
@@ -239,6 +250,19 @@ def _finite(arrays: Arrays) -> None:
             raise MmfastError(f"{name} are not finite")
 
 
+def _duo_attention(arrays: Arrays, params: Params) -> Outcome:
+    _finite(arrays)
+    gates, n = arrays["gates"], params["tokens"]
+    more = gates.flatten() >= gates[..., None]  # heads that retrieve no less, [L, H, L * H]
+    knobs = f"sink={params['sink_size']}&recent={params['recent_size']}"
+    plan = plan_of(f"duo_attention?retrieval={1 - params['sparsity']}&{knobs}")
+    found = []
+    for reach in more.double().mean(-1):
+        empty = torch.zeros(gates.shape[1], n, 1)
+        found.append(plan.marks(Tokens(empty, signals={"query_reach": reach})))
+    return {"kept": torch.stack(found)}, []
+
+
 def _infinipot_v(arrays: Arrays, params: Params) -> Outcome:
     first, size = params["system_size"], params["token_per_frame"]
     place = torch.arange(arrays["keys"].shape[1]) - first
@@ -271,11 +295,73 @@ def _zipcache(arrays: Arrays, params: Params) -> Outcome:
     return {"kept": found.keep[0]}, []
 
 
+def _sentencekv(arrays: Arrays, params: Params) -> Outcome:
+    query, keys, size = arrays["query"], arrays["keys"], params["sentence_tokens"]
+    _finite(arrays)
+    n, count = keys.shape[1], keys.shape[1] // size
+    selector = plan_of(f"sentencekv:{params['budget']}").selector()
+    assert selector is not None
+    # The newest token, which asks, is the first one of a sentence behind those of the file.
+    keys = F.pad(keys, (0, 0, 0, 1))
+    step = _step({"query": query.mean(1, keepdim=True), "keys": keys}, 0, 1)
+    step = replace(step, sentence=torch.arange(n + 1)[None].clamp_max(count * size) // size)
+    read = _marks(selector.choose(step), len(keys), n + 1)[:, :n]
+    return {"read": read, "means": step.memory["means"].means}, []
+
+
+def _tokenselect(arrays: Arrays, params: Params) -> Outcome:
+    keys, first, last = arrays["keys"], params["n_init"], params["n_local"]
+    place = torch.arange(keys.shape[1])
+    selector = plan_of(f"tokenselect:{params['topk']}").selector()
+    assert selector is not None
+    stays = (place < first) | (place >= len(place) - last)
+    step = replace(_step(arrays, 0, 1), stays=stays, scale=1.0)  # the reference does not divide
+    return {"read": _marks(selector.choose(step), 1, len(place))[0]}, []
+
+
+def _rekv(arrays: Arrays, params: Params) -> Outcome:
+    _finite(arrays)
+    means = arrays["means"]
+    retriever = plan_of(f"rekv:{params['topk']}?chunk={params['chunk_size']}").retriever()
+    number = torch.arange(len(means))
+    index = Clusters(means, torch.ones_like(number), number)
+    return {"read": retriever.choose(arrays["query"], index)}, []
+
+
+def _prompt(arrays: Arrays) -> PromptLayer:
+    """Return a layer of arrays `query` and `keys` `[H, n, d]` that has no earlier part."""
+    _finite(arrays)
+    return PromptLayer(arrays["query"][:, None], arrays["keys"], arrays["keys"].shape[-1] ** -0.5)
+
+
+def _minference(arrays: Arrays, params: Params) -> Outcome:
+    layer, size = _prompt(arrays), params["block_size"]
+    # The own block, which is always read here, is among the chosen ones there.
+    share = (params["top_k"] - 1) / -(-layer.n // size)
+    chooser = prefill_method(f"minference:{float(share)}?block={size}")
+    found = [chooser.block_sparse(layer, head)[0] for head in range(layer.heads)]
+    return {"blocks": torch.stack(found)}, []
+
+
+def _flexprefill(arrays: Arrays, params: Params) -> Outcome:
+    layer, size = _prompt(arrays), params["block_size"]
+    chooser = prefill_method(f"flexprefill?tau={float(params['tau'])}&block={size}")
+    columns = chooser.choose(layer).columns
+    trusted = ~columns.any(-1)  # the other pattern has columns
+    last, heads = last_queries(layer, size), range(layer.heads)
+    rows = [block_sums(probe_rows(layer, head, last).mean(0), size) for head in heads]
+    pairs = [(estimate(layer, head, size), rows[head]) for head in heads]
+    shares = [pooled_scores(layer, h, size, own=True) for h in heads if trusted[h]]
+    distance = torch.tensor([jensen_shannon(*pair) for pair in pairs])
+    return {"trusted": trusted, "distance": distance, "shares": torch.stack(shares)}, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
 _FRAMES = "compress_frame_num query_ratio system_size tar_ratio token_per_frame"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "adakv": (_adakv, "query keys", "base_capacity floor_alpha kernel_size pooling window_size"),
+    "duo_attention": (_duo_attention, "gates", "recent_size sink_size sparsity tokens"),
     "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
     "keynorm": (_keynorm, "keys", "group top_p"),
     "infinipot_v": (_infinipot_v, "keys values", _FRAMES),
@@ -285,10 +371,17 @@ CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
     "quant": (_quant, "keys values", "bits group_size"),
     "quest": (_quest, "query keys", "chunk_size token_budget"),
+    "rekv": (_rekv, "query means", "chunk_size topk"),
+    "sentencekv": (_sentencekv, "query keys", "budget sentence_tokens"),
     "simlayerkv": (_simlayerkv, "query keys", "recent sink threshold"),
     "think": (_think, "query keys", "ratio recent_size"),
     "tidaldecode": (_tidaldecode, "query keys values", "correction_layer sparse_layer_start top_k"),
     "snapkv": (_snapkv, "query keys", _WINDOW),
     "vatp": (_vatp, "query keys values", "heavy_ratio recent_ratio sink_len"),
+    "tokenselect": (_tokenselect, "query keys", "n_init n_local topk"),
     "zipcache": (_zipcache, "query keys", "k_unimportant_ratio"),
+}
+PREFILL_DRIVERS: dict[str, tuple[Drive, str, str]] = {
+    "flexprefill": (_flexprefill, "query keys", "block_size tau"),
+    "minference": (_minference, "query keys", "block_size top_k"),
 }

@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 
 from mmfast.bench.cache_parity import CACHE_DRIVERS, Arrays, Drive, Outcome, Params, attention
+from mmfast.bench.cache_parity import (
+    CACHE_DRIVERS,
+    PREFILL_DRIVERS,
+    Arrays,
+    Drive,
+    Outcome,
+    Params,
+)
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import get
@@ -535,4 +543,5 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "visiondrop": (_visiondrop, "query key x", "contextual dominant image_len image_start"),
     "visionzip": (_visionzip, "cls_attn hidden metric", "contextual dominant"),
     **CACHE_DRIVERS,
+    **PREFILL_DRIVERS,
 }

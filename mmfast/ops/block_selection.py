@@ -76,15 +76,21 @@ def fewest(scores: Tensor, mass: float | Tensor) -> Tensor:
     return torch.zeros_like(taken).scatter(-1, index, taken)
 
 
-def pooled_scores(layer: PromptLayer, head: int, size: int, keys: Tensor | None = None) -> Tensor:
+def pooled_scores(
+    layer: PromptLayer, head: int, size: int, keys: Tensor | None = None, own: bool = False
+) -> Tensor:
     """Share `[q, k]` of blocks of keys by mean queries and mean keys, of those that are early.
 
-    The G heads of a choice are averaged; `keys` `[S, d]` stand in the place of the head's own.
+    With `own` the block where the queries begin has a share, too. The G heads of a choice are
+    averaged; `keys` `[S, d]` stand in the place of the head's own.
     """
     queries = block_means(layer.query[head], size)  # [G, q, d]
     means = block_means(layer.keys[head] if keys is None else keys, size)
     logits = queries @ means.T * layer.scale
     open_to = early(layer, size)
+    if own:
+        places = torch.arange(open_to.shape[1], device=logits.device)
+        open_to = open_to | (places == whole_blocks(layer, size)[:, None])
     logits = logits.masked_fill(~open_to, -torch.inf)
     return logits.softmax(-1).nan_to_num(0.0).mean(0)
 

@@ -17,6 +17,7 @@ from mmfast.ops.block_selection import (
     block_means,
     block_sums,
     diagonals,
+    early,
     fewest,
     last_queries,
     pooled_scores,
@@ -47,8 +48,8 @@ def flexprefill(
     Lai et al. (ICLR 2025): the last block of queries is compared with its mean. Where the attention
     by mean queries and mean keys is near to the true one over blocks (Jensen-Shannon distance under
     `tau`), each head reads the blocks of most estimated attention, the fewest over all blocks of
-    queries that hold the share. Else it reads the fewest columns and the fewest diagonals that hold
-    it in the attention of the last block of queries.
+    queries that hold the share together with the queries' own blocks. Else it reads the fewest
+    columns and the fewest diagonals that hold it in the attention of the last block of queries.
 
     Args:
         budget: Share of the attention; 0.95 if absent.
@@ -81,10 +82,10 @@ class FlexiblePattern(BlockSettings):
         columns = torch.zeros(layer.heads, layer.n, dtype=torch.bool, device=last.device)
         for head in range(layer.heads):
             attention = probe_rows(layer, head, last).mean(0)
-            if _distance(_estimate(layer, head, size), block_sums(attention, size)) < self.tau:
-                shares = pooled_scores(layer, head, size)
-                total = self.budget * float(shares.sum())
-                blocks[head] = fewest(shares.flatten(), total).view(rows, count)
+            if jensen_shannon(estimate(layer, head, size), block_sums(attention, size)) < self.tau:
+                shares = pooled_scores(layer, head, size, own=True)
+                chosen = fewest(shares.flatten(), self.budget * rows).view(rows, count)
+                blocks[head] = chosen & early(layer, size)  # the own block is always read
                 continue
             columns[head] = fewest(attention.mean(0), self.budget)
             lines = diagonals(attention, last + layer.before, size) / len(last)
@@ -92,14 +93,14 @@ class FlexiblePattern(BlockSettings):
         return BlockChoice(blocks, size, columns)
 
 
-def _estimate(layer: PromptLayer, head: int, size: int) -> Tensor:
+def estimate(layer: PromptLayer, head: int, size: int) -> Tensor:
     """Attention `[k]` of the mean of the last queries to means of keys."""
     mean = layer.query[head][:, -size:].float().mean(1)  # [G, d]
     means = block_means(layer.keys[head], size)
     return (mean @ means.T * layer.scale).softmax(-1).mean(0)
 
 
-def _distance(estimate: Tensor, attention: Tensor) -> float:
+def jensen_shannon(estimate: Tensor, attention: Tensor) -> float:
     """Jensen-Shannon distance of two distributions `[k]`, the second as rows `[c, k]`."""
     true = attention.mean(0)
     middle = (estimate + true) / 2

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from mmfast import Reduction
 from mmfast.bench import parity
-from mmfast.bench.cache_parity import CACHE_DRIVERS
+from mmfast.bench.cache_parity import CACHE_DRIVERS, PREFILL_DRIVERS
 from mmfast.bench.gate import ParityRow, verify
 from mmfast.bench.parity import DRIVERS
 
@@ -122,7 +122,7 @@ ORDERS = ["dycoke", "holitom", "prumerge", "prumerge_plus", "tome", "visiondrop"
 FEATURES = [*ORDERS, "fastvid", "holitom_inner", "prunevid", "sparsevlm"]
 ORDERS += ["cdpruner", "divprune"]
 # The reference of prunevid tells merged features alone: no place, and no order.
-PLACED = [name for name in NAMES if name not in {"prunevid", *CACHE_DRIVERS}]
+PLACED = [name for name in NAMES if name not in {"prunevid", *CACHE_DRIVERS, *PREFILL_DRIVERS}]
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,7 @@ class SlowSelection:
             case 3:
                 last = self.votes.get(depth)
                 if last is None or oracles.cosine(q, last[0]) < 0.7:
-                    votes = oracles.votes_of_all(q, k, scale)
-                    chosen = oracles.most(votes, oracles.tokens_of(0.2, n))
+                    chosen = oracles.tokenselect(q, k, oracles.tokens_of(0.2, n), scale)
                     last = self.votes[depth] = q, chosen, n
                 return [last[1] | set(range(last[2] - 1, n))] * heads
             case 4:

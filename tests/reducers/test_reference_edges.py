@@ -18,7 +18,7 @@ from torch import Tensor
 
 import mmfast
 from mmfast import SpecError, Tokens
-from mmfast.bench.cache_parity import CACHE_DRIVERS
+from mmfast.bench.cache_parity import CACHE_DRIVERS, PREFILL_DRIVERS
 from mmfast.bench.gate import verify
 
 Case = tuple[dict[str, Tensor], dict[str, Any]]
@@ -30,7 +30,7 @@ def seeded(*words: object) -> torch.Generator:
 
 def test_every_recorded_method_has_a_second_oracle() -> None:
     methods = {path.stem.rpartition("-")[0] for path in FILES}
-    assert methods == {*REFERENCES, *POLICIES} and {*POLICIES} == {*CACHE_DRIVERS}
+    assert methods == {*REFERENCES, *POLICIES} and {*POLICIES} == {*CACHE_DRIVERS, *PREFILL_DRIVERS}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmfast.bench.cache_parity import CACHE_DRIVERS
+from mmfast.bench.cache_parity import CACHE_DRIVERS, PREFILL_DRIVERS
 from mmfast.bench.parity import DRIVERS
 from mmfast.bench.report.accuracy import by_policy, by_share
 from mmfast.bench.report.table import NOT_MEASURED, Columns, ReportTable, Rows, at
@@ -44,7 +44,8 @@ def vectors(method: Method) -> int:
 
     Methods of two kinds share a name, of which the policy or the reducer has vectors.
     """
-    mine = {"cache": CACHE_DRIVERS, "reducer": DRIVERS.keys() - CACHE_DRIVERS.keys()}
+    others = {"cache": {*CACHE_DRIVERS}, "prefill": {*PREFILL_DRIVERS}}
+    mine = {**others, "reducer": {*DRIVERS}.difference(*others.values())}
     known = method.name in mine.get(method.kind, ())
     return len(list(GOLDEN.glob(f"{method.name}-*.safetensors"))) if known else 0
 

@@ -17,7 +17,8 @@ def tokenselect(budget: int | float, *, similar: float = 0.9) -> StepSelector:
     """Read at every step the tokens to which all heads together attend most.
 
     Wu et al. (EMNLP 2025): the attention of every query head is a soft vote, votes are added over
-    the heads of a layer, and all heads read the tokens with the most. A query that is like the one
+    the heads of a layer, and all heads read the tokens with the most. Every head has one vote for
+    the tokens that are not read anyway. A query that is like the one
     of the last vote reads what that has chosen, and what has come since; then no keys are read in
     order to choose. The first and latest tokens, which the paper always reads, are `sink` and
     `window` beside it: `sink:128+window:512+tokenselect:0.1`.
@@ -67,7 +68,10 @@ class SoftVotes:
         if last is not None and last.n < step.n and self._like(step.query, last.query):
             since = torch.arange(last.n - 1, count, device=last.tokens.device)
             return StepChoice(torch.cat([last.tokens, since.expand(1, 1, -1)], -1), tail=count)
-        votes = attention_votes(step).sum((1, 2))  # [1, n]
+        away = torch.arange(step.n, device=step.query.device) == count
+        if step.stays is not None:  # what is read anyway takes no part of a head's vote
+            away |= step.stays
+        votes = attention_votes(step, away).sum((1, 2))  # [1, n]
         tokens = most_voted(votes[:, None], step, wanted)
         step.memory["vote"] = LastVote(step.query, tokens, step.n)
         return StepChoice(tokens, tail=count, nbytes=keys_read(step))
@@ -77,10 +81,10 @@ class SoftVotes:
         return bool(torch.dot(a, b) >= self.similar * a.norm() * b.norm())
 
 
-def attention_votes(step: LayerStep) -> Tensor:
-    """Attention `[B, H, G, n]` of every query head to all entries, float32."""
-    logits = step.query @ step.keys.transpose(2, 3)
-    return logits.float().mul_(step.scale).softmax(-1)
+def attention_votes(step: LayerStep, away: Tensor | None = None) -> Tensor:
+    """Attention `[B, H, G, n]` of every query head to the entries not `away` `[n]`, float32."""
+    logits = (step.query @ step.keys.transpose(2, 3)).float().mul_(step.scale)
+    return (logits if away is None else logits.masked_fill_(away, -torch.inf)).softmax(-1)
 
 
 def most_voted(votes: Tensor, step: LayerStep, wanted: int) -> Tensor:

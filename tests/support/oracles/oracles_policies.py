@@ -320,10 +320,99 @@ def vatp(a: Arrays, p: Params) -> Results:
     return {"kept": marks}
 
 
+def tokenselect(a: Arrays, p: Params) -> Results:
+    n = a["keys"].shape[1]
+    rest, votes = range(p["n_init"], n - p["n_local"]), [0.0] * n
+    for query, keys in zip(doubles(a["query"]), doubles(a["keys"]), strict=True):
+        shares = softmax([float(query[0] @ keys[i]) for i in rest])
+        for i, share in zip(rest, shares, strict=True):
+            votes[i] += share
+    read = np.ones(n, bool)
+    read[rest.start : rest.stop] = False
+    read[ranked(votes, list(rest))[: p["topk"]]] = True
+    return {"read": read}
+
+
+def sentencekv(a: Arrays, p: Params) -> Results:
+    heads, n, width = a["keys"].shape
+    size = p["sentence_tokens"]
+    means, read = np.zeros((heads, n // size, width)), np.zeros((heads, n), bool)
+    for head, (query, keys) in enumerate(zip(doubles(a["query"]), doubles(a["keys"]), strict=True)):
+        means[head] = [keys[i : i + size].mean(0) for i in range(0, n, size)]
+        order = ranked([float(query.mean(0) @ mean) for mean in means[head]])
+        places = [number * size + i for number in order for i in range(size)]
+        read[head, places[: p["budget"]]] = True
+    return {"means": means, "read": read}
+
+
+def rekv(a: Arrays, p: Params) -> Results:
+    query, means, size = doubles(a["query"]).mean(1), doubles(a["means"]), p["chunk_size"]
+    group = len(query) // means.shape[1]
+    score = [
+        sum(float(row @ block[head // group]) for head, row in enumerate(query)) for block in means
+    ]
+    chunks = [score[i : i + size] for i in range(0, len(score), size)]
+    best = ranked([sum(chunk) / len(chunk) for chunk in chunks])[: p["topk"] // size]
+    return {"read": np.array([i // size in best for i in range(len(score))])}
+
+
+def _blocks(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def minference(a: Arrays, p: Params) -> Results:
+    found = []
+    for query, keys in zip(doubles(a["query"]), doubles(a["keys"]), strict=True):
+        pair = [_blocks(x, p["block_size"]) for x in (query, keys)]
+        rows, means = ([block.mean(0) for block in blocks] for blocks in pair)
+        marks = np.zeros((len(rows), len(means)), bool)
+        for i, row in enumerate(rows):
+            best = ranked([float(row @ mean) for mean in means[: i + 1]])[: p["top_k"]]
+            marks[i, [j for j in best if j != i]] = True
+        found.append(marks)
+    return {"blocks": np.array(found)}
+
+
+def flexprefill(a: Arrays, p: Params) -> Results:
+    size, distances, shares = p["block_size"], [], []
+    for query, keys in zip(doubles(a["query"]), doubles(a["keys"]), strict=True):
+        n, scale = len(keys), math.sqrt(keys.shape[1])
+        got = np.array(received(query, keys, range(n - size, n))) / size
+        true = [float(x.sum()) for x in _blocks(got, size)]
+        means = [x.mean(0) for x in _blocks(keys, size)]
+        guess = softmax([float(query[-size:].mean(0) @ mean) / scale for mean in means])
+        both = [(x, g, (x + g) / 2) for x, g in zip(true, guess, strict=True)]
+        halves = [x * math.log(x / m) + g * math.log(g / m) for x, g, m in both]
+        distances.append(math.sqrt(sum(halves) / 2))
+        if distances[-1] < p["tau"]:
+            table = np.zeros((len(means), len(means)))
+            for i, rows in enumerate(_blocks(query, size)):
+                row = rows.mean(0)
+                table[i, : i + 1] = softmax([float(row @ m) / scale for m in means[: i + 1]])
+            shares.append(table)
+    distance = np.array(distances)
+    return {"distance": distance, "trusted": distance < p["tau"], "shares": np.array(shares)}
+
+
+def duo_attention(a: Arrays, p: Params) -> Results:
+    layers, heads = a["gates"].shape
+    gates = a["gates"].flatten().tolist()
+    full = ranked(gates)[: round(len(gates) * (1 - p["sparsity"]))]
+    kept = np.zeros((layers, heads, p["tokens"]), bool)
+    for number in range(len(gates)):
+        for i in range(p["tokens"]):
+            near = i < p["sink_size"] or i >= p["tokens"] - p["recent_size"]
+            kept[number // heads, number % heads, i] = near or number in full
+    return {"kept": kept}
+
+
 POLICIES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
         adakv, h2o, infinipot_v, keyformer, keynorm, lagkv, lookm, pyramidkv, quant, quest,
         simlayerkv, snapkv, think, tidaldecode, vatp, zipcache,
+        adakv, duo_attention, flexprefill, h2o, infinipot_v, keyformer, lagkv, lookm, minference, pyramidkv,
+        quant, quest, rekv, sentencekv, simlayerkv, snapkv, think, tidaldecode, tokenselect,
+        zipcache,
     )
 }  # fmt: skip

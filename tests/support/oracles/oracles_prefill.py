@@ -61,13 +61,19 @@ def spread(length: int, count: int) -> list[int]:
     return [(step * length) // count - 1 for step in range(1, count + 1)]
 
 
-def pooled(q: np.ndarray, k: np.ndarray, scale: float, size: int, before: int) -> np.ndarray:
-    """Shares `[q, k]` by mean queries and mean keys, over blocks that begin before the queries."""
+def pooled(
+    q: np.ndarray, k: np.ndarray, scale: float, size: int, before: int, own: bool = False
+) -> np.ndarray:
+    """Shares `[q, k]` by mean queries and mean keys, over blocks that begin before the queries.
+
+    With `own` over the first block that does not, too.
+    """
     rows, count = -(-q.shape[1] // size), -(-len(k) // size)
     shares = np.zeros((rows, count))
     means = [k[c * size : (c + 1) * size].mean(0) for c in range(count)]
     for r in range(rows):
         able = [c for c in range(count) if c * size < r * size + before]
+        able += [len(able)] if own else []
         for head in q:
             mean = head[r * size : (r + 1) * size].mean(0)
             logits = {c: float(mean @ means[c]) * scale for c in able}
@@ -151,9 +157,10 @@ def flexprefill(
             for p in (true, guess)
         ]
         if math.sqrt(max(0.0, sum(both) / 2)) < tau:
-            shares = pooled(heads, keys, scale, size, before)
+            shares = pooled(heads, keys, scale, size, before, own=True)
             flat = smallest(shares.flatten(), budget * shares.sum())
             blocks = {(p // shares.shape[1], p % shares.shape[1]) for p in flat}
+            blocks = {(r, c) for r, c in blocks if c * size < r * size + before}
             found.append(pairs(length, n, size, lambda r, j, b=blocks: (r, j // size) in b))
             continue
         columns = set(smallest(sum(rows.values()) / len(rows), budget))

@@ -124,8 +124,14 @@ def tokenselect(
     scale: float,
     stays: set[int] = frozenset(),  # type: ignore[assignment]
 ) -> set[int]:
-    """Choice of all heads together, by their votes."""
-    return most(votes_of_all(queries, keys, scale), wanted, stays)
+    """Choice of all heads together; each has one vote for what is not read anyway."""
+    n = keys.shape[1]
+    open_to = [i for i in range(n - 1) if i not in stays]
+    votes = [0.0] * n
+    if open_to:
+        for i, vote in zip(open_to, votes_of_all(queries, keys[:, open_to], scale), strict=True):
+            votes[i] = vote
+    return most(votes, wanted, stays)
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:
