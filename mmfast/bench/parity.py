@@ -33,6 +33,7 @@ from mmfast.models.reduction.decoder_signals import LayerAttention, last_product
 from mmfast.models.reduction.probe import last_query_scores, softmax_rows
 from mmfast.models.reduction.sequence import MediaItem
 from mmfast.ops import video
+from mmfast.ops.clustering import information
 from mmfast.ops.max_min import max_min
 from mmfast.ops.merging import match
 from mmfast.ops.ranking import complement, index_mask, stable_topk
@@ -312,6 +313,13 @@ def _gemfilter(arrays: Arrays, params: Params) -> Outcome:
     return {"indices": run(tokens, "gemfilter", params["topk"])[0].keep}, []
 
 
+def _info_rank(arrays: Arrays, params: Params) -> Outcome:
+    x, every = arrays["x"], 1e-6  # of the directions none is left out
+    (found,) = run(Tokens(x), "info_rank", params["keep"], rank=every)
+    score = information(x, every) * torch.linalg.matrix_norm(x.double(), 2)
+    return {"indices": params["sys_length"] + found.keep, "score": score}, []
+
+
 def _fastkv(arrays: Arrays, params: Params) -> Outcome:
     window, n = params["window_size"], arrays["keys"].shape[1]
     votes = attention(arrays["query"], arrays["keys"], window).mean(0)[: n - window]
@@ -521,6 +529,7 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "hired": (_hired, _TILES, "alpha n_tokens num_partitions rate grids? image_sizes?"),
     "holitom": (_holitom, "x attn", "D K beta max_window_size retain_ratio tau"),
     "holitom_inner": (_holitom_inner, "x attn", "image_len image_start r"),
+    "info_rank": (_info_rank, "x", "keep sys_length"),
     "ivc_prune": (_ivc_prune, "values rope", "image_len image_start"),
     "pixelprune": (_pixelprune, "pixel_values grid_thw", _PIXEL),
     "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),

@@ -354,6 +354,11 @@ def test_rows_are_plain_data() -> None:
             lambda s, k: (-s).topk(k).indices,
         ),
         (
+            "info_rank",
+            "mmfast.reducers.attention.info_rank.stable_topk",
+            lambda s, k: (-s).topk(k).indices,
+        ),
+        (
             "stc_pruner",
             "mmfast.reducers.video.stc_pruner.grouped_topk",
             lambda score, group, counts: torch.arange(len(score)) % 169 < counts[0],

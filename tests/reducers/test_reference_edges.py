@@ -418,6 +418,11 @@ def adaptinfer() -> Iterator[Case]:
         yield inputs, {"image_start": first, "image_len": n, "keep": keep}
 
 
+def info_rank() -> Iterator[Case]:
+    for n, width, keep in ((5, 9, 0), (6, 6, 6), (20, 4, 3), (1, 3, 1)):
+        yield {"x": rows(n, width, seed=n)}, {"keep": keep, "sys_length": n}
+
+
 CASES: Mapping[str, Callable[[], Iterator[Case]]] = {name: globals()[name] for name in REFERENCES}
 NUMBERED = [
     pytest.param(name, case, id=f"{name}-{number}")

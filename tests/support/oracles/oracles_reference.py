@@ -697,12 +697,19 @@ def adaptinfer(a: Arrays, p: Params) -> Results:
     return {"indices": first + np.array(keep, np.int64), "score": score}
 
 
+def info_rank(a: Arrays, p: Params) -> Results:
+    u, sigma, _ = np.linalg.svd(a["x"].astype(float), full_matrices=False)
+    score = [sum(abs(float(part)) * s for part, s in zip(row, sigma, strict=True)) for row in u]
+    keep = sorted(ranked(score)[: p["keep"]])
+    return {"indices": p["sys_length"] + np.array(keep, np.int64), "score": np.array(score)}
+
+
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
         adaptinfer, audio_prune, cdpruner, dart, divprune, dycoke, evs, fastkv, fastv, fastvid,
-        framefusion, gemfilter, hiprune, hired, holitom, holitom_inner, ivc_prune, pixelprune,
-        prumerge, prumerge_plus, prunevid, prunevid_inner, pyramiddrop, saint, script, sparsevlm,
-        stc_pruner, tome, v_cast, vidcom2, visiondrop, visionzip, vispruner,
+        framefusion, gemfilter, hiprune, hired, holitom, holitom_inner, info_rank, ivc_prune,
+        pixelprune, prumerge, prumerge_plus, prunevid, prunevid_inner, pyramiddrop, saint, script,
+        sparsevlm, stc_pruner, tome, v_cast, vidcom2, visiondrop, visionzip, vispruner,
     )
 }  # fmt: skip
