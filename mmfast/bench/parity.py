@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmfast.bench.cache_parity import CACHE_DRIVERS, Arrays, Drive, Outcome, Params, attention
 from mmfast.bench.cache_parity import (
     CACHE_DRIVERS,
     PREFILL_DRIVERS,
@@ -22,6 +21,7 @@ from mmfast.bench.cache_parity import (
     Drive,
     Outcome,
     Params,
+    attention,
 )
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Reduction
