@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE, returned_cache
 from mmfast.models.loading import FIXED
+from mmfast.models.speech.mimi_weights import halves
 
 KIND = "lfm2_audio"  # its config.json names no model type
 CODES = 2048  # of a codebook; the number behind them ends sound
@@ -49,6 +50,7 @@ class Lfm2AudioModel(nn.Module):
 
         super().__init__()
         own = dict(config["lfm"])
+        self.name_or_path = ""
         self.config = SimpleNamespace(model_type=KIND, **{**config, "lfm": own})
         self.books = int(config["codebooks"])
         wide, depth = own["hidden_size"], config["depthformer"]
@@ -121,6 +123,7 @@ class Lfm2AudioModel(nn.Module):
                 f"{str(folder)!r} does not fit LFM2-Audio: missing {missing[:3]}, unknown "
                 f"{unknown[:3]}; give a checkpoint of liquid-audio"
             )
+        model.name_or_path = str(folder)
         return model
 
     @torch.no_grad()
@@ -277,7 +280,7 @@ def stock_names(state: Mapping[str, Tensor], books: int) -> dict[str, Tensor]:
         if new.endswith(".qkv_proj.weight"):
             found |= _split(new.removesuffix("qkv_proj.weight"), weight)
         elif name.startswith("depthformer.") and "_layernorm." in name:
-            found[new] = _halves(weight, len(weight))
+            found[new] = halves(weight, len(weight))
         elif not new.startswith("depth_embeddings."):
             found[new] = weight
     for book in range(books):
@@ -294,11 +297,5 @@ def _split(prefix: str, weight: Tensor) -> dict[str, Tensor]:
     each = weight.shape[1] // _HEADS
     sizes = [weight.shape[1], _KV_HEADS * each, _KV_HEADS * each]
     query, key, value = weight.split(sizes)
-    parts = {"q": _halves(query, each), "k": _halves(key, each), "v": value}
+    parts = {"q": halves(query, each), "k": halves(key, each), "v": value}
     return {f"{prefix}{name}_proj.weight": part for name, part in parts.items()}
-
-
-def _halves(weight: Tensor, each: int) -> Tensor:
-    """Channels of heads of width `each`: from pairs side by side to a half and the other half."""
-    heads = weight.view(-1, each // 2, 2, *weight.shape[1:])
-    return heads.transpose(1, 2).reshape(weight.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import mmfast
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.speech import Chatter, Listener, Speaker, Turn
 from mmfast.models.speech.lfm2_audio import CODES, Lfm2AudioModel, SoundDraw
+from mmfast.models.speech.mimi_weights import load_mimi
 from mmfast.voice.models import load_voice
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "lfm2_audio.json").read_text())
@@ -33,13 +35,7 @@ def mimi(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     where = tmp_path_factory.mktemp("mimi")
     torch.manual_seed(0)
-    MimiModel(
-        MimiConfig(
-            hidden_size=16, num_filters=2, num_residual_layers=1, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=2, head_dim=8, intermediate_size=16,
-            codebook_dim=8, vector_quantization_hidden_dimension=8, upsample_groups=16,
-        )
-    ).save_pretrained(where)  # fmt: skip
+    MimiModel(MimiConfig(**checkpoint.SMALL_MIMI)).save_pretrained(where)
     return str(where)
 
 
@@ -110,6 +106,28 @@ def test_it_answers_reads_aloud_and_writes_down(voice: Any, mimi: str) -> None:
     aloud = list(voice.speak("So it is.", voice="uk_male", text_temperature=1.0, **given))
     assert "".join(sound.text for sound in aloud) == "So it is."
     assert voice.transcribe(checkpoint.question()) == voice.transcribe(checkpoint.question()) != ""
+
+
+def test_its_own_mimi_sounds_and_hears_as_by_the_package(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(folder) / "tokenizer-e351c8d8-checkpoint125.safetensors"
+    weights = checkpoint.mimi_weights(GOLDEN["mimi"]["shapes"])
+    save_file(weights, file)
+    small = functools.partial(load_mimi, **checkpoint.SMALL_MIMI)
+    monkeypatch.setattr("mmfast.models.speech.talkers.lfm2_audio.load_mimi", small)
+    voice = load_voice(folder, "cpu", "float32")
+    codec = voice._codec(None)
+    codes = torch.arange(40).view(1, 8, 5) * 51 % CODES
+    pcm = torch.tensor(GOLDEN["mimi"]["pcm"])
+    torch.testing.assert_close(codec.decode(codes)[0, ::64], pcm, atol=2e-6, rtol=1e-4)
+    heard = torch.tensor(GOLDEN["mimi"]["codes"])[:, :12]  # the 13th frame is half a one
+    assert torch.equal(codec.encode(checkpoint.question()[None])[0, :, :12], heard)
+    assert any(len(sound.pcm) for sound in voice.reply(checkpoint.question(), max_new_tokens=12))
+    save_file({**weights, "extra": torch.ones(1)}, file)
+    with pytest.raises(ModelError, match="does not fit Mimi: extra"):
+        small(file)
+    file.unlink()
 
 
 def test_a_pipeline_takes_the_directory(folder: str, mimi: str) -> None:

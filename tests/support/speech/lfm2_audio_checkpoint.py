@@ -142,7 +142,23 @@ def _weight(name: str, shape: tuple[int, ...]) -> Tensor:
     drawn = torch.randn(shape, generator=generator)
     if len(shape) > 1:
         return drawn / (drawn[0].numel() ** 0.5)
-    return drawn.abs() + 0.5 if name.endswith("var") else drawn * 0.1 + name.endswith("weight")
+    if name.endswith(("var", "cluster_usage")):
+        return drawn.abs() + 0.5
+    return drawn * 0.1 + name.endswith("weight")
+
+
+# Of a small Mimi: what differs from the published one.
+SMALL_MIMI = {
+    "hidden_size": 16, "num_filters": 2, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16, "codebook_dim": 8,
+    "vector_quantization_hidden_dimension": 8, "upsample_groups": 16, "num_quantizers": 8,
+}  # fmt: skip
+
+
+def mimi_weights(sizes: dict[str, list[int]]) -> dict[str, Tensor]:
+    """Weights of a Mimi of these shapes, by the names of Kyutai."""
+    found = {name: _weight(name, tuple(shape)) for name, shape in sizes.items()}
+    return found | {name: torch.ones(1) for name in found if name.endswith("_initialized")}
 
 
 def write(folder: Path) -> str:

@@ -18,7 +18,13 @@ from mmfast.core.speech import Codec, Sound, Turn
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.models.loading import load_codec, speech_family
 from mmfast.models.speech.lfm2_audio import CODES, KIND, Lfm2AudioModel, SoundDraw
-from mmfast.models.speech.talkers.base import GeneratorState, StockTalker, TalkerOptions
+from mmfast.models.speech.mimi_weights import load_mimi
+from mmfast.models.speech.talkers.base import (
+    GeneratorState,
+    StockTalker,
+    TalkerOptions,
+    folder_of,
+)
 
 CHAT, HEAR = "Respond with interleaved text and audio.", "Perform ASR."
 READ = {
@@ -36,7 +42,7 @@ class Lfm2AudioOptions(TalkerOptions):
     `voice` is one of the four it reads aloud with; `temperature` and `top_k` are of codes (0 takes
     the most likely), `text_temperature` and `text_top_k` of text; None is the makers' setting.
     `max_new_tokens` counts text tokens and frames (12.5 a second); `codec` is a Mimi, by directory
-    or hub id.
+    or hub id, None that of the checkpoint, or where it has none "kyutai/mimi".
     """
 
     voice: str | None = None
@@ -45,7 +51,7 @@ class Lfm2AudioOptions(TalkerOptions):
     text_temperature: float | None = None
     text_top_k: int | None = None
     max_new_tokens: int = 512
-    codec: str = "kyutai/mimi"
+    codec: str | None = None
 
 
 @speech_family(KIND, Lfm2AudioModel, "tokenizer")
@@ -68,7 +74,7 @@ class Lfm2AudioVoice(StockTalker):
             win_length=round(sound["window_size"] * self.rate),
             n_fft=sound["n_fft"],
         )
-        self._codecs: dict[str, Codec] = {}
+        self._codecs: dict[str | None, Codec] = {}
 
     def reply(
         self, pcm: Tensor, rate: int = 16_000, history: Sequence[Turn] = (), **options: Any
@@ -137,10 +143,12 @@ class Lfm2AudioVoice(StockTalker):
         if len(rest := codec.decoder.finish(mouth)[0]):
             yield self._sound(rest, "")
 
-    def _codec(self, where: str) -> Codec:
+    def _codec(self, where: str | None) -> Codec:
         if where not in self._codecs:
-            books = self.model.books
-            codec = load_codec(where, device=self.device, codebooks=books)
+            folder = folder_of(self.model)
+            own = sorted(folder.glob("tokenizer-*.safetensors")) if folder else []
+            source = where or (load_mimi(own[0]).to(self.device) if own else "kyutai/mimi")
+            codec = load_codec(source, device=self.device, codebooks=self.model.books)
             if codec.size != CODES or codec.sample_rate != self.sample_rate:
                 raise ModelError(
                     f"codec {where!r} has {codec.size} codes at {codec.sample_rate} Hz, and "
