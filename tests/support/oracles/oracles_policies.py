@@ -386,8 +386,8 @@ def duo_attention(a: Arrays, p: Params) -> Results:
 POLICIES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        adakv, duo_attention, flexprefill, h2o, infinipot_v, keyformer, lagkv, lookm, minference, pyramidkv,
-        quant, quest, rekv, sentencekv, simlayerkv, snapkv, think, tidaldecode, tokenselect,
-        zipcache,
+        adakv, duo_attention, flexprefill, h2o, infinipot_v, keyformer, lagkv, lookm, minference,
+        pyramidkv, quant, quest, rekv, sentencekv, simlayerkv, snapkv, think, tidaldecode,
+        tokenselect, zipcache,
     )
 }  # fmt: skip
