@@ -38,6 +38,7 @@ def base_of(model: Any) -> Any:
 
     Of a model of text alone it is the text model, which some (OPT) call past their base model.
     """
+    model = stock_model(model)  # an adapter of PEFT calls itself the base model
     # Every step asks: most models have a tower, which is seen without a call.
     if not hasattr(getattr(model, "config", None), "vision_config") and reads_text_alone(model):
         return decoder_of(model)

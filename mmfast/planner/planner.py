@@ -24,6 +24,7 @@ from mmfast.core.trace import format_bytes
 from mmfast.models.loading import embedded_path
 from mmfast.models.reduction.check import check as check_stages
 from mmfast.models.reduction.check import placed
+from mmfast.models.wrappers import stock_model
 from mmfast.planner.caches import (
     CacheEvidence,
     cache_candidates,
@@ -224,6 +225,7 @@ class Planner:
         shape: ModelShape | None = None,
         remember: bool = True,
     ) -> None:
+        model = stock_model(model)
         self.model, self.name, self.rows = model, name, rows
         self.learner = Learner(model, rates, shape, remember)
         self._known: dict[str, Evidence] = {}

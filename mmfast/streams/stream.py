@@ -27,6 +27,7 @@ from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.live.source import FAR
 from mmfast.models.context import placeholders
 from mmfast.models.prompt import unknown_words
+from mmfast.models.wrappers import stock_model
 from mmfast.streams.archive.files import raw, value
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.drafts import DraftMemory
@@ -147,7 +148,8 @@ class StreamModel:
             if not isinstance(value, int) or value < 1:
                 raise MmfastError(f"{name}={value!r} is not allowed; give a whole number from 1")
         reducer = None if self.reduce is None else StreamReducer(self.reduce)
-        model, processor = self.model, self.processor
+        self.model = model = stock_model(self.model)  # layers of PEFT stay where they are
+        processor = self.processor
         self.script = script_for(model, processor, float(self.fps), self.system)
         prove(self.script)
         encoder = FrameEncoder(

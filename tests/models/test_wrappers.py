@@ -15,6 +15,7 @@ from tiny_models import ALL_FAMILIES, Tiny, build
 from torch import nn
 
 import mmfast
+from mmfast.attach import handle_of, turn_of
 from mmfast.core.errors import ModelError
 from mmfast.models.wrappers import stock_model
 
@@ -308,3 +309,14 @@ def test_text_models_take_a_kv_policy_and_reducers_of_text_alone() -> None:
     assert out.past_key_values.layers[0].keys.shape[2] == 12 + 2
     with pytest.raises(ValueError, match=r"acts on tokens of media.*divprune@llm2"):
         mmfast.attach(model, "divprune:0.5")
+
+
+def test_what_is_attached_to_a_model_is_found_through_its_adapter() -> None:
+    """Pipelines and streams around a PEFT model ask for it, and share one lock."""
+    tiny = build("llava_onevision")
+    with peft(tiny.model) as held:
+        handle = mmfast.attach(held, "random:0.4")
+        handle.trace.calls = 1  # nothing to be warned of
+        assert handle_of(held) is handle_of(tiny.model) is handle
+        assert turn_of(held) is turn_of(tiny.model)
+        handle.detach()

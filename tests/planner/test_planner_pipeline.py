@@ -184,3 +184,19 @@ def test_a_cut_shape_runs_every_family() -> None:
         assert small.text["num_hidden_layers"] == 2
         assert max(small.vision.get("fullatt_block_indexes", [1])) == 1
     assert check_rows(checks=(PlanCheck("tiny", "ttft", 2, (None,)),))[0]["parts"]["encode"] > 0
+
+
+def test_a_model_with_adapters_is_planned_for_and_watches(pipe: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    own = mmfast.pipeline("video-qa", device="cpu")
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    pair = get_peft_model(own.model, config), own.processor  # starts as the model without it
+    answer = mmfast.pipeline("video-qa", pair, max_new_tokens=8)(CLIP, QUESTION, target_tokens=40)
+    assert answer.plan.spec is not None and answer.kept_tokens <= 40
+    texts = []
+    for model in (pair, (pipe.model, pipe.processor)):
+        with mmfast.pipeline("video-stream", model).open() as session:
+            session.watch(CLIP, fps=8)
+            texts.append(session.ask(QUESTION).read())
+    assert texts[0] == texts[1]

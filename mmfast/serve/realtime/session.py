@@ -162,7 +162,9 @@ class RealtimeSession(Dialogue):
         if self.settings.input_format != self._incoming.format:
             self._incoming = Incoming(self.settings.input_format)
         if self.settings.detection != self._detection:
-            self._detection, self.ear, self.open = self.settings.detection, None, ""
+            if self.open or (isinstance(self.ear, ManualEar) and self.ear.held):
+                self.clear()  # and tell so: the words were heard by what is gone
+            self._detection, self.ear = self.settings.detection, None
         turns = self.settings.turn_detection or {}
         self.interrupting = bool(turns.get("interrupt_response"))
         self.answering = bool(turns.get("create_response")) and self.settings.answers

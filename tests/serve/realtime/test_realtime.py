@@ -20,6 +20,7 @@ from realtime_tools import (
     packed,
     png,
     said,
+    unpacked,
 )
 from tone_models import HumModel, hum, read
 
@@ -384,6 +385,49 @@ def test_a_wrong_update_changes_nothing() -> None:
         assert updated["session"]["instructions"] == ""
         params = [error["error"]["param"] for error in wire.of("error")]
         assert params == ["session.audio.output.voice", "session.tools", "session.model"]
+        await wire.close()
+
+    fast(main())
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_what_is_being_said_is_told_to_be_gone_with_its_ear(manual: bool) -> None:
+    """Another way to find turns begins anew: no turn stays open without an end."""
+
+    async def main() -> None:
+        wire = Wire(HumService(), Rules().server)
+        if manual:
+            wire.send("session.update", session=MANUAL)
+        wire.send("input_audio_buffer.append", audio=packed(hum("hello there")))
+        if not manual:
+            await wire.event("input_audio_buffer.speech_started")
+        ears = {"type": "server_vad"} if manual else None
+        audio = {"input": {"turn_detection": ears}}
+        wire.send("session.update", session={"type": "realtime", "audio": audio})
+        await wire.event("session.updated", 1 + manual)
+        assert len(wire.of("input_audio_buffer.cleared")) == 1
+        wire.send("session.update", session={"instructions": "be short"})  # finds turns as before
+        await wire.event("session.updated", 2 + manual)
+        assert len(wire.of("input_audio_buffer.cleared")) == 1 and not wire.of("error")
+        await wire.close()
+
+    fast(main())
+
+
+def test_settings_of_a_reply_stay_while_it_is_spoken() -> None:
+    async def main() -> None:
+        wire = Wire(HumService())
+        item = {"type": "message", "role": "user"}
+        item["content"] = [{"type": "input_text", "text": "tell me"}]  # type: ignore[assignment]
+        wire.send("conversation.item.create", item=item)
+        wire.send("response.create")
+        await wire.event("response.output_audio.delta", 2)
+        audio = {"output": {"format": {"type": "audio/pcmu"}, "voice": "hmm"}}
+        text = {"output_modalities": ["text"], "max_output_tokens": 1}
+        wire.send("session.update", session={"type": "realtime", "audio": audio, **text})
+        done = (await wire.event("response.done"))["response"]
+        pcm = torch.cat([unpacked(e["delta"]) for e in wire.of("response.output_audio.delta")])
+        assert done["status"] == "completed" and read(pcm) == ANSWER
         await wire.close()
 
     fast(main())
