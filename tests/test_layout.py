@@ -29,7 +29,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 # are made up, drafts of the server and of streams, smoothing, voices that speak at once,
 # encoder-decoders, sinks that follow their window, policies by head and by step in the server,
 # scenes of VGGT, LFM2-Audio.
-FILES, LINES = 709, 138_482
+FILES, LINES = 710, 139_058
 TOPS = ("mmfast", "kernels", "pipelines", "demos")
 MEDIA = {"av", "decord", "PIL", "numpy", "soundfile"}
 EVERY = {"core", "ops", "reducers", "caches", "decoding", "heads", "frontends", "models", "attach"}

@@ -412,8 +412,5 @@ POLICIES: Mapping[str, Callable[[Arrays, Params], Results]] = {
         adakv, duo_attention, flexprefill, h2o, infinipot_v, keyformer, keynorm, lagkv, lookm,
         minference, pyramidkv, quant, quest, rekv, sentencekv, simlayerkv, snapkv, think,
         tidaldecode, tokenselect, vatp, zipcache,
-        adakv, duo_attention, flexprefill, h2o, infinipot_v, keyformer, lagkv, lookm, minference,
-        pyramidkv, quant, quest, rekv, sentencekv, simlayerkv, snapkv, think, tidaldecode,
-        tokenselect, zipcache,
     )
 }  # fmt: skip
