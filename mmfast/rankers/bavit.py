@@ -50,7 +50,7 @@ class BackgroundVit(nn.Module):
 
     name = "bavit"
 
-    def __init__(self, width: int, *, inner: int = 96, heads: int = 6, depth: int = 2) -> None:
+    def __init__(self, width: int, *, inner: int = 48, heads: int = 3, depth: int = 2) -> None:
         super().__init__()
         self.config = {"width": width, "inner": inner, "heads": heads, "depth": depth}
         self.enter = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner))

@@ -152,12 +152,11 @@ def test_the_command_trains_on_lines_of_json(
     monkeypatch.setattr("sys.argv", [*told, "--questions", "2", "--exam", "512"])
     runpy.run_path(str(Path(base.__file__).with_name("train.py")), run_name="__main__")
     log = (tmp_path / "compressors" / "training.jsonl").read_text().splitlines()
-    assert [json.loads(line)["stage"] for line in log][-4:] == [
-        "saved",
-        "needles",
-        "needles",
-        "end",
-    ]
+    rows = [json.loads(line) for line in log]
+    stages = [row["stage"] for row in rows]
+    assert stages[-8:] == ["saved", *["needles"] * 6, "end"]
+    cuts = [row["reduce"] for row in rows if row["stage"] == "needles"][2:]
+    assert cuts[0] == "fastkv:0.5?tokens=text" and all(":0.5?" in cut for cut in cuts)
     made = base.load(base.file_of(tmp_path, "compllm", 2))
     assert made.config["segment"] == 6 and made.config["rank"] == 2
     model = LlamaForCausalLM.from_pretrained(tmp_path)

@@ -105,6 +105,7 @@ def _accuracy(source: str, every: bool = False) -> ReportTable:
     )
 
 
+RANKED = "eval-video rankers"  # learned rankings, and the reducers that they are compared with
 _SEEDS = (1000, 2000, 3000)  # of clips that learned compressors are asked about
 
 
@@ -116,6 +117,12 @@ def _on_other_clips(rows: Rows) -> list[Row]:
     """Specs that were asked about all clips, a line each."""
     lines = pivot(rows, lambda row: row["reduce"] or ALL, lambda row: row["seed"])
     return [line for line in lines if len(line["at"]) == len(_SEEDS)]
+
+
+def _ranked(rows: Rows) -> list[Row]:
+    names = [each.name for each in methods("ranker")] + ["fastv", "divprune", "random"]
+    found = by_share(rows)
+    return [{"name": name, "at": found[name]} for name in names if name in found]
 
 
 def _best(rows: Rows) -> list[Row]:
@@ -501,6 +508,15 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             {"spec": "`{name}`"} | {f"clips of seed {seed}": at(seed) for seed in _SEEDS},
             keys=("seed", "reduce"),
             lines=_on_other_clips,
+        ),
+    ),
+    "ranked": (
+        ReportTable(
+            RANKED,
+            lambda rows: {"spec": "`{name}`", **{f"{100 * s:.0f} %": at(s) for s in SHARES[1:3]}},
+            lines=_ranked,
+            before=lambda rows: _whole("All tokens", by_share(rows).get(ALL, {}).get(1.0)),
+            after=_questions("unseen clips"),
         ),
     ),
     "speech": (

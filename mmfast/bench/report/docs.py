@@ -326,18 +326,21 @@ def _prefill_rows(method: Method, folder: Path) -> list[str]:
 def _ranker_rows(method: Method, folder: Path) -> list[str]:
     how = f"--layers {method.layer}" if method.sites[0] == "llm" else f"--ranker {method.name}"
     command = f"python -m mmfast.rankers.train {how}"
-    if _shipped(method, folder.parent):
+    if not _shipped(method, folder.parent):
+        return [f"Not measured here: weights fit one model; `{command}` trains some."]
+    told = f"`tiny-video` has weights, which `{command}` trained"
+    if found := by_share(read_rows(folder, accuracy.RANKED)).get(method.name):
+        parts = [f"{score(row)} on {100 * kept:.0f} % of the tokens" for kept, row in found.items()]
         return [
-            f"`tiny-video` has weights, which `{command}` trained; the log beside them has the "
-            "figures of questions about other clips."
+            f"{told}. Right answers in per cent, in brackets the 95 % interval: {', '.join(parts)} "
+            "([beside others](../../guides/compressors.md#learned-rankings))."
         ]
-    return [
-        f"Not measured here: weights fit one model, and none are shipped; `{command}` trains some."
-    ]
+    return [f"{told}; the log beside them has the figures of questions about other clips."]
 
 
 def _shipped(method: Method, assets: Path) -> bool:
-    return (assets / "models" / "tiny-video" / "rankers" / f"{method.name}.safetensors").is_file()
+    stem = f"{method.name}-{method.layer}" if method.sites[0] == "llm" else method.name
+    return (assets / "models" / "tiny-video" / "rankers" / f"{stem}.safetensors").is_file()
 
 
 def _scored(spec: str) -> bool:

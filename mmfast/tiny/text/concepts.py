@@ -30,6 +30,7 @@ from mmfast.tiny.text.haystack import KINDS, FactCounts, make_document
 
 HELD = 4  # examples that the figures on held-out data are of
 QUESTION = 4  # tokens of a question of the documents, with the word between it and its answer
+CUTS = ("fastkv", "gemfilter", "lazyllm", "random@llm0")  # compared with it
 MOST = (6, 2, 2)  # facts of a kind in a document, at most
 
 
@@ -167,7 +168,8 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
         training.teach(task, log, options, path, compressor, watch=2.0)
         if options.questions:
             spec = f"compllm:{rate}?recent={QUESTION}&path={path}"
-            for each in (None, spec):
+            cuts = (f"{name}:{1 / rate}?tokens=text" for name in CUTS)
+            for each in (None, spec, *cuts):
                 figures = (options.questions, 1000, options.exam)
                 log({"stage": "needles", **needle_accuracy(model, words, each, *figures)})
 
