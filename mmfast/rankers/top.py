@@ -2,7 +2,7 @@
 
 In an encoder early layers are trained until their own attention ranks tokens as the final layer
 does. Here the model stays as it is: a small head beside a decoder layer learns that ranking, with
-the loss of the paper, from the hidden states that enter the layer.
+a loss of pairs as there, from the hidden states that enter the layer.
 """
 
 from __future__ import annotations

@@ -35,10 +35,9 @@ def saint(
     Edges of a bipartite graph join even and odd tokens whose cosine is at least `tau` (Jeddi et
     al., 2025). Without a budget one round drops as many even tokens as have `neighbours` edges,
     those of most redundancy: degree times `exp(gamma * (mean cosine of the edges - tau))`. Inside
-    LLaVA's decoder the authors do that behind each of layers 7 to 16 with a `tau` of 0.83, here
-    `saint@llm8?tau=0.83+saint@llm9?tau=0.83` and so on up to `llm17`. Rounds that meet a budget,
-    each of which drops at most half of the even tokens, are a choice of this project: to drop all
-    of them would be blind sampling.
+    LLaVA's decoder the authors do that behind each of layers 7 to 16 with a `tau` of 0.83, from
+    `saint@llm8?tau=0.83` to `llm17` here. Rounds that meet a budget and drop at most half of the
+    even tokens each are a choice of this project.
 
     Args:
         tokens: `x` `[..., N, D]`; likeness is the cosine of keys where they are given (`keys`, and
@@ -49,10 +48,9 @@ def saint(
         tau: Least cosine of two neighbours, above 0.
         neighbours: Neighbours with which a token votes to go.
         gamma: Weight of the mean cosine of the edges against their number; 0 counts edges alone.
-        full: From 1 on, rounds over the graph of all tokens until a budget is met, as the authors
-            thin the tower of LLaVA with 16: a round drops the tokens of the largest sum of cosines
-            to those that are left. The first drops one in `full`, each later one as many as the
-            number that the round before dropped goes into the tokens there are.
+        full: From 1 on, rounds over the graph of all tokens that meet a budget, as in LLaVA's tower
+            with 16: one in `full` goes, of the largest sums of cosines, and the number that went
+            is `full` of the next round.
 
     Raises:
         SpecError: A negative `full`, or one above 0 without a budget.
