@@ -285,21 +285,19 @@ class RealtimeSession(Dialogue):
             text = "a session of type 'transcription' answers nothing; update it to 'realtime'"
             raise EventError(text, param="type")
         wish = event.response or protocol.Wish()
-        settings = self.settings.of_response(wish)
+        settings, outside = self.settings.of_response(wish), wish.conversation == "none"
         self._check_text(wish.instructions, "response.instructions")
         most = self.service.limits.message
         items = self.conversation.brought(wish, self.settings.input_format, most)
-        if wish.conversation != "none":
+        if not outside:
             self._check_free()
-        outside = wish.conversation == "none"
         conversation = None if outside else self.conversation.id
         self._start(Response(settings, conversation, wish.metadata, self.clock.now()), items)
 
     def _cancel(self, event: Any) -> None:
         """Stop a response; `EventError` if there is none, or none of that name."""
-        found: SpokenReply | None = self.reply
-        if event.response_id is not None:
-            found = self.running.get(event.response_id, (None, None))[0]
+        named: SpokenReply | None = self.running.get(event.response_id or "", (None, None))[0]
+        found = self.reply if event.response_id is None else named
         if found is None or found.over:
             raise EventError(
                 "no such response is being made; it may be done already",

@@ -206,10 +206,11 @@ class World:
 
     def place_at(self, time: Any) -> EndlessScene:
         """Scene on screen at a time: a fact, or the ordinary scene."""
-        if not isinstance(time, Real) or not 0 <= time < float("inf"):
+        seconds = float(time) if isinstance(time, Real) else -1.0
+        if not 0 <= seconds < float("inf"):
             raise MmfastError(f"time={time!r} is no moment of a world; give seconds from 0")
-        event = self.event_at(float(time))
-        return event.place if event is not None else _ordinary(self, *_cut(self, time))
+        event = self.event_at(seconds)
+        return event.place if event is not None else _ordinary(self, *_cut(self, seconds))
 
     def at(self, time: float) -> Moment:
         """The picture at a time in seconds, and the things in it."""
