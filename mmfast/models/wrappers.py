@@ -25,7 +25,8 @@ def stock_model(held: Any) -> Any:
     the layers), what `torch.compile` returned, and DDP, FSDP or checkpoint wrappers, in any depth.
 
     Raises:
-        ModelError: `nn.DataParallel` over several devices, whose copies would share one state.
+        ModelError: `nn.DataParallel` over several devices, whose copies would share one state, or
+            PEFT with virtual tokens, which stand in no layer.
     """
     inner = _inside(held)
     while inner is not None:
@@ -75,6 +76,13 @@ def _inside(held: Any) -> Any:
             return held._modules[name]
     if any(cls.__module__.split(".")[0] == "peft" for cls in type(held).__mro__):
         whole: Any = held
+        config: Any = getattr(whole, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            raise ModelError(
+                f"{config.peft_type.value} of {type(whole).__name__} puts virtual tokens in front "
+                "of a prompt, which would be left out; give a model with adapters in its layers, "
+                "such as LoRA, or `.get_base_model()` to do without them"
+            )
         return whole.get_base_model() if hasattr(whole, "get_base_model") else whole.model
     return None
 

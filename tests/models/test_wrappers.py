@@ -11,6 +11,7 @@ from typing import Any
 import model_oracle as oracle
 import pytest
 import torch
+from decode_models import tiny
 from tiny_models import ALL_FAMILIES, Tiny, build
 from torch import nn
 
@@ -18,6 +19,7 @@ import mmfast
 from mmfast.attach import handle_of, turn_of
 from mmfast.core.errors import ModelError
 from mmfast.models.wrappers import stock_model
+from mmfast.streams.stream import StreamModel
 
 NOT_OFFLOADED = ("fast_vlm", "idefics3", "lfm2_vl")
 SPECS = ("random:0.4", "random@llm1:0.4")
@@ -284,6 +286,26 @@ def test_data_parallel_over_devices_is_refused() -> None:
     held.device_ids = [0, 1]
     with pytest.raises(ModelError, match="2 devices at every call; use DistributedDataParallel"):
         mmfast.attach(held, SPECS[0])
+
+
+@pytest.mark.parametrize(
+    "kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"]
+)
+def test_virtual_tokens_of_peft_are_refused(kind: str) -> None:
+    """They are no part of the layers, so the model inside would answer without them."""
+    import peft as library
+
+    model = tiny()
+    config = getattr(library, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    held = library.get_peft_model(model, config)
+    message = f"{config.peft_type.value} of PeftModelForCausalLM puts virtual .*; give .* LoRA"
+    for asks in (
+        lambda: mmfast.attach(held, cache="snapkv:12"),
+        lambda: StreamModel(held, object()),
+    ):
+        with pytest.raises(ModelError, match=message):
+            asks()
+    assert stock_model(held.get_base_model()) is model
 
 
 def test_a_classifier_of_pictures_reads_no_text() -> None:
