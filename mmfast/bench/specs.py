@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -69,22 +70,23 @@ def parse_keep(text: str | Sequence[float] | None) -> tuple[float | int, ...]:
 
 def expand(reduce: Sequence[str], keep: Sequence[float | int]) -> list[str]:
     """Give every spec without a budget each of `keep`; one that chooses its own only if asked."""
-    specs, free = list[str](), 0
+    specs, fixed = list[str](), list[str]()
     for text in reduce or DEFAULT:
         bare = re.fullmatch(r"([^+:?]+)(\?[^+]*)?", text.strip())
         method = get(bare[1].partition("@")[0]) if bare else None
         if bare is None or method is None or (method.adaptive and not keep and reduce):
-            specs.append(text.strip())
+            fixed.append(text.strip())
+            specs.append(fixed[-1])
             continue
-        free += 1
         specs += [f"{bare[1]}:{b}{bare[2] or ''}" for b in keep or DEFAULT_KEEP]
     for spec in specs:
         parse(spec)
-    if keep and not free:
-        raise MmfastError(
-            f"--keep acts on specs without a budget, and {', '.join(specs)} "
-            f"{'has' if len(specs) == 1 else 'have'} one; leave --keep out"
-        )
+    if keep and fixed:
+        told = f"--keep acts on specs without a budget, and {', '.join(fixed)} "
+        told += "has one" if len(fixed) == 1 else "have one"
+        if len(fixed) == len(specs):
+            raise MmfastError(f"{told}; leave --keep out")
+        warnings.warn(f"{told}, which stays", stacklevel=2)
     return list(dict.fromkeys(specs))
 
 

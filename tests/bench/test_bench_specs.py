@@ -49,7 +49,9 @@ def test_bad_options_are_one_line(options: dict[str, object], names: list[str]) 
 
 def test_expand_gives_every_bare_spec_every_budget() -> None:
     specs = ["uniform", "evs:0.5", "fastv@llm3", "uniform:0.1", "random?seed=3"]
-    assert expand(specs, parse_keep("0.25,64")) == [
+    with pytest.warns(UserWarning, match=r"--keep .*, and evs:0.5, uniform:0.1 have one, which"):
+        found = expand(specs, parse_keep("0.25,64"))
+    assert found == [
         *("uniform:0.25", "uniform:64", "evs:0.5", "fastv@llm3:0.25", "fastv@llm3:64"),
         *("uniform:0.1", "random:0.25?seed=3", "random:64?seed=3"),
     ]
