@@ -118,7 +118,7 @@ class Shelf:
         with self._lock:
             first, self._warmed = not self._warmed, True
         if first:
-            threading.Thread(target=self.warm, name="mmfast-demo-warm", daemon=True).start()
+            threading.Thread(target=self.warm, name="mmfast-load", daemon=True).start()
 
     def warm(self) -> None:
         """Load what a visitor needs first; failures are told when it is used."""

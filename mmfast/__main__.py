@@ -1,7 +1,10 @@
 """The command `mmfast`, and `python -m mmfast`: Ctrl-C ends it even while it is imported."""
 
+import atexit
 import os
 import signal
+import sys
+import threading
 from typing import NoReturn
 
 
@@ -15,7 +18,15 @@ def main() -> None:
 
     if own:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    command()
+    try:
+        command()
+    except SystemExit as end:
+        # torch, cut short in a thread that still loads a model, would abort the interpreter
+        if any(each.name == "mmfast-load" for each in threading.enumerate()):
+            sys.stdout.flush()
+            atexit._run_exitfuncs()
+            os._exit(int(end.code or 0))
+        raise
 
 
 def _leave(*_: object) -> NoReturn:

@@ -215,7 +215,8 @@ class LazyLoader:
         with self._lock:
             if self._future is None:
                 self._future = Future()
-                threading.Thread(target=self._load, args=(self._future,), daemon=True).start()
+                given, name = (self._future,), "mmfast-load"  # by which __main__ knows it
+                threading.Thread(target=self._load, args=given, name=name, daemon=True).start()
             return self._future
 
     def _load(self, future: Future[Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -151,3 +153,32 @@ def test_a_signal_drains_and_tells_open_streams_why() -> None:
         assert found[-1]["error"]["code"] == "stopping" and "[DONE]" not in found
         assert time.monotonic() - began > 1  # there was time to end
         assert process.wait(60) == 0
+
+
+_ENDLESS = """
+import sys, torch
+from mmfast.serve.http import service
+from mmfast.__main__ import main
+
+def load(config):
+    rows = torch.ones(600, 600)
+    print("loading", file=sys.stderr, flush=True)
+    while True:
+        rows = (rows @ rows).clamp(-1, 1)
+
+service.load_engine = load
+sys.argv = ["mmfast", "serve", "--port", "0", "--no-demo"]
+main()
+"""
+
+
+def test_a_signal_while_the_model_loads_ends_quietly() -> None:
+    """Daemon threads die where they next ask for the lock of the interpreter: in torch, badly."""
+    command = [sys.executable, "-c", _ENDLESS]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while process.stderr.readline().strip() != "loading":
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        told = process.stderr.read()
+    assert process.returncode == 0 and told.splitlines()[-1] == "stopped"
