@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -158,6 +159,25 @@ def test_share_one_changes_no_bit_and_nothing_stays() -> None:
     assert all(map(torch.equal, model(images)[0], stock))
     assert {n: [*m.__dict__] for n, m in model.named_modules()} == before
     assert len(model.patch_embed._forward_hooks) == hooks
+
+
+@pytest.mark.parametrize("cut", [None, ZeroDivisionError])
+def test_a_block_outside_a_pass_reads_every_token(cut: type[Exception] | None) -> None:
+    """The scene of a pass that is over, or was cut short, says nothing of what comes behind it."""
+    model, images = small(), scenes(1)
+    block: Any = model.global_blocks[0]
+    rows = torch.randn(1, FRAMES * (FRONT + EACH), 16)
+    pos = torch.zeros(1, rows.shape[1], 2, dtype=torch.int64)
+    stock = block(rows, pos=pos)
+
+    def fail(*_: Any) -> None:
+        if cut is not None:
+            raise cut
+
+    with attach(model, "litevggt@vit:0.4"), model.global_blocks[-1].register_forward_hook(fail):
+        with nullcontext() if cut is None else pytest.raises(cut):
+            model(images)
+        assert torch.equal(block(rows, pos=pos), stock)
 
 
 @pytest.mark.parametrize(("knobs", "plans"), [("", 4), ("?reuse=2", 2), ("?reuse=3", 2)])
