@@ -68,7 +68,7 @@ def _append_whole(target: Path, text: str) -> None:
     """Append lines, all or none of them, in place of what a killed run has left of one."""
     with target.open("ab", buffering=0) as file:
         size, torn = _end(target) if file.seekable() else (0, b"")
-        if torn.startswith(b'{"'):
+        if torn[:2] in (b"{", b'{"'):
             try:
                 json.loads(torn)
             except ValueError:
@@ -114,12 +114,13 @@ def kept_rows(path: Path | None, suite: str) -> dict[str, Row]:
     """
     if path is None or not path.is_file():
         return {}
-    head = json.dumps({"suite": suite}).removesuffix("}")
-    *lines, last = path.read_text(encoding="utf-8").split("\n")
+    head = json.dumps({"suite": suite}).removesuffix("}").encode()
+    data = path.read_bytes()
+    whole, _, last = data.rpartition(b"\n")
     if last and head.startswith(last[: len(head)]):
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        os.truncate(path, len(data) - len(last))  # the rows before stay where they are
     try:
-        rows = [json.loads(line) for line in lines if line.strip()]
+        rows = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
     except ValueError as error:
         raise MmfastError(f"cannot go on from {str(path)!r}: a line is no JSON ({error})") from None
     return {row["key"]: row for row in rows if isinstance(row, dict) and "key" in row}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from mmfast.bench.results import append, load
+from mmfast.bench.results import append, kept_rows, load
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.files import whole_file
 from mmfast.frontends.audio.wav import write_sound
@@ -59,10 +59,29 @@ def test_sound_and_patterns_are_whole_or_absent(
 
 def test_rows_are_appended_behind_a_torn_one(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    for torn, kept in (('{"key": 7, "te', []), ('{"key": 7}', [{"key": 7}])):
+    for torn, kept in (("{", []), ('{"key": 7, "te', []), ('{"key": 7}', [{"key": 7}])):
         path.write_text('{"key": 1}\n' + torn)
         append(path, [{"key": 2}])
         assert load(path) == [{"key": 1}, *kept, {"key": 2}]
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"suite": "data", "text": "\xc3'])  # half of a letter
+def test_a_run_goes_on_behind_a_torn_row_without_writing_the_others_again(
+    torn: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill amid a rewrite of all rows, or a full disk, would take them."""
+    path = tmp_path / "rows.jsonl"
+    row = {"suite": "data", "key": "1", "text": "é"}
+    append(path, [row])
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+
+    def killed(*_: object, **__: object) -> None:
+        path.write_bytes(b"")
+        raise FULL
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    assert kept_rows(path, "data") == {"1": row} and path.read_bytes() == whole
 
 
 def test_a_full_disk_leaves_no_half_row(tmp_path: Path) -> None:
