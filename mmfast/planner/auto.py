@@ -29,6 +29,8 @@ from mmfast.planner.planner import Planner
 from mmfast.planner.rates import rates_path
 from mmfast.planner.target import Target, automatic
 
+_VISUAL = "reduce='auto' plans images and clips"  # no accuracy under sound was measured
+
 
 @contextmanager
 def announced(learner: Learner) -> Iterator[Tick]:
@@ -89,8 +91,11 @@ def planned(
             name: str, names: Sequence[str], stock: Callable[..., Any], *args: Any, **kwargs: Any
         ) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
-            if chosen or not features_given(given):
+            kinds = features_given(given).keys()
+            if chosen or kinds <= {"audio"}:
                 trace.calls += not chosen
+                if kinds and not chosen:
+                    trace.warn(f"{_VISUAL}, and a prompt has sound alone: all tokens")
                 return stock(*args, **kwargs)
             start = time.perf_counter()
             chosen.append(plan_once(model, model.name_or_path, _with_ids(model, given)))
@@ -124,4 +129,8 @@ def _check_media(model: Any) -> None:
         raise SpecError(
             f"reduce='auto' plans tokens of media, and {name} reads text alone; leave it out, or "
             "give cache=, such as 'snapkv:1024'"
+        )
+    if {"audio"}.issuperset(adapter.media):
+        raise SpecError(
+            f"{_VISUAL}, and {name} hears sound alone; name a reducer, such as 'evs:0.5'"
         )

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import timm
 import torch
+from listener_models import qwen3_asr
 from planner_rows import RATES, SHARES, WORK, Choosing, row
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ASRForConditionalGeneration
 
 import mmfast
 from mmfast.bench.cases import build
-from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.errors import MmfastError, ModelError, SpecError
 from mmfast.core.spec import AUTO
 from mmfast.planner import calibration, rates
 from mmfast.planner.candidates import evidence_for
@@ -283,6 +285,27 @@ def test_attach_plans_no_model_without_media_in_its_prompts() -> None:
     with mmfast.attach(text, cache="snapkv:4") as trace:  # nothing stayed in the way
         text(torch.tensor([[1, 2, 3]]))
     assert trace.calls == 1
+
+
+def test_sound_is_not_planned_by_what_was_measured_of_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan("evs:0.25", {}, 82, 24, 24.0, {})
+    monkeypatch.setattr("mmfast.planner.auto.plan_once", lambda *_: plan)
+    this = tiny("qwen2_5_omni_thinker")
+    heard = this.inputs(["on {audio} what?"], sounds=this.sounds(1))
+    both = this.inputs(["{video} {audio}?"], sounds=this.sounds(1), videos=this.videos(1))
+    with torch.no_grad(), mmfast.attach(this.model, "auto") as trace:
+        with pytest.warns(UserWarning, match="plans images and clips, and a prompt has sound"):
+            this.model(**heard)
+        assert not trace.rows
+        this.model(**both)
+    assert [row.method for row in trace.rows] == ["evs:0.25", "evs"] and len(trace.notes) == 1
+    with pytest.raises(ModelError, match="no image and no video"):
+        work_of(this.model, heard)
+    listener = Qwen3ASRForConditionalGeneration.from_pretrained(qwen3_asr(tmp_path))
+    with pytest.raises(SpecError, match=r"Qwen3ASR.* hears sound alone; .*'evs:0.5'"):
+        mmfast.attach(listener, "auto")
 
 
 def test_auto_answers_text_alone(pipe: Any) -> None:
