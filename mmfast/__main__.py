@@ -23,9 +23,12 @@ def main() -> None:
     except SystemExit as end:
         # torch, cut short in a thread that still loads a model, would abort the interpreter
         if any(each.name == "mmfast-load" for each in threading.enumerate()):
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
             sys.stdout.flush()
+            sys.stderr.flush()
             atexit._run_exitfuncs()
-            os._exit(int(end.code or 0))
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
 
 

@@ -132,5 +132,5 @@ def _check_media(model: Any) -> None:
         )
     if {"audio"}.issuperset(adapter.media):
         raise SpecError(
-            f"{_VISUAL}, and {name} hears sound alone; name a reducer, such as 'evs:0.5'"
+            f"{_VISUAL}, and {name} hears sound alone; name a reducer, such as 'a_tome:0.5'"
         )

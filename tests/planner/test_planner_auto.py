@@ -304,7 +304,7 @@ def test_sound_is_not_planned_by_what_was_measured_of_pictures(
     with pytest.raises(ModelError, match="no image and no video"):
         work_of(this.model, heard)
     listener = Qwen3ASRForConditionalGeneration.from_pretrained(qwen3_asr(tmp_path))
-    with pytest.raises(SpecError, match=r"Qwen3ASR.* hears sound alone; .*'evs:0.5'"):
+    with pytest.raises(SpecError, match=r"Qwen3ASR.* hears sound alone; .*'a_tome:0.5'"):
         mmfast.attach(listener, "auto")
 
 
