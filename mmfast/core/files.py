@@ -19,22 +19,23 @@ def whole_file(
     """Yield a name beside `path`; what the block writes there takes its place at the end.
 
     An error of `kind` where the disk is full or the folder cannot be written; what was there
-    before stays then, and after every other exception.
+    before stays then, and after every other exception. A device or a pipe, and a file whose folder
+    cannot be written, is given itself.
     """
     target = Path(path)
-    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
-        yield target  # a device or a pipe; or a file that may be written, but not its folder
-        return
     real = target.resolve()  # of a link its end
-    draft = real.with_name(f".{real.name}.{os.getpid()}.part")
+    beside = os.access(target.parent, os.W_OK) and (target.is_file() or not target.exists())
+    draft = real.with_name(f".{real.name}.{os.getpid()}.part") if beside else target
     try:
         yield draft
-        draft.replace(real)
+        if beside:
+            draft.replace(real)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise kind(
             f"{str(target)!r} cannot be written: {reason}; make room, or name another file"
         ) from None
     finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+        if beside:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -62,6 +63,11 @@ def decoder_of(model: Any) -> Any:
     return stock_model(model.get_decoder())
 
 
+@cache
+def _of_peft(kind: type) -> bool:
+    return any(cls.__module__.split(".")[0] == "peft" for cls in kind.__mro__)
+
+
 def _inside(held: Any) -> Any:
     if not isinstance(held, nn.Module):
         model = getattr(held, "model", None)
@@ -74,7 +80,7 @@ def _inside(held: Any) -> Any:
     for name in _INNER:
         if name in held._modules:
             return held._modules[name]
-    if any(cls.__module__.split(".")[0] == "peft" for cls in type(held).__mro__):
+    if _of_peft(type(held)):
         whole: Any = held
         config: Any = getattr(whole, "active_peft_config", None)
         if getattr(config, "is_prompt_learning", False):
