@@ -170,7 +170,7 @@ def attach(
     drafts: Any = decode if hasattr(decode, "plan") else plan_decode(decode)  # or a source
     more: dict[str, Any] = {"cache": call_plan(cache), "encoder": encoder, "decode": drafts}
     more |= {"prefill": plan_prefill(prefill), "attn": attn}
-    return _attached(_stock(model), reduce, specs, more)
+    return _attached(_stock(model, "" if drafts is None else "decode="), reduce, specs, more)
 
 
 def _specs(reduce: Any) -> Any:
@@ -185,11 +185,11 @@ def _specs(reduce: Any) -> Any:
     return AUTO
 
 
-def _stock(held: Any) -> Any:
+def _stock(held: Any, past: str) -> Any:
     """The model that is held, or an error for what holds none."""
     from mmfast.models.wrappers import stock_model
 
-    model = stock_model(held)
+    model = stock_model(held, past)
     if not hasattr(model, "named_modules"):
         raise ModelError(
             f"attach() got {reprlib.repr(held)}, which is no model; give a loaded one, such as "

@@ -218,7 +218,7 @@ class VisualQA:
         """Return what drafts for all questions, as it learns from one to the next."""
         if self.decode is None:
             return None
-        model = stock_model(self.model)
+        model = stock_model(self.model, "decode=")
         specs: Any = AUTO if self.target else self.reduce or ()
         check_decode(self.decode, model, specs, self.cache)
         with turn_of(model):  # a twin of it has none of the hooks of a call

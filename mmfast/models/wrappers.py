@@ -19,19 +19,20 @@ from mmfast.models.cache_name import CACHE
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 
 
-def stock_model(held: Any) -> Any:
+def stock_model(held: Any, past: str = "") -> Any:
     """Return the model that does the work, itself where it is not wrapped.
 
     Takes a transformers pipeline or Trainer (its `.model`), a PEFT model (whose adapters stay in
     the layers), what `torch.compile` returned, and DDP, FSDP or checkpoint wrappers, in any depth.
+    `past` names what calls the model found itself, past what wraps it.
 
     Raises:
-        ModelError: `nn.DataParallel` over several devices, whose copies would share one state, or
-            PEFT with virtual tokens, which stand in no layer.
+        ModelError: `nn.DataParallel` over several devices, whose copies would share one state; or,
+            with `past`, PEFT whose virtual tokens stand in no layer.
     """
-    inner = _inside(held)
+    inner = _inside(held, past)
     while inner is not None:
-        held, inner = inner, _inside(inner)
+        held, inner = inner, _inside(inner, past)
     return held
 
 
@@ -69,6 +70,7 @@ def _of_peft(kind: type) -> bool:
 
 
 def _inside(held: Any) -> Any:
+def _inside(held: Any, past: str) -> Any:
     if not isinstance(held, nn.Module):
         model = getattr(held, "model", None)
         return model if isinstance(model, nn.Module) else None
@@ -83,11 +85,11 @@ def _inside(held: Any) -> Any:
     if _of_peft(type(held)):
         whole: Any = held
         config: Any = getattr(whole, "active_peft_config", None)
-        if getattr(config, "is_prompt_learning", False):
+        if past and getattr(config, "is_prompt_learning", False):
             raise ModelError(
-                f"{config.peft_type.value} of {type(whole).__name__} puts virtual tokens in front "
-                "of a prompt, which would be left out; give a model with adapters in its layers, "
-                "such as LoRA, or `.get_base_model()` to do without them"
+                f"{past} goes past the virtual tokens ({config.peft_type.value}) of this "
+                f"{type(whole).__name__}; give a model with adapters in its layers, such as LoRA, "
+                "or `.get_base_model()` to do without them"
             )
         return whole.get_base_model() if hasattr(whole, "get_base_model") else whole.model
     return None

@@ -148,7 +148,9 @@ class StreamModel:
             if not isinstance(value, int) or value < 1:
                 raise MmfastError(f"{name}={value!r} is not allowed; give a whole number from 1")
         reducer = None if self.reduce is None else StreamReducer(self.reduce)
-        self.model = model = stock_model(self.model)  # layers of PEFT stay where they are
+        self.model = model = stock_model(
+            self.model, "a stream"
+        )  # layers of PEFT stay where they are
         processor = self.processor
         self.script = script_for(model, processor, float(self.fps), self.system)
         prove(self.script)

@@ -347,6 +347,20 @@ def test_tables_of_the_site() -> None:
 MARKS = {"all tokens": "1" * 20, "downsample": "1" * 4 + "0" * 16, "evs": "1" * 19 + "0"}
 
 
+def test_a_board_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_board(shown(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def killed(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text.encode()[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_board(shown(), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 def test_the_page_in_a_browser(tmp_path: Path) -> None:

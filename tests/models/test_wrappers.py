@@ -11,7 +11,6 @@ from typing import Any
 import model_oracle as oracle
 import pytest
 import torch
-from decode_models import tiny
 from tiny_models import ALL_FAMILIES, Tiny, build
 from torch import nn
 
@@ -19,6 +18,8 @@ import mmfast
 from mmfast.attach import handle_of, turn_of
 from mmfast.core.errors import ModelError
 from mmfast.models.wrappers import stock_model
+from mmfast.streams.reuse.media import MediaReuse
+from mmfast.streams.reuse.plan import ReusePlan
 from mmfast.streams.stream import StreamModel
 
 NOT_OFFLOADED = ("fast_vlm", "idefics3", "lfm2_vl")
@@ -288,24 +289,27 @@ def test_data_parallel_over_devices_is_refused() -> None:
         mmfast.attach(held, SPECS[0])
 
 
-@pytest.mark.parametrize(
-    "kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"]
-)
-def test_virtual_tokens_of_peft_are_refused(kind: str) -> None:
-    """They are no part of the layers, so the model inside would answer without them."""
+def test_virtual_tokens_of_peft_act_or_are_refused() -> None:
+    """They stand in no layer: what calls the model past PEFT would answer without them."""
     import peft as library
 
-    model = tiny()
-    config = getattr(library, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    held = library.get_peft_model(model, config)
-    message = f"{config.peft_type.value} of PeftModelForCausalLM puts virtual .*; give .* LoRA"
-    for asks in (
-        lambda: mmfast.attach(held, cache="snapkv:12"),
-        lambda: StreamModel(held, object()),
-    ):
+    this = build("llava_onevision")
+    inputs = media(this)
+    config = library.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    plain, held = logits(this.model, inputs), library.get_peft_model(this.model, config).eval()
+    assert logits(held, inputs).shape[1] == plain.shape[1] + 4
+    with mmfast.attach(held, "random:1.0"):
+        tuned = logits(held, inputs)
+    assert torch.equal(tuned, logits(held, inputs))
+    for name, asks in {
+        "a stream": lambda: StreamModel(held, this.processor),
+        "decode=": lambda: mmfast.attach(held, decode="lookup"),
+        "reuse='prefix'": lambda: MediaReuse(held, this.processor, ReusePlan("prefix"), None),
+    }.items():
+        message = rf"{name} goes past the virtual tokens \(PROMPT_TUNING\) of .*; give .* LoRA"
         with pytest.raises(ModelError, match=message):
             asks()
-    assert stock_model(held.get_base_model()) is model
+    assert stock_model(held.get_base_model(), "a stream") is this.model
 
 
 def test_a_classifier_of_pictures_reads_no_text() -> None:

@@ -14,6 +14,7 @@ from mmfast.bench.leaderboard.standing import ABILITIES, COSTS, LOSS
 from mmfast.bench.report.table import NOT_MEASURED
 from mmfast.bench.results import Row
 from mmfast.core.errors import MmfastError
+from mmfast.core.files import whole_file
 
 _STYLE = """
 :root{color-scheme:light dark;--line:#8884;--front:#b3261e;--dot:#5b7db1}
@@ -54,8 +55,9 @@ def write_board(document: Row, folder: Path) -> None:
     """Write `leaderboard.json` and `leaderboard.html` into a folder."""
     try:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1)
-        (folder / "leaderboard.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "leaderboard.html").write_text(html(document), encoding="utf-8")
+        for name, whole in (("json", text + "\n"), ("html", html(document))):
+            with whole_file(folder / f"leaderboard.{name}") as draft:
+                draft.write_text(whole, encoding="utf-8")
     except OSError as error:
         raise MmfastError(
             f"cannot write the leaderboard to {str(folder)!r}: {error.strerror}; give a folder"

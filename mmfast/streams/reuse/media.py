@@ -71,7 +71,8 @@ class MediaReuse:
         store: ReuseStore,
         weights: WeightChecksum | None = None,  # of a model with the same ones
     ) -> None:
-        self.model, self.processor = stock_model(model), processor
+        past = f"reuse={str(plan)!r}" if plan.prefix else ""
+        self.model, self.processor = stock_model(model, past), processor
         self.plan, self.store = plan, store
         self.base, self.adapter = base_of(self.model), adapter_for(self.model)
         if plan.prefix:
