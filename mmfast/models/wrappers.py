@@ -69,7 +69,6 @@ def _of_peft(kind: type) -> bool:
     return any(cls.__module__.split(".")[0] == "peft" for cls in kind.__mro__)
 
 
-def _inside(held: Any) -> Any:
 def _inside(held: Any, past: str) -> Any:
     if not isinstance(held, nn.Module):
         model = getattr(held, "model", None)
