@@ -380,7 +380,7 @@ class VisualQA:
     def _note(self, chat: list[dict[str, Any]]) -> str:
         """Return a line on what is outside the scope of the embedded model, and warn once of it."""
         asked = [turn["content"] for turn in chat if turn["role"] == "user"]
-        note = scope_note_of(self.processor.tokenizer, asked) if self.embedded else ""
+        note = scope_note_of(asked) if self.embedded else ""
         if note and not self._warned:
             self._warned = True
             warn(note, ScopeWarning)

@@ -327,7 +327,7 @@ SIDE = 96  # pixels of an edge at which pictures are compared
 
 
 class ScopeWarning(UserWarning):
-    """A question or a picture is unlike all that the embedded model was trained on."""
+    """A picture is unlike all that the embedded model was trained on, or there is none."""
 
 
 def unknown_words(tokenizer: Any, question: str) -> list[str]:
@@ -340,22 +340,22 @@ def unknown_words(tokenizer: Any, question: str) -> list[str]:
     return [word for word in words if min(pieces(word), pieces(f" {word}")) > 1]
 
 
-def scope_note(tokenizer: Any, shots: Sequence[Shot], question: str) -> str:
-    """Return one line on what is unlike the training data of an embedded model, or ""."""
-    other = unknown_words(tokenizer, question)
-    parts = [f"this question ({', '.join(other)})"] if other else []
-    parts += [] if shots else ["a question without an image or a clip"]
+def scope_note(shots: Sequence[Shot]) -> str:
+    """Return one line on what is unlike the training data of the embedded model, or "".
+
+    Words are none of it: the model takes questions in words that it was not taught, and says
+    itself what is outside of its world.
+    """
+    parts = [] if shots else ["a question without an image or a clip"]
     parts += [f"this {shot.kind}" for shot in shots if is_foreign(shot.pixels)][:1]
     told = "the embedded model was trained on drawn shapes, numbers and colours alone; "
     end = " is outside of that, so the answer means little: name a model"
     return told + " and ".join(parts) + end if parts else ""
 
 
-def scope_note_of(tokenizer: Any, contents: Iterable[Sequence[Any]]) -> str:
+def scope_note_of(contents: Iterable[Sequence[Any]]) -> str:
     """Return the same of the contents of all messages of a user, `Shot` or text each."""
-    parts = [part for content in contents for part in content]
-    shots = [part for part in parts if isinstance(part, Shot)]
-    return scope_note(tokenizer, shots, " ".join(p for p in parts if isinstance(p, str)))
+    return scope_note([part for each in contents for part in each if isinstance(part, Shot)])
 
 
 def is_foreign(pixels: Any) -> bool:

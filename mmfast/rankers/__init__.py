@@ -5,6 +5,7 @@ Their weights lie beside a checkpoint, by name and, inside the language model, b
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from mmfast.core.tokens import Tokens
 FOLDER = "rankers"  # beside the weights of a checkpoint
 
 
-def training(name: str, layer: int | None = None) -> str:
-    """The command that trains a ranking."""
+def training(name: str, layer: int | None = None, home: str | Path = "") -> str:
+    """The command that trains a ranking, of the checkpoint `home` where it is known."""
     layers = "" if layer is None else f" --layers {layer}"
-    return f"python -m mmfast.rankers.train{layers} --ranker {name}"
+    model = f" --model {shlex.quote(str(home))}" if home else ""
+    return f"python -m mmfast.rankers.train{layers} --ranker {name}{model}"
 
 
 def _example(name: str) -> str:
@@ -47,8 +49,9 @@ def find(home: str | Path, name: str, layer: int | None = None, path: str = "") 
         have = f" (there are heads of layers {', '.join(known)})" if known else ""
         missing = f"no file {path!r}" if path else f"{str(home)!r} has no {FOLDER}/{file.name}"
         raise ModelError(
-            f"'{spec}' is learned, and {missing}{have}; train it with `{training(name, layer)}`, "
-            f"or name a file: {_example(name).replace(name, spec)}?path=FILE"
+            f"'{spec}' is learned, and {missing}{have}; train it with "
+            f"`{training(name, layer, home)}`, or name a file: "
+            f"{_example(name).replace(name, spec)}?path=FILE"
         )
     mine = config_of(file, "ranking", name).get("layer")
     if mine != layer:

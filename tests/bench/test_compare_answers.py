@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from cli_runs import CLIP, QUESTION, fails, run
 
@@ -13,6 +15,7 @@ from mmfast.bench import compare
 from mmfast.bench.compare import ROUNDS, compare_answers
 from mmfast.cli import _with_spec
 from mmfast.core.trace import Row
+from mmfast.tiny.video.clips import write
 
 STAGES = ["read", "encode", "prefill", "decode", "first token", "answer"]
 
@@ -98,7 +101,7 @@ def test_compare_with_and_without_a_spec(args: list[str], bare: bool) -> None:
 
 
 def test_compare_on_the_embedded_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(compare, "ROUNDS", 3)
     monkeypatch.setattr("mmfast.bench.timing.WARM_UPS", 1)
@@ -111,7 +114,10 @@ def test_compare_on_the_embedded_model(
     for row in document["rows"]:
         assert min(row["all_ms"], row["median_ms"], row["noise"]) >= 0 and row["n"] == 3
         assert row["equal"] == (abs(row["speedup"] - 1) <= row["noise"])
-    code, out, err = run(capsys, "ask", CLIP, "What breed?", "--cache", "snapkv:0.5", "--compare")
+    other = tmp_path / "noise.mp4"
+    write(other, np.random.default_rng(1).integers(0, 256, (6, 96, 96, 3), dtype=np.uint8))
+    how = ("--cache", "snapkv:0.5", "--compare")
+    code, out, err = run(capsys, "ask", str(other), QUESTION, *how)
     assert code == 0 and "snapkv:0.5 ms" in out and "the answers" in out and "all tokens: " in out
     assert err.count("mmfast: note: ") == 1
 

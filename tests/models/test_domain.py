@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -28,11 +27,9 @@ from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import write
 from mmfast.tiny.video.questions import STILL_WORDINGS, WORDINGS
 
-FOREIGN = (
+REFUSED = (
     "What breed is this dog?", "何が見えますか?", "Is the traffic light green?",
-    "How many people are there?", "Read the invoice number.",
-)  # fmt: skip
-REFUSED = (  # in words of the grammar: for the model to refuse
+    "How many people are there?",
     "Who is the man on the left?", "What is the weather like?", "Was ist das?",
     "What does the sign say?", "Who made this picture?", "Where was this filmed?",
 )  # fmt: skip
@@ -65,11 +62,9 @@ def _shots(suite: Suite, case: SuiteCase) -> list[Shot]:
         *(("video", 16), ("image", 40), ("document", 8)),
     ],
 )
-def test_no_alarm_on_questions_of_the_suites(name: str, n: int, tokenizer: Any) -> None:
+def test_no_alarm_on_questions_of_the_suites(name: str, n: int) -> None:
     suite = SUITES[name]
-    notes = [
-        scope_note(tokenizer, _shots(suite, c), c.question) for c in islice(suite.cases(77), n)
-    ]
+    notes = [scope_note(_shots(suite, c)) for c in islice(suite.cases(77), n)]
     assert sum(map(bool, notes)) <= n // 100, notes
 
 
@@ -92,13 +87,6 @@ def test_the_vocabulary_is_that_of_the_grammar(tokenizer: Any) -> None:
                 text = wording.format(first, end if "at the {1}" in wording else second)
                 assert not unknown_words(tokenizer, text)
                 assert not unknown_words(tokenizer, text.rstrip("?").lower())
-
-
-@pytest.mark.parametrize("question", FOREIGN)
-def test_foreign_questions(question: str, tokenizer: Any) -> None:
-    shot = Shot("video", np.full((8, 96, 96, 3), 80, np.uint8))
-    note = scope_note(tokenizer, [shot], question)
-    assert "this question" in note and "\n" not in note
 
 
 @pytest.mark.parametrize("question", REFUSED)
@@ -161,14 +149,16 @@ def test_a_pipeline_warns_once_and_notes_every_answer() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pipe(CLIP, QUESTION).note == "" and "note" not in pipe(CLIP, QUESTION).to_dict()
-    with pytest.warns(ScopeWarning, match="breed, dog") as seen:
-        one, two = pipe([CLIP, CLIP], ["What breed is this dog?", QUESTION])
-        three = pipe(CLIP, "What breed is this dog?")
+        assert pipe(CLIP, "Could you find out if the red circle moves left?").note == ""
+    noise = np.random.default_rng(1).integers(0, 256, (6, 96, 96, 3), dtype=np.uint8)
+    with pytest.warns(ScopeWarning, match="this video is outside") as seen:
+        one, two = pipe([noise, CLIP], [QUESTION, QUESTION])
+        three = pipe(noise, QUESTION)
     assert len(seen) == 1 and one.note == three.note == one.to_dict()["note"] and not two.note
     named = mmfast.pipeline("video-qa", str(embedded_path()), max_new_tokens=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert named(CLIP, "What breed is this dog?").note == ""
+        assert named(noise, QUESTION).note == ""
 
 
 def test_ask_says_it_on_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -178,8 +168,6 @@ def test_ask_says_it_on_one_line(capsys: pytest.CaptureFixture[str], tmp_path: P
     note = json.loads(out)["note"]
     assert code == 0 and "this video is outside" in note
     assert [line for line in err.splitlines() if note in line] == [f"mmfast: note: {note}"]
-    code, out, err = run(capsys, "ask", CLIP, "What breed is this dog?")
-    assert code == 0 and re.search(r"^mmfast: note: .*breed, dog", err, re.MULTILINE)
     assert "note" not in run(capsys, "ask", CLIP, QUESTION)[2]
     model = ("--model", str(embedded_path()))
-    assert "note" not in run(capsys, "ask", CLIP, "What breed is this dog?", *model)[2]
+    assert "note" not in run(capsys, "ask", str(tmp_path / "noise.mp4"), QUESTION, *model)[2]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import mmfast
 from mmfast.attach import attach
 from mmfast.cli import main
+from mmfast.core.errors import ModelError
 from mmfast.models.loading import embedded_path
 from mmfast.tiny.evaluate import Subject
 from mmfast.tiny.suites import suite, suite_of
@@ -82,3 +83,8 @@ def test_shipped_weights_are_small_and_say_how_they_were_made(name: str) -> None
     assert any(row.get("file") == FILES[name] for row in rows)
     assert (folder / FILES[name]).stat().st_size < 2e5
     assert sum(file.stat().st_size for file in HOME.rglob("*") if file.is_file()) < 24e6
+
+
+def test_a_model_without_them_is_named_in_the_command_that_trains_them() -> None:
+    with pytest.raises(ModelError, match=r"--layers 2 --ranker top --model \S*tiny-scenes`"):
+        mmfast.pipeline("video-qa", device="cpu", reduce="top:0.25")(CLIP, "What moves?")

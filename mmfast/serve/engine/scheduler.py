@@ -286,7 +286,7 @@ class Scheduler:
         prepared = runner.encoder.prepare(request)
         length = prepared.length + runner.ahead(answer)
         fitting(length, sampling.max_tokens, self.context)
-        if self._embedded and (note := _scope_note(runner.processor.tokenizer, request)):
+        if self._embedded and (note := _scope_note(request)):
             answer.notes.append(note)
         # The inputs hold all that is needed of the messages, which can be large.
         answer.request = replace(request, messages=())
@@ -409,8 +409,8 @@ class Scheduler:
             answer.end(Failure("the engine is closed", 503))
 
 
-def _scope_note(tokenizer: Any, request: Request) -> str:
+def _scope_note(request: Request) -> str:
     """Return one line on what of a request the embedded model was never trained on, or ""."""
     asked = [message.content for message in request.messages if message.role == "user"]
     shown = [[part.shot if isinstance(part, Media) else part for part in each] for each in asked]
-    return scope_note_of(tokenizer, shown)
+    return scope_note_of(shown)
