@@ -13,6 +13,7 @@ import torch
 from scheduling import Ear, answers, ask, clip, image, model_of, stock
 
 from mmfast.attach import attach
+from mmfast.caches.selection.tidaldecode import EarlierLayers
 from mmfast.core.kv import KVBlock
 from mmfast.core.registry import methods
 from mmfast.models.kv.policy import KVStage
@@ -423,6 +424,37 @@ def test_a_pass_that_fails_costs_running_answers_no_token(
     for end in (broken, lost.wait()):  # a cache that is its policy's own has taken the token
         assert isinstance(end, Failure) and "RuntimeError" in end.message
     assert fused and max(fused) > 1
+
+
+@pytest.mark.parametrize("decode", [None, "recycle"])
+def test_a_policy_that_fails_at_a_step_costs_its_own_answer_alone(
+    decode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside others whose caches are their policies' own, and beside drafts."""
+    caches = ["quest:0.2?page=4&skip=0", "", "tidaldecode:0.2?skip=0", "quant:8?residual=8"]
+    family, choose, steps = "llava_onevision", EarlierLayers.choose, list[int]()
+    requests = [ask(c or "plain", image(1), "what?", tokens=12, cache=c) for c in caches]
+    requests[1] = ask("plain", image(1), "what?", tokens=12, decode=decode)
+    expected = [alone(family, request) for request in requests]
+
+    def failing(method: EarlierLayers, step: Any) -> Any:
+        steps.append(step.n)
+        if len(steps) > 9:
+            raise IndexError("out of range")
+        return choose(method, step)
+
+    monkeypatch.setattr(EarlierLayers, "choose", failing)
+    made = engine(family)
+    try:
+        found = answers(made, requests)
+        assert made._runner.nbytes == 0
+        store = made._runner.batch.decoder.store  # type: ignore[union-attr]
+        assert not store.failed and not store.rows
+    finally:
+        made.close()
+    _, lost = found.pop(2)
+    assert isinstance(lost, Failure) and "IndexError" in lost.message and len(steps) == 10
+    assert [text for text, _ in found] == [*expected[:2], expected[3]]
 
 
 def test_tokens_of_another_answer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
