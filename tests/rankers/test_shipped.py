@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import mmfast
 from mmfast.attach import attach
 from mmfast.cli import main
+from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import embedded_path
 from mmfast.tiny.evaluate import Subject
 from mmfast.tiny.suites import suite, suite_of
@@ -82,3 +83,12 @@ def test_shipped_weights_are_small_and_say_how_they_were_made(name: str) -> None
     assert any(row.get("file") == FILES[name] for row in rows)
     assert (folder / FILES[name]).stat().st_size < 2e5
     assert sum(file.stat().st_size for file in HOME.rglob("*") if file.is_file()) < 24e6
+
+
+def test_a_stream_finds_the_weights_of_its_model_by_name() -> None:
+    with mmfast.pipeline("video-stream", "tiny-video", reduce="bavit:0.25").open() as session:
+        for frame in read_video(str(CLIP), frames=3).frames:
+            session.push(frame)
+        stats = session.stats()
+        assert stats["frames"] == 3 and stats["tokens"] == 3 * 9
+        assert "".join(session.ask("What colour is the circle?")) == "red"
