@@ -151,7 +151,7 @@ class StreamModel:
         reducer = None if self.reduce is None else StreamReducer(self.reduce)
         self.model = model = stock_model(self.model)  # layers of PEFT stay where they are
         if reducer is not None:  # a learned ranking is that of the model
-            reducer.specs = [ranked(spec, model) for spec in reducer.specs]
+            reducer.specs = tuple(ranked(spec, model) for spec in reducer.specs)
         processor = self.processor
         self.script = script_for(model, processor, float(self.fps), self.system)
         prove(self.script)
