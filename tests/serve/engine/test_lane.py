@@ -426,6 +426,24 @@ def test_a_pass_that_fails_costs_running_answers_no_token(
     assert fused and max(fused) > 1
 
 
+@pytest.mark.parametrize("spec", ["gemfilter:0.4?tokens=text", "fastkv:0.3?tokens=all"])
+def test_stages_of_text_act_as_under_attach(spec: str) -> None:
+    """Without any medium, too; positions of the answer go on behind those that are counted anew."""
+    words, specs = "what is it, and why? " * 6, (spec, spec, f"divprune:0.5+{spec}")
+    asked = [((image(1), words), specs[0]), ((words,), specs[1]), ((image(2), words), specs[2])]
+    requests = [
+        ask(str(i), *parts, tokens=12, reduce=each) for i, (parts, each) in enumerate(asked)
+    ]
+    expected = [alone("llava_onevision", request) for request in requests]
+    plain = [stock(model_of("llava_onevision"), request) for request in requests]
+    made = engine("llava_onevision")
+    try:
+        found = answers(made, requests)
+    finally:
+        made.close()
+    assert [text for text, _ in found] == expected and expected != plain
+
+
 @pytest.mark.parametrize("decode", [None, "recycle"])
 def test_a_policy_that_fails_at_a_step_costs_its_own_answer_alone(
     decode: str | None, monkeypatch: pytest.MonkeyPatch
