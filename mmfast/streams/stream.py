@@ -27,6 +27,7 @@ from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.live.source import FAR
 from mmfast.models.context import placeholders
 from mmfast.models.prompt import unknown_words
+from mmfast.models.reduction.check import ranked
 from mmfast.models.wrappers import stock_model
 from mmfast.streams.archive.files import raw, value
 from mmfast.streams.archive.tiers import TierQuotas
@@ -151,6 +152,9 @@ class StreamModel:
         self.model = model = stock_model(
             self.model, "a stream"
         )  # layers of PEFT stay where they are
+        self.model = model = stock_model(self.model)  # layers of PEFT stay where they are
+        if reducer is not None:  # a learned ranking is that of the model
+            reducer.specs = tuple(ranked(spec, model) for spec in reducer.specs)
         processor = self.processor
         self.script = script_for(model, processor, float(self.fps), self.system)
         prove(self.script)

@@ -159,6 +159,18 @@ def test_tidaldecode_chooses_in_two_layers_for_the_others() -> None:
         assert (found.nbytes > 0) == (depth in (1, 3))
 
 
+def test_tidaldecode_chooses_anew_behind_a_cut() -> None:
+    """Places of a longer layer say nothing of a shorter one."""
+    method, shared = selector("tidaldecode:0.2?skip=0&again=0"), dict[str, Any]()
+    want: Any = None
+    for depth, n in enumerate([40, 40, 20, 20, 10, 10]):
+        query, keys = make(n, seed=depth)
+        found = method.choose(step(query, keys, depth=depth, depths=6, shared=shared))
+        if depth % 2 == 0:
+            want = oracles.tidaldecode(*arrays(query, keys), n // 5, SCALE)
+        assert read(found, n) == ([set(range(n))] * H if depth % 2 == 0 else want), depth
+
+
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.95])
 @pytest.mark.parametrize("n", [3, 21, 64])
 def test_twilight_is_its_oracle(share: float, n: int) -> None:

@@ -16,6 +16,7 @@ import mmfast
 from mmfast.attach import attach
 from mmfast.cli import main
 from mmfast.core.errors import ModelError
+from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import embedded_path
 from mmfast.tiny.evaluate import Subject
 from mmfast.tiny.suites import suite, suite_of
@@ -88,3 +89,12 @@ def test_shipped_weights_are_small_and_say_how_they_were_made(name: str) -> None
 def test_a_model_without_them_is_named_in_the_command_that_trains_them() -> None:
     with pytest.raises(ModelError, match=r"--layers 2 --ranker top --model \S*tiny-scenes`"):
         mmfast.pipeline("video-qa", device="cpu", reduce="top:0.25")(CLIP, "What moves?")
+
+
+def test_a_stream_finds_the_weights_of_its_model_by_name() -> None:
+    with mmfast.pipeline("video-stream", "tiny-video", reduce="bavit:0.25").open() as session:
+        for frame in read_video(str(CLIP), frames=3).frames:
+            session.push(frame)
+        stats = session.stats()
+        assert stats["frames"] == 3 and stats["tokens"] == 3 * 9
+        assert "".join(session.ask("What colour is the circle?")) == "red"

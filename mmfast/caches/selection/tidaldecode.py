@@ -18,7 +18,8 @@ def tidaldecode(budget: int | float, *, skip: int = 2, again: float = 0.5) -> St
     Yang et al. (ICLR 2025): consecutive layers attend to the same places. The first layers read
     everything; the next one does, too, and chooses in every head the tokens with the most
     attention, mean over the query heads that share a key head. All later layers read these, until a
-    layer in the middle reads everything and chooses anew.
+    layer in the middle reads everything and chooses anew. So does a layer that holds other entries
+    than the one that chose, behind a cut of the prompt between the two.
 
     Args:
         budget: Tokens to read in every head; a share is of the tokens held at the step. The newest
@@ -62,8 +63,10 @@ class EarlierLayers:
         wanted, count = tokens_of(self.budget, step.n), step.n - 1
         if step.depth < self.skip or wanted >= count:
             return StepChoice()
-        if step.depth in (self.skip, max(self.skip, round(self.again * step.depths))):
+        again = max(self.skip, round(self.again * step.depths))
+        # deeper layers lose entries only, so that as many are the same ones
+        if step.depth in (self.skip, again) or step.shared.get("n") != step.n:
             votes = attention_votes(step).mean(2)  # [B, H, n]
-            step.shared["tokens"] = most_voted(votes, step, wanted)
+            step.shared |= {"tokens": most_voted(votes, step, wanted), "n": step.n}
             return StepChoice(nbytes=keys_read(step))
         return StepChoice(step.shared["tokens"], tail=count)

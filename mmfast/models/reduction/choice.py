@@ -305,6 +305,8 @@ def acting(sites: Sequence[Site], sequences: Sequences, trace: Trace) -> list[Si
     """The sites that change anything: a share of 1.0 must leave the stock path alone."""
     items = sequences.items
     lengths: list[int | None] = [item.part[2] if item.part else item.n for item in items]
+    # a forecast of its own: a raster that is made smaller may fall short of its budget
+    entered = [dict(item.entered) for item in items]
     found: list[Site] = []
     for site in sites:
         if site.of_text:
@@ -317,7 +319,7 @@ def acting(sites: Sequence[Site], sequences: Sequences, trace: Trace) -> list[Si
             continue
         if not items:
             continue
-        after = _left(site, items, lengths)
+        after = _left(site, items, lengths, entered)
         if any(m is None or m != n for n, m in zip(lengths, after, strict=True)):
             found.append(site)
         else:
@@ -341,17 +343,19 @@ def _shortens(site: Site, n: int) -> bool:
 
 
 def _left(
-    site: Site, items: Sequence[MediaItem], lengths: Sequence[int | None]
+    site: Site,
+    items: Sequence[MediaItem],
+    lengths: Sequence[int | None],
+    entered: Sequence[MutableMapping[int, int]],
 ) -> list[int | None]:
     """Tokens a site leaves of every item; None where that is not known beforehand."""
     if not site.joint:
-        pairs = zip(lengths, items, strict=True)
-        return [None if n is None else site.left(n, item.entered) for n, item in pairs]
+        pairs = zip(lengths, entered, strict=True)
+        return [None if n is None else site.left(n, seen) for n, seen in pairs]
     after: list[int | None] = list(lengths)
     for row in {item.row for item in items}:
         mine = [i for i, item in enumerate(items) if item.row == row]
-        entered = [items[i].entered for i in mine]
-        left = left_of_row(site, [lengths[i] for i in mine], entered)
+        left = left_of_row(site, [lengths[i] for i in mine], [entered[i] for i in mine])
         for i, n in zip(mine, left, strict=True):
             after[i] = n
     return after

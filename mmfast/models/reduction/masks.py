@@ -182,6 +182,14 @@ class Offsets:
         return positions
 
 
+_SHRUNK: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+
+
+def shrinkage(cache: Any) -> Tensor | int:
+    """Return by how much positions behind a cache shrank, `[B, 1]`, also when hooks are gone."""
+    return _SHRUNK.get(cache, 0)
+
+
 class Recount:
     """Remembers by how much the positions of every cache shrank, where what is left counts anew."""
 
@@ -192,6 +200,7 @@ class Recount:
         """Add `[B, 1]` positions that a call saved."""
         if cache is not None and shrunk is not None:
             self._known[cache] = shrunk + self._of(cache, len(shrunk), shrunk.device)
+            _SHRUNK[cache] = self._known[cache]
 
     def shifted(self, kwargs: Mapping[str, Any], length: int) -> Tensor | None:
         """Positions `[B, n]` of the next tokens of a cache; None where it holds nothing anew."""

@@ -311,4 +311,6 @@ def check_signals(spec: Spec, tokens: Tokens) -> None:
     for need in spec.method.needs:
         if not tokens.has(need):
             why = _ADVICE.get(need, "the model side does not supply it")
-            raise ModelError(f"{str(spec)!r} needs {need!r}, which is missing here; {why}")
+            knobs = {name: value for name, value in spec.knobs.items() if name != "path"}
+            asked = str(replace(spec, knobs=knobs))  # the file may be one that nobody has named
+            raise ModelError(f"{asked!r} needs {need!r}, which is missing here; {why}")

@@ -387,7 +387,10 @@ class DecodeBatch:
             if isinstance(token, int):
                 row.token = token
                 row.seen = _with(row.seen, [token])
-        return chosen
+        lost = self.store.failed
+        pairs = zip(self._rows, self.store.rows, strict=True) if lost else ()
+        errors = {row: lost[own] for row, own in pairs if own in lost}
+        return [errors.get(row, token) for row, token in zip(rows, chosen, strict=True)]
 
     def _settle(self, said: dict[RunningRow, list[int]], nodes: dict[RunningRow, int]) -> None:
         """Take back the drafts that fell, of the answers that are still here.

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.registry import MEDIA
 from mmfast.core.spec import is_auto, parse
 from mmfast.decoding.speculation import plan_decode
 from mmfast.models.loading import EMBEDDED, twin
@@ -292,7 +293,8 @@ class Scheduler:
         answer.request = replace(request, messages=())
         answer.prepared, answer.length = prepared, length
         if not features_given(prepared.inputs) and answer.modules is None:
-            answer.reduce = None  # text has nothing to reduce
+            kept = [] if is_auto(answer.reduce) else parse(answer.reduce)  # those of text have
+            answer.reduce = "+".join(str(spec) for spec in kept if spec.tokens != MEDIA) or None
         runner.route(answer)
         runner.check_fits(answer)
         answer.writer = Writer(runner.processor.tokenizer, sampling, runner.chooser.ends)

@@ -18,6 +18,7 @@ from mmfast.models.cache_name import CACHE
 from mmfast.models.families.adapter import adapter_for, token_counts
 from mmfast.models.loading import twin_model
 from mmfast.models.reduction.inputs import positions_of
+from mmfast.models.reduction.masks import shrinkage
 from mmfast.models.reduction.record import features_given
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.decode import Chooser
@@ -263,6 +264,7 @@ class SequentialRunner:
         found: Tensor = model(
             **{**given, "position_ids": positions, CACHE: cache}, use_cache=True
         ).logits
+        own.position = own.position - shrinkage(cache)
         counts = (token_counts(model, k, stock, Trace()) for k in features_given(stock))
         own.visual = sum(n for pairs in counts for n, _ in pairs)
         own.ms, own.length = prepared.ms, prepared.length

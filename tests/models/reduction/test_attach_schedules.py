@@ -126,6 +126,17 @@ def test_layers_vote_one_after_the_other(family: str) -> None:
     torch.testing.assert_close(output.logits[0], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("spec", ["fastkv:0.5", "pyramiddrop:0.5"])
+def test_a_schedule_counts_what_a_smaller_raster_has_left(spec: str) -> None:
+    """It may be less than the budget of the raster, with which a forecast counts."""
+    this = tiny("llava_onevision")
+    with attach(this.model, f"downsample@pre:0.7+{spec}") as trace:
+        this.model(**video_prompt(this))
+    first, *cuts = [reduction for _, _, reduction in trace.reductions]
+    assert first.m < round(0.7 * first.n) and round(0.5 * first.m) != round(0.35 * first.n)
+    assert cuts[0].n == first.m and cuts[-1].m == round(0.5 * first.m)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_trace_has_a_row_per_cut(attention: str) -> None:
     this = tiny("qwen2_5_vl", attention)

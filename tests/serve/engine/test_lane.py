@@ -13,6 +13,7 @@ import torch
 from scheduling import Ear, answers, ask, clip, image, model_of, stock
 
 from mmfast.attach import attach
+from mmfast.caches.selection.tidaldecode import EarlierLayers
 from mmfast.core.kv import KVBlock
 from mmfast.core.registry import methods
 from mmfast.models.kv.policy import KVStage
@@ -423,6 +424,55 @@ def test_a_pass_that_fails_costs_running_answers_no_token(
     for end in (broken, lost.wait()):  # a cache that is its policy's own has taken the token
         assert isinstance(end, Failure) and "RuntimeError" in end.message
     assert fused and max(fused) > 1
+
+
+@pytest.mark.parametrize("spec", ["gemfilter:0.4?tokens=text", "fastkv:0.3?tokens=all"])
+def test_stages_of_text_act_as_under_attach(spec: str) -> None:
+    """Without any medium, too; positions of the answer go on behind those that are counted anew."""
+    words, specs = "what is it, and why? " * 6, (spec, spec, f"divprune:0.5+{spec}")
+    asked = [((image(1), words), specs[0]), ((words,), specs[1]), ((image(2), words), specs[2])]
+    requests = [
+        ask(str(i), *parts, tokens=12, reduce=each) for i, (parts, each) in enumerate(asked)
+    ]
+    expected = [alone("llava_onevision", request) for request in requests]
+    plain = [stock(model_of("llava_onevision"), request) for request in requests]
+    made = engine("llava_onevision")
+    try:
+        found = answers(made, requests)
+    finally:
+        made.close()
+    assert [text for text, _ in found] == expected and expected != plain
+
+
+@pytest.mark.parametrize("decode", [None, "recycle"])
+def test_a_policy_that_fails_at_a_step_costs_its_own_answer_alone(
+    decode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside others whose caches are their policies' own, and beside drafts."""
+    caches = ["quest:0.2?page=4&skip=0", "", "tidaldecode:0.2?skip=0", "quant:8?residual=8"]
+    family, choose, steps = "llava_onevision", EarlierLayers.choose, list[int]()
+    requests = [ask(c or "plain", image(1), "what?", tokens=12, cache=c) for c in caches]
+    requests[1] = ask("plain", image(1), "what?", tokens=12, decode=decode)
+    expected = [alone(family, request) for request in requests]
+
+    def failing(method: EarlierLayers, step: Any) -> Any:
+        steps.append(step.n)
+        if len(steps) > 9:
+            raise IndexError("out of range")
+        return choose(method, step)
+
+    monkeypatch.setattr(EarlierLayers, "choose", failing)
+    made = engine(family)
+    try:
+        found = answers(made, requests)
+        assert made._runner.nbytes == 0
+        store = made._runner.batch.decoder.store  # type: ignore[union-attr]
+        assert not store.failed and not store.rows
+    finally:
+        made.close()
+    _, lost = found.pop(2)
+    assert isinstance(lost, Failure) and "IndexError" in lost.message and len(steps) == 10
+    assert [text for text, _ in found] == [*expected[:2], expected[3]]
 
 
 def test_tokens_of_another_answer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,7 @@ class AnswerRows:
         # layers with keys and values: all, or those named
         self._attending = range(layers) if attending is None else attending
         self.rows: list[AnswerRow] = []
+        self.failed: dict[AnswerRow, Exception] = {}  # rows whose policy broke in this step
         self._slots: list[list[Slots]] = []  # of each row, all that differ
         self._places: list[Places] = []
         self.cache: Cache | None = None
@@ -209,6 +210,7 @@ class AnswerRows:
     def remove(self, number: int) -> int | None:
         """Free a row; the last row takes its number and is returned, None if it was the last."""
         last, row, mine = len(self.rows) - 1, self.rows[number], self._slots[number]
+        self.failed.pop(row, None)
         for layer in self.layers:
             layer.held.pop(row, None)
             for bucket in layer.buckets.values():
@@ -353,7 +355,7 @@ class AnswerRows:
         for number, row in enumerate(self.rows) if layer.held else ():
             if row in layer.held:
                 one = slice(number, number + 1)
-                found = layer.held[row].attend(attention, query[one], key[one], value[one])
+                found = self._own(layer, row, attention, query[one], key[one], value[one])
                 out = found.new_empty(len(query), *found.shape[1:]) if out is None else out
                 out[one] = found
         assert out is not None
@@ -377,9 +379,21 @@ class AnswerRows:
             if row in layer.held and row.count:  # rows of such policies read one token
                 one = slice(at, at + 1)
                 given = query[:, :, one], *both[..., one, :]
-                out[one] = layer.held[row].attend(attention, *given)[0]
+                out[one] = self._own(layer, row, attention, *given)[0]
             at += row.count
         return out[None]
+
+    def _own(
+        self, layer: RowLayer, row: AnswerRow, attention: AttentionCall, query: Tensor, *new: Tensor
+    ) -> Tensor:
+        """Attend with a row through its policy, `[1, n, H, d]`; if that fails, it fails alone."""
+        if row not in self.failed:
+            try:
+                found: Tensor = layer.held[row].attend(attention, query, *new)
+                return found
+            except Exception as error:
+                self.failed[row] = error
+        return query.new_zeros(1, query.shape[2], query.shape[1], new[1].shape[-1])
 
     def _buckets(self) -> list[RowBucket]:
         return [bucket for layer in self.layers for bucket in list(layer.buckets.values())]
