@@ -81,7 +81,8 @@ def _inside(held: Any, past: str) -> Any:
     for name in _INNER:
         if name in held._modules:
             return held._modules[name]
-    if _of_peft(type(held)):
+    kind: Any = type(held)
+    if _of_peft(kind):
         whole: Any = held
         config: Any = getattr(whole, "active_peft_config", None)
         if past and getattr(config, "is_prompt_learning", False):

@@ -149,10 +149,8 @@ class StreamModel:
             if not isinstance(value, int) or value < 1:
                 raise MmfastError(f"{name}={value!r} is not allowed; give a whole number from 1")
         reducer = None if self.reduce is None else StreamReducer(self.reduce)
-        self.model = model = stock_model(
-            self.model, "a stream"
-        )  # layers of PEFT stay where they are
-        self.model = model = stock_model(self.model)  # layers of PEFT stay where they are
+        # layers of PEFT stay where they are
+        self.model = model = stock_model(self.model, "a stream")
         if reducer is not None:  # a learned ranking is that of the model
             reducer.specs = tuple(ranked(spec, model) for spec in reducer.specs)
         processor = self.processor
