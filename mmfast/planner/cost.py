@@ -133,11 +133,13 @@ class Work:
 
 def work_of(model: Any, inputs: Mapping[str, Any]) -> Work:
     """Read a request off what the processor returned; ModelError if it has nothing visual."""
-    adapter, kinds = adapter_for(model), features_given(inputs)
+    adapter = adapter_for(model)
     layouts = [
-        layout for kind in kinds for layout in adapter.layout(model.base_model, kind, inputs)
+        layout
+        for kind in features_given(inputs)
+        for layout in adapter.layout(model.base_model, kind, inputs)
     ]
-    if not layouts or kinds.keys() <= {"audio"}:
+    if not layouts:
         raise ModelError("inputs hold no image and no video; a plan is about visual tokens")
     rows, prompt = inputs["input_ids"].shape
     return Work(

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
@@ -86,9 +88,14 @@ def test_a_clip_is_answered_right_with_its_trace(client: Any) -> None:
 
 def test_the_trace_says_what_the_embedded_model_was_not_trained_on(client: Any) -> None:
     inside = ask(client, clip_part(), text(QUESTION)).model_extra["mmfast"]
-    outside = ask(client, clip_part(), text("Is the mayor happy?")).model_extra["mmfast"]
+    own = ask(client, clip_part(), text("Could you tell if the circle is red?"))
+    noise = np.random.default_rng(1).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    picture = io.BytesIO()
+    Image.fromarray(noise).save(picture, "PNG")
+    outside = ask(client, image_part(picture.getvalue()), text(QUESTION)).model_extra["mmfast"]
     alone = ask(client, text("Hello?")).model_extra["mmfast"]
-    assert "notes" not in inside and "mayor" in outside["notes"][0]
+    assert "notes" not in inside and "notes" not in own.model_extra["mmfast"]
+    assert "this image is outside" in outside["notes"][0]
     assert len(alone["notes"]) == 1 and "without an image or a clip" in alone["notes"][0]
 
 

@@ -117,7 +117,7 @@ def test_late_frames_are_dropped_and_counted() -> None:
 
 def test_closing_ends_a_source_that_never_does() -> None:
     this, pipe = watcher(FAMILY), shared_pipe(FAMILY)
-    frame = this.clip(1)[0]
+    frame, seen = this.clip(1)[0], threading.Event()
 
     def endless() -> Iterator[tuple[Any, float]]:
         time = 0.0
@@ -126,7 +126,8 @@ def test_closing_ends_a_source_that_never_does() -> None:
             time += 0.5
 
     with pipe.open(MEMORY) as session:
-        watch = session.watch(endless(), background=True)
+        watch = session.watch(endless(), background=True, each=lambda _: seen.set())
+        assert seen.wait(60)  # before its first frame a stream answers nothing
         answers = [session.ask(QUESTION, max_new_tokens=2).read() for _ in range(3)]
         assert len(answers) == 3 and watch.running
     assert watch.join(60) and session.closed
