@@ -50,6 +50,12 @@ def prefill_method(spec: str) -> Any:
     return plan.selector()
 
 
+def _finite(arrays: Arrays) -> None:
+    for name, array in arrays.items():
+        if not bool(array.isfinite().all()):
+            raise MmfastError(f"{name} are not finite")
+
+
 def attention(query: Tensor, keys: Tensor, last: int) -> Tensor:
     """Attention `[H, n]` of the last queries `[Hq, c, d]`, mean over those that share a key head.
 
@@ -231,23 +237,16 @@ def _simlayerkv(arrays: Arrays, params: Params) -> Outcome:
 
 
 def _think(arrays: Arrays, params: Params) -> Outcome:
+    _finite(arrays)
     query, keys, width = arrays["query"], arrays["keys"], arrays["keys"].shape[-1]
     stays = width - int(width * params["ratio"])
     pruner = plan_of(f"think:{stays}?residual={params['recent_size']}").pruner()
     assert pruner is not None
     power = query[:, -pruner.window :].square().unflatten(0, (len(keys), -1)).sum((1, 2))
-    if not bool(power.isfinite().all() and keys.isfinite().all()):
-        raise MmfastError("queries or keys are not finite")
     split = keys.shape[1] - pruner.residual
     thin = pruner.prune(keys[:, :split], pruner.score(keys, power))
     channels = index_mask(thin.kept.long(), width)
     return {"channels": channels, "keys": torch.cat([thin.whole(), keys[:, split:]], 1)}, []
-
-
-def _finite(arrays: Arrays) -> None:
-    for name, array in arrays.items():
-        if not bool(array.isfinite().all()):
-            raise MmfastError(f"{name} are not finite")
 
 
 def _duo_attention(arrays: Arrays, params: Params) -> Outcome:

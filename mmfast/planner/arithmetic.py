@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.core.errors import MmfastError, ModelError, unknown
+from mmfast.core.files import whole_file
 from mmfast.models.loading import device_name
 from mmfast.models.packing import (
     FASTEST,
@@ -238,9 +238,9 @@ def _write(name: str, key: Mapping[str, Any], times: Mapping[str, Times]) -> boo
     try:
         path = cache_folder() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps({"key": key, "times": times}), encoding="utf-8")
-        draft.replace(path)
+        text = json.dumps({"key": key, "times": times})
+        with whole_file(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except (OSError, RuntimeError, MmfastError):
         return False
     return True

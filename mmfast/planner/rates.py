@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.files import whole_file
 from mmfast.models.loading import device_name
 
 Point = tuple[float, float]  # (amount of work, milliseconds)
@@ -145,10 +146,9 @@ def write_rates(key: Mapping[str, Any], rates: Rates) -> bool:
     try:
         path = rates_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and moved: a reader sees the old file or the new one, never half of one.
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps({"key": dict(key), "rates": asdict(rates)}), encoding="utf-8")
-        draft.replace(path)
+        text = json.dumps({"key": dict(key), "rates": asdict(rates)})
+        with whole_file(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except (OSError, RuntimeError, MmfastError):
         return False
     return True

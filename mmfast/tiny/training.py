@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from mmfast.compressors.base import save
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.files import whole_file
 from mmfast.models.loading import pick_device
 from mmfast.ops.weight_forms import has_bfloat16
 
@@ -390,8 +391,8 @@ def keep(task: Task, path: Path, step: int, seconds: float) -> None:
     parameters = [parameter.detach() for parameter in task.optimiser.parameters]
     optimiser = [part.state_dict() for part in task.optimiser.parts]
     state = {"parameters": parameters, "optimiser": optimiser, "step": step, "seconds": seconds}
-    torch.save(state, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
+    with whole_file(path) as draft:
+        torch.save(state, draft)
 
 
 @torch.no_grad()

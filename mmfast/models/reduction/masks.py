@@ -182,7 +182,7 @@ class Offsets:
         return positions
 
 
-_SHRUNK: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+_SHRUNK: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()  # of caches
 
 
 def shrinkage(cache: Any) -> Tensor | int:
@@ -191,21 +191,17 @@ def shrinkage(cache: Any) -> Tensor | int:
 
 
 class Recount:
-    """Remembers by how much the positions of every cache shrank, where what is left counts anew."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+    """Counts positions behind a cache anew, by how much those of what it holds have shrunk."""
 
     def store(self, cache: Any, shrunk: Tensor | None) -> None:
         """Add `[B, 1]` positions that a call saved."""
         if cache is not None and shrunk is not None:
-            self._known[cache] = shrunk + self._of(cache, len(shrunk), shrunk.device)
-            _SHRUNK[cache] = self._known[cache]
+            _SHRUNK[cache] = shrunk + self._of(cache, len(shrunk), shrunk.device)
 
     def shifted(self, kwargs: Mapping[str, Any], length: int) -> Tensor | None:
         """Positions `[B, n]` of the next tokens of a cache; None where it holds nothing anew."""
         cache, given = cache_of(kwargs), kwargs.get("position_ids")
-        if cache is None or cache not in self._known or not int(cache.get_seq_length()):
+        if cache is None or cache not in _SHRUNK or not int(cache.get_seq_length()):
             return None
         source = kwargs.get("input_ids")
         source = kwargs["inputs_embeds"] if source is None else source
@@ -214,7 +210,7 @@ class Recount:
         return given - self._of(cache, len(source), source.device)
 
     def _of(self, cache: Any, batch: int, device: torch.device) -> Tensor:
-        known = self._known.get(cache)
+        known = _SHRUNK.get(cache)
         if known is None or not int(cache.get_seq_length()):
             return torch.zeros(batch, 1, dtype=torch.int64, device=device)
         return known.repeat_interleave(batch // len(known), dim=0).to(device)
