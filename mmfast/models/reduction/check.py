@@ -359,11 +359,11 @@ def _check_revival(specs: Sequence[Spec], config: Any, cache: CachePlan | None) 
             f"{str(reviving[0])!r} puts tokens back into the cache, which {str(cache)!r} does not "
             "expect; drop one of them, or reduce with fastv"
         )
-    layer = min(spec.layer or 0 for spec in reviving)
-    types = set((getattr(config, "layer_types", None) or ())[layer:])
-    if types - {"full_attention"}:
+    first = max(0, min(spec.layer or 0 for spec in reviving) - 1)  # that one ranks them
+    types = {kind_of(config, index) for index in range(first, config.num_hidden_layers)}
+    if types - {FULL}:
         raise ModelError(
-            f"lazyllm puts tokens back into full attention, and decoder layers from {layer} on "
+            f"lazyllm puts tokens back into full attention, and decoder layers from {first} on "
             f"are {', '.join(sorted(types))}; use fastv"
         )
     if config._attn_implementation not in ("sdpa", "eager"):

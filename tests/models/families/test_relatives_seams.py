@@ -66,6 +66,20 @@ def test_drafts_change_no_token(family: str) -> None:
 
 
 @families
+def test_steps_by_hand_stand_where_generate_has_them(family: str) -> None:
+    this = tiny(family)
+    (kind, *_) = this.facts.kinds
+    inputs = this.inputs([f"on {{{kind}}} what?"], **this.media(kind, 1, 0))
+    with attach(this.model, "random:0.4"), torch.no_grad():
+        want = generate(this, inputs, 4)
+        out = this.model(**inputs, use_cache=True)
+        for step, logits in enumerate(want.logits):
+            torch.testing.assert_close(out.logits[:, -1], logits, atol=1e-4, rtol=0)
+            token = want.sequences[:, inputs["input_ids"].shape[1] + step, None]
+            out = this.model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+
+
+@families
 def test_what_is_kept_of_prompts_changes_no_answer(family: str) -> None:
     pair = model_of(family)
     pixels = np.random.default_rng(0).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
