@@ -132,6 +132,15 @@ def test_chunked_prefill_equals_one_piece() -> None:
         torch.testing.assert_close(parts[1], whole[1], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("spec", ["window:6", "sink:2+window:5"])
+def test_first_chunks_of_a_short_row_may_be_padding_alone(spec: str) -> None:
+    model, rows = text_model("llama"), [prompt(LENGTH), prompt(LENGTH // 2, 1)]
+    with attach(model, cache=spec):
+        alone = [written(model, {"input_ids": r}, STEPS, prefill_chunk_size=8)[1] for r in rows]
+        together = written(model, padded(rows), STEPS, prefill_chunk_size=8)[1]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "spec", "words"),
     [

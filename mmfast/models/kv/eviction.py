@@ -69,8 +69,10 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     layer = cache.layers[index]
     notes, length = fill(layer), entries(layer)
     where = real_entries(notes[KIND])
-    reductions = [
-        beside(choose(b, mine[: len(mine) - drafts]), drafts) for b, mine in enumerate(where)
+    nothing_yet = Reduction.identity(0, layer.keys.shape[1:2], layer.keys.device)
+    reductions = [  # the first chunks of a short row may be padding alone
+        beside(choose(b, mine[: len(mine) - drafts]), drafts) if len(mine) else nothing_yet
+        for b, mine in enumerate(where)
     ]
     before, after = sum(map(len, where)), sum(r.m for r in reductions)
     if before == after and all(r.pure for r in reductions):

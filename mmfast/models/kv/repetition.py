@@ -233,6 +233,8 @@ def _odd(entries: Mapping[int, _RowEntries], numbers: Tensor, share: float) -> T
     held = torch.zeros_like(score)
     for mine in entries.values():
         places = mine.of(numbers)
+        if not len(places):  # a cut in front of this layer has dropped the whole chunk
+            continue
         keys = mine.kv.keys[0][0].index_select(1, places)  # [H, c, d]
         where = torch.searchsorted(numbers, mine.numbers[places])
         found = keydiff(Tokens(keys), len(places)).mean(0).to(score.device)

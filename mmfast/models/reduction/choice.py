@@ -311,7 +311,7 @@ def acting(sites: Sequence[Site], sequences: Sequences, trace: Trace) -> list[Si
     for site in sites:
         if site.of_text:
             prompts = items_of(site, sequences)
-            if any(_shortens(site, item.n) for item in prompts):
+            if any(shortens(site, item.n) for item in prompts):
                 found.append(site)
             else:
                 total = sum(item.n for item in prompts)
@@ -336,7 +336,7 @@ def items_of(site: Site, sequences: Sequences) -> list[MediaItem]:
     return sequences.items
 
 
-def _shortens(site: Site, n: int) -> bool:
+def shortens(site: Site, n: int) -> bool:
     """A site drops something of a prompt of `n` tokens, or of what earlier sites leave of it."""
     whole = all(spec.whole for spec in site.specs)
     return n > 0 and not whole and site.left(n, {}) != n

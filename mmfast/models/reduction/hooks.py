@@ -34,7 +34,7 @@ from mmfast.models.reduction.call import (
     needs_layers,
     on_layers,
 )
-from mmfast.models.reduction.choice import items_of
+from mmfast.models.reduction.choice import items_of, shortens
 from mmfast.models.reduction.decoder_signals import DRIFT, INNER, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, look_ahead
 from mmfast.models.reduction.masks import Offsets, Recount, fit_decode, forget_masks, padding_of
@@ -313,7 +313,9 @@ class Hooks:
         step.before = self._before
         step.turns, step.restores = self._turns, not self._text.training
         if part is not None and (part.rest or not part.first):
-            refuse_parts(step.sites)
+            whole = length + part.rest  # a budget may exceed a part, which then acts on nothing
+            late = [s for s in sites if s.of_text and shortens(s, whole - s.last)]
+            refuse_parts([*step.sites, *late])
         return step
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

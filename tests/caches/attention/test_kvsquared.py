@@ -99,6 +99,14 @@ def test_drafts_and_batches_change_nothing() -> None:
     assert torch.equal(drafts[0], alone[0][0])
 
 
+def test_a_chunk_may_be_gone_from_later_layers() -> None:
+    model, prompts = text_model("llama"), [prompt(41), prompt(29, 1)]
+    with attach(model, "uniform@llm2:6?tokens=text", cache="kvsquared:0.6?chunk=4"):
+        together = written(model, padded(prompts), 3)[1]
+        alone = [written(model, {"input_ids": ids}, 3)[1] for ids in prompts]
+    torch.testing.assert_close(together, torch.cat(alone), atol=2e-5, rtol=0)
+
+
 def test_it_is_refused_where_it_cannot_act() -> None:
     with pytest.raises(SpecError, match="needs attn_repeated, which a stream does not have"):
         check_score(plan_cache("kvsquared:64"))

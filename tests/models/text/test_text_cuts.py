@@ -146,6 +146,20 @@ def test_generation_modes(name: str, spec: str) -> None:
             written(model, ids, 2, prefill_chunk_size=16)
 
 
+def test_a_budget_above_a_chunk_is_refused_as_one_below() -> None:
+    """A chunk of no more tokens than the budget is no short prompt, of which all may stay."""
+    model, ids = text_model("llama"), {"input_ids": prompt(LENGTH)}
+    for spec in ("gemfilter:20?tokens=text", "fastv@llm2:20?tokens=text"):
+        with (
+            attach(model, spec),
+            pytest.raises(ModelError, match="leave out prefill_chunk_size"),
+        ):
+            written(model, ids, 2, prefill_chunk_size=16)
+    stock = written(model, ids, 2)[0]
+    with attach(model, "fastv@llm2:48?tokens=text"):
+        assert torch.equal(written(model, ids, 2, prefill_chunk_size=16)[0], stock)
+
+
 def test_an_assistant_leaves_the_answer_as_it_is() -> None:
     model, draft = text_model("llama"), text_model("mistral", 2.5)
     spec = "fastv@llm1:0.5?tokens=text"
