@@ -132,6 +132,16 @@ def test_chunked_prefill_equals_one_piece() -> None:
         torch.testing.assert_close(parts[1], whole[1], atol=1e-5, rtol=0)
 
 
+def test_a_policy_that_keeps_all_beside_windows_changes_nothing() -> None:
+    """Behind a cut, a window and a full layer have lost the same; their masks are not the same."""
+    model, both = text_model("gemma3"), padded([prompt(LENGTH), prompt(21, 1)])
+    with attach(model, "random@llm0:0.6?tokens=text"):
+        plain = written(model, both, STEPS)[1]
+    with attach(model, "random@llm0:0.6?tokens=text", cache="knorm:60"):
+        kept = written(model, both, STEPS)[1]
+    torch.testing.assert_close(kept, plain, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("spec", ["window:6", "sink:2+window:5"])
 def test_first_chunks_of_a_short_row_may_be_padding_alone(spec: str) -> None:
     model, rows = text_model("llama"), [prompt(LENGTH), prompt(LENGTH // 2, 1)]

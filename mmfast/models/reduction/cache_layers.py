@@ -254,9 +254,10 @@ def regroup(cache: Any, index: int) -> None:
     """Give a layer that has lost entries the mask it needs: the model's, or one that it shares."""
     layer = cache.layers[index]
     layer.group = LayerGroup(index)
+    mine = layer.is_sliding, layer.dropped, held(layer)
     for other in cache.layers[:index]:
         group = getattr(other, "group", None)
-        if group is None or (other.dropped, held(other)) != (layer.dropped, held(layer)):
+        if group is None or (other.is_sliding, other.dropped, held(other)) != mine:
             continue
         if _equal(other.valid, layer.valid):
             layer.group = group
