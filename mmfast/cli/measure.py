@@ -22,7 +22,7 @@ from mmfast.cli.options import (
     Weights,
     complete_preset,
 )
-from mmfast.cli.own_suites import eval_own_suite
+from mmfast.cli.own_suites import eval_own_suite, kept_results
 from mmfast.core.errors import MmfastError, unknown
 
 
@@ -144,6 +144,9 @@ _Strict = Annotated[
     bool, typer.Option("--strict", help="Stop at media that cannot be read (--data).")
 ]
 _Report = Annotated[Path | None, typer.Option(help="Write a page of HTML with charts (--data).")]
+_Resume = Annotated[
+    bool, typer.Option(help="Take rows that --out has of an earlier run; --no-resume asks again.")
+]
 _Csv = Annotated[Path | None, typer.Option(help="Write the answers as a table (--data).")]
 
 
@@ -167,6 +170,7 @@ def evaluate(
     report: _Report = None,
     csv: _Csv = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+    resume: _Resume = True,
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
@@ -199,12 +203,13 @@ def evaluate(
         raise MmfastError(unknown("suite", suite, (*SUITES, *_OTHERS)))
     environ = environment()  # of the code that is about to run, not of the tree hours later
     specs = [_chosen(model, suite, as_json) if is_auto(spec) else spec for spec in reduce or []]
-    with output.progress("eval") as tick:
+    with kept_results(context.params, **asked) as kept, output.progress("eval") as tick:
         document = run_eval(
             specs,
             **dict(asked, n=n, seed=seed, model=model, name=suite, caches=list(cache or [])),
             progress=lambda spec, done, total: tick(done, total, spec),
-            sink=lambda document: output.keep_rows(out, eval_rows(document, environ)),
+            sink=lambda document: output.keep_rows(out, kept.new(eval_rows(document, environ))),
+            known=kept.find,
         )
     output.print_eval(document, as_json)
 
@@ -265,7 +270,7 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
     environ = environment()
     how = (n, given["seed"], given["model"], given["frames"], out, given["strict"])
     with output.progress("questions", f"questions answered{f' in {out}' if out else ''}") as tick:
-        document, rows = run_data(data, ways, *how, progress=tick)
+        document, rows = run_data(data, ways, *how, progress=tick, resume=given["resume"])
     output.keep_rows(out, eval_rows(document, environ))
     for file, write in zip(files, (write_html, write_csv), strict=True):
         if file is not None:
@@ -327,9 +332,10 @@ _TAKES = {
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
     "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out", "weights"}
-    | {"length", "aware"}
+    | {"length", "aware", "resume"}
     | {"prefill", "attn"},
-    "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
+    "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"}
+    | {"resume"},
     "encoder": {"out", "peer"},
     "stream": {"out", "only"},
     "speech": {"out", "only"},

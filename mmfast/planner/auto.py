@@ -57,6 +57,7 @@ def say(plan: Plan) -> str:
     """A plan in a row of a trace."""
     cache = plan.cache and f"cache {plan.cache}"
     said = plan.note or plan.spec or cache or "all tokens"
+    said += "" if plan.met or plan.note else ", the nearest to a target out of reach"
     return f"{said}, raised by {plan.rung}" if plan.rung > 0 else said
 
 

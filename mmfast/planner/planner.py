@@ -245,19 +245,21 @@ class Planner:
         answer: int = 0,
         caches: bool = True,
         raised: int = 0,
+        beams: int = 1,
     ) -> Plan:
         """Choose for one request, what the processor returned; without limits the stock model.
 
         `run` runs one call (`generate` or `forward`) for real, so that the overhead of short ones
         can be learnt; `spent` ms are gone since the caller started to wait; `kind` is that of the
-        media, unless the target names one; `answer` is the longest answer in tokens. Where memory
-        is limited and time is not, a KV policy is taken if it is surer than all reducers within the
-        limit, unless `caches` says that the call has one already or cannot have one. Where answers
+        media, unless the target names one; `answer` is the longest answer in tokens, and `beams`
+        the copies of a row that write it. Where memory is limited and time is not, a KV policy is
+        taken if it is surer than all reducers within the limit, unless `caches` says that the call has one already or cannot have one. Where answers
         are checked, `raised` are the rungs to go up from the choice. A target out of reach is an
         MmfastError that says what the best plan reaches; unless `strict`, a latency out of reach is
         a warning, and the fastest runs.
         """
-        work, media = replace(work_of(self.model, inputs), answer=answer), target.kind or kind
+        work, media = work_of(self.model, inputs), target.kind or kind
+        work = replace(work, answer=answer, beams=beams)
         with self.learner.aside():
             busy = self.learner.settle(work, call, run, tick)
             if busy:
