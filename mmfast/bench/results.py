@@ -68,7 +68,8 @@ def append(path: str | Path, rows: Iterable[Row]) -> None:
         _append_whole(target, "".join(f"{text}\n" for text in texts))
     except OSError as error:
         raise MmfastError(
-            f"cannot write rows to {str(path)!r}: {error.strerror}; give a .jsonl file"
+            f"cannot write rows to {str(path)!r}: {error.strerror}; name a file in a folder that "
+            "can be written"
         ) from None
 
 
@@ -130,7 +131,9 @@ def kept_rows(path: Path | None, suite: str) -> dict[str, Row]:
     try:
         rows = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
     except ValueError as error:
-        raise MmfastError(f"cannot go on from {str(path)!r}: a line is no JSON ({error})") from None
+        raise MmfastError(
+            f"cannot go on from {str(path)!r}: a line is no JSON ({error}); name another file"
+        ) from None
     return {row["key"]: row for row in rows if isinstance(row, dict) and "key" in row}
 
 

@@ -253,10 +253,10 @@ class Planner:
         can be learnt; `spent` ms are gone since the caller started to wait; `kind` is that of the
         media, unless the target names one; `answer` is the longest answer in tokens, and `beams`
         the copies of a row that write it. Where memory is limited and time is not, a KV policy is
-        taken if it is surer than all reducers within the limit, unless `caches` says that the call has one already or cannot have one. Where answers
-        are checked, `raised` are the rungs to go up from the choice. A target out of reach is an
-        MmfastError that says what the best plan reaches; unless `strict`, a latency out of reach is
-        a warning, and the fastest runs.
+        taken if it is surer than all reducers within the limit, unless `caches` says that the call
+        has one already or cannot have one. Where answers are checked, `raised` are the rungs to go
+        up from the choice. A target out of reach is an MmfastError that says what the best plan
+        reaches; unless `strict`, a latency out of reach is a warning, and the fastest runs.
         """
         work, media = work_of(self.model, inputs), target.kind or kind
         work = replace(work, answer=answer, beams=beams)

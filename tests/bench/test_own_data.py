@@ -163,7 +163,7 @@ def test_files_of_answers_appear_whole_or_stay(
     """A disk that fills up while a page or a table is written costs neither the one before."""
     row = {"line": 1, "media": [], "question": "?", "expected": ["1"], "choices": [], "kind": "a"}
     row |= {"reduce": None, "cache": None, "answer": "1", "right": True, "kept": 1, "ttft_ms": 1.0}
-    monkeypatch.setattr(answers, "_image", lambda *_: "")
+    monkeypatch.setattr(answers, "trade_svg", lambda *_: "")
     document = {"rows": [], "failed": [], "model": "m"}
     for name, write_file in (("a.html", answers.write_html), ("a.csv", answers.write_csv)):
         target = tmp_path / name
