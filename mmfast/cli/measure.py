@@ -283,13 +283,16 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
 def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
     """Plan for the first question of a suite; None where all tokens are kept."""
     from mmfast.planner.auto import plan_once, say
+    from mmfast.planner.target import KINDS
     from mmfast.tiny.evaluate import Subject
     from mmfast.tiny.suites import suite as questions
     from mmfast.tiny.suites import suite_of
 
     subject = Subject(model, asked=suite_of(suite))
     inputs = subject.inputs(questions(1, 0, suite))
-    plan = plan_once(subject.model, subject.name, inputs, options.silent if as_json else None)
+    kind = suite if suite in KINDS else "document"  # a table is one
+    tick = options.silent if as_json else None
+    plan = plan_once(subject.model, subject.name, inputs, tick, kind)
     typer.echo(f"auto: {say(plan)}", err=True)
     return plan.spec
 

@@ -68,11 +68,29 @@ def row_name(name: Any) -> str:
     return Path(name).name if Path(name).is_dir() else str(name)
 
 
-def plan_once(model: Any, name: Any, inputs: Mapping[str, Any], tick: Tick | None = None) -> Plan:
-    """The plan of `reduce="auto"` for one request, with a bar of its own unless `tick` is given."""
-    planner, target = Planner(model, row_name(name)), automatic(AUTO, Target())[1]
+def plan_once(
+    model: Any,
+    name: Any,
+    inputs: Mapping[str, Any],
+    tick: Tick | None = None,
+    kind: str | None = None,
+) -> Plan:
+    """The plan of `reduce="auto"` for one request, with a bar of its own unless `tick` is given.
+
+    `kind` is that of the media, where the caller knows better than the inputs.
+    """
+    planner, target = Planner(model, row_name(name)), automatic(AUTO, Target(kind=kind))[1]
     with nullcontext(tick) if tick else announced(planner.learner) as tick:
-        return planner.plan(inputs, target, tick=tick)
+        return planner.plan(inputs, target, kind=_kind_of(planner.model, inputs), tick=tick)
+
+
+def _kind_of(model: Any, inputs: Mapping[str, Any]) -> str:
+    """Return the kind of media that inputs hold, by which accuracy was measured."""
+    given = features_given(inputs)
+    if "video" in given or "image" not in given:
+        return "video"
+    images = adapter_for(model).layout(model.base_model, "image", inputs)
+    return "multi-image" if len(images) > len(inputs["input_ids"]) else "image"
 
 
 @contextmanager

@@ -54,6 +54,20 @@ def planner(model: Any, rows: list[dict[str, Any]] | None = None) -> Planner:
     return made
 
 
+@pytest.mark.parametrize("rows", [ROWS, []])
+def test_a_plan_that_misses_its_target_does_not_claim_to_meet_it(
+    model: Any, rows: list[dict[str, Any]]
+) -> None:
+    """With methods that are measured, and without any, where all tokens are all there is."""
+    with pytest.warns(PlanWarning, match="out of reach"):
+        plan = planner(model, rows).decide(WORK, make_target(target_ttft_ms=0.01), strict=False)
+    assert not plan.met and (plan.spec is None) is (not rows)
+    assert plan.why[0].startswith("The time to first token 0.01 ms is out of reach here")
+    assert not any("meets the target" in line for line in plan.why)
+    kept = planner(model, rows).decide(WORK, make_target(target_ttft_ms=1e9))
+    assert kept.met and kept.why == ("All visual tokens are kept: that meets the target.",)
+
+
 def decide(model: Any, rows: list[dict[str, Any]] | None = None, **limits: Any) -> Plan:
     return planner(model, rows).decide(WORK, make_target(**limits))
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from cli_runs import run
 from listener_models import qwen3_asr
 from planner_rows import RATES, SHARES, WORK, Choosing, row
 from tiny_models import tiny
@@ -265,6 +266,35 @@ def test_attach_plans_however_the_prompt_is_given(
         assert [row.method for row in trace.rows] == ["evs:0.25", "evs"]
         assert [r.m for _, _, r in trace.reductions] == [72]
     assert len(asked) == len(calls) and len({str(work) for work in asked}) == 1
+
+
+def test_media_are_planned_by_what_was_measured_of_their_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images under `attach` and a suite of pages under `eval` are no clips."""
+    asked: list[Any] = []
+
+    def plan(self: Planner, inputs: Any, target: Target, kind: str, **_: Any) -> Plan:
+        asked.append(target.kind or kind)
+        return Plan(None, {}, 1, 1, 1.0, {})
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    this = tiny("llava_onevision")
+    given = [
+        this.inputs(["on {image} what?"], images=this.images(1)),
+        this.inputs(["on {image} and {image} what?"], images=this.images(2)),
+        this.inputs(["on {image} what?", "{image} who?"], images=this.images(2)),
+        this.inputs(["on {video} what?"], videos=this.videos(1)),
+    ]
+    for inputs in given:
+        with torch.no_grad(), mmfast.attach(this.model, "auto"):
+            this.model(**inputs)
+    assert asked == ["image", "multi-image", "image", "video"]
+    asked.clear()
+    for suite in ("image", "table"):
+        code, _, err = run(capsys, "eval", "--suite", suite, "--n", "1", "--reduce", "auto")
+        assert code == 0 and "auto: all tokens" in err
+    assert asked == ["image", "document"]
 
 
 def test_attach_plans_no_model_without_media_in_its_prompts() -> None:
