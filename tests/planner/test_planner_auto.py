@@ -158,6 +158,16 @@ def test_a_busy_machine_is_not_measured_and_nothing_kept(
     with pytest.warns(PlanWarning, match="too busy"):  # a target is met as well as it can be
         late = pipe(CLIP, QUESTION, target_tokens=40)
     assert late.kept_tokens < 100 and not list(kept.iterdir())
+    limits: tuple[dict[str, Any], ...] = ({"target_tokens": 40}, {"max_memory": "9MB"})
+    for limit in limits:  # nor does auto let go of a limit that it was given
+        pair = (pipe.model, pipe.processor)
+        own = mmfast.pipeline("video-qa", pair, reduce="auto", max_new_tokens=8, **limit)
+        if "max_memory" in limit:
+            with pytest.warns(PlanWarning), pytest.raises(MmfastError, match="out of reach"):
+                own(CLIP, QUESTION)
+        else:
+            with pytest.warns(PlanWarning, match="too busy"):
+                assert own(CLIP, QUESTION).kept_tokens < 100
     pipe.planner.planner.learner._again = 0.0  # some time later
     state(monkeypatch, "")  # the machine is quiet again
     answer = pipe(CLIP, QUESTION)
