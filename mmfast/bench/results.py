@@ -27,6 +27,7 @@ PROTOCOL = 1  # part of every key: rows of another protocol are asked for again
 # What `eval_rows` puts beside the figures of a row.
 SHARED = ("suite", "n", "seed", "model", "device", "dtype", "threads", "method", "knobs", "score")
 ENVIRONMENT = ("versions", "commit", "date", "processor")
+_WEIGHTS = ("*.json", "*.safetensors", "*/*.json", "*/*.safetensors")  # of a checkpoint
 _LONGEST = 1 << 20  # bytes in which the end of the last line is looked for
 
 
@@ -166,7 +167,7 @@ def state_of(path: Path) -> list[Any]:
     """Size and time of change of a file, or of the files of a checkpoint."""
     files = [path]
     if path.is_dir():
-        files = sorted([*path.rglob("*.json"), *path.rglob("*.safetensors")])
+        files = sorted(p for kind in _WEIGHTS for p in path.glob(kind))
     return [(each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.exists()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from mmfast.core.errors import SpecError
+from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import AUTO
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for
@@ -41,7 +41,9 @@ def announced(learner: Learner) -> Iterator[Tick]:
         def tick(done: int, total: int, label: str | None = None) -> None:
             nonlocal task
             if task is None and console.is_terminal:
-                kept = "nowhere" if learner.key is None else str(rates_path(learner.key))
+                kept = "nowhere"
+                with suppress(MmfastError):  # a user without a home
+                    kept = kept if learner.key is None else str(rates_path(learner.key))
                 console.print(
                     f"Measuring this device, once for it and this model; kept in {kept}",
                     style="dim",

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,7 +95,6 @@ def test_the_same_lead_of_more_questions_is_no_chance() -> None:
 
 
 def test_a_gain_of_time_below_the_noise_is_none() -> None:
-    from types import SimpleNamespace
 
     def step(name: str, ttft: float, accuracy: float, noise: float) -> Any:
         cost = SimpleNamespace(ttft=ttft, mean=40.0, noise=noise)
@@ -226,6 +226,24 @@ def test_the_line_says_where_it_is_kept(
     told = capsys.readouterr().err
     assert told.count("once for it and this model") == 1
     assert str(rates.rates_path(learner.key)).split("/")[-1] in told
+
+
+def test_a_user_without_a_home_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mmfast.planner.auto import announced
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    learner: Any = SimpleNamespace(key={"device": "cpu"})
+    with announced(learner) as tick:
+        tick(0, 2, "a layer")
+    assert "kept in nowhere" in capsys.readouterr().err
 
 
 def test_attach_plans_at_the_first_call(
