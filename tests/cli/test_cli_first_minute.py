@@ -163,6 +163,7 @@ def test_help_of_a_command_needs_no_torch(name: str) -> None:
             ["ask", CLIP, "q", "--reduc", "evs"],
             ["did you mean '--reduce'", "see mmfast ask --help"],
         ),
+        (["ask", CLIP, "q", "--reduce"], ["--reduce", "(see mmfast ask --help)"]),
         (["ask", CLIP], ["question", "(see mmfast ask --help)"]),
         (["ask", CLIP, "q", "--bogus"], ["unknown option '--bogus'; choices: --attn"]),
         (["ask", CLIP, "q", "--reduce", "evz:0.5"], ["evz", "did you mean 'evs'"]),
