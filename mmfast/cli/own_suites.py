@@ -26,10 +26,12 @@ def kept_results(
     `shared` are keys that rows have in files alone; those that `eval_rows` writes by default.
     """
     from mmfast.bench.results import SHARED, KeptResults
+    from mmfast.models.loading import embedded_path
     from mmfast.tiny.suites import SUITES, suite_of
 
     suite, model = given["suite"], given["model"]
-    own = (suite_of(suite).model,) if suite in SUITES else _MODELS[suite]
+    names = (suite_of(suite).model,) if suite in SUITES else _MODELS[suite]
+    own = [*map(embedded_path, names)]
     asked |= {key: given[key] for key in ("suite", "n", "seed")}
     models = own if model is None else (model, *own[1:])
     kept = KeptResults(

@@ -14,9 +14,12 @@ from cli_runs import run
 import mmfast
 from mmfast.bench import own_data, results
 from mmfast.bench.results import KeptResults, append
+from mmfast.cli import measure
+from mmfast.cli.own_suites import kept_results
 from mmfast.core import registry
 from mmfast.tiny import evaluate
 from mmfast.tiny.stream import present
+from mmfast.tiny.suites import SUITES
 
 ASK = ("eval", "--suite", "image", "--n", "2", "--seed", "5", "--json")
 METHOD = '''"""Keep the first tokens."""
@@ -120,6 +123,17 @@ def test_a_suite_in_one_piece_is_not_asked_again(
     assert len(lines) == 2 and "2 rows are those" in second[2]
     out.write_text(lines[0])  # half of it is none
     assert run(capsys, *command)[1] == first[1] and asked == [5, 5]
+
+
+@pytest.mark.parametrize("suite", [*SUITES, *measure._OTHERS])
+def test_the_default_model_of_a_suite_is_watched(
+    suite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[Any]()
+    monkeypatch.setattr(results, "state_of", lambda path: seen.append(path) or [])
+    given = {"suite": suite, "model": None, "n": 1, "seed": 0, "out": None, "resume": True}
+    with kept_results(given):
+        assert seen and all(path.is_dir() for path in seen)
 
 
 def test_a_row_is_known_by_checkpoint_and_files_of_its_spec(tmp_path: Path) -> None:
