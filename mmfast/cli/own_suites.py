@@ -12,7 +12,11 @@ from rich.table import Table
 from mmfast.cli import output
 
 # The embedded models that suites of their own ask by default.
-_MODELS = {"scenes": ("tiny-scenes",), "stream": ("tiny-stream",), "needles": ("tiny-text",)}
+_MODELS: dict[str, tuple[str, ...]] = {
+    "scenes": ("tiny-scenes",),
+    "stream": ("tiny-stream",),
+    "needles": ("tiny-text",),
+}
 _MODELS |= dict.fromkeys(("present", "history"), ("tiny-stream", "tiny-scenes"))
 _MODELS |= {"speech": ("tiny-speech", "tiny-video")}
 
