@@ -18,6 +18,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods, register, unregister
 from mmfast.core.spec import parse
 from mmfast.core.tokens import Tokens
+from mmfast.planner.calibration import Bench
 from mmfast.planner.candidates import Curve, Evidence, evidence_for, shipped_rows
 from mmfast.planner.cost import Work
 from mmfast.planner.learner import selection_ms
@@ -244,7 +245,10 @@ def raster() -> Iterator[None]:
     unregister("fussy")
 
 
-def test_a_method_that_refuses_is_passed_over(model: Any, raster: None) -> None:
+def test_a_method_that_refuses_is_passed_over(
+    model: Any, raster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "duration", lambda *_: 0.01)  # of this machine, however busy
     made = planner(model, [*ROWS, *curve("fussy", (0.98,) * 4)])
     made.learner.rates = RATES
     plan = made.decide(WORK, make_target(quality="high"))
