@@ -174,15 +174,11 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.core.spec import check_names, is_auto
+    from mmfast.core.spec import is_auto
     from mmfast.models.quiet import quiet
 
     quiet()
-    check_names(reduce or [], cache or [], [prefill])
-    if odd := [spec for spec in reduce or [] if is_auto(spec) and spec != "auto"]:
-        raise MmfastError(f"--reduce {odd[0]!r} checks the answers of a pipeline; write 'auto'")
-    if n < 1:
-        raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    _check_asked(reduce or [], cache or [], prefill, n)
     _check_given(context, "eval" if data is None else "data")
     if data is not None:
         return eval_data(context.params, context.get_parameter_source("n"))
@@ -212,6 +208,17 @@ def evaluate(
             known=kept.find,
         )
     output.print_eval(document, as_json)
+
+
+def _check_asked(reduce: list[str], cache: list[str], prefill: str | None, n: int) -> None:
+    """Refuse unknown names in specs, and what asks nothing."""
+    from mmfast.core.spec import check_names, is_auto
+
+    check_names(reduce, cache, [prefill])
+    if odd := [spec for spec in reduce if is_auto(spec) and spec != "auto"]:
+        raise MmfastError(f"--reduce {odd[0]!r} checks the answers of a pipeline; write 'auto'")
+    if n < 1:
+        raise MmfastError(f"--n {n} asks nothing; give at least 1")
 
 
 def _check_suite(suite: str, given: dict[str, Any]) -> None:

@@ -165,8 +165,8 @@ def run_eval(
     new = {spec for spec, cache in ways if (spec, cache) not in before}
     subject = Subject(model, device, suite_of(name), weights, attn)
     sparse = plan_prefill(prefill)
-    if progress is not None:
-        progress("making cases", 0, n)
+    tell: Progress = progress or (lambda *_: None)
+    tell("making cases", 0, n)
     cases = suite(n, seed, name) if new else []
     behind = [spec for spec in new if not in_tower(stages[spec])]
     needs = {need for spec in behind for stage in stages[spec] for need in stage.method.needs}
@@ -176,18 +176,16 @@ def run_eval(
     for size, prepared in batches.items():
         for at in range(0, n, size):
             prepared.append(QuestionBatch(subject, cases[at : at + size], needs))
-            if progress is not None:
-                progress("encoding", min(at + size, n), n)
+            tell("encoding", min(at + size, n), n)
     head, rows = {"suite": name, "n": n, "seed": seed, "model": subject.name}, []
     for spec, cache in ways:
-        if (row := before.get((spec, cache))) is not None:
-            row = {key: value for key, value in row.items() if key != "cache"}
-            rows.append({**row, "cache": cache} if caches else row)
-            sink({**head, "rows": rows[-1:]})
-            continue
-        prepared = batches[1 if answered_alone(stages[spec]) else together]
-        row = _row(subject, prepared, spec, not in_tower(stages[spec]), progress, cache, sparse)
-        row |= {k: v for k, v in (("weights", weights), ("prefill", prefill), ("attn", attn)) if v}
+        row = before.get((spec, cache))
+        if row is None:
+            done = batches[1 if answered_alone(stages[spec]) else together]
+            row = _row(subject, done, spec, not in_tower(stages[spec]), progress, cache, sparse)
+            how = {"weights": weights, "prefill": prefill, "attn": attn}
+            row |= {key: value for key, value in how.items() if value}
+        row = {key: value for key, value in row.items() if key != "cache"}
         rows.append({**row, "cache": cache} if caches else row)
         sink({**head, "rows": rows[-1:]})
     return {**head, "rows": rows}
