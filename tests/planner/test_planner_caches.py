@@ -272,11 +272,12 @@ def test_beams_and_a_bounded_length_count(pipe: Any) -> None:
     prompt = inputs["input_ids"].shape[1]
     bounded = mmfast.pipeline("video-qa", pair, max_length=prompt + 12)
     assert bounded.plan(CLIP, QUESTION, max_memory="10GB").memory == memory[1]
-    answer = mmfast.pipeline("video-qa", pair)(
-        CLIP, QUESTION, max_memory=memory[3]["weights"] + 2 * memory[1]["kv"], num_beams=3
-    )
-    assert answer.plan.spec is not None or answer.plan.cache is not None
-    assert answer.plan.total_bytes <= memory[3]["weights"] + 2 * memory[1]["kv"]
+    limit = sum(memory[3].values()) - 1
+    own = mmfast.pipeline("video-qa", pair, **given)
+    plans = [own(CLIP, QUESTION, max_memory=limit, num_beams=n).plan for n in (1, 3)]
+    assert plans[0].spec is None and plans[0].cache is None
+    assert plans[1].spec is not None or plans[1].cache is not None
+    assert plans[1].met and plans[1].total_bytes <= limit
 
 
 def test_ask_names_the_policy_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
