@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, unknown
-from mmfast.core.trace import parse_bytes
+from mmfast.core.sizes import parse_bytes
 from mmfast.frontends.source import Limits
 from mmfast.models import loading
 from mmfast.models.attention import check_attn

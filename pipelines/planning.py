@@ -45,12 +45,13 @@ class PipelinePlanner:
         started: float,
         strict: bool = False,
         tick: Tick | None = None,
-        answer: int = 0,
+        how: Mapping[str, Any] | None = None,
         raised: RaisedBudget | None = None,
     ) -> tuple[Plan, float]:
         """A plan, and the milliseconds that measuring the device took on the way.
 
-        `answer` is the longest answer in tokens; `raised` is a budget in place of its own.
+        `how` are arguments of `generate`, which bound the answer; `raised` is a budget in place of
+        its own.
         """
         spent = (time.perf_counter() - started) * 1e3
         kind = "video" if "pixel_values_videos" in inputs else "image"
@@ -67,7 +68,8 @@ class PipelinePlanner:
                 strict=strict,
                 kind=kind,
                 tick=tick,
-                answer=answer,
+                answer=0 if how is None else longest(how, inputs["input_ids"].shape[1]),
+                beams=1 if how is None else beams_of(self.pipe.model, how),
                 caches=self._bare and target.check is None,
                 raised=0 if budget is None else budget.value,
             )
@@ -94,9 +96,8 @@ class PipelinePlanner:
         if target.check is not None:
             check_undrawn(f"reduce={target.check.text!r}", self.pipe.model, how)
         with trace.stage("plan") as row:
-            most = int(how.get("max_new_tokens") or 0)
-            given = inputs, items, target, started, False, self.pipe.tick, most
-            plan, measuring = self.plan(*given)
+            given = inputs, items, target, started, False, self.pipe.tick
+            plan, measuring = self.plan(*given, how=how)
             row.method = say(plan)
         if measuring:  # the device, once and for all: no part of answering
             trace.rows[-1].ms -= measuring
@@ -138,6 +139,12 @@ class PipelinePlanner:
         with attach(self.pipe.model, spec, self.pipe.cache, self.pipe.encoder):
             self.pipe.run(dict(inputs), streamer=first, max_new_tokens=1)
         return (first.at - start) * 1e3
+
+
+def longest(how: Mapping[str, Any], prompt: int) -> int:
+    """Most tokens of an answer behind a prompt; 0 where nothing bounds them."""
+    most = int(how.get("max_length") or 0) - prompt
+    return int(how.get("max_new_tokens") or max(0, most))
 
 
 def reread(

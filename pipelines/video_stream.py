@@ -11,8 +11,8 @@ import torch
 
 from mmfast.attach import check_detached
 from mmfast.core.errors import MmfastError, ModelError, warn
+from mmfast.core.sizes import parse_bytes
 from mmfast.core.spec import parse
-from mmfast.core.trace import parse_bytes
 from mmfast.frontends.changes import FrameGate
 from mmfast.frontends.source import DEFAULT_LIMITS, Limits
 from mmfast.models.attention import with_attn

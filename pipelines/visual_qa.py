@@ -338,8 +338,7 @@ class VisualQA:
         """
         wanted, start = target or self._wanted(limits), time.perf_counter()
         inputs, items = self._inputs([(media, check_question(question))], Trace())
-        most = _longest(self.generate)
-        return self.planner.plan(inputs, items, wanted, start, True, tick, most)[0]
+        return self.planner.plan(inputs, items, wanted, start, True, tick, self.generate)[0]
 
     @property
     def planner(self) -> PipelinePlanner:
@@ -536,11 +535,6 @@ class VisualQA:
                 **inputs, **cache, suppress_tokens=sorted(blocked) or None, **how
             )
         return output
-
-
-def _longest(how: Mapping[str, Any]) -> int:
-    """Most tokens of an answer; 0 where its length is bounded together with the prompt's."""
-    return int(how.get("max_new_tokens") or 0)
 
 
 def _encoded(media: Any) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from mmfast.attach import attach
-from mmfast.bench.results import Row, append, kept_rows
+from mmfast.bench.results import Row, append, code_of_specs, kept_rows, state_of
 from mmfast.core.errors import MediaError, MmfastError, unknown
 from mmfast.core.spec import parse
 from mmfast.frontends.image import kind_of, read_image
@@ -31,7 +31,7 @@ from mmfast.frontends.video.reader import read_video
 from mmfast.models.context import placeholders
 from mmfast.models.cost import FirstToken, timed
 from mmfast.models.families.adapter import check_media, token_counts
-from mmfast.models.loading import embedded_path, load
+from mmfast.models.loading import embedded_path, load, located
 from mmfast.models.prompt import Shot, build_inputs, check_question
 from mmfast.models.reduction.inputs import encoded
 from mmfast.streams.reply import stop_ids
@@ -206,12 +206,6 @@ class AskedModel:
         return said + (float(logs[-1, ends].logsumexp(-1)) if ends else 0.0), kept, ms
 
 
-def _state(path: Path) -> list[Any]:
-    """Size and time of change of a file, or of the files of a checkpoint."""
-    files = sorted([*path.glob("*.json"), *path.glob("*.safetensors")]) if path.is_dir() else [path]
-    return [(each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.exists()]
-
-
 def run_data(
     path: Path,
     ways: Sequence[Way],
@@ -222,17 +216,20 @@ def run_data(
     out: Path | None = None,
     strict: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    resume: bool = True,
 ) -> tuple[Row, list[Row]]:
     """Ask `n` questions of a file (all by default, else drawn by `seed`) in several ways.
 
-    The first way is what the others are compared with. Answers go to `out` one by one and are not
-    asked for again while file, media and checkpoint stay. Media that cannot be read leave all rows
-    and are listed in `failed`; with `strict` they raise a MediaError before a model is loaded.
+    The first way is what the others are compared with. Answers go to `out` one by one and, with
+    `resume`, are not asked for again while file, media, checkpoint and methods stay. Media that
+    cannot be read leave all rows and are listed in `failed`; with `strict` they raise a MediaError
+    before a model is loaded.
     Returns the document of `mmfast eval --data --json` and a row for each answer.
     """
-    asked, known = draw(read_questions(path), n, seed), kept_rows(out, "data")
-    name, where = model or embedded_path().name, Path(model or embedded_path())
-    base = [str(where.resolve()), _state(where), frames]
+    asked, known = draw(read_questions(path), n, seed), kept_rows(out, "data") if resume else {}
+    name, where = model or embedded_path().name, Path(located(model))
+    base = [str(where.resolve()), state_of(where), frames]
+    code = {way: code_of_specs(*way) for way in ways}
     subject: AskedModel | None = None
     rows, failed = list[Row](), list[Row]()
 
@@ -245,8 +242,8 @@ def run_data(
     for row in asked if strict else ():
         media(row)
     for done, row in enumerate(asked, 1):
-        files = [[file, _state(path.parent / file)] for file in row["media"]]
-        known_by = [json.dumps([base, {**row, "line": 0}, files, way]) for way in ways]
+        files = [[file, state_of(path.parent / file)] for file in row["media"]]
+        known_by = [json.dumps([base, {**row, "line": 0}, files, way, code[way]]) for way in ways]
         keys = [hashlib.sha256(each.encode()).hexdigest()[:32] for each in known_by]
         try:
             shots = media(row) if set(keys) - known.keys() else []

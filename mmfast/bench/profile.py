@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mmfast.bench.stages import ceilings
 from mmfast.core.errors import MmfastError
+from mmfast.core.files import whole_file
 from mmfast.core.trace import settled
 from mmfast.models.cache_name import cache_of
 from mmfast.models.wrappers import base_of, decoder_of
@@ -360,7 +361,8 @@ def write_flame(root: Flame, target: Path, title: str) -> None:
     page = head + "".join(boxes) + "</svg>"
     if target.suffix == ".html":
         page = f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title>{page}'
-    target.write_text(page, encoding="utf-8")
+    with whole_file(target) as draft:
+        draft.write_text(page, encoding="utf-8")
 
 
 def _boxes(node: Flame, x: float, level: int, whole: float, boxes: list[str]) -> int:

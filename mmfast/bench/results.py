@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.registry import Method
 from mmfast.core.spec import parse
-from mmfast.models.loading import device_name
+from mmfast.models.loading import device_name, located
 
 Row = dict[str, Any]
+PROTOCOL = 1  # part of every key: rows of another protocol are asked for again
+# What `eval_rows` puts beside the figures of a row.
+SHARED = ("suite", "n", "seed", "model", "device", "dtype", "threads", "method", "knobs", "score")
+ENVIRONMENT = ("versions", "commit", "date", "processor")
+_WEIGHTS = ("*.json", "*.safetensors", "*/*.json", "*/*.safetensors")  # of a checkpoint
 _LONGEST = 1 << 20  # bytes in which the end of the last line is looked for
 
 
@@ -60,7 +69,8 @@ def append(path: str | Path, rows: Iterable[Row]) -> None:
         _append_whole(target, "".join(f"{text}\n" for text in texts))
     except OSError as error:
         raise MmfastError(
-            f"cannot write rows to {str(path)!r}: {error.strerror}; give a .jsonl file"
+            f"cannot write rows to {str(path)!r}: {error.strerror}; name a file in a folder that "
+            "can be written"
         ) from None
 
 
@@ -122,8 +132,99 @@ def kept_rows(path: Path | None, suite: str) -> dict[str, Row]:
     try:
         rows = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
     except ValueError as error:
-        raise MmfastError(f"cannot go on from {str(path)!r}: a line is no JSON ({error})") from None
+        raise MmfastError(
+            f"cannot go on from {str(path)!r}: a line is no JSON ({error}); name another file"
+        ) from None
     return {row["key"]: row for row in rows if isinstance(row, dict) and "key" in row}
+
+
+@cache
+def digest(paths: tuple[Path, ...]) -> str:
+    """Digest of the contents of files."""
+    found = hashlib.sha256()
+    for path in paths:
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def code_of(method: Method | None) -> str:
+    """Digest of the file that holds a method: what a changed one has found does not hold."""
+    source = None if method is None else inspect.getsourcefile(method.fn)
+    return "" if source is None else digest((Path(source),))
+
+
+def code_of_specs(
+    reduce: str | None = None, cache: str | None = None, prefill: str | None = None
+) -> list[Any]:
+    """Digests of the files of all methods that specs name, and states of files in knobs."""
+    specs = {"reducer": reduce, "cache": cache, "prefill": prefill}
+    stages = [stage for kind, spec in specs.items() for stage in parse(spec, kind)]
+    given = [value for stage in stages for value in stage.knobs.values() if isinstance(value, str)]
+    return [*(code_of(stage.method) for stage in stages), *map(state_of, map(Path, given))]
+
+
+def state_of(path: Path) -> list[Any]:
+    """Size and time of change of a file, or of the files of a checkpoint."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for kind in _WEIGHTS for p in path.glob(kind))
+    return [(each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.exists()]
+
+
+class KeptResults:
+    """Rows of an evaluation that an earlier run has left in `out`, which need not be asked again.
+
+    A row is known by all that it depends on: what was `asked`, the checkpoints of `models`, the
+    specs of its way and the code of their methods. `shared` are keys that rows have in files alone.
+    """
+
+    def __init__(
+        self,
+        out: Path | None,
+        asked: Row,
+        models: Sequence[str | Path],
+        shared: Sequence[str] = SHARED,
+        resume: bool = True,
+    ) -> None:
+        places = [Path(located(model)) for model in models]
+        states = [[str(place.resolve()), state_of(place)] for place in places]
+        self._rows = kept_rows(out, asked["suite"]) if resume else {}
+        self._known_by, self._prefill = [PROTOCOL, asked, states], asked.get("prefill")
+        self._shared = {"key", "of", *ENVIRONMENT, *shared}
+        self.used = 0  # rows that were found
+
+    def key(self, reduce: str | None = None, cache: str | None = None, place: int = 0) -> str:
+        """Digest of all that a row depends on; `place` is that in a document of several rows."""
+        code = code_of_specs(reduce, cache, self._prefill)
+        text = json.dumps([*self._known_by, reduce, cache, place, code])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def find(
+        self, reduce: str | None = None, cache: str | None = None, place: int = 0
+    ) -> Row | None:
+        """Return a row as it was when it was new, or None."""
+        row = self._rows.get(self.key(reduce, cache, place))
+        self.used += row is not None
+        return row and {key: value for key, value in row.items() if key not in self._shared}
+
+    def new(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows of ways that the file lacks, with their keys."""
+        ways = [(row, row["reduce"], row.get("cache", row.get("memory"))) for row in rows]
+        keyed = [{"suite": row["suite"], "key": self.key(*way), **row} for row, *way in ways]
+        return [row for row in keyed if row["key"] not in self._rows]
+
+    def document(self) -> Row | None:
+        """Return a document that is measured in one piece, None where it was not yet."""
+        first = self._rows.get(self.key())
+        found = [self.find(place=place) for place in range(first["of"] if first else 0)]
+        if first is None or None in found:
+            return None
+        return {key: first[key] for key in ("suite", "n", "seed", "model")} | {"rows": found}
+
+    def new_document(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows of a document that is measured in one piece, with their keys."""
+        keys = [{"key": self.key(place=place), "of": len(rows)} for place in range(len(rows))]
+        return [{"suite": row["suite"], **key, **row} for row, key in zip(rows, keys, strict=True)]
 
 
 def bench_rows(document: Row) -> list[Row]:

@@ -147,7 +147,7 @@ def main(args: list[str] | None = None) -> None:
         except MmfastError as error:
             code = _fail(str(error))
         except usage_error as error:
-            code = _fail(_usage(error))
+            code = _fail(_usage(error, sys.argv[1:] if args is None else args))
         except BrokenPipeError:  # of `| head`, which has read enough
             code = _stop_output(1)
         except OSError as error:
@@ -227,7 +227,7 @@ def _refused(error: OSError) -> str:
     return f"{os.fsdecode(error.filename)!r} cannot be read or written: {reason}"
 
 
-def _usage(error: Any) -> str:
+def _usage(error: Any, args: list[str]) -> str:
     """Return a usage error with the nearest option, and the command whose help says more."""
     context, text = error.ctx, error.format_message()
     if type(error).__name__ == "NoSuchOption" and context is not None:
@@ -235,7 +235,9 @@ def _usage(error: Any) -> str:
         text = unknown("option", error.option_name, [n for n in known if n.startswith("-")])
     if "requires 2 arguments" in text:  # `bench --compare` alone; its context is not known here
         text = f"{text.rstrip('.')}: two files of rows, the older one first"
-    return f"{text} (see {context.command_path if context else 'mmfast'} --help)"
+    # An option without its value comes without a context.
+    called = " ".join(["mmfast", *(args[:1] if args[:1] and args[0] in COMMANDS else ())])
+    return f"{text} (see {context.command_path if context else called} --help)"
 
 
 def _warning(message: Any, *_: Any) -> str:

@@ -22,7 +22,7 @@ from mmfast.cli.options import (
     Weights,
     complete_preset,
 )
-from mmfast.cli.own_suites import eval_own_suite
+from mmfast.cli.own_suites import eval_own_suite, kept_results
 from mmfast.core.errors import MmfastError, unknown
 
 
@@ -144,6 +144,9 @@ _Strict = Annotated[
     bool, typer.Option("--strict", help="Stop at media that cannot be read (--data).")
 ]
 _Report = Annotated[Path | None, typer.Option(help="Write a page of HTML with charts (--data).")]
+_Resume = Annotated[
+    bool, typer.Option(help="Take rows that --out has of an earlier run; --no-resume asks again.")
+]
 _Csv = Annotated[Path | None, typer.Option(help="Write the answers as a table (--data).")]
 
 
@@ -167,18 +170,15 @@ def evaluate(
     report: _Report = None,
     csv: _Csv = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
+    resume: _Resume = True,
     as_json: Json = False,
 ) -> None:
     """Accuracy, tokens and time to first token per spec on the embedded task."""
-    from mmfast.core.spec import check_names, is_auto
+    from mmfast.core.spec import is_auto
     from mmfast.models.quiet import quiet
 
     quiet()
-    check_names(reduce or [], cache or [], [prefill])
-    if odd := [spec for spec in reduce or [] if is_auto(spec) and spec != "auto"]:
-        raise MmfastError(f"--reduce {odd[0]!r} checks the answers of a pipeline; write 'auto'")
-    if n < 1:
-        raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    _check_asked(reduce or [], cache or [], prefill, n)
     _check_given(context, "eval" if data is None else "data")
     if data is not None:
         return eval_data(context.params, context.get_parameter_source("n"))
@@ -199,14 +199,26 @@ def evaluate(
         raise MmfastError(unknown("suite", suite, (*SUITES, *_OTHERS)))
     environ = environment()  # of the code that is about to run, not of the tree hours later
     specs = [_chosen(model, suite, as_json) if is_auto(spec) else spec for spec in reduce or []]
-    with output.progress("eval") as tick:
+    with kept_results(context.params, **asked) as kept, output.progress("eval") as tick:
         document = run_eval(
             specs,
             **dict(asked, n=n, seed=seed, model=model, name=suite, caches=list(cache or [])),
             progress=lambda spec, done, total: tick(done, total, spec),
-            sink=lambda document: output.keep_rows(out, eval_rows(document, environ)),
+            sink=lambda document: output.keep_rows(out, kept.new(eval_rows(document, environ))),
+            known=kept.find,
         )
     output.print_eval(document, as_json)
+
+
+def _check_asked(reduce: list[str], cache: list[str], prefill: str | None, n: int) -> None:
+    """Refuse unknown names in specs, and what asks nothing."""
+    from mmfast.core.spec import check_names, is_auto
+
+    check_names(reduce, cache, [prefill])
+    if odd := [spec for spec in reduce if is_auto(spec) and spec != "auto"]:
+        raise MmfastError(f"--reduce {odd[0]!r} checks the answers of a pipeline; write 'auto'")
+    if n < 1:
+        raise MmfastError(f"--n {n} asks nothing; give at least 1")
 
 
 def _check_suite(suite: str, given: dict[str, Any]) -> None:
@@ -265,7 +277,7 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
     environ = environment()
     how = (n, given["seed"], given["model"], given["frames"], out, given["strict"])
     with output.progress("questions", f"questions answered{f' in {out}' if out else ''}") as tick:
-        document, rows = run_data(data, ways, *how, progress=tick)
+        document, rows = run_data(data, ways, *how, progress=tick, resume=given["resume"])
     output.keep_rows(out, eval_rows(document, environ))
     for file, write in zip(files, (write_html, write_csv), strict=True):
         if file is not None:
@@ -278,13 +290,16 @@ def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
 def _chosen(model: str | None, suite: str, as_json: bool) -> str | None:
     """Plan for the first question of a suite; None where all tokens are kept."""
     from mmfast.planner.auto import plan_once, say
+    from mmfast.planner.target import KINDS
     from mmfast.tiny.evaluate import Subject
     from mmfast.tiny.suites import suite as questions
     from mmfast.tiny.suites import suite_of
 
     subject = Subject(model, asked=suite_of(suite))
     inputs = subject.inputs(questions(1, 0, suite))
-    plan = plan_once(subject.model, subject.name, inputs, options.silent if as_json else None)
+    kind = suite if suite in KINDS else "document"  # a table is one
+    tick = options.silent if as_json else None
+    plan = plan_once(subject.model, subject.name, inputs, tick, kind)
     typer.echo(f"auto: {say(plan)}", err=True)
     return plan.spec
 
@@ -327,9 +342,10 @@ _TAKES = {
     "break_even": {"preset", "threads", "device", "out"},
     "selection": {"out"},
     "eval": {"reduce", "cache", "n", "seed", "suite", "seconds", "model", "out", "weights"}
-    | {"length", "aware"}
+    | {"length", "aware", "resume"}
     | {"prefill", "attn"},
-    "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"},
+    "data": {"reduce", "cache", "n", "seed", "model", "out", "frames", "strict", "report", "csv"}
+    | {"resume"},
     "encoder": {"out", "peer"},
     "stream": {"out", "only"},
     "speech": {"out", "only"},

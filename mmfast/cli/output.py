@@ -167,8 +167,10 @@ def print_answer(answer: Any, as_json: bool) -> None:
     if answer.doubts:
         _err.print(made_up(answer.doubts), style="dim", highlight=False)
     if answer.plan is not None:
-        name, ms = answer.plan.spec or "all tokens", answer.plan.total_ms
-        _err.print(f"planned: {name}, predicted after {ms:.0f} ms", style="dim")
+        from mmfast.planner.auto import say
+
+        told = f"planned: {say(answer.plan)}, predicted after {answer.plan.total_ms:.0f} ms"
+        _err.print(told, style="dim", highlight=False)
     for note in answer.trace.notes:
         if note.startswith(("weights: ", "route, ")):  # others were warned of
             _err.print(note, style="dim", highlight=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -11,85 +11,116 @@ from rich.table import Table
 
 from mmfast.cli import output
 
+# The embedded models that suites of their own ask by default.
+_MODELS: dict[str, tuple[str, ...]] = {
+    "scenes": ("tiny-scenes",),
+    "stream": ("tiny-stream",),
+    "needles": ("tiny-text",),
+}
+_MODELS |= dict.fromkeys(("present", "history"), ("tiny-stream", "tiny-scenes"))
+_MODELS |= {"speech": ("tiny-speech", "tiny-video")}
+
+
+@contextmanager
+def kept_results(
+    given: dict[str, Any], shared: Sequence[str] | None = None, **asked: Any
+) -> Iterator[Any]:
+    """Yield the rows that `--out` has of earlier runs, and say behind the work which were taken.
+
+    `shared` are keys that rows have in files alone; those that `eval_rows` writes by default.
+    """
+    from mmfast.bench.results import SHARED, KeptResults
+    from mmfast.models.loading import embedded_path
+    from mmfast.tiny.suites import SUITES, suite_of
+
+    suite, model = given["suite"], given["model"]
+    names = (suite_of(suite).model,) if suite in SUITES else _MODELS[suite]
+    own = [*map(embedded_path, names)]
+    asked |= {key: given[key] for key in ("suite", "n", "seed")}
+    models = own if model is None else (model, *own[1:])
+    kept = KeptResults(
+        given["out"], asked, models, SHARED if shared is None else shared, given["resume"]
+    )
+    yield kept
+    if kept.used:
+        output.say_note(
+            f"{kept.used} rows are those that {given['out']} had before; --no-resume asks again"
+        )
+
 
 def eval_own_suite(suite: str, given: dict[str, Any]) -> None:
     """Run a suite that asks in a way of its own."""
-    reduce, caches = given["reduce"] or [], given["cache"] or []
-    asked, end = (given["n"], given["seed"], given["model"]), (given["out"], given["as_json"])
     if suite == "stream":
-        return eval_stream(reduce, caches, *asked[:2], given["seconds"], asked[2], *end)
+        return eval_stream(given)
     if suite in ("present", "history"):
-        return eval_moments(suite, *asked[:2], given["seconds"], *end)
+        return eval_moments(suite, given)
     if suite == "needles":
-        documents = (*asked[:2], given["length"], asked[2], given["aware"])
-        return eval_needles(caches, documents, *end)
+        return eval_needles(given)
     if suite == "speech":
-        return eval_speech(*asked, *end)
-    return eval_scenes(reduce, caches, asked, *end)
+        return eval_speech(given)
+    return eval_scenes(given)
 
 
-def eval_speech(n: int, seed: int, model: str | None, out: Path | None, as_json: bool) -> None:
+def eval_speech(given: dict[str, Any]) -> None:
     """Run the suite and print a table a task."""
     from mmfast.bench.results import environment
     from mmfast.bench.suites.speech.quality import run_speech_eval, speech_eval_rows
 
-    environ = environment()
-    with output.progress("eval") as tick:
-        document = run_speech_eval(
-            n, seed, model, progress=lambda label, done, total: tick(done, total, label)
-        )
-    if out is not None:
-        output.keep_rows(out, speech_eval_rows(document, environ))
-    output.print_json(document) if as_json else _show(document["rows"])
+    environ, asked = environment(), (given["n"], given["seed"], given["model"])
+    shared = ("suite", "n", "seed", "model", "method", "knobs")
+    with kept_results(given, shared) as kept, output.progress("eval") as tick:
+        document = kept.document()
+        if document is None:
+            document = run_speech_eval(
+                *asked, progress=lambda label, done, total: tick(done, total, label)
+            )
+            rows = speech_eval_rows(document, environ)
+            output.keep_rows(given["out"], kept.new_document(rows))
+    output.print_json(document) if given["as_json"] else _show(document["rows"])
 
 
 _SCENES = "reduce", "cache", "accuracy", "interval", "new wordings", "facts", "overlap", "refused"
 
 
-def eval_scenes(
-    reduce: Sequence[str],
-    caches: Sequence[str],
-    asked: tuple[int, int, str | None],
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def eval_scenes(given: dict[str, Any]) -> None:
     """Ask about the larger world with all tokens, under each reducer and each cache policy."""
     from mmfast.bench.results import environment
     from mmfast.tiny.scenes.evaluate import scene_rows
 
-    environ = environment()
-    with output.progress("eval") as tick:
-        rows = []
-        for row in scene_rows(
-            reduce, caches, *asked, lambda label, done, total: tick(done, total, label)
-        ):
+    environ, rows = environment(), list[dict[str, Any]]()
+    ways = (given["reduce"] or [], given["cache"] or [])
+    asked = (given["n"], given["seed"], given["model"])
+    with kept_results(given, ()) as kept, output.progress("eval") as tick:
+        told = lambda label, done, total: tick(done, total, label)
+        for row in scene_rows(*ways, *asked, told, known=kept.find):
             rows.append(row)
-            output.keep_rows(out, [{**row, **environ}])
+            output.keep_rows(given["out"], kept.new([{**row, **environ}]))
     cells = [[*(row[key] for key in _SCENES[:3]), *_parts(row)] for row in rows]
-    output.print_table(rows, as_json, _SCENES, cells)
+    output.print_table(rows, given["as_json"], _SCENES, cells)
 
 
-def eval_needles(
-    caches: Sequence[str],
-    asked: tuple[int, int, int, str | None, bool],
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def eval_needles(given: dict[str, Any]) -> None:
     """Ask about long documents with the whole cache and under each cache policy."""
     from mmfast.bench.results import environment
     from mmfast.tiny.text.evaluate import needle_rows
 
     environ, rows = environment(), list[dict[str, Any]]()
-    with output.progress("eval") as tick:
-        for row in needle_rows(caches, *asked, lambda label, done, total: tick(done, total, label)):
+    documents = {key: given[key] for key in ("length", "aware")}
+    asked = {key: given[key] for key in ("n", "seed", "model")}
+    with kept_results(given, (), **documents) as kept, output.progress("eval") as tick:
+        told = lambda label, done, total: tick(done, total, label)
+        for row in needle_rows(
+            given["cache"] or [], **asked, **documents, progress=told, known=kept.find
+        ):
             rows.append(row)
-            output.keep_rows(out, [{**row, **environ}])
+            output.keep_rows(given["out"], kept.new([{**row, **environ}]))
     kinds, cells = rows[0]["by_kind"], list[list[Any]]()
     for row in rows:
         low, high = row["interval"]
         shares = (row["accuracy"], row["kept"], *(row["by_kind"].get(kind) for kind in kinds))
         cells.append([row["cache"], f"{low:.3f} to {high:.3f}", *map(_share, shares)])
-    output.print_table(rows, as_json, ("cache", "interval", "right", "kept", *kinds), cells)
+    columns = ("cache", "interval", "right", "kept", *kinds)
+    output.print_table(rows, given["as_json"], columns, cells)
 
 
 def _parts(row: dict[str, Any]) -> list[Any]:
@@ -145,47 +176,38 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-def eval_stream(
-    reduce: Sequence[str],
-    memories: Sequence[str],
-    n: int,
-    seed: int,
-    seconds: float,
-    model: str | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+def eval_stream(given: dict[str, Any]) -> None:
     """Run the suite for each reducer (none by default) and print a line a memory.
 
     Streams of more than LONGEST seconds are too long for an unbounded cache, which is left out.
     """
-    specs: list[str | None] = [*reduce] or [None]
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.stream.needles import LONGEST, MEMORIES, Setting, run_needles
 
-    environ, stdout = environment(), output.JsonRows()
+    specs: list[str | None] = [*(given["reduce"] or [])] or [None]
+    environ, stdout, seconds = environment(), output.JsonRows(), given["seconds"]
+    asked = (given["n"], given["seed"], given["model"])
 
     def keep(found: dict[str, Any]) -> None:
-        output.keep_rows(out, eval_rows(found, environ))
-        if as_json:
+        output.keep_rows(given["out"], kept.new(eval_rows(found, environ)))
+        if given["as_json"]:
             stdout.add(found)
 
-    with output.progress("eval") as tick:
+    with kept_results(given, seconds=seconds) as kept, output.progress("eval") as tick:
         documents = [
             run_needles(
-                memories or MEMORIES,
-                n,
-                seed,
-                model,
+                given["cache"] or MEMORIES,
+                *asked,
                 setting=Setting(seconds),
                 reduce=spec,
                 unbounded=seconds <= LONGEST,
                 progress=lambda memory, done, total: tick(done, total, memory),
                 sink=keep,
+                known=kept.find,
             )
             for spec in specs
         ]
-    if as_json:
+    if given["as_json"]:
         return stdout.end()
     document = {**documents[0], "rows": [row for each in documents for row in each["rows"]]}
     bands = list(dict.fromkeys(band for row in document["rows"] for band in row["by_age"]))
@@ -198,25 +220,26 @@ def eval_stream(
     output.print_rows(("memory", "reduce", *bands, "of unbounded"), cells)
 
 
-def eval_moments(
-    suite: str, n: int, seed: int, seconds: float, out: Path | None, as_json: bool
-) -> None:
+def eval_moments(suite: str, given: dict[str, Any]) -> None:
     """Ask sessions about the present of endless worlds, or about their history."""
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.stream.history import run_history
     from mmfast.tiny.stream.present import run_present
 
-    environ = environment()
-    with output.progress("eval") as tick:
+    environ, asked, seconds = environment(), (given["n"], given["seed"]), given["seconds"]
+    with kept_results(given, seconds=seconds) as kept, output.progress("eval") as tick:
 
         def report(label: str, done: int, total: int) -> None:
             tick(done, total, label)
 
-        if suite == "present":
-            document = run_present(n, seed, report=report)
-        else:
-            document = run_history(n, seed, seconds, report=report)
-    output.keep_rows(out, eval_rows(document, environ))
+        document = kept.document()
+        if document is None and suite == "present":
+            document = run_present(*asked, report=report)
+        elif document is None:
+            document = run_history(*asked, seconds, report=report)
+        if not kept.used:
+            rows = kept.new_document(eval_rows(document, environ))
+            output.keep_rows(given["out"], rows)
     kinds = list(dict.fromkeys(kind for row in document["rows"] for kind in row["by_kind"]))
     cells = []
     for row in document["rows"]:
@@ -228,4 +251,4 @@ def eval_moments(
                 for share, mark in zip(shares, marks, strict=True)
             ]
         cells.append((row["way"], _share(row["accuracy"]), *shares))
-    output.print_table(document["rows"], as_json, ("way", "right", *kinds), cells)
+    output.print_table(document["rows"], given["as_json"], ("way", "right", *kinds), cells)

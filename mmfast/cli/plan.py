@@ -133,7 +133,7 @@ def _check_all(out: Path | None, as_json: bool) -> None:
 
 
 def _print(made: Plan, target: Target, ms: float | None, as_json: bool) -> None:
-    from mmfast.core.trace import format_bytes
+    from mmfast.core.sizes import format_bytes
 
     if as_json:
         return print_json(made.to_dict(ms))

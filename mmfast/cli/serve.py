@@ -109,9 +109,13 @@ def _check_auto(config: ServerConfig) -> None:
 def _check_specs(config: ServerConfig) -> None:
     """Refuse wrong specs before anything is loaded."""
     from mmfast.core.registry import listed
+    from mmfast.core.sizes import parse_bytes
     from mmfast.core.spec import check_names, is_auto, parse
 
     check_names([config.reduce], [config.cache], [config.prefill])
+    parse_bytes(config.reuse_memory, "--reuse-memory ")
+    if parse_bytes(config.memory, "--memory ") == 0:
+        raise MmfastError(f"--memory {config.memory!r} holds no answer; give a size such as 2GB")
     if auto := is_auto(config.reduce):
         _check_auto(config)
     if config.model is not None and config.model.startswith((".", "/", "~")):
@@ -124,12 +128,10 @@ def _check_specs(config: ServerConfig) -> None:
         call_plan(config.cache)
     if config.reuse is not None:
         from mmfast.caches.plan import call_plan
-        from mmfast.planner.target import parse_bytes
         from mmfast.streams.reuse.plan import check_beside, parse_reuse
 
         plan, cached = parse_reuse(config.reuse), call_plan(config.cache)
         check_beside(plan, None if auto else config.reduce, cached, prefill=config.prefill)
-        parse_bytes(config.reuse_memory)
     if config.prefill is not None:
         from mmfast.prefill.plan import plan_prefill
 

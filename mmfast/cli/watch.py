@@ -45,7 +45,7 @@ def watch(
 ) -> None:
     """Watch a stream in bounded memory, answer questions on the way; Ctrl-C ends it."""
     from mmfast.caches.plan import plan_cache
-    from mmfast.core.trace import parse_bytes
+    from mmfast.core.sizes import parse_bytes
     from mmfast.models.quiet import quiet
     from mmfast.pipelines import pipeline
     from mmfast.streams.memory import AUTO, check_plan

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError, unknown
-from mmfast.core.trace import format_bytes
+from mmfast.core.sizes import format_bytes
 from mmfast.models.wrappers import decoder_of, stock_model
 from mmfast.ops.weight_forms import FEW, FORMS, WeightForm, pack, pack_joint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from mmfast.core.errors import SpecError
+from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import AUTO
 from mmfast.core.trace import Trace
 from mmfast.models.families.adapter import adapter_for
@@ -41,7 +41,9 @@ def announced(learner: Learner) -> Iterator[Tick]:
         def tick(done: int, total: int, label: str | None = None) -> None:
             nonlocal task
             if task is None and console.is_terminal:
-                kept = "nowhere" if learner.key is None else str(rates_path(learner.key))
+                kept = "nowhere"
+                with suppress(MmfastError):  # a user without a home
+                    kept = kept if learner.key is None else str(rates_path(learner.key))
                 console.print(
                     f"Measuring this device, once for it and this model; kept in {kept}",
                     style="dim",
@@ -57,6 +59,7 @@ def say(plan: Plan) -> str:
     """A plan in a row of a trace."""
     cache = plan.cache and f"cache {plan.cache}"
     said = plan.note or plan.spec or cache or "all tokens"
+    said += "" if plan.met or plan.note else ", the nearest to a target out of reach"
     return f"{said}, raised by {plan.rung}" if plan.rung > 0 else said
 
 
@@ -67,11 +70,29 @@ def row_name(name: Any) -> str:
     return Path(name).name if Path(name).is_dir() else str(name)
 
 
-def plan_once(model: Any, name: Any, inputs: Mapping[str, Any], tick: Tick | None = None) -> Plan:
-    """The plan of `reduce="auto"` for one request, with a bar of its own unless `tick` is given."""
-    planner, target = Planner(model, row_name(name)), automatic(AUTO, Target())[1]
+def plan_once(
+    model: Any,
+    name: Any,
+    inputs: Mapping[str, Any],
+    tick: Tick | None = None,
+    kind: str | None = None,
+) -> Plan:
+    """The plan of `reduce="auto"` for one request, with a bar of its own unless `tick` is given.
+
+    `kind` is that of the media, where the caller knows better than the inputs.
+    """
+    planner, target = Planner(model, row_name(name)), automatic(AUTO, Target(kind=kind))[1]
     with nullcontext(tick) if tick else announced(planner.learner) as tick:
-        return planner.plan(inputs, target, tick=tick)
+        return planner.plan(inputs, target, kind=_kind_of(planner.model, inputs), tick=tick)
+
+
+def _kind_of(model: Any, inputs: Mapping[str, Any]) -> str:
+    """Return the kind of media that inputs hold, by which accuracy was measured."""
+    given = features_given(inputs)
+    if "video" in given or "image" not in given:
+        return "video"
+    images = adapter_for(model).layout(model.base_model, "image", inputs)
+    return "multi-image" if len(images) > len(inputs["input_ids"]) else "image"
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from typing import Any
 
 from mmfast.caches.plan import CachePlan, plan_cache
 from mmfast.core.errors import MmfastError
-from mmfast.core.trace import Trace, format_bytes
+from mmfast.core.sizes import format_bytes
+from mmfast.core.trace import Trace
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.reduction.call import PassState
 from mmfast.planner.candidates import (

@@ -102,6 +102,7 @@ class Work:
     tiled: bool = False  # some image is cut into tiles
     attentive: bool = True  # the encoder has attention that signals can be read from
     answer: int = 0  # tokens that each row may write, whose keys and values add up
+    beams: int = 1  # copies of each row inside the decoder
 
     @property
     def visual(self) -> int:
@@ -226,17 +227,19 @@ def predict(
     per_item = [lengths_of(stages, n, shape.depth) for n in work.items]
     visual = [sum(lengths) for lengths in zip(*per_item, strict=True)]
     text = lengths_of(stages, work.prompt * work.rows - work.visual, shape.depth, MEDIA)
-    both = [v + t for v, t in zip(visual, text, strict=True)]
+    both = [(v + t) * work.beams for v, t in zip(visual, text, strict=True)]
+    rows = work.rows * work.beams  # of the decoder
     stock, reduced = rates.overhead.get(call, (0.0, 0.0))
     small = (s.budget for s in stages if s.site == "pixel" and isinstance(s.budget, float))
     return Cost(
         encode=at(rates.encode, work.pixels * math.prod(small)) + _signals(rates, work, stages),
         select=_select(rates, work, stages, visual),
-        prefill=_prefill(shape, rates, both, work.rows) + rates.head,
+        prefill=_prefill(shape, rates, both, rows) + rates.head,
         overhead=reduced if stages else stock,
         weights=shape.weights,
-        kv=_kept_bytes(shape, work, both, cache),
-        activations=_activations(shape, work, max(both)) + _whole_layer(shape, work, both, cache),
+        kv=_kept_bytes(shape, rows, work.answer, both, cache),
+        activations=_activations(shape, work, max(both))
+        + _whole_layer(shape, rows * work.answer, both, cache),
         kept=visual[-1],
         mean=sum(visual) / len(visual) / work.rows,
         noise=rates.noise,
@@ -244,14 +247,14 @@ def predict(
 
 
 def _kept_bytes(
-    shape: ModelShape, work: Work, tokens: Sequence[int], cache: CachePlan | None
+    shape: ModelShape, rows: int, answer: int, tokens: Sequence[int], cache: CachePlan | None
 ) -> int:
     token = shape.entry * shape.element
-    whole = [(n + work.rows * work.answer) * token for n in tokens]
+    whole = [(n + rows * answer) * token for n in tokens]
     if cache is None:
         return sum(whole)
     full = shape.full or (True,) * shape.depth
-    each = [work.rows * held_bytes(shape, cache, n // work.rows, work.answer) for n in tokens]
+    each = [rows * held_bytes(shape, cache, n // rows, answer) for n in tokens]
     return sum(mine if acts else all_ for mine, all_, acts in zip(each, whole, full, strict=True))
 
 
@@ -281,13 +284,13 @@ def _packed(shape: ModelShape, store: Quantiser, n: int) -> int:
 
 
 def _whole_layer(
-    shape: ModelShape, work: Work, tokens: Sequence[int], cache: CachePlan | None
+    shape: ModelShape, answers: int, tokens: Sequence[int], cache: CachePlan | None
 ) -> int:
     """A policy acts behind each layer, which is whole until then; packs are unpacked for a step."""
     if cache is None:
         return 0
-    answer = work.rows * work.answer if cache.store is not None else 0
-    return (max(tokens) + answer) * shape.entry * shape.element
+    answers = answers if cache.store is not None else 0
+    return (max(tokens) + answers) * shape.entry * shape.element
 
 
 def _prefill(shape: ModelShape, rates: Rates, tokens: Sequence[int], rows: int) -> float:

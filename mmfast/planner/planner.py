@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from mmfast.core.errors import MmfastError, ModelError, warn
+from mmfast.core.sizes import format_bytes
 from mmfast.core.spec import Spec
-from mmfast.core.trace import format_bytes
 from mmfast.models.loading import embedded_path
 from mmfast.models.reduction.check import check as check_stages
 from mmfast.models.reduction.check import placed
@@ -159,7 +159,8 @@ def reasons(
     limited = any(v is not None for v in (target.ttft_ms, target.tokens, target.memory))
     lines = []
     if choice.spec is None:
-        lines.append("All visual tokens are kept: that meets the target.")
+        met = meets(choice, target, spent)
+        lines.append(f"All visual tokens are kept{': that meets the target' if met else ''}.")
     else:
         gain = stock.ttft / cost.ttft
         lines.append(
@@ -245,24 +246,26 @@ class Planner:
         answer: int = 0,
         caches: bool = True,
         raised: int = 0,
+        beams: int = 1,
     ) -> Plan:
         """Choose for one request, what the processor returned; without limits the stock model.
 
         `run` runs one call (`generate` or `forward`) for real, so that the overhead of short ones
         can be learnt; `spent` ms are gone since the caller started to wait; `kind` is that of the
-        media, unless the target names one; `answer` is the longest answer in tokens. Where memory
-        is limited and time is not, a KV policy is taken if it is surer than all reducers within the
-        limit, unless `caches` says that the call has one already or cannot have one. Where answers
-        are checked, `raised` are the rungs to go up from the choice. A target out of reach is an
-        MmfastError that says what the best plan reaches; unless `strict`, a latency out of reach is
-        a warning, and the fastest runs.
+        media, unless the target names one; `answer` is the longest answer in tokens, and `beams`
+        the copies of a row that write it. Where memory is limited and time is not, a KV policy is
+        taken if it is surer than all reducers within the limit, unless `caches` says that the call
+        has one already or cannot have one. Where answers are checked, `raised` are the rungs to go
+        up from the choice. A target out of reach is an MmfastError that says what the best plan
+        reaches; unless `strict`, a latency out of reach is a warning, and the fastest runs.
         """
-        work, media = replace(work_of(self.model, inputs), answer=answer), target.kind or kind
+        work, media = work_of(self.model, inputs), target.kind or kind
+        work = replace(work, answer=answer, beams=beams)
         with self.learner.aside():
             busy = self.learner.settle(work, call, run, tick)
             if busy:
                 warn(busy, PlanWarning)
-            if busy and target.auto:
+            if busy and target.may_wait:
                 return _unmeasured(busy, work, spent)
             self.learner.learn(inputs, work, call, run, tick)
             if self._planning_ms is None:
@@ -303,6 +306,8 @@ class Planner:
         evidence, depth = self._evidence(kind), self.learner.bench.shape.depth
         rejected += passed_over(choice, evidence, depth, rejected)
         why = reasons(choice, steps, found, target, evidence, work, gone)
+        if not met:
+            why = (f"The {refusal(steps, target, gone)}.", *why)
         if choice is not rungs[0]:
             why = (f"Checked answers raised it from {rungs[0].spec}.", *why)
         plan = _plan(choice, found[0], work, times, why, rejected, met)

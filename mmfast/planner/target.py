@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmfast.core import trace as sizes
+from mmfast.core import sizes
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import SelfCheck, is_auto, self_check
 
@@ -27,11 +27,16 @@ class Target:
     memory: int | None = None  # bytes of weights, keys and values, and activations
     quality: str | None = None  # A name in `QUALITIES`
     kind: str | None = None  # A name in `KINDS`, where the caller knows better than the file
-    auto: bool = False  # nobody insists on a plan: a machine that cannot be measured needs none
+    auto: bool = False  # `reduce="auto"` asks for the plan
     check: SelfCheck | None = None  # answers are checked, and tell whether to reduce less
 
     def __bool__(self) -> bool:
         return any(v is not None for v in (self.ttft_ms, self.tokens, self.memory, self.quality))
+
+    @property
+    def may_wait(self) -> bool:
+        """True where all tokens will do until the machine can be measured: no limit is broken."""
+        return self.auto and self.tokens is None and self.memory is None
 
     def __str__(self) -> str:
         parts = {
@@ -91,7 +96,7 @@ def check_alone(target: Target, reduce: str | None) -> None:
 
 
 def parse_bytes(value: str | int | None) -> int | None:
-    """Read a limit of memory such as `"2GB"`; see `mmfast.core.trace.parse_bytes`."""
+    """Read a limit of memory such as `"2GB"`; see `mmfast.core.sizes.parse_bytes`."""
     size = sizes.parse_bytes(value, "max_memory=")
     if size is not None:
         _positive("max_memory", size, "a size such as 2GB or 1.5GiB, or a number of bytes")

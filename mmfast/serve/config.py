@@ -397,7 +397,10 @@ def _read(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # of Windows' editors
     except (OSError, UnicodeDecodeError) as error:
-        raise MmfastError(f"--config {str(path)!r} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise MmfastError(
+            f"--config {str(path)!r} cannot be read: {why}; give a TOML file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise MmfastError(f"--config {str(path)!r} is no TOML: {error}") from None
     found = {}

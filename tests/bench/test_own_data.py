@@ -7,8 +7,10 @@ import json
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from cli_runs import ROOT, fails, run
 
 import mmfast
 from mmfast.bench import own_data
+from mmfast.bench.report import answers
 from mmfast.bench.report.answers import difference
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import load
@@ -152,6 +155,34 @@ def test_a_foreign_file_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(mmfast.MmfastError, match="notes"):
         own_data.run_data(data, [(None, None)], out=notes)
     assert notes.read_text() == "first\nsecond, without an end"
+
+
+def test_files_of_answers_appear_whole_or_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up while a page or a table is written costs neither the one before."""
+    row = {"line": 1, "media": [], "question": "?", "expected": ["1"], "choices": [], "kind": "a"}
+    row |= {"reduce": None, "cache": None, "answer": "1", "right": True, "kept": 1, "ttft_ms": 1.0}
+    monkeypatch.setattr(answers, "trade_svg", lambda *_: "")
+    document = {"rows": [], "failed": [], "model": "m"}
+    for name, write_file in (("a.html", answers.write_html), ("a.csv", answers.write_csv)):
+        target = tmp_path / name
+        write_file(target, document, [row], tmp_path)
+        before = target.read_bytes()
+        assert before
+        with monkeypatch.context() as full:
+            full.setattr(csv, "writer", lambda file: SimpleNamespace(writerow=partial(fill, file)))
+            full.setattr(Path, "write_text", lambda path, text, **_: fill(path.open("w"), text))
+            with pytest.raises(mmfast.MmfastError, match=f"{name}' cannot be written: No space"):
+                write_file(target, document, [row], tmp_path)
+        assert target.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+        target.unlink()
+
+
+def fill(file: Any, text: Any) -> None:
+    with file:
+        file.write(str(text)[:3])
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("spec", [None, "evs:0.25"])

@@ -93,6 +93,23 @@ def test_a_flame_graph_is_drawn_to_scale(tmp_path: Path) -> None:
     assert boxes["a & b"] == pytest.approx(3 * boxes["c"], abs=0.2) and boxes["d"] == boxes["c"]
 
 
+def test_a_flame_graph_appears_whole_or_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "f.svg"
+    write_flame(Flame("request"), target, "before")
+    before = target.read_bytes()
+
+    def full(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(mmfast.MmfastError, match="cannot be written: No space left"):
+        write_flame(Flame("request"), target, "after")
+    assert target.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.slow
 def test_the_command_prints_a_table_or_a_document(
     capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -163,6 +163,7 @@ def test_help_of_a_command_needs_no_torch(name: str) -> None:
             ["ask", CLIP, "q", "--reduc", "evs"],
             ["did you mean '--reduce'", "see mmfast ask --help"],
         ),
+        (["ask", CLIP, "q", "--reduce"], ["--reduce", "(see mmfast ask --help)"]),
         (["ask", CLIP], ["question", "(see mmfast ask --help)"]),
         (["ask", CLIP, "q", "--bogus"], ["unknown option '--bogus'; choices: --attn"]),
         (["ask", CLIP, "q", "--reduce", "evz:0.5"], ["evz", "did you mean 'evs'"]),
@@ -177,6 +178,10 @@ def test_help_of_a_command_needs_no_torch(name: str) -> None:
         (["methods", "--kind", "reduce"], ["did you mean 'reducer'"]),
         (["methods", "evs", "--for", "video"], ["leave them"]),
         (["eval", "--reduce", "evz:0.5"], ["did you mean 'evs'"]),
+        (["serve", "--dry-run", "--memory", "potato"], ["--memory 'potato' is no size"]),
+        (["serve", "--dry-run", "--memory", "0"], ["--memory '0' holds no answer"]),
+        (["serve", "--dry-run", "--reuse-memory", "much"], ["--reuse-memory 'much' is no size"]),
+        (["serve", "--config", "nowhere.toml"], ["read: No such file or directory; give a TOML"]),
         (["frobnicate"], ["frobnicate", "(see mmfast --help)"]),
     ],
 )

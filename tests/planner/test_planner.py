@@ -18,6 +18,7 @@ from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods, register, unregister
 from mmfast.core.spec import parse
 from mmfast.core.tokens import Tokens
+from mmfast.planner.calibration import Bench
 from mmfast.planner.candidates import Curve, Evidence, evidence_for, shipped_rows
 from mmfast.planner.cost import Work
 from mmfast.planner.learner import selection_ms
@@ -52,6 +53,20 @@ def planner(model: Any, rows: list[dict[str, Any]] | None = None) -> Planner:
     made.learner.key = None
     made.learner.rates = Rates(**{**vars(RATES), "select": Choosing()})
     return made
+
+
+@pytest.mark.parametrize("rows", [ROWS, []])
+def test_a_plan_that_misses_its_target_does_not_claim_to_meet_it(
+    model: Any, rows: list[dict[str, Any]]
+) -> None:
+    """With methods that are measured, and without any, where all tokens are all there is."""
+    with pytest.warns(PlanWarning, match="out of reach"):
+        plan = planner(model, rows).decide(WORK, make_target(target_ttft_ms=0.01), strict=False)
+    assert not plan.met and (plan.spec is None) is (not rows)
+    assert plan.why[0].startswith("The time to first token 0.01 ms is out of reach here")
+    assert not any("meets the target" in line for line in plan.why)
+    kept = planner(model, rows).decide(WORK, make_target(target_ttft_ms=1e9))
+    assert kept.met and kept.why == ("All visual tokens are kept: that meets the target.",)
 
 
 def decide(model: Any, rows: list[dict[str, Any]] | None = None, **limits: Any) -> Plan:
@@ -230,7 +245,10 @@ def raster() -> Iterator[None]:
     unregister("fussy")
 
 
-def test_a_method_that_refuses_is_passed_over(model: Any, raster: None) -> None:
+def test_a_method_that_refuses_is_passed_over(
+    model: Any, raster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "duration", lambda *_: 0.01)  # of this machine, however busy
     made = planner(model, [*ROWS, *curve("fussy", (0.98,) * 4)])
     made.learner.rates = RATES
     plan = made.decide(WORK, make_target(quality="high"))

@@ -6,11 +6,13 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import timm
 import torch
+from cli_runs import run
 from listener_models import qwen3_asr
 from planner_rows import RATES, SHARES, WORK, Choosing, row
 from tiny_models import tiny
@@ -93,7 +95,6 @@ def test_the_same_lead_of_more_questions_is_no_chance() -> None:
 
 
 def test_a_gain_of_time_below_the_noise_is_none() -> None:
-    from types import SimpleNamespace
 
     def step(name: str, ttft: float, accuracy: float, noise: float) -> Any:
         cost = SimpleNamespace(ttft=ttft, mean=40.0, noise=noise)
@@ -157,6 +158,16 @@ def test_a_busy_machine_is_not_measured_and_nothing_kept(
     with pytest.warns(PlanWarning, match="too busy"):  # a target is met as well as it can be
         late = pipe(CLIP, QUESTION, target_tokens=40)
     assert late.kept_tokens < 100 and not list(kept.iterdir())
+    limits: tuple[dict[str, Any], ...] = ({"target_tokens": 40}, {"max_memory": "9MB"})
+    for limit in limits:  # nor does auto let go of a limit that it was given
+        pair = (pipe.model, pipe.processor)
+        own = mmfast.pipeline("video-qa", pair, reduce="auto", max_new_tokens=8, **limit)
+        if "max_memory" in limit:
+            with pytest.warns(PlanWarning), pytest.raises(MmfastError, match="out of reach"):
+                own(CLIP, QUESTION)
+        else:
+            with pytest.warns(PlanWarning, match="too busy"):
+                assert own(CLIP, QUESTION).kept_tokens < 100
     pipe.planner.planner.learner._again = 0.0  # some time later
     state(monkeypatch, "")  # the machine is quiet again
     answer = pipe(CLIP, QUESTION)
@@ -217,6 +228,24 @@ def test_the_line_says_where_it_is_kept(
     assert str(rates.rates_path(learner.key)).split("/")[-1] in told
 
 
+def test_a_user_without_a_home_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mmfast.planner.auto import announced
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    learner: Any = SimpleNamespace(key={"device": "cpu"})
+    with announced(learner) as tick:
+        tick(0, 2, "a layer")
+    assert "kept in nowhere" in capsys.readouterr().err
+
+
 def test_attach_plans_at_the_first_call(
     pipe: Any, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +294,35 @@ def test_attach_plans_however_the_prompt_is_given(
         assert [row.method for row in trace.rows] == ["evs:0.25", "evs"]
         assert [r.m for _, _, r in trace.reductions] == [72]
     assert len(asked) == len(calls) and len({str(work) for work in asked}) == 1
+
+
+def test_media_are_planned_by_what_was_measured_of_their_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Images under `attach` and a suite of pages under `eval` are no clips."""
+    asked: list[Any] = []
+
+    def plan(self: Planner, inputs: Any, target: Target, kind: str, **_: Any) -> Plan:
+        asked.append(target.kind or kind)
+        return Plan(None, {}, 1, 1, 1.0, {})
+
+    monkeypatch.setattr(Planner, "plan", plan)
+    this = tiny("llava_onevision")
+    given = [
+        this.inputs(["on {image} what?"], images=this.images(1)),
+        this.inputs(["on {image} and {image} what?"], images=this.images(2)),
+        this.inputs(["on {image} what?", "{image} who?"], images=this.images(2)),
+        this.inputs(["on {video} what?"], videos=this.videos(1)),
+    ]
+    for inputs in given:
+        with torch.no_grad(), mmfast.attach(this.model, "auto"):
+            this.model(**inputs)
+    assert asked == ["image", "multi-image", "image", "video"]
+    asked.clear()
+    for suite in ("image", "table"):
+        code, _, err = run(capsys, "eval", "--suite", suite, "--n", "1", "--reduce", "auto")
+        assert code == 0 and "auto: all tokens" in err
+    assert asked == ["image", "document"]
 
 
 def test_attach_plans_no_model_without_media_in_its_prompts() -> None:

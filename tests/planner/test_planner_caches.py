@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,13 @@ import mmfast
 from mmfast.attach import attach
 from mmfast.bench.cases import build
 from mmfast.caches.plan import plan_cache
+from mmfast.cli.output import print_answer
 from mmfast.core.errors import MmfastError
 from mmfast.models.cache_name import CACHE
 from mmfast.models.kv.packs import nbytes
+from mmfast.pipelines.answer import Answer
 from mmfast.planner import learner
+from mmfast.planner.auto import say
 from mmfast.planner.caches import cache_evidence
 from mmfast.planner.candidates import evidence_for, shipped_rows
 from mmfast.planner.cost import ModelShape, held_bytes
@@ -244,6 +248,43 @@ def test_a_pipeline_with_a_policy_of_its_own_keeps_it(
         made.plan(CLIP, QUESTION, max_memory="1GB")
     assert [each["caches"] for each in asked] == [True, False, False]
     assert {each["answer"] for each in asked} == {7}
+
+
+def test_beams_and_a_bounded_length_count(pipe: Any) -> None:
+    """Each beam holds keys and values of its own, and `max_length` bounds the answer, too."""
+    pair, given = (pipe.model, pipe.processor), {"max_new_tokens": 12, "do_sample": False}
+    inputs, _ = pipe._inputs([(CLIP, QUESTION)], mmfast.Trace())
+    with torch.inference_mode():
+        out = pipe.model.generate(
+            **inputs, **given, min_new_tokens=12, num_beams=3, return_dict_in_generate=True
+        )
+    held = sum(nbytes(layer) for layer in out[CACHE].layers)
+    memory = {
+        beams: mmfast.pipeline("video-qa", pair, num_beams=beams, **given)
+        .plan(CLIP, QUESTION, max_memory="10GB")
+        .memory
+        for beams in (1, 3)
+    }
+    entry = pipe.planner.planner.learner.bench.shape
+    assert 0 <= memory[3]["kv"] - held <= 3 * entry.depth * entry.entry * entry.element
+    assert memory[3]["kv"] == 3 * memory[1]["kv"] and memory[3]["weights"] == memory[1]["weights"]
+    assert memory[3]["activations"] > memory[1]["activations"]
+    prompt = inputs["input_ids"].shape[1]
+    bounded = mmfast.pipeline("video-qa", pair, max_length=prompt + 12)
+    assert bounded.plan(CLIP, QUESTION, max_memory="10GB").memory == memory[1]
+    limit = sum(memory[3].values()) - 1
+    own = mmfast.pipeline("video-qa", pair, **given)
+    plans = [own(CLIP, QUESTION, max_memory=limit, num_beams=n).plan for n in (1, 3)]
+    assert plans[0].spec is None and plans[0].cache is None
+    assert plans[1].spec is not None or plans[1].cache is not None
+    assert plans[1].met and plans[1].total_bytes <= limit
+
+
+def test_ask_names_the_policy_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    made = Plan(None, {"prefill": 3.0}, 288, 288, 288.0, {}, cache="quant:4")
+    print_answer(Answer("left", mmfast.Trace(), 5.0, 288, 288, made), as_json=False)
+    assert "planned: cache quant:4, predicted after 3 ms" in capsys.readouterr().err
+    assert say(replace(made, met=False)) == "cache quant:4, the nearest to a target out of reach"
 
 
 def test_plan_shows_it(capsys: pytest.CaptureFixture[str], pipe: Any) -> None:

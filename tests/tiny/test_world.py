@@ -162,6 +162,8 @@ def test_the_file_comes_with_its_questions(tmp_path: Path) -> None:
     [
         (lambda: World(facts=21), "facts=21"),
         (lambda: World(every=3), "every=3"),
+        (lambda: World(every=float("inf")), "every=inf"),
+        (lambda: World(every=float("nan")), "every=nan"),
         (lambda: World(facts=2).event(2), "fact 2 "),
         (lambda: World().frame(-5), "time=-5"),
         (lambda: World().frame("x"), "time='x'"),  # type: ignore[arg-type]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from mmfast.bench.results import code_of, digest
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.registry import Method, methods
 from mmfast.models.loading import embedded_path
@@ -47,12 +46,6 @@ class Entrant:
         spec = f"{self.method.name}:{budget}{drawn}"
         return (None, spec) if self.method.kind == "cache" else (spec, None)
 
-    @property
-    def code(self) -> str:
-        """Digest of the file that holds the method: a changed one is measured again."""
-        source = None if self.method is None else inspect.getsourcefile(self.method.fn)
-        return "" if source is None else _digest((Path(source),))
-
 
 @dataclass(frozen=True)
 class BoardCell:
@@ -80,7 +73,8 @@ class BoardCell:
     def key(self) -> str:
         """Digest of all that the result depends on."""
         model = checkpoint(suite_of(self.suite).model)
-        known = [PROTOCOL, self.job, self.suite, model, self.entrant.name, self.entrant.code]
+        entrant, code = self.entrant.name, code_of(self.entrant.method)
+        known = [PROTOCOL, self.job, self.suite, model, entrant, code]
         text = json.dumps([*known, *self.way, self.seed, self.n])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -218,12 +212,4 @@ def _seeds(texts: Sequence[str]) -> tuple[int, ...]:
 def checkpoint(model: str) -> str:
     """Digest of the weights and the configuration of an embedded model."""
     folder = embedded_path(model)
-    return _digest(tuple(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")])))
-
-
-@cache
-def _digest(paths: tuple[Path, ...]) -> str:
-    found = hashlib.sha256()
-    for path in paths:
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+    return digest(tuple(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")])))

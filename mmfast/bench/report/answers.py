@@ -15,6 +15,7 @@ from PIL import Image
 from mmfast.bench.own_data import read_media
 from mmfast.bench.report.charts import trade_svg
 from mmfast.bench.results import Row
+from mmfast.core.files import whole_file
 
 _STYLE = (
     "body{font:15px sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left;vertical-align:"
@@ -32,7 +33,7 @@ def way_name(row: Mapping[str, Any]) -> str:
 
 def write_csv(path: Path, document: Row, rows: Sequence[Row], folder: Path) -> None:
     """Write a line for each question and way; lists are joined by `|`."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with whole_file(path) as draft, draft.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(keys := (*_FIELDS, "answer", "right", "kept", "ttft_ms"))
         for row in rows:
@@ -62,7 +63,8 @@ def write_html(path: Path, document: Row, rows: Sequence[Row], folder: Path) -> 
         _line(("line", "media", "question", "expected", *map(escape, map(way_name, found))), "th"),
         *(_asked(mine, folder) for mine in asked.values()),
     ]
-    path.write_text("\n".join([*parts, "</table></html>"]), encoding="utf-8")
+    with whole_file(path) as draft:
+        draft.write_text("\n".join([*parts, "</table></html>"]), encoding="utf-8")
 
 
 _AXES = {"kept": "visual tokens kept", "ttft_ms": "milliseconds to the first token"}

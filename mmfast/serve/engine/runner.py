@@ -351,8 +351,7 @@ class ModelRunner:
         answer.plan_ms = (time.perf_counter() - start) * 1e3 - measuring
         answer.began += measuring / 1e3  # measuring the device happens once, for no request
         answer.reduce = plan.spec
-        if target.auto:
-            answer.notes.append(f"plan: {say(plan)}")
+        answer.notes.append(f"plan: {say(plan)}")
         if raised is not None:
             self.checks.keep(answer, plan, raised)
         self.route(answer)

@@ -15,6 +15,7 @@ import shutil
 import stat
 import struct
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -35,6 +36,7 @@ _KINDS = "dict, list, tuple, tensors, numbers, strings, True, False, None and fi
 _LENGTH = struct.Struct("<Q")  # of the header, at the start of a safetensors file
 _CHECK = re.compile(rb'"check":"([0-9a-f]{8})"')
 _UNCHECKED = b'"check":"00000000"'
+PART = ".part"  # suffix of a file that is not whole yet
 _ALIGN = 64  # bytes; block sizes then do not depend on the digits of their numbers
 _VALUES: dict[str, type] = {}
 
@@ -167,9 +169,10 @@ def encode(tree: Any) -> list[bytes | memoryview]:
 def write(path: Path, buffers: Sequence[bytes | memoryview]) -> None:
     """Write buffers so that `path` is either absent or whole, whenever the process dies.
 
-    OSError: the disk is full, read-only or gone; nothing is left behind.
+    OSError: the disk is full, read-only or gone; nothing is left behind. Processes and threads
+    may write the same path at a time: the last one stays.
     """
-    temporary = path.with_suffix(".part")
+    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}{PART}")
     try:
         with temporary.open("wb") as file:
             file.writelines(buffers)
@@ -244,7 +247,10 @@ class TreeFile:
         dtype, check, shape, first, end = self.rows[number]
         data = bytearray(end - first)
         file.seek(first)
-        if file.readinto(data) != len(data) or zlib.crc32(data) != check:
+        rest = memoryview(data)
+        while rest and (count := file.readinto(rest)):  # a system reads 2 GiB at most at a time
+            rest = rest[count:]
+        if rest or zlib.crc32(data) != check:
             raise TornFileError("does not match its checksum")
         kind: torch.dtype = getattr(torch, dtype)
         return (

@@ -21,7 +21,7 @@ import torch
 
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import KVBlock, Numbers
-from mmfast.core.trace import parse_bytes
+from mmfast.core.sizes import parse_bytes
 from mmfast.ops.quantisation import PackedTensor, Quantiser
 from mmfast.streams.archive import files
 

@@ -104,12 +104,13 @@ class MediaFolder:
         return self.path / f"{key}{_SUFFIX}"
 
     def sizes(self) -> dict[Path, tuple[float, int]]:
-        """Time of the last use and bytes of every file."""
+        """Time of the last use and bytes of every file, those that a killed process left too."""
         found = {}
-        for path in self.path.glob(f"*{_SUFFIX}"):
+        for path in self.path.iterdir():
             with contextlib.suppress(OSError):  # another process may drop it meanwhile
-                state = path.stat()
-                found[path] = state.st_mtime, state.st_size
+                if path.suffix in (_SUFFIX, files.PART):
+                    state = path.stat()
+                    found[path] = state.st_mtime, state.st_size
         return found
 
     def write(self, key: str, tree: Any, anew: bool = False) -> None:
@@ -138,7 +139,8 @@ class MediaFolder:
         if file.read(0) != key:
             raise files.TornFileError("holds another value")
         tree = file.read(1)
-        os.utime(path)
+        with contextlib.suppress(OSError):  # of another user, or in a folder that is read alone
+            os.utime(path)
         return tree
 
 
@@ -241,8 +243,11 @@ class ReuseStore:
         with self._lock:
             if key in self._device.held or key in self._host.held or self._folder is None:
                 return None
-            paths = {bits: self._folder.file(self._name(key, bits)) for bits in self.levels}
-            return {bits: path.stat().st_size for bits, path in paths.items() if path.exists()}
+            found = {}
+            for bits in self.levels:
+                with contextlib.suppress(OSError):  # another process may drop it meanwhile
+                    found[bits] = self._folder.file(self._name(key, bits)).stat().st_size
+            return found
 
     def _from_disk(self, key: str, bits: int | None) -> files.FlatTree | None:
         if self._folder is None:
@@ -306,7 +311,7 @@ class ReuseStore:
             counts = {name: len(tier.held) for name, tier in tiers.items()}
             sizes = {name: tier.nbytes for name, tier in tiers.items()}
             return {
-                "values": {**counts, "disk": len(disk)},
+                "values": {**counts, "disk": sum(path.suffix == _SUFFIX for path in disk)},
                 "bytes": {**sizes, "disk": sum(size for _, size in disk.values())},
                 "hits": self.hits,
                 "misses": self.misses,

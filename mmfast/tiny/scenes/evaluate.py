@@ -301,14 +301,18 @@ def scene_rows(
     seed: int,
     model: str | None,
     report: Report | None = None,
+    known: Callable[[str | None, str | None], dict[str, Any] | None] = lambda spec, cache: None,
 ) -> Iterator[dict[str, Any]]:
     """Rows of results about the same media: all tokens, then each reducer, then each policy.
 
-    Specs act as in `attach`.
+    Specs act as in `attach`. A row that is `known` by its spec and policy is not asked again.
     """
     cases, pair = list(islice(scene_cases(seed), n)), load(model or NAME, "cpu", "float32")
     ways = [(None, None), *((spec, None) for spec in reduce), *((None, spec) for spec in caches)]
     for spec, cache in ways:
+        if (row := known(spec, cache)) is not None:
+            yield row
+            continue
         with attach(pair[0], spec, cache=cache) if spec or cache else nullcontext():
             found = measure(cases, answers(pair, cases, "", report))
         name = Path(model or NAME).name

@@ -159,12 +159,14 @@ def run_needles(
     unbounded: bool = True,
     progress: Progress | None = None,
     sink: Callable[[dict[str, Any]], object] = lambda document: None,
+    known: Callable[[str | None, str | None], dict[str, Any] | None] = lambda reduce, memory: None,
 ) -> dict[str, Any]:
     """Accuracy of memories (cache specs) by age of the fact, on streams of about 80 questions.
 
     The embedded stream model is the default; `unbounded` runs a session with an unbounded cache
     first. Progress is called with (memory, questions asked, n), `sink` with a document of each row
-    by itself as soon as it is known. The document is like that of `run_eval`; in each row
+    by itself as soon as it is there; one that is `known` by reducer and memory is not asked for.
+    The document is like that of `run_eval`; in each row
     `by_age` has n, accuracy, interval of each band, `past` those of all
     facts older than the window, and `relative` that accuracy divided by the unbounded cache's.
     """
@@ -185,6 +187,10 @@ def run_needles(
     name = MODEL if model is None else str(model)
     head, rows = {"suite": "stream", "n": n, "seed": seed, "model": name}, list[dict[str, Any]]()
     for spec in specs:
+        if (before := known(reduce, spec)) is not None:
+            rows.append(before)
+            sink({**head, "rows": [before]})
+            continue
         marks, spent, most, streams = _ask(watcher, spec, n, seed, setting, progress)
         row = row_of(spec, reduce, marks, spent)
         rows.append(row)

@@ -139,7 +139,7 @@ FACTS = 20  # names kept for facts; the other ten are those of the ordinary scen
 NAMES = tuple((colour, shape) for colour in scene.COLOURS for shape in scene.SHAPES)
 MINUTE = 60.0  # scenes never cross a full minute, so that any of them is found at once
 SHORTEST = 10.0  # seconds of an ordinary scene
-CLOSEST = 12.0  # seconds from fact to fact
+CLOSEST, FURTHEST = 12.0, 1e9  # seconds from fact to fact
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class World:
 
     Args:
         seed: Seed of the stream.
-        every: Seconds from fact to fact, one in each such span, at least CLOSEST.
+        every: Seconds from fact to fact, one in each such span, CLOSEST to FURTHEST.
         facts: Number of facts, at most FACTS; afterwards scenes follow without them.
         purpose: Streams of different purposes never meet.
 
@@ -180,9 +180,10 @@ class World:
                 raise MmfastError(f"{name}={value!r} is not allowed; give a number from 0")
         if not 0 <= self.facts <= FACTS:
             raise MmfastError(f"facts={self.facts} is not in 0 to {FACTS}, the names kept for them")
-        if not self.every >= CLOSEST:
+        if not CLOSEST <= self.every <= FURTHEST:
             raise MmfastError(
-                f"every={self.every} leaves no room for a fact; give {CLOSEST:g} or more"
+                f"every={self.every:g} leaves no room for a fact, or none is ever seen; give "
+                f"{CLOSEST:g} to {FURTHEST:g} seconds"
             )
 
     def event(self, number: int) -> WorldEvent:

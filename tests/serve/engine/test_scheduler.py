@@ -568,6 +568,7 @@ def test_a_target_is_planned() -> None:
     assert "plan" in [row["stage"] for row in end.trace["rows"]]
     plain = Request("b", request.messages, request.sampling)
     assert text == stock(model_of(EMBEDDED), plain)  # a minute is enough for all tokens
+    assert end.trace["notes"] == ["plan: all tokens"]
 
 
 def test_a_target_is_planned_on_a_device_that_was_never_measured(

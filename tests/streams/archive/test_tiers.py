@@ -15,7 +15,7 @@ from stream_blocks import HEADS, LAYERS, ONE, WIDTH, archive, block, same
 from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Clusters, KVBlock
 from mmfast.core.registry import get
-from mmfast.core.trace import parse_bytes
+from mmfast.core.sizes import parse_bytes
 from mmfast.ops.quantisation import Quantiser
 from mmfast.streams.archive.archive import Archive, Found, Rows
 from mmfast.streams.archive.tiers import TierQuotas

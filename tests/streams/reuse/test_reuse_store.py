@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import warnings
@@ -13,6 +14,7 @@ import torch
 from tiny_models import build, generate, tiny
 
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.streams.archive import files
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.plan import ReusePlan, check_beside, parse_reuse
 from mmfast.streams.reuse.store import ReuseStore, digest, key_of, store_of
@@ -68,6 +70,80 @@ def test_another_process_finds_what_one_wrote(tmp_path: Path) -> None:
     other = ReuseStore(folder=tmp_path)
     assert all(_same(other.get(key), i) for i, key in enumerate(keys))
     assert other.hits == len(keys)
+
+
+def test_two_writers_of_one_value_leave_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes the same value while this one is half through."""
+    store, key, sync = ReuseStore(folder=tmp_path), key_of("value"), os.fsync
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+
+    def meanwhile(held: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        monkeypatch.setattr(os, "getpid", lambda: 3)
+        other = ReuseStore(folder=tmp_path)
+        other.put(key, _tree(0))
+        other.flush()
+        assert _same(ReuseStore(folder=tmp_path).get(key), 0)
+        sync(held)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    store.put(key, _tree(0))
+    store.flush()  # a warning is an error
+    assert _same(ReuseStore(folder=tmp_path).get(key), 0)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".media"]
+
+
+def test_what_a_killed_process_left_counts_and_makes_room(tmp_path: Path) -> None:
+    left = tmp_path / "0123.77-1.part"
+    left.write_bytes(b"x" * 9000)
+    os.utime(left, (1, 1))
+    store = ReuseStore(host=0, disk=14_000, folder=tmp_path)
+    store.put(key_of("0"), _tree(0))
+    store.flush()
+    assert left.exists() and store.stats()["values"]["disk"] == 1
+    assert store.stats()["bytes"]["disk"] == sum(f.stat().st_size for f in tmp_path.iterdir())
+    store.put(key_of("1"), _tree(1))
+    store.flush()
+    assert not left.exists() and store.stats()["values"]["disk"] == 2
+
+
+def test_a_folder_that_can_only_be_read_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key, *_) = _filled(ReuseStore(folder=tmp_path))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    store = ReuseStore(folder=tmp_path)
+    assert _same(store.get(key), 0) and store.stats()["corrupt"] == 0
+
+
+def test_a_read_may_come_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system gives 2 GiB at most at a time, and may give less."""
+    (key, *_) = _filled(ReuseStore(folder=tmp_path))
+
+    class Slow(io.FileIO):
+        def readinto(self, room: Any) -> int:
+            return super().readinto(memoryview(room)[:1000]) or 0
+
+    def opened(path: Path, *args: Any, **more: Any) -> Any:
+        slow = more.get("buffering") == 0
+        return Slow(path) if slow else io.open(path, *args, **more)  # noqa: UP020
+
+    monkeypatch.setattr(files, "open", opened, raising=False)
+    assert _same(ReuseStore(folder=tmp_path).get(key), 0)
+
+
+def test_a_file_that_another_process_drops_has_no_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, key = ReuseStore(folder=tmp_path, bits=(3, 8)), key_of("value")
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # a moment ago
+    assert store.sizes(key) == {}
 
 
 @pytest.mark.parametrize("fault", ["flip", "cut", "empty", "foreign", "pipe"])
