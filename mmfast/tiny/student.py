@@ -224,12 +224,12 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
             lessons.append(school.group(SETS))
             training.progress("groups of clips", number + 1, groups)
     held = max(1, groups // 10)
-    exam = [group[0] for group in lessons[-held:]]
+    exam = [lesson for group in lessons[-held:] for lesson in group[:2]]
     taught = [lesson for group in lessons[:-held] for lesson in group]
     specs = (options.reduce, options.teacher)
     task = StudentTask(learner, specs, taught, exam, rate=options.rate, seed=options.seed)
     log({"stage": "held-out", "step": 0, **task.look()})
-    course = training.Course("student", options.minutes, options.steps, hold=0.3, watch=2.0)
+    course = training.Course("student", options.minutes, options.steps, hold=0.3, watch=5.0)
     steps = training.train(
         task, course, log, lambda: save_lora(learner, options.out, options.model)
     )
@@ -249,9 +249,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     suites = [name for name, each in SUITES.items() if each.model == "tiny-video"]
     add("--suite", default="video", choices=suites, help="whose media and questions are learned")
     add("--lora", type=int, default=16, help="rank")
-    add("--clips", type=int, default=960, help="or pictures; a tenth of them is never trained on")
+    add("--clips", type=int, default=640, help="or pictures; a tenth of them is never trained on")
     add("--out", type=Path, default=Path("student"), help="folder that gets the adapter")
-    training.teach_options(parser, rate=1e-3, steps=1300)
+    training.teach_options(parser, rate=2e-3, steps=800)
     training.device_option(parser)
     options = parser.parse_args(argv)
     if options.clips <= BATCH:
