@@ -20,11 +20,11 @@ _MERGE = (
 _PEFT = 'adapters need peft: pip install "mmfast[train]"'
 
 
-def with_lora(model: Any, rank: int) -> Any:
+def with_lora(model: Any, rank: int, scale: float = 2.0) -> Any:
     """Put LoRA into all linear layers of a model's decoder; nothing else of it learns then.
 
-    Returns the model of peft around it, whose `save_pretrained` writes the adapter. ModelError: no
-    peft, no rank, or a decoder without linear layers.
+    Returns the model of peft around it; `scale` is the factor of what the matrices add. ModelError:
+    no peft, no rank, or a decoder without linear layers.
     """
     if rank < 1:
         raise ModelError(f"a LoRA of rank {rank} learns nothing; give a rank from 1 on, such as 16")
@@ -46,12 +46,14 @@ def with_lora(model: Any, rank: int) -> Any:
     home = next(name for name, module in stock.named_modules() if module is decoder)
     inside = rf"{re.escape(home)}\..*" if home else ".*"
     names = rf"{inside}\b({'|'.join(sorted(leaves))})"
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    alpha = round(scale * rank)
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=names))
 
 
 def save_lora(learner: Any, folder: Path, base: str) -> None:
-    """Write the adapter of a model of peft; `base` is the name by which its model is loaded."""
-    learner.active_peft_config.base_model_name_or_path = base
+    """Write the adapter of a model of peft; `base` is the name or folder of its model."""
+    home = str(Path(base).resolve()) if Path(base).is_dir() else base
+    learner.active_peft_config.base_model_name_or_path = home
     # peft would ask the hub for the words of `base`, which a LoRA of layers leaves as they are
     learner.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / WEIGHTS).chmod(0o644)

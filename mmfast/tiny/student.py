@@ -36,9 +36,7 @@ LESSONS = 77_000  # added to a seed, so that no evaluation asks about the same m
 BATCH, SETS = 16, 8  # media that are read together, and questions about each
 
 
-def answered(
-    prompt: Inputs, answers: Sequence[Sequence[int]], pad: int
-) -> tuple[Inputs, Tensor]:
+def answered(prompt: Inputs, answers: Sequence[Sequence[int]], pad: int) -> tuple[Inputs, Tensor]:
     """Put the tokens of answers behind left-padded prompts `[B, L]`, which stay left-padded.
 
     Returns the inputs, and labels `[B, W]` of the last W tokens of each row, IGNORE where they
@@ -118,7 +116,9 @@ class StudentSchool:
     def _lesson(self, shots: Any, facts: Sequence[Fact], features: Inputs) -> StudentLesson:
         subject = self.subject
         words, tokenizer = subject.asked.wordings, subject.processor.tokenizer
-        questions = [fact.ask(int(self.rng.integers(len(words[fact.kind]))), words) for fact in facts]
+        questions = [
+            fact.ask(int(self.rng.integers(len(words[fact.kind]))), words) for fact in facts
+        ]
         prompt = build_inputs(subject.processor, shots, questions, subject.model.device)
         if self.encodes:
             prompt = encoded(subject.model, {**prompt, **features}, self.needs)
