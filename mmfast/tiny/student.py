@@ -249,9 +249,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     suites = [name for name, each in SUITES.items() if each.model == "tiny-video"]
     add("--suite", default="video", choices=suites, help="whose media and questions are learned")
     add("--lora", type=int, default=16, help="rank")
-    add("--clips", type=int, default=640, help="or pictures; a tenth of them is never trained on")
+    add("--clips", type=int, default=480, help="or pictures; a tenth of them is never trained on")
     add("--out", type=Path, default=Path("student"), help="folder that gets the adapter")
-    training.teach_options(parser, rate=2e-3, steps=800)
+    training.teach_options(parser, rate=2e-3, steps=600)
     training.device_option(parser)
     options = parser.parse_args(argv)
     if options.clips <= BATCH:
