@@ -95,7 +95,9 @@ class StudentSchool:
         asked = [self._asked(known, sets) for known in facts]
         for chosen in zip(*asked, strict=True):
             lesson = self._lesson(shots, chosen, features)
-            features = {k: v for k, v in lesson.inputs.items() if k == "mm_encoder_outputs"}
+            along = lesson.inputs["input_ids"].shape
+            shown = lesson.inputs.items()  # media are held once
+            features = {k: v for k, v in shown if getattr(v, "shape", None) != along}
             found.append(lesson)
         return found
 
@@ -120,8 +122,9 @@ class StudentSchool:
             fact.ask(int(self.rng.integers(len(words[fact.kind]))), words) for fact in facts
         ]
         prompt = build_inputs(subject.processor, shots, questions, subject.model.device)
+        prompt |= features
         if self.encodes:
-            prompt = encoded(subject.model, {**prompt, **features}, self.needs)
+            prompt = encoded(subject.model, prompt, self.needs)
         end = tokenizer.eos_token_id
         answers = [
             [*tokenizer.encode(fact.answer, add_special_tokens=False), end] for fact in facts

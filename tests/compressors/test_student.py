@@ -12,13 +12,14 @@ import pytest
 import torch
 from clip_lessons import clip_lessons
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import mmfast
 from mmfast.cli import main
 from mmfast.compressors.base import load as load_compressor
 from mmfast.core.errors import MmfastError, ModelError, SpecError
-from mmfast.models.adapters import save_lora, unload, with_lora
+from mmfast.models.adapters import WEIGHTS, save_lora, unload, with_lora
 from mmfast.models.loading import embedded_path, load
 from mmfast.tiny import student as recipe
 from mmfast.tiny import training
@@ -199,22 +200,22 @@ def test_the_folder_answers_the_same_wherever_a_model_is_taken(
 
 def test_a_folder_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
-    weights = (folder / "adapter_model.safetensors").read_bytes()
+    weights = {n: t[:, :-1] if "lora_A" in n else t for n, t in _adapter(folder).items()}
+    save_file({n: each.contiguous() for n, each in weights.items()}, tmp_path / WEIGHTS)
     for base, told in (
-        ("tiny-scenes", "does not fit"),
+        (NAME, "its matrices have other sizes"),
         ("", "names ''"),
         (None, "names None"),
         (str(folder), "names"),  # an adapter of an adapter
         ("./nowhere", "does not exist"),
     ):
-        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
         text = json.dumps({**config, "base_model_name_or_path": base})
         (tmp_path / "adapter_config.json").write_text(text)
         with pytest.raises(MmfastError, match=told) as error:
             mmfast.pipeline("video-qa", str(tmp_path))
         assert "\n" not in str(error.value)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / WEIGHTS).unlink()
     with pytest.raises(MmfastError, match=r"has no adapter_model\.safetensors"):
         load(str(tmp_path), "cpu", "auto")
 
@@ -275,9 +276,7 @@ def test_a_compressor_and_a_lora_learn_together(
 
 
 def _adapter(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "adapter_model.safetensors")
+    return load_file(folder / WEIGHTS)
 
 
 # --- errors -------------------------------------------------------------------------------------
