@@ -9,6 +9,7 @@ from typing import Any
 
 from mmfast.bench.own_data import read_media, read_questions
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.models.adapters import base_named
 from mmfast.models.loading import check_directory, is_text_model, load
 from mmfast.models.prompt import build_inputs, chat_inputs
 from mmfast.models.text_chat import load_text
@@ -26,6 +27,8 @@ def load_pair(folder: str) -> tuple[Any, Any]:
     """Load a model with its processor, or a language model with its tokenizer."""
     from transformers import AutoConfig
 
+    if base_named(folder) is not None:
+        return load(folder, None, "auto")
     check_directory(folder)
     kind = AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type
     return load_text(folder) if is_text_model(kind) else load(folder, None, "auto")

@@ -20,6 +20,7 @@ from mmfast.core.speech import Codec
 from mmfast.frontends.codecs.checkpoints import dac_codec, encodec_codec, mimi_codec
 from mmfast.frontends.codecs.latents import pocket_codec, vibevoice_codec
 from mmfast.frontends.codecs.semantic import higgs_codec, xcodec2_codec, xcodec_codec
+from mmfast.models.adapters import base_named, merge
 
 EMBEDDED = "tiny-scenes"
 # Checkpoints in the package that answer about pictures and clips, by name.
@@ -140,11 +141,16 @@ def load(
     """Load `(model, processor)`, the model in evaluation mode on its device.
 
     `model` is None (embedded), a name of EMBEDDED_NAMES, a directory, a hub id, such a pair, or a
-    model; objects are used as they are. `processor` is an object, a directory or a hub id; None
-    takes the model's.
+    model; objects are used as they are. A directory with a LoRA alone is the model that it names,
+    with the LoRA merged. `processor` is an object, a directory or a hub id; None takes the model's.
     `model_kwargs` go to `from_pretrained`; a model with a `device_map`, or quantised, is not moved.
     ModelError where files are missing or the family cannot answer about images or video.
     """
+    named = isinstance(model, (str, Path))
+    if named and (base := base_named(where := located(model))) is not None:
+        pair = load(base, device, dtype, processor, model_kwargs)
+        merge(pair[0], where)
+        return pair
     given = check_kwargs(model, device, dtype, model_kwargs)
     if isinstance(model, tuple):
         if len(model) != 2 or processor is not None:
@@ -156,7 +162,7 @@ def load(
         if processor is None and not name:
             raise ModelError(f"this {type(model).__name__} comes without its processor{_PASS}")
         return model, read_processor(processor or name)
-    if model is not None and not isinstance(model, (str, Path)):
+    if not named and model is not None:
         raise ModelError(
             f"model is {an(type(model).__name__)}; give a directory, a hub id, a model of "
             "transformers or (model, processor)"
@@ -239,7 +245,7 @@ def part_of(folder: Path, name: str, auto: str, device: str | torch.device | Non
 
 
 def check_directory(where: str) -> None:
-    """Raise `ModelError` where a directory is missing, or has an adapter or no model in it."""
+    """Raise `ModelError` where a directory is missing or has no model in it."""
     path = Path(where)
     if not path.exists():
         if where.startswith((".", "/", "~")) or where.count("/") != 1:
@@ -249,11 +255,6 @@ def check_directory(where: str) -> None:
         return
     if (path / "config.json").is_file():
         return
-    if (path / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{where!r} holds an adapter of PEFT without its model; save the model that "
-            "PeftModel.from_pretrained(…).merge_and_unload() returns, or give (model, processor)"
-        )
     raise ModelError(f"{where!r} holds no config.json; give the directory of a saved checkpoint")
 
 

@@ -16,7 +16,7 @@ from mmfast.core.errors import MmfastError, unknown
 from mmfast.tiny.document import pages, prints
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
-from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, facts, still_facts
+from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, Wordings, facts, still_facts
 
 STILL_KINDS = ("colour", "shape", "count", "position", "number")
 # A thing may be in several pictures of a prompt; what is asked of one must not depend on that.
@@ -50,17 +50,21 @@ class Suite:
         """Media of a prompt: `video` or `image`."""
         return "video" if self.name == "video" else "image"
 
+    @property
+    def wordings(self) -> Wordings:
+        """Wordings of its questions by kind."""
+        return WORDINGS if self.media == "video" else prints.PAGE_WORDINGS
+
     def cases(self, seed: int) -> Iterator[SuiteCase]:
         """Cases of all kinds in turn, each about the next media that have a fact of its kind."""
         media, turn = self.source(seed), max(len(self.kinds), len(STILL_KINDS))
-        wordings = WORDINGS if self.media == "video" else prints.PAGE_WORDINGS
         for number in count():
             kind, known = self.kinds[number % len(self.kinds)], list[Fact]()
             while not known:  # such as a number where none is on screen
                 files, every = next(media)
                 known = [fact for fact in every if fact.kind == kind]
             fact = known[(7 * number) % len(known)]
-            question = fact.ask(number // turn, wordings)
+            question = fact.ask(number // turn, self.wordings)
             yield SuiteCase(files(), question, fact.answer, kind)
 
 

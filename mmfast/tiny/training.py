@@ -117,11 +117,14 @@ class Optimiser:
         return cls(matrices, others, rate)
 
     @classmethod
-    def by_layer(cls, module: nn.Module, rate: float) -> Optimiser:
-        """Optimiser of a module; matrices are the weights of its linear layers."""
+    def by_layer(
+        cls, module: nn.Module, rate: float, rest: Iterable[nn.Parameter] = ()
+    ) -> Optimiser:
+        """Optimiser of a module and other parameters; matrices are its linear layers' weights."""
         linear: list[Any] = [m.weight for m in module.modules() if isinstance(m, nn.Linear)]
         known = {id(weight) for weight in linear}
-        return cls(linear, [each for each in module.parameters() if id(each) not in known], rate)
+        others = [each for each in module.parameters() if id(each) not in known]
+        return cls(linear, [*others, *rest], rate)
 
     def step(self, gradients: Sequence[Tensor | None], factor: float) -> None:
         """Update all parameters at `factor` times the peak rates."""
@@ -366,13 +369,20 @@ def teach(
     module: Any,
     watch: float,
     finish: Callable[[Any], Any] = lambda module: module,
+    beside: Callable[[], None] = lambda: None,
 ) -> None:
     """Train for `options.minutes` or `options.steps`, and write what `finish` makes of a module.
 
-    The course is named as the file, which has float16; `watch` is as of `Course`.
+    The course is named as the file, which has float16; `watch` is as of `Course`. `beside` writes
+    what learns with the module.
     """
     course = Course(path.stem, options.minutes, options.steps, hold=0.3, watch=watch)
-    steps = train(task, course, log, lambda: save(finish(module), path, torch.float16))
+
+    def write() -> None:
+        save(finish(module), path, torch.float16)
+        beside()
+
+    steps = train(task, course, log, write)
     size = sum(each.numel() for each in finish(module).parameters())
     log({"stage": "saved", "file": path.name, "step": steps, "parameters": size})
 

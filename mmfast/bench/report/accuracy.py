@@ -119,6 +119,17 @@ def _on_other_clips(rows: Rows) -> list[Row]:
     return [line for line in lines if len(line["at"]) == len(_SEEDS)]
 
 
+def _trained(rows: Rows) -> list[Row]:
+    return [row for row in rows if row["model"] != "tiny-video"]
+
+
+def _students(rows: Rows) -> list[Row]:
+    """Rows of models that were trained for a spec, and of what they compete with."""
+    specs = {row["reduce"] for row in _trained(rows)} | {None, "divprune:32", "query_compressor:4"}
+    mine = [row for row in _first(rows) if row["reduce"] in specs]
+    return sorted(mine, key=lambda row: (-row["kept"], -row["score"]))
+
+
 def _ranked(rows: Rows) -> list[Row]:
     names = [each.name for each in methods("ranker")] + ["fastv", "divprune", "random"]
     found = by_share(rows)
@@ -508,6 +519,19 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             {"spec": "`{name}`"} | {f"clips of seed {seed}": at(seed) for seed in _SEEDS},
             keys=("seed", "reduce"),
             lines=_on_other_clips,
+        ),
+    ),
+    "students": (
+        ReportTable(
+            "compressors students",
+            lambda rows: {"model": "`{model}`", **_compressor_columns(rows)},
+            keys=("seed", "model", "reduce"),
+            lines=_students,
+            before=lambda rows: "" if _trained(rows) else f"Students: {NOT_MEASURED}.",
+            after=lambda rows: (
+                f"All in per cent. {rows[-1]['n']} questions about unseen clips, seed {_SEEDS[0]}, "
+                f"{stamp(*_students(rows))}."
+            ),
         ),
     ),
     "ranked": (

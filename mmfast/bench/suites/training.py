@@ -15,12 +15,13 @@ from mmfast.attach import attach
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
 from mmfast.bench.timing import compare_jobs, extra_mb
-from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
+from mmfast.models.adapters import with_lora
 from mmfast.models.reduction.inputs import encoded
 from mmfast.models.reduction.record import record_of, remember
 from mmfast.models.reduction.training import IGNORE
 from mmfast.tiny.evaluate import Inputs, Subject, run_eval
+from mmfast.tiny.student import answered
 from mmfast.tiny.suites import suite
 
 SPECS = ("divprune:0.25", "divprune:0.1", "divprune:0.05", "fastv@llm2:0.1")
@@ -35,28 +36,12 @@ def lessons(subject: Subject, steps: int, batch: int) -> list[Inputs]:
     found = []
     for at in range(0, len(cases), batch):
         mine = cases[at : at + batch]
-        prompt = subject.inputs(mine)
         ids = [[*tokenizer.encode(case.answer), tokenizer.eos_token_id] for case in mine]
-        width = max(map(len, ids))
-        labels = torch.tensor([row + [IGNORE] * (width - len(row)) for row in ids])
-        told = {
-            "input_ids": labels.masked_fill(labels == IGNORE, tokenizer.pad_token_id),
-            "attention_mask": (labels != IGNORE).long(),
-            "labels": labels,
-        }
-        prompt["labels"] = torch.full_like(prompt["input_ids"], IGNORE)
-        found.append({**prompt, **{k: torch.cat([prompt[k], told[k]], 1) for k in told}})
+        inputs, told = answered(subject.inputs(mine), ids, tokenizer.pad_token_id)
+        labels = torch.full_like(inputs["input_ids"], IGNORE)
+        labels[:, -told.shape[1] :] = told
+        found.append({**inputs, "labels": labels})
     return found
-
-
-def learner(subject: Subject) -> Any:
-    """The model with LoRA on all matrices of its decoder; MmfastError without PEFT."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise MmfastError("PEFT is not installed; pip install 'mmfast[train]'") from None
-    config = LoraConfig(r=16, lora_alpha=16, target_modules=r".*language_model.*_proj")
-    return get_peft_model(subject.model, config)
 
 
 def step(subject: Subject, model: Any, optimiser: Any, batch: Inputs, spec: str | None) -> None:
@@ -86,7 +71,7 @@ def speed(tick: Tick, rounds: int = 7, batch: int = 16) -> list[Row]:
     """Compare steps of LoRA with all tokens and with fewer, and what they keep for the gradient."""
     subject = Subject()
     (one,) = lessons(subject, 1, batch)
-    model = learner(subject).train()
+    model = with_lora(subject.model, 16, scale=1.0).train()
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-5)
     jobs: dict[str, Callable[[], object]] = {
         spec or "all": partial(step, subject, model, optimiser, one, spec)
@@ -106,7 +91,7 @@ def fit(subject: Subject, batches: Sequence[Inputs], spec: str, epochs: int = 1)
     """Train LoRA on the batches with the Trainer of transformers, under a reduction."""
     from transformers import Trainer, TrainingArguments
 
-    model = learner(subject)
+    model = with_lora(subject.model, 16, scale=1.0)
     with tempfile.TemporaryDirectory() as folder, attach(subject.model, spec):
         arguments = TrainingArguments(
             folder,

@@ -19,8 +19,9 @@ def key_clip(tokens: Tokens, budget: int, *, clips: float = 0.5, tau: float = 0.
 
     Retrieve, then compress, as MARC does (Wu et al., ICLR 2026) with a trained event detector, an
     embedding model and a student taught by reinforcement learning. This project's version is free
-    of training: clips end where adjacent frames differ, a clip is as relevant as the mean of its
-    frames, and in each clip the tokens farthest apart stay.
+    of training (`mmfast.compressors.train --reduce` makes students): clips end where adjacent
+    frames differ, a clip is as relevant as the mean of its frames, and in each clip the tokens
+    farthest apart stay.
 
     Args:
         tokens: `x` `[..., N, D]` and `query` `[..., T, D]`; without a `grid` it is one frame.

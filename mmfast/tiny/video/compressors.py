@@ -1,5 +1,7 @@
 """Training of a learned compressor for the embedded video model, whose weights stay frozen.
 
+A LoRA in its decoder may learn with the compressor.
+
 Features of the clips are projected once. A step then runs the decoder on the few vectors of each
 clip, and the loss of the answers reaches the compressor through it. Two more losses come from the
 decoder's own pass over all patches: the distribution of its answers, and the patches that they look
@@ -11,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from mmfast.compressors.base import Compressed, Compressor, file_of
 from mmfast.compressors.base import load as read_compressor
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import get
+from mmfast.models.adapters import save_lora, with_lora
 from mmfast.models.loading import load, located
 from mmfast.tiny import training
 from mmfast.tiny.video import scene, tower
@@ -138,7 +143,7 @@ def respond(
 
 
 class CompressorTask(training.Task):
-    """A compressor in training under a frozen model."""
+    """A compressor in training under a frozen model, and the LoRA of `learner` around that."""
 
     def __init__(
         self,
@@ -150,10 +155,14 @@ class CompressorTask(training.Task):
         held: int = HELD,
         rate: float = 1.5e-3,
         questions: int = 8,
+        learner: Any = None,
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
+        if learner is None:
+            model.requires_grad_(False)
+        self.model, self.learner = model.eval(), learner
         self.compressor, self.clips, self.questions = compressor.train(), clips, questions
-        self.optimiser = training.Optimiser.by_layer(compressor, rate)
+        adapted = [each for each in model.parameters() if each.requires_grad]
+        self.optimiser = training.Optimiser.by_layer(compressor, rate, adapted)
         self.rng = torch.Generator().manual_seed(seed)
         self.lead = 1.0  # weight of the patches to choose; they matter less once they are known
         self.count = len(clips.bank.tables) - held
@@ -172,11 +181,13 @@ class CompressorTask(training.Task):
 
     def loss(self, batch: Lesson) -> tuple[Tensor, training.Figures]:
         """Loss of the answers, and what the decoder's pass over all patches teaches."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with training.fast():
             return self._loss(batch)
 
     def _loss(self, batch: Lesson) -> tuple[Tensor, training.Figures]:
-        packed, taught = alone(batch), teach(self.model, batch)
+        with nullcontext() if self.learner is None else self.learner.disable_adapter():
+            taught = teach(self.model, batch)
+        packed = alone(batch)
         states, out = respond(self.model, self.compressor, batch.tokens, packed)
         asked = packed.labels != scene.IGNORE
         logits = self.model.lm_head(states[asked])
@@ -221,6 +232,10 @@ def train_all(
     options: argparse.Namespace, log: training.Log, model: Any, clips: ClipSampler
 ) -> None:
     """Train on clips whose features are known."""
+    learner, beside = None, lambda: None
+    if options.lora is not None:
+        learner = with_lora(model, options.lora)
+        beside = partial(save_lora, learner, options.out, options.model)
     patches, width = clips.tokens.shape[-2:]
     side = round(patches**0.5)
     for tokens in options.tokens:
@@ -229,10 +244,9 @@ def train_all(
         if options.start:
             go_on(compressor, options.start)
         path = file_of(options.out, options.compressor, tokens)
-        task = CompressorTask(
-            model, compressor, clips, options.seed, held=options.held, rate=options.rate
-        )
-        training.teach(task, log, options, path, compressor, watch=2.0)
+        how = {"held": options.held, "rate": options.rate, "learner": learner}
+        task = CompressorTask(model, compressor, clips, options.seed, **how)
+        training.teach(task, log, options, path, compressor, watch=2.0, beside=beside)
 
 
 @torch.no_grad()
@@ -257,6 +271,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compressor", default="query_compressor", help="name of the architecture")
     add("--tokens", type=int, nargs="+", default=[1], help="vectors a frame; several train each")
     add("--out", type=Path, default=Path("compressed"), help="folder that gets compressors/")
+    add("--lora", type=int, help="rank of a LoRA in the decoder that learns, too; none by default")
     add("--start", type=Path, help="weights to go on from, of one token or of as many")
     training.teach_options(parser, rate=1.5e-3, steps=1300)
     add("--clips", type=int, default=4256, help="of the bank, held-out ones included")
@@ -264,11 +279,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.clips < options.held + CLIPS:
         parser.error(f"--clips {options.clips} must be at least {options.held + CLIPS}")
+    if options.lora is not None and len(options.tokens) > 1:
+        parser.error("a folder holds one LoRA: with --lora give one number of --tokens")
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)
-    fields = ("model", "compressor", "tokens", "seed", "minutes", "steps", "clips")
+    fields = ("model", "compressor", "tokens", "lora", "seed", "minutes", "steps", "clips")
     training.Log.record(options.out / "compressors", run, options, *fields)
