@@ -266,6 +266,8 @@ def refused(tmp_path: Path) -> dict[str, ServerConfig]:
 
     return {
         "needs a --model": made(model=None),
+        "does not know the embedded tiny-video": made(model="tiny-video"),
+        "/nowhere' does not exist": made(model=str(tmp_path / "nowhere")),
         "--cache has no effect": made(cache="snapkv:64"),
         "--demo has no effect": made(demo=False),
         "--max-tokens has no effect": made(max_tokens=5),
