@@ -66,7 +66,7 @@ def command(config: ServerConfig) -> list[str]:
 def _known(model: str | None) -> str:
     """Return the name of a model, where it can be one that vLLM finds."""
     here = model is not None and Path(model).expanduser().exists()
-    if model is None or not here and (files("mmfast.assets") / "models" / model).is_dir():
+    if model is None or (not here and (files("mmfast.assets") / "models" / model).is_dir()):
         raise MmfastError(
             f"--engine vllm needs a --model, as vLLM does not know the embedded {model or 'one'}; "
             "give a checkpoint of Qwen2.5-VL or Qwen3-VL"
