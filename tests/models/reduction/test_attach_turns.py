@@ -142,10 +142,7 @@ def test_a_static_cache_takes_a_second_video(family: str) -> None:
             out = generate(this, first, 4, **({} if cache is None else {"past_key_values": cache}))
             whole, part = second_turn(this, first, out.sequences, seed=3)
             given = {k: v for k, v in whole.items() if k != "pixel_values_videos"}
-            features = this.model.model.get_video_features
-            names = ("pixel_values_videos", "video_grid_thw")
-            call = {k: part[k] for k in names if k in part}
-            given["mm_encoder_outputs"] = {"video": features(**call, return_dict=True)}
+            given["mm_encoder_outputs"] = {"video": oracle.encode(this, part, "video")}
             answers.append(generate(this, given, 4, past_key_values=out.past_key_values))
     assert torch.equal(answers[0].sequences, answers[1].sequences)
     first, second = (torch.stack(answer.logits) for answer in answers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -69,6 +70,10 @@ def check(this: Watcher, script: Script, pieces: list[Piece], inputs: Any) -> No
 @pytest.mark.parametrize(("frames", "split", "fps"), [(7, 1, 2.0), (6, 3, 0.7), (3, 2, 25.0)])
 def test_a_clip(family: str, frames: int, split: int, fps: float) -> None:
     this = watcher(family)
+    if family == "qwen2_5_vl" and 2 / fps % 1:
+        placed = inspect.signature(this.model.base_model.get_vision_position_ids)
+        if isinstance(placed.parameters["time_interval"].default, int):
+            pytest.skip("stock Qwen2.5-VL of this release counts whole seconds between patches")
     script = script_of(this, fps)
     shots = list(zip(this.clip(frames), seconds(frames, fps), strict=True))
     state, pieces = write(this, script, WrittenState(), shots, split)

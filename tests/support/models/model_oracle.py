@@ -81,7 +81,8 @@ def embed(tiny: Any, inputs: dict[str, Any]) -> Prompt:
         output = encode(tiny, inputs, kind)
         places = (ids == tiny.facts.token(model.config, kind)).nonzero()[:, 0]
         tiny.facts.amend(tiny, output, ids, embeds)
-        features = tiny.facts.items(tiny, output, kind, inputs)
+        # Clips of LLaVA-NeXT-Video in 5.17 are frames of tokens.
+        features = [f.flatten(0, -2) for f in tiny.facts.items(tiny, output, kind, inputs)]
         embeds[places] = torch.cat(features)
         split = places.split([len(f) for f in features])
         items += [(int(mine[0]), mine[tiny.facts.content(tiny, embeds[mine])]) for mine in split]
