@@ -12,7 +12,13 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from mmfast.serve.calls import before_call, choice_fault, read_calls, without_calls
+from mmfast.serve.calls import (
+    before_call,
+    call_schema,
+    choice_fault,
+    read_calls,
+    without_calls,
+)
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import bad_request
@@ -67,20 +73,10 @@ class Tools:
     @property
     def schema(self) -> dict[str, Any]:
         """The JSON schema of a call that is asked for."""
-        open_ = {"type": "object"}
-        known = {t.function.name: t.function.parameters or open_ for t in self.given}
+        known = {tool.function.name: tool.function.parameters for tool in self.given}
         if self.named is not None:
-            return known[self.named]
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": arguments},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, arguments in known.items()
-        ]
-        return calls[0] if len(calls) == 1 else {"anyOf": calls}
+            return known[self.named] or {"type": "object"}
+        return call_schema(known)
 
     def certain(self, text: str) -> int:
         """Return the letters of an unfinished answer that are no part of a call."""
