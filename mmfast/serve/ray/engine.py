@@ -397,9 +397,9 @@ class RayEngine:
             with contextlib.suppress(Exception):  # the controller may be restarting
                 self._count()
                 self._change_roles()
-                self._ask_copies()
                 if self._running == self.replicas:
                     self._cluster.have_spare()
+                self._ask_copies()
 
     def _change_roles(self) -> None:
         """Ask the workers what they have done, and follow the planner."""
@@ -416,7 +416,7 @@ class RayEngine:
         if self._last != WHOLE:
             return
         asked = self._handles[WHOLE].broadcast("figures")
-        told = asked.results(timeout_s=10, return_exceptions=True)
+        told = asked.results(timeout_s=2, return_exceptions=True)
         self._figures = joined([each for each in told if isinstance(each, dict)])
 
     def _count(self) -> None:

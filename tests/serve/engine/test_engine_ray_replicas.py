@@ -78,19 +78,6 @@ def test_methods_inside_the_model_and_on_its_cache(engine: Any, inproc: Schedule
         assert set(end.trace["workers"]) == {"answer"}
 
 
-def test_figures_of_all_copies_are_those_of_the_engine(engine: Any, inproc: Scheduler) -> None:
-    """`/metrics` has what one engine has: the memory of both, and the worst wait of a stream."""
-    request = asked("counted", 0, 12)
-    assert isinstance(Inbox(events(engine, request))[-1], Finish)
-    events(inproc, request)
-    names = {*inproc.health().gauges, "workers_answer"}
-    eventually(lambda: names <= {*engine.health().gauges}, 60)
-    found = engine.health().gauges
-    assert found["kv_bytes_limit"] == 2 * 200e6
-    assert found["kv_bytes_per_token"] == inproc.health().gauges["kv_bytes_per_token"] > 0
-    eventually(lambda: engine.health().gauges["cache_misses"] > 0, 60)
-
-
 def test_wrong_requests(engine: Any) -> None:
     with pytest.raises(SpecError, match="unknown"):
         engine.submit(asked("wrong", reduce="divprun:0.5"), Inbox().append)
