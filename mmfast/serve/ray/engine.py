@@ -434,7 +434,7 @@ def joined(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for each in figures:
         for name, value in each.items():
             values.setdefault(name, []).append(value)
-    return {name: (max if name in WORST else sum)(each) for name, each in values.items()}
+    return {name: max(each) if name in WORST else sum(each) for name, each in values.items()}
 
 
 def _started(target: Callable[[], None]) -> threading.Thread:

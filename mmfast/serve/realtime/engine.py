@@ -212,7 +212,9 @@ class EngineBrain(ChatterBrain):
         if video is None or _shown(question.turns[-1:]):
             turns = question.turns
             try:
-                answer = EngineAnswer(self._voices, self.request(question), question.run)
+                answer: Iterable[str] = EngineAnswer(
+                    self._voices, self.request(question), question.run
+                )
                 yield from answer if question.duty is None else _called(answer)
             except ContextError:  # before any text: what is shown counts as well
                 if len(turns) < 2:

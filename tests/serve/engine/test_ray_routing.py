@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from mmfast.serve.ray.router import LeastRequestsRouter
 
 from mmfast.serve.engine.base import Delta, Event, Failure, Finish, Health, Request  # noqa: E402
-from mmfast.serve.ray.deployments import WHOLE, AnswerReplica  # noqa: E402
+from mmfast.serve.ray.deployments import AnswerReplica  # noqa: E402
 from mmfast.serve.ray.engine import RayEngine, RemoteStream, drive  # noqa: E402
 
 
@@ -184,9 +184,9 @@ def test_figures_of_copies_are_those_of_one_engine() -> None:
         copy._engine = SimpleNamespace(health=lambda gauges=gauges: Health(True, gauges=gauges))
         copies.append(copy)
     engine: Any = RayEngine.__new__(RayEngine)
-    engine._last, engine.board, engine._control, engine._closed = WHOLE, None, None, False
-    engine._lock, engine._streams, engine._running = threading.Lock(), {}, {WHOLE: 2}
-    engine._figures, engine._handles = {}, {WHOLE: Copies(*copies)}
+    engine._last, engine.board, engine._control, engine._closed = "answer", None, None, False
+    engine._lock, engine._streams, engine._running = threading.Lock(), {}, {"answer": 2}
+    engine._figures, engine._handles = {}, {"answer": Copies(*copies)}
     assert engine.health().gauges == {"workers_answer": 2.0}
     engine._ask_copies()
     figures = {"kv_bytes": 42.0, "decode_gap_ms": 3.0, "kv_bytes_per_token": 8.0}
