@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -18,6 +19,7 @@ from mmfast.core.speech import Turn
 from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.audio.reader import is_batch, load_audio
 from mmfast.models.loading import load
+from mmfast.pipelines.answer import AnswerStream
 from mmfast.pipelines.generation import CALL, GENERATE, merged, several
 from mmfast.pipelines.options import checked, named, within
 from mmfast.pipelines.registry import task
@@ -217,7 +219,8 @@ class OmniChat:
             **options: Of the talker, for this call.
 
         Returns:
-            A `Spoken`; its `heard` is the question as it was understood.
+            A `Spoken`; its `heard` is the question as it was understood, its `answer` the written
+            one with the tokens of the clip.
 
         Raises:
             MediaError: Clip or recording cannot be read.
@@ -237,15 +240,19 @@ class OmniChat:
         given = {**self.options, **speech_options(self.task, talker, options)}
         meter = ReplyMeter()
 
+        streams: list[AnswerStream] = []  # one, unless nothing was heard
+
         def chat(turns: Sequence[Turn]) -> Iterable[str]:
-            return pipe.stream(media, self.wording(turns[-1].text))
+            streams.append(pipe.stream(media, self.wording(turns[-1].text)))
+            return streams[-1]
 
         whole = cascade(chat, None, listener, talker, None, "auto")
         if isinstance(question, str) and question.rstrip().endswith("?"):
             sounds = whole.answer_turns((Turn("user", question),), **given)
         else:
             sounds = whole.reply(load_audio(question, RATE), RATE, **given)
-        return collect(sounds, whole.sample_rate, meter)
+        spoken = collect(sounds, whole.sample_rate, meter)
+        return replace(spoken, answer=streams[-1].answer) if streams else spoken
 
     @checked(_OPEN | TALKING | {"max_new_tokens"})
     def open(self, ear: Ear | str = "voice", **options: Any) -> OmniSession:

@@ -18,6 +18,7 @@ from mmfast.frontends.audio.reader import is_batch, is_recording, iter_audio, lo
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.prompt import check_characters
 from mmfast.ops.audio import check_rate
+from mmfast.pipelines.answer import Answer
 from mmfast.pipelines.options import (
     check_made,
     check_names,
@@ -43,7 +44,8 @@ KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 class Spoken:
     """Speech that a pipeline made: samples `pcm` `[n]`, float32 in -1..1, at `rate`.
 
-    `text` is what it says; `heard` is what was understood, of an answer to speech. `stats` are
+    `text` is what it says; `heard` is what was understood, of an answer to speech; `answer` is that
+    about a clip, as it was written. `stats` are
     `seconds`, `first_audio_ms`, `rtf`, `tokens`, `passes`, `tokens_per_pass`, `tokens_per_second`,
     `acceptance` a codebook; see `ReplyMeter.stats`.
     """
@@ -53,6 +55,7 @@ class Spoken:
     text: str
     stats: dict[str, Any] = field(default_factory=dict, repr=False)
     heard: str = ""
+    answer: Answer | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return self.text
@@ -70,10 +73,13 @@ class Spoken:
 
     @property
     def trace(self) -> Trace:
-        """The stages as rows: listening where there was speech, then speaking."""
+        """The stages as rows: listening where there was speech, those of the answer, speaking."""
         found, listened = Trace(), self.stats.get("heard_ms") or 0.0
         if self.heard:
             found.add("listen", 0, len(self.heard.split()), listened)
+        if self.answer is not None:
+            found.take(self.answer.trace, (0, 0))
+            found.notes += self.answer.trace.notes
         spoke = max((self.stats.get("work_ms") or 0.0) - listened, 0.0)
         found.add("speak", self.stats.get("passes", 0), self.stats.get("tokens", 0), spoke)
         return found

@@ -32,6 +32,7 @@ from mmfast.core.errors import MmfastError, unknown
 
 # Saved results of the running command: their number by what and where they are, for Ctrl-C.
 KEPT: Counter[str] = Counter()
+BARE = "compare"  # an option that may stand without a value
 # Module and function of each command, in the order of `mmfast --help`.
 COMMANDS = {
     "ask": ("ask", "ask"),
@@ -76,11 +77,27 @@ class CommandGroup(TyperGroup):
         return name, found and load(str(name)), _with_spec(rest) if name == "ask" else rest
 
 
+class FilledCommand(TyperCommand):
+    """A command that refuses empty options, such as those of variables that the shell lacks."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; MmfastError for an option that is given and says nothing."""
+        for param in self.params:
+            value, source = ctx.params.get(param.name), ctx.get_parameter_source(param.name)
+            given = source is not None and source.name == "COMMANDLINE"
+            given = given and param.param_type_name == "option"
+            values = value if isinstance(value, list | tuple) else [value]
+            empty = any(isinstance(each, str) and not each.strip() for each in values)
+            if given and empty and param.name != BARE:
+                raise MmfastError(f"{param.opts[0]} is empty; give a value, or leave it out")
+        return super().invoke(ctx)
+
+
 def load(name: str) -> Any:
     """Import a command."""
     module, function = COMMANDS[name]
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    single.command(name, context_settings=_SETTINGS)(
+    single.command(name, cls=FilledCommand, context_settings=_SETTINGS)(
         getattr(importlib.import_module(f"mmfast.cli.{module}"), function)
     )
     return typer.main.get_command(single)
@@ -90,7 +107,7 @@ def _with_spec(args: list[str]) -> list[str]:
     """Give `--compare` the empty spec where none follows: an option cannot have both forms."""
     from mmfast.core.registry import listed
 
-    place = args.index("--compare") if "--compare" in args else len(args)
+    place = args.index(f"--{BARE}") if f"--{BARE}" in args else len(args)
     behind = next(iter(args[place + 1 :]), "-")
     alone = not any(each.startswith(("--reduce", "--cache")) for each in args)
     if (
@@ -99,7 +116,7 @@ def _with_spec(args: list[str]) -> list[str]:
         or (alone and not behind.startswith("-"))
     ):
         return args
-    return [*args[:place], "--compare=", *args[place + 1 :]]
+    return [*args[:place], f"--{BARE}=", *args[place + 1 :]]
 
 
 def _help(module: str, function: str) -> str:

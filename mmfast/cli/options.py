@@ -61,13 +61,6 @@ def complete_preset(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
-def _filled(specs: list[str] | None) -> list[str] | None:
-    """Refuse an empty spec, as of a variable of the shell that is not set."""
-    if specs and not all(spec.strip() for spec in specs):
-        raise MmfastError("a spec of --reduce or --cache is empty; name a method or leave it out")
-    return specs
-
-
 def silent(*_: object) -> None:
     """Report no progress, beside a JSON document."""
 
@@ -85,7 +78,6 @@ Reduces = Annotated[
         "--reduce",
         help="Spec; give it several times.",
         autocompletion=complete_spec,
-        callback=_filled,
     ),
 ]
 Cache = Annotated[
@@ -122,7 +114,6 @@ Caches = Annotated[
         "--cache",
         help="KV policy; give it several times.",
         autocompletion=complete_cache,
-        callback=_filled,
     ),
 ]
 Reuse = Annotated[

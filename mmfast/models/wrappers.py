@@ -28,7 +28,7 @@ def stock_model(held: Any, past: str = "") -> Any:
 
     Raises:
         ModelError: `nn.DataParallel` over several devices, whose copies would share one state; or,
-            with `past`, PEFT whose virtual tokens stand in no layer.
+            with `past`, PEFT of which something stands in no layer, such as virtual tokens.
     """
     inner = _inside(held, past)
     while inner is not None:
@@ -69,6 +69,16 @@ def _of_peft(kind: type) -> bool:
     return any(cls.__module__.split(".")[0] == "peft" for cls in kind.__mro__)
 
 
+def _outside_layers(config: Any) -> str:
+    """Return what of an adapter of PEFT acts in calls of its wrapper alone, not in the layers."""
+    kind = getattr(getattr(config, "peft_type", None), "value", "")
+    if getattr(config, "is_prompt_learning", False):
+        return f"virtual tokens ({kind})"
+    if getattr(config, "alora_invocation_tokens", None):
+        return "tokens that activate the adapter (aLoRA)"
+    return {"XLORA": "weights of the experts (X-LoRA)", "POLY": "tasks (Poly)"}.get(kind, "")
+
+
 def _inside(held: Any, past: str) -> Any:
     if not isinstance(held, nn.Module):
         model = getattr(held, "model", None)
@@ -85,11 +95,10 @@ def _inside(held: Any, past: str) -> Any:
     if _of_peft(kind):
         whole: Any = held
         config: Any = getattr(whole, "active_peft_config", None)
-        if past and getattr(config, "is_prompt_learning", False):
+        if past and (outside := _outside_layers(config)):
             raise ModelError(
-                f"{past} goes past the virtual tokens ({config.peft_type.value}) of this "
-                f"{type(whole).__name__}; give a model with adapters in its layers, such as LoRA, "
-                "or `.get_base_model()` to do without them"
+                f"{past} goes past the {outside} of this {type(whole).__name__}; give a model with "
+                "adapters in its layers, such as LoRA, or `.get_base_model()` to do without them"
             )
         return whole.get_base_model() if hasattr(whole, "get_base_model") else whole.model
     return None

@@ -33,6 +33,20 @@ def choice_fault(choice: Any, named: str | None, names: Collection[str]) -> str:
     return "" if named is None else f"{text} is none of the tools: {', '.join(names)[:300]}"
 
 
+def call_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of one call of a function, by the parameters of each by its name."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": given or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, given in parameters.items()
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
 def before_call(text: str) -> int:
     """Return the letters of an unfinished text that stand before a tag, or what may become one."""
     if (at := text.find(OPEN)) >= 0:

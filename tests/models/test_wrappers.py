@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -301,15 +302,62 @@ def test_virtual_tokens_of_peft_act_or_are_refused() -> None:
     with mmfast.attach(held, "random:1.0"):
         tuned = logits(held, inputs)
     assert torch.equal(tuned, logits(held, inputs))
+    refused(this, held, r"virtual tokens \(PROMPT_TUNING\)")
+
+
+def refused(this: Tiny, held: Any, outside: str) -> None:
+    """Check that all calls past a PEFT model say what of it would not act."""
     for name, asks in {
         "a stream": lambda: StreamModel(held, this.processor),
         "decode=": lambda: mmfast.attach(held, decode="lookup"),
         "reuse='prefix'": lambda: MediaReuse(held, this.processor, ReusePlan("prefix"), None),
     }.items():
-        message = rf"{name} goes past the virtual tokens \(PROMPT_TUNING\) of .*; give .* LoRA"
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(
+            ModelError, match=rf"{name} goes past the {outside} of .*; give .* LoRA"
+        ):
             asks()
     assert stock_model(held.get_base_model(), "a stream") is this.model
+
+
+def test_lora_that_tokens_activate_acts_or_is_refused() -> None:
+    """Only PEFT's own call looks for the tokens; without them such an adapter does nothing."""
+    import peft as library
+
+    this = build("llava_onevision")
+    inputs = media(this)
+    last = inputs["input_ids"][0, -2:].tolist()
+    config = library.LoraConfig(
+        r=4,
+        init_lora_weights=False,
+        target_modules=r".*language_model.*\.q_proj",
+        task_type="CAUSAL_LM",
+        alora_invocation_tokens=last,
+    )
+    plain, held = logits(this.model, inputs), library.get_peft_model(this.model, config).eval()
+    acted = logits(held, inputs)
+    assert torch.equal(acted[:, :-2], plain[:, :-2])
+    assert not torch.equal(acted[:, -2:], plain[:, -2:])
+    with mmfast.attach(held, "random:1.0"):
+        assert torch.equal(logits(held, inputs), acted)
+    refused(this, held, r"tokens that activate the adapter \(aLoRA\)")
+
+
+def test_experts_of_x_lora_are_refused_where_nothing_weighs_them(tmp_path: Path) -> None:
+    import peft as library
+
+    this = build("llava_onevision")
+    config = library.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    library.get_peft_model(this.model, config).save_pretrained(tmp_path)
+    this = build("llava_onevision")
+    text = this.model.config.get_text_config()
+    this.model.config.use_cache, this.model.config.hidden_size = False, text.hidden_size
+    experts = library.XLoraConfig(
+        task_type="CAUSAL_LM",
+        hidden_size=text.hidden_size,
+        adapters={"one": str(tmp_path), "two": str(tmp_path)},
+    )
+    held = library.get_peft_model(this.model, experts).eval()
+    refused(this, held, r"weights of the experts \(X-LoRA\)")
 
 
 def test_a_classifier_of_pictures_reads_no_text() -> None:

@@ -47,6 +47,18 @@ def test_a_clip_and_a_spoken_question(omni: OmniChat) -> None:
     assert [each.text for each in omni(frames, [hum(QUESTION)] * 2)] == [typed] * 2
 
 
+def test_the_trace_of_a_spoken_answer_has_the_stages_of_its_clip() -> None:
+    omni = mmfast.pipeline("omni-chat", speech=HumModel(), reduce="evs:0.25")
+    asked = mmfast.pipeline("video-qa", reduce="evs:0.25")(CLIP, written(QUESTION))
+    spoken = omni(CLIP, hum(QUESTION))
+    assert spoken.answer.kept_tokens == asked.kept_tokens < asked.visual_tokens
+    stages = [row.stage for row in asked.trace.rows]
+    assert [row.stage for row in spoken.trace.rows] == ["listen", *stages, "speak"]
+    assert len(spoken.trace.reductions) == len(asked.trace.reductions) > 0
+    assert spoken.trace.notes == asked.trace.notes
+    assert omni(CLIP, PAUSE).answer is None  # nothing was asked
+
+
 def test_options_of_the_pipeline_act_in_its_streams() -> None:
     """An answer is as long and as random as the pipeline says; of what cannot act, it is told."""
     options = {"max_new_tokens": 1, "temperature": 3.0, "top_p": 0.9, "seed": 7}

@@ -12,7 +12,13 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from mmfast.serve.calls import before_call, choice_fault, read_calls, without_calls
+from mmfast.serve.calls import (
+    before_call,
+    call_schema,
+    choice_fault,
+    read_calls,
+    without_calls,
+)
 from mmfast.serve.engine import base
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import bad_request
@@ -67,20 +73,10 @@ class Tools:
     @property
     def schema(self) -> dict[str, Any]:
         """The JSON schema of a call that is asked for."""
-        open_ = {"type": "object"}
-        known = {t.function.name: t.function.parameters or open_ for t in self.given}
+        known = {tool.function.name: tool.function.parameters for tool in self.given}
         if self.named is not None:
-            return known[self.named]
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": arguments},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, arguments in known.items()
-        ]
-        return calls[0] if len(calls) == 1 else {"anyOf": calls}
+            return known[self.named] or {"type": "object"}
+        return call_schema(known)
 
     def certain(self, text: str) -> int:
         """Return the letters of an unfinished answer that are no part of a call."""
@@ -88,7 +84,7 @@ class Tools:
             return len(text)
         if self.forced or text.lstrip()[:1] in ("", "{", "["):
             return 0
-        return before_call(text)
+        return len(text[: before_call(text)].rstrip())  # space before a call is part of nothing
 
     def split(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """Return the text and the calls of an answer; no text where there are calls alone."""
@@ -104,7 +100,7 @@ class Tools:
         calls = [_call(*call) for each in written for call in read_calls(each, names)]
         if not calls:
             return text, []
-        return rest.strip() or None, calls[:1] if self._one else calls
+        return rest.rstrip() or None, calls[:1] if self._one else calls
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
@@ -275,14 +271,13 @@ class ChatExchange:
 
     def _last(self, i: int, end: base.Finish, sent: int) -> list[bytes]:
         """Return the chunks of what was held back, and of the reason of the end."""
-        whole = self.answers.texts.get(i, "")
-        _, calls = self.tools.split(whole)
+        text, calls = self.tools.split(self.answers.texts.get(i, ""))
         found = []
+        if rest := (text or "")[sent:]:
+            found.append(self._chunk(i, {"content": rest}))
         if calls:
             numbered = [{"index": n, **call} for n, call in enumerate(calls)]
             found.append(self._chunk(i, {"tool_calls": numbered}))
-        elif whole[sent:]:
-            found.append(self._chunk(i, {"content": whole[sent:]}))
         more: dict[str, Any] = {} if i else {"mmfast": self._trace()}
         return [*found, self._chunk(i, {}, _reason(end, calls), **more)]
 

@@ -52,11 +52,12 @@ class Completions:
                 "modules stand before the question of a chat; leave them out",
                 param="mmfast.modules",
             )
-        if asked.mmfast is not None and asked.mmfast.reuse is not None:
-            raise bad_request(
-                "reuse acts on media, and a text to continue has none; leave it out",
-                param="mmfast.reuse",
-            )
+        for option in ("reuse", "frames", "fps"):
+            if getattr(asked.mmfast, option, None) is not None:
+                raise bad_request(
+                    f"{option} acts on media, and a text to continue has none; leave it out",
+                    param=f"mmfast.{option}",
+                )
         most = answers.service.config.max_text
         if sum(map(len, self._prompts)) > most or not all(self._prompts):
             raise bad_request(
@@ -67,7 +68,8 @@ class Completions:
         """Answer with one document, or with a stream."""
         answers, given = self._answers, self._asked.mmfast or schema.MmfastOptions()
         raws = [each if isinstance(each, str) else tuple(each) for each in self._prompts]
-        asked = base.Options(cache=given.cache, prefill=given.prefill, decode=given.decode)
+        wishes = given.reduce, given.cache, given.target_ttft_ms, given.prefill, given.decode
+        asked = base.Options(*wishes)
         prompts = [((), replace(asked, raw=raw)) for raw in raws]
         run = await answers.run(prompts)
         if self._asked.stream:
@@ -77,7 +79,8 @@ class Completions:
             self._choice(i, self._echo(i) + answers.texts.get(i, ""), answers.chances.get(i), end)
             for i, end in sorted(answers.ends.items())
         ]
-        document = {**self._head(), "choices": choices, "usage": answers.usage()}
+        trace = dict(answers.ends[0].trace) if 0 in answers.ends else {}
+        document = {**self._head(), "choices": choices, "usage": answers.usage(), "mmfast": trace}
         return JSONResponse(document, headers=answers.headers)
 
     def _head(self) -> dict[str, Any]:
@@ -115,8 +118,10 @@ class Completions:
         else:
             choice = self._choice(number, text, None, event)
         wants = self._asked.stream_options
-        usage = {"usage": None} if wants and wants.include_usage else {}
-        yield events.event({**self._head(), "choices": [choice], **usage})
+        more: dict[str, Any] = {"usage": None} if wants and wants.include_usage else {}
+        if isinstance(event, base.Finish) and not number:
+            more["mmfast"] = event.trace
+        yield events.event({**self._head(), "choices": [choice], **more})
 
     def _end(self) -> Iterator[bytes]:
         if (wants := self._asked.stream_options) and wants.include_usage:

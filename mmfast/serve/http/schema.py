@@ -493,7 +493,7 @@ class TextChoice(BaseModel):
 
 
 class TextCompletion(BaseModel):
-    """Continued texts."""
+    """Continued texts; `mmfast` is the trace of the first."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -501,6 +501,7 @@ class TextCompletion(BaseModel):
     model: str
     choices: list[TextChoice]
     usage: Usage | None = None
+    mmfast: dict[str, Any] = Field(default_factory=dict)
 
 
 class Transcription(BaseModel):

@@ -326,6 +326,10 @@ class AnswerReplica:
             async for events in batches:
                 yield events
 
+    def figures(self) -> dict[str, float]:
+        """Return the figures of its engine, as `Health` has them."""
+        return dict(self._engine.health().gauges)
+
 
 class _Inbox:
     """Events of a request, from the thread of an engine to the loop of a replica."""

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,8 @@ from mmfast.serve.ray.cluster import Cluster
 from mmfast.serve.ray.deployments import ROLES, WHOLE, WORKER, ReplicaSettings, deploy
 from mmfast.serve.ray.roles import RoleBoard, RoleController
 
+# Figures of which the worst copy of an engine counts; others are added up.
+WORST = ("decode_gap_ms", "chunk_ms", "kv_bytes_per_token", "checks_raised")
 CHANCES = 2  # replicas that a request may lose before its first piece; one may be at fault itself
 
 
@@ -264,7 +266,7 @@ class RayEngine:
         self._streams: dict[str, RemoteStream] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._running = dict(self.replicas)
+        self._running, self._figures = dict(self.replicas), dict[str, float]()
         self._cluster = Cluster(address, cpus)
         self._app = f"mmfast-{secrets.token_hex(3)}"
         try:
@@ -319,7 +321,7 @@ class RayEngine:
         with self._lock:
             held = len(self._streams)
             running = sum(bool(each.workers) for each in self._streams.values())
-        gauges = {f"workers_{role}": float(n) for role, n in self._running.items()}
+        gauges = {f"workers_{role}": float(n) for role, n in self._running.items()} | self._figures
         if self.board is not None and self._control is not None:
             gauges = self._control.gauges() | {"workers_live": float(sum(self._running.values()))}
         ready = not self._closed and (self._takes if self.board else all(self._running.values()))
@@ -397,6 +399,7 @@ class RayEngine:
                 self._change_roles()
                 if self._running == self.replicas:
                     self._cluster.have_spare()
+                self._ask_copies()
 
     def _change_roles(self) -> None:
         """Ask the workers what they have done, and follow the planner."""
@@ -408,6 +411,14 @@ class RayEngine:
         if changed := self._control.decide(figures, time.monotonic()):
             base.LOG.info("workers change their roles: %s", changed)
 
+    def _ask_copies(self) -> None:
+        """Ask copies of the whole engine for their figures; a lost one's are left out."""
+        if self._last != WHOLE:
+            return
+        asked = self._handles[WHOLE].broadcast("figures")
+        told = asked.results(timeout_s=2, return_exceptions=True)
+        self._figures = joined([each for each in told if isinstance(each, dict)])
+
     def _count(self) -> None:
         from ray import serve
 
@@ -415,6 +426,15 @@ class RayEngine:
         for role, app in zip(self.replicas, self._apps, strict=True):
             states: Any = known[app].deployments[role].replica_states if app in known else {}
             self._running[role] = int(states.get("RUNNING", 0))
+
+
+def joined(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of several engines as those of one: their sum, or that of the worst."""
+    values: dict[str, list[float]] = {}
+    for each in figures:
+        for name, value in each.items():
+            values.setdefault(name, []).append(value)
+    return {name: max(each) if name in WORST else sum(each) for name, each in values.items()}
 
 
 def _started(target: Callable[[], None]) -> threading.Thread:

@@ -66,7 +66,8 @@ class BrainQuestion:
     for a model that answers speech itself. The embedded models ignore `instructions`. `options` are
     the talker's `voice` and `speed`; `limit` is in tokens of the answer's text. `prompted`: nobody
     asked, and the last turn is the server's request to greet or to go on. The model may call
-    `tools`; what it writes as calls goes to `calls` and is not said. `run` stops the reply.
+    `tools`; what it writes as calls goes to `calls` and is not said. `duty` is the JSON schema of
+    the call that the answer must be. `run` stops the reply.
     """
 
     turns: tuple[Turn, ...]
@@ -78,6 +79,7 @@ class BrainQuestion:
     prompted: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     calls: list[str] = field(default_factory=list)
+    duty: dict[str, Any] | None = None
     run: ReplyRun = field(default_factory=ReplyRun)
 
 
@@ -93,6 +95,7 @@ class ChatterBrain:
     sees = calls = False  # whether it takes frames, and tools
     context: int | None = None  # most tokens of a prompt and its answer, where that is known
     tenant = ""  # owner of the session
+    adapter: str | None = None  # that the session has named as its model
 
     def __init__(self, chatter: Any) -> None:
         self._chatter = chatter

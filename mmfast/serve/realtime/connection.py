@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qs
 
 from mmfast.core.errors import unknown
 from mmfast.serve.config import answers_to
@@ -25,9 +26,10 @@ GOING, SLOW, BROKEN = 1001, 1008, 1011  # close codes: time is up, does not read
 
 def check_model(asked: str | None, service: RealtimeService) -> None:
     """Refuse clients that ask for another model."""
-    model = service.model()
-    if not answers_to(asked, model, service.config.strict_model, agent=True):
-        text = unknown("model", str(asked)[:80], [model])
+    served = service.served
+    fits = answers_to(asked, served[0], service.config.strict_model, agent=True)
+    if not (fits or asked in served):
+        text = unknown("model", str(asked)[:80], served)
         raise ApiError(404, text, "invalid_request_error", "model_not_found", "model")
 
 
@@ -56,6 +58,8 @@ async def opened(
 ) -> AsyncIterator[RealtimeSession]:
     """Open a session for the caller of a request, and close it at the end of the block.
 
+    The address of the request may name an adapter as the model.
+
     Settings that came with the caller's client secret are under those `asked` for. `ApiError`: no
     place is free, a setting is wrong, or the models cannot be loaded.
     """
@@ -64,6 +68,9 @@ async def opened(
         caller = caller_of(scope)
     if caller is not None and caller.session is not None:
         asked = [settings_asked(caller.session), *asked]
+    named = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("model", [""])[0]
+    if named in service.config.adapters():
+        asked = [*asked, settings_asked({"model": named})]
     place = service.admit()
     try:
         async with made(service, kind, asked, player) as session:
@@ -85,6 +92,8 @@ async def made(
     """Make a session, without a place in the server, and close it at the end of the block."""
     voices = await service.voices()
     brain = await service.listen(voices.open)
+    adapters = service.config.adapters()
+    brain.adapter = next((each.model for each in asked if each.model in adapters), None)
     try:
         session = RealtimeSession(service, voices, brain, kind, asked, player)
     except EventError as error:

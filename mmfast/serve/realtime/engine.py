@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
@@ -23,8 +23,10 @@ from mmfast.models.loading import embedded_path, read_processor, twin
 from mmfast.models.prompt import Shot
 from mmfast.pipelines.omni_chat import written
 from mmfast.pipelines.video_stream import VideoStream
+from mmfast.serve.calls import CLOSE, OPEN
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine import base
+from mmfast.serve.engine.rules import json_grammar
 from mmfast.serve.http.events import failed
 from mmfast.serve.realtime.brain import (
     GREETING,
@@ -210,7 +212,10 @@ class EngineBrain(ChatterBrain):
         if video is None or _shown(question.turns[-1:]):
             turns = question.turns
             try:
-                yield from EngineAnswer(self._voices, self.request(question), question.run)
+                answer: Iterable[str] = EngineAnswer(
+                    self._voices, self.request(question), question.run
+                )
+                yield from answer if question.duty is None else _called(answer)
             except ContextError:  # before any text: what is shown counts as well
                 if len(turns) < 2:
                     raise
@@ -242,9 +247,12 @@ class EngineBrain(ChatterBrain):
         defaults["top_k"] = max(defaults.get("top_k", 0), 0)
         longest = min(question.limit or config.default_tokens, config.max_tokens)
         sampling = base.SamplingOptions(longest, **defaults)
+        if question.duty is not None:
+            sampling = replace(sampling, grammar=json_grammar(question.duty))
         name, owner = f"realtime-{uuid.uuid4().hex}", self.tenant
         # results are reused as those of the caller's chat requests are
-        return base.Request(name, tuple(messages), sampling, tenant=f"{owner}/", account=owner)
+        given = {"tenant": f"{owner}/", "account": owner, "adapter": self.adapter}
+        return base.Request(name, tuple(messages), sampling, **given)  # type: ignore[arg-type]
 
     def _prompt(self, question: BrainQuestion) -> str:
         """Write the question to a stream, after instructions and turns where the model follows."""
@@ -265,7 +273,8 @@ class EngineBrain(ChatterBrain):
             self._frames.append((frame, time))
             if len(self._frames) <= self._voices.config.frames:
                 return
-            streams = self._voices.streams()
+            # the memory of a stream is read without adapters
+            streams = self._voices.streams() if self.adapter is None else None
             if streams is None:
                 self._frames = self._frames[1:]
                 return
@@ -286,6 +295,16 @@ class EngineBrain(ChatterBrain):
         """End the stream."""
         if self._video is not None:
             self._video.close()
+
+
+def _called(answer: Iterable[str]) -> Iterator[str]:
+    """Yield the call that an answer is, in the tags of a call."""
+    mark = OPEN
+    for text in answer:
+        yield mark + text
+        mark = ""
+    if not mark:
+        yield CLOSE
 
 
 def _parts(turn: Turn) -> tuple[str | base.Media, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.core.speech import Sound, Turn
-from mmfast.serve.calls import prompt_of, read_calls
+from mmfast.serve.calls import call_schema, prompt_of, read_calls
 from mmfast.serve.engine.base import Finish, Media
 from mmfast.serve.realtime.brain import (
     BrainQuestion,
@@ -235,7 +235,8 @@ class Response(SpokenReply):
         if not self.over:
             return found
         first = None if self.first_audio is None else round(1e3 * self.first_audio, 3)
-        return {**found, "mmfast": {"first_audio_ms": first, "frames": frames}}
+        trace = {} if self.run.finish is None else self.run.finish.trace
+        return {**found, "mmfast": {**trace, "first_audio_ms": first, "frames": frames}}
 
     def _output(self) -> list[dict[str, Any]]:
         said = [self.sent_item()] if self.shown else []
@@ -296,9 +297,19 @@ def question_of(
         most = min(most, limits.context - spent.text_in)
     tools, calls = tuple(settings["tools"]) if told else (), response.calls
     aloud, run = response.aloud, response.run
+    duty = _duty(settings["tools"], settings["tool_choice"])
     return BrainQuestion(
-        found, pcm, instructions, aloud, options, most, prompted, tools, calls, run
+        found, pcm, instructions, aloud, options, most, prompted, tools, calls, duty, run
     )
+
+
+def _duty(tools: Sequence[dict[str, Any]], choice: Any) -> dict[str, Any] | None:
+    """Return the JSON schema of a call that is asked for by name or as `required`; else None."""
+    named = None if isinstance(choice, str) else choice["name"]
+    if named is None and choice != "required":
+        return None
+    known = {tool["name"]: tool.get("parameters") for tool in tools}
+    return call_schema(known if named is None else {named: known[named]})
 
 
 def _speech(items: list[ConversationItem], response: Response) -> Tensor | None:

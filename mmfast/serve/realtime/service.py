@@ -119,6 +119,11 @@ class RealtimeService:
         if self.metrics is not None:
             getattr(self.metrics, name)(*values)
 
+    @property
+    def served(self) -> list[str]:
+        """Names of the model and of its adapters, the model's first."""
+        return [self.model(), *self.config.adapters()]
+
     async def voices(self) -> ChatterVoices:
         """Return the models, loaded once; `ApiError` if they cannot be loaded."""
         if self._voices is None or (self._voices.done() and self._voices.exception()):

@@ -67,16 +67,10 @@ class RealtimeSession(Dialogue):
         self.id, self.service, self.brain, self.closed = new_id("sess"), service, brain, False
         self.outbox = Outbox()
         self.player = player(self.outbox)
-        self.settings = Settings(
-            self.id,
-            service.model(),
-            voices.voices,
-            limits.seconds,
-            voices.pace,
-            service.config.strict_model,
-            kind,
-            getattr(brain, "calls", False),
-        )
+        given = voices.voices, limits.seconds, voices.pace, service.config.strict_model, kind
+        model = getattr(brain, "adapter", None) or service.model()
+        calls = getattr(brain, "calls", False)
+        self.settings = Settings(self.id, model, *given, calls, service.served)
         for shape in asked:
             self._apply(shape)
         self.began = self.last_event = self.clock.now()
@@ -488,11 +482,12 @@ class RealtimeSession(Dialogue):
                 return
         finish = response.run.finish
         if sound is None and not response.over:
-            response.read_calls()
             if finish is not None:
                 response.spent.settle(finish)
-                if finish.reason == "length":
-                    self.end(response, "incomplete")
+            if finish is not None and finish.reason == "length":
+                self.end(response, "incomplete")
+            else:  # a call that was cut short is none
+                response.read_calls()
         self.take(response, sound)
 
     def _show_progress(self, kind: Kind, response: Response, fields: dict[str, Any]) -> None:

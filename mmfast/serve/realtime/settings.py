@@ -43,7 +43,7 @@ class Settings:
     `voices` are names of the model, the default first; empty where it has none. `pace` is in words
     per minute: least, usual, most; None where the model has no choice. `strict` refuses other names
     of the model than its own. A session of the kind `transcription` writes speech down and answers
-    nothing. `calls`: the model can call tools.
+    nothing. `calls`: the model can call tools. `served` are names of the model and of its adapters.
     """
 
     def __init__(
@@ -56,9 +56,10 @@ class Settings:
         strict: bool = False,
         kind: str = "realtime",
         calls: bool = False,
+        served: Sequence[str] = (),
     ) -> None:
         self._voices, self._pace, self._strict = tuple(voices), pace, strict
-        self._calls = calls
+        self._calls, self._served = calls, served
         self.values: dict[str, Any] = {
             "type": kind,
             "object": _OBJECTS[kind],
@@ -92,9 +93,11 @@ class Settings:
     def update(self, asked: SessionShape) -> None:
         """Apply all given settings, or none of them and raise `EventError`."""
         given = asked.model_dump(exclude_unset=True)
-        if not answers_to(asked.model, self.values["model"], self._strict, agent=True):
+        model = self.values["model"]
+        fits = answers_to(asked.model, model, self._strict, agent=True)
+        if not fits or (asked.model in self._served and asked.model != model):
             raise EventError(
-                f"the model of a session stays {self.values['model']!r}; open another session",
+                f"the model of a session stays {model!r}; open another session",
                 param="session.model",
             )
         tools = checked_tools(asked.tools, self._calls, "session.tools")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -23,8 +24,9 @@ with warnings.catch_warnings():
 
     from mmfast.serve.ray.router import LeastRequestsRouter
 
-from mmfast.serve.engine.base import Delta, Event, Failure, Finish, Request  # noqa: E402
-from mmfast.serve.ray.engine import RemoteStream, drive  # noqa: E402
+from mmfast.serve.engine.base import Delta, Event, Failure, Finish, Health, Request  # noqa: E402
+from mmfast.serve.ray.deployments import AnswerReplica  # noqa: E402
+from mmfast.serve.ray.engine import RayEngine, RemoteStream, drive  # noqa: E402
 
 
 class Routed:
@@ -157,3 +159,35 @@ def test_other_errors_are_not_asked_again() -> None:
     assert isinstance(end, Failure) and end.status == 500 and "secret" not in end.message
     end, _ = driven([exceptions.TaskCancelledError()], WHOLE)
     assert end == Failure("cancelled", 499, "cancelled")
+
+
+class Copies:
+    """A handle of replicas, one of which is lost while it is asked."""
+
+    def __init__(self, *replicas: Any) -> None:
+        self.replicas = replicas
+
+    def broadcast(self, method: str) -> Copies:
+        self.told = [getattr(each, method)() for each in self.replicas]
+        return self
+
+    def results(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        return [*self.told, exceptions.RayActorError()]
+
+
+def test_figures_of_copies_are_those_of_one_engine() -> None:
+    """Memory and finds are added up; of waits, and of the size of a token, the worst counts."""
+    copies = []
+    for bytes_, gap in ((10.0, 3.0), (32.0, 2.0)):
+        copy: Any = AnswerReplica.__new__(AnswerReplica)
+        gauges = {"kv_bytes": bytes_, "decode_gap_ms": gap, "kv_bytes_per_token": 8.0}
+        copy._engine = SimpleNamespace(health=lambda gauges=gauges: Health(True, gauges=gauges))
+        copies.append(copy)
+    engine: Any = RayEngine.__new__(RayEngine)
+    engine._last, engine.board, engine._control, engine._closed = "answer", None, None, False
+    engine._lock, engine._streams, engine._running = threading.Lock(), {}, {"answer": 2}
+    engine._figures, engine._handles = {}, {"answer": Copies(*copies)}
+    assert engine.health().gauges == {"workers_answer": 2.0}
+    engine._ask_copies()
+    figures = {"kv_bytes": 42.0, "decode_gap_ms": 3.0, "kv_bytes_per_token": 8.0}
+    assert engine.health().gauges == {"workers_answer": 2.0, **figures}

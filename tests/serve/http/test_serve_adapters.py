@@ -48,6 +48,20 @@ def test_an_adapter_is_a_name_of_a_model() -> None:
     assert "\n" not in text and all(repr(name) in text for name in cards)
 
 
+def test_texts_to_continue_take_the_options_of_a_chat_or_refuse_them() -> None:
+    engine = saying(*ANSWER)
+    app, path = app_of(engine), "/v1/completions"
+    wishes = {"reduce": "fastv@llm2:0.5", "cache": "snapkv:8", "prefill": "none", "decode": "none"}
+    wishes["target_ttft_ms"] = 50.0
+    assert post(app, {"model": MODEL, "prompt": "hi", "mmfast": wishes}, path).status_code == 200
+    assert {name: getattr(engine.requests[0].options, name) for name in wishes} == wishes
+    for name, value in {"frames": 4, "fps": 2, "reuse": "encoder"}.items():
+        wrong = post(app, {"model": MODEL, "prompt": "hi", "mmfast": {name: value}}, path)
+        error = wrong.json()["error"]
+        assert wrong.status_code == 400 and error["param"] == f"mmfast.{name}"
+        assert f"{name} acts on media" in error["message"]
+
+
 def test_priorities_count_as_in_vllm_and_ours_the_other_way() -> None:
     engine = saying(*ANSWER)
     app = app_of(engine)

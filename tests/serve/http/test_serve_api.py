@@ -304,24 +304,34 @@ def test_formats_and_tools_of_a_chat(engine: Any) -> None:
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "response_format"
 
 
-CALL = 'Sure. <tool_call>\n{"name": "move", "arguments": {"to": "left"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "move", "arguments": {"to": "left"}}\n</tool_call>'
+LEADS = {"Sure. ": "Sure.", "": None, "\n\n": None, '{"a": 1} ': '{"a": 1}'}
+SAID = [(lead + CALL, rest) for lead, rest in LEADS.items()]
+SAID.append(('{"name": "move", "parameters": {"to": "left"}}', None))
 
 
-@pytest.mark.parametrize("said", [CALL, '{"name": "move", "parameters": {"to": "left"}}'])
-def test_calls_of_the_models_own_accord_are_read(said: str) -> None:
+@pytest.mark.parametrize(("said", "rest"), SAID)
+def test_calls_of_the_models_own_accord_are_read(said: str, rest: str | None) -> None:
     pieces = [said[i : i + 5] for i in range(0, len(said), 5)]
     app = app_of(saying(*map(Delta, pieces), Finish("stop", 5, 3)))
     asked = {"messages": user("Go"), "tools": [tool()]}
     found = post(app, **asked).json()["choices"][0]
     call = found["message"]["tool_calls"][0]["function"]
     assert call["name"] == "move" and json.loads(call["arguments"]) == {"to": "left"}
-    rest = "Sure." if said == CALL else None
     assert found["message"]["content"] == rest and found["finish_reason"] == "tool_calls"
     chunks = [
         c["choices"][0]["delta"] for c in events_of(post(app, **asked, stream=True).text)[:-1]
     ]
-    assert "".join(c.get("content") or "" for c in chunks).strip() == (rest or "")
+    assert "".join(c.get("content") or "" for c in chunks) == (rest or "")
     assert [c for c in chunks if "tool_calls" in c]
+    function = {"type": "function", **tool()["function"]}
+    told = {"input": "Go", "tools": [function], "stream": True}
+    items = events_of(post(app, "/v1/responses", **told).text)
+    kinds = [each["type"] for each in items[-1]["response"]["output"]]
+    assert kinds == ["message"] * bool(rest) + ["function_call"]
+    for step in ("added", "done"):  # nothing is announced that does not come
+        steps = [each["item"]["type"] for each in items if each["type"].endswith(f"item.{step}")]
+        assert steps == kinds
     other = post(app, messages=user("Go"), tools=[tool("turn")]).json()["choices"][0]
     assert other["message"]["content"] == said and other["finish_reason"] == "stop"
 
@@ -494,6 +504,8 @@ def test_texts_are_continued(engine: Any) -> None:
     assert many["choices"][0]["text"] == many["choices"][1]["text"]
     streamed = events_of(post(app, path, prompt=prompt, max_tokens=6, stream=True).text)
     assert "".join(c["choices"][0]["text"] for c in streamed[:-1]) == said
+    for trace in (found["mmfast"], streamed[-2]["mmfast"]):
+        assert [row["stage"] for row in trace["rows"]][-2:] == ["prefill", "decode"]
     by_ids = engine._runner.processor.tokenizer.encode(prompt)
     assert post(app, path, prompt=by_ids, max_tokens=6).json()["choices"][0]["text"] == said
     for wrong in ({"prompt": ""}, {"prompt": [9999]}, {"prompt": "a", "suffix": "b"}, {}):

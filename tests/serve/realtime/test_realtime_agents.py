@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,12 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from realtime_checks import Rules
 from realtime_tools import ANSWER, HumBrain, HumService, HumVoices, Wire, fast, png, said
+from serve_tools import saying
 from tone_models import HumModel, HumSpeaker
 
 from mmfast.core.speech import Turn
+from mmfast.serve.calls import call_schema
+from mmfast.serve.config import ServerConfig
+from mmfast.serve.engine.base import Delta, Finish, Request
+from mmfast.serve.engine.rules import json_grammar
 from mmfast.serve.realtime.brain import ChatterVoices
+from mmfast.serve.realtime.engine import EngineVoices
 from mmfast.serve.realtime.response import GO_ON, GREET
-from mmfast.serve.realtime.service import SessionLimits
+from mmfast.serve.realtime.service import RealtimeService, SessionLimits
 from mmfast.serve.realtime.session import NEAR
 from mmfast.voice.models import Cascade
 
@@ -212,3 +219,82 @@ def test_a_choice_that_the_tools_do_not_allow_is_refused(wrong: dict) -> None:
         await wire.close()
 
     fast(main())
+
+
+class Spoken(HumSpeaker):
+    """A voice that hears one sentence."""
+
+    voices = ()
+
+    def transcribe(self, pcm: Any, rate: int = 16000) -> str:
+        return "what is the weather"
+
+
+async def asked_of_engine(
+    *events: Delta | Finish, name: str = "mine", update: dict[str, Any] | None = None
+) -> tuple[Wire, Request, dict[str, Any]]:
+    """Ask an engine with adapters by a name of its model; return its request and the response."""
+    engine = saying(*events)
+    config = ServerConfig(demo=False, strict_model=True, lora=("odd=/a/b",))
+    voices = EngineVoices(engine, Spoken(1600), config)
+    voices.follows = voices.calls = True  # as a checkpoint whose template has tools
+    service = RealtimeService(config, lambda: voices, model=lambda: "mine")
+    wire = Wire(service, query_string=f"model={name}".encode())
+    session = {"type": "realtime", "output_modalities": ["text"], **(update or {})}
+    wire.send("session.update", session=session)
+    await wire.event("session.updated")
+    wire.send("response.create", response={"instructions": "what is the weather?"})
+    done = (await wire.event("response.done"))["response"]
+    return wire, engine.requests[0], done
+
+
+WRITTEN = '{"name": "weather", "arguments": {"city": "Paris"}}'
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}, "auto"])
+def test_a_call_that_is_asked_for_follows_a_grammar(choice: Any) -> None:
+    async def main() -> None:
+        forced = choice != "auto"
+        text = WRITTEN if forced else CALL
+        update = {"tools": [TOOL], "tool_choice": choice}
+        pieces = (Delta(text[:20]), Delta(text[20:]), Finish("stop", 9, 9))
+        wire, request, done = await asked_of_engine(*pieces, update=update)
+        wanted = json_grammar(call_schema({"weather": TOOL["parameters"]}))
+        assert request.sampling.grammar == (wanted if forced else None)
+        assert done["status"] == "completed", done["status_details"]
+        assert [each["type"] for each in done["output"]] == ["function_call"]
+        assert json.loads(done["output"][0]["arguments"]) == {"city": "Paris"}
+        assert not wire.of("response.output_text.delta")
+        await wire.close()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_cut_short_is_incomplete_and_no_failure() -> None:
+    async def main() -> None:
+        update = {"tools": [TOOL], "tool_choice": "required"}
+        pieces = (Delta(WRITTEN[:30]), Finish("length", 9, 9))
+        wire, _, done = await asked_of_engine(*pieces, update=update)
+        assert done["status"] == "incomplete" and done["output"] == []
+        assert done["status_details"]["reason"] == "max_output_tokens"
+        await wire.close()
+
+    asyncio.run(main())
+
+
+def test_a_session_names_an_adapter_as_its_model_and_shows_the_trace() -> None:
+    async def main() -> None:
+        trace = {"visual_tokens": 4, "kept_tokens": 1, "rows": [], "notes": ["a note"]}
+        for name, adapter in (("odd", "odd"), ("mine", None)):
+            pieces = Delta("rain"), Finish("stop", 9, 1, 0, trace)
+            wire, request, done = await asked_of_engine(*pieces, name=name)
+            assert wire.of("session.created")[0]["session"]["model"] == name
+            assert request.adapter == adapter
+            assert trace.items() <= done["mmfast"].items()
+            other = {"odd": "mine", "mine": "odd"}[name]
+            wire.send("session.update", session={"type": "realtime", "model": other})
+            refused = (await wire.event("error"))["error"]
+            assert f"stays {name!r}" in refused["message"] and refused["param"] == "session.model"
+            await wire.close()
+
+    asyncio.run(main())
