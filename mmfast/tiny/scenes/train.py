@@ -55,7 +55,7 @@ KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
 HARD = {"where": 5, "describe": 4, "count": 2, "speed": 2}  # asked more even where right
 BLIND = 0.04  # share of steps with questions that come without a clip or picture
 EDGES = 2.0  # weight of a mean distance, in patches, of the edges that the tower tells
-STRANGERS = 2  # clips outside the world in a batch
+STRANGERS = 3  # clips outside the world in a batch
 
 
 class SceneTower(tower.TowerTask):
