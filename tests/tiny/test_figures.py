@@ -49,7 +49,7 @@ def test_a_turned_shape_is_its_polygon_turned(shape: str, turn: float) -> None:
     cos, sin, corners = np.cos(turn), np.sin(turn), looks.CORNERS[shape]
     turned = np.stack([corners @ (cos, -sin), corners @ (sin, cos)], 1)
     owned = _owned(shape, scene.Style(turn=turn))
-    assert np.mean(owned != _filled([turned])) < 0.004
+    assert np.mean(owned != _filled([turned])) < 0.012
 
 
 @pytest.mark.parametrize("figure", [*figures.TRAINED, *figures.KEPT])
