@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
 from mmfast.tiny.scenes import bank, figures, looks, outside
+from mmfast.tiny.scenes.evaluate import scene_cases
 from mmfast.tiny.video import scene
 
 TURNS = (0.0, 0.4, np.pi / 4, np.pi, 5.0)
@@ -86,3 +89,12 @@ def test_foreign_figures_are_seen_on_their_clips() -> None:
     for kind in ("shaped", "figures"):
         for _ in range(3):
             assert outside.pictures(kind, rng)[7].std() > 1
+
+
+def test_questions_about_figures_are_to_be_refused() -> None:
+    cases = list(islice(scene_cases(5, (outside.FIGURES,)), 6))
+    assert {case.answer for case in cases} == {outside.REFUSAL}
+    assert {case.media for case in cases} == {"image", "video"}
+    assert all(len(case.turns) == 1 for case in cases)
+    plain = list(islice(scene_cases(5, ("shape",)), 6))
+    assert outside.REFUSAL not in {case.answer for case in plain}

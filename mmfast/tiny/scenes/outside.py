@@ -111,9 +111,10 @@ tongue = German | French | Latin | Spanish
 sum = two plus two | seven times eight | 12 + 30 | 99 / 3 | the square root of 81 | 5 + 7 | 3 * 4
     | ten minus six | one hundred divided by five | 2 to the power of 10 | 17 - 9
 """)
-PICTURES = ("noise", "blank", "text", "empty", "shaped", "shuffled", "stripes", "figures")
-KEPT_PICTURES = ("stripes", "shuffled", "figures")  # never in training
-PRACTICE = ("mosaic", "rings", "strokes", "checks", "torn", "tinted")  # only in training
+PICTURES = ("noise", "blank", "text", "empty", "shuffled", "stripes")
+KEPT_PICTURES = ("stripes", "shuffled")  # never in training
+PRACTICE = ("mosaic", "rings", "strokes", "checks", "torn", "tinted", "shaped")  # only in training
+FIGURES = "figures"  # the kind of pictures with shapes that are in no training
 FOREIGN = {"black": (12, 12, 12), "grey": (125, 125, 125), "brown": (110, 66, 30),
            "pink": (250, 160, 190), "light pink": (255, 192, 203), "orange": (255, 160, 10),
            "cyan": (10, 245, 250)}  # colours that the world has not  # fmt: skip
@@ -200,8 +201,8 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
     seed = int(rng.integers(2**31))
     if kind == "tinted":
         return looks.draw(_tinted(rng, seed)).frames
-    if kind in ("shaped", "figures"):
-        return looks.draw(_shaped(rng, seed, kind == "figures")).frames
+    if kind in ("shaped", FIGURES):
+        return looks.draw(_shaped(rng, seed, kind == FIGURES)).frames
     if kind == "torn":  # every row of a scene moved sideways: its colours, but no shapes
         drawn = looks.draw(looks.make_view(7, 0, seed)).frames
         high = int(rng.integers(1, 5))

@@ -40,6 +40,7 @@ from mmfast.tiny.scenes.lessons import (
 )
 from mmfast.tiny.scenes.looks import BACKGROUNDS
 from mmfast.tiny.scenes.model import START, make_model, make_processor
+from mmfast.tiny.scenes.outside import FIGURES
 from mmfast.tiny.scenes.questions import ABSENT, LOOSE
 from mmfast.tiny.scenes.readout import SceneReadout
 from mmfast.tiny.video import tower
@@ -360,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> training.Figures:
     run(options, log)
     ask = partial(run_scenes, options.out, seed=options.seed, device=options.device)
     result = ask(options.questions)
-    for name, kinds in (("absent", (ABSENT,)), ("loose", LOOSE), ("freely", (FREELY,))):
+    more = {"absent": (ABSENT,), "loose": LOOSE, "freely": (FREELY,), FIGURES: (FIGURES,)}
+    for name, kinds in more.items():
         found = ask(options.questions // 4, kinds=kinds)
         result[name] = {key: found[key] for key in ("n", "accuracy", "interval")}
     log({"stage": "evaluation", **result, "model": "this checkpoint"})
