@@ -21,7 +21,7 @@ from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import Bank, ClipRow, decode, encode, shrink
 
 _KNOWN = tuple(kind for kind in outside.PICTURES if kind not in outside.KEPT_PICTURES)
-TRAINED = (*_KNOWN, *outside.PRACTICE)
+TRAINED = (*_KNOWN, *outside.PRACTICE, "tinted", *["shaped"] * 4)
 LONE, SHADED = 4, 3
 _TABLE = tuple(field.name for field in fields(scene.Table))
 

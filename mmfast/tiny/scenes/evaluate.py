@@ -61,7 +61,7 @@ BATCH = 16
 FREELY = "freely"  # kind of questions in wordings that nobody trains
 STRANGE = "strange media"  # kind of questions of the world about media outside it
 TURNS = (*CLIP_KINDS, OUTSIDE, STRANGE)
-STILLS = (*STILL_KINDS, OUTSIDE, STRANGE, ABSENT, ALONE, SHORT)
+STILLS = (*STILL_KINDS, OUTSIDE, STRANGE, outside.FIGURES, ABSENT, ALONE, SHORT)
 CONTROLS = ("", "other", "reversed")  # which media: its own, those of another case, backwards
 Report = Callable[[str, int, int], None]
 
@@ -128,7 +128,7 @@ def scene_cases(
             view, drawing, table = _view(seed, next(indices), lone)
             at = int(rng.integers(scene.SAMPLED))
             items = picture_items(view, table, at) if still else clip_items(view, table, True)
-            any_kind = kind in (OUTSIDE, STRANGE)
+            any_kind = kind in (OUTSIDE, STRANGE, outside.FIGURES)
             known = [item for item in items if item.kind == kind
                      or (any_kind and item.kind not in (ABSENT, *LOOSE))]  # fmt: skip
             if kind == FREELY:
@@ -136,12 +136,13 @@ def scene_cases(
             if known:
                 break
         frames, zoom = drawing.frames, view.look.zoom
-        if kind == STRANGE:
-            frames, zoom = outside.pictures(_stranger(rng, kept), rng), 1.0
+        if kind in (STRANGE, outside.FIGURES):
+            sort = _stranger(rng, kept) if kind == STRANGE else kind
+            frames, zoom = outside.pictures(sort, rng), 1.0
         shown = frames[scene.sampled_indices(scene.FRAMES)[at]]
         file = _picture_file(shown, zoom) if still else _clip_file(frames, zoom)
         item = known[int(rng.integers(len(known)))]
-        if kind == STRANGE:
+        if kind in (STRANGE, outside.FIGURES):
             item = _single(known, item)
         turns, answer = _worded(item, kept, rng), item.answer
         if kind == FREELY:
@@ -150,7 +151,7 @@ def scene_cases(
         if kind == OUTSIDE:
             worldly = turn % 4 >= 2  # of those kept back, too, every other one
             turns = ((outside.worldly if worldly else outside.question)(rng, kept),)
-        if kind in (OUTSIDE, STRANGE):
+        if any_kind:
             answer = outside.REFUSAL
         yield SceneCase(file, "image" if still else "video", turns, answer, kind, kept)
 
@@ -329,7 +330,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
     note = 'of questions; "absent" asks about what is not there, "alone" about "the object", …'
     parser.add_argument(
-        "--kinds", nargs="+", choices=(*TURNS, ABSENT, *LOOSE, FREELY), default=TURNS, help=note
+        "--kinds",
+        nargs="+",
+        choices=(*TURNS, ABSENT, *LOOSE, FREELY, outside.FIGURES),
+        default=TURNS,
+        help=note,
     )
     training.device_option(parser)
     options = parser.parse_args(argv)

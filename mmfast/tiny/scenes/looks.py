@@ -21,6 +21,7 @@ SECONDS = FRAMES // FPS
 CANVASES = ((192, 192), (192, 192), (216, 168), (168, 216), (228, 156), (252, 144))
 ZOOMS = (0.75, 1.0, 1.0, 1.5)  # size of the file against the canvas
 Ink = tuple[float, float, float]
+Outline = tuple[Floats, ...]  # see `scene.Style`
 PURE: dict[str, tuple[Ink, ...]] = {  # what drawing programs and libraries call so
     "red": ((255, 0, 0),), "green": ((0, 128, 0), (0, 255, 0)), "blue": ((0, 0, 255),),
     "yellow": ((255, 255, 0),), "purple": ((128, 0, 128),), "white": ((255, 255, 255),),
@@ -39,6 +40,8 @@ class SceneLook:
     height: int
     zoom: float
     inks: Mapping[str, Ink] = field(default_factory=dict)  # other shades of colours, by name
+    turns: tuple[float, ...] = ()  # of each thing, in radians
+    outlines: Mapping[str, Outline] = field(default_factory=dict)  # others of a shape
 
     @property
     def scale(self) -> Floats:
@@ -58,10 +61,16 @@ class SceneView:
     scene: Scene
     look: SceneLook
 
+    def style(self, thing: int) -> scene.Style:
+        """How a thing is drawn."""
+        look, one = self.look, self.scene.things[thing]
+        turn = look.turns[thing] if look.turns else 0.0
+        return scene.Style(look.inks.get(one.colour), turn, look.outlines.get(one.shape, ()))
+
     def reach(self, thing: int) -> Floats:
         """Ways from the centre of a thing to its corners top left and bottom right, in units."""
         one = self.scene.things[thing]
-        reach = np.asarray(EXTENTS[one.shape]).reshape(2, 2) * one.radius * scene.SCALE
+        reach = extents(one.shape, self.style(thing)) * one.radius * scene.SCALE
         return np.asarray(reach / self.look.scale)
 
     def box(self, thing: int, place: Floats) -> tuple[int, int, int, int]:
@@ -75,6 +84,24 @@ EXTENTS = {  # left, top, right, bottom of each shape in radii
     "circle": (-1, -1, 1, 1), "square": (-0.86, -0.86, 0.86, 0.86),
     "triangle": (-0.9, -1, 0.9, 0.8), "star": (-1.09, -1.15, 1.09, 0.93), "cross": (-1, -1, 1, 1),
 }  # fmt: skip
+_TIPS = np.pi / 5 * np.arange(10)
+CORNERS: dict[str, Floats] = {  # in radii, of the shapes that a turn changes
+    "square": np.array([(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)]),
+    "triangle": np.array([(0, -1), (0.9, 0.8), (-0.9, 0.8)]),
+    "star": np.stack([np.sin(_TIPS), -np.cos(_TIPS)], 1) * np.tile([[1.15], [0.5]], (5, 1)),
+    "cross": np.array([(-0.34, -1), (0.34, -1), (0.34, -0.34), (1, -0.34), (1, 0.34), (0.34, 0.34),
+                       (0.34, 1), (-0.34, 1), (-0.34, 0.34), (-1, 0.34), (-1, -0.34),
+                       (-0.34, -0.34)]),
+}  # fmt: skip
+
+
+def extents(shape: str, style: scene.Style) -> Floats:
+    """Corners top left and bottom right of a shape, in radii: `[2, 2]`."""
+    corners = np.concatenate(style.outline) if style.outline else CORNERS.get(shape)
+    if corners is None or not (style.turn or style.outline):
+        return np.array(EXTENTS[shape], np.float64).reshape(2, 2)
+    turned = style.corners(corners)
+    return np.stack([turned.min(0), turned.max(0)])
 
 
 def make_view(
@@ -83,13 +110,13 @@ def make_view(
     """The view number `index` of a seed; births fall on frames that the model is shown.
 
     `lone` has one thing of any size, near the centre, mostly before nothing but a tint: the first
-    picture that people draw. `shades` has other shades of each colour.
+    picture that people draw. `shades` has other shades of each colour, and things that are turned.
     """
     draft = scene.make_scene(purpose, seed, index)
     rng = np.random.default_rng([purpose, seed, index, 17])
     inks = {name: _ink(rng, name) for name in COLOURS} if shades else {}
     if lone:
-        return _lone(draft, rng, inks)
+        return _turned(_lone(draft, rng, inks), shades)
     shown = scene.sampled_indices(FRAMES)
     factor = float(rng.uniform(0.72, 1.05))
     things = tuple(
@@ -104,7 +131,23 @@ def make_view(
     if panel is not None:
         panel = replace(panel, born=int(shown[np.searchsorted(shown, panel.born)]))
     look = _look(rng, [thing.colour for thing in things], inks)
-    return SceneView(replace(draft, things=things, panel=panel), look)
+    return _turned(SceneView(replace(draft, things=things, panel=panel), look), shades)
+
+
+def _turned(view: SceneView, shades: bool) -> SceneView:
+    """With `shades`, every third thing turned, and triangles of any sides."""
+    if not shades:
+        return view
+    rng = np.random.default_rng([view.look.seed, 29])
+    angles = (rng.choice((rng.integers(8) * np.pi / 4, rng.uniform(0, 2 * np.pi)))
+              for _ in view.scene.things)  # fmt: skip
+    turns = tuple(float(angle) * (rng.random() < 0.35) for angle in angles)
+    outlines: dict[str, Outline] = {}
+    if rng.random() < 0.4:
+        apart = rng.uniform(0.9, 1.6, 3)  # every corner between 51 and 91 degrees or so
+        around = (apart / apart.sum() * 2 * np.pi).cumsum() + rng.uniform(0, 2 * np.pi)
+        outlines["triangle"] = (np.stack([np.cos(around), np.sin(around)], 1) * 1.1,)
+    return replace(view, look=replace(view.look, turns=turns, outlines=outlines))
 
 
 def _ink(rng: np.random.Generator, name: str) -> Ink:
@@ -218,8 +261,7 @@ def draw(view: SceneView, times: Iterable[int] = range(FRAMES)) -> Drawing:
         for i, thing in enumerate(plan.things):
             if thing.alive()[t]:
                 centre = (thing.path()[t] + shift) * look.scale
-                ink = look.inks.get(thing.colour)
-                size = scene.paint(picture, owner[t], thing, i, centre, ink)
+                size = scene.paint(picture, owner[t], thing, i, centre, view.style(i))
                 whole[i] = max(whole[i], size)
         if plan.bar is not None:
             scene.paint_bar(picture, owner[t], plan.bar, shift, look.scale)

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from mmfast.tiny.scenes import looks, nouns, wordings
+from mmfast.tiny.scenes import figures, looks, nouns, wordings
 from mmfast.tiny.scenes.questions import FORMS, KEPT, plural
 from mmfast.tiny.scenes.sayings import saying, sayings
 from mmfast.tiny.video.questions import parse_grammar
@@ -113,9 +113,11 @@ sum = two plus two | seven times eight | 12 + 30 | 99 / 3 | the square root of 8
 """)
 PICTURES = ("noise", "blank", "text", "empty", "shuffled", "stripes")
 KEPT_PICTURES = ("stripes", "shuffled")  # never in training
-PRACTICE = ("mosaic", "rings", "strokes", "checks", "torn", "tinted")  # only in training
+PRACTICE = ("mosaic", "rings", "strokes", "checks", "torn", "tinted", "shaped")  # only in training
+FIGURES = "figures"  # the kind of pictures with shapes that are in no training
 FOREIGN = {"black": (12, 12, 12), "grey": (125, 125, 125), "brown": (110, 66, 30),
-           "pink": (250, 160, 190)}  # colours that the world has not  # fmt: skip
+           "pink": (250, 160, 190), "light pink": (255, 192, 203), "orange": (255, 160, 10),
+           "cyan": (10, 245, 250)}  # colours that the world has not  # fmt: skip
 
 
 def question(rng: np.random.Generator, kept: bool = False) -> str:
@@ -199,6 +201,8 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
     seed = int(rng.integers(2**31))
     if kind == "tinted":
         return looks.draw(_tinted(rng, seed)).frames
+    if kind in ("shaped", FIGURES):
+        return looks.draw(_shaped(rng, seed, kind == FIGURES)).frames
     if kind == "torn":  # every row of a scene moved sideways: its colours, but no shapes
         drawn = looks.draw(looks.make_view(7, 0, seed)).frames
         high = int(rng.integers(1, 5))
@@ -230,6 +234,17 @@ def _tinted(rng: np.random.Generator, seed: int) -> looks.SceneView:
         tints[0] = greys[int(rng.integers(len(greys)))]
     look = replace(view.look, inks=dict.fromkeys(COLOURS, shade), tints=tints)
     return replace(view, look=look, scene=replace(view.scene, panel=None))
+
+
+def _shaped(rng: np.random.Generator, seed: int, kept: bool) -> looks.SceneView:
+    """Things of the world's colours, mostly a single one, but of a shape that it has not."""
+    view = looks.make_view(8, 0, seed, lone=bool(rng.random() < 0.75), shades=True)
+    known = figures.KEPT if kept else figures.TRAINED
+    outlines = {shape: known[int(rng.integers(len(known)))](rng) for shape in SHAPES}
+    # Of a smaller figure the corners cannot be told from those of a circle or star.
+    things = (*(replace(thing, radius=max(thing.radius, 10.0)) for thing in view.scene.things),)
+    scene = replace(view.scene, panel=None, things=things)
+    return replace(view, scene=scene, look=replace(view.look, outlines=outlines))
 
 
 def _mosaic(rng: np.random.Generator, height: int, width: int) -> Floats:

@@ -40,6 +40,7 @@ from mmfast.tiny.scenes.lessons import (
 )
 from mmfast.tiny.scenes.looks import BACKGROUNDS
 from mmfast.tiny.scenes.model import START, make_model, make_processor
+from mmfast.tiny.scenes.outside import FIGURES
 from mmfast.tiny.scenes.questions import ABSENT, LOOSE
 from mmfast.tiny.scenes.readout import SceneReadout
 from mmfast.tiny.video import tower
@@ -55,7 +56,7 @@ KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
 HARD = {"where": 5, "describe": 4, "count": 2, "speed": 2}  # asked more even where right
 BLIND = 0.04  # share of steps with questions that come without a clip or picture
 EDGES = 2.0  # weight of a mean distance, in patches, of the edges that the tower tells
-STRANGERS = 2  # clips outside the world in a batch
+STRANGERS = 3  # clips outside the world in a batch
 
 
 class SceneTower(tower.TowerTask):
@@ -360,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> training.Figures:
     run(options, log)
     ask = partial(run_scenes, options.out, seed=options.seed, device=options.device)
     result = ask(options.questions)
-    for name, kinds in (("absent", (ABSENT,)), ("loose", LOOSE), ("freely", (FREELY,))):
+    more = {"absent": (ABSENT,), "loose": LOOSE, "freely": (FREELY,), FIGURES: (FIGURES,)}
+    for name, kinds in more.items():
         found = ask(options.questions // 4, kinds=kinds)
         result[name] = {key: found[key] for key in ("n", "accuracy", "interval")}
     log({"stage": "evaluation", **result, "model": "this checkpoint"})

@@ -267,6 +267,36 @@ def ground(rng: np.random.Generator, pixels: int = PIXELS) -> Floats:
     return np.asarray(np.clip(mixed, 0, 255))
 
 
+@dataclass(frozen=True)
+class Style:
+    """How a thing is drawn where it is not drawn plainly."""
+
+    ink: Sequence[float] | None = None  # another red, green and blue than that of its colour
+    turn: float = 0.0  # clockwise, in radians
+    outline: tuple[Floats, ...] = ()  # polygons `[k, 2]`, in radii; a second is a hole
+
+    def corners(self, points: Floats) -> Floats:
+        """Points `[k, 2]` after the turn."""
+        cos, sin = np.cos(self.turn), np.sin(self.turn)
+        return np.asarray(points @ np.array([[cos, sin], [-sin, cos]]))
+
+
+PLAIN = Style()
+
+
+def _polygons(outline: Sequence[Floats], x: Floats, y: Floats) -> Floats:
+    """Signed distance to polygons, negative inside an odd number of them."""
+    nearest, inside = np.full(np.broadcast_shapes(x.shape, y.shape), np.inf), np.array(False)
+    for polygon in outline:
+        for (x1, y1), (x2, y2) in zip(polygon, np.roll(polygon, -1, 0), strict=True):
+            dx, dy = x2 - x1, y2 - y1
+            part = np.clip(((x - x1) * dx + (y - y1) * dy) / max(dx**2 + dy**2, 1e-9), 0, 1)
+            nearest = np.minimum(nearest, np.hypot(x - x1 - part * dx, y - y1 - part * dy))
+            if dy:
+                inside = inside ^ (((y1 > y) != (y2 > y)) & (x < x1 + (y - y1) * dx / dy))
+    return np.where(inside, -nearest, nearest)
+
+
 def _distance(shape: str, x: Floats, y: Floats, r: float) -> Floats:
     """Signed distance to the outline in pixels, negative inside (near enough for smoothing)."""
     if shape == "circle":
@@ -296,20 +326,22 @@ def paint(
     thing: Thing,
     index: int,
     centre: Floats,
-    ink: Sequence[float] | None = None,
+    style: Style = PLAIN,
 ) -> int:
-    """Paint one thing into its bounding square; returns the number of its pixels.
-
-    `ink` is another red, green and blue than that of its colour's name.
-    """
+    """Paint one thing into its bounding square; returns the number of its pixels."""
     r = thing.radius * SCALE
-    x0, y0 = np.maximum(np.floor(centre - 1.2 * r).astype(int) - 1, 0)
-    x1, y1 = np.minimum(np.ceil(centre + 1.2 * r).astype(int) + 2, picture.shape[1::-1])
+    x0, y0 = np.maximum(np.floor(centre - 1.3 * r).astype(int) - 1, 0)
+    x1, y1 = np.minimum(np.ceil(centre + 1.3 * r).astype(int) + 2, picture.shape[1::-1])
     x = np.arange(x0, x1, dtype=np.float64)[None, :] + 0.5 - centre[0]
     y = np.arange(y0, y1, dtype=np.float64)[:, None] + 0.5 - centre[1]
-    alpha = np.clip(0.5 - _distance(thing.shape, x, y, r), 0, 1)[..., None]
+    if style.outline:
+        gap = _polygons([style.corners(polygon) * r for polygon in style.outline], x, y)
+    else:
+        cos, sin = np.cos(style.turn), np.sin(style.turn)
+        gap = _distance(thing.shape, cos * x + sin * y, cos * y - sin * x, r)
+    alpha = np.clip(0.5 - gap, 0, 1)[..., None]
     patch = picture[y0:y1, x0:x1]
-    patch += alpha * (np.asarray(ink or COLOURS[thing.colour], np.float64) - patch)
+    patch += alpha * (np.asarray(style.ink or COLOURS[thing.colour], np.float64) - patch)
     inside = alpha[..., 0] > 0.5
     owner[y0:y1, x0:x1][inside] = index + 1
     return int(inside.sum())
