@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +33,10 @@ from mmfast.tiny.video.questions import KINDS
 
 SUITE = "scaling-law"
 HEAD = 32  # width of an attention head, as in the embedded decoder
-SIZES = ("64x2", "96x3", "160x4", "192x5")  # width x layers; the last one is the embedded decoder's
+SIZES = ("32x2", "64x2", "96x3", "160x4")  # width x layers; the embedded decoder is 192x5
 TOKENS = (1, 4, 9, 36)  # vectors a frame
 TEXT = (0, 16, 128)  # tokens of text whose FLOPs are counted; 0: its keys and values are cached
-STEPS, BATCH = 320, 12  # of a cell, and clips of a step
+STEPS, BATCH = 280, 8  # of a cell, and clips of a step
 HELD, EACH, PART = 256, 8, 32  # clips at the end of the bank, questions about each, of a batch
 
 
@@ -55,7 +54,7 @@ def size_of(text: str) -> tuple[int, int]:
 def config_of(base: Qwen2Config, width: int, depth: int) -> Qwen2Config:
     """Configuration of a decoder with the proportions of `base`, and another width and depth."""
     wide = base.intermediate_size * width // base.hidden_size
-    heads = {name: width // HEAD for name in ("num_attention_heads", "num_key_value_heads")}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), width // HEAD)
     changed = {"hidden_size": width, "intermediate_size": wide, "num_hidden_layers": depth}
     old = {name: value for name, value in base.to_dict().items() if name != "layer_types"}
     return Qwen2Config(**old | changed | heads)
@@ -74,7 +73,7 @@ class SizedReader(nn.Module):
     def __init__(self, config: Qwen2Config, features: int, tokens: int, side: int) -> None:
         super().__init__()
         self.compressor = QueryCompressor(
-            features, tokens, (side, side), inner=96, heads=3, asks=False, depth=1
+            features, tokens, (side, side), inner=48, heads=3, asks=False, depth=0
         )
         self.enter = nn.Linear(features, config.hidden_size)
         self.language_model = Qwen2Model(config)
