@@ -145,5 +145,5 @@ def test_bad_options_are_told_in_one_line(
 
 
 def test_another_model_is_refused_in_one_line(grid: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^error: 'tiny-document' is a .* name\s"):
-        law.main([*grid, "--model", "tiny-document"])
+    with pytest.raises(SystemExit, match=r"^error: 'tiny-text' is a LlamaForCausalLM; .* name that"):
+        law.main([*grid, "--model", "tiny-text"])
