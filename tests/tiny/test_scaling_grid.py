@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from mmfast.models.cost import prefill_flops
 from mmfast.models.loading import embedded_path
 from mmfast.models.loading import load as load_model
 from mmfast.tiny import training
-from mmfast.tiny.video import law
+from mmfast.tiny.video import compressors, law
 from mmfast.tiny.video.lessons import ClipSampler
 
 SMALL = ["--clips", "6", "--held", "3", "--batch", "2", "--questions", "3", "--steps", "2"]
@@ -133,7 +134,7 @@ def test_every_cell_is_asked_alike_and_learns(school: tuple[Any, ClipSampler]) -
         (["--sizes", "70x2"], "width 70 of size '70x2' is no multiple of 32"),
         (["--tokens", "37"], "--tokens 37 must be 1 to 36, the patches of a frame"),
         (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--clips", "100"], "--clips 100 must be at least 268"),
+        (["--clips", "100"], "--clips 100 must be at least 264"),
     ],
 )
 def test_bad_options_are_told_in_one_line(
@@ -144,6 +145,11 @@ def test_bad_options_are_told_in_one_line(
     assert told in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_another_model_is_refused_in_one_line(grid: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^error: 'tiny-text' is a LlamaForCausalLM; .* name that"):
-        law.main([*grid, "--model", "tiny-text"])
+def test_another_model_is_refused_in_one_line(
+    grid: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = SimpleNamespace(model=None)  # no LLaVA-OneVision
+    monkeypatch.setattr(compressors, "load", lambda *_: (other, None))
+    told = "^error: 'tiny-video' is a SimpleNamespace; the lessons are those of tiny-video: name"
+    with pytest.raises(SystemExit, match=told):
+        law.main(grid)

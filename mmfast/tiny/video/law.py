@@ -24,10 +24,10 @@ from mmfast.bench import results
 from mmfast.compressors.query_compressor import QueryCompressor
 from mmfast.core.errors import ModelError
 from mmfast.models.cost import prefill_flops
-from mmfast.models.loading import load, located
 from mmfast.tiny import training
 from mmfast.tiny.evaluate import interval
 from mmfast.tiny.video import scene, tower
+from mmfast.tiny.video.compressors import pupil
 from mmfast.tiny.video.lessons import ClipSampler, Lesson, Weights, answer_from
 from mmfast.tiny.video.questions import KINDS
 
@@ -179,8 +179,9 @@ def measure(
 
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Measure every cell that the file of rows does not have yet."""
-    named = {name: getattr(options, name) for name in ("steps", "batch", "clips", "held", "rate")}
-    shared = {"model": options.model, **named, "questions": options.questions}
+    names = ("steps", "batch", "clips", "held", "rate", "questions")
+    shared = {"model": Path(options.model).name}  # no path in a row
+    shared |= {name: getattr(options, name) for name in names}
     keys = {
         cell: "{} {} {} ".format(*cell) + " ".join(map(str, shared.values()))
         for cell in cells(options)
@@ -190,13 +191,8 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
     if not left:
         log({"stage": "nothing left to measure", "cells": len(keys)})
         return
-    model, processor = load(located(options.model), "cpu", "float32")
-    base = model.config.get_text_config()
-    if not hasattr(model.model, "image_newline") or not isinstance(base, Qwen2Config):
-        raise ModelError(
-            f"{options.model!r} is a {type(model).__name__}; the lessons are those of tiny-video: "
-            "name that, or a checkpoint of python -m mmfast.tiny.video.train"
-        )
+    model, processor = pupil(options.model)
+    base = model.config.text_config
     bank, features = tower.encoded_clips(model, options.clips, 0, log)
     clips = ClipSampler(bank, features, processor.tokenizer, 0)
     weights = dict.fromkeys(KINDS, 1.0)
