@@ -129,7 +129,7 @@ def test_every_cell_is_asked_alike_and_learns(school: tuple[Any, ClipSampler]) -
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["--sizes", "64"], "size '64' is not WIDTHxLAYERS; give for example 64x2"),
+        (["--sizes", "64"], "size '64' is not WIDTHxLAYERS; give for example 32x2"),
         (["--sizes", "64x0"], "size '64x0' is not WIDTHxLAYERS"),
         (["--sizes", "70x2"], "width 70 of size '70x2' is no multiple of 32"),
         (["--tokens", "37"], "--tokens 37 must be 1 to 36, the patches of a frame"),

@@ -33,10 +33,10 @@ from mmfast.tiny.video.questions import KINDS
 
 SUITE = "scaling-law"
 HEAD = 32  # width of an attention head, as in the embedded decoder
-SIZES = ("64x2", "96x3", "160x4")  # width x layers; the embedded decoder is 192x5
+SIZES = ("32x2", "64x2", "96x3", "128x3")  # width x layers; the embedded decoder is 192x5
 TOKENS = (1, 4, 9, 36)  # vectors a frame
 TEXT = (0, 16, 128)  # tokens of text whose FLOPs are counted; 0: its keys and values are cached
-STEPS, BATCH = 400, 8  # of a cell, and clips of a step
+STEPS, BATCH = 280, 8  # of a cell, and clips of a step
 HELD, EACH, PART = 256, 8, 32  # clips at the end of the bank, questions about each, of a batch
 
 
