@@ -59,7 +59,7 @@ def fit(weights: Sequence[float], visual: Sequence[float], wrong: Sequence[float
     x, v, y = (np.asarray(each, dtype=float) for each in (weights, visual, wrong))
     logs = np.log(x / UNIT), np.log(v)
     middle, half = np.full(2, (LOW + HIGH) / 2), (HIGH - LOW) / 2
-    found = (math.inf, 0.0, 0.0, 0.0, 0.0)
+    law, least = ScalingLaw(0.0, 0.0, 0.0, 0.0), math.inf
     while half > 1e-4:
         sides = [np.linspace(-half, half, STEPS) + each for each in middle]
         alphas, betas = (each.ravel() for each in np.meshgrid(*sides, indexing="ij"))
@@ -67,10 +67,12 @@ def fit(weights: Sequence[float], visual: Sequence[float], wrong: Sequence[float
         scale, floor = _line(powers, y)
         loss = ((scale[:, None] * powers + floor[:, None] - y) ** 2).sum(-1)
         place = int(loss.argmin())
-        here = (loss[place], scale[place], alphas[place], betas[place], floor[place])
-        found = min(found, tuple(map(float, here)))
-        middle, half = np.array(found[2:4]), half / 2
-    return ScalingLaw(*found[1:])
+        if loss[place] < least:
+            least = float(loss[place])
+            numbers = scale[place], alphas[place], betas[place], floor[place]
+            law = ScalingLaw(*map(float, numbers))
+        middle, half = np.array([law.alpha, law.beta]), half / 2
+    return law
 
 
 def _line(powers: Floats, y: Floats) -> tuple[Floats, Floats]:
