@@ -130,7 +130,12 @@ def scaling_svg(
         axes.set_xscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
-    return _svg(4.2, paint, "FLOPs of the visual tokens in a prefill; dashed: the law", "wrong")
+    return _svg(
+        4.2,
+        paint,
+        "FLOPs of the visual tokens in a prefill; dashed: the law without the smallest",
+        "wrong",
+    )
 
 
 def _svg(height: float, paint: Callable[[Any], None], across: str, up: str) -> str:

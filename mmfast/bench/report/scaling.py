@@ -24,7 +24,7 @@ SUITE = "scaling-law"
 PAPER = {"alpha": 0.077, "beta": 0.015}
 DRAWS = 200  # of the bootstrap
 UNIT = 1e6  # N is counted in millions
-BUDGETS = (5, 10, 20, 40, 80, 160, 320, 640, 1280)  # million FLOPs of a prefill
+BUDGETS = [round(5 * 2 ** (step / 2)) for step in range(17)]  # million FLOPs of a prefill
 SPARE = 2  # times what the largest decoder costs at the fewest tokens; above, no size can use it
 LOW, HIGH, STEPS = -1.0, 3.0, 17  # exponents that are searched, and points of a side of the grid
 Floats = NDArray[np.float64]
@@ -151,7 +151,7 @@ def curves(rows: Rows) -> tuple[dict[str, list[tuple[float, ...]]], dict[str, Po
         low, high = row["interval"]
         point = (row["flops"]["0"], 1 - row["score"], 1 - high, 1 - low)
         measured.setdefault(_size(row), []).append(point)
-    law = _law(mine)
+    law = _law(_learned(mine))
     for row in mine if law else ():
         assert law is not None
         wrong = law.law(np.array(float(row["parameters"])), np.array(float(row["visual"])))
@@ -164,6 +164,12 @@ Points = list[tuple[float, float]]
 
 def _latest(rows: Rows) -> list[Row]:
     return list({(row["size"], row["tokens"], row["seed"]): row for row in rows}.values())
+
+
+def _learned(rows: Rows) -> list[Row]:
+    """Rows without those of the smallest decoder, which may have learned next to nothing."""
+    smallest = min((row["parameters"] for row in rows), default=0)
+    return [row for row in rows if row["parameters"] > smallest]
 
 
 def _law(rows: Rows) -> FittedLaw | None:
@@ -199,9 +205,17 @@ def _below(rows: Rows) -> str:
 
 
 def _exponents(rows: Rows) -> list[Row]:
-    found = _law(_latest(rows))
-    if found is None:
-        return []
+    mine = _latest(rows)
+    parts = {"all sizes": mine, "without the smallest": _learned(mine)}
+    laws = {name: (len(part), _law(part)) for name, part in parts.items()}
+    lines = [_line_of(f"{name}, {n} cells", law) for name, (n, law) in laws.items() if law]
+    paper = ScalingLaw(1.0, **PAPER, floor=0.0)
+    theirs = {"name": "the paper, 0.5 to 7 billion weights", **PAPER}
+    theirs |= {f"best{text}": _many(paper.best(text)) for text in (16, 128)}
+    return [*lines, theirs] if lines else []
+
+
+def _line_of(name: str, found: FittedLaw) -> Row:
     law, draws = found.law, found.draws
 
     def told(name: str) -> str:
@@ -213,12 +227,9 @@ def _exponents(rows: Rows) -> list[Row]:
         return f"{_many(law.best(text))} ({_many(low)} to {_many(high)})"
 
     sure = sum(each.alpha > each.beta for each in draws) / len(draws)
-    mine = {"name": "here", **{name: told(name) for name in ("alpha", "beta", "floor")}}
-    mine |= {"missed": f"{100 * found.missed:.1f}", "sure": f"{100 * sure:.0f} %"}
-    mine |= {f"best{text}": best(text) for text in (16, 128)}
-    paper = ScalingLaw(1.0, **PAPER, floor=0.0)
-    theirs = {"name": "the paper, 0.5 to 7 billion weights", **PAPER}
-    return [mine, theirs | {f"best{text}": _many(paper.best(text)) for text in (16, 128)}]
+    line = {"name": name, **{name: told(name) for name in ("alpha", "beta", "floor")}}
+    line |= {"missed": f"{100 * found.missed:.1f}", "sure": f"{100 * sure:.0f} %"}
+    return line | {f"best{text}": best(text) for text in (16, 128)}
 
 
 def _many(tokens: float) -> str:
@@ -229,14 +240,16 @@ def _budgets(rows: Rows) -> list[Row]:
     """For each number of text tokens and each budget the best cell of every token count in it."""
     mine, lines = _latest(rows), list[Row]()
     for text in mine[0]["flops"] if mine else ():
+        last: dict[int, Row] = {}
         large = min(mine, key=lambda row: (-row["parameters"], row["tokens"]))
         for budget in (each for each in BUDGETS if each * 1e6 <= SPARE * large["flops"][text]):
             within = [row for row in mine if row["flops"][text] <= budget * 1e6]
             best: dict[int, Row] = {}
             for row in sorted(within, key=lambda row: float(row["score"])):
                 best[row["tokens"]] = row
-            if len(best) < 2:
+            if len(best) < 2 or best == last:  # nothing to choose, or nothing that is new
                 continue
+            last = best
             top = max(float(row["score"]) for row in best.values())
             shown = {
                 count: {**row, "mark": "**" if row["score"] == top else ""}
@@ -272,8 +285,8 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
         ),
         ReportTable(
             SUITE,
-            "law: {name} | alpha: {alpha} | beta: {beta} | D: {floor} | root mean square of what "
-            "it misses, points: {missed} | draws with alpha > beta: {sure} | best V at 16 tokens "
+            "law of: {name} | alpha: {alpha} | beta: {beta} | D: {floor} | misses, points (root "
+            "mean square): {missed} | draws with alpha > beta: {sure} | best V at 16 tokens "
             "of text: {best16} | at 128: {best128}",
             lines=_exponents,
         ),
@@ -283,7 +296,9 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             lines=_budgets,
             after=lambda rows: (
                 "Wrong answers in per cent of the best decoder within the FLOPs of "
-                "a prefill; text 0: its keys and values are cached. Bold: the best of a line."
+                "a prefill; text 0: its keys and values are cached. Bold: the best of a line. Left out "
+                "are budgets that change nothing, and those that only more tokens can spend: above "
+                f"{SPARE} times what the largest decoder costs at the fewest tokens."
             ),
         ),
     ),

@@ -108,7 +108,7 @@ def test_a_chart_has_every_cell_and_the_law() -> None:
 
 def test_too_few_cells_are_told_in_one_line() -> None:
     rows = _rows((0.5, 0.3, 0.05, 0.0))[:4]  # one size
-    with pytest.raises(MmfastError, match="4 cells of 1 sizes and 4 token counts .* at least 5"):
+    with pytest.raises(MmfastError, match=r"4 cells of 1 sizes and 4 token counts .* at least 5"):
         fitted(rows)
     assert not any("the paper" in line for line in write_table("scaling_law", rows))
     mixed = [*_rows((0.5, 0.3, 0.05, 0.0)), {**rows[0], "right": [1], "asked": [2]}]
