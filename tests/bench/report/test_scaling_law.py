@@ -66,6 +66,22 @@ def test_intervals_hold_the_planted_exponents_and_narrow_with_more_clips() -> No
     assert many == fitted(_rows(planted, 640), draws=24)  # drawn alike every time
 
 
+def test_clips_that_differ_widen_the_intervals() -> None:
+    rows = _rows((0.5, 0.25, 0.08, 0.0))
+    wide = dict[bool, float]()
+    for together in (False, True):
+        for row in rows:  # as many right answers, on few clips or on all of them
+            total, n = sum(row["right"]), len(row["right"])
+            share, more = divmod(total, n)
+            row["right"] = [share + 1] * more + [share] * (n - more)
+            if together:
+                whole = total // 8
+                row["right"] = [8] * whole + [total % 8] + [0] * (n - whole - 1)
+        low, high = fitted(rows, draws=24).interval("beta")
+        wide[together] = high - low
+    assert wide[True] > 1.5 * wide[False] > 0
+
+
 def test_the_best_number_of_tokens_is_the_least_error_at_fixed_work() -> None:
     law = ScalingLaw(0.5, 0.3, 0.1, 0.1)
     counts = np.arange(1, 400.0)
