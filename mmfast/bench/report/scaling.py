@@ -295,8 +295,8 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             _within,
             lines=_budgets,
             after=lambda rows: (
-                "Wrong answers in per cent of the best decoder within the FLOPs of a prefill; text 0: "
-                "its keys and values are cached. Bold: the best of a line. Left out are budgets "
+                "Wrong answers in per cent of the best decoder within the FLOPs of a prefill; text "
+                "0: its keys and values are cached. Bold: the best of a line. Left out are budgets "
                 "that change nothing, and those that only more tokens can spend: above "
                 f"{SPARE} times what the largest decoder costs at the fewest tokens."
             ),
