@@ -110,6 +110,8 @@ def fitted(rows: Rows, draws: int = DRAWS) -> FittedLaw:
     The clips of a draw are the same for all cells, as they were asked about the same. Residuals
     hold what the law misses, and what another order of training would have changed.
     """
+    if not rows:
+        raise MmfastError("no rows of the law; measure some: python -m mmfast.tiny.video.law")
     return _fitted(
         tuple(
             (row["parameters"], row["visual"], tuple(row["right"]), tuple(row["asked"]))
