@@ -11,11 +11,12 @@ import pytest
 import torch
 from clip_lessons import clip_lessons
 
+from mmfast.bench.suites import law
 from mmfast.models.cost import prefill_flops
 from mmfast.models.loading import embedded_path
 from mmfast.models.loading import load as load_model
 from mmfast.tiny import training
-from mmfast.tiny.video import compressors, law
+from mmfast.tiny.video import compressors
 from mmfast.tiny.video.lessons import ClipSampler
 
 SMALL = ["--clips", "6", "--held", "3", "--batch", "2", "--questions", "3", "--steps", "2"]

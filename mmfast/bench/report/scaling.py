@@ -1,4 +1,4 @@
-"""The one-token scaling law: its fit to rows of `python -m mmfast.tiny.video.law`, and tables.
+"""The one-token scaling law: its fit to rows of `python -m mmfast.bench.suites.law`, and tables.
 
 The law of arXiv 2411.03312 says that the share of wrong answers of a decoder with N weights that
 reads V visual tokens is A / N^alpha / V^beta + D. Where a prompt has Q tokens of text, its FLOPs
@@ -111,7 +111,7 @@ def fitted(rows: Rows, draws: int = DRAWS) -> FittedLaw:
     hold what the law misses, and what another order of training would have changed.
     """
     if not rows:
-        raise MmfastError("no rows of the law; measure some: python -m mmfast.tiny.video.law")
+        raise MmfastError("no rows of the law; measure some: python -m mmfast.bench.suites.law")
     return _fitted(
         tuple(
             (row["parameters"], row["visual"], tuple(row["right"]), tuple(row["asked"]))

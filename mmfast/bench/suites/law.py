@@ -207,7 +207,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m mmfast.tiny.video.law", description=__doc__.splitlines()[0]
+        prog="python -m mmfast.bench.suites.law", description=__doc__.splitlines()[0]
     )
     add, most = parser.add_argument, scene.CELLS**2
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
