@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mmfast.bench.report.accuracy import ALL, Points, label
 from mmfast.bench.results import Row, share
 
@@ -108,6 +110,32 @@ def delay_svg(series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
             axis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
     return _svg(4.2, paint, "average lagging, of the source", "right words")
+
+
+def scaling_svg(
+    measured: Mapping[str, Sequence[Sequence[float]]],
+    told: Mapping[str, Sequence[tuple[float, float]]],
+) -> str:
+    """Draw (FLOPs, wrong, its bounds) by size of a decoder, the law dashed; "" without points."""
+    if not measured:
+        return ""
+
+    def paint(axes: Any) -> None:
+        for index, (name, points) in enumerate(measured.items()):
+            x, y, low, high = (np.array(each) for each in zip(*points, strict=True))
+            style = {"color": f"C{index}", "label": name}
+            axes.errorbar(x, y, [y - low, high - y], fmt="o", capsize=3, markersize=4, **style)
+            if name in told:
+                axes.plot(*zip(*told[name], strict=True), "--", color=f"C{index}")
+        axes.set_xscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    return _svg(
+        4.2,
+        paint,
+        "FLOPs of the visual tokens in a prefill; dashed: the law without the smallest",
+        "wrong",
+    )
 
 
 def _svg(height: float, paint: Callable[[Any], None], across: str, up: str) -> str:

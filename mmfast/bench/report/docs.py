@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmfast.bench.report import accuracy, catalogue, named, ranking, speed
+from mmfast.bench.report import accuracy, catalogue, named, ranking, scaling, speed
 from mmfast.bench.report.accuracy import SHARES, Points, by_policy, by_share, points
 from mmfast.bench.report.catalogue import (
     ROOT,
@@ -26,7 +26,14 @@ from mmfast.bench.report.catalogue import (
     sites,
     vectors,
 )
-from mmfast.bench.report.charts import accuracy_svg, delay_svg, delays, speed_svg, speeds
+from mmfast.bench.report.charts import (
+    accuracy_svg,
+    delay_svg,
+    delays,
+    scaling_svg,
+    speed_svg,
+    speeds,
+)
 from mmfast.bench.report.table import EMPTY, NOT_MEASURED, ReportTable, markdown, score, stamp
 from mmfast.bench.results import Row, load, share
 from mmfast.caches.plan import plan_cache
@@ -38,6 +45,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     **accuracy.TABLES,
     **named.TABLES,
     **ranking.TABLES,
+    **scaling.TABLES,
     **speed.TABLES,
 }
 _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
@@ -70,7 +78,7 @@ def render(text: str, folder: Path) -> str:
     return _MARKER.sub(fill, text)
 
 
-CHARTS = ("accuracy.svg", "speed.svg", "translation.svg")
+CHARTS = ("accuracy.svg", "speed.svg", "translation.svg", "scaling.svg")
 BEST, BASELINES = 7, ("random", "uniform", "pool", "downsample")  # lines of the accuracy chart
 SUITES = {
     "eval-video": "clips",
@@ -386,6 +394,7 @@ def outputs(root: Path) -> dict[Path, str]:
         accuracy_svg(drawn(points(read_rows(folder, "eval-video")))),
         speed_svg(*speeds(read_rows(folder, "bench"))),
         delay_svg(delays(read_rows(folder, "speech"))),
+        scaling_svg(*scaling.curves(read_rows(folder, scaling.SUITE))),
     )
     files = {}
     for name, chart in zip(CHARTS, charts, strict=True):

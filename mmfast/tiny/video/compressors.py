@@ -213,17 +213,23 @@ class CompressorTask(training.Task):
         return {"mean": sum(mark for _, mark in marks) / len(marks), "kinds": scores}
 
 
+def pupil(name: str) -> tuple[Any, Any]:
+    """Model and processor that the lessons fit; ModelError for one of another architecture."""
+    model, processor = load(located(name), "cpu", "float32")
+    if not hasattr(model.model, "image_newline"):
+        raise ModelError(
+            f"{name!r} is a {type(model).__name__}; the lessons are those of tiny-video: "
+            "name that, or a checkpoint of python -m mmfast.tiny.video.train"
+        )
+    return model, processor
+
+
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Train one compressor for every number of tokens, on the same clips and for as long."""
     get(options.compressor, "compressor")  # imports them, and refuses an unknown name
     for tokens in options.tokens:
         Compressor.kinds[options.compressor].refuse(tokens)
-    model, processor = load(located(options.model), "cpu", "float32")
-    if not hasattr(model.model, "image_newline"):
-        raise ModelError(
-            f"{options.model!r} is a {type(model).__name__}; the lessons are those of tiny-video: "
-            "name that, or a checkpoint of python -m mmfast.tiny.video.train"
-        )
+    model, processor = pupil(options.model)
     bank, features = tower.encoded_clips(model, options.clips, options.seed, log)  # [n, F, P, D]
     train_all(options, log, model, ClipSampler(bank, features, processor.tokenizer, options.seed))
 
