@@ -175,7 +175,8 @@ class Offsets:
         if known is not None and cache is not None and cache.get_seq_length() > 0:
             axes = position_axes(decoder_of(self._base))
             mask = kwargs.get("attention_mask")
-            source = kwargs.get("inputs_embeds", kwargs.get("input_ids"))  # HunYuan-VL: ids alone
+            given = "inputs_embeds" if "inputs_embeds" in kwargs else "input_ids"  # HunYuan-VL: ids
+            source = kwargs[given]
             return _continued(known, cache, source, mask, axes)
         with self._lock:
             positions = stock(**kwargs)

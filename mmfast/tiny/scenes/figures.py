@@ -13,7 +13,8 @@ ROUND = 64  # corners of what is round
 
 
 def _around(angles: Floats, radii: Floats | float = 1.0) -> Floats:
-    return np.stack([np.sin(angles), -np.cos(angles)], 1) * np.asarray(radii).reshape(-1, 1)
+    found = np.stack([np.sin(angles), -np.cos(angles)], 1) * np.asarray(radii).reshape(-1, 1)
+    return np.asarray(found)
 
 
 def _circle(radius: float = 1.0) -> Floats:

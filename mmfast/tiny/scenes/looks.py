@@ -12,7 +12,17 @@ import numpy as np
 from PIL import Image
 
 from mmfast.tiny.video import scene
-from mmfast.tiny.video.scene import COLOURS, FRAMES, MARGIN, SIDE, Bytes, Drawing, Floats, Scene
+from mmfast.tiny.video.scene import (
+    COLOURS,
+    FRAMES,
+    MARGIN,
+    SIDE,
+    Bytes,
+    Drawing,
+    Floats,
+    Scene,
+    Style,
+)
 
 BACKGROUNDS = ("plain", "gradient", "photo", "blur")
 FPS = 2  # a clip of 16 frames lasts 8 seconds, and the frames that the model sees are one each
@@ -61,11 +71,11 @@ class SceneView:
     scene: Scene
     look: SceneLook
 
-    def style(self, thing: int) -> scene.Style:
+    def style(self, thing: int) -> Style:
         """How a thing is drawn."""
         look, one = self.look, self.scene.things[thing]
         turn = look.turns[thing] if look.turns else 0.0
-        return scene.Style(look.inks.get(one.colour), turn, look.outlines.get(one.shape, ()))
+        return Style(look.inks.get(one.colour), turn, look.outlines.get(one.shape, ()))
 
     def reach(self, thing: int) -> Floats:
         """Ways from the centre of a thing to its corners top left and bottom right, in units."""
@@ -95,7 +105,7 @@ CORNERS: dict[str, Floats] = {  # in radii, of the shapes that a turn changes
 }  # fmt: skip
 
 
-def extents(shape: str, style: scene.Style) -> Floats:
+def extents(shape: str, style: Style) -> Floats:
     """Corners top left and bottom right of a shape, in radii: `[2, 2]`."""
     corners = np.concatenate(style.outline) if style.outline else CORNERS.get(shape)
     if corners is None or not (style.turn or style.outline):
