@@ -6,11 +6,15 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageDraw
 
 from mmfast.tiny.scenes import bank, figures, looks, outside
 from mmfast.tiny.scenes.evaluate import scene_cases
+from mmfast.tiny.scenes.model import make_model, make_processor
+from mmfast.tiny.scenes.train import SceneTower
 from mmfast.tiny.video import scene
+from mmfast.tiny.video.clips import Bank
 
 TURNS = (0.0, 0.4, np.pi / 4, np.pi, 5.0)
 RADIUS = 30.0  # units: 60 pixels
@@ -98,3 +102,33 @@ def test_questions_about_figures_are_to_be_refused() -> None:
     assert all(len(case.turns) == 1 for case in cases)
     plain = list(islice(scene_cases(5, ("shape",)), 6))
     assert outside.REFUSAL not in {case.answer for case in plain}
+
+
+@pytest.mark.parametrize("kind", ["shaped", "noise"])
+def test_foreign_things_have_places_but_no_labels(kind: str) -> None:
+    row = bank.outside_row(kind, np.random.default_rng(4))
+    assert row.patches.any() == (kind == "shaped") and row.table.count == 0
+    inside = bank.view_row(bank.lesson_view(1, 2))
+    assert row.patches.shape == inside.patches.shape and inside.table.count
+
+
+def test_the_tower_learns_which_things_are_foreign() -> None:
+    """A tower that tells both kinds apart has a smaller loss than one that does not."""
+    rows = [bank.view_row(bank.lesson_view(1, n)) for n in range(2)]
+    rows += [bank.outside_row("shaped", np.random.default_rng(4)) for _ in range(2)]
+    frames, patches, cells, tables = zip(
+        *((r.frames, r.patches, r.cells, r.table) for r in rows), strict=True
+    )
+    parts = (torch.from_numpy(np.stack(each)) for each in (frames, patches, cells))
+    held = bank.SceneBank(Bank(*parts, [*tables]), [bank.lesson_view(1, n) for n in range(2)])
+    task = SceneTower(make_model(make_processor(), 0), held, 0)
+    clips, times = torch.tensor([0, 1, 2, 3]), torch.tensor([5, 5, 5, 5])
+    widths = [read.in_features for read in task.foreign]
+    features, tokens = torch.zeros(4, 144, widths[0]), torch.zeros(4, 36, widths[1])
+    features[2:, :, 0] = tokens[2:, :, 0] = 1.0
+    with torch.no_grad():
+        plain, _ = task.judge_frames(features, tokens, clips, times)
+        for read in task.foreign:
+            read.weight[0, 0], read.bias[0] = 8.0, -4.0
+        told, figures = task.judge_frames(features, tokens, clips, times)
+    assert told < plain - 1 and figures["foreign"] == {"patch": 1.0, "cell": 1.0}

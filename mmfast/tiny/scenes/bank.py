@@ -63,15 +63,19 @@ def view_row(view: looks.SceneView) -> ClipRow:
 
 
 def outside_row(kind: str, rng: np.random.Generator) -> ClipRow:
-    """The same of a clip outside the world, on which nothing has a label."""
-    frames = through_codec(outside.pictures(kind, rng), 1.0)
+    """The same of a clip outside the world, whose things have places, but no labels."""
     nothing = scene.Scene((), None, None, np.zeros((scene.FRAMES, 2)), 0)
     none = np.zeros((scene.FRAMES, scene.PIXELS, scene.PIXELS), np.uint8)
     blank = scene.Drawing(none[..., None], none, np.zeros(0, np.int64))
+    table = scene.make_table(nothing, blank)
+    if kind in outside.THINGS_OF:
+        view = outside.THINGS_OF[kind](rng, int(rng.integers(2**31)))
+        return view_row(view)._replace(table=table)
+    frames = through_codec(outside.pictures(kind, rng), 1.0)
     patches, cells = (
         np.zeros((scene.SAMPLED, side**2), np.int8) for side in (scene.PATCHES, scene.CELLS)
     )
-    return ClipRow(frames, patches, cells, scene.make_table(nothing, blank))
+    return ClipRow(frames, patches, cells, table)
 
 
 def lesson_view(seed: int, index: int) -> looks.SceneView:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -199,10 +200,8 @@ def pictures(kind: str, rng: np.random.Generator) -> Bytes:
     if kind in _PATTERNS:
         return _clip(_PATTERNS[kind](rng, height, width)[np.newaxis], height, width)
     seed = int(rng.integers(2**31))
-    if kind == "tinted":
-        return looks.draw(_tinted(rng, seed)).frames
-    if kind in ("shaped", FIGURES):
-        return looks.draw(_shaped(rng, seed, kind == FIGURES)).frames
+    if kind in THINGS_OF:
+        return looks.draw(THINGS_OF[kind](rng, seed)).frames
     if kind == "torn":  # every row of a scene moved sideways: its colours, but no shapes
         drawn = looks.draw(looks.make_view(7, 0, seed)).frames
         high = int(rng.integers(1, 5))
@@ -245,6 +244,12 @@ def _shaped(rng: np.random.Generator, seed: int, kept: bool) -> looks.SceneView:
     things = (*(replace(thing, radius=max(thing.radius, 10.0)) for thing in view.scene.things),)
     scene = replace(view.scene, panel=None, things=things)
     return replace(view, scene=scene, look=replace(view.look, outlines=outlines))
+
+
+# Kinds of pictures on which things can be told apart, and the view of one such picture.
+THINGS_OF: dict[str, Callable[[np.random.Generator, int], looks.SceneView]] = {
+    "tinted": _tinted, "shaped": partial(_shaped, kept=False), FIGURES: partial(_shaped, kept=True),
+}  # fmt: skip
 
 
 def _mosaic(rng: np.random.Generator, height: int, width: int) -> Floats:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
@@ -56,6 +56,7 @@ KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
 HARD = {"where": 5, "describe": 4, "count": 2, "speed": 2}  # asked more even where right
 BLIND = 0.04  # share of steps with questions that come without a clip or picture
 EDGES = 2.0  # weight of a mean distance, in patches, of the edges that the tower tells
+FOREIGN = 2.0  # weight of telling things of the world from those that it has not
 STRANGERS = 3  # clips outside the world in a batch
 
 
@@ -71,7 +72,8 @@ class SceneTower(tower.TowerTask):
         widths = (model.config.vision_config.hidden_size, model.config.text_config.hidden_size)
         self.ground = nn.ModuleList(nn.Linear(width, len(BACKGROUNDS)) for width in widths)
         self.edges = nn.ModuleList(nn.Linear(width, 4) for width in widths)
-        own = nn.ModuleList([self.ground, self.edges]).to(model.device)
+        self.foreign = nn.ModuleList(nn.Linear(width, 1) for width in widths)
+        own = nn.ModuleList([self.ground, self.edges, self.foreign]).to(model.device)
         self.grounds = self.grounds.to(model.device)
         self.reaches = reaches(bank).to(model.device)
         size = FRAMES.get(model.device.type, 256)
@@ -99,8 +101,12 @@ class SceneTower(tower.TowerTask):
     def judge_frames(
         self, features: Tensor, tokens: Tensor, clips: Tensor, times: Tensor
     ) -> tuple[Tensor, training.Figures]:
-        """Every patch and token tells what is behind the things, and the edges of its thing."""
+        """Every patch and token tells what is behind the things, and the edges of its thing.
+
+        It also tells whether the world has its thing.
+        """
         truth, total = self.grounds[clips], features.new_zeros(())
+        strange = (truth == IGNORE).float()[:, None]
         places, gaps = self.truth.places[clips, :, times][..., None], list[Tensor]()
         corners = (places + self.reaches[clips]).unbind(-1)  # of things, `[n, THINGS, 2]` each
         for read, x, owners in zip(self.edges, (features, tokens), self.truth.owners, strict=True):
@@ -110,6 +116,15 @@ class SceneTower(tower.TowerTask):
             gap = (read(x).float() - ways.nan_to_num())[known].abs().mean()
             total = total + EDGES * gap
             gaps.append(gap.detach())
+        told = list[Tensor]()
+        for read, x, owners in zip(
+            self.foreign, (features, tokens), self.truth.owners, strict=True
+        ):
+            owner = owners[clips, times]
+            shown = (owner > 0) & (owner <= THINGS)
+            said, wanted = read(x).float()[..., 0][shown], strange.expand_as(shown)[shown]
+            total = total + FOREIGN * binary_cross_entropy_with_logits(said, wanted)
+            told.append(((said > 0) == (wanted > 0)).float().mean())
         for read, x in zip(self.ground, (features, tokens), strict=True):
             seen = read(x).float()
             each = truth[:, None].expand(seen.shape[:2])
@@ -118,6 +133,7 @@ class SceneTower(tower.TowerTask):
         return total, {
             "background": right,
             "edges": dict(zip(("patch", "cell"), gaps, strict=True)),
+            "foreign": dict(zip(("patch", "cell"), told, strict=True)),
         }
 
 
