@@ -72,7 +72,7 @@ class SceneView:
     look: SceneLook
 
     def style(self, thing: int) -> Style:
-        """How a thing is drawn."""
+        """The drawing of a thing."""
         look, one = self.look, self.scene.things[thing]
         turn = look.turns[thing] if look.turns else 0.0
         return Style(look.inks.get(one.colour), turn, look.outlines.get(one.shape, ()))

@@ -269,7 +269,7 @@ def ground(rng: np.random.Generator, pixels: int = PIXELS) -> Floats:
 
 @dataclass(frozen=True)
 class Style:
-    """How a thing is drawn where it is not drawn plainly."""
+    """The drawing of a thing that is not drawn plainly."""
 
     ink: Sequence[float] | None = None  # another red, green and blue than that of its colour
     turn: float = 0.0  # clockwise, in radians
