@@ -15,7 +15,7 @@ from mmfast.tiny.scenes.bank import SceneBank
 from mmfast.tiny.scenes.facts import picture_items
 from mmfast.tiny.scenes.lessons import KINDS, SceneAsk, SceneDrawer, picture_frames
 from mmfast.tiny.scenes.model import make_processor
-from mmfast.tiny.scenes.train import SceneLanguage
+from mmfast.tiny.scenes.train import STRANGERS, SceneLanguage
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import Bank
 from mmfast.tiny.video.tower import PatchTruth
@@ -74,8 +74,9 @@ def test_media_and_weights_of_a_step_are_asked_again_alike() -> None:
         if ask.still:
             size = next(size for size, (known, _) in SHOWN.items() if ask.media[0] in known)
             (inside, strange), sizes = SHOWN[size], sizes | {size}
-        assert all(medium in inside for medium in ask.media[:-4]) and len(ask.media) == 24
-        assert all(medium in strange for medium in ask.media[-4:])
+        foreign = 2 * STRANGERS
+        assert all(medium in inside for medium in ask.media[:-foreign]) and len(ask.media) == 24
+        assert all(medium in strange for medium in ask.media[-foreign:])
     assert sizes == {*SHOWN}  # pictures of a batch are of one
     task.shown = {}
     assert not any(task.ask(number).still for number in range(12))

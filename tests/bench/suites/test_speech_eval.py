@@ -205,11 +205,14 @@ def test_the_command_prints_a_document(monkeypatch, capsys, tmp_path):
         )
 
     monkeypatch.setattr(speech_quality, "run_speech_eval", fake)
-    own_suites.eval_speech(2, 7, None, tmp_path / "rows.jsonl", True)
+    given = {"suite": "speech", "n": 2, "seed": 7, "model": None, "out": tmp_path / "rows.jsonl",
+             "as_json": True, "resume": True}  # fmt: skip
+    own_suites.eval_speech(given)
     printed = json.loads(capsys.readouterr().out)
     assert [row["mode"] for row in printed["rows"]] == ["recordings", "codec", "vanilla"]
     assert len(load(tmp_path / "rows.jsonl")) == 3
-    own_suites.eval_speech(2, 7, None, None, False)
+    monkeypatch.setattr(speech_quality, "run_speech_eval", None)  # nothing is measured again
+    own_suites.eval_speech(given | {"as_json": False})
     assert "vanilla" in capsys.readouterr().out
 
 
