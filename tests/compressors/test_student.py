@@ -105,7 +105,7 @@ def test_lessons_ask_for_the_answers_of_each_row_alone(lessons: Any) -> None:
 
 def test_clips_of_lessons_are_in_no_evaluation() -> None:
     asked = {case.media for seed in (0, 1000) for case in suite(6, seed)}
-    source = suite_of("video").source(recipe.LESSONS)
+    source = school(fresh(), SPEC).media
     assert not asked & {next(source)[0]() for _ in range(6)}
 
 

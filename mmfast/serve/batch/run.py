@@ -362,9 +362,9 @@ def run_batch(
         if todo:
             with closing(_answers(job, way, todo, warn)) as answers:
                 for rows in answers:
-                    store.add(rows)
                     done += len(rows)
-                    tick(done, len(wanted))
+                    tick(done, len(wanted))  # Ctrl-C in a commit tells of what it commits
+                    store.add(rows)
         store.finish()
         keys = [(medium.path, question) for medium, question in wanted]
         faults = ((*key, error) for key in keys if (error := store.done[key].error))

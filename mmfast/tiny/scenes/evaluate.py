@@ -60,8 +60,9 @@ TOKENS = 96  # of the longest answer
 BATCH = 16
 FREELY = "freely"  # kind of questions in wordings that nobody trains
 STRANGE = "strange media"  # kind of questions of the world about media outside it
+ELSEWHERE = (STRANGE, outside.FIGURES)  # kinds of questions about media outside the world
 TURNS = (*CLIP_KINDS, OUTSIDE, STRANGE)
-STILLS = (*STILL_KINDS, OUTSIDE, STRANGE, outside.FIGURES, ABSENT, ALONE, SHORT)
+STILLS = (*STILL_KINDS, OUTSIDE, *ELSEWHERE, ABSENT, ALONE, SHORT)
 CONTROLS = ("", "other", "reversed")  # which media: its own, those of another case, backwards
 Report = Callable[[str, int, int], None]
 
@@ -128,7 +129,7 @@ def scene_cases(
             view, drawing, table = _view(seed, next(indices), lone)
             at = int(rng.integers(scene.SAMPLED))
             items = picture_items(view, table, at) if still else clip_items(view, table, True)
-            any_kind = kind in (OUTSIDE, STRANGE, outside.FIGURES)
+            any_kind = kind in (OUTSIDE, *ELSEWHERE)
             known = [item for item in items if item.kind == kind
                      or (any_kind and item.kind not in (ABSENT, *LOOSE))]  # fmt: skip
             if kind == FREELY:
@@ -136,13 +137,13 @@ def scene_cases(
             if known:
                 break
         frames, zoom = drawing.frames, view.look.zoom
-        if kind in (STRANGE, outside.FIGURES):
+        if kind in ELSEWHERE:
             sort = _stranger(rng, kept) if kind == STRANGE else kind
             frames, zoom = outside.pictures(sort, rng), 1.0
         shown = frames[scene.sampled_indices(scene.FRAMES)[at]]
         file = _picture_file(shown, zoom) if still else _clip_file(frames, zoom)
         item = known[int(rng.integers(len(known)))]
-        if kind in (STRANGE, outside.FIGURES):
+        if kind in ELSEWHERE:
             item = _single(known, item)
         turns, answer = _worded(item, kept, rng), item.answer
         if kind == FREELY:

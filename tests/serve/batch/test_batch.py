@@ -248,6 +248,24 @@ def test_killed_at_every_step_of_writing(
     assert kills >= {"execute": 25, "fsync": 2}.get(step, 1) and not died
 
 
+def test_ctrl_c_in_a_commit_tells_of_what_it_commits(
+    many: Path, tmp_path: Path, fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, told, real = tmp_path / "a.parquet", list[int](), RowStore.add
+
+    def interrupted(self: RowStore, rows: Any) -> None:
+        real(self, rows)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RowStore, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(_job(many), out, WAY, tick=lambda done, total: told.append(done))
+    with sqlite3.connect(f"{out}.parts") as rows:
+        assert rows.execute("SELECT count(*) FROM answers").fetchone() == (told[-1],)
+    rows.close()
+
+
 @pytest.mark.parametrize("damage", ["cut", "overwritten"])
 def test_damaged_database(many: Path, tmp_path: Path, fake: type[Fake], damage: str) -> None:
     out, said = tmp_path / "a.parquet", []
