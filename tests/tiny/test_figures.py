@@ -108,6 +108,11 @@ def test_questions_about_figures_are_to_be_refused() -> None:
 def test_foreign_things_have_places_but_no_labels(kind: str) -> None:
     row = bank.outside_row(kind, np.random.default_rng(4))
     assert row.patches.any() == (kind == "shaped") and row.table.count == 0
+    sides = scene.SIDE / 12 * (np.stack(np.meshgrid(*[np.arange(12)] * 2), -1).reshape(-1, 2) + 0.5)
+    for time, owners in enumerate(row.patches):
+        for thing in {*owners[owners > 0].tolist()} & {*range(1, scene.THINGS + 1)}:
+            middle = sides[owners == thing].mean(0)  # a part of it may be hidden or off the screen
+            assert np.abs(middle - row.table.place[thing - 1, time]).max() < 16
     inside = bank.view_row(bank.lesson_view(1, 2))
     assert row.patches.shape == inside.patches.shape and inside.table.count
 

@@ -3,10 +3,10 @@
 A shortened layer reports the logical length, as if nothing had been dropped, so that positions,
 crops, chunked prefill and later turns come out right in stock code. Masks get the physical sizes.
 
-A layer of a short convolution runs over the tokens that are left. Rows of a batch that are left
-with different numbers of tokens get padding in front of the new ones. At the start of a prompt the
-convolution expects that; later it would part the new tokens from those the layer remembers, so the
-padding is moved in front of those.
+Rows of a batch that are left with different numbers of tokens get padding in front of the new ones.
+At the start of a prompt layers expect that. Later it would part the new tokens from those that a
+layer of a short convolution remembers, and take places in a sliding window, so there the padding is
+moved in front of what the layer holds.
 """
 
 # ruff: noqa: D102 (methods of transformers are documented there)
@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer, StaticLayer
 
 from mmfast.core.errors import ModelError
+
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(eq=False)
@@ -49,6 +51,7 @@ class Shorter:
         pending: State of a KV policy that it keeps until a prompt ends.
         power: Squares `[B, H, d]` of the last queries of a prompt, until it ends.
         skipped: `[B, n]` True at entries that leave when the prompt ends (`reduction.bypass`).
+        gaps: `[B]` padding in front of the next tokens, to lie in front of a window instead.
         chosen: Entries, those that have gone among them, when a KV policy last chose.
     """
 
@@ -60,6 +63,7 @@ class Shorter:
     power: Tensor | None = None
     chosen = 0
     skipped: Tensor | None = None
+    gaps: Tensor | None = None
     dropped = 0
     extra = 0
     valid: Tensor | None = None
@@ -76,12 +80,33 @@ class Shorter:
             return length, offset + self.dropped
         return held.get_seq_length() + self.extra + query_length, self.dropped
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
+        gaps, self.gaps = self.gaps, None
+        if gaps is not None:
+            key_states = self._window_last("keys", key_states, gaps)
+            value_states = self._window_last("values", value_states, gaps)
+        held: Any = super()
+        pair: Pair = held.update(key_states, value_states, *args, **kwargs)
+        return pair
+
+    def _window_last(self, name: str, new: Tensor, gaps: Tensor) -> Tensor:
+        """Put padding of new states `[B, H, n, d]` in front of those held; returns the others."""
+        kept, stored = getattr(self, name), _stored(self)
+        whole = torch.cat([kept[:, :, :stored], new], dim=2)
+        order = _padding_first(whole.shape[2], stored, gaps.to(whole.device))
+        whole = whole.gather(2, order[:, None, :, None].expand_as(whole))
+        if isinstance(self, StaticLayer):  # which must keep its addresses
+            kept[:, :, :stored].copy_(whole[:, :, :stored])
+        else:
+            setattr(self, name, whole[:, :, :stored])
+        return whole[:, :, stored:]
+
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
         self.store, self.notes, self.gone = None, None, 0
         self.per_row, self.pending, self.power, self.chosen = {}, None, None, 0
-        self.skipped = None
+        self.skipped = self.gaps = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -116,9 +141,6 @@ class Shorter:
             self.skipped = change(self.skipped)
         if self.notes is not None:
             self.notes = {name: change(note) for name, note in self.notes.items()}
-
-
-Pair = tuple[Tensor, Tensor]
 
 
 class StoreLayer(Shorter, DynamicLayer):  # type: ignore[misc]
@@ -224,10 +246,11 @@ def held(layer: Any) -> int:
     return int(layer.get_seq_length()) - getattr(layer, "dropped", 0)
 
 
-def extend(layer: Any, past: Tensor | None, new: Tensor | None) -> None:
+def extend(layer: Any, past: Tensor | None, new: Tensor | None, window: bool = False) -> None:
     """Note the padding among `new` tokens `[B, n]` before they are stored.
 
-    `past` `[B, held]` is that of tokens held, where the layer was not shortened before.
+    `past` `[B, held]` is that of tokens held, where the layer was not shortened before. Padding in
+    front of the new tokens goes in front of what a `window` holds.
     """
     before = past if layer.group is None else layer.valid
     if before is None and new is None:
@@ -238,6 +261,18 @@ def extend(layer: Any, past: Tensor | None, new: Tensor | None) -> None:
         before = torch.ones(len(new), length, dtype=torch.bool, device=new.device)
     before = F.pad(before, (0, length - before.shape[1]), value=True)
     layer.valid = before if new is None else torch.cat([before, new], dim=1)
+    stored = _stored(layer)
+    if new is None or not (window and stored) or bool(new[:, 0].all()):
+        return
+    layer.gaps = (new.cumsum(1) == 0).sum(1)
+    far, seen = layer.valid.split([length - stored, stored + new.shape[1]], dim=1)
+    order = _padding_first(seen.shape[1], stored, layer.gaps)
+    layer.valid = torch.cat([far, seen.gather(1, order)], dim=1)
+
+
+def _stored(layer: Any) -> int:
+    """Entries that lie in the tensors of a layer."""
+    return min(held(layer), layer.keys.shape[-2]) if layer.is_initialized else 0
 
 
 def padding_mask(layer: Any, queries: int) -> Tensor | None:
@@ -297,7 +332,8 @@ class Joined:
         if not joins:
             return states
         assert gaps is not None
-        states = _padding_first(states, states.shape[-1] - conv_states.shape[-1], gaps)
+        order = _padding_first(states.shape[-1], states.shape[-1] - conv_states.shape[-1], gaps)
+        states = states.gather(-1, order.to(states.device)[:, None].expand_as(states))
         self._store(states, state_idx)
         return states
 
@@ -328,10 +364,8 @@ def join(cache: Any, index: int, ok: Tensor | None) -> None:
     layer.gaps = (~ok).sum(1)
 
 
-def _padding_first(states: Tensor, held: int, gaps: Tensor) -> Tensor:
-    """Exchange the `held` states `[B, D, held + n]` of each row with the padding after them."""
-    places = torch.arange(states.shape[-1], device=states.device)[None]  # [1, S]
-    gaps = gaps.to(states.device)[:, None]
+def _padding_first(length: int, held: int, gaps: Tensor) -> Tensor:
+    """Places `[B, length]` by which each row's `held` entries and the padding behind them swap."""
+    places, gaps = torch.arange(length, device=gaps.device)[None], gaps[:, None]
     moved = torch.where(places < gaps + held, places - gaps, places)
-    order = torch.where(places < gaps, held + places, moved)  # [B, S]
-    return states.gather(-1, order[:, None].expand_as(states))
+    return torch.where(places < gaps, held + places, moved)

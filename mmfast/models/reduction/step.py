@@ -39,7 +39,15 @@ from mmfast.models.reduction.masks import stock_mask
 from mmfast.models.reduction.revival import NOBODY, Leaving, keep_store
 from mmfast.models.reduction.sequence import MediaItem, Sequences, take
 from mmfast.models.reduction.site import Chain, Site
-from mmfast.models.wrappers import CONV, HYBRID, LINEAR, attention_at, kind_of, lender_of
+from mmfast.models.wrappers import (
+    CONV,
+    HYBRID,
+    LINEAR,
+    SLIDING,
+    attention_at,
+    kind_of,
+    lender_of,
+)
 
 EXPERTS = "moe_mm_token_type_ids"  # by which layers of ERNIE 4.5 VL choose experts, `[B, n]`
 
@@ -329,7 +337,7 @@ class ForwardStep:
             return self._masks[segment, kind]
         held = shorten(cache, layer)
         group = self._groups.setdefault((id(held.group), segment, kind), LayerGroup(layer))
-        extend(held, self.past, ok)
+        extend(held, self.past, ok, window=kind == SLIDING)
         held.group = group
         if group.leader == layer:
             seen = padding_mask(held, hidden.shape[1])

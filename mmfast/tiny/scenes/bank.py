@@ -6,7 +6,7 @@ Clips outside the world follow those of the world; pictures are single frames of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -69,8 +69,8 @@ def outside_row(kind: str, rng: np.random.Generator) -> ClipRow:
     blank = scene.Drawing(none[..., None], none, np.zeros(0, np.int64))
     table = scene.make_table(nothing, blank)
     if kind in outside.THINGS_OF:
-        view = outside.THINGS_OF[kind](rng, int(rng.integers(2**31)))
-        return view_row(view)._replace(table=table)
+        row = view_row(outside.THINGS_OF[kind](rng, int(rng.integers(2**31))))
+        return row._replace(table=replace(table, place=row.table.place))
     frames = through_codec(outside.pictures(kind, rng), 1.0)
     patches, cells = (
         np.zeros((scene.SAMPLED, side**2), np.int8) for side in (scene.PATCHES, scene.CELLS)

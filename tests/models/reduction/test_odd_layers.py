@@ -8,7 +8,7 @@ import model_oracle as oracle
 import pytest
 import torch
 from tiny_models import Tiny, build, generate, tiny
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from mmfast import ModelError, Reduction, Tokens, register
@@ -78,6 +78,28 @@ def test_a_window_in_a_cache_without_types_of_layers() -> None:
     typed = run(this, inputs, past_key_values=DynamicCache(config=this.model.config), tokens=20)
     plain = run(this, inputs, past_key_values=DynamicCache(), tokens=20)
     torch.testing.assert_close(torch.cat(plain.logits), torch.cat(typed.logits), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("cache", ["typed", "plain", "static"])
+@pytest.mark.parametrize("family", ["exaone4_5", "cohere2_vision"])
+def test_padding_behind_a_cut_takes_no_place_in_a_window(family: str, cache: str) -> None:
+    """Chunks of which a cut leaves nothing, or unequal numbers of tokens in the rows."""
+    this = tiny(family)
+    texts = ["{image} a", "so it {image} is {image}?"]
+    inputs = this.inputs(texts, images=this.images(3))
+    whole = run(this, inputs, "random:0.3", tokens=6)
+    for size in (3, 5):
+        held = {
+            "typed": lambda: DynamicCache(config=this.model.config),
+            "plain": DynamicCache,
+            "static": lambda: StaticCache(config=this.model.config, max_cache_len=200),
+        }[cache]()
+        parts = run(
+            this, inputs, "random:0.3", tokens=6, prefill_chunk_size=size, past_key_values=held
+        )
+        torch.testing.assert_close(
+            torch.stack(parts.logits), torch.stack(whole.logits), atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.parametrize("family", ["gemma3", "lfm2_vl"])
