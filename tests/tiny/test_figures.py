@@ -59,7 +59,10 @@ def test_a_turned_shape_is_its_polygon_turned(shape: str, turn: float) -> None:
     assert np.mean(owned != _filled([turned])) < 0.012
 
 
-@pytest.mark.parametrize("figure", [*figures.TRAINED, *figures.KEPT])
+ALL = [*dict.fromkeys((*figures.TRAINED, *figures.KEPT))]
+
+
+@pytest.mark.parametrize("figure", ALL)
 def test_figures_are_painted_as_their_polygons(figure: figures.Figure) -> None:
     outline = figure(np.random.default_rng(5))
     owned = _owned("circle", scene.Style(outline=outline))
@@ -69,7 +72,7 @@ def test_figures_are_painted_as_their_polygons(figure: figures.Figure) -> None:
 
 def test_figures_are_of_no_shape_of_the_world() -> None:
     rng = np.random.default_rng(0)
-    for figure in (*figures.TRAINED, *figures.KEPT):
+    for figure in [*ALL, *[figures._freeform] * 12]:
         outline = figure(rng)
         owned = _owned("circle", scene.Style(outline=outline))
         for shape in scene.SHAPES:

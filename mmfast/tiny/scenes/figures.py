@@ -59,6 +59,22 @@ def _blob(rng: np.random.Generator) -> Outline:
     return (_around(angles, 0.8 + waves),)
 
 
+def _freeform(rng: np.random.Generator) -> Outline:
+    """A polygon of unlike corners, one of them far in, sharp or rounded.
+
+    Figures of a few kinds alone do not teach what others have in common: that no name fits.
+    """
+    many = int(rng.integers(4, 10))
+    radii = rng.uniform(0.4, 1.1, many)
+    radii[int(rng.integers(many))] = 0.25
+    angles = (np.arange(many) + rng.uniform(-0.35, 0.35, many)) * 2 * np.pi / many
+    edge = _around(angles, radii)
+    for _ in range(int(rng.integers(4))):  # cutting corners off rounds them (Chaikin, 1974)
+        after = np.roll(edge, -1, axis=0)
+        edge = np.stack([3 * edge + after, edge + 3 * after], 1).reshape(-1, 2) / 4
+    return (edge * 1.1 / np.abs(edge).max(),)
+
+
 def _hollow(rng: np.random.Generator) -> Outline:
     """A known shape of which only the line around it is drawn."""
     known = [_circle(), *(CORNERS[name] for name in ("square", "triangle", "star"))]
@@ -84,6 +100,6 @@ def _drop(rng: np.random.Generator) -> Outline:
 
 Figure = Callable[[np.random.Generator], Outline]
 TRAINED: tuple[Figure, ...] = (
-    _polygon, _polygon, _arrow, _crescent, _half, _blob, _hollow, _hollow,
+    _polygon, _polygon, _arrow, _crescent, _half, _blob, _hollow, _hollow, *[_freeform] * 8,
 )  # fmt: skip
 KEPT: tuple[Figure, ...] = (_heart, _bolt, _drop)  # never in training
