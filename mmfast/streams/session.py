@@ -208,6 +208,7 @@ class Session:
         top_p: float = 1.0,
         seed: int | None = None,
         decode: str | None = None,
+        sampler: Callable[[StreamModel], Sampler] | None = None,
     ) -> Reply:
         """Ask about what was seen so far; iterate over the text deltas of the answer.
 
@@ -222,6 +223,8 @@ class Session:
             top_p: See `Sampler`.
             seed: See `Sampler`.
             decode: `recycle` or `lookup`, drafts that change no answer; None: the pipeline's.
+            sampler: Makes what chooses the tokens of the model that answers, in place of
+                `temperature`, `top_p` and `seed`.
 
         Raises:
             MmfastError: Empty question, a value out of range, no frame yet, or a closed session.
@@ -240,7 +243,8 @@ class Session:
                 self.stream.flush()
             stream, wording = self.stream.answering(text, trace)
             model = stream.model
-            sampler = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
+            own = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
+            own = own if sampler is None else sampler(model)
             prompt = stream.words(wording)
             branch, logits = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
@@ -249,7 +253,7 @@ class Session:
             branch,
             logits,
             tokenizer=model.tokenizer,
-            sampler=sampler,
+            sampler=own,
             stops=model.stops,
             limit=max_new_tokens,
             trace=trace,
