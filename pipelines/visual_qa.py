@@ -135,7 +135,8 @@ class VisualQA:
         batch_size: Questions answered in one forward pass.
         target_ttft_ms: Milliseconds to the first token; the planner picks method and budget.
         target_tokens: Visual tokens of a prompt that a decoder layer works on, on average.
-        max_memory: Bytes of weights, keys and values, and activations: `"2GB"` or a number.
+        max_memory: Bytes of weights, keys and values, and activations: `"2GB"` or a number. Those
+            of a draft model count.
         quality: `high` (a point of accuracy at most), `balanced` (three) or `fast` (the best at a
             tenth of the tokens).
         **generate: Further arguments of the model's `generate`, such as `temperature`, `top_p`,
@@ -207,7 +208,8 @@ class VisualQA:
         if check:
             detector_of(self.model)  # an error of its own where there is none
         self.packing = use_weights(self.model, weights, model)
-        self._inside = (plan, encoder, self._drafts(), self.prefill)
+        self.drafts = self._drafts()
+        self._inside = (plan, encoder, self.drafts, self.prefill)
         self.reuse: MediaReuse | None = None
         if again is not None:
             self.reuse = MediaReuse(self.model, self.processor, again, store_of(store))

@@ -467,10 +467,14 @@ def ignoring(asked: schema.Strict, config: ServerConfig) -> dict[str, str]:
     if unused and config.strict:
         text = f"{shown[:300]}: without effect here, and this server is strict; leave it out"
         raise bad_request(text, "unknown_parameter", unused[0])
-    text = shown.encode("ascii", "backslashreplace").decode()
-    printed = "".join(letter for letter in text if letter.isprintable())[:1000]
+    return {"x-mmfast-ignored": printable(shown)} if unused else {}
+
+
+def printable(text: str) -> str:
+    """Return a text as the value of a header: ASCII, other letters by number, of 1,000 at most."""
+    text = text.encode("ascii", "backslashreplace").decode()
     # A space at an end, such as behind the name of nothing that can be printed, is no header.
-    return {"x-mmfast-ignored": printed.strip()} if unused else {}
+    return "".join(letter for letter in text if letter.isprintable())[:1000].strip()
 
 
 def sampling(

@@ -113,6 +113,19 @@ def test_events_hold_the_same_sound() -> None:
     assert len(parts) > 2 and b"".join(parts) == say(Hum(), response_format="pcm").content
 
 
+def test_what_is_left_out_of_a_text_is_named() -> None:
+    class Latin(Hum):
+        def left_out(self, text: str) -> list[str]:
+            return [word for word in text.split() if not word.isascii()]
+
+    text = f"{TEXT} \u65e5 \u672c"
+    assert say(Latin(), input=text).headers["x-mmfast-left-out"] == "\\u65e5, \\u672c"
+    done = events_of(say(Latin(), input=text, stream_format="sse").text)[-1]
+    assert done == {"type": "speech.audio.done", "left_out": ["\u65e5", "\u672c"]}
+    for plain in (say(Latin()), say(Hum(), input=text)):
+        assert plain.status_code == 200 and "x-mmfast-left-out" not in plain.headers
+
+
 def test_sound_comes_before_the_text_is_over_and_who_leaves_stops_it() -> None:
     import httpx
 
