@@ -208,13 +208,17 @@ class VisualQA:
         if check:
             detector_of(self.model)  # an error of its own where there is none
         self.packing = use_weights(self.model, weights, model)
-        self.drafts = self._drafts()
-        self._inside = (plan, encoder, self.drafts, self.prefill)
+        self._inside = (plan, encoder, self._drafts(), self.prefill)
         self.reuse: MediaReuse | None = None
         if again is not None:
             self.reuse = MediaReuse(self.model, self.processor, again, store_of(store))
         self._name = model
         self._planner: PipelinePlanner | None = None
+
+    @property
+    def drafts(self) -> DraftSource | None:
+        """The source of drafts for all questions, if any."""
+        return self._inside[2]
 
     def _drafts(self) -> DraftSource | None:
         """Return what drafts for all questions, as it learns from one to the next."""

@@ -77,7 +77,7 @@ def shape_of(model: Any, blocks: int = 0) -> ModelShape:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a model that drafts holds beside the one that answers: weights, and a cache of its own.
+    """Memory of a model that drafts beside the one that answers: weights, and a cache of its own.
 
     `shape.weights` are those that the two do not share; `media` says whether it reads them.
     """

@@ -220,11 +220,9 @@ class Session:
             remember: Keep question and answer in the stream, at its end when the answer ends.
             max_new_tokens: Longest answer.
             temperature: 0 takes the likeliest token.
-            top_p: See `Sampler`.
-            seed: See `Sampler`.
+            top_p, seed: See `Sampler`.
+            sampler: Makes what chooses tokens of the model that answers, instead of these three.
             decode: `recycle` or `lookup`, drafts that change no answer; None: the pipeline's.
-            sampler: Makes what chooses the tokens of the model that answers, in place of
-                `temperature`, `top_p` and `seed`.
 
         Raises:
             MmfastError: Empty question, a value out of range, no frame yet, or a closed session.
@@ -242,10 +240,8 @@ class Session:
             if remember:  # what waits for its partner belongs before the question
                 self.stream.flush()
             stream, wording = self.stream.answering(text, trace)
-            model = stream.model
+            model, prompt = stream.model, stream.words(wording)
             own = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
-            own = own if sampler is None else sampler(model)
-            prompt = stream.words(wording)
             branch, logits = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
             version = self.stream.version if stream is self.stream else -1  # -1: is written anew
@@ -253,7 +249,7 @@ class Session:
             branch,
             logits,
             tokenizer=model.tokenizer,
-            sampler=own,
+            sampler=own if sampler is None else sampler(model),
             stops=model.stops,
             limit=max_new_tokens,
             trace=trace,

@@ -57,7 +57,8 @@ def mix(samples: Any, name: str, axis: int | None = None) -> Tensor:
     if pcm.ndim == 2:
         channels = axis if axis is not None else int(pcm.shape[0] > pcm.shape[1])
         if 1 <= pcm.shape[channels] <= _CHANNELS:
-            return mix_channels(_scaled(pcm, name).movedim(channels, 0))
+            mixed: Tensor = mix_channels(_scaled(pcm, name).movedim(channels, 0))
+            return mixed
         if pcm.numel() == 0:
             return torch.zeros(0)
     raise MediaError(
@@ -131,7 +132,8 @@ def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, b
     if encoding in ("mulaw", "alaw"):
         raw = _g711(encoding)[raw]
     pcm = _scaled(torch.from_numpy(np.array(raw, dtype=raw.dtype.newbyteorder("="))), "the sound")
-    return mix_channels(pcm.view(-1, channels).T), data[whole:]
+    mixed: Tensor = mix_channels(pcm.view(-1, channels).T)
+    return mixed, data[whole:]
 
 
 @cache

@@ -136,7 +136,7 @@ class DraftSource:
 
     @property
     def sees(self) -> bool:
-        """Whether that model reads the media of a prompt."""
+        """True where that model reads the media of a prompt."""
         return self.plan.media and bool(adapter_for(self._draft).media)
 
     def views(self, state: PassState) -> ViewStage | None:

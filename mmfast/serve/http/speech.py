@@ -188,7 +188,7 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
     except BaseException:
         run.close()
         raise
-    lost = getattr(speaker, "left_out", lambda text: [])(asked.input)
+    lost: list[str] = speaker.left_out(asked.input) if hasattr(speaker, "left_out") else []
     if lost:
         headers["x-mmfast-left-out"] = printable(", ".join(lost))
     if asked.stream_format == "sse":
