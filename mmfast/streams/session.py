@@ -220,7 +220,8 @@ class Session:
             remember: Keep question and answer in the stream, at its end when the answer ends.
             max_new_tokens: Longest answer.
             temperature: 0 takes the likeliest token.
-            top_p, seed: See `Sampler`.
+            top_p: See `Sampler`.
+            seed: See `Sampler`.
             sampler: Makes what chooses tokens of the model that answers, instead of these three.
             decode: `recycle` or `lookup`, drafts that change no answer; None: the pipeline's.
 
@@ -242,12 +243,11 @@ class Session:
             stream, wording = self.stream.answering(text, trace)
             model, prompt = stream.model, stream.words(wording)
             own = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
-            branch, logits = stream.branch(wording, trace)
+            begun = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
             version = self.stream.version if stream is self.stream else -1  # -1: is written anew
         return Reply(
-            branch,
-            logits,
+            *begun,
             tokenizer=model.tokenizer,
             sampler=own if sampler is None else sampler(model),
             stops=model.stops,

@@ -176,15 +176,16 @@ def words_of(voice: Any, pcm: Any, rate: int, asks: bool = True) -> str:
 
 
 async def transcribed(
-    service: Service, sound: str | bytes, param: str, kind: str | None = None
+    service: Service, sound: str | bytes, param: str, kind: str | None = None, asks: bool = True
 ) -> tuple[str, float]:
     """Return the words of a recording, base64, a URL or its bytes, and its length in seconds.
 
-    There are none where nobody speaks.
+    There are none where nobody speaks. A text that `asks` is written as a question, any other only
+    if it begins like one.
     """
     pcm, rate = await load_sound(sound, service.config, format=kind, param=param)
     voice = await service.voice()
-    heard = await service.in_voice_thread(partial(words_of, voice, pcm, rate))
+    heard = await service.in_voice_thread(partial(words_of, voice, pcm, rate, asks))
     return heard, len(pcm) / rate
 
 

@@ -222,6 +222,17 @@ def write_down(voice: Any, seconds: float = 5.0, **form: Any) -> Any:
     return asyncio.run(go())
 
 
+@pytest.mark.parametrize("form", [{}, {"response_format": "text"}])
+def test_a_statement_is_not_written_down_as_a_question(form: dict[str, str]) -> None:
+    class Teller(Hum):
+        def transcribe(self, pcm: torch.Tensor, rate: int = 16_000) -> str:
+            return "the red circle moves left"
+
+    reply = write_down(Teller(), 0.5, **form)
+    text = reply.text.strip() if form else reply.json()["text"]
+    assert text == "the red circle moves left"
+
+
 @pytest.mark.usefixtures("timed")
 def test_a_recording_in_formats_with_times() -> None:
     found = write_down(Scribe(), response_format="verbose_json").json()
