@@ -220,8 +220,8 @@ async def transcriptions(
     if stream or response_format not in FORMATS[:2]:
         work = _by_segments(service, data, response_format, stream, headers)
         return await while_connected(http.receive, work)
-    work = transcribed(service, data, "file", asks=False)
-    words, seconds = await while_connected(http.receive, work)
+    plain = transcribed(service, data, "file", asks=False)
+    words, seconds = await while_connected(http.receive, plain)
     if response_format == "text":
         return PlainTextResponse(f"{words}\n", headers=headers)
     usage = {"type": "duration", "seconds": math.ceil(seconds)}
