@@ -35,7 +35,8 @@ class PipelinePlanner:
         self.pipe = pipe
         known = isinstance(name, (str, Path))
         self.raised = None if check is None else RaisedBudget(check)
-        self.planner = Planner(pipe.model, row_name(name) if known or name is None else None)
+        rows = row_name(name) if known or name is None else None
+        self.planner = Planner(pipe.model, rows, drafts=getattr(pipe, "drafts", None))
 
     def plan(
         self,

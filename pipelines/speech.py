@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MediaError, MmfastError, ModelError, unknown
+from mmfast.core.errors import MediaError, MmfastError, ModelError, unknown, warn
 from mmfast.core.speech import Chatter, Sound
 from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import is_batch, is_recording, iter_audio, load_audio
@@ -37,6 +37,7 @@ from mmfast.voice.session import VoiceSession
 LONGEST = 20_000  # letters: half an hour of speech
 PLACE = ("chat", "listener", "talker", "reduce", "cache", "device", "dtype", "model_kwargs")
 TALKING = named(VoiceSession.__init__) - {"chatter", "ear", "options"}  # of a conversation
+LEFT_OUT = "left out, as the model cannot say them"
 KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 
 
@@ -68,8 +69,9 @@ class Spoken:
     @property
     def note(self) -> str:
         """A line on what a listener will not understand, or ""."""
-        spelled = ", ".join(dict.fromkeys(self.stats.get("spelled", ())))
-        return f"spelled, as the model does not know them: {spelled}" if spelled else ""
+        told = {"spelled": "spelled, as the model does not know them", "left_out": LEFT_OUT}
+        found = ((told[key], ", ".join(dict.fromkeys(self.stats.get(key, ())))) for key in told)
+        return "; ".join(f"{what}: {words}" for what, words in found if words)
 
     @property
     def trace(self) -> Trace:
@@ -82,6 +84,7 @@ class Spoken:
             found.notes += self.answer.trace.notes
         spoke = max((self.stats.get("work_ms") or 0.0) - listened, 0.0)
         found.add("speak", self.stats.get("passes", 0), self.stats.get("tokens", 0), spoke)
+        found.notes += [self.note] if self.note else []
         return found
 
     def save(self, target: str | Path | BinaryIO) -> None:
@@ -357,6 +360,13 @@ def stream_of(chunks: Any, rate: int) -> tuple[Any, int]:
     return chunks, rate
 
 
+def _warned(said: Spoken) -> Spoken:
+    """Warn of what was left out of a text."""
+    if lost := ", ".join(dict.fromkeys(said.stats.get("left_out", ()))):
+        warn(f"{LEFT_OUT}: {lost[:200]}")
+    return said
+
+
 @task("text-to-speech")
 class TextToSpeech:
     """Say texts with the embedded model or any other that speaks.
@@ -404,10 +414,11 @@ class TextToSpeech:
             **options: `voice`, `rate`, `pitch`, `mode`, `verify`, `schedule`, for this call.
 
         Returns:
-            A `Spoken`, or a list of them for a list.
+            A `Spoken`, or a list of them for a list. What the model cannot say, such as words in
+            other letters, is left out with a warning and a note in the trace.
 
         Raises:
-            MmfastError: Nothing to say, or an option that the model does not know.
+            MmfastError: Nothing that can be said, or an option that the model does not know.
         """
         if isinstance(text, list | tuple):
             texts = [check_text(each) for each in text]  # all, before the first is said
@@ -421,11 +432,12 @@ class TextToSpeech:
         meters = [ReplyMeter() for _ in texts]
         said = self.talker.speak_all(texts, **self._given(options))
         rate = self.talker.sample_rate
-        return [collect(each, rate, meter) for each, meter in zip(said, meters, strict=True)]
+        pairs = zip(said, meters, strict=True)
+        return [_warned(collect(each, rate, meter)) for each, meter in pairs]
 
     def _say(self, text: str, options: dict[str, Any]) -> Spoken:
         sounds = self.talker.speak(text, **self._given(options))
-        return collect(sounds, self.talker.sample_rate)
+        return _warned(collect(sounds, self.talker.sample_rate))
 
     def stream(self, text: str | Iterable[str], **options: Any) -> Iterator[Sound]:
         """Say a text piece by piece.
@@ -435,7 +447,8 @@ class TextToSpeech:
             **options: As for a call.
 
         Yields:
-            Sound as it is made; leaving the iterator early stops the model.
+            Sound as it is made, its `notes` with what is `left_out`; leaving the iterator early
+            stops the model.
         """
         given = check_text(text) if isinstance(text, str) else checked_parts(text)
         return iter(self.talker.speak(given, **self._given(options)))

@@ -135,7 +135,8 @@ class VisualQA:
         batch_size: Questions answered in one forward pass.
         target_ttft_ms: Milliseconds to the first token; the planner picks method and budget.
         target_tokens: Visual tokens of a prompt that a decoder layer works on, on average.
-        max_memory: Bytes of weights, keys and values, and activations: `"2GB"` or a number.
+        max_memory: Bytes of weights, keys and values, and activations: `"2GB"` or a number. Those
+            of a draft model count.
         quality: `high` (a point of accuracy at most), `balanced` (three) or `fast` (the best at a
             tenth of the tokens).
         **generate: Further arguments of the model's `generate`, such as `temperature`, `top_p`,
@@ -213,6 +214,11 @@ class VisualQA:
             self.reuse = MediaReuse(self.model, self.processor, again, store_of(store))
         self._name = model
         self._planner: PipelinePlanner | None = None
+
+    @property
+    def drafts(self) -> DraftSource | None:
+        """The source of drafts for all questions, if any."""
+        return self._inside[2]
 
     def _drafts(self) -> DraftSource | None:
         """Return what drafts for all questions, as it learns from one to the next."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
-import inspect
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.core.registry import Method
+from mmfast.core.source import code_of
 from mmfast.core.spec import parse
 from mmfast.models.loading import device_name, located
 
@@ -138,25 +136,10 @@ def kept_rows(path: Path | None, suite: str) -> dict[str, Row]:
     return {row["key"]: row for row in rows if isinstance(row, dict) and "key" in row}
 
 
-@cache
-def digest(paths: tuple[Path, ...]) -> str:
-    """Digest of the contents of files."""
-    found = hashlib.sha256()
-    for path in paths:
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
-
-
-def code_of(method: Method | None) -> str:
-    """Digest of the file that holds a method: what a changed one has found does not hold."""
-    source = None if method is None else inspect.getsourcefile(method.fn)
-    return "" if source is None else digest((Path(source),))
-
-
 def code_of_specs(
     reduce: str | None = None, cache: str | None = None, prefill: str | None = None
 ) -> list[Any]:
-    """Digests of the files of all methods that specs name, and states of files in knobs."""
+    """Digests of the code of all methods that specs name, and states of files in knobs."""
     specs = {"reducer": reduce, "cache": cache, "prefill": prefill}
     stages = [stage for kind, spec in specs.items() for stage in parse(spec, kind)]
     given = [value for stage in stages for value in stage.knobs.values() if isinstance(value, str)]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import SafetensorError
 
@@ -39,3 +40,39 @@ def whole_file(
         if beside:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def synced_file(path: Path, draft: Path) -> Iterator[BinaryIO]:
+    """Yield a file whose contents take the place of `path` at the end, and are on the disk then.
+
+    So `path` is either what it was or whole, whenever the process dies or the power fails, once the
+    folder is synced, too (`sync_folder`). It is `draft`, in the same folder, until then. OSError:
+    the disk is full, read-only or gone; nothing is left behind.
+    """
+    try:
+        with draft.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a file or folder for syncing; OSError where that fails."""
+    held = os.open(path, os.O_RDONLY)
+    try:
+        yield held
+    finally:
+        os.close(held)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names in a folder survive a power cut, where the system can."""
+    with suppress(OSError), opened(path) as held:  # some file systems refuse folders
+        os.fsync(held)

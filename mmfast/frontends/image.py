@@ -254,6 +254,8 @@ def open_image(source: MediaSource, limits: Limits) -> Iterator[Image.Image]:
 
 def upright(image: Image.Image) -> Image.Image:
     """Apply the EXIF orientation; broken EXIF data are ignored."""
+    if image.format == "TIFF":
+        image.load()  # which turns it, and then says that it is upright
     try:
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # Pillow raises many kinds on garbage, also its own warnings made errors

@@ -54,6 +54,14 @@ BETWEEN = {
 DASH = "\u2014"
 PAUSES = {"!": ".", "\u2013": ","} | dict.fromkeys(f";:()[]{DASH}", ",")
 ALIKE = {0x2018: "'", 0x2019: "'", 0x2212: "-", 0x2026: "..."}
+_LETTERS = {"ß": "ss", "æ": "ae", "œ": "oe", "ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th"}
+ALIKE |= {ord(c): said for one, said in _LETTERS.items() for c in {one, one.upper()[:1]} - {"S"}}
+ALIKE |= {ord("ẞ"): "ss", ord("\u0131"): "i", ord("²"): " squared ", ord("³"): " cubed "}
+_PARTS = {"½": "a half", "⅓": "a third", "¼": "a quarter", "⅔": "two thirds", "¾": "three quarters"}
+_FRACTION = re.compile(r"(\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
+_STARS = re.compile(r"(?<!\S)\*+(?=\w)|(?<=[^\W\d]|[.,:;!?)])\*+(?!\S)")  # that emphasise: *so*
+# Kinds of signs that a listener misses: letters, numbers, symbols; not quotes, marks and accents.
+_MISSED = ("L", "N", "Sc", "Sm", "So")
 
 
 MARKS = (",", ".", "?")
@@ -81,12 +89,28 @@ def spoken(text: str) -> list[str]:
     return list(_tidy(_groups(_plain(text))))
 
 
+def unspoken(text: str) -> list[str]:
+    """Return what `spoken` leaves out of a text and a listener would miss, such as `["日本"]`."""
+    plain, found, end = _plain(text), list[str](), -1
+    for each in _TOKEN.finditer(plain):
+        sign = each["sign"]
+        if not sign or sign in SIGNS or not unicodedata.category(sign).startswith(_MISSED):
+            continue
+        if each.start() == end:
+            found[-1] += sign
+        else:
+            found.append(sign)
+        end = each.end()
+    return [*dict.fromkeys(unicodedata.normalize("NFC", each) for each in found)]
+
+
 class SpokenStream:
     """Streaming `spoken`: any split of a text gives the same words."""
 
     def __init__(self) -> None:
         self._held = ""
         self._last = ","  # a mark at the very start is dropped, as after another mark
+        self._unspoken: list[str] = []
 
     def push(self, piece: str) -> list[str]:
         """Add a piece of text; return the words and marks that no later piece can change."""
@@ -100,7 +124,13 @@ class SpokenStream:
         ready, self._held = self._held, ""
         return self._out(ready)
 
+    def left_out(self) -> list[str]:
+        """Return what was left out of the text that is spoken so far, and not returned before."""
+        found, self._unspoken = self._unspoken, []
+        return found
+
     def _out(self, text: str) -> list[str]:
+        self._unspoken += unspoken(text)
         found = list(_tidy(_groups(_plain(text)), self._last))
         self._last = found[-1] if found else self._last
         return found
@@ -121,11 +151,18 @@ def _certain(text: str) -> int:
 
 
 def _plain(text: str) -> str:
-    text = unicodedata.normalize("NFKD", text.translate(ALIKE))
+    text = _FRACTION.sub(_fraction, _STARS.sub("", text.translate(ALIKE)))
+    text = unicodedata.normalize("NFKD", text)
     text = "".join(sign for sign in text if not unicodedata.combining(sign))
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"\s-+\s(?!\d)|(?<!\d)\s-+\s|--+", f" {DASH} ", text)
     return _BETWEEN.sub(_between, text)
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """Write a fraction in words, which would run into the digit before it: 1½ is not 11/2."""
+    over = unicodedata.normalize("NFKC", found[2]).replace("\u2044", " over ")
+    return f"{found[1]}{' and' * bool(found[1])} {_PARTS.get(found[2], over)} "
 
 
 def _between(found: re.Match[str]) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +18,9 @@ from torch import Tensor
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import MEDIA, TEXT
-from mmfast.core.spec import Spec, count, expand
+from mmfast.core.spec import Spec, count, expand, parse
 from mmfast.models.cost import attention_width, linear_macs
+from mmfast.models.decoder.draft_stage import DraftSource
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.packing import PackedLinear
 from mmfast.models.reduction.decoder_signals import BEFORE, DRIFT, INNER
@@ -72,6 +73,39 @@ def shape_of(model: Any, blocks: int = 0) -> ModelShape:
         head=head,
         full=tuple(kind_of(config, i) in KEEPS_ALL for i in range(len(model.get_decoder().layers))),
     )
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """Memory of a model that drafts beside the one that answers: weights, and a cache of its own.
+
+    `shape.weights` are those that the two do not share; `media` says whether it reads them.
+    """
+
+    shape: ModelShape
+    media: bool = True
+    stages: tuple[Spec, ...] = ()  # that reduce what it reads
+
+    def kept_bytes(self, work: Work) -> int:
+        """Return the bytes of its keys and values at the end of an answer."""
+        shape, rows = self.shape, work.rows * work.beams
+        text = work.prompt * work.rows - work.visual
+        tokens = [text] * shape.depth
+        for n in work.items if self.media else ():
+            per_layer = lengths_of(expand(self.stages, shape.depth), n, shape.depth)
+            tokens = [t + v for t, v in zip(tokens, per_layer, strict=True)]
+        return _kept_bytes(shape, rows, work.answer, [n * work.beams for n in tokens], None)
+
+
+def draft_shape(source: DraftSource | None, model: Any) -> DraftShape | None:
+    """Read the shape off what drafts for a model; None where that holds nothing of its own."""
+    draft = None if source is None else source.draft
+    if source is None or draft is None:
+        return None
+    shared = {t.untyped_storage().data_ptr() for t in model.parameters()}
+    own = (t for t in draft.parameters() if t.untyped_storage().data_ptr() not in shared)
+    shape = replace(shape_of(draft), weights=sum(t.numel() * t.element_size() for t in own))
+    return DraftShape(shape, source.sees, tuple(parse(source.plan.reduce)))
 
 
 def fingerprint(model: Any) -> str:

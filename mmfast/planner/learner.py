@@ -28,6 +28,7 @@ from mmfast.planner.calibration import (
 )
 from mmfast.planner.cost import (
     Cost,
+    DraftShape,
     ModelShape,
     Work,
     fingerprint,
@@ -53,7 +54,7 @@ class Learner:
     `shape` is the model's where the one at hand is cut down to fewer layers; `remember` keeps what
     is measured; `clock` gives seconds of the processor where a machine is too busy. `refused` holds
     what a method said that would not choose, by the key of its time; `busy` says why nothing that
-    is measured now is kept.
+    is measured now is kept. The memory of a `draft` model counts.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Learner:
         shape: ModelShape | None = None,
         remember: bool = True,
         clock: Clock = time.perf_counter,
+        draft: DraftShape | None = None,
     ) -> None:
+        self.draft = draft
         self.bench = Bench(model, shape or shape_of(model, tower_depth(model)), clock)
         self.key: dict[str, Any] | None = None
         if remember:
@@ -84,7 +87,11 @@ class Learner:
         cache: CachePlan | None = None,
     ) -> Cost:
         """Predict one call under a parsed spec, or a KV policy."""
-        return predict(self.bench.shape, self.rates, work, stages, call, cache)
+        cost = predict(self.bench.shape, self.rates, work, stages, call, cache)
+        if (draft := self.draft) is None:
+            return cost
+        weights, kv = draft.shape.weights, draft.kept_bytes(work)
+        return replace(cost, weights=cost.weights + weights, kv=cost.kv + kv)
 
     def learn(
         self,

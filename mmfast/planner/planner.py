@@ -21,6 +21,7 @@ from typing import Any
 from mmfast.core.errors import MmfastError, ModelError, warn
 from mmfast.core.sizes import format_bytes
 from mmfast.core.spec import Spec
+from mmfast.models.decoder.draft_stage import DraftSource
 from mmfast.models.loading import embedded_path
 from mmfast.models.reduction.check import check as check_stages
 from mmfast.models.reduction.check import placed
@@ -43,7 +44,7 @@ from mmfast.planner.candidates import (
     evidence_for,
     passed_over,
 )
-from mmfast.planner.cost import Cost, ModelShape, Work, work_of
+from mmfast.planner.cost import Cost, ModelShape, Work, draft_shape, work_of
 from mmfast.planner.learner import Learner, Run
 from mmfast.planner.plan import Plan
 from mmfast.planner.rates import Rates
@@ -225,10 +226,12 @@ class Planner:
         rates: Rates | None = None,
         shape: ModelShape | None = None,
         remember: bool = True,
+        drafts: DraftSource | None = None,
     ) -> None:
         model = stock_model(model)
         self.model, self.name, self.rows = model, name, rows
-        self.learner = Learner(model, rates, shape, remember)
+        draft = draft_shape(drafts, model)
+        self.learner = Learner(model, rates, shape, remember, draft=draft)
         self._known: dict[str, Evidence] = {}
         self._caches: dict[str, CacheEvidence | None] = {}
         self._planning_ms: float | None = None

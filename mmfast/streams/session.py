@@ -208,6 +208,7 @@ class Session:
         top_p: float = 1.0,
         seed: int | None = None,
         decode: str | None = None,
+        sampler: Callable[[StreamModel], Sampler] | None = None,
     ) -> Reply:
         """Ask about what was seen so far; iterate over the text deltas of the answer.
 
@@ -221,6 +222,7 @@ class Session:
             temperature: 0 takes the likeliest token.
             top_p: See `Sampler`.
             seed: See `Sampler`.
+            sampler: Makes what chooses tokens of the model that answers, instead of these three.
             decode: `recycle` or `lookup`, drafts that change no answer; None: the pipeline's.
 
         Raises:
@@ -239,17 +241,15 @@ class Session:
             if remember:  # what waits for its partner belongs before the question
                 self.stream.flush()
             stream, wording = self.stream.answering(text, trace)
-            model = stream.model
-            sampler = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
-            prompt = stream.words(wording)
-            branch, logits = stream.branch(wording, trace)
+            model, prompt = stream.model, stream.words(wording)
+            own = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
+            begun = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
             version = self.stream.version if stream is self.stream else -1  # -1: is written anew
         return Reply(
-            branch,
-            logits,
+            *begun,
             tokenizer=model.tokenizer,
-            sampler=sampler,
+            sampler=own if sampler is None else sampler(model),
             stops=model.stops,
             limit=max_new_tokens,
             trace=trace,

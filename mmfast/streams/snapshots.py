@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.files import sync_folder
 from mmfast.streams.archive import files
 
 FORMAT = 4
@@ -85,7 +86,7 @@ def _save(folder: Path, tree: Any, keep: int) -> int:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    files.sync_folder(folder)
+    sync_folder(folder)
     for last in old[: max(0, len(old) + 1 - keep)]:
         away = folder / f".part-old-{last}"  # first out of sight: half a generation is none
         with contextlib.suppress(OSError):  # the new one is saved; the next save tries again
@@ -122,7 +123,7 @@ def _write(part: Path, tree: Any) -> None:
     body = {"format": FORMAT, "tree": flat.skeleton, "shards": shards, "files": linked}
     text = json.dumps(body, separators=(",", ":")).encode()
     files.write(part / "manifest.json", [b"%08x\n" % zlib.crc32(text), text])
-    files.sync_folder(part)
+    sync_folder(part)
 
 
 def _shards(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -235,6 +235,8 @@ class VoiceParts:
         self.layout = getattr(talker, "layout", None)
         if hasattr(listener, "overhear"):
             self.overhear = listener.overhear
+        if hasattr(talker, "left_out"):
+            self.left_out = talker.left_out
 
     def transcribe(self, pcm: Tensor, rate: int = 16000) -> str:
         """Return what is said in sound `[n]`."""

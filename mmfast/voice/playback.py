@@ -120,6 +120,7 @@ class ReplyMeter:
         self.drafted: list[int] = []  # per codebook
         self.accepted: list[int] = []
         self.spelled: list[str] = []  # words that the model does not know, letter by letter
+        self.left_out: list[str] = []  # what it cannot say
 
     def pull(self, sounds: Iterator[Sound]) -> Sound | None:
         """The next piece, its making timed; None at the end."""
@@ -144,6 +145,7 @@ class ReplyMeter:
         _add_each(self.drafted, sound.notes.get("drafted", ()))
         _add_each(self.accepted, sound.notes.get("accepted", ()))
         self.spelled += sound.notes.get("spelled", ())
+        self.left_out += sound.notes.get("left_out", ())
 
     def timed(self, sounds: Iterable[Sound]) -> Iterator[Sound]:
         """The pieces as they come, each of them counted."""
@@ -165,7 +167,8 @@ class ReplyMeter:
         """Figures as plain numbers; None where there is nothing to divide by.
 
         `rtf` is seconds of work a second of sound, `acceptance` the share of drafts accepted, one
-        number a codebook; `spelled`, where there are any, words that the model does not know.
+        number a codebook; `spelled` and `left_out`, where there are any, words that the model does
+        not know, and what it cannot say.
         """
         tokens, passes = self.counts["tokens"], self.counts["passes"]
         shares = zip(self.accepted, self.drafted, strict=False)
@@ -183,6 +186,7 @@ class ReplyMeter:
             "tokens_per_second": _rounded(tokens / self.work if tokens and self.work else None),
             "acceptance": [_rounded(a / d if d else None) for a, d in shares],
             **({"spelled": self.spelled} if self.spelled else {}),
+            **({"left_out": self.left_out} if self.left_out else {}),
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,10 @@ from mmfast.bench import own_data, results
 from mmfast.bench.results import KeptResults, append
 from mmfast.cli import measure
 from mmfast.cli.own_suites import kept_results
-from mmfast.core import registry
+from mmfast.core import registry, source
+from mmfast.core.registry import methods
+from mmfast.core.source import code_of, name_of
+from mmfast.core.spec import parse
 from mmfast.tiny import evaluate
 from mmfast.tiny.stream import present
 from mmfast.tiny.suites import SUITES
@@ -66,7 +70,7 @@ def method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def changed(path: Path) -> None:
     path.write_text(METHOD + "\n# changed\n")
-    results.digest.cache_clear()
+    source.digest.cache_clear()
 
 
 def test_rows_of_an_earlier_run_are_taken(
@@ -161,6 +165,52 @@ def test_a_row_is_known_by_checkpoint_and_files_of_its_spec(tmp_path: Path) -> N
     row = KeptResults(out, asked, [model]).find(spec)
     assert row == {"reduce": spec, "accuracy": 1.0}
     assert KeptResults(out, asked, [model], resume=False).find(spec) is None
+
+
+def test_a_row_is_known_by_the_code_that_its_method_shares(
+    tmp_path: Path, method: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that the method's file imports, and one that that imports in turn."""
+    import mmfast.ops
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(mmfast.ops, "__path__", [*mmfast.ops.__path__, str(shared)])
+    near, far, apart = (shared / f"{name}.py" for name in ("near_op", "far_op", "apart_op"))
+    far.write_text("FAR = 1\n")
+    near.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mmfast.ops.apart_op\n"
+        "def near():\n    from mmfast.ops.far_op import FAR\n    return FAR\n"
+    )
+    apart.write_text("APART = 1\n")
+    method.write_text(METHOD + "\nimport mmfast.ops.near_op\n")
+    source._imports.cache_clear()
+
+    def found() -> tuple[str, str, str]:
+        source.digest.cache_clear()
+        specs = parse("foremost:0.25")
+        key = KeptResults(None, {"suite": "video", "n": 1, "seed": 0}, []).key("foremost:0.25")
+        return key, code_of(specs[0].method), name_of(specs)
+
+    before = found()
+    assert found() == before and before[-1].startswith("foremost@pre:0.25 ")
+    apart.write_text("APART = 2\n")
+    assert found() == before
+    far.write_text("FAR = 2\n")
+    later = found()
+    near.write_text(near.read_text() + "\n# changed\n")
+    assert not {*before, *later} & {*found()} and not {*before} & {*later}
+    source._imports.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["reducer", "cache", "prefill", "head"])
+def test_code_of_a_method_is_not_the_whole_package(kind: str) -> None:
+    for each in methods(kind):
+        path = Path(str(inspect.getsourcefile(each.fn)))
+        files = source.files_of(path)
+        layers = {file.relative_to(path.parents[-1]).parts for file in files}
+        assert files[0] == path and 1 < len(files) < 20, each.name
+        assert not any({"models", "serve", "pipelines"} & {*parts} for parts in layers), each.name
 
 
 def test_answers_of_a_changed_method_are_asked_for_again(

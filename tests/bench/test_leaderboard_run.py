@@ -186,10 +186,10 @@ def test_a_method_of_another_package_takes_part(
 
 def change(path: Path) -> None:
     """Change a module, as an upgrade does."""
-    from mmfast.bench import results
+    from mmfast.core import source
 
     path.write_text(METHOD + "\n# changed\n")
-    results.digest.cache_clear()
+    source.digest.cache_clear()
 
 
 @pytest.mark.slow

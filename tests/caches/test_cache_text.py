@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -121,6 +122,36 @@ def test_with_a_cut_of_text(spec: str) -> None:
     assert torch.equal(drafts[0], new)
     torch.testing.assert_close(batch[1][0], logits[0], atol=1e-5, rtol=0)
     assert [row.stage for row in trace.rows[:2]] == ["llm2", "kv"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "keyformer:0.2+sink:2+window:14",
+        "knorm:0.2+window:9",
+        "sink:0.1+window:0.3",
+        "snapkv:6+sink:0.1+window:0.3",
+    ],
+)
+def test_drafts_that_come_with_the_prompt_are_no_part_of_it(spec: str) -> None:
+    """An assistant's first drafts are read in one pass with the prompt, and taken back."""
+    model, ids = text_model("llama"), {"input_ids": prompt(LENGTH)}
+    torch.manual_seed(5)
+    helper = type(model)(model.config).eval().to(model.dtype)
+    helper.generation_config = copy.deepcopy(model.generation_config)
+    helper.generation_config.assistant_confidence_threshold = 0
+    with attach(model, cache=spec):
+        alone = written(model, ids, 9)
+        helped = written(model, ids, 9, assistant_model=helper)
+        cache = alone[2].past_key_values
+    assert torch.equal(helped[0], alone[0])
+    torch.testing.assert_close(helped[1], alone[1], atol=1e-5, rtol=0)
+    # What was chosen behind the prompt stays, beside a window of the size that the plan says.
+    window = {"14": 14, "9": 9, "0.3": round(0.3 * LENGTH)}[spec.rpartition(":")[2]]
+    sinks = 0 if "sink" not in spec else 2 if "sink:2" in spec else round(0.1 * LENGTH)
+    chosen = {"keyformer": round(0.2 * LENGTH), "knorm": round(0.2 * LENGTH), "snapkv": 6}
+    held = cache.layers[0].keys.shape[2] - 1  # the last token came behind the eviction
+    assert held == window + sinks + chosen.get(spec.partition(":")[0], 0)
 
 
 def test_chunked_prefill_equals_one_piece() -> None:

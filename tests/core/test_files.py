@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.files import whole_file
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.kv.patterns import FILE, HeadPatterns
+from mmfast.streams.archive import files
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -31,6 +33,40 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, error: Exception) -> 
     assert "\n" not in str(caught.value)
     assert [file.name for file in tmp_path.iterdir()] == ["found.bin"]
     assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize("kind", ["archive", "batch"])
+def test_stores_sync_a_file_before_it_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """In both stores by the same function; a full disk leaves what was there, and no draft."""
+    path, steps, sync = tmp_path / "found.bin", list[str](), os.fsync
+    path.write_text("before")
+
+    def write() -> None:
+        if kind == "archive":
+            files.write(path, [b"wh", b"ole"])
+        else:
+            table = pytest.importorskip("pyarrow").table({"path": ["a"]})
+            store = importlib.import_module("mmfast.serve.batch.store")
+            store.write(path, table, {})
+
+    def synced(held: int) -> None:
+        steps.append(f"synced {path.read_bytes()[:6]!r}")
+        sync(held)
+
+    def full(held: int) -> None:
+        raise FULL
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises((OSError, MmfastError), match="No space left"):
+        write()
+    assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(os, "fsync", synced)
+    write()
+    assert steps[0] == "synced b'before'" and path.read_text(errors="replace") != "before"
+    assert len(steps) == (1 if kind == "archive" else 2)  # the folder, once it has its place
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,22 @@ def test_lossless_kinds_come_back_exactly(tmp_path: Path, kind: str) -> None:
     assert kind_of(path) == "image"
     clip = read_video(path, frames=8)  # a still is a clip of one frame
     assert numbers_of(clip.frames) == [37] and clip.times == (0.0,) and clip.fps == 1
+
+
+@pytest.mark.parametrize("kind", ["png", "webp", "tiff"])
+@pytest.mark.parametrize("orientation", [3, 6, 7, 8])
+def test_exif_orientation_is_applied_once(orientation: int, kind: str) -> None:
+    """Pillow itself turns some kinds while it reads their pixels."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = np.zeros((6, 9, 3), np.uint8)
+    stored[0, 0] = 255
+    more: dict[str, Any] = {"lossless": True} if kind == "webp" else {}
+    data = encoded(Image.fromarray(stored), kind, exif=exif, **more)
+    turned = {3: np.rot90(stored, 2), 6: np.rot90(stored, 3), 8: np.rot90(stored)}
+    turned[7] = np.rot90(stored, 2).transpose(1, 0, 2)
+    for given in (data, Image.open(io.BytesIO(data))):
+        assert np.array_equal(read_image(given), turned[orientation])
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

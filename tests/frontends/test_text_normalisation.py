@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmfast.frontends.text_normalisation import MARKS, SpokenStream, spoken
+from mmfast.frontends.text_normalisation import MARKS, SpokenStream, spoken, unspoken
 
 CASES = {
     "It's 3:15, isn't it?": "it is three fifteen , is not it ?",
@@ -46,6 +46,17 @@ CASES = {
     "...": "",
     "\u041f\u0440\u0438\u0432\u0435\u0442 \U0001f600": "",
     "the red circle moves left.": "the red circle moves left .",
+    "1\u00bd cups, \u00bc and \u2158": "one and a half cups , a quarter and four over five",
+    "x\u00b2 + 2 m\u00b3": "x squared plus two metres cubed",
+    "**Note:** it is *so* easy, 3 * 4": "note , it is so easy , three times four",
+    "Stra\u00dfe, \u00c6gir, S\u00f8ren, \u0141\u00f3d\u017a": "strasse , aegir , soren , lodz",
+}
+LEFT_OUT = {
+    "hello \u65e5\u672c world \U0001f600 ok": ["\u65e5\u672c", "\U0001f600"],
+    "\ud55c\uad6d\uc5b4 test, \ud55c\uad6d\uc5b4": ["\ud55c\uad6d\uc5b4"],  # whole letters, once
+    "\u041f\u0440\u0438\u0432\u0435\u0442": ["\u041f\u0440\u0438\u0432\u0435\u0442"],
+    "\u00a55 and |x|": ["\u00a5", "|"],
+    "\u201ca\u201d `b` (c) \u00a7 caf\u00e9 \u00bd 50% *so*": [],  # nothing that is missed
 }
 
 
@@ -73,13 +84,21 @@ def test_any_text_in_any_split_is_words_and_marks(text, seed):
     assert all(not (a in MARKS and b in MARKS) for a, b in pairwise(found))
 
 
-def _in_pieces(text, rng):
-    stream, found, at = SpokenStream(), [], 0
+def _in_pieces(text, rng, stream=None):
+    stream, found, at = stream or SpokenStream(), [], 0
     while at < len(text):
         step = rng.randint(1, 5)
         found += stream.push(text[at : at + step])
         at += step
     return found + stream.finish()
+
+
+@pytest.mark.parametrize(("text", "lost"), LEFT_OUT.items())
+def test_what_is_left_out_is_told(text, lost):
+    assert unspoken(text) == lost
+    for seed in range(5):
+        _in_pieces(text, random.Random(seed), stream := SpokenStream())
+        assert list(dict.fromkeys(stream.left_out())) == lost and not stream.left_out()
 
 
 def test_words_come_before_the_text_ends():

@@ -21,6 +21,7 @@ from mmfast.cli.output import print_answer
 from mmfast.core.errors import MmfastError
 from mmfast.models.cache_name import CACHE
 from mmfast.models.kv.packs import nbytes
+from mmfast.models.loading import embedded_path
 from mmfast.pipelines.answer import Answer
 from mmfast.planner import learner
 from mmfast.planner.auto import say
@@ -248,6 +249,37 @@ def test_a_pipeline_with_a_policy_of_its_own_keeps_it(
         made.plan(CLIP, QUESTION, max_memory="1GB")
     assert [each["caches"] for each in asked] == [True, False, False]
     assert {each["answer"] for each in asked} == {7}
+
+
+def test_weights_and_cache_of_a_draft_model_count(pipe: Any) -> None:
+    """Of the same weights from a folder it holds as much again; a twin has a cache alone."""
+    pair, most = (pipe.model, pipe.processor), {"max_new_tokens": 12}
+    folder, limit = embedded_path(), {"max_memory": "10GB"}
+    memory = {
+        decode: mmfast.pipeline("video-qa", pair, decode=decode, **most)
+        .plan(CLIP, QUESTION, **limit)
+        .memory
+        for decode in (
+            None,
+            "recycle",
+            f"draft:{folder}",
+            f"draft:{folder}?media=false",
+            f"draft:{folder}?reduce=divprune:0.25",
+            "self?reduce=divprune:0.25",
+        )
+    }
+    alone, texts, both, blind, less, twin = memory.values()
+    assert texts == alone
+    assert both["kv"] == 2 * alone["kv"] and both["activations"] == alone["activations"]
+    draft = both["weights"] - alone["weights"]
+    # tied weights count once, and buffers of the model that answers are not weights of a draft
+    assert 0.9 * alone["weights"] < draft <= alone["weights"]
+    assert {blind["weights"], less["weights"]} == {both["weights"]}
+    assert alone["kv"] < blind["kv"] < less["kv"] < both["kv"]
+    assert twin["weights"] == alone["weights"] and twin["kv"] == less["kv"]
+    own = mmfast.pipeline("video-qa", pair, decode=f"draft:{folder}", **most)
+    with pytest.raises(MmfastError, match="out of reach"):
+        own.plan(CLIP, QUESTION, max_memory=sum(alone.values()))
 
 
 def test_beams_and_a_bounded_length_count(pipe: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from mmfast.core.speech import Chatter, Listener, Speaker, Turn
 from mmfast.models.loading import embedded_path
 from mmfast.models.speech.embedded import load_speech
 from mmfast.models.speech.layout import SpeechLayout
+from mmfast.pipelines.speech import TextToSpeech
 
 TEXTS = (
     "the red circle moves left.",
@@ -181,6 +183,28 @@ def test_sound_that_asks_nothing_gets_no_answer(model: Any) -> None:
 def test_words_that_are_not_known_are_reported(model: Any) -> None:
     sounds = list(model.speak("the red zebra moves left."))
     assert [word for s in sounds for word in s.notes.get("spelled", ())] == ["zebra"]
+
+
+def test_what_cannot_be_said_is_told(model: Any) -> None:
+    """In pieces, in the trace and by a warning; of nothing else there is an error."""
+    long, pipe = "abcdefghijklmnopqrstuvwxyz", TextToSpeech(model)
+    text = f"it is \u65e5\u672c red {long} \U0001f600"
+    lost = ["\u65e5\u672c", "\U0001f600", "yz"]
+    with pytest.warns(UserWarning, match="left out, as the model cannot say them") as seen:
+        said = pipe(text)
+    (line,) = [str(each.message) for each in seen]
+    assert all(each in line for each in lost) and model.left_out(text) == lost
+    assert sorted(said.stats["left_out"]) == sorted(lost) and said.text == f"it is red {long}"
+    (note,) = said.trace.notes
+    assert note == said.note and line in note and "spelled" in note
+    sounds = list(pipe.stream(iter(["it is \u65e5", "\u672c red"])))
+    assert [each for s in sounds for each in s.notes.get("left_out", ())] == ["\u65e5\u672c"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not pipe("it is red.").trace.notes
+    with pytest.raises(MmfastError, match="nothing of '\u65e5\u672c' can be said") as caught:
+        pipe("\u65e5\u672c")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

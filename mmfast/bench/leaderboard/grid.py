@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mmfast.bench.results import code_of, digest
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.registry import Method, methods
+from mmfast.core.source import code_of, digest
 from mmfast.models.loading import embedded_path
 from mmfast.tiny.suites import SUITES, suite_of
 

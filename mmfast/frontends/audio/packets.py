@@ -80,7 +80,7 @@ _DAMAGED = 100  # packets in a row that do not decode, after which reading ends
 def decoded_sound(source: MediaSource, limits: Limits) -> Iterator[tuple[Samples, int]]:
     """Yield samples `[n]` and their rate, without damaged packets; the rate may change.
 
-    Channels are averaged; the values are not checked, the duration and the clock are.
+    Channels are mixed; the values are not checked, the duration and the clock are.
     """
     budget, seconds = Budget(limits, source.name), 0.0
     for pcm, rate in _other(source) if source.kind == OTHER else _packets(source, limits):
@@ -130,8 +130,26 @@ def _mono(frame: Any) -> Samples:
         array = (array.astype(np.float32) - 128.0) / 128.0
     elif array.dtype.kind == "i":
         array = (array / float(1 << (8 * array.itemsize - 1))).astype(np.float32)
-    mono: Samples = array.astype(np.float32, copy=False).mean(axis=0)
+    mono: Samples = mix_channels(array.astype(np.float32, copy=False))
     return mono
+
+
+_SHORTEST, _LOST = 160, 10**-1.5  # samples that can tell; the level of a mean that has lost 30 dB
+
+
+def mix_channels(channels: Any) -> Any:
+    """Return the mean `[n]` of channels `[c, n]`, NumPy or torch, float.
+
+    Where the channels cancel each other (a plug wired the wrong way round, left = -right), the mean
+    would be silence: there it is the first channel that is at least half as loud as the loudest.
+    """
+    mean = channels.mean(0)
+    if len(channels) < 2 or len(mean) < _SHORTEST:
+        return mean
+    levels = [float(level) for level in abs(channels).mean(1)]
+    if not float(abs(mean).mean()) * len(channels) < _LOST * sum(levels):  # nor if it is NaN
+        return mean
+    return channels[next(i for i, level in enumerate(levels) if 2 * level >= max(levels))]
 
 
 def _other(source: MediaSource) -> Iterator[tuple[Samples, int]]:
@@ -145,4 +163,4 @@ def _other(source: MediaSource) -> Iterator[tuple[Samples, int]]:
             raise not_sound(source) from None
         with sound, refusing(source.name):
             for block in sound.blocks(blocksize=1 << 14, dtype="float32", always_2d=True):
-                yield block.mean(axis=1), int(sound.samplerate)
+                yield mix_channels(block.T), int(sound.samplerate)

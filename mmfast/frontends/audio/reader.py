@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MediaError
-from mmfast.frontends.audio.packets import OTHER, decoded_sound, sniff_sound
+from mmfast.frontends.audio.packets import OTHER, decoded_sound, mix_channels, sniff_sound
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,
     Budget,
@@ -57,7 +57,8 @@ def mix(samples: Any, name: str, axis: int | None = None) -> Tensor:
     if pcm.ndim == 2:
         channels = axis if axis is not None else int(pcm.shape[0] > pcm.shape[1])
         if 1 <= pcm.shape[channels] <= _CHANNELS:
-            return _scaled(pcm, name).mean(dim=channels)
+            mixed: Tensor = mix_channels(_scaled(pcm, name).movedim(channels, 0))
+            return mixed
         if pcm.numel() == 0:
             return torch.zeros(0)
     raise MediaError(
@@ -131,7 +132,8 @@ def decode_pcm(data: bytes, encoding: str, channels: int = 1) -> tuple[Tensor, b
     if encoding in ("mulaw", "alaw"):
         raw = _g711(encoding)[raw]
     pcm = _scaled(torch.from_numpy(np.array(raw, dtype=raw.dtype.newbyteorder("="))), "the sound")
-    return pcm.view(-1, channels).mean(dim=1), data[whole:]
+    mixed: Tensor = mix_channels(pcm.view(-1, channels).T)
+    return mixed, data[whole:]
 
 
 @cache
@@ -195,7 +197,8 @@ def load_audio(
     "bytes" or the "path" of a file; a decoder of torchcodec; what a pipeline said; raw bytes, with
     `encoding` ("pcm16", "float32", "pcm8", "mulaw", "alaw") and interleaved `channels`; or an
     iterator of arrays, of `(array, rate)`, or of raw bytes. Media without a header have
-    `media_rate`, else `rate`. Channels are averaged, peaks above full scale cut.
+    `media_rate`, else `rate`. Channels are averaged, but where they cancel each other, which would
+    be silence, one of them is taken; peaks above full scale are cut.
 
     Raises:
         MediaError: It is not sound, damaged beyond use, empty, too long, of an impossible rate or

@@ -129,6 +129,16 @@ class DraftSource:
     def __str__(self) -> str:
         return self.plan.text
 
+    @property
+    def draft(self) -> Any:
+        """The model that drafts over a cache of its own; None where there is none."""
+        return self._draft
+
+    @property
+    def sees(self) -> bool:
+        """True where that model reads the media of a prompt."""
+        return self.plan.media and bool(adapter_for(self._draft).media)
+
     def views(self, state: PassState) -> ViewStage | None:
         """The stage that chooses what a draft on part of the cache reads; None for other drafts."""
         if self.plan.views:
@@ -238,8 +248,7 @@ class DraftSource:
         if plan.kind == LOOKUP:
             return LookupDrafter(text.prompt, plan)
         if self._draft is not None:
-            seen = plan.media and adapter_for(self._draft).media
-            without = None if seen else placeholders(self._model)
+            without = None if self.sees else placeholders(self._model)
             own = prompt_reader(self._draft, inputs, without)
             return self._drafting(reader, own, text, vocabulary, None)
         assert self._stage is not None

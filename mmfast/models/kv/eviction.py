@@ -241,13 +241,17 @@ def stayer(plan: CachePlan, layer: Any) -> Choose:
     return choose
 
 
-def pin(plan: CachePlan, layer: Any) -> None:
-    """Remember what position policies do not hold: it was chosen behind the prompt, for good."""
+def pin(plan: CachePlan, layer: Any, drafts: int = 0) -> None:
+    """Remember what position policies do not hold: it was chosen behind the prompt, for good.
+
+    The last `drafts` entries, which may be taken back, count neither as pinned nor as a position.
+    """
     kinds = fill(layer)[KIND]
     pinned = torch.zeros(kinds.shape, dtype=torch.bool, device=kinds.device)
-    for row, mine in zip(pinned, kinds, strict=True):
+    for number, (row, mine) in enumerate(zip(pinned, kinds, strict=True)):
         where = (mine[0] != PADDING).nonzero()[:, 0]
-        row[:, where] = ~plan.standing(mine[:, where].long())
+        where = where[: len(where) - drafts]
+        row[:, where] = ~settled(plan, basis(layer, number)).standing(mine[:, where].long())
     layer.notes = {**layer.notes, PINNED: pinned}
 
 
@@ -404,7 +408,7 @@ class Eviction:
         else:
             found = evict(cache, index, self._choose(layer, index, True), drafts)
         if self.always and not self.rescores and self._plan.score is not None:
-            pin(self._plan, layer)
+            pin(self._plan, layer, drafts)
         for name in (WINDOW, COUNTED):  # of this prompt
             layer.notes.pop(name, None)
         layer.chosen = layer.gone + entries(layer) - drafts

@@ -219,8 +219,8 @@ def score_new(layer: Any, name: str, scores: Tensor) -> None:
     layer.notes = {**notes, name: torch.cat([old[..., : old.shape[-1] - n], scores], -1)}
 
 
-def remember_basis(layer: Any) -> None:
-    """Note how many tokens each row holds, before a policy acts on them."""
+def remember_basis(layer: Any, drafts: int = 0) -> None:
+    """Note how many tokens each row holds, without drafts, before a policy acts on them."""
     notes = fill(layer)
     kinds = notes[KIND]
     held = _LOOKED.held if _LOOKED.kinds() is kinds else None
@@ -228,7 +228,8 @@ def remember_basis(layer: Any) -> None:
         held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # waits for no device
         if _LOOKED.kinds() is kinds:
             _LOOKED.held = held
-    layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
+    held = (held - drafts).expand(-1, kinds.shape[1], kinds.shape[2])
+    layer.notes = {**notes, BASIS: held}
 
 
 def real_entries(kinds: Tensor) -> tuple[Tensor, ...]:

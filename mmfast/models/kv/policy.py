@@ -387,7 +387,7 @@ class KVStage:
     def prompt_ends(self, cache: Any, index: int, drafts: int = 0) -> None:
         """Act on a layer behind a prompt but for drafts at its end; the last layer adds the row."""
         layer = cache.layers[index]
-        notes.remember_basis(layer)
+        notes.remember_basis(layer, drafts)
         start = time.perf_counter()
         before = after = notes.entries(layer) * len(layer.keys)
         if self._eviction.acts:

@@ -24,11 +24,12 @@ from mmfast.decoding.loop import SingleDecoder
 from mmfast.decoding.row import Guide
 from mmfast.decoding.sampling import Sampling
 from mmfast.frontends.codecs.embedded.codec import load_embedded
-from mmfast.frontends.text_normalisation import SpokenStream, spoken
+from mmfast.frontends.text_normalisation import SpokenStream, spoken, unspoken
 from mmfast.models.decoder.backbone import Backbone, load_head
 from mmfast.models.loading import embedded_path, part_of
 from mmfast.models.speech.ear import FOLDER as EAR
 from mmfast.models.speech.ear import SpeechEar
+from mmfast.models.speech.layout import LONGEST as LONGEST_WORD
 from mmfast.models.speech.layout import MARKS, SpeechGuide, SpeechLayout
 from mmfast.models.speech.prefix_search import PrefixSearch, next_words
 from mmfast.models.speech.reply import FOLDER as REPLY
@@ -91,6 +92,8 @@ class SpeakerVoice:
         self._first = True  # no word has been said
         self._words: list[tuple[int, str]] = []  # sample at which it begins, text; not yet said
         self._spelled: list[str] = []  # words that are no rows, not yet reported
+        self.left_out: Callable[[], list[str]] = list  # what was not said, not yet reported
+        self._cut: list[str] = []  # ends of words that are too long, likewise
         self._collected = UtteranceFrames(layout)
         self.begin((), Stats())
 
@@ -120,8 +123,9 @@ class SpeakerVoice:
         """The rest."""
         pcm = self.codec.decoder.finish(self._state)[0]
         self._words = [(min(at, self._samples), text) for at, text in self._words]
-        if len(pcm) or self._words:
-            yield self._sound(pcm, None)
+        found = self._sound(pcm, None)
+        if len(pcm) or found.text or found.notes:
+            yield found
 
     def _note(self) -> None:
         """Words whose sound begins: the start of each group that has a frame."""
@@ -135,6 +139,7 @@ class SpeakerVoice:
             self._words.append((at, lead + text))
             if len(self.layout.group(text)) > 1:
                 self._spelled.append(text)
+                self._cut += [text[LONGEST_WORD:]] if len(text) > LONGEST_WORD else []
             self._first = False
             self._noted += 1
 
@@ -145,6 +150,7 @@ class SpeakerVoice:
         starts = [max(0, at - self._samples) for at, text in now if text not in MARKS]
         spelled, self._spelled = self._spelled, []
         placed: dict[str, Any] = {"starts": starts, "spelled": spelled}
+        placed["left_out"], self._cut = [*self.left_out(), *self._cut], []
         sound = Sound(
             pcm.to(torch.float32),
             self.codec.sample_rate,
@@ -228,16 +234,15 @@ class Sentence:
             yield "."
 
 
-def sentences(text: str | Iterable[str]) -> Iterator[Sentence]:
-    """Sentences of a text, each to be used up before the next is asked for."""
-    source = groups(text)
+def sentences(text: str | Iterable[str], stream: SpokenStream) -> Iterator[Sentence]:
+    """Sentences of a text, read by `stream`, each to be used up before the next is asked for."""
+    source = groups(text, stream)
     while (first := next(source, None)) is not None:
         yield Sentence(chain([first], source))
 
 
-def groups(text: str | Iterable[str]) -> Iterator[str]:
+def groups(text: str | Iterable[str], stream: SpokenStream) -> Iterator[str]:
     """Words and marks of text, or of pieces of text as they come."""
-    stream = SpokenStream()
     for piece in [text] if isinstance(text, str) else text:
         if not isinstance(piece, str):
             raise MmfastError(f"text holds {an(type(piece).__name__)}; give strings")
@@ -268,6 +273,11 @@ class SpeechModel:
         self._search = PrefixSearch(prior, ear.blank, layout.id("<done>"))
         self.sample_rate: int = codec.sample_rate
         self.voices = layout.voices  # names for `voice=`
+
+    def left_out(self, text: str) -> list[str]:
+        """Return what `speak` does not say of a text, such as words in other letters."""
+        long = [word[LONGEST_WORD:] for word in spoken(text) if len(word) > LONGEST_WORD]
+        return [*unspoken(text), *long]
 
     def speak(
         self,
@@ -308,16 +318,23 @@ class SpeechModel:
         return self._say(text, style, make)
 
     def _say(self, text: str | Iterable[str], style: list[int], make: Make) -> Iterator[Sound]:
-        said = False
+        said, lost = False, list[str]()
         for sound in self._sounds(text, style, make):
-            said = True
-            yield sound
+            said = said or bool(sound.text) or sound.codes is not None
+            lost += sound.notes.get("left_out", ())
+            if said:
+                yield sound
         if not said:
-            raise MmfastError("the text has no word that can be said; give words")
+            what = f"nothing of {' '.join(lost)[:60]!r} can be said" if lost else "nothing is said"
+            raise MmfastError(
+                f"{what}: the text has no word in the letters of this voice; give words in Latin "
+                "letters or digits, or another model"
+            )
 
     def _sounds(self, text: str | Iterable[str], style: list[int], make: Make) -> Iterator[Sound]:
-        voice = SpeakerVoice(self.layout, self.codec)
-        for sentence in sentences(text):
+        voice, stream = SpeakerVoice(self.layout, self.codec), SpokenStream()
+        voice.left_out = stream.left_out
+        for sentence in sentences(text, stream):
             guide = SpeechGuide(self.layout, map(self.layout.group, sentence))
             prompt = [self.layout.id("<speak>"), *style, *guide.opening()]
             if guide.done:

@@ -10,7 +10,6 @@ database count.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.files import sync_folder, synced_file
 from mmfast.frontends.source import first_line, quote
 from mmfast.serve.batch.job import Medium, differences, file_hash
 
@@ -73,16 +73,9 @@ def write(file: Path, table: Any, identity: Mapping[str, Any]) -> None:
     half = file.with_name(f".{file.name}.half")
     marked = table.replace_schema_metadata({_MARK: json.dumps(identity)})
     try:
-        with half.open("wb") as data:
+        with synced_file(file, half) as data:
             pq.write_table(marked, data)
-            data.flush()
-            os.fsync(data.fileno())
-        half.replace(file)
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(file.parent)
     except OSError as error:
         raise MmfastError(
             f"{quote(file)} cannot be written ({first_line(error)}); what was answered before is "

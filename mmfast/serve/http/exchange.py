@@ -176,15 +176,16 @@ def words_of(voice: Any, pcm: Any, rate: int, asks: bool = True) -> str:
 
 
 async def transcribed(
-    service: Service, sound: str | bytes, param: str, kind: str | None = None
+    service: Service, sound: str | bytes, param: str, kind: str | None = None, asks: bool = True
 ) -> tuple[str, float]:
     """Return the words of a recording, base64, a URL or its bytes, and its length in seconds.
 
-    There are none where nobody speaks.
+    There are none where nobody speaks. A text that `asks` is written as a question, any other only
+    if it begins like one.
     """
     pcm, rate = await load_sound(sound, service.config, format=kind, param=param)
     voice = await service.voice()
-    heard = await service.in_voice_thread(partial(words_of, voice, pcm, rate))
+    heard = await service.in_voice_thread(partial(words_of, voice, pcm, rate, asks))
     return heard, len(pcm) / rate
 
 
@@ -467,10 +468,14 @@ def ignoring(asked: schema.Strict, config: ServerConfig) -> dict[str, str]:
     if unused and config.strict:
         text = f"{shown[:300]}: without effect here, and this server is strict; leave it out"
         raise bad_request(text, "unknown_parameter", unused[0])
-    text = shown.encode("ascii", "backslashreplace").decode()
-    printed = "".join(letter for letter in text if letter.isprintable())[:1000]
+    return {"x-mmfast-ignored": printable(shown)} if unused else {}
+
+
+def printable(text: str) -> str:
+    """Return a text as the value of a header: ASCII, other letters by number, of 1,000 at most."""
+    text = text.encode("ascii", "backslashreplace").decode()
     # A space at an end, such as behind the name of nothing that can be printed, is no header.
-    return {"x-mmfast-ignored": printed.strip()} if unused else {}
+    return "".join(letter for letter in text if letter.isprintable())[:1000].strip()
 
 
 def sampling(

@@ -26,7 +26,7 @@ from mmfast.serve.config import VOICE_NAMES
 from mmfast.serve.guard.errors import ApiError, api_error, bad_request, body, busy
 from mmfast.serve.guard.media import load_sound
 from mmfast.serve.http.events import EVENT_SCHEMA, EVENTS, StreamedReply, event, while_connected
-from mmfast.serve.http.exchange import ignoring, transcribed, words_of
+from mmfast.serve.http.exchange import ignoring, printable, transcribed, words_of
 from mmfast.serve.http.schema import ERRORS, JsonRoute, SpeechRequest, Strict, Transcription
 from mmfast.serve.http.service import VOICES, Service
 from mmfast.voice.dubbing import clock
@@ -188,8 +188,12 @@ async def _say(asked: SpeechRequest, service: Service) -> Response:
     except BaseException:
         run.close()
         raise
+    lost: list[str] = speaker.left_out(asked.input) if hasattr(speaker, "left_out") else []
+    if lost:
+        headers["x-mmfast-left-out"] = printable(", ".join(lost))
     if asked.stream_format == "sse":
-        return StreamedReply(run.events(first), EVENTS, run.close, headers)
+        done = {"type": "speech.audio.done", **({"left_out": lost} if lost else {})}
+        return StreamedReply(run.events(first, done), EVENTS, run.close, headers)
     kind = TYPES[asked.response_format or "mp3"]
     return StreamedReply(run.parts(first), kind, run.close, headers)
 
@@ -216,7 +220,8 @@ async def transcriptions(
     if stream or response_format not in FORMATS[:2]:
         work = _by_segments(service, data, response_format, stream, headers)
         return await while_connected(http.receive, work)
-    words, seconds = await while_connected(http.receive, transcribed(service, data, "file"))
+    plain = transcribed(service, data, "file", asks=False)
+    words, seconds = await while_connected(http.receive, plain)
     if response_format == "text":
         return PlainTextResponse(f"{words}\n", headers=headers)
     usage = {"type": "duration", "seconds": math.ceil(seconds)}
@@ -493,8 +498,10 @@ class SpeechRun:
             yield part
             part = await self.next()
 
-    async def events(self, first: bytes | None) -> AsyncGenerator[bytes, None]:
-        """Yield the file as events."""
+    async def events(
+        self, first: bytes | None, done: dict[str, Any]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the file as events, the last of which is `done`."""
         part = first
         try:
             while part is not None:
@@ -504,7 +511,7 @@ class SpeechRun:
         except Exception as error:
             yield event(body(error))
             return
-        yield event({"type": "speech.audio.done"})
+        yield event(done)
 
     def close(self) -> None:
         """Stop the synthesis."""

@@ -30,6 +30,7 @@ from aiortc.sdp import SessionDescription
 from av import AudioFrame
 from torch import Tensor
 
+from mmfast.frontends.audio.packets import mix_channels
 from mmfast.serve.guard.caller import Caller, caller_of
 from mmfast.serve.guard.errors import ApiError, bad_request, busy
 from mmfast.serve.realtime import protocol
@@ -436,7 +437,8 @@ async def _gather(gather: Any, connection: Any, own: list[str], **given: Any) ->
 def mono(frame: Any) -> Tensor:
     """Return a frame of signed 16-bit sound as samples `[n]` in -1..1, its channels mixed."""
     pcm = torch.from_numpy(frame.to_ndarray().astype("float32")) / 32768.0
-    return pcm.reshape(-1, len(frame.layout.channels)).mean(dim=1)
+    mixed: Tensor = mix_channels(pcm.reshape(-1, len(frame.layout.channels)).T)
+    return mixed
 
 
 @asynccontextmanager

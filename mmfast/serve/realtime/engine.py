@@ -10,10 +10,12 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mmfast.core.errors import ContextError, ModelError, SpecError
@@ -26,7 +28,10 @@ from mmfast.pipelines.video_stream import VideoStream
 from mmfast.serve.calls import CLOSE, OPEN
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine import base
+from mmfast.serve.engine.decode import Chooser
+from mmfast.serve.engine.request import checked
 from mmfast.serve.engine.rules import json_grammar
+from mmfast.serve.engine.slots import Draw
 from mmfast.serve.http.events import failed
 from mmfast.serve.realtime.brain import (
     GREETING,
@@ -38,6 +43,8 @@ from mmfast.serve.realtime.brain import (
     ReplyRun,
     SeenTurn,
 )
+from mmfast.streams.reply import Sampler
+from mmfast.streams.stream import StreamModel
 from mmfast.voice.models import Cascade
 
 HOST_BYTES = "256MB"  # of one session's memory of earlier frames, outside the model's window
@@ -170,12 +177,35 @@ class EngineVoices(ChatterVoices):
             return None
 
 
+class EngineSampler(Sampler):
+    """Chooses the tokens of a stream's answer as the engine does those of its batch."""
+
+    def __init__(self, model: StreamModel, sampling: base.SamplingOptions) -> None:
+        super().__init__()
+        self._chooser, self._sampling = Chooser(model.model), sampling
+        self._device = model.model.device
+        self._prompt: int | None = None  # tokens of it, which come before those of the answer
+        if sampling.rules is not None:
+            sampling.rules.begin(model.tokenizer, self._chooser.ends)
+
+    def __call__(self, logits: Tensor, said: Sequence[int] = ()) -> int:
+        """The next token's id, behind the tokens `said`."""
+        self._prompt = len(said) if self._prompt is None else self._prompt
+        row = logits[None].to(self._device, torch.float32, copy=True)
+        ids = torch.tensor(said, dtype=torch.int64, device=self._device)
+        draw = Draw(self._sampling, len(said) - self._prompt)
+        (token,) = self._chooser.choose(row, [draw], [self._chooser.seen(ids, self._sampling)])
+        if isinstance(token, Exception):
+            raise token
+        return token
+
+
 class EngineBrain(ChatterBrain):
     """Puts questions to the engine, with the frames that the session has seen.
 
     As many frames as the server takes of a clip are shown to the engine beside the question. More
     are a stream: they go into a memory of bounded size, which answers outside of the engine's
-    batch; a question with pictures of its own goes to the engine also then.
+    batch, by the same rules; a question with pictures of its own goes to the engine also then.
     """
 
     sees = True
@@ -221,9 +251,23 @@ class EngineBrain(ChatterBrain):
                     raise
                 yield from self._answer(replace(question, turns=turns[(len(turns) + 1) // 2 :]))
             return
-        most = min(question.limit or 64, 256)
-        with video.ask(self._prompt(question), max_new_tokens=most) as reply:
+        said = self._watched(video, question)
+        yield from said if question.duty is None else _called(said)
+
+    def _watched(self, video: Any, question: BrainQuestion) -> Iterator[str]:
+        """Answer from the stream by the rules of the engine's batch; the end goes to the run."""
+        sampling, text = checked(self._sampling(question)), self._prompt(question)
+        visual, how = int(self.figures()["tokens"]), partial(EngineSampler, sampling=sampling)
+        with video.ask(text, max_new_tokens=sampling.max_tokens, sampler=how) as reply:
             yield from reply
+        shown = {"rows": [row.to_dict() for row in reply.trace.rows], "ttft_ms": reply.ttft_ms}
+        trace = {**shown, "visual_tokens": visual, "notes": reply.trace.notes}
+        end: base.Reason = "length" if reply.finished == "length" else "stop"
+        finish = base.Finish(end, visual + self.count(text), len(reply.ids), trace=trace)
+        question.run.finish = finish
+        if self._voices.metrics is not None:
+            self._voices.metrics.ttft(reply.ttft_ms / 1e3)
+            self._voices.metrics.finished(finish, (reply.ms or 0.0) / 1e3)
 
     def request(self, question: BrainQuestion) -> base.Request:
         """Return a question as the engine takes it: what chat completions would send."""
@@ -243,16 +287,21 @@ class EngineBrain(ChatterBrain):
             if messages and messages[-1].role == turn.role:  # templates want roles in turn
                 parts = (*messages.pop().content, *parts)
             messages.append(base.Message(turn.role, parts))
-        config, defaults = voices.config, dict(voices.defaults)
-        defaults["top_k"] = max(defaults.get("top_k", 0), 0)
-        longest = min(question.limit or config.default_tokens, config.max_tokens)
-        sampling = base.SamplingOptions(longest, **defaults)
-        if question.duty is not None:
-            sampling = replace(sampling, grammar=json_grammar(question.duty))
         name, owner = f"realtime-{uuid.uuid4().hex}", self.tenant
         # results are reused as those of the caller's chat requests are
         given = {"tenant": f"{owner}/", "account": owner, "adapter": self.adapter}
-        return base.Request(name, tuple(messages), sampling, **given)  # type: ignore[arg-type]
+        how = self._sampling(question)
+        return base.Request(name, tuple(messages), how, **given)  # type: ignore[arg-type]
+
+    def _sampling(self, question: BrainQuestion) -> base.SamplingOptions:
+        """Return how tokens are chosen, by the engine and in answers of a stream."""
+        config, defaults = self._voices.config, dict(self._voices.defaults)
+        defaults["top_k"] = max(defaults.get("top_k", 0), 0)
+        longest = min(question.limit or config.default_tokens, config.max_tokens)
+        sampling = base.SamplingOptions(longest, **defaults)
+        if question.duty is None:
+            return sampling
+        return replace(sampling, grammar=json_grammar(question.duty))
 
     def _prompt(self, question: BrainQuestion) -> str:
         """Write the question to a stream, after instructions and turns where the model follows."""

@@ -236,7 +236,8 @@ class Response(SpokenReply):
             return found
         first = None if self.first_audio is None else round(1e3 * self.first_audio, 3)
         trace = {} if self.run.finish is None else self.run.finish.trace
-        return {**found, "mmfast": {**trace, "first_audio_ms": first, "frames": frames}}
+        lost = {"left_out": self.meter.left_out} if self.meter.left_out else {}
+        return {**found, "mmfast": {**trace, **lost, "first_audio_ms": first, "frames": frames}}
 
     def _output(self) -> list[dict[str, Any]]:
         said = [self.sent_item()] if self.shown else []

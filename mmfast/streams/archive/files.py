@@ -7,7 +7,6 @@ what was written or an error.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.files import opened, synced_file
 
 if sys.platform != "win32":  # there folders are not locked, and none is taken for abandoned
     import fcntl
@@ -172,17 +172,9 @@ def write(path: Path, buffers: Sequence[bytes | memoryview]) -> None:
     OSError: the disk is full, read-only or gone; nothing is left behind. Processes and threads
     may write the same path at a time: the last one stays.
     """
-    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}{PART}")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(buffers)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}{PART}")
+    with synced_file(path, draft) as file:
+        file.writelines(buffers)
 
 
 def check_of(buffers: Sequence[bytes | memoryview]) -> str:
@@ -284,22 +276,6 @@ def locked(path: Path) -> bool:
     except OSError:
         return True  # held, or not ours to judge
     return False
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a file or folder for syncing; OSError where that fails."""
-    held = os.open(path, os.O_RDONLY)
-    try:
-        yield held
-    finally:
-        os.close(held)
-
-
-def sync_folder(path: Path) -> None:
-    """Make names in a folder survive a power cut, where the system can."""
-    with contextlib.suppress(OSError), opened(path) as held:  # some file systems refuse folders
-        os.fsync(held)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

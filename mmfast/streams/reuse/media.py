@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 
 from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.reduction import Mix, Reduction
+from mmfast.core.source import name_of
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import CACHE
@@ -154,7 +155,7 @@ class MediaReuse:
         trace, outputs = trace or Trace(), {}
         tower = [spec for spec in specs if spec.site in ("pixel", "vit")]
         needs = tuple(sorted({need for spec in specs for need in spec.method.needs}))
-        head = self.fingerprint(f"{'+'.join(map(str, tower))} {needs} {how}", owner)
+        head = self.fingerprint(f"{name_of(tower)} {needs} {how}", owner)
         start, fresh, every, item, spent_ms = time.perf_counter(), 0, 0, 0, 0.0
         for kind in [kind for kind, given in features_given(inputs).items() if given is None]:
             parts = []
@@ -231,7 +232,7 @@ class MediaReuse:
         rest, sequences = compressed(self.model, inputs, early, trace)
         rows = prompt_rows(self.model, rest, inputs["mm_encoder_outputs"])
         start, ids = time.perf_counter(), rest["input_ids"]
-        known, length = self.read(rows, ids[0], sequences, "+".join(map(str, specs)), owner)
+        known, length = self.read(rows, ids[0], sequences, name_of(specs), owner)
         ms = (time.perf_counter() - start) * 1e3
         trace.add("reuse kv", length, known.computed, ms, self.fetched)
         return {

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.core.kv import KVBlock
+from mmfast.core.source import name_of
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import CACHE
@@ -282,7 +283,7 @@ class PromptModules:
     ) -> tuple[dict[str, Any], int]:
         """Segments by module of what is encoded together, and tokens that were encoded now."""
         told = [f"{placed[n].start} {[part.name for part in placed[n].parts]}" for n in names]
-        reduce = f"{'+'.join(map(str, self._specs))} {self._how}"
+        reduce = f"{name_of(self._specs)} {self._how}"
         key = key_of("modules", self.reuse.fingerprint(reduce, self._owner), *told)
         held = self.reuse.store.get(key, self.reuse.model.device)
         if held is not None:  # by number: two schemas may call one module by other names

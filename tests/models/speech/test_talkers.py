@@ -173,6 +173,16 @@ def test_voices_differ(kind: str, voices: Any, pipes: dict[str, Any]) -> None:
     assert set(voices) - {None} <= set(pipes[kind].talker.voices)
 
 
+@pytest.mark.parametrize("kind", ["vits", "speecht5"])
+def test_letters_without_a_token_are_told(kind: str, pipes: dict[str, Any]) -> None:
+    pipe, texts = pipes[kind], ["hello \u65e5. fine.", "fine."]
+    one, other = pipe(texts)
+    assert one.stats["left_out"] == pipe.talker.left_out(texts[0]) == ["\u65e5"]
+    assert one.trace.notes == ["left out, as the model cannot say them: \u65e5"]
+    assert "left_out" not in other.stats and not other.trace.notes
+    assert pipe(texts[0]).stats["left_out"] == ["\u65e5"]
+
+
 def test_marks_alone_are_told_and_not_said(pipes: dict[str, Any]) -> None:
     sounds = list(pipes["vits"].stream("hello. ... fine."))
     assert [sound.text for sound in sounds] == ["hello. ", "... ", "fine."]

@@ -113,6 +113,19 @@ def test_events_hold_the_same_sound() -> None:
     assert len(parts) > 2 and b"".join(parts) == say(Hum(), response_format="pcm").content
 
 
+def test_what_is_left_out_of_a_text_is_named() -> None:
+    class Latin(Hum):
+        def left_out(self, text: str) -> list[str]:
+            return [word for word in text.split() if not word.isascii()]
+
+    text = f"{TEXT} \u65e5 \u672c"
+    assert say(Latin(), input=text).headers["x-mmfast-left-out"] == "\\u65e5, \\u672c"
+    done = events_of(say(Latin(), input=text, stream_format="sse").text)[-1]
+    assert done == {"type": "speech.audio.done", "left_out": ["\u65e5", "\u672c"]}
+    for plain in (say(Latin()), say(Hum(), input=text)):
+        assert plain.status_code == 200 and "x-mmfast-left-out" not in plain.headers
+
+
 def test_sound_comes_before_the_text_is_over_and_who_leaves_stops_it() -> None:
     import httpx
 
@@ -207,6 +220,17 @@ def write_down(voice: Any, seconds: float = 5.0, **form: Any) -> Any:
             return await client.post(WRITE, files=files, data={"model": "whisper-1", **form})
 
     return asyncio.run(go())
+
+
+@pytest.mark.parametrize("form", [{}, {"response_format": "text"}])
+def test_a_statement_is_not_written_down_as_a_question(form: dict[str, str]) -> None:
+    class Teller(Hum):
+        def transcribe(self, pcm: torch.Tensor, rate: int = 16_000) -> str:
+            return "the red circle moves left"
+
+    reply = write_down(Teller(), 0.5, **form)
+    text = reply.text.strip() if form else reply.json()["text"]
+    assert text == "the red circle moves left"
 
 
 @pytest.mark.usefixtures("timed")

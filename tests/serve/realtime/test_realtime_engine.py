@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import io
+import json
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ from realtime_tools import MANUAL
 
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.loading import twin
+from mmfast.serve.calls import call_schema, read_calls
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine import base
 from mmfast.serve.engine.scheduler import Scheduler
@@ -254,6 +256,37 @@ def test_a_stream_watches_with_the_weights_of_the_engine(
     text = "What colour is the circle?"
     question = BrainQuestion((SeenTurn("user", text, (text,)),), aloud=False)
     assert "".join(sound.text for sound in brain.answer(question)).strip()
+    brain.close()
+
+
+def test_a_stream_answers_by_the_rules_of_the_batch(server: Any) -> None:
+    """A call that is asked for is made, a limit is told, and the end has a trace."""
+    config = ServerConfig(model="somewhere", device="cpu", frames=2)
+    defaults = {"temperature": 5.0, "top_k": 1}  # hot, but of one token alone
+    voices = EngineVoices(server.engine, Spoken(), config, defaults=defaults)
+    brain = voices.open()
+    for number, frame in enumerate(read_video(str(CLIP), frames=3).frames):
+        brain.see(frame, float(number))
+    asked = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}}
+    asked |= {"required": ["colour"], "additionalProperties": False}
+    text = "What colour is the circle?"
+    turns = (SeenTurn("user", text, (text,)),)
+    plain = BrainQuestion(turns, aloud=False)
+    said = "".join(sound.text for sound in brain.answer(plain)).strip()
+    voices.defaults = {}
+    again = BrainQuestion(turns, aloud=False)
+    assert said == "".join(sound.text for sound in brain.answer(again)).strip()
+    finish = plain.run.finish
+    assert finish is not None and finish.reason == "stop" and finish.completion_tokens > 0
+    assert [row["stage"] for row in finish.trace["rows"]][-2:] == ["question", "generate"]
+    duty = call_schema({"paint": asked})
+    call = BrainQuestion(turns, aloud=False, tools=({"name": "paint"},), calls=[], duty=duty)
+    assert not "".join(sound.text for sound in brain.answer(call)).strip()
+    ((name, arguments),) = read_calls(call.calls[0], ["paint"])
+    assert name == "paint" and json.loads(arguments)["colour"] in ("red", "blue")
+    short = BrainQuestion(turns, aloud=False, limit=1)
+    list(brain.answer(short))
+    assert short.run.finish is not None and short.run.finish.reason == "length"
     brain.close()
 
 

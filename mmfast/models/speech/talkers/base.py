@@ -227,6 +227,19 @@ class StockTalker:
         how = self._changed(self.options, options)
         return self._spoken(text, how, GeneratorState(how.seed, self.device))
 
+    def left_out(self, text: str) -> list[str]:
+        """Return letters and digits of a text that have no token of their own, and are not said."""
+        words = getattr(self, "tokenizer", None)
+        unknown_id = getattr(words, "unk_token_id", None)
+        if words is None or unknown_id is None:
+            return []
+        signs = [sign for sign in dict.fromkeys(text) if sign.isalnum()]
+        return [c for c in signs if unknown_id in words(c, add_special_tokens=False)["input_ids"]]
+
+    def _noted(self, sound: Sound, text: str) -> Sound:
+        lost = self.left_out(text)
+        return replace(sound, notes={**sound.notes, "left_out": lost}) if lost else sound
+
     def speak_all(self, texts: Sequence[str], **options: Any) -> list[list[Sound]]:
         """Say several texts, `batch_size` sentences at once; the pieces of each text."""
         how = self._changed(self.options, options)
@@ -240,7 +253,10 @@ class StockTalker:
                 said += self._say([each.strip() for each in flat[at : at + how.batch_size]], how)
         left = iter(said)
         return [
-            [self._sound(next(left) if worded(part) else None, part) for part in each]
+            [
+                self._noted(self._sound(next(left) if worded(part) else None, part), part)
+                for part in each
+            ]
             for each in parts
         ]
 
@@ -254,7 +270,7 @@ class StockTalker:
         for part in self._parts(text):
             shown = part
             for sound in self._stream(part.strip(), how, random) if worded(part) else ():
-                yield replace(sound, text=shown)
+                yield self._noted(replace(sound, text=shown), shown)
                 shown = ""
             if shown:
                 yield self._sound(None, shown)

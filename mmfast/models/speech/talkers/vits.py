@@ -43,6 +43,15 @@ class VitsVoice(StockTalker):
         speakers = int(model.config.num_speakers)
         self.voices = tuple(map(str, range(speakers))) if speakers > 1 else ()
 
+    def left_out(self, text: str) -> list[str]:
+        """Return letters and digits of a text that the tokenizer drops."""
+        words = self.tokenizer
+        if words.phonemize or words.is_uroman:  # which write them in others
+            return []
+        known = words.get_vocab()
+        signs = dict.fromkeys(words.normalize_text(text) if words.normalize else text)
+        return [sign for sign in signs if sign.isalnum() and sign not in known]
+
     def _say(self, texts: list[str], how: VitsOptions) -> list[Tensor]:
         inputs = self.tokenizer(texts, padding=True, return_tensors="pt")
         short = (inputs["attention_mask"].sum(1) <= int(self.tokenizer.add_blank)).tolist()
