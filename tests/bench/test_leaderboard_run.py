@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from cli_runs import ROOT, fails, run
 
 from mmfast.bench.leaderboard import measure
 from mmfast.bench.leaderboard.grid import BoardGrid, make_grid
-from mmfast.bench.leaderboard.measure import AnswerBench, run_grid, stored_rows
+from mmfast.bench.leaderboard.measure import AnswerBench, SpeedBench, run_grid, stored_rows
 from mmfast.bench.registry import names
 from mmfast.core import registry
 from mmfast.core.errors import MmfastError
+from mmfast.serve.engine.base import Request
 from mmfast.tiny.evaluate import run_eval
 
 SMALL = {"suites": ["image"], "budgets": ["0.25"], "seeds": ["5"], "n": 5, "speed": False}
@@ -194,14 +195,28 @@ def change(path: Path) -> None:
 
 @pytest.mark.slow
 def test_times_to_the_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real answers, whose times are replaced by what was asked: a busy machine changes none."""
+    waited, asked = SpeedBench._waited, list[tuple[int, bool]]()
+
+    def tell(self: SpeedBench, requests: Sequence[Request]) -> list[float]:
+        found, plain = waited(self, requests), requests[0].options.reduce is None
+        assert len(found) == len(requests) and min(found) > 0
+        asked.append((len(requests), plain))
+        return [100.0 * len(requests) + 60.0 * plain] * len(requests)
+
+    monkeypatch.setattr(SpeedBench, "_waited", tell)
     monkeypatch.setattr(measure, "TOGETHER", 3)
     grid = small("evs", speed=True)
     grid = BoardGrid(grid.entrants, ("image",), (0.25,), (5,), 2, ("image",), rounds=2)
     rows = [row for row in run_grid(grid, tmp_path / "cells.jsonl") if row["job"] == "speed"]
     assert [row["method"] for row in rows] == ["downsample", "evs"]
     for row in rows:
-        assert "error" not in row and len(row["gains_1"]) == len(row["gains_3"]) == 2
-        assert row["ttft_3_ms"] > row["ttft_1_ms"] > 0 and row["stock_ttft_1_ms"] > 0
+        assert "error" not in row and row["gains_1"] == [1.6] * 2 and row["gains_3"] == [1.2] * 2
+        assert (row["ttft_3_ms"], row["ttft_1_ms"]) == (300, 100)
+        assert (row["stock_ttft_3_ms"], row["stock_ttft_1_ms"]) == (360, 160)
+    for plain in (True, False):  # of each row: one request to warm up, then two rounds
+        assert asked.count((3, plain)) == 2 * 2
+        assert asked.count((1, plain)) == 2 * (1 + 2 * measure.ALONE)
 
 
 def test_a_missing_package_is_told_before_the_work(

@@ -120,7 +120,11 @@ def test_the_command_prints_a_table_or_a_document(
     document = json.loads(out)
     assert code == 0 and document["reduce"] == "evs:0.5" and document["decode"] == "self:0.1"
     assert "<svg" in graph.read_text(encoding="utf-8")
+
+
+def test_a_graph_that_cannot_be_written_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert "write a .svg" in fails(capsys, "profile", CLIP, QUESTION, "--flame", "x.png")
     nowhere = str(tmp_path / "nowhere" / "f.svg")
     assert "cannot be written" in fails(capsys, "profile", CLIP, QUESTION, "--flame", nowhere)
-    assert "at least 1" in fails(capsys, "profile", CLIP, QUESTION, "--threads", "0")
