@@ -51,7 +51,6 @@ class Shorter:
         pending: State of a KV policy that it keeps until a prompt ends.
         power: Squares `[B, H, d]` of the last queries of a prompt, until it ends.
         skipped: `[B, n]` True at entries that leave when the prompt ends (`reduction.bypass`).
-        gaps: `[B]` padding in front of the next tokens, to lie in front of a window instead.
         chosen: Entries, those that have gone among them, when a KV policy last chose.
     """
 
@@ -63,7 +62,6 @@ class Shorter:
     power: Tensor | None = None
     chosen = 0
     skipped: Tensor | None = None
-    gaps: Tensor | None = None
     dropped = 0
     extra = 0
     valid: Tensor | None = None
@@ -80,33 +78,12 @@ class Shorter:
             return length, offset + self.dropped
         return held.get_seq_length() + self.extra + query_length, self.dropped
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        gaps, self.gaps = self.gaps, None
-        if gaps is not None:
-            key_states = self._window_last("keys", key_states, gaps)
-            value_states = self._window_last("values", value_states, gaps)
-        held: Any = super()
-        pair: Pair = held.update(key_states, value_states, *args, **kwargs)
-        return pair
-
-    def _window_last(self, name: str, new: Tensor, gaps: Tensor) -> Tensor:
-        """Put padding of new states `[B, H, n, d]` in front of those held; returns the others."""
-        kept, stored = getattr(self, name), _stored(self)
-        whole = torch.cat([kept[:, :, :stored], new], dim=2)
-        order = _padding_first(whole.shape[2], stored, gaps.to(whole.device))
-        whole = whole.gather(2, order[:, None, :, None].expand_as(whole))
-        if isinstance(self, StaticLayer):  # which must keep its addresses
-            kept[:, :, :stored].copy_(whole[:, :, :stored])
-        else:
-            setattr(self, name, whole[:, :, :stored])
-        return whole[:, :, stored:]
-
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
         self.store, self.notes, self.gone = None, None, 0
         self.per_row, self.pending, self.power, self.chosen = {}, None, None, 0
-        self.skipped = self.gaps = None
+        self.skipped = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -246,11 +223,10 @@ def held(layer: Any) -> int:
     return int(layer.get_seq_length()) - getattr(layer, "dropped", 0)
 
 
-def extend(layer: Any, past: Tensor | None, new: Tensor | None, window: bool = False) -> None:
+def extend(layer: Any, past: Tensor | None, new: Tensor | None) -> None:
     """Note the padding among `new` tokens `[B, n]` before they are stored.
 
-    `past` `[B, held]` is that of tokens held, where the layer was not shortened before. Padding in
-    front of the new tokens goes in front of what a `window` holds.
+    `past` `[B, held]` is that of tokens held, where the layer was not shortened before.
     """
     before = past if layer.group is None else layer.valid
     if before is None and new is None:
@@ -261,13 +237,49 @@ def extend(layer: Any, past: Tensor | None, new: Tensor | None, window: bool = F
         before = torch.ones(len(new), length, dtype=torch.bool, device=new.device)
     before = F.pad(before, (0, length - before.shape[1]), value=True)
     layer.valid = before if new is None else torch.cat([before, new], dim=1)
+
+
+class PaddingFirst:
+    """Mixed into the class of layers of a window; `gaps` `[B]` is padding before new tokens."""
+
+    gaps: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
+        gaps, self.gaps = self.gaps, None
+        if gaps is not None:
+            key_states = self._window_last("keys", key_states, gaps)
+            value_states = self._window_last("values", value_states, gaps)
+        held: Any = super()
+        pair: Pair = held.update(key_states, value_states, *args, **kwargs)
+        return pair
+
+    def _window_last(self, name: str, new: Tensor, gaps: Tensor) -> Tensor:
+        """Put padding of new states `[B, H, n, d]` in front of those held; returns the others."""
+        kept, stored = getattr(self, name), _stored(self)
+        whole = torch.cat([kept[:, :, :stored], new], dim=2)
+        order = _padding_first(whole.shape[2], stored, gaps.to(whole.device))
+        whole = whole.gather(2, order[:, None, :, None].expand_as(whole))
+        if isinstance(self, StaticLayer):  # which must keep its addresses
+            kept[:, :, :stored].copy_(whole[:, :, :stored])
+        else:
+            setattr(self, name, whole[:, :, :stored])
+        return whole[:, :, stored:]
+
+
+def window_first(cache: Any, index: int, new: Tensor | None) -> Any:
+    """Layer `index`, extended by `new`, whose padding in front goes in front of what it holds."""
+    layer = cache.layers[index]
     stored = _stored(layer)
-    if new is None or not (window and stored) or bool(new[:, 0].all()):
-        return
+    if new is None or not stored or bool(new[:, 0].all()):
+        return layer
+    if not isinstance(layer, PaddingFirst):
+        layer = adopt(cache, index, PaddingFirst)
     layer.gaps = (new.cumsum(1) == 0).sum(1)
-    far, seen = layer.valid.split([length - stored, stored + new.shape[1]], dim=1)
-    order = _padding_first(seen.shape[1], stored, layer.gaps)
-    layer.valid = torch.cat([far, seen.gather(1, order)], dim=1)
+    seen = stored + new.shape[1]
+    far, near = layer.valid.split([layer.valid.shape[1] - seen, seen], dim=1)
+    order = _padding_first(seen, stored, layer.gaps)
+    layer.valid = torch.cat([far, near.gather(1, order)], dim=1)
+    return layer
 
 
 def _stored(layer: Any) -> int:

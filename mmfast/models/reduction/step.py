@@ -25,6 +25,7 @@ from mmfast.models.reduction.cache_layers import (
     layer_of_model_mask,
     padding_mask,
     shorten,
+    window_first,
 )
 from mmfast.models.reduction.choice import Kept, SiteRunner, acting, items_of
 from mmfast.models.reduction.decoder_signals import (
@@ -337,7 +338,9 @@ class ForwardStep:
             return self._masks[segment, kind]
         held = shorten(cache, layer)
         group = self._groups.setdefault((id(held.group), segment, kind), LayerGroup(layer))
-        extend(held, self.past, ok, window=kind == SLIDING)
+        extend(held, self.past, ok)
+        if kind == SLIDING:
+            held = window_first(cache, layer, ok)
         held.group = group
         if group.leader == layer:
             seen = padding_mask(held, hidden.shape[1])

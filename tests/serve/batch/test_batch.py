@@ -211,7 +211,7 @@ def test_killed_at_every_step_of_writing(
     holders = {
         "execute": (_Database, "execute"),
         "write_table": (store.pq, "write_table"),
-        "fsync": (store.os, "fsync"),
+        "fsync": (os, "fsync"),
     }
     holder, name = holders.get(step, (Path, step))
     real = getattr(holder, name)
