@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from mmfast.core.registry import Method
 from mmfast.core.spec import Spec
@@ -21,9 +23,20 @@ def code_of(method: Method | None) -> str:
 
     These are the modules that the file imports, also inside functions, and those that they import
     in turn. The package itself offers names of them all, and of it only those that are taken count.
+    A method without a file, as of a notebook, may be made of all that its process defines: it is
+    known in that process alone, until it is defined again.
     """
-    source = None if method is None else inspect.getsourcefile(method.fn)
-    return "" if source is None else digest(files_of(Path(source)))
+    if method is None:
+        return ""
+    try:
+        return digest(files_of(Path(inspect.getsourcefile(method.fn) or "")))
+    except (OSError, TypeError):
+        return _token(method.fn)
+
+
+@cache
+def _token(fn: Callable[..., Any]) -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def name_of(specs: Iterable[Spec]) -> str:

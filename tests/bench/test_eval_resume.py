@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import linecache
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,6 +212,23 @@ def test_code_of_a_method_is_not_the_whole_package(kind: str) -> None:
         layers = {file.relative_to(path.parents[-1]).parts for file in files}
         assert files[0] == path and 1 < len(files) < 20, each.name
         assert not any({"models", "serve", "pipelines"} & {*parts} for parts in layers), each.name
+
+
+def test_a_method_of_a_notebook_is_known_until_it_is_defined_again() -> None:
+    cell = METHOD.replace("foremost", "of_a_cell")
+    name = "/tmp/no-such-folder/1234.py"
+    linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+    found = []
+    try:
+        for _ in range(2):
+            exec(compile(cell, name, "exec"), {})
+            method = registry.get("of_a_cell")
+            found.append(code_of(method))
+            assert code_of(method) == found[-1] != ""
+            registry.unregister("of_a_cell")
+    finally:
+        linecache.cache.pop(name)
+    assert len(set(found)) == 2
 
 
 def test_answers_of_a_changed_method_are_asked_for_again(
