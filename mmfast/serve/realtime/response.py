@@ -236,7 +236,8 @@ class Response(SpokenReply):
             return found
         first = None if self.first_audio is None else round(1e3 * self.first_audio, 3)
         trace = {} if self.run.finish is None else self.run.finish.trace
-        lost = {"left_out": self.meter.left_out} if self.meter.left_out else {}
+        left_out = [*dict.fromkeys(self.meter.left_out)]
+        lost = {"left_out": left_out} if left_out else {}
         return {**found, "mmfast": {**trace, **lost, "first_audio_ms": first, "frames": frames}}
 
     def _output(self) -> list[dict[str, Any]]:

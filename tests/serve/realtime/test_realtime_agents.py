@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +17,12 @@ from realtime_tools import ANSWER, HumBrain, HumService, HumVoices, Wire, fast, 
 from serve_tools import saying
 from tone_models import HumModel, HumSpeaker
 
-from mmfast.core.speech import Turn
+from mmfast.core.speech import Sound, Turn
 from mmfast.serve.calls import call_schema
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Delta, Finish, Request
 from mmfast.serve.engine.rules import json_grammar
-from mmfast.serve.realtime.brain import ChatterVoices
+from mmfast.serve.realtime.brain import BrainQuestion, ChatterVoices
 from mmfast.serve.realtime.engine import EngineVoices
 from mmfast.serve.realtime.response import GO_ON, GREET
 from mmfast.serve.realtime.service import RealtimeService, SessionLimits
@@ -298,3 +299,24 @@ def test_a_session_names_an_adapter_as_its_model_and_shows_the_trace() -> None:
             await wire.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("lost", [["日本"], []])
+def test_a_response_names_what_its_voice_cannot_say(lost: list[str]) -> None:
+    class Brain(HumBrain):
+        def answer(self, question: BrainQuestion) -> Iterator[Sound]:
+            for sound in super().answer(question):
+                yield replace(sound, notes={**sound.notes, "left_out": lost})
+
+    class Voices(HumVoices):
+        def open(self) -> HumBrain:
+            return Brain(self)
+
+    async def main() -> None:
+        wire = Wire(HumService(Voices()))
+        wire.send("response.create", response={"instructions": "what moves?"})
+        done = await wire.event("response.done")
+        assert done["response"]["mmfast"].get("left_out", []) == lost
+        await wire.close()
+
+    fast(main())
