@@ -13,7 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
     "numbers in few bits": ["PackedTensor"],
     "rows that grow in place": ["RowBuffer"],
-    "layer of a transformers cache": ["Shorter", "StoreLayer", "PackedLayer", "RoomyLayer"],
+    "layer of a transformers cache": [
+        "Shorter",
+        "StoreLayer",
+        "PackedLayer",
+        "RoomyLayer",
+        "PaddingFirst",
+    ],
     "immutable block": ["KVBlock"],
 }
 PAIRS = ({"key", "keys", "k"}, {"value", "values", "v"})
