@@ -133,7 +133,6 @@ def test_two_voices_through_the_embedded_models(pipe: SpeechTranslation, sound: 
     assert nothing.text == nothing.heard == "" and nothing.lag == 0 and nothing.speakers == ()
 
 
-@pytest.mark.slow
 def test_a_stream_of_two_is_the_recording_however_it_is_cut(
     pipe: SpeechTranslation, sound: Tensor
 ) -> None:

@@ -182,7 +182,6 @@ def test_the_embedded_ear_waits_for_who_pauses_in_a_question() -> None:
             assert delay < EAGERNESS[eagerness][0] / 1e3 + 0.1
 
 
-@pytest.mark.slow
 def test_an_ear_that_guesses_an_end_is_less_sure_of_it() -> None:
     from mmfast.models.speech.embedded import load_speech
     from mmfast.tiny.speech.recordings import say

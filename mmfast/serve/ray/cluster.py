@@ -11,8 +11,10 @@ import ctypes
 import logging
 import math
 import os
+import re
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -99,6 +101,12 @@ def _idle(pid: int) -> bool:
 
 
 TRIES = 3  # to start a node
+_AGENTS = (  # names of one port each
+    "metrics-agent-port|grpc-port",
+    "metrics[-_]export[-_]port",
+    "runtime[-_]env[-_]agent[-_]port",
+    "listen-port",
+)
 
 
 class Cluster:
@@ -228,8 +236,10 @@ def _start(ray: Any, address: str, local: Mapping[str, Any]) -> None:
         options |= {"include_dashboard": False, **local}
     for left in range(TRIES - 1, -1, -1):
         before = _children()
+        again = address == "local" and left < TRIES - 1
         try:
-            ray.init(address, **options)
+            with _agent_ports() if again else contextlib.nullcontext():
+                ray.init(address, **options)
             return
         except Exception as error:  # Ray also raises plain exceptions
             for pid in _children() - before:
@@ -238,6 +248,37 @@ def _start(ray: Any, address: str, local: Mapping[str, Any]) -> None:
             reason = " ".join(str(error).split())[:300]
             if not left or "timed out during startup" not in reason:
                 raise MmfastError(f"Ray cannot start at {address!r}: {reason}") from None
+
+
+@contextlib.contextmanager
+def _agent_ports() -> Iterator[None]:
+    """Give the agents of a node their ports, for which `ray.init` has no options.
+
+    A node waits 15 s for the ports that its agents choose, and no setting of Ray changes that: on a
+    busy machine they still import then.
+    """
+    services: Any = import_module("ray._private.services")
+    started = services.start_ray_process
+
+    def start(command: list[str], kind: str, *given: Any, **named: Any) -> Any:
+        return started(_with_ports(command) if kind == "raylet" else command, kind, *given, **named)
+
+    services.start_ray_process = start
+    try:
+        yield
+    finally:
+        services.start_ray_process = started
+
+
+def _with_ports(command: list[str]) -> list[str]:
+    """Replace the ports of agents in the command of a node, which holds theirs, by free ones."""
+    with contextlib.ExitStack() as stack:
+        for names in _AGENTS:
+            held = stack.enter_context(socket.socket())  # to its end, so that all differ
+            held.bind(("", 0))
+            port = held.getsockname()[1]
+            command = [re.sub(rf"--({names})=\d+", rf"--\1={port}", each) for each in command]
+    return [*command, f"--dashboard_agent_listen_port={port}"]  # Ray itself leaves this one out
 
 
 def _children() -> set[int]:

@@ -64,7 +64,6 @@ def test_the_front_end_gives_identical_frames(file, name: str) -> None:
     assert same(zip(read.frames, read.times, strict=True), want)
 
 
-@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(NAMES),

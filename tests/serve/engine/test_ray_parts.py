@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import pickle
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,6 +171,61 @@ def test_an_error_of_the_start_comes_back_and_its_thread_ends() -> None:
     assert "cannot start at 'ray://nowhere:1': no such cluster" in str(errors[0])
     calls[0].join(30)
     assert not calls[0].is_alive()
+
+
+LATE = """
+import sys, time
+if any(each.endswith("dashboard/agent.py") for each in sys.orig_argv):
+    time.sleep(22)
+"""
+
+
+def test_agents_that_were_late_have_ports_in_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = pytest.importorskip("ray._private.services")
+    seen: list[list[str]] = []
+    given = ["raylet", "--metrics-agent-port=0", "--metrics_export_port=0", "--node_port=0"]
+    given += ["--runtime_env_agent_port=0", "--python_worker_command=w --metrics-agent-port=0"]
+    given += ["--dashboard_agent_command=a --grpc-port=0 --metrics-export-port=0 --listen-port=5"]
+    monkeypatch.setattr(services, "start_ray_process", lambda command, kind: seen.append(command))
+
+    def init(address: str, **options: Any) -> None:
+        services.start_ray_process(["monitor", "--listen-port=0"], "monitor")
+        services.start_ray_process(given, "raylet")
+        if len(seen) == 2:
+            raise RuntimeError("The current node timed out during startup.")
+
+    before = services.start_ray_process
+    cluster.start(SimpleNamespace(init=init), "local")
+    assert seen[:3] == [["monitor", "--listen-port=0"], given, ["monitor", "--listen-port=0"]]
+    assert services.start_ray_process is before
+    *command, listen = seen[3]
+    ports = re.findall(r"(\w+)[-_]port=(\d+)", " ".join(command))
+    metrics, export, node, runtime, worker, grpc, agent_export, agent_listen = (
+        int(port) for _, port in ports
+    )
+    assert node == 0 and metrics == worker == grpc and export == agent_export
+    assert listen == f"--dashboard_agent_listen_port={agent_listen}"
+    assert len({metrics, export, runtime, agent_listen} - {0, 5}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_node_starts_whose_agents_are_late(tmp_path: Path) -> None:
+    """As on a busy machine: Ray itself waits 15 s for them."""
+    pytest.importorskip("ray")
+    (tmp_path / "sitecustomize.py").write_text(LATE, encoding="utf-8")
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    code = "import ray; from mmfast.serve.ray.cluster import start; start(ray, 'local', num_cpus=1)"
+    code += "; print(ray.get(ray.remote(lambda: 'it computes').remote())); ray.shutdown()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.stdout.endswith("it computes\n"), done.stderr[-2000:]
 
 
 # ---- refusals before a cluster is started
