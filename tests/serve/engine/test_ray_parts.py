@@ -175,8 +175,9 @@ def test_an_error_of_the_start_comes_back_and_its_thread_ends() -> None:
 
 LATE = """
 import sys, time
-if any(each.endswith("dashboard/agent.py") for each in sys.orig_argv):
-    time.sleep(22)
+for name, seconds in (("dashboard/agent.py", 22), ("workers/default_worker.py", 62)):
+    if any(each.endswith(name) for each in sys.orig_argv):
+        time.sleep(seconds)
 """
 
 
@@ -210,8 +211,8 @@ def test_agents_that_were_late_have_ports_in_the_next_try(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_node_starts_whose_agents_are_late(tmp_path: Path) -> None:
-    """As on a busy machine: Ray itself waits 15 s for them."""
+def test_a_node_starts_whose_agents_and_workers_are_late(tmp_path: Path) -> None:
+    """As on a busy machine: Ray itself waits 15 s for an agent, and 60 s for a worker."""
     pytest.importorskip("ray")
     (tmp_path / "sitecustomize.py").write_text(LATE, encoding="utf-8")
     paths = os.pathsep.join([str(tmp_path), *sys.path])

@@ -176,23 +176,12 @@ def _answer(this: Any, modules: Any, prompt: Any, question: str, trace: Any = No
     return torch.cat(found.logits), found.sequences[0, -3:]
 
 
-def _cases(every: Any) -> list[Any]:
-    """All of `every` family, of which the first that is given of each is no slow one."""
-    found, fast = [], set[str]()
-    for family, what in every:
-        marks = [pytest.mark.slow] if family in fast else []
-        fast.add(family)
-        found.append(pytest.param(family, what, marks=marks))
-    return found
-
-
 NAMES = [("end", "rules", "two"), ("rules", "one"), ("two",), ("one", "end")]
 FAULTS = ["modules see each other", "no gaps", "fillers are seen", "no scaffold"]
 
 
-@pytest.mark.parametrize(
-    ("family", "names"), _cases([(family, names) for names in NAMES for family in FAMILIES])
-)
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_modules_equal_a_forward_pass_under_mask_and_places(family: str, names: Any) -> None:
     this, modules, schema = _shared(family)
     given = {"tone": "dry"} if "rules" in names else {}
@@ -202,10 +191,8 @@ def test_modules_equal_a_forward_pass_under_mask_and_places(family: str, names: 
         assert torch.allclose(logits, _oracle(this, whole, tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("family", "fault"),
-    _cases([(FAMILIES[(i + k) % 3], fault) for k in range(3) for i, fault in enumerate(FAULTS)]),
-)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_planted_faults_differ(family: str, fault: str) -> None:
     this, modules, schema = _shared(family)
     names = ("rules", "two", "end")
