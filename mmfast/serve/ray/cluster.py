@@ -231,7 +231,7 @@ def _start(ray: Any, address: str, local: Mapping[str, Any]) -> None:
     if address == "local":
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of this machine alone
         os.environ.setdefault("RAY_agent_register_timeout_ms", "100000")  # of a busy machine
-        # A worker that imports for longer is left aside and started anew, again and again.
+        # A worker that starts for longer is dropped, and what waits for it waits for ever.
         os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
         # Ray's monitor kills its controller or a worker where other programs fill the memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")

@@ -195,7 +195,11 @@ def serving(*options: str, **environment: str) -> Iterator[tuple[subprocess.Pope
         yield process, started(process)
     finally:
         process.terminate()
-        process.communicate(timeout=120)
+        try:
+            process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()  # else it stays behind the failed test
+            raise
 
 
 def user(*content: Any) -> list[dict[str, Any]]:
