@@ -136,6 +136,17 @@ def test_hard_schedules(folder: Path, family: str, options: Any) -> None:
     assert differences(found) == []
 
 
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_the_runner_of_gpus(folder: Path, family: str) -> None:
+    """vLLM's second runner, with clips that are read in parts."""
+    options = {"max_num_batched_tokens": 72, "max_num_seqs": 4}
+    cases = {name: HARD[name] for name in ("the same clip", "mixed")}
+    job = {"cases": cases, "options": options, "rounds": 2, "interpreted": True}
+    assert differences(engine(folder, family, ["visionzip:0.5"], **job)) == []
+    wrong = engine(folder, family, ["visionzip:0.5"], **job, fault=True)
+    assert len(differences(wrong)) == 2
+
+
 def test_processes_of_their_own(folder: Path) -> None:
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     found = engine(folder, "qwen3_vl", ["tome:0.4"], cases=HARD, rounds=2, environ=environ)
@@ -167,11 +178,16 @@ def test_the_start_is_refused_in_one_line(folder: Path, spec: str, options: Any,
     assert [line for line in done.stderr.splitlines() if text in line]
 
 
-def test_the_server_answers_with_the_tokens_of_attach(folder: Path) -> None:
-    """`mmfast serve --engine vllm` over HTTP, with a picture in the request."""
-    job = {"family": "qwen2_5_vl", "folder": str(folder / "qwen2_5_vl"), "spec": "divprune:0.3"}
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_the_server_answers_with_the_tokens_of_attach(folder: Path, family: str) -> None:
+    """`mmfast serve --engine vllm` over HTTP, with a picture and a clip, streamed and not."""
+    job = {"family": family, "folder": str(folder / family), "spec": "divprune:0.25"}
     done = python(str(ENGINE), job={**job, "serve": True})
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["text"] == found["attach"] and found["prompt_tokens"] < found["whole"]
+    for kind in ("image", "video"):
+        row = found[kind]
+        assert row["tokens"] == row["streamed"] == row["attach"], kind
+        left = row["whole"] - row["places"] + round(row["places"] * 0.25)
+        assert row["places"] > 30 and row["prompt_tokens"] == [left, left], kind
     assert found["without_key"] == 401 and found["remote"] >= 400
