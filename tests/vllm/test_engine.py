@@ -138,7 +138,7 @@ def test_hard_schedules(folder: Path, family: str, options: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_the_runner_of_gpus(folder: Path, family: str) -> None:
-    """vLLM's second runner, with clips that are read in parts."""
+    """The second runner of vLLM, with clips that are read in parts."""
     options = {"max_num_batched_tokens": 72, "max_num_seqs": 4}
     cases = {name: HARD[name] for name in ("the same clip", "mixed")}
     job = {"cases": cases, "options": options, "rounds": 2, "interpreted": True}
@@ -176,6 +176,19 @@ def test_the_start_is_refused_in_one_line(folder: Path, spec: str, options: Any,
     done = python(str(ENGINE), job={**job, "cases": {}, "options": options}, **{VARIABLE: spec})
     assert done.returncode != 0
     assert [line for line in done.stderr.splitlines() if text in line]
+
+
+def test_a_model_that_stays_stock_is_named(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = (
+        "import sys; from vllm.engine.arg_utils import EngineArgs;"
+        "EngineArgs(sys.argv[1], dtype='float32', skip_tokenizer_init=True).create_model_config()"
+    )
+    environ = {VARIABLE: "evs:0.5", "HF_HUB_OFFLINE": "1"}
+    done = python("-c", code, str(tmp_path), **environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (done.stdout + done.stderr).count("mmfast prunes nothing in Qwen2ForCausalLM") == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])

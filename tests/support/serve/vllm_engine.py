@@ -204,28 +204,16 @@ def parts() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     }
 
 
-def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
-    """Start `mmfast serve --engine vllm`; ask it about a picture and a clip, with OpenAI's client."""
-    import socket
-    import subprocess
-    import time
-    import urllib.request
-
+def asked(made: Any, model: str, spec: str, port: int) -> dict[str, Any]:
+    """Ask a server about a picture and a clip with OpenAI's client, streamed and not."""
     import openai
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["serve", "--engine", "vllm", "--model", str(folder), "--reduce", spec]
-    words += ["--port", str(port), "--context", "1024", "--dtype", "float32", "--api-key", "secret"]
-    server = subprocess.Popen([sys.executable, "-m", "mmfast", *words], stdout=sys.stderr)
 
     def ask(part: dict[str, Any], fields: dict[str, Any], key: str = "secret", **more: Any) -> Any:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
         content = [{"type": "text", "text": "a "}, part, {"type": "text", "text": " b"}]
         ours = {"ignore_eos": True, "return_token_ids": True, "allowed_token_ids": [*range(256)]}
         return client.chat.completions.create(
-            model=str(folder),
+            model=model,
             messages=[{"role": "user", "content": content}],
             temperature=0,
             max_tokens=TOKENS,
@@ -241,6 +229,38 @@ def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
             return error.status_code
         return 200
 
+    found: dict[str, Any] = {}
+    for kind, (what, part, fields) in parts().items():
+        reply = ask(part, fields)
+        pieces = [*ask(part, fields, stream=True, stream_options={"include_usage": True})]
+        media = ([what], []) if kind == "image" else ([], [what])
+        mine = attached(made, spec, f"a {{{kind}}} b", *media)
+        found[kind] = {
+            "attach": mine["tokens"],
+            "whole": mine["length"],
+            "places": mine["places"],
+            "tokens": reply.choices[0].token_ids,
+            "streamed": [i for each in pieces for c in each.choices for i in c.token_ids or ()],
+            "prompt_tokens": [reply.usage.prompt_tokens, pieces[-1].usage.prompt_tokens],
+        }
+    far = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+    return found | {"without_key": refused(part, {}, key="wrong"), "remote": refused(far, {})}
+
+
+def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
+    """Start `mmfast serve --engine vllm` and ask it."""
+    import socket
+    import subprocess
+    import time
+    import urllib.request
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", "--engine", "vllm", "--model", str(folder), "--reduce", spec]
+    words += ["--port", str(port), "--context", "1024", "--dtype", "float32", "--api-key", "secret"]
+    server = subprocess.Popen([sys.executable, "-m", "mmfast", *words], stdout=sys.stderr)
+
     def ready() -> bool:
         try:
             return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5))
@@ -248,26 +268,11 @@ def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
             return False
 
     try:
-        end = time.monotonic() + 400
+        end = time.monotonic() + 700
         while not ready():
             assert server.poll() is None and time.monotonic() < end, "the server did not start"
             time.sleep(1)
-        found: dict[str, Any] = {}
-        for kind, (what, part, fields) in parts().items():
-            reply = ask(part, fields)
-            pieces = [*ask(part, fields, stream=True, stream_options={"include_usage": True})]
-            media = ([what], []) if kind == "image" else ([], [what])
-            mine = attached(made, spec, f"a {{{kind}}} b", *media)
-            found[kind] = {
-                "attach": mine["tokens"],
-                "whole": mine["length"],
-                "places": mine["places"],
-                "tokens": reply.choices[0].token_ids,
-                "streamed": [i for each in pieces for c in each.choices for i in c.token_ids or ()],
-                "prompt_tokens": [reply.usage.prompt_tokens, pieces[-1].usage.prompt_tokens],
-            }
-        far = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
-        return found | {"without_key": refused(part, {}, key="wrong"), "remote": refused(far, {})}
+        return asked(made, str(folder), spec, port)
     finally:
         server.terminate()
         server.wait(60)
