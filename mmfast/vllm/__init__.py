@@ -15,13 +15,14 @@ reads the question would mix the results of different questions, and a method in
 impossible, since vLLM gives all layers one length. Both are refused at the start, in one line.
 Servers with different specs must not share a store of results.
 
-Other models stay stock, as does a vLLM of a release that is not in `KNOWN`, which says so.
+Other models stay stock, as does a vLLM of a release that is not in `KNOWN`; the log says so.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 VARIABLE = "MMFAST_VLLM_REDUCE"
 KNOWN = ("0.32",)  # releases of vLLM that tests/vllm ran with
@@ -76,5 +77,24 @@ def install(spec: str) -> bool:
     os.environ[VARIABLE] = spec
     for architecture, place in MODELS.items():
         ModelRegistry.register_model(architecture, place)
+    _tell_of_stock_models(ModelRegistry)
     _log.info("mmfast keeps %s of images and videos in Qwen2.5-VL and Qwen3-VL", plan)
     return True
+
+
+def _tell_of_stock_models(registry: Any) -> None:
+    """Make vLLM's registry say, once for each model, which of those that it takes stay stock."""
+    if "inspect_model_cls" in vars(registry):  # an earlier call did
+        return
+    inspect, told = registry.inspect_model_cls, {*MODELS}
+
+    def inspected(*args: Any, **kwargs: Any) -> Any:
+        info, name = inspect(*args, **kwargs)
+        if info.architecture not in told:  # the name of the class, not what the checkpoint asks for
+            told.add(info.architecture)
+            _log.warning(
+                "mmfast prunes nothing in %s, only in %s", info.architecture, ", ".join(MODELS)
+            )
+        return info, name
+
+    registry.inspect_model_cls = inspected

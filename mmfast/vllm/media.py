@@ -233,6 +233,7 @@ class PrunedMedia:
         """Run the LLM; a graph needs the positions where they lie, so they change in place."""
         count = min(positions.shape[-1], self._shift.shape[-1])
         positions[:, :count].add_(self._shift[:, :count])
+        self._shift.zero_()  # a step without embeddings, as idle ranks run, has these positions too
         parent: Any = super()
         return parent.forward(input_ids, positions, *args, **kwargs)
 
@@ -284,6 +285,8 @@ def refuse(config: Any, plan: ReducerPlan) -> None:
         media.video_pruning_rate and "--video-pruning-rate, vLLM's own pruning",
         parallel.pipeline_parallel_size > 1 and "--pipeline-parallel-size above 1",
         config.speculative_config is not None and "--speculative-config",
+        # Halves of a batch run apart, and each would read the distances of the first.
+        getattr(parallel, "use_ubatching", False) and "--enable-dbo or --ubatch-size",
         tower and parallel.tensor_parallel_size > 1 and "a split vision tower",
         tower and getattr(layers, "compile_mm_encoder", False) and "a compiled vision tower",
         tower and getattr(media, "enable_mm_embeds", False) and "--enable-mm-embeds",

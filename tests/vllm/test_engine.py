@@ -136,6 +136,14 @@ def test_hard_schedules(folder: Path, family: str, options: Any) -> None:
     assert differences(found) == []
 
 
+def test_the_runner_of_gpus(folder: Path) -> None:
+    """The second runner of vLLM, whose kernels are interpreted."""
+    options = {"max_num_batched_tokens": 256, "max_num_seqs": 4}
+    job = {"cases": {"both": [VIDEOS[0], IMAGES[0]]}, "options": options, "rounds": 2}
+    found = engine(folder, "qwen2_5_vl", ["divprune:0.4"], **job, interpreted=True)
+    assert differences(found) == []
+
+
 def test_processes_of_their_own(folder: Path) -> None:
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     found = engine(folder, "qwen3_vl", ["tome:0.4"], cases=HARD, rounds=2, environ=environ)
@@ -167,11 +175,29 @@ def test_the_start_is_refused_in_one_line(folder: Path, spec: str, options: Any,
     assert [line for line in done.stderr.splitlines() if text in line]
 
 
-def test_the_server_answers_with_the_tokens_of_attach(folder: Path) -> None:
-    """`mmfast serve --engine vllm` over HTTP, with a picture in the request."""
-    job = {"family": "qwen2_5_vl", "folder": str(folder / "qwen2_5_vl"), "spec": "divprune:0.3"}
+def test_a_model_that_stays_stock_is_named(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = (
+        "import sys; from vllm.engine.arg_utils import EngineArgs;"
+        "EngineArgs(sys.argv[1], dtype='float32', skip_tokenizer_init=True).create_model_config()"
+    )
+    environ = {VARIABLE: "evs:0.5", "HF_HUB_OFFLINE": "1"}
+    done = python("-c", code, str(tmp_path), **environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (done.stdout + done.stderr).count("mmfast prunes nothing in Qwen2ForCausalLM") == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_the_server_answers_with_the_tokens_of_attach(folder: Path, family: str) -> None:
+    """`mmfast serve --engine vllm` over HTTP, with a picture and a clip, streamed and not."""
+    job = {"family": family, "folder": str(folder / family), "spec": "divprune:0.25"}
     done = python(str(ENGINE), job={**job, "serve": True})
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["text"] == found["attach"] and found["prompt_tokens"] < found["whole"]
+    for kind in ("image", "video"):
+        row = found[kind]
+        assert row["tokens"] == row["streamed"] == row["attach"], kind
+        left = row["whole"] - row["places"] + round(row["places"] * 0.25)
+        assert row["places"] > 30 and row["prompt_tokens"] == [left, left], kind
     assert found["without_key"] == 401 and found["remote"] >= 400

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
+from vllm_positions import Model
 
 import mmfast
 from mmfast.core.errors import MmfastError, ModelError, SpecError
@@ -134,7 +135,9 @@ def config(**changes: Any) -> Any:
             )
         ),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=plain["tensor"], pipeline_parallel_size=plain["pipeline"]
+            tensor_parallel_size=plain["tensor"],
+            pipeline_parallel_size=plain["pipeline"],
+            use_ubatching=plain.get("halves", False),
         ),
         speculative_config=plain["draft"],
         compilation_config=SimpleNamespace(compile_mm_encoder=plain.get("compiled", False)),
@@ -149,6 +152,7 @@ def test_options_that_do_not_go_together() -> None:
         (plain, {"rate": 0.75}, "--video-pruning-rate"),
         (plain, {"pipeline": 2}, "--pipeline-parallel-size"),
         (plain, {"draft": object()}, "--speculative-config"),
+        (plain, {"halves": True}, "--enable-dbo"),
         (tower, {"tensor": 2}, "split vision tower"),
         (tower, {"compiled": True}, "compiled vision tower"),
         (tower, {"embeds": True}, "--enable-mm-embeds"),
@@ -192,13 +196,17 @@ def test_the_program_beside_vllm_needs_no_pytest() -> None:
 
 
 class Registry:
-    """The one function of vLLM that `register` calls."""
+    """The functions of vLLM that `register` calls and wraps."""
 
     def __init__(self) -> None:
         self.models: dict[str, str] = {}
 
     def register_model(self, name: str, place: str) -> None:
         self.models[name] = place
+
+    def inspect_model_cls(self, names: list[str], model_config: Any) -> tuple[Any, str]:
+        """Find what is asked for in `model_config` instead, as `--model-impl` does."""
+        return SimpleNamespace(architecture=model_config or names[0]), names[0]
 
 
 @pytest.fixture
@@ -233,6 +241,34 @@ def test_an_unknown_version_stays_stock_and_says_so(
     assert registry.models == {} and VARIABLE not in os.environ
     assert len(caplog.messages) == 2  # one each
     assert version in caplog.messages[0] and "\n" not in caplog.messages[0]
+
+
+def test_a_model_that_stays_stock_is_named_once(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = next(iter(MODELS))
+    for _ in range(2):
+        install("divprune:0.25")
+    with caplog.at_level(logging.WARNING, logger="vllm.mmfast"):
+        assert registry.inspect_model_cls([known], None)[1] == known
+        assert caplog.messages == []
+        for _ in range(2):
+            registry.inspect_model_cls(["Qwen2VLForConditionalGeneration"], None)
+        registry.inspect_model_cls([known], "TransformersMultiModalForCausalLM")
+    assert len(caplog.messages) == 2
+    for text, name in zip(caplog.messages, ("Qwen2VLFor", "TransformersMulti"), strict=True):
+        assert name in text and known in text and "\n" not in text
+
+
+def test_a_step_without_embeddings_adds_no_distances_again() -> None:
+    """Idle ranks run the LLM on the positions of the step before, again and again."""
+    model = Model(torch.zeros(3), torch.zeros(3, 3), [])
+    far = digits(torch.full((3, 2), 7), torch.zeros(1))
+    model.embed_input_ids(torch.zeros(3), [far], is_multimodal=torch.tensor([False, True, True]))
+    positions = torch.zeros(3, 3, dtype=torch.int64)
+    for _ in range(3):
+        model.forward(None, positions)
+    assert positions.tolist() == [[0, 7, 7]] * 3
 
 
 def test_a_wrong_spec_ends_the_server_in_one_line(registry: Registry) -> None:

@@ -24,7 +24,8 @@ from mmfast.models.families.tower import argument, blockless, find_tower
 def layout(base: Any, kind: str, call: Call) -> list[Layout]:
     """One raster per image; a class token the model keeps is a separator before it."""
     patch = base.config.vision_config.patch_size
-    sizes = call.get("image_sizes")  # of a tower for images of any size
+    # Of a tower for images of any size; the method of 5.17 has no name for it.
+    sizes = call.get("image_sizes", call.get("kwargs", {}).get("image_sizes"))
     if sizes is None:
         pixels = call["pixel_values"]
         sizes = [pixels.shape[-2:]] * len(pixels)

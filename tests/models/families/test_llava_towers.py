@@ -67,6 +67,9 @@ def test_layouts_and_reductions(name: str) -> None:
     call = {k: v for k, v in inputs.items() if k != "input_ids"}
     layouts = adapter_for(model).layout(model.model, "image", call)
     assert [each.grid for each in layouts] == grids
+    unnamed = {"kwargs": call.copy(), "pixel_values": call["pixel_values"]}  # as 5.17 binds it
+    unnamed = adapter_for(model).layout(model.model, "image", unnamed)
+    assert [each.grid for each in unnamed] == grids
     stock = model(**inputs).logits
     features = model.model.get_image_features(**call).pooler_output
     assert [len(rows) for rows in features] == [each.length for each in layouts]

@@ -4,13 +4,13 @@ Run as a program it reads a job from standard input and writes what it found as 
 since vLLM wants an environment of its own:
 
     {"family", "folder", "specs": [spec or null], "cases": {name: [[text, images, videos], …]},
-     "options": {…of LLM}, "rounds", "fault"}
+     "options": {…of LLM}, "rounds", "fault", "interpreted"}
 
 An image is `[height, width, seed]`, a video `[frames, height, width, seed]`, and `{image}` and
 `{video}` in a text stand for them. The answer has for every spec and case, prompt by prompt, the
 tokens of both, their log-probabilities and the lengths of both prompts, or the error of either
-side. With `fault` the plugin forgets where the kept tokens were. With `serve` in place of specs and
-cases, a server is asked.
+side. With `fault` the plugin forgets where the kept tokens were; `interpreted` takes vLLM's runner
+for GPUs. With `serve` in place of specs and cases, a server is asked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ TOKENS = 8
 TEMPLATE = (
     "{% for message in messages %}{% for content in message['content'] %}"
     "{% if content['type'] == 'text' %}{{ content['text'] }}"
-    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}"
+    "{% else %}<|vision_start|><|{{ content['type'] }}_pad|><|vision_end|>"
+    "{% endif %}{% endfor %}{% endfor %}"
 )
 
 
@@ -131,7 +132,9 @@ def attached(made: Any, spec: str | None, text: str, images: Any, videos: Any) -
     tokens = out.sequences[0, length:].tolist()
     pairs = zip(out.logits, tokens, strict=True)
     scores = [float(logits[0].log_softmax(-1)[token]) for logits, token in pairs]
-    return {"length": length, "tokens": tokens, "scores": scores}
+    pads = [made.processor.image_token_id, made.processor.video_token_id]
+    places = sum(int((inputs["input_ids"] == each).sum()) for each in pads)
+    return {"length": length, "places": places, "tokens": tokens, "scores": scores}
 
 
 def request(text: str, images: Any, videos: Any) -> dict[str, Any]:
@@ -173,17 +176,83 @@ def line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
 
 
-def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
-    """Start `mmfast serve --engine vllm`, and ask it about a picture."""
+def parts() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """A picture and a clip as a client sends them: pixels, part of a message, further fields."""
     import base64
     import io
+
+    import numpy as np
+    from PIL import Image
+
+    def written(frame: Any, form: str) -> bytes:
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, form)
+        return file.getvalue()
+
+    picture, clip = pixels([[40, 56, 1], [8, 56, 72, 1]])
+    frames = [written(each, "JPEG") for each in clip]
+    clip = np.stack([np.asarray(Image.open(io.BytesIO(each))) for each in frames])
+    image = "data:image/png;base64," + base64.b64encode(written(picture, "PNG")).decode()
+    video = "data:video/jpeg;base64," + ",".join(base64.b64encode(each).decode() for each in frames)
+    return {
+        "image": (picture, {"type": "image_url", "image_url": {"url": image}}, {}),
+        "video": (
+            clip,
+            {"type": "video_url", "video_url": {"url": video}},
+            {"media_io_kwargs": {"video": {"fps": 2.0}}},
+        ),
+    }
+
+
+def asked(made: Any, model: str, spec: str, port: int) -> dict[str, Any]:
+    """Ask a server about a picture and a clip with OpenAI's client, streamed and not."""
+    import openai
+
+    def ask(part: dict[str, Any], fields: dict[str, Any], key: str = "secret", **more: Any) -> Any:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+        content = [{"type": "text", "text": "a "}, part, {"type": "text", "text": " b"}]
+        ours = {"ignore_eos": True, "return_token_ids": True, "allowed_token_ids": [*range(256)]}
+        return client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": content}],
+            temperature=0,
+            max_tokens=TOKENS,
+            timeout=300,
+            extra_body=ours | fields,
+            **more,
+        )
+
+    def refused(*words: Any, **more: Any) -> int:
+        try:
+            ask(*words, **more)
+        except openai.APIStatusError as error:
+            return error.status_code
+        return 200
+
+    found: dict[str, Any] = {}
+    for kind, (what, part, fields) in parts().items():
+        reply = ask(part, fields)
+        pieces = [*ask(part, fields, stream=True, stream_options={"include_usage": True})]
+        media = ([what], []) if kind == "image" else ([], [what])
+        mine = attached(made, spec, f"a {{{kind}}} b", *media)
+        found[kind] = {
+            "attach": mine["tokens"],
+            "whole": mine["length"],
+            "places": mine["places"],
+            "tokens": reply.choices[0].token_ids,
+            "streamed": [i for each in pieces for c in each.choices for i in c.token_ids or ()],
+            "prompt_tokens": [reply.usage.prompt_tokens, pieces[-1].usage.prompt_tokens],
+        }
+    far = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+    return found | {"without_key": refused(part, {}, key="wrong"), "remote": refused(far, {})}
+
+
+def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
+    """Start `mmfast serve --engine vllm` and ask it."""
     import socket
     import subprocess
     import time
-    import urllib.error
     import urllib.request
-
-    from PIL import Image
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -192,27 +261,6 @@ def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
     words += ["--port", str(port), "--context", "1024", "--dtype", "float32", "--api-key", "secret"]
     server = subprocess.Popen([sys.executable, "-m", "mmfast", *words], stdout=sys.stderr)
 
-    def post(url: str, key: str = "secret") -> tuple[int, Any]:
-        image = {"type": "image_url", "image_url": {"url": url}}
-        content = [{"type": "text", "text": "a "}, image, {"type": "text", "text": " b"}]
-        body = {
-            "model": str(folder),
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
-            "max_tokens": TOKENS,
-            "ignore_eos": True,
-            "allowed_token_ids": list(range(256)),
-            "return_token_ids": True,
-        }
-        heads = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        place = f"http://127.0.0.1:{port}/v1/chat/completions"
-        request = urllib.request.Request(place, json.dumps(body).encode(), heads)
-        try:
-            with urllib.request.urlopen(request, timeout=300) as reply:
-                return reply.status, json.load(reply)
-        except urllib.error.HTTPError as error:
-            return error.code, None
-
     def ready() -> bool:
         try:
             return bool(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5))
@@ -220,32 +268,34 @@ def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
             return False
 
     try:
-        end = time.monotonic() + 400
+        end = time.monotonic() + 700
         while not ready():
             assert server.poll() is None and time.monotonic() < end, "the server did not start"
             time.sleep(1)
-        picture, file = pixels([[40, 56, 1]])[0], io.BytesIO()
-        Image.fromarray(picture).save(file, "PNG")
-        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        _, reply = post(url)
-        mine = attached(made, spec, "a {image} b", [picture], [])
-        return {
-            "text": reply["choices"][0]["token_ids"],
-            "prompt_tokens": reply["usage"]["prompt_tokens"],
-            "attach": mine["tokens"],
-            "whole": mine["length"],
-            "without_key": post(url, key="wrong")[0],
-            "remote": post("http://127.0.0.1:1/a.png")[0],
-        }
+        return asked(made, str(folder), spec, port)
     finally:
         server.terminate()
         server.wait(60)
+
+
+def interpret() -> None:
+    """Take vLLM's runner for GPUs, whose Triton kernels an interpreter runs on the CPU."""
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+    from triton.backends import backends
+
+    backends["cpu"] = backends["nvidia"]  # vLLM looks for one of that name
 
 
 def run(job: dict[str, Any]) -> Any:
     """Answer a job."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    if job.get("interpreted"):
+        interpret()
     import torch
 
     torch.set_num_threads(1)
