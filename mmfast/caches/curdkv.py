@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import ROUNDING, RoughScores, snap
+from mmfast.ops.ranking import ROUNDING, Numbers, RoughScores, rows_at, snap
 from mmfast.ops.similarity import rough_lengths
 
 _TINY = 1e-30  # a token of no length
@@ -27,12 +28,14 @@ def _rough(
     score = 2 * (keys * wide).clamp_min(_TINY**0.5).log()
     score[..., : min(sink, budget)] = torch.inf
 
-    def exact(places: tuple[Tensor, ...]) -> Tensor:
-        pair = (_leverage(x[places], 0, 0) for x in (tokens.x, values))
-        return _score(*pair).masked_fill(places[-1] < min(sink, budget), torch.inf)
+    def exact(places: Numbers) -> Numbers:
+        pair = (_leverage(rows_at(x, places), 0, 0) for x in (tokens.x, values))
+        found: Numbers = _score(*pair).numpy()
+        found[places % tokens.n < min(sink, budget)] = np.inf
+        return found
 
     # The logarithm has the relative error of what it is of, and one of its own.
-    return RoughScores(score, 3 * (off + more) + 2**-16 + ROUNDING, exact)
+    return RoughScores(score.numpy(), 3 * (off + more) + 2**-16 + ROUNDING, exact)
 
 
 @policy("curdkv", paper="2509.15038", needs=("x", "values"), role="score", rough=_rough)

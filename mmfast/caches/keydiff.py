@@ -14,7 +14,7 @@ _LEAST = 2.0**-40  # a key that is shorter is not brought to length 1
 
 def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
     score = _score(tokens.x)  # one key that is not finite spoils the mean, and with it all scores
-    return RoughScores(score, 0.0, score.__getitem__) if all_finite(score) else None
+    return RoughScores(score.numpy()) if all_finite(score) else None
 
 
 @policy("keydiff", paper="2504.15364", needs=("x",), role="score", rough=_rough)
