@@ -70,10 +70,11 @@ def _score(keys: Tensor, values: Tensor) -> Tensor:
 
 def _leverage(rows: Tensor, rank: int, seed: int) -> Tensor:
     """Squared lengths `[..., N]` of rows `[..., N, d]` under a projection to `rank` columns."""
-    rows = rows.double()
     if rank:
+        rows = rows.double()
         generator = torch.Generator().manual_seed(seed)
         plane = torch.randn(rows.shape[-1], rank, dtype=torch.float64, generator=generator)
         rows = rows @ (plane / rank**0.5).to(rows.device)
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1)  # makes no table of squares
+    # Makes no table of squares.
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     return lengths.square()

@@ -49,7 +49,7 @@ def knorm(tokens: Tokens, budget: int) -> Tensor:
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(rows.double(), dim=-1)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     return found
 
 

@@ -77,8 +77,8 @@ def _agree(keep: Tensor) -> bool:
         return True
     if keep.is_cuda:
         return bool((keep == keep[:1]).all())
-    told = keep.numpy()
-    return bool((told[:1] == told[1:]).all())
+    first, *rest = (each.tobytes() for each in keep.numpy())
+    return all(first == each for each in rest)
 
 
 def _row(
@@ -94,8 +94,9 @@ def _row(
         keys, values = keys.index_select(2, where), values.index_select(2, where)
         notes = {name: note.index_select(-1, where) for name, note in notes.items()}
     keep = reduction.keep[None]
+    once = keep[:, :1] if alike else keep
     kept = {
-        name: _of_note(note, keep[:, :1] if alike and note.shape[1] == 1 else keep)
+        name: _of_note(note, once if note.shape[1] == 1 else keep, where)
         for name, note in notes.items()
     }
     if reduction.m == reduction.n and reduction.pure:
@@ -105,11 +106,16 @@ def _row(
     return reduction.apply(keys[0])[None], reduction.apply(values[0])[None], kept
 
 
-def _of_note(note: Tensor, keep: Tensor) -> Tensor:
-    """The part `[1, H, m]` of a note `[1, 1 or H, n]`; one that says the same of all is not read."""
+def _of_note(note: Tensor, keep: Tensor, where: Tensor) -> Tensor:
+    """The part `[1, H, m]` of a note `[1, 1 or H, n]`; one that says the same of all is not read.
+
+    Nor is one that is the numbers `where` of all n entries themselves.
+    """
     if note.stride(-1) == 0:
         heads = note.stride(1) if note.shape[1] > 1 else 0
         return note.as_strided(keep.shape, (0, heads, 0))
+    if note.data_ptr() == where.data_ptr() and note.shape[1] == 1:
+        return keep
     return note.expand(1, keep.shape[1], -1).gather(-1, keep)
 
 

@@ -107,7 +107,9 @@ def test_policies_keep_what_exact_scores_keep(spec: str, kind: str, dtype: torch
     told = rough(tokens, budget, **made.score.knobs)
     assert (told is None) == (kind == "tiny")
     if told is not None:
-        near = (torch.from_numpy(told.score).double() - score).masked_fill(score == torch.inf, 0).abs()
+        near = (
+            (torch.from_numpy(told.score).double() - score).masked_fill(score == torch.inf, 0).abs()
+        )
         assert float(near.max()) <= told.error
         assert torch.equal(told.all(), score)
 
