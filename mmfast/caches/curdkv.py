@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import ROUNDING, RoughScores, snap
+from mmfast.ops.ranking import ROUNDING, Numbers, RoughScores, rows_at, snap
 from mmfast.ops.similarity import rough_lengths
 
 _TINY = 1e-30  # a token of no length
@@ -27,12 +28,14 @@ def _rough(
     score = 2 * (keys * wide).clamp_min(_TINY**0.5).log()
     score[..., : min(sink, budget)] = torch.inf
 
-    def exact(places: tuple[Tensor, ...]) -> Tensor:
-        pair = (_leverage(x[places], 0, 0) for x in (tokens.x, values))
-        return _score(*pair).masked_fill(places[-1] < min(sink, budget), torch.inf)
+    def exact(places: Numbers) -> Numbers:
+        pair = (_leverage(rows_at(x, places), 0, 0) for x in (tokens.x, values))
+        found: Numbers = _score(*pair).numpy()
+        found[places % tokens.n < min(sink, budget)] = np.inf
+        return found
 
     # The logarithm has the relative error of what it is of, and one of its own.
-    return RoughScores(score, 3 * (off + more) + 2**-16 + ROUNDING, exact)
+    return RoughScores(score.numpy(), 3 * (off + more) + 2**-16 + ROUNDING, exact)
 
 
 @policy("curdkv", paper="2509.15038", needs=("x", "values"), role="score", rough=_rough)
@@ -67,10 +70,11 @@ def _score(keys: Tensor, values: Tensor) -> Tensor:
 
 def _leverage(rows: Tensor, rank: int, seed: int) -> Tensor:
     """Squared lengths `[..., N]` of rows `[..., N, d]` under a projection to `rank` columns."""
-    rows = rows.double()
     if rank:
+        rows = rows.double()
         generator = torch.Generator().manual_seed(seed)
         plane = torch.randn(rows.shape[-1], rank, dtype=torch.float64, generator=generator)
         rows = rows @ (plane / rank**0.5).to(rows.device)
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1)  # makes no table of squares
+    # Makes no table of squares.
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     return lengths.square()

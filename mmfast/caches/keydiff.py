@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmfast.core.registry import policy
-from mmfast.core.tokens import Tokens, all_finite
+from mmfast.core.tokens import Tokens
 from mmfast.ops.ranking import RoughScores, snap
 
 _LEAST = 2.0**-40  # a key that is shorter is not brought to length 1
 
 
 def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
-    score = _score(tokens.x)  # one key that is not finite spoils the mean, and with it all scores
-    return RoughScores(score, 0.0, score.__getitem__) if all_finite(score) else None
+    score = _score(tokens.x).numpy()
+    # One key that is not finite spoils the mean, and with it all scores, which add up to at most N.
+    return RoughScores(score) if np.isfinite(score.sum()) else None
 
 
 @policy("keydiff", paper="2504.15364", needs=("x",), role="score", rough=_rough)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import RoughScores
+from mmfast.ops.ranking import Numbers, RoughScores, rows_at
 from mmfast.ops.similarity import rough_lengths
 
 _STEPS, _TINY = 2.0**16, 1e-30
@@ -17,17 +18,19 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
     found = rough_lengths(tokens.x)
     if found is None:
         return None
-    length, error = found
-    most = length.amax(-1, keepdim=True)
+    length, error = found[0].numpy(), found[1]
+    most, n = length.max(-1, keepdims=True), tokens.n
 
-    def exact(places: tuple[Tensor, ...]) -> Tensor:
-        near = (length >= most * (1 - 2 * error)).nonzero(as_tuple=True)  # the longest among them
-        lengths = torch.zeros(length.shape, dtype=torch.float64)
-        lengths[near] = _lengths(tokens.x[near])
-        return _score(_lengths(tokens.x[places]), lengths.amax(-1)[places[:-1]])
+    def exact(places: Numbers) -> Numbers:
+        near = (length >= most * (1 - 2 * error)).reshape(-1).nonzero()[0]  # the longest, too
+        lengths = _lengths(rows_at(tokens.x, np.concatenate([near, places]))).numpy()
+        longest = np.zeros(most.size)
+        np.maximum.at(longest, near // n, lengths[: len(near)])
+        found: Numbers = (lengths[len(near) :] / longest[places // n] * -_STEPS).round()
+        return found
 
     # Rounding to steps moves a score by half of one, and both lengths are off.
-    return RoughScores(length / most * -_STEPS, 0.5 + _STEPS * 3 * error, exact)
+    return RoughScores(length / most * -_STEPS, 0.5 + _STEPS * 2 * error, exact)
 
 
 @policy("knorm", paper="2406.11430", needs=("x",), role="score", rough=_rough)
@@ -46,7 +49,7 @@ def knorm(tokens: Tokens, budget: int) -> Tensor:
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(rows.double(), dim=-1)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     return found
 
 

@@ -48,14 +48,15 @@ def leave(
     `where` has per row the entries `[n_b]` that are no padding, `reductions` their fate, leading
     dims `[H]`. A merged entry keeps the note of the one it stands for.
     """
-    # Heads that agree share their notes.
-    alike = all(torch.equal(r.keep[0], each) for r in reductions for each in r.keep[1:])
-    rows = [
-        _row(alike, keys[b], values[b], {name: note[b] for name, note in notes.items()}, *pair)
-        for b, pair in enumerate(zip(where, reductions, strict=True))
-    ]
-    length = max(1, *(key.shape[1] for key, _, _ in rows))
-    gaps = tuple(length - key.shape[1] for key, _, _ in rows)
+    alike = all(_agree(r.keep) for r in reductions)  # heads that agree share their notes
+    alone = len(where) == 1
+    rows = []
+    for b, pair in enumerate(zip(where, reductions, strict=True)):
+        mine = (keys, values, *notes.values())
+        k, v, *noted = mine if alone else (x[b : b + 1] for x in mine)
+        rows.append(_row(alike, k, v, dict(zip(notes, noted, strict=True)), *pair))
+    length = max(1, *(key.shape[2] for key, _, _ in rows))
+    gaps = tuple(length - key.shape[2] for key, _, _ in rows)
     fillers = {"kind": -1}  # a kind of -1 is padding
     return Left(
         KVBlock(
@@ -70,6 +71,16 @@ def leave(
     )
 
 
+def _agree(keep: Tensor) -> bool:
+    """All heads keep the same entries `[H, m]`."""
+    if len(keep) == 1 or keep.stride(0) == 0:
+        return True
+    if keep.is_cuda:
+        return bool((keep == keep[:1]).all())
+    first, *rest = (each.tobytes() for each in keep.numpy())
+    return all(first == each for each in rest)
+
+
 def _row(
     alike: bool,
     keys: Tensor,
@@ -78,36 +89,43 @@ def _row(
     where: Tensor,
     reduction: Reduction,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    if where.shape[0] != keys.shape[1]:
-        keys, values = keys.index_select(1, where), values.index_select(1, where)
+    """What is left of one row `[1, H, n, d]`, and its notes `[1, 1 or H, m]`."""
+    if where.shape[0] != keys.shape[2]:
+        keys, values = keys.index_select(2, where), values.index_select(2, where)
         notes = {name: note.index_select(-1, where) for name, note in notes.items()}
-    keep = reduction.keep
+    keep = reduction.keep[None]
+    once = keep[:, :1] if alike else keep
     kept = {
-        name: _of_note(note, keep[:1] if alike and len(note) == 1 else keep)
+        name: _of_note(note, once if note.shape[1] == 1 else keep, where)
         for name, note in notes.items()
     }
     if reduction.m == reduction.n and reduction.pure:
         return keys, values, kept
     if reduction.pure:  # rows of both lie alike, and are found once
-        keys, values = selected(keys[None], values[None], keep[None])
-        return keys[0], values[0], kept
-    return reduction.apply(keys), reduction.apply(values), kept
+        return *selected(keys, values, keep), kept
+    return reduction.apply(keys[0])[None], reduction.apply(values[0])[None], kept
 
 
-def _of_note(note: Tensor, keep: Tensor) -> Tensor:
-    """The part `[H, m]` of a note `[1 or H, n]`; one that says the same of all is not read."""
+def _of_note(note: Tensor, keep: Tensor, where: Tensor) -> Tensor:
+    """The part `[1, H, m]` of a note `[1, 1 or H, n]`; one that says the same of all is not read.
+
+    Nor is one that is the numbers `where` of all n entries themselves.
+    """
     if note.stride(-1) == 0:
-        return note[:, :1].expand(len(keep), keep.shape[-1])
-    return note.expand(len(keep), -1).gather(-1, keep)
+        heads = note.stride(1) if note.shape[1] > 1 else 0
+        return note.as_strided(keep.shape, (0, heads, 0))
+    if note.data_ptr() == where.data_ptr() and note.shape[1] == 1:
+        return keep
+    return note.expand(1, keep.shape[1], -1).gather(-1, keep)
 
 
 def _together(rows: Sequence[Tensor], gaps: Sequence[int], value: int = 0) -> Tensor:
-    """Rows `[H, m_b, ...]` with padding in front; one row without any is not copied."""
+    """Rows `[1, H, m_b, ...]` with padding in front; one row without any is not copied."""
     padded = [
-        F.pad(row, (0, 0) * (row.ndim - 2) + (gap, 0), value=value) if gap else row
+        F.pad(row, (0, 0) * (row.ndim - 3) + (gap, 0), value=value) if gap else row
         for row, gap in zip(rows, gaps, strict=True)
     ]
-    return padded[0][None] if len(padded) == 1 else torch.stack(padded)
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
 
 
 def beside(reduction: Reduction, tail: int) -> Reduction:

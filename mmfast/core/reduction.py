@@ -241,10 +241,7 @@ class Reduction:
 
         They come in any order, or `ordered`, that is ascending.
         """
-        keep = keep if ordered else keep.sort(dim=-1).values
-        owner = torch.full((*keep.shape[:-1], n), -1, dtype=torch.int64, device=keep.device)
-        slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep)
-        return Reduction(keep, owner.scatter_(-1, keep, slots), pure=True)
+        return _Pruned.of(keep if ordered else keep.sort(dim=-1).values, n)
 
     @staticmethod
     def merge(keep: Tensor, target: Tensor, weight: Tensor | None = None) -> Reduction:
@@ -408,3 +405,29 @@ class Reduction:
         for rule, broken in rules.items():
             if broken:
                 raise MmfastError(f"invalid Reduction of {self.n} onto {self.m} tokens: {rule}")
+
+
+class _Pruned(Reduction):
+    """A choice whose `owner` is found when it is first read: what gathers alone never reads it."""
+
+    _n: int | None = None
+
+    @staticmethod
+    def of(keep: Tensor, n: int) -> Reduction:
+        """Keep the sources `keep` `[..., M]`, ascending, of `n`."""
+        found = object.__new__(_Pruned)
+        found.__dict__.update(keep=keep, pure=True, _n=n)  # the other fields have their defaults
+        return found
+
+    @property
+    def n(self) -> int:
+        """Number of source tokens N."""
+        return self.owner.shape[-1] if self._n is None else self._n
+
+    @cached_property
+    def owner(self) -> Tensor:  # type: ignore[override]
+        """`[..., N]`; the output of each source, -1 where it is dropped."""
+        keep = self.keep
+        owner = torch.full((*keep.shape[:-1], self.n), -1, dtype=torch.int64, device=keep.device)
+        slots = torch.arange(keep.shape[-1], device=keep.device).expand_as(keep)
+        return owner.scatter_(-1, keep, slots)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,16 @@ from mmfast.core.errors import MmfastError, an
 from mmfast.core.reduction import Reduction, gather_rows
 
 
-@contextmanager
-def choosing(device: torch.device) -> Iterator[None]:
+def choosing(device: torch.device) -> AbstractContextManager[Any]:
     """Choose tokens without gradients and as written: autocast of the caller rounds no product."""
-    cast = torch.is_autocast_enabled(device.type)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False) if cast else nullcontext():
+    if torch.is_autocast_enabled(device.type):
+        return _uncast(device)
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+@contextmanager
+def _uncast(device: torch.device) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 

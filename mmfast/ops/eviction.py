@@ -61,7 +61,7 @@ def _rough(spec: Spec, tokens: Tokens, budget: int) -> RoughScores | None:
     An accelerator would wait for the CPU to see where that is.
     """
     tell, x = spec.method.rough, tokens.x
-    if tell is None or x.device.type != "cpu" or x.dtype == torch.float64:
+    if tell is None or not x.is_cpu or x.dtype == torch.float64:
         return None
     if not all(tokens.has(need) for need in spec.method.needs):
         return None

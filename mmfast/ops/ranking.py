@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,26 +20,39 @@ def stable_topk(score: Tensor, count: int) -> Tensor:
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+Numbers = np.ndarray[Any, Any]
+
+
 @dataclass(frozen=True, eq=False)
 class RoughScores:
     """Scores in float32 that are near exact ones, which are computed where the order hangs on them.
 
+    They are arrays in host memory: on few of them a call costs a fifth of one on tensors.
+
     Attributes:
-        score: `[..., N]`, finite or infinity.
+        score: `[..., N]` in the order of memory, finite or infinity.
         error: The most by which an exact score is greater or less.
-        exact: From K places, one index `[K]` for each axis, to their exact scores `[K]` float64.
+        exact: From K places `[K]` among all of `score`, laid out in one row, to their exact scores
+            `[K]` float64; None where `score` has them.
     """
 
-    score: Tensor
-    error: float
-    exact: Callable[[tuple[Tensor, ...]], Tensor]
+    score: Numbers
+    error: float = 0.0
+    exact: Callable[[Numbers], Numbers] | None = None
 
     def all(self) -> Tensor:
         """The exact scores `[..., N]` of all entries."""
-        if not self.error:
-            return self.score
-        every = torch.ones_like(self.score, dtype=torch.bool).nonzero(as_tuple=True)
-        return self.exact(every).view(self.score.shape)
+        exact = self.score
+        if self.exact is not None:
+            exact = self.exact(np.arange(exact.size)).reshape(exact.shape)
+        return torch.from_numpy(exact)
+
+
+def rows_at(x: Tensor, places: Numbers) -> Tensor:
+    """Rows `[K, d]` of `x` `[..., N, d]` at places `[K]` among all of them."""
+    if x.is_contiguous():
+        return x.view(-1, x.shape[-1]).index_select(0, torch.from_numpy(places))
+    return x[tuple(map(torch.from_numpy, np.unravel_index(places, x.shape[:-1])))]
 
 
 def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
@@ -48,24 +61,27 @@ def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
     The same entries as of `stable_topk`, five times sooner on a CPU.
     """
     if isinstance(score, Tensor):
-        score = RoughScores(score, 0.0, score.__getitem__)
-    rough, n = score.score.detach(), score.score.shape[-1]
-    if rough.device.type != "cpu" or not 0 < count < n:  # looking for ties takes longer there
+        if not score.is_cpu:  # looking for ties takes longer there
+            return stable_topk(score, count).sort(dim=-1).values
+        bare = score.detach().contiguous()
+        score = RoughScores((bare.float() if bare.dtype == torch.bfloat16 else bare).numpy())
+    told, error, n = score.score, score.error, score.score.shape[-1]
+    if not 0 < count < n:
         return stable_topk(score.all(), count).sort(dim=-1).values
-    told = (rough.float() if rough.dtype == torch.bfloat16 else rough).numpy()
     last = np.partition(told, n - count, -1)[..., n - count, None]
     # The exact score of the last one is at most `error` away, and so is that of any other one.
-    taken = told > last + 2 * score.error
-    near = (told >= last - 2 * score.error) ^ taken
-    wanted = count - taken.reshape(-1, n).sum(-1)
-    flat = near.reshape(-1).nonzero()[0]
-    if len(flat) > wanted.sum():
-        row, places = flat // n, cast(tuple[Any, ...], np.unravel_index(flat, near.shape))
-        exact = score.exact(tuple(map(torch.from_numpy, places))).double().numpy()
+    taken = told > last + 2 * error
+    stays = told >= last - 2 * error
+    places = (stays ^ taken).reshape(-1).nonzero()[0]
+    wanted = count - np.add.reduce(taken, -1, dtype=np.int64).reshape(-1)
+    if len(places) > wanted.sum():
+        row, exact = places // n, told.reshape(-1)[places]
+        if score.exact is not None:
+            exact = score.exact(places)
         order = np.lexsort((-exact, row))  # row by row, best first, then in the order of places
         late = order[np.arange(len(row)) - np.searchsorted(row, row) >= wanted[row]]
-        near[tuple(each[late] for each in places)] = False
-    where = (taken | near).reshape(-1).nonzero()[0].reshape(*rough.shape[:-1], count)
+        stays.reshape(-1)[places[late]] = False
+    where = stays.reshape(-1).nonzero()[0].reshape(*told.shape[:-1], count)
     return torch.from_numpy(where % n)
 
 

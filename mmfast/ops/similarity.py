@@ -108,9 +108,9 @@ def rough_lengths(rows: Tensor) -> tuple[Tensor, float] | None:
 
     None where a length is not finite, or leaves the range in which squares keep their precision.
     """
-    lengths = torch.linalg.vector_norm(rows.float(), dim=-1)
-    low, high = map(float, lengths.aminmax())
-    if not (low > 1e-12 and high < 1e18):  # NaN is neither
+    lengths = torch.linalg.vector_norm(rows.float(), dim=-1).contiguous()
+    told = lengths.numpy()
+    if not (told.min() > 1e-12 and told.max() < 1e18):  # NaN is neither
         return None
     return lengths, (rows.shape[-1] + 16) * 2.0**-24  # twice the bound for a sum in any order
 

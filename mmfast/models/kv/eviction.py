@@ -32,6 +32,7 @@ from mmfast.models.kv.notes import (
     MUTUAL,
     PADDING,
     PINNED,
+    PLACE,
     PROBED,
     REPEATED,
     SPOT,
@@ -69,10 +70,11 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     layer = cache.layers[index]
     notes, length = fill(layer), entries(layer)
     where = real_entries(notes[KIND])
-    nothing_yet = Reduction.identity(0, layer.keys.shape[1:2], layer.keys.device)
-    reductions = [  # the first chunks of a short row may be padding alone
-        beside(choose(b, mine[: len(mine) - drafts]), drafts) if len(mine) else nothing_yet
-        for b, mine in enumerate(where)
+    reductions = [
+        beside(choose(b, mine[: len(mine) - drafts] if drafts else mine), drafts)
+        if len(mine)
+        else Reduction.identity(0, layer.keys.shape[1:2], layer.keys.device)
+        for b, mine in enumerate(where)  # the first chunks of a short row may be padding alone
     ]
     before, after = sum(map(len, where)), sum(r.m for r in reductions)
     if before == after and all(r.pure for r in reductions):
@@ -145,8 +147,9 @@ def seen(
     `whole` are all keys and values of the layer; the last are `[1 or H, n]`, by name.
     """
     keys, values = (_pick(x[row], where, 1) for x in whole)
-    notes = {k: _pick(note[row], where, -1) for k, note in layer.notes.items()}
-    shared = {k: notes[k].long() for k in (KIND, FRAME, SPOT) if k in notes}
+    read = layer.notes.keys() - {PLACE, BASIS}  # of which no policy knows
+    notes = {k: _pick(layer.notes[k][row], where, -1) for k in read}
+    shared = {k: notes[k] for k in (KIND, FRAME, SPOT) if k in notes}
     signals = signals_of(values, shared[KIND][0], notes)
     about = {"layer": index}
     if layers:

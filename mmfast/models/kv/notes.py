@@ -156,7 +156,8 @@ def open_notes(layer: Any, sequences: Sequences) -> dict[str, Tensor]:
     places = torch.arange(n, device=device)
     kinds = kinds_of(sequences)[:, None].to(device).expand(batch, 1, n)
     if sequences.ok is None:
-        _look(kinds, (places,) * batch)
+        held = torch.full((batch, 1, 1), n, device=device)
+        _look(kinds, (places,) * batch, held)
     return {KIND: kinds, PLACE: places.expand(batch, 1, n)}
 
 
@@ -228,8 +229,8 @@ def remember_basis(layer: Any, drafts: int = 0) -> None:
         held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # waits for no device
         if _LOOKED.kinds() is kinds:
             _LOOKED.held = held
-    held = (held - drafts).expand(-1, kinds.shape[1], kinds.shape[2])
-    layer.notes = {**notes, BASIS: held}
+    held = held - drafts if drafts else held
+    layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
 
 
 def real_entries(kinds: Tensor) -> tuple[Tensor, ...]:
@@ -243,8 +244,8 @@ def real_entries(kinds: Tensor) -> tuple[Tensor, ...]:
     return _LOOKED.where
 
 
-def _look(kinds: Tensor, where: tuple[Tensor, ...]) -> None:
-    _LOOKED.kinds, _LOOKED.where, _LOOKED.held = weakref.ref(kinds), where, None
+def _look(kinds: Tensor, where: tuple[Tensor, ...], held: Tensor | None = None) -> None:
+    _LOOKED.kinds, _LOOKED.where, _LOOKED.held = weakref.ref(kinds), where, held
 
 
 def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:

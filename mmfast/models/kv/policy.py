@@ -327,7 +327,7 @@ class KVStage:
         if queries is not None:
             before = layer.pending
             layer.pending = queries if before is None else torch.cat([before, queries], 2)
-        if self._eviction.acts or self.plan.bits:
+        if masses and (self._eviction.acts or self.plan.bits):
             notes.add_masses(layer, masses)
         for name, numbers in (
             (notes.FRAME, partial(frames_of, block=WHOLE)),
