@@ -18,9 +18,9 @@ from torch import Tensor
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
 from mmfast.core.registry import MEDIA, TEXT
-from mmfast.core.spec import Spec, count, expand, parse
+from mmfast.core.spec import Budget, Spec, count, expand, parse
 from mmfast.models.cost import attention_width, linear_macs
-from mmfast.models.decoder.draft_stage import DraftSource
+from mmfast.models.decoder.draft_stage import RISES_TO, DraftSource
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.packing import PackedLinear
 from mmfast.models.reduction.decoder_signals import BEFORE, DRIFT, INNER
@@ -77,30 +77,59 @@ def shape_of(model: Any, blocks: int = 0) -> ModelShape:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Memory of a model that drafts beside the one that answers: weights, and a cache of its own.
+    """Memory of what drafts beside the model that answers: weights, and a cache of its own.
 
-    `shape.weights` are those that the two do not share; `media` says whether it reads them.
+    Attributes:
+        shape: That of the draft; `weights` are those that the two do not share.
+        media: It reads the media of a prompt.
+        stages: Stages that reduce what it reads; None where it reads what is left to the model.
+        share: What it copies of the visual keys and values that it reads; None is all.
+        behind: An early exit stands behind so many layers and is one itself; 0 is no exit.
     """
 
     shape: ModelShape
     media: bool = True
-    stages: tuple[Spec, ...] = ()  # that reduce what it reads
+    stages: tuple[Spec, ...] | None = ()
+    share: Budget = None
+    behind: int = 0
 
-    def kept_bytes(self, work: Work) -> int:
-        """Return the bytes of its keys and values at the end of an answer."""
+    def kept_bytes(self, work: Work, stages: Sequence[Spec] = ()) -> int:
+        """Return the bytes of its keys and values at the end of an answer.
+
+        `stages` reduce what the model itself reads.
+        """
         shape, rows = self.shape, work.rows * work.beams
-        text = work.prompt * work.rows - work.visual
-        tokens = [text] * shape.depth
+        read = expand(stages if self.stages is None else self.stages, shape.depth)
+        visual = [0] * shape.depth
         for n in work.items if self.media else ():
-            per_layer = lengths_of(expand(self.stages, shape.depth), n, shape.depth)
-            tokens = [t + v for t, v in zip(tokens, per_layer, strict=True)]
-        return _kept_bytes(shape, rows, work.answer, [n * work.beams for n in tokens], None)
+            per_layer = lengths_of(read, n, shape.depth)
+            visual = [v + more for v, more in zip(visual, per_layer, strict=True)]
+        if isinstance(self.share, int):
+            visual = [min(self.share * work.rows, v) for v in visual]
+        elif self.share is not None:
+            visual = [count(self.share, v) or 0 for v in visual]
+        text = work.prompt * work.rows - work.visual
+        tokens = [(text + v) * work.beams for v in visual]
+        if self.behind:
+            shape, tokens = replace(shape, layers=shape.layers[:1], full=()), [tokens[self.behind]]
+        chosen = 0  # what a view chose of a prompt stays beside the cache that it begins
+        if self.share is not None:
+            chosen = _kept_bytes(shape, rows, 0, tokens, None)
+        return chosen + _kept_bytes(shape, rows, work.answer, tokens, None)
 
 
 def draft_shape(source: DraftSource | None, model: Any) -> DraftShape | None:
     """Read the shape off what drafts for a model; None where that holds nothing of its own."""
-    draft = None if source is None else source.draft
-    if source is None or draft is None:
+    if source is None:
+        return None
+    if (adapter := source.early_exit) is not None:
+        size = sum(t.numel() * t.element_size() for t in adapter.parameters())
+        shape = replace(shape_of(model), weights=size, entry=2 * adapter.config["width"])
+        return DraftShape(shape, stages=None, behind=adapter.layer)
+    if source.plan.views:
+        share = max(source.plan.budget or 0, RISES_TO) if source.plan.rise else source.plan.budget
+        return DraftShape(replace(shape_of(model), weights=0), stages=None, share=share)
+    if (draft := source.draft) is None:
         return None
     shared = {t.untyped_storage().data_ptr() for t in model.parameters()}
     own = (t for t in draft.parameters() if t.untyped_storage().data_ptr() not in shared)

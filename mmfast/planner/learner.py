@@ -90,7 +90,7 @@ class Learner:
         cost = predict(self.bench.shape, self.rates, work, stages, call, cache)
         if (draft := self.draft) is None:
             return cost
-        weights, kv = draft.shape.weights, draft.kept_bytes(work)
+        weights, kv = draft.shape.weights, draft.kept_bytes(work, stages)
         return replace(cost, weights=cost.weights + weights, kv=cost.kv + kv)
 
     def learn(

@@ -102,6 +102,7 @@ def _scenes(folder: Path, log: list[Row]) -> Row:
         "absent": "takes for granted what is absent",
         "loose": "asks as people do",
         "freely": "asks in words that nobody trained",
+        "everyday": "asks about everyday life",
         "figures": "shows a heart, bolt or drop, which it does not know",
     }
     for kind, label in more.items():

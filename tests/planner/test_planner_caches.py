@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +19,19 @@ from mmfast.attach import attach
 from mmfast.bench.cases import build
 from mmfast.caches.plan import plan_cache
 from mmfast.cli.output import print_answer
+from mmfast.compressors.base import save
 from mmfast.core.errors import MmfastError
 from mmfast.models.cache_name import CACHE
+from mmfast.models.decoder.early_exit import new_adapter
 from mmfast.models.kv.packs import nbytes
+from mmfast.models.kv.view import ViewStage
 from mmfast.models.loading import embedded_path
 from mmfast.pipelines.answer import Answer
 from mmfast.planner import learner
 from mmfast.planner.auto import say
 from mmfast.planner.caches import cache_evidence
 from mmfast.planner.candidates import evidence_for, shipped_rows
-from mmfast.planner.cost import ModelShape, held_bytes
+from mmfast.planner.cost import ModelShape, held_bytes, shape_of
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
 from mmfast.planner.rates import VARIABLE, Rates
@@ -280,6 +284,49 @@ def test_weights_and_cache_of_a_draft_model_count(pipe: Any) -> None:
     own = mmfast.pipeline("video-qa", pair, decode=f"draft:{folder}", **most)
     with pytest.raises(MmfastError, match="out of reach"):
         own.plan(CLIP, QUESTION, max_memory=sum(alone.values()))
+
+
+def test_the_view_of_a_draft_counts(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a draft copies of the cache, as it lies in memory at the end of an answer."""
+    views, view = list[Any](), ViewStage.view
+
+    def watched(stage: Any, cache: Any) -> Any:
+        views.append(view(stage, cache))
+        return views[-1]
+
+    monkeypatch.setattr(ViewStage, "view", watched)
+    how, shape = {"max_new_tokens": 12, "min_new_tokens": 12}, shape_of(pipe.model)
+    answer = how["max_new_tokens"] * shape.depth * shape.entry * shape.element
+    memory = {}
+    for decode in (None, "self:0.25", "self:64", "self:0.1?rise=0.8", "self:0.5"):
+        own = mmfast.pipeline("video-qa", (pipe.model, pipe.processor), decode=decode, **how)
+        memory[decode] = own.plan(CLIP, QUESTION, max_memory="10GB").memory
+        if decode in ("self:0.25", "self:64"):
+            own(CLIP, QUESTION)
+            told, mine = memory[decode]["kv"] - memory[None]["kv"], views[-1]
+            held = sum(nbytes(layer) for layer in mine.cache.layers)
+            held += sum(k.nbytes + v.nbytes for k, v, _ in mine._chosen.values())
+            assert 0 <= told - held < answer  # the last drafts were never read
+    assert memory["self:0.1?rise=0.8"] == memory["self:0.5"]
+    assert memory["self:0.25"]["weights"] == memory[None]["weights"]
+
+
+def test_an_early_exit_counts(pipe: Any, tmp_path: Path) -> None:
+    """Its adapter has weights, and keys and values of one layer of its own."""
+    adapter = new_adapter(pipe.model, 2)
+    save(adapter, tmp_path / "exit.safetensors")
+    given, limit = (pipe.model, pipe.processor), {"max_memory": "10GB"}
+    alone, more = (
+        mmfast.pipeline("video-qa", given, decode=decode, max_new_tokens=12)
+        .plan(CLIP, QUESTION, **limit)
+        .memory
+        for decode in (None, f"exit:{tmp_path}/exit.safetensors")
+    )
+    assert more["weights"] - alone["weights"] == sum(p.nbytes for p in adapter.parameters())
+    config = pipe.model.config.get_text_config()
+    held = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    share = config.hidden_size / held / config.num_hidden_layers
+    assert more["kv"] - alone["kv"] == pytest.approx(share * alone["kv"])
 
 
 def test_beams_and_a_bounded_length_count(pipe: Any) -> None:

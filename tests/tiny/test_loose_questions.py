@@ -1,6 +1,7 @@
 """Questions put as people put them: their answers are those of the pixels."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 from mmfast.tiny.scenes import looks, nouns, outside
 from mmfast.tiny.scenes.evaluate import SceneAnswer, SceneCase, judge, scene_cases
+from mmfast.tiny.scenes.everyday import everyday
 from mmfast.tiny.scenes.facts import clip_items, picture_items
+from mmfast.tiny.scenes.lessons import DAILY, SceneDrawer
 from mmfast.tiny.scenes.loose import NUMERALS
 from mmfast.tiny.scenes.questions import (
     ALONE,
@@ -24,6 +27,7 @@ from mmfast.tiny.scenes.questions import (
     WHICH,
     SceneItem,
 )
+from mmfast.tiny.scenes.unasked import ASKED, EVERYDAY
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.scene import COLOURS, SHAPES
 
@@ -266,3 +270,32 @@ def test_what_is_outside_is_asked_as_the_world_is() -> None:
     cases = list(islice(scene_cases(6, (OUTSIDE,)), 16))
     assert all(case.answer == outside.REFUSAL for case in cases)
     assert any(word in nouns.KEPT for case in cases if case.kept for word in case.turns[0].split())
+
+
+def test_everyday_questions_are_no_questions_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike in every run, without open slots, and not about words of the world alone."""
+    seeds = ((9, 9), (9, 9), (10, 10))
+    drawn = [[everyday(rng) for _ in range(400)] for rng in map(np.random.default_rng, seeds)]
+    assert drawn[0] == drawn[1] != drawn[2] and not any("{" in text for text in drawn[0])
+    named = [text for text in drawn[0] if {*re.findall("[a-z]+", text.lower())} & {*nouns.COMMON}]
+    assert 0.5 < len(named) / 400 < 0.95  # nouns that are made up are the others
+    assert not any({*re.findall("[a-z]+", text.lower())} & {*nouns.KEPT} for text in drawn[0])
+    # Training alone shows them, never an evaluation.
+    monkeypatch.setattr(outside, "question", lambda rng, kept: "plain")
+    monkeypatch.setattr(outside, "worldly", lambda rng, kept, said: "worldly")
+    drawer = SceneDrawer.__new__(SceneDrawer)
+    drawer.rng = np.random.default_rng(3)
+    shares = Counter(drawer._foreign(False) for _ in range(1000))
+    others = 1 - (shares["plain"] + shares["worldly"]) / 1000
+    assert others == pytest.approx(DAILY, abs=0.05)
+    assert {drawer._foreign(True) for _ in range(200)} == {"plain", "worldly"}
+
+
+def test_questions_that_nobody_trains_are_asked_in_turn() -> None:
+    cases = list(islice(scene_cases(7, (EVERYDAY,)), 4))
+    assert [case.turns for case in cases] == [(text,) for text in ASKED[:4]]
+    assert all(case.answer == outside.REFUSAL and case.kept for case in cases)
+    assert len({*ASKED}) == len(ASKED)
+    rng = np.random.default_rng(5)
+    trained = {draw(rng).lower() for _ in range(3000) for draw in (everyday, outside.question)}
+    assert not trained & {text.lower() for text in ASKED}

@@ -41,6 +41,7 @@ from mmfast.models.reduction.call import PassState
 # A `custom_generate` of ours that only says by which seed tokens are drawn.
 SEED = "mmfast_seed"
 _EVIDENCE = 8  # drafts before their share that stands is believed
+RISES_TO = 0.5  # share that a rising draft reads at most: more is no draft
 _COSTS = {RECYCLE: (0.001, 0.03), LOOKUP: (0.001, 0.03), DRAFT: (0.3, 0.05)}
 
 
@@ -104,7 +105,7 @@ class DraftSource:
     """Draft and verify for one model; the draft model, if any, is loaded at once.
 
     It keeps prices, statistics and what a draft model learns for as long as it lives, and nothing
-    of a prompt.
+    of a prompt. `early_exit` is the adapter of `exit:`, None in other specs.
 
     Raises:
         ModelError: The draft model cannot be loaded, or has another vocabulary.
@@ -123,7 +124,7 @@ class DraftSource:
             self._draft = load_draft(plan.model, model, kind)
         elif plan.runs_model:
             self._draft = loading.twin(model, None)[0]
-        self._exit = load_exit(plan.model, model) if plan.kind == EXIT else None
+        self.early_exit = load_exit(plan.model, model) if plan.kind == EXIT else None
         self._learner = OnlineLearner(self._draft, plan.learn) if plan.learn else None
 
     def __str__(self) -> str:
@@ -211,13 +212,13 @@ class DraftSource:
         states = ExitStates()
 
         def make(reader: SequenceReader, text: BatchText) -> Drafter | None:
-            if self._exit is not None:
-                return exit_drafter(reader, states, self._exit, self.plan)
+            if self.early_exit is not None:
+                return exit_drafter(reader, states, self.early_exit, self.plan)
             return self._drafter(reader, text, kwargs, inputs, drawn)
 
         with ExitStack() as stack:
-            if self._exit is not None:
-                stack.enter_context(states.watched(model, self._exit.layer))
+            if self.early_exit is not None:
+                stack.enter_context(states.watched(model, self.early_exit.layer))
             if self._learner is not None:
                 stack.enter_context(self._learner.call())
             output = run.run(kwargs, make)
@@ -324,9 +325,9 @@ class RisingShare:
         """Note the drafts of an answer; returns True if later ones read more."""
         self._proposed, self._accepted = self._proposed + proposed, self._accepted + accepted
         enough = self._accepted >= self._least * self._proposed
-        if self._proposed < _EVIDENCE or enough or self.value >= 0.5:
+        if self._proposed < _EVIDENCE or enough or self.value >= RISES_TO:
             return False
-        self.value, self._proposed, self._accepted = min(2 * self.value, 0.5), 0, 0
+        self.value, self._proposed, self._accepted = min(2 * self.value, RISES_TO), 0, 0
         return True
 
 

@@ -51,6 +51,7 @@ from mmfast.tiny.scenes.scoring import (
     refused,
     score,
 )
+from mmfast.tiny.scenes.unasked import ASKED, EVERYDAY
 from mmfast.tiny.scenes.wordings import FREE
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
@@ -62,7 +63,7 @@ FREELY = "freely"  # kind of questions in wordings that nobody trains
 STRANGE = "strange media"  # kind of questions of the world about media outside it
 ELSEWHERE = (STRANGE, outside.FIGURES)  # kinds of questions about media outside the world
 TURNS = (*CLIP_KINDS, OUTSIDE, STRANGE)
-STILLS = (*STILL_KINDS, OUTSIDE, *ELSEWHERE, ABSENT, ALONE, SHORT)
+STILLS = (*STILL_KINDS, OUTSIDE, EVERYDAY, *ELSEWHERE, ABSENT, ALONE, SHORT)
 CONTROLS = ("", "other", "reversed")  # which media: its own, those of another case, backwards
 Report = Callable[[str, int, int], None]
 
@@ -117,7 +118,7 @@ def scene_cases(
 ) -> Iterator[SceneCase]:
     """Cases of all kinds in turn, every third about a picture where the kind allows it.
 
-    Those of `FREELY` take the forms of `FREE` in turn.
+    Those of `FREELY` take the forms of `FREE` in turn, those of `EVERYDAY` the questions of a list.
     """
     rng, indices = np.random.default_rng([scene.EVAL, seed, 31]), count()
     for number in count():
@@ -129,7 +130,7 @@ def scene_cases(
             view, drawing, table = _view(seed, next(indices), lone)
             at = int(rng.integers(scene.SAMPLED))
             items = picture_items(view, table, at) if still else clip_items(view, table, True)
-            any_kind = kind in (OUTSIDE, *ELSEWHERE)
+            any_kind = kind in (OUTSIDE, EVERYDAY, *ELSEWHERE)
             known = [item for item in items if item.kind == kind
                      or (any_kind and item.kind not in (ABSENT, *LOOSE))]  # fmt: skip
             if kind == FREELY:
@@ -152,6 +153,8 @@ def scene_cases(
         if kind == OUTSIDE:
             worldly = turn % 4 >= 2  # of those kept back, too, every other one
             turns = ((outside.worldly if worldly else outside.question)(rng, kept),)
+        if kind == EVERYDAY:
+            kept, turns = True, (ASKED[turn % len(ASKED)],)
         if any_kind:
             answer = outside.REFUSAL
         yield SceneCase(file, "image" if still else "video", turns, answer, kind, kept)
@@ -333,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--kinds",
         nargs="+",
-        choices=(*TURNS, ABSENT, *LOOSE, FREELY, outside.FIGURES),
+        choices=(*TURNS, ABSENT, *LOOSE, FREELY, EVERYDAY, outside.FIGURES),
         default=TURNS,
         help=note,
     )

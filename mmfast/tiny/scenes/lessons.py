@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from mmfast.tiny.scenes import outside
 from mmfast.tiny.scenes.bank import SceneBank
+from mmfast.tiny.scenes.everyday import everyday
 from mmfast.tiny.scenes.facts import clip_items, picture_items
 from mmfast.tiny.scenes.questions import ABSENT, CLIP_KINDS, LOOSE, OUTSIDE, SceneItem, varied
 from mmfast.tiny.scenes.readout import FACTS, SceneReadout, thing_numbers
@@ -26,7 +27,8 @@ from mmfast.tiny.video.scene import COLOURS, IGNORE, SAMPLED, SHAPES, THINGS, Ta
 KINDS = (*CLIP_KINDS, OUTSIDE, ABSENT, *LOOSE)
 LONG = ("where", "describe")  # scored in training by tokens
 LEAST = 0.4  # weight of a kind that is always right
-WORLDLY = 0.6  # share of the questions from outside that are worded as those of the world
+WORLDLY = 0.35  # share of the questions from outside that are worded as those of the world
+DAILY = 0.5  # share of those of everyday life
 CLAUSE = 0.25  # share of these that are clauses behind what people say first
 FEW = 8  # questions about a clip outside the world
 Pair = tuple[list[int], list[int]]  # ids of a question and its answer
@@ -145,8 +147,11 @@ class SceneDrawer:
         return [pair for pair, _ in found], [kind for _, kind in found]
 
     def _foreign(self, kept: bool) -> str:
-        if self.rng.random() < WORLDLY:
+        way = self.rng.random()
+        if way < WORLDLY:
             return outside.worldly(self.rng, kept, said=bool(self.rng.random() < CLAUSE))
+        if way < WORLDLY + DAILY and not kept:
+            return everyday(self.rng)
         return outside.question(self.rng, kept)
 
     def _choose(self, items: list[SceneItem], most: int, weights: Weights) -> list[SceneItem]:

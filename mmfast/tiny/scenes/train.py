@@ -43,6 +43,7 @@ from mmfast.tiny.scenes.model import START, make_model, make_processor
 from mmfast.tiny.scenes.outside import FIGURES
 from mmfast.tiny.scenes.questions import ABSENT, LOOSE
 from mmfast.tiny.scenes.readout import SceneReadout
+from mmfast.tiny.scenes.unasked import EVERYDAY
 from mmfast.tiny.video import tower
 from mmfast.tiny.video.lessons import SUBSETS, Lesson, answer, choose
 from mmfast.tiny.video.scene import IGNORE, THINGS, patch_offsets
@@ -377,7 +378,8 @@ def main(argv: Sequence[str] | None = None) -> training.Figures:
     run(options, log)
     ask = partial(run_scenes, options.out, seed=options.seed, device=options.device)
     result = ask(options.questions)
-    more = {"absent": (ABSENT,), "loose": LOOSE, "freely": (FREELY,), FIGURES: (FIGURES,)}
+    more = {"absent": (ABSENT,), "loose": LOOSE}
+    more |= {kind: (kind,) for kind in (FREELY, EVERYDAY, FIGURES)}
     for name, kinds in more.items():
         found = ask(options.questions // 4, kinds=kinds)
         result[name] = {key: found[key] for key in ("n", "accuracy", "interval")}
