@@ -425,7 +425,7 @@ class _Pruned(Reduction):
         return self.owner.shape[-1] if self._n is None else self._n
 
     @cached_property
-    def owner(self) -> Tensor:  # type: ignore[override]
+    def owner(self) -> Tensor:
         """`[..., N]`; the output of each source, -1 where it is dropped."""
         keep = self.keep
         owner = torch.full((*keep.shape[:-1], self.n), -1, dtype=torch.int64, device=keep.device)
