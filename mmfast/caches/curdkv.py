@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +30,7 @@ def _rough(
     def exact(places: Numbers) -> Numbers:
         pair = (_leverage(rows_at(x, places), 0, 0) for x in (tokens.x, values))
         found: Numbers = _score(*pair).numpy()
-        found[places % tokens.n < min(sink, budget)] = np.inf
+        found[places % tokens.n < min(sink, budget)] = torch.inf
         return found
 
     # The logarithm has the relative error of what it is of, and one of its own.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import Numbers, RoughScores, rows_at
+from mmfast.ops.ranking import Numbers, RoughScores, row_maxima, rows_at
 from mmfast.ops.similarity import rough_lengths
 
 _STEPS, _TINY = 2.0**16, 1e-30
@@ -23,9 +22,8 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
 
     def exact(places: Numbers) -> Numbers:
         near = (length >= most * (1 - 2 * error)).reshape(-1).nonzero()[0]  # the longest, too
-        lengths = _lengths(rows_at(tokens.x, np.concatenate([near, places]))).numpy()
-        longest = np.zeros(most.size)
-        np.maximum.at(longest, near // n, lengths[: len(near)])
+        lengths = _lengths(rows_at(tokens.x, near, places)).numpy()
+        longest = row_maxima(lengths[: len(near)], near // n, most.size)
         found: Numbers = (lengths[len(near) :] / longest[places // n] * -_STEPS).round()
         return found
 

@@ -89,7 +89,7 @@ def _row(
     where: Tensor,
     reduction: Reduction,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """What is left of one row `[1, H, n, d]`, and its notes `[1, 1 or H, m]`."""
+    """Keys, values and notes `[1, 1 or H, m]` that are left of one row `[1, H, n, d]`."""
     if where.shape[0] != keys.shape[2]:
         keys, values = keys.index_select(2, where), values.index_select(2, where)
         notes = {name: note.index_select(-1, where) for name, note in notes.items()}

@@ -48,11 +48,19 @@ class RoughScores:
         return torch.from_numpy(exact)
 
 
-def rows_at(x: Tensor, places: Numbers) -> Tensor:
-    """Rows `[K, d]` of `x` `[..., N, d]` at places `[K]` among all of them."""
+def rows_at(x: Tensor, *some: Numbers) -> Tensor:
+    """Rows `[K, d]` of `x` `[..., N, d]` at places among all of them, `[K]` together."""
+    places = some[0] if len(some) == 1 else np.concatenate(some)
     if x.is_contiguous():
         return x.view(-1, x.shape[-1]).index_select(0, torch.from_numpy(places))
     return x[tuple(map(torch.from_numpy, np.unravel_index(places, x.shape[:-1])))]
+
+
+def row_maxima(values: Numbers, rows: Numbers, count: int) -> Numbers:
+    """The greatest of the values `[K]`, none below 0, in each of `count` rows; 0 without any."""
+    found = np.zeros(count)
+    np.maximum.at(found, rows, values)
+    return found
 
 
 def best_places(score: Tensor | RoughScores, count: int) -> Tensor:

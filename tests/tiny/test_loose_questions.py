@@ -277,9 +277,8 @@ def test_everyday_questions_are_no_questions_of_the_world(monkeypatch: pytest.Mo
     seeds = ((9, 9), (9, 9), (10, 10))
     drawn = [[everyday(rng) for _ in range(400)] for rng in map(np.random.default_rng, seeds)]
     assert drawn[0] == drawn[1] != drawn[2] and not any("{" in text for text in drawn[0])
-    named = [text for text in drawn[0] if {*re.findall("[a-z]+", text.lower())} & {*nouns.COMMON}]
-    assert 0.5 < len(named) / 400 < 0.95  # nouns that are made up are the others
-    assert not any({*re.findall("[a-z]+", text.lower())} & {*nouns.KEPT} for text in drawn[0])
+    words = {word for text in drawn[0] for word in re.findall("[a-z]+", text.lower())}
+    assert len(words & {*nouns.COMMON}) > 50 and not words & {*nouns.KEPT}
     # Training alone shows them, never an evaluation.
     monkeypatch.setattr(outside, "question", lambda rng, kept: "plain")
     monkeypatch.setattr(outside, "worldly", lambda rng, kept, said: "worldly")

@@ -153,10 +153,10 @@ def test_unseen_questions(name: str, least: float) -> None:
 
 def test_several_pictures_are_one_question() -> None:
     pipe = mmfast.pipeline("image-qa")
-    case = suite(4, 11, "multi-image")[3]
-    answer = pipe(case.media, case.question)
-    assert answer.text.lower() == case.answer
-    assert answer.visual_tokens == ALBUM * 144
+    cases = suite(8, 11, "multi-image")
+    answers = [pipe(case.media, case.question) for case in cases]
+    right = [a.text.lower() == c.answer for a, c in zip(answers, cases, strict=True)]
+    assert sum(right) >= 6 and {a.visual_tokens for a in answers} == {ALBUM * 144}
     with pytest.raises(MmfastError, match="no image"):
         pipe((), "What number is on the screen?")
 

@@ -65,14 +65,14 @@ everyday =
     | What do the clouds look like? | Is the moon full? | How many stars are in the sky?
     | Is the sun setting? | Are the waves high? | Which way is the wind blowing?
     | Which way is north? | Where does the road lead? | How fast is the train going?
-    | What colour is the ball that the dog catches? | What shape is the window?
+    | What colour is the ball that the dog catches? 
     | Is the plate round? | Is the table square? | How many corners does the room have?
     | Where is the red car? | What is left of the lamp? | Is the cup above the plate?
     | Does the bus move to the left? | When does the girl appear?
     | Which is bigger, the dog or the cat? | Is there a green apple?
     | Is there a yellow taxi in the video? | How many blue cars are there?
     | What number is on the jersey? | When does the bell ring?
-    | What happens first, the crash or the fire? | Describe the person. | Describe her face.
+    | What happens first, the crash or the fire? | Describe her face.
     | Tell me what the people are doing. | Tell me everything about this landscape.
     | Quel animal est-ce ? | Was macht die Frau? | Welche Farbe hat das Auto?
     | Cuántas personas hay? | Che cosa mangia il bambino? | これは何ですか? | 你好吗? | hello
