@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ _LEAST = 2.0**-40  # a key that is shorter is not brought to length 1
 def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
     score = _score(tokens.x).numpy()
     # One key that is not finite spoils the mean, and with it all scores, which add up to at most N.
-    return RoughScores(score) if np.isfinite(score.sum()) else None
+    return RoughScores(score) if math.isfinite(score.sum()) else None
 
 
 @policy("keydiff", paper="2504.15364", needs=("x",), role="score", rough=_rough)
