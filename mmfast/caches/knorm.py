@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,11 +26,11 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
         near = (length >= most * (1 - 2 * error)).reshape(-1).nonzero()[0]  # the longest, too
         lengths = _lengths(rows_at(tokens.x, near, places)).numpy()
         longest = row_maxima(lengths[: len(near)], near // n, most.size)
-        found: Numbers = (lengths[len(near) :] / longest[places // n] * -_STEPS).round()
+        found: Numbers = _score(lengths[len(near) :], longest[places // n]).round()
         return found
 
     # Rounding to steps moves a score by half of one, and both lengths are off.
-    return RoughScores(length / most * -_STEPS, 0.5 + _STEPS * 2 * error, exact)
+    return RoughScores(_score(length, most), 0.5 + _STEPS * 2 * error, exact)
 
 
 @policy("knorm", paper="2406.11430", needs=("x",), role="score", rough=_rough)
@@ -43,7 +45,8 @@ def knorm(tokens: Tokens, budget: int) -> Tensor:
         budget: Tokens to keep in every head; a share is of all tokens.
     """
     length = _lengths(tokens.x)
-    return _score(length, length.amax(-1, keepdim=True))
+    scores: Tensor = _score(length, length.amax(-1, keepdim=True).clamp_min(_TINY)).round()
+    return scores
 
 
 def _lengths(rows: Tensor) -> Tensor:
@@ -51,7 +54,9 @@ def _lengths(rows: Tensor) -> Tensor:
     return found
 
 
-def _score(length: Tensor, longest: Tensor) -> Tensor:
-    # Keys that a model normalises differ in length by rounding alone, which must not choose.
-    scores: Tensor = (length / longest.clamp_min(_TINY) * -_STEPS).round()
-    return scores
+def _score(length: Any, longest: Any) -> Any:
+    """Scores of lengths, tensors or arrays, before they are rounded to whole steps.
+
+    Keys that a model normalises differ in length by rounding alone, which must not choose.
+    """
+    return length / longest * -_STEPS

@@ -75,7 +75,7 @@ def _agree(keep: Tensor) -> bool:
     """All heads keep the same entries `[H, m]`."""
     if len(keep) == 1 or keep.stride(0) == 0:
         return True
-    if keep.is_cuda:
+    if not keep.is_cpu:
         return bool((keep == keep[:1]).all())
     first, *rest = (each.tobytes() for each in keep.numpy())
     return all(first == each for each in rest)

@@ -104,6 +104,8 @@ class DraftShape:
         for n in work.items if self.media else ():
             per_layer = lengths_of(read, n, shape.depth)
             visual = [v + more for v, more in zip(visual, per_layer, strict=True)]
+        if self.share is not None and not any(visual):
+            return 0  # a view drafts where it can leave something out
         if isinstance(self.share, int):
             visual = [min(self.share * work.rows, v) for v in visual]
         elif self.share is not None:

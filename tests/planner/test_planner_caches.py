@@ -31,7 +31,7 @@ from mmfast.planner import learner
 from mmfast.planner.auto import say
 from mmfast.planner.caches import cache_evidence
 from mmfast.planner.candidates import evidence_for, shipped_rows
-from mmfast.planner.cost import ModelShape, held_bytes, shape_of
+from mmfast.planner.cost import DraftShape, ModelShape, Work, held_bytes, shape_of
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
 from mmfast.planner.rates import VARIABLE, Rates
@@ -309,6 +309,8 @@ def test_the_view_of_a_draft_counts(pipe: Any, monkeypatch: pytest.MonkeyPatch) 
             assert 0 <= told - held < answer  # the last drafts were never read
     assert memory["self:0.1?rise=0.8"] == memory["self:0.5"]
     assert memory["self:0.25"]["weights"] == memory[None]["weights"]
+    alone = Work(prompt=20, answer=12)
+    assert DraftShape(shape, stages=None, share=0.25).kept_bytes(alone) == 0  # text drafts nothing
 
 
 def test_an_early_exit_counts(pipe: Any, tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_what_is_outside_is_asked_as_the_world_is() -> None:
 
 
 def test_everyday_questions_are_no_questions_of_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alike in every run, without open slots, and not about words of the world alone."""
+    """Alike in every run, without open slots or nouns that are kept back."""
     seeds = ((9, 9), (9, 9), (10, 10))
     drawn = [[everyday(rng) for _ in range(400)] for rng in map(np.random.default_rng, seeds)]
     assert drawn[0] == drawn[1] != drawn[2] and not any("{" in text for text in drawn[0])

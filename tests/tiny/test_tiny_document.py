@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from mmfast.tiny.document import pages
 from mmfast.tiny.document.pages import make_page, page_facts, page_labels
 from mmfast.tiny.document.train import draw_pages, encode_pages
 from mmfast.tiny.evaluate import interval, run_eval
-from mmfast.tiny.suites import ALBUM, SUITES, suite, suite_of
+from mmfast.tiny.suites import ALBUM, SUITES, SuiteCase, suite, suite_of
 from mmfast.tiny.video.scene import COLOURS, EVAL, IGNORE, SHAPES, TRAIN
 
 HOME = embedded_path("tiny-document")
@@ -151,12 +152,24 @@ def test_unseen_questions(name: str, least: float) -> None:
     assert row["accuracy"] < high or row["accuracy"] == high == 1.0  # all are right
 
 
+def _stock_answer(pipe: Any, case: SuiteCase) -> str:
+    """What the stock model says to all pictures of a case, by its own processor alone."""
+    content: list[Any] = [{"type": "image", "image": read_image(file)} for file in case.media]
+    chat = [{"role": "user", "content": [*content, {"type": "text", "text": case.question}]}]
+    how = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = pipe.processor.apply_chat_template(chat, add_generation_prompt=True, **how)
+    ids = pipe.model.generate(**inputs, do_sample=False, max_new_tokens=64)
+    new = ids[0, inputs["input_ids"].shape[1] :]
+    return str(pipe.processor.decode(new, skip_special_tokens=True)).strip()
+
+
 def test_several_pictures_are_one_question() -> None:
     pipe = mmfast.pipeline("image-qa")
     cases = suite(8, 11, "multi-image")
     answers = [pipe(case.media, case.question) for case in cases]
     right = [a.text.lower() == c.answer for a, c in zip(answers, cases, strict=True)]
     assert sum(right) >= 6 and {a.visual_tokens for a in answers} == {ALBUM * 144}
+    assert [answer.text for answer in answers] == [_stock_answer(pipe, case) for case in cases]
     with pytest.raises(MmfastError, match="no image"):
         pipe((), "What number is on the screen?")
 
