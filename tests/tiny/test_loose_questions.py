@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from mmfast.tiny.scenes import looks, nouns, outside
+from mmfast.tiny.scenes.albums import album_items
 from mmfast.tiny.scenes.evaluate import SceneAnswer, SceneCase, judge, scene_cases
 from mmfast.tiny.scenes.everyday import everyday
-from mmfast.tiny.scenes.facts import clip_items, picture_items
+from mmfast.tiny.scenes.facts import clip_items, describe_picture, picture_items
 from mmfast.tiny.scenes.lessons import DAILY, SceneDrawer
 from mmfast.tiny.scenes.loose import NUMERALS
 from mmfast.tiny.scenes.questions import (
+    ABSENT,
     ALONE,
     ATTRIBUTE,
     FORMS,
@@ -245,6 +247,24 @@ def test_a_colour_from_outside_is_no_shade_of_one_inside() -> None:
         seen = np.median(drawing.frames[8][drawing.owner[8] == 1], 0)
         assert np.abs(seen - view.look.inks[thing.colour]).max() < 3 and view.scene.panel is None
         assert np.linalg.norm(inside - seen, axis=1).min() > 45
+
+
+def test_of_several_pictures_is_asked_what_one_of_them_alone_answers(drawn: list[Any]) -> None:
+    """Against all that can be asked of each: no other answers it, and none has its things."""
+    kinds = set()
+    for at in range(len(drawn) - 2):
+        pages = [(picture_items(view, table, 3), table, 3) for view, _, table in drawn[at : at + 3]]
+        for item in album_items(pages):
+            own = [items for items, _, _ in pages if item in items]
+            other = [table for items, table, _ in pages if item not in items]
+            texts = [describe_picture(drawn[0][0], t, 3, np.flatnonzero(t.alive[:, 3]))
+                     for t in other]  # fmt: skip
+            words = item.slots[0].removesuffix(" object") if item.slots else "number"
+            shown = [t.replace("no number", "").split("background.")[1] for t in texts]
+            assert own and not any(words in text for text in shown), (item, texts)
+            kinds.add((item.kind, item.answer if item.kind == "exists" else ""))
+    assert kinds >= {(k, "") for k in ("colour", "shape", "position", "number", ABSENT)}
+    assert kinds >= {("exists", "yes"), ("exists", "no")}
 
 
 def test_wordings_kept_back_are_kept_back_outside_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +34,10 @@ from mmfast.tiny.scenes.evaluate import (
 )
 from mmfast.tiny.scenes.facts import clip_items, picture_items
 from mmfast.tiny.scenes.lessons import (
+    GREY,
     KINDS,
     Encoded,
+    SceneAsk,
     SceneSampler,
     letterboxed,
     picture_frames,
@@ -54,7 +57,7 @@ from mmfast.tiny.scenes.questions import (
     spelled,
     varied,
 )
-from mmfast.tiny.scenes.readout import BLUR, SceneReadout
+from mmfast.tiny.scenes.readout import ALL, BLUR, SceneReadout
 from mmfast.tiny.scenes.scoring import (
     calibration,
     facts_found,
@@ -72,6 +75,7 @@ from mmfast.tiny.video.scene import COLOURS, IGNORE, SHAPES
 from mmfast.tiny.video.tower import scale_pixels, tower_features
 
 VIEWS = [looks.make_view(scene.EVAL, 3, index) for index in range(14)]
+WEIGHTS = dict.fromkeys(KINDS, 1.0)
 MORE = [looks.make_view(scene.EVAL, 4, index) for index in range(20)]
 
 
@@ -232,7 +236,7 @@ def test_the_outside_is_outside(processor: Any) -> None:
 def sampler(processor: Any, drawn: list[Any], tmp_path_factory: Any) -> SceneSampler:
     bank = make_bank(tmp_path_factory.mktemp("bank") / "bank.npz", 3, 4, 0, 1, lambda _: None)
     frames = picture_frames(bank, 3, 0)
-    clips, pictures = torch.zeros(7, 8, 36, 192), torch.zeros(len(frames), 2, 144, 192)
+    clips, pictures = torch.zeros(7, 8, 36, 192), torch.zeros(len(frames), 3, 144, 192)
     encoded = Encoded(clips, pictures, frames, picture_sizes(bank, frames))
     return SceneSampler(bank, encoded, torch.zeros(192), processor.tokenizer, 0)
 
@@ -308,6 +312,11 @@ def test_lessons_without_media_are_what_the_model_is_given(
     assert checked > 2
 
 
+def _projected(model: Any, shown: torch.Tensor) -> torch.Tensor:
+    whole = SimpleNamespace(model=model, config=model.config)
+    return model.multi_modal_projector(tower_features(whole, shown))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("size", sorted(set(looks.CANVASES)))
 def test_pictures_are_learned_as_the_image_path_shows_them(
@@ -323,12 +332,67 @@ def test_pictures_are_learned_as_the_image_path_shows_them(
     assert (shown - inputs["pixel_values"][0]).abs().mean() < 0.02
     model = load("tiny-scenes", "cpu", "float32")[0].model
     stock = model.get_image_features(inputs["pixel_values"], inputs["image_sizes"])
-    tokens = model.multi_modal_projector(tower_features(SimpleNamespace(
-        model=model, config=model.config), shown))  # fmt: skip
-    mine = laid_out(tokens[None], model.image_newline, canvas)[0, 0]
+    mine = laid_out(_projected(model, shown)[None], model.image_newline, canvas)[0, 0]
     (wanted,) = stock.pooler_output
     assert len(wanted) == len(mine) + 1  # the newline that ends a picture
     assert torch.cosine_similarity(mine, wanted[:-1], dim=-1).mean() > 0.99
+
+
+@torch.no_grad()
+def test_several_pictures_are_learned_as_the_image_path_shows_them(
+    sampler: SceneSampler, processor: Any
+) -> None:
+    """The stock path from the pictures; the lesson from the square frames of the bank."""
+    model = load("tiny-scenes", "cpu", "float32")[0].model
+    frames = [looks.draw(view, [5]).frames[5:6] for view in VIEWS[:6]]
+    shots = [Shot("image", frame[0], None) for frame in frames]
+    chats = [[{"role": "user", "content": [*shots[at : at + 3], "?"]}] for at in (0, 3)]
+    inputs = chat_inputs(processor, chats, torch.device("cpu"))
+    media = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
+    sizes = [(view.look.height, view.look.width) for view in VIEWS[:6]]
+    assert len({*sizes}) > 2
+    boxed = [letterboxed(torch.from_numpy(shrink(frame))[0], size, GREY)
+             for frame, size in zip(frames, sizes, strict=True)]  # fmt: skip
+    tokens = _projected(model, scale_pixels(torch.stack(boxed)))[:, None].expand(-1, 3, -1, -1)
+    encoded = replace(sampler.encoded, pictures=tokens)
+    again = SceneSampler(sampler.bank, encoded, model.image_newline, processor.tokenizer, 0)
+    draft = again.draw(SceneAsk((1,), [0, 1, 2, 2, 1, 0], True, 4, WEIGHTS, album=3))
+    mine = again.lesson(replace(draft, media=[*range(6)])).tokens
+    wanted = torch.cat(model.get_image_features(**media).pooler_output).unflatten(0, (2, -1))
+    assert mine.shape == (2, 1, 3 * 145 - 1, 192)  # the newline behind all is the forward pass's
+    assert torch.cosine_similarity(mine[:, 0], wanted[:, :-1], dim=-1).mean() > 0.99
+
+
+def test_albums_of_the_world_are_never_strangers(sampler: SceneSampler) -> None:
+    same = sampler.pictures([0, 0, 0], 6, WEIGHTS, 3)  # each thing is in all: nothing to ask
+    assert set(same.kinds[0]) <= {OUTSIDE, ABSENT, "exists"} and not same.packed.named.any()
+    assert same.things["there"].isnan().all() and same.things["numbers"].isnan().all()
+
+
+def test_counts_and_descriptions_learn_which_names_are_there(sampler: SceneSampler) -> None:
+    lesson = sampler.clips([0, 1, 5], 16, WEIGHTS | {"count": 50.0, "describe": 50.0})
+    names = [f"{colour} {shape}" for shape, colour in product(SHAPES, COLOURS)]
+    for line, clip in enumerate((0, 1)):
+        table, there = sampler.bank.clips.tables[clip], lesson.things["there"][line]
+        shown = {names[i] for i in there.nonzero()[:, 0].tolist()}
+        assert shown == {table.name(i) for i in range(table.count) if table.alive[i].any()}
+        marked = (lesson.packed.named[line] == ALL).nonzero()[:, 0]
+        assert (lesson.packed.ids[line][marked] == ASSISTANT).all()
+        kinds = [lesson.kinds[line][block] for block in lesson.packed.block[line][marked]]
+        assert sorted(kinds) == sorted(k for k in lesson.kinds[line] if k in ("count", "describe"))
+        assert "count" in kinds
+    assert lesson.things["there"][2].isnan().all()
+    ids = sampler.tokenizer.convert_tokens_to_ids([*"0123456789", ","])
+    read, states = SceneReadout(192, ids[:10], ids[10]), torch.zeros(3, 9, 192)
+    layers = [torch.cat([states, lesson.packed.ids[..., None].expand(-1, -1, 192)], 1).float()] * 4
+    right = lesson.things["there"].nan_to_num()[0] * 40 - 20
+    named = torch.where(lesson.packed.named == ALL, ALL, 0) * torch.tensor([[1], [0], [0]])
+    losses = []
+    for bias in (right, -right):  # all is known, all is taken for its contrary
+        read.there.bias = torch.nn.Parameter(bias)
+        found = read.loss(layers, replace(lesson.packed, named=named), lesson.things)
+        losses.append(found.item())
+    assert losses[1] - losses[0] == pytest.approx(0.2 * 20 * len(names), rel=1e-3)
 
 
 def test_pictures_of_a_lesson_are_of_one_size(sampler: SceneSampler) -> None:
@@ -389,7 +453,7 @@ def test_names_in_lessons_know_their_things(sampler: SceneSampler) -> None:
     for line, clip in enumerate((0, 1)):
         table, numbers = sampler.bank.clips.tables[clip], lesson.things["numbers"][line]
         ids, named = lesson.packed.ids[line], lesson.packed.named[line]
-        for place in named.nonzero()[:, 0].tolist():
+        for place in ((named > 0) & (named < ALL)).nonzero()[:, 0].tolist():
             thing = int(named[place]) - 1
             assert sampler.tokenizer.decode(ids[place - 1 : place + 1]).strip() == table.name(thing)
             names += 1

@@ -288,14 +288,19 @@ def _unwrapped(media: Any, given: _SampleOptions) -> tuple[Any, _SampleOptions]:
         if array is None:
             keys = ", ".join(sorted(map(str, media))[:8])
             raise MediaError(f"a sound as a mapping has 'array' and 'sampling_rate', not: {keys}")
-    elif isinstance(media, tuple) and [isinstance(m, Real) for m in media] in _ONE_NUMBER:
-        array, rate = media if isinstance(media[1], Real) else media[::-1]
+    elif isinstance(media, tuple) and [_is_rate(m, media) for m in media] in _ONE_NUMBER:
+        array, rate = media if _is_rate(media[1], media) else media[::-1]
     else:
         return media, given
     return array, replace(given, rate=check_rate(rate))
 
 
 _ONE_NUMBER = ([True, False], [False, True])
+
+
+def _is_rate(part: Any, pair: tuple[Any, ...]) -> bool:
+    """Return True for a number, or for text beside samples, which was meant as one."""
+    return isinstance(part, Real) or (isinstance(part, str) and any(map(_is_samples, pair)))
 
 
 def _raw_pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece]:

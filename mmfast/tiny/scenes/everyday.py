@@ -92,7 +92,18 @@ asked =
     | Maybe. | What? | Really? | Hmm | Sorry. | Wait. | Please go on. | Never mind.
     | I am {adjective}. | You are {adjective}. | That is {adjective}. | How {adjective}!
     | Nice {noun}! | Good {noun}. | {noun} {noun} {noun} | {verb} {noun} | {adjective} {noun}
-    | what about {nouns}
+    | what about {nouns} | {edit} the {image}. | {edit} this {image} for me. | {edit} it.
+    | Can you {edit} the {image}? | Please {edit} the {noun} in the {image}.
+    | Make the {image} {adjective}. | Turn the {noun} into a {noun}. | Put a {noun} on the {noun}.
+    | Who made this {image}? | Is this {image} {adjective}? | Where was this {image} taken?
+    | What is the {noun} in the {image}? | What year is it? | Are you a {noun}?
+    | Pretend to be a {noun}. | Act as my {noun}. | Repeat after me: {noun}.
+    | What rhymes with {noun}? | How do you spell {noun}? | Define {noun}. | What does {noun} mean?
+    | What is the opposite of {adjective}? | Write a {noun} about {nouns}.
+    | Write {sum} words about the {noun}. | Give me {sum} {nouns}. | Add {sum} and {sum}.
+    | How many {nouns} make a {noun}? | What's better, a {noun} or a {noun}?
+    | Which is {adjective}, the {noun} or the {noun}? | How was your {noun}?
+    | Do you know {who}? | I think {who} is {adjective}. | Is it true that {nouns} {verb}?
 who =
     he | she | the man | the woman | my sister | someone | anyone | your friend | the {noun}
     | that {noun} | a {noun} | Peter | Maria | Doctor Smith | this person
@@ -115,6 +126,10 @@ adjective =
     | tall | small | dangerous | wrong | correct | important | free | late | early | ready | alone
     | alive | dead | pregnant | sick | hidden | missing | upside down | noisy | salty | fresh
     | digital | wireless | legal | political | golden | transparent | striped | flat
+edit =
+    crop | rotate | sharpen | blur | resize | colour | invert | enhance | caption | frame
+image =
+    image | picture | photo | video | clip | screenshot | footage
 nth =
     second | third | fourth | next | last
 topic =

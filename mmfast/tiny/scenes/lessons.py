@@ -8,28 +8,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
 from mmfast.tiny.scenes import outside
+from mmfast.tiny.scenes.albums import album_items
 from mmfast.tiny.scenes.bank import SceneBank
 from mmfast.tiny.scenes.everyday import everyday
 from mmfast.tiny.scenes.facts import clip_items, picture_items
 from mmfast.tiny.scenes.questions import ABSENT, CLIP_KINDS, LOOSE, OUTSIDE, SceneItem, varied
-from mmfast.tiny.scenes.readout import FACTS, SceneReadout, thing_numbers
+from mmfast.tiny.scenes.readout import ALL, SceneReadout, name_number, names_there, thing_numbers
 from mmfast.tiny.training import shares
 from mmfast.tiny.video.lessons import Lesson, PackedQuestions, Weights, answer, laid_out, pack
 from mmfast.tiny.video.model import ASSISTANT, END, USER
-from mmfast.tiny.video.scene import COLOURS, IGNORE, SAMPLED, SHAPES, THINGS, Table
+from mmfast.tiny.video.scene import COLOURS, IGNORE, SAMPLED, SHAPES, Table
 
 KINDS = (*CLIP_KINDS, OUTSIDE, ABSENT, *LOOSE)
 LONG = ("where", "describe")  # scored in training by tokens
+WHOLE = ("count", "describe")  # asks for everything that is there
 LEAST = 0.4  # weight of a kind that is always right
 WORLDLY = 0.35  # share of the questions from outside that are worded as those of the world
 DAILY = 0.5  # share of those of everyday life
 CLAUSE = 0.25  # share of these that are clauses behind what people say first
+GREY = 127  # mean of the pixels as the processor knows them
 FEW = 8  # questions about a clip outside the world
 Pair = tuple[list[int], list[int]]  # ids of a question and its answer
 
@@ -39,7 +43,8 @@ class Encoded:
     """Visual tokens of a bank after tower and projector, clips outside the world last."""
 
     clips: Tensor  # pooled, float16 `[n, T, P, H]`
-    pictures: Tensor  # overview, and all of it without distortion, float16 `[m, 2, 4 P, H]`
+    # Overview, all of it without distortion, and as one of several. float16 `[m, 3, 4 P, H]`
+    pictures: Tensor
     frames: list[tuple[int, int]]  # clip and frame of each picture
     sizes: list[tuple[int, int]]  # height and width of each picture
 
@@ -48,12 +53,14 @@ class Encoded:
 class SceneDraft:
     """A drawn batch without its visual tokens: arrays, as worker processes hand them over."""
 
-    media: list[int]  # numbers of the clips, or of the pictures
+    media: list[int]  # numbers of the clips, or of the pictures, those of a prompt side by side
     back: list[bool]  # which clips are played backwards
     still: bool  # whether they are pictures
+    album: int  # pictures in a prompt
     packed: NDArray[np.int16]  # fields of `PackedQuestions`. `[5, B, L]`
     kinds: list[list[str]]  # for each medium the kind of each question
     numbers: NDArray[np.float32]  # see `thing_numbers`. `[B, 1 + THINGS, FACTS]`
+    there: NDArray[np.float32]  # see `names_there`. `[B, NAMES]`
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class SceneAsk:
     questions: int  # about a medium
     weights: Weights  # of the kinds of questions
     kept: bool = False  # in the wordings that training does not show
+    album: int = 1  # pictures in a prompt, none of several outside the world
 
 
 class SceneDrawer:
@@ -82,30 +90,35 @@ class SceneDrawer:
         """Draw a batch; it depends on what is asked alone."""
         self.rng = np.random.default_rng(ask.seed)
         rows, kinds, backs = [], [], list[bool]()
-        marks, numbers = list[list[dict[int, int]]](), []
-        for medium in ask.media:
+        marks, numbers, there = list[list[dict[int, int]]](), [], []
+        for at in range(0, len(ask.media), ask.album):
+            page = ask.media[at : at + ask.album]
             back = not ask.still and bool(self.rng.random() < 0.5)
-            clip, frame = self.frames[medium] if ask.still else (medium, None)
+            clip, frame = self.frames[page[0]] if ask.still else (page[0], None)
             items = self._clip(clip, back) if frame is None else self._picture(clip, frame)
-            row, names = self._row(items, ask.questions, ask.weights, ask.kept)
-            table = self.tables[clip] if clip < len(self.views) else None
+            if ask.album > 1:
+                items = self._album(page)
+            row, names = self._row(items, ask, clip >= len(self.views))
+            lone = clip < len(self.views) and ask.album == 1
+            table = self.tables[clip] if lone else None
             table = table.backwards() if table and back else table
-            marks.append([self._marks(pair, table) for pair in row])
-            unknown = torch.full((1 + THINGS, FACTS), float("nan"))
-            numbers.append(unknown if table is None else thing_numbers(table, frame))
+            marks.append([self._marks(*each, table) for each in zip(row, names, strict=True)])
+            numbers.append(thing_numbers(table, frame))
+            there.append(names_there(table, frame))
             rows.append(row)
             kinds.append(names)
             backs.append(back)
         packed = torch.stack(pack(rows, marks).columns()).to(torch.int16).numpy()
-        truth = torch.stack(numbers).numpy()
-        return SceneDraft(ask.media, backs, ask.still, packed, kinds, truth)
+        truth, shown = torch.stack(numbers).numpy(), torch.stack(there).numpy()
+        return SceneDraft(ask.media, backs, ask.still, ask.album, packed, kinds, truth, shown)
 
-    def _marks(self, pair: Pair, table: Table | None) -> dict[int, int]:
+    def _marks(self, pair: Pair, kind: str, table: Table | None) -> dict[int, int]:
         if table is None:
             return {}
         text, found = [*pair[0], ASSISTANT, *pair[1]], dict[int, int]()
-        things = {int(table.shape[i]) * len(COLOURS) + int(table.colour[i]): i + 1
-                  for i in range(table.count)}  # fmt: skip
+        if kind in WHOLE:
+            found[len(pair[0])] = ALL
+        things = {name_number(table, i): i + 1 for i in range(table.count)}
         for place in range(1, len(text)):
             name = self.names.get((text[place - 1], text[place]))
             if name in things:
@@ -130,11 +143,15 @@ class SceneDrawer:
             self.known[key] = picture_items(self.views[clip], table, frame)
         return self.known[key]
 
+    def _album(self, pictures: Sequence[int]) -> list[SceneItem]:
+        frames = [self.frames[picture] for picture in pictures]
+        return album_items([(self._picture(*at), self.tables[at[0]], at[1]) for at in frames])
+
     def _row(
-        self, items: list[SceneItem], most: int, weights: Weights, kept: bool
+        self, items: list[SceneItem], ask: SceneAsk, strange: bool
     ) -> tuple[list[Pair], list[str]]:
-        """Ids and kinds of the questions asked about a medium, none of whose items is outside."""
-        strange = not items
+        """Ids and kinds of the questions asked about a medium; all of a stranger are outside."""
+        most, weights, kept = ask.questions, ask.weights, ask.kept
         if strange:  # anything that could be asked of another clip
             items, most = self._clip(int(self.rng.integers(len(self.views))), False), FEW
         chosen = self._choose(items, most, weights)
@@ -193,16 +210,21 @@ class SceneSampler:
     def lesson(self, draft: SceneDraft) -> Lesson:
         """A drawn batch with its visual tokens."""
         device = self.newline.device
-        if draft.still:
+        if draft.album > 1:  # each picture ends with a newline
+            each = self.encoded.pictures[draft.media, 2].float()
+            each = torch.cat([each, self.newline.expand(len(each), 1, -1)], 1)
+            shown = rearrange(each, "(b a) n h -> b 1 (a n) h", a=draft.album)[:, :, :-1]
+        elif draft.still:
             (size,) = {self.encoded.sizes[medium] for medium in draft.media}
-            shown = laid_out(self.encoded.pictures[draft.media].float(), self.newline, size)
+            shown = laid_out(self.encoded.pictures[draft.media, :2].float(), self.newline, size)
         else:
             shown = self.encoded.clips[draft.media].float()
             back = torch.tensor(draft.back, device=device)[:, None, None, None]
             shown = torch.where(back, shown.flip(1), shown)
         columns = torch.from_numpy(draft.packed).to(device).long()
-        numbers = torch.from_numpy(draft.numbers).to(device)
-        return Lesson(shown, PackedQuestions(*columns), draft.kinds, things={"numbers": numbers})
+        truth = {"numbers": draft.numbers, "there": draft.there}
+        things = {name: torch.from_numpy(value).to(device) for name, value in truth.items()}
+        return Lesson(shown, PackedQuestions(*columns), draft.kinds, things=things)
 
     def clips(
         self, chosen: Sequence[int], questions: int, weights: Weights, kept: bool = False
@@ -211,9 +233,12 @@ class SceneSampler:
         ask = SceneAsk((self.seed, 2, *chosen), list(chosen), False, questions, weights, kept)
         return self.lesson(self.draw(ask))
 
-    def pictures(self, chosen: Sequence[int], questions: int, weights: Weights) -> Lesson:
-        """A batch of pictures of one size."""
-        ask = SceneAsk((self.seed, 3, *chosen), list(chosen), True, questions, weights)
+    def pictures(
+        self, chosen: Sequence[int], questions: int, weights: Weights, album: int = 1
+    ) -> Lesson:
+        """A batch of pictures of one size, or with so many of any size in a prompt."""
+        seed = (self.seed, 3, *chosen)
+        ask = SceneAsk(seed, list(chosen), True, questions, weights, album=album)
         return self.lesson(self.draw(ask))
 
 
@@ -235,13 +260,17 @@ def picture_sizes(bank: SceneBank, frames: Sequence[tuple[int, int]]) -> list[tu
     return [(looks[i % len(looks)].height, looks[i % len(looks)].width) for i in range(len(frames))]
 
 
-def letterboxed(frame: Tensor, size: tuple[int, int]) -> Tensor:
-    """A square frame `[3, S, S]` as the image path shows a picture of a size: black around it."""
+def letterboxed(frame: Tensor, size: tuple[int, int], fill: int = 0) -> Tensor:
+    """A square frame `[3, S, S]` as the image path shows a picture of a size.
+
+    It is black around a single picture; `fill` is GREY around one of several.
+    """
     side, longest = frame.shape[-1], max(size)
     high, wide = (min(-(-side * part // longest), side) for part in size)
     small = vision.resize(frame, [high, wide], InterpolationMode.BICUBIC, antialias=True)
     left, top = (side - wide) // 2, (side - high) // 2
-    found: Tensor = vision.pad(small, [left, top, side - wide - left, side - high - top])
+    around = [left, top, side - wide - left, side - high - top]
+    found: Tensor = vision.pad(small, around, fill=fill)
     return found
 
 

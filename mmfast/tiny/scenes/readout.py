@@ -1,4 +1,4 @@
-"""Extra losses of the decoder's training: things by name, and edges of boxes as numbers.
+"""Extra losses of the decoder's training: things by name, all of them, and edges of boxes.
 
 A box is four numbers of two digits. Cross entropy takes 39 for as wrong as 00 where 40 is right,
 so the digits of a box have a target that is blurred over the numbers around the right one.
@@ -6,30 +6,49 @@ so the digits of a box have a target that is blurred over the numbers around the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, rms_norm
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, rms_norm
 
 from mmfast.tiny.scenes.facts import born, gone
 from mmfast.tiny.video.lessons import PackedQuestions
-from mmfast.tiny.video.scene import IGNORE, SAMPLED, SIDE, THINGS, Table
+from mmfast.tiny.video.scene import COLOURS, IGNORE, SAMPLED, SHAPES, SIDE, THINGS, Table
 
+ALL = 1 + THINGS  # mark of the place at which an answer about all things begins
+NAMES = len(SHAPES) * len(COLOURS)
 FACTS = 8  # numbers about a thing: first place, last place, velocity, when it comes and goes
 BLUR = 1.5  # standard deviation of the targets of edges, which are 00 to 99
 STRIDE = 8.0  # velocity of a fast thing, in units of a 96 picture and frame
 LAYERS = (2, 3)  # after which a name is read, after which a box is read
 WEIGHT = 4.0  # of a mean distance, which is a few hundredths
+SPARSE = 0.2  # of the names that are there and those that are not, summed
 
 
-def thing_numbers(table: Table, frame: int | None = None) -> Tensor:
+def names_there(table: Table | None, frame: int | None = None) -> Tensor:
+    """Which names things have, in a frame or any, 1 or 0, nan = unknown: `[NAMES]`."""
+    if table is None:
+        return torch.full((NAMES,), float("nan"))
+    alive = table.alive.any(1) if frame is None else table.alive[:, frame]
+    found = torch.zeros(NAMES)
+    numbers = [name_number(table, i) for i in range(table.count) if alive[i]]
+    found[numbers] = 1.0
+    return found
+
+
+def name_number(table: Table, thing: int) -> int:
+    """Number of the name of a thing: those of a shape stand together."""
+    return int(table.shape[thing]) * len(COLOURS) + int(table.colour[thing])
+
+
+def thing_numbers(table: Table | None, frame: int | None = None) -> Tensor:
     """Numbers that the names of things should tell, nan = unknown: `[1 + THINGS, FACTS]`."""
     found = np.full((1 + THINGS, FACTS), np.nan, np.float32)
-    for i in range(table.count):
+    for i in range(0 if table is None else table.count):
         if frame is not None:
             if table.alive[i, frame]:
                 found[1 + i, :4] = np.tile(table.place[i, frame] / SIDE, 2)
@@ -52,7 +71,13 @@ class SceneReadout(nn.Module):
     def __init__(self, width: int, digits: Sequence[int], comma: int) -> None:
         super().__init__()
         self.names, self.boxes = nn.Linear(width, FACTS), nn.Linear(width, 4)
-        for read in (self.names, self.boxes):  # at first the decoder feels nothing of them
+        self.there = nn.Linear(width, NAMES)
+        for read in (
+            self.names,
+            self.boxes,
+            self.there,
+        ):
+            # At first the decoder feels nothing of them.
             nn.init.zeros_(read.weight)
         self.comma = comma
         values = torch.full((max(digits) + 1,), -1)
@@ -91,17 +116,28 @@ class SceneReadout(nn.Module):
             each = each.index_put((spots,), -(wanted * guess).sum(-1))
         return each
 
-    def loss(self, layers: Sequence[Tensor], packed: PackedQuestions, things: Tensor) -> Tensor:
-        """Mean distance of what names and boxes tell: states of layers `[B, P + L, D]`."""
+    def loss(
+        self, layers: Sequence[Tensor], packed: PackedQuestions, things: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Mean distance of what names and boxes tell, and cross entropy of what is there.
+
+        States of layers `[B, P + L, D]`; the `things` of a lesson.
+        """
         split = layers[0].shape[1] - packed.ids.shape[1]
         states = (layers[at][:, split:].float() for at in LAYERS)
         named, boxed = (rms_norm(x, x.shape[-1:]) for x in states)
-        lines, at = packed.named.nonzero(as_tuple=True)
-        truth = things[lines, packed.named[lines, at]]
+        lines, at = ((packed.named > 0) & (packed.named < ALL)).nonzero(as_tuple=True)
+        truth = things["numbers"][lines, packed.named[lines, at]]
         known = ~truth.isnan()
         rows, places, edges = self.edges(packed.labels)
         gaps = [
             (self.names(named[lines, at]).float() - truth.nan_to_num())[known],
             (self.boxes(boxed[rows, places]).float() - edges / 100).flatten(),
         ]
-        return WEIGHT * sum((gap.abs().mean() for gap in gaps if len(gap)), named.new_zeros(()))
+        total = WEIGHT * sum((gap.abs().mean() for gap in gaps if len(gap)), named.new_zeros(()))
+        lines, at = (packed.named == ALL).nonzero(as_tuple=True)
+        if not len(lines):
+            return total
+        told = self.there(named[lines, at]).float()
+        wrong = binary_cross_entropy_with_logits(told, things["there"][lines], reduction="none")
+        return total + SPARSE * wrong.sum(-1).mean()

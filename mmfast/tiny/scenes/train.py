@@ -24,9 +24,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from mmfast.tiny import training
 from mmfast.tiny.card import write_card
+from mmfast.tiny.scenes.albums import ALBUM
 from mmfast.tiny.scenes.bank import SceneBank, make_bank
 from mmfast.tiny.scenes.evaluate import FREELY, NAME, run_scenes
 from mmfast.tiny.scenes.lessons import (
+    GREY,
     KINDS,
     LEAST,
     Encoded,
@@ -53,6 +55,7 @@ BATCH, QUESTIONS = 12, 12  # of each thread, or of a device
 FRAMES = {"cpu": 32}  # frames that the tower learns from, of each thread; 256 of a device
 CHUNK = {"cpu": 1}  # clips that are encoded at once; 64 on a device
 STILLS, WHOLE = 0.4, 0.5  # shares of steps with pictures, and with all visual tokens
+ALBUMS = 0.25  # share of the steps with pictures that show several at once
 KEEPS = (0.6, 0.4, 0.25)  # shares of the visual tokens otherwise
 HARD = {"where": 5, "describe": 4, "count": 2, "speed": 2}  # asked more even where right
 BLIND = 0.04  # share of steps with questions that come without a clip or picture
@@ -176,6 +179,9 @@ class SceneLanguage(training.Task):
         self.exam += [
             sampler.pictures(some, 12, self.weights) for some in self._shown(held).values()
         ]
+        every = [picture for some in self._shown(held).values() for picture in some]
+        every = every[: len(every) // ALBUM * ALBUM]
+        self.exam += [sampler.pictures(every, 12, self.weights, ALBUM)] if every else []
         self.drawn = training.DrawAhead(sampler.draw, self.ask, options.workers)
 
     def _shown(self, clips: range) -> dict[tuple[int, int], list[int]]:
@@ -194,6 +200,11 @@ class SceneLanguage(training.Task):
         if still:
             sizes, many = [*self.shown], np.array([len(some) for some, _ in self.shown.values()])
             part = self.shown[sizes[rng.choice(len(sizes), p=many / many.sum())]]
+        if still and rng.random() < ALBUMS:
+            known = [picture for some, _ in self.shown.values() for picture in some]
+            chosen = rng.choice(known, self.batch * ALBUM).tolist()
+            return SceneAsk((self.seed, 6, number), chosen, True, QUESTIONS, dict(self.weights),
+                            album=ALBUM)  # fmt: skip
         strangers = max(STRANGERS * self.batch // BATCH, 1)
         if rng.random() < BLIND:  # as if of a stranger: the answer is the refusal
             part, still, strangers = (self.inside, self.strange), False, self.batch
@@ -225,7 +236,7 @@ class SceneLanguage(training.Task):
         with training.fast(self.device):
             found = answer(self.model, lesson, kept)
             loss = scene_loss(self.model, found.states, lesson.packed, self.readout)
-            read = self.readout.loss(found.layers, lesson.packed, lesson.things["numbers"])
+            read = self.readout.loss(found.layers, lesson.packed, lesson.things)
         figures = {"loss": loss.detach(), "read": read.detach(), "kept": kept.shape[1]}
         return loss + read, figures
 
@@ -268,8 +279,8 @@ def encode(model: Any, bank: SceneBank, pictures: int, seed: int) -> Encoded:
 
     def still(number: int) -> Tensor:
         frame = bank.clips.frames[frames[number]]
-        both = torch.stack([frame, letterboxed(frame, sizes[number])])
-        found: Tensor = tokens(both.to(model.device)).half()
+        boxed = [letterboxed(frame, sizes[number], fill) for fill in (0, GREY)]
+        found: Tensor = tokens(torch.stack([frame, *boxed]).to(model.device)).half()
         return found
 
     threads = torch.get_num_threads()

@@ -116,6 +116,8 @@ def test_addresses_and_paths(tmp_path: Path) -> None:
         ((np.zeros(9, np.float32), 0), ("0 is no sampling rate",)),
         ((np.zeros(9, np.float32), 1e9), ("no sampling rate",)),
         ((np.zeros(9, np.float32), float("nan")), ("no sampling rate",)),
+        ((np.zeros(9, np.float32), "16000"), ("the rate '16000' is no sampling rate",)),
+        (("16 kHz", torch.zeros(9)), ("'16 kHz' is no sampling rate",)),
     ],
 )
 def test_what_is_no_array_of_samples(media: Any, parts: tuple[str, ...]) -> None:
