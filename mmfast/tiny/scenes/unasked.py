@@ -50,8 +50,8 @@ everyday =
     | Can I return this product? | Where is my parcel? | What are your opening hours?
     | Recommend a good film. | Translate "good night" into Spanish.
     | Write a short story about a lonely robot. | Write an email to my boss.
-    | Make this text shorter. | Correct the grammar of this sentence. | What rhymes with orange?
-    | Give me a synonym of happy. | Fix the bug in this code. | What does this function return?
+    | Make this text shorter. | Correct the grammar of this sentence.
+    | Name a word that sounds like time. | Give me a synonym of happy. | Fix the bug in this code. | What does this function return?
     | Which programming language is this? | Is there a security camera? | Did anyone fall?
     | Is the factory line running? | Is the helmet worn correctly? | Which product is damaged?
     | What is the serial number? | Is the gauge in the normal range? | What is the pressure?
@@ -125,7 +125,7 @@ everyday =
     | Où est le chat ? | ¿De qué color es el coche? | Buongiorno | こんにちは | hey | good night
     | good job | please | what | hmm ok | are you there? | what model are you?
     | do you have feelings? | who created you? | can you see me? | show me a picture of a cat
-    | draw me a house | make it brighter | crop the image | remove the background
+    | draw me a house | make it brighter | flip the photo upside down | remove the background
     | what filter was used? | what resolution is the video? | who uploaded this?
     | how many views does it have? | is this copyrighted? | what is the file name?
     | how big is the file? | rate my outfit | does this haircut suit me? | am I beautiful?
