@@ -69,7 +69,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if path.match("test_*.py") and not _says_slow(path) else None
 
 
+def _in_turn(item: pytest.Item, every: int, first: int = 0) -> bool:
+    """One case of a grid in `every`, each value of an axis in turn."""
+    places = dict(item.callspec.indices)  # type: ignore[attr-defined]  # name: place on its axis
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        together = names.replace(",", " ").split() if isinstance(names, str) else names
+        for name in together[1:]:  # names of one axis count once
+            del places[name]
+    return (sum(places.values()) - first) % every == 0
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
+    for mark in item.iter_markers("rest_is_slow"):
+        if not _in_turn(item, *mark.args, **mark.kwargs):
+            item.add_marker("slow")
     ours = item.path.match("test_*.py")  # a suite of others brings marks of its own
     if ours and item.get_closest_marker("slow") and not _says_slow(item.path):
         raise pytest.UsageError(f"{item.nodeid} is slow, and its file does not say `slow`")

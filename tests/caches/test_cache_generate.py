@@ -86,14 +86,16 @@ SCORES = (
 PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_a_budget_that_keeps_all_changes_no_bit(family: str) -> None:
+@pytest.mark.parametrize("part", range(3))
+def test_a_budget_that_keeps_all_changes_no_bit(family: str, part: int) -> None:
     this = tiny(family)
     give_gates(this.model)
     for numbers in ([1], [0, 1]):
         inputs = rows(this, numbers)
         stock = generate(this, inputs, 4)
-        for spec in WHOLE:
+        for spec in WHOLE[part::3]:
             out = run(this, inputs, spec, tokens=4)
             assert torch.equal(out.sequences, stock.sequences), spec
             assert torch.equal(torch.stack(out.logits), torch.stack(stock.logits)), spec
@@ -136,6 +138,7 @@ def _text(model: Any, ids: list[list[int]], spec: str | None) -> Any:
     return torch.stack(out.logits), sum(row.tokens_out for row in trace.rows)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("spec", SCORES)
 def test_a_model_of_text_alone(spec: str) -> None:
     """A ragged batch equals its rows alone, and a budget that keeps all changes no bit."""
@@ -151,6 +154,7 @@ def test_a_model_of_text_alone(spec: str) -> None:
     assert held < whole and not torch.allclose(together, stock, atol=1e-2)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_eager_attention_equals_sdpa(family: str, spec: str) -> None:
@@ -160,6 +164,7 @@ def test_eager_attention_equals_sdpa(family: str, spec: str) -> None:
     close(*out)
 
 
+@pytest.mark.rest_is_slow(5)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", [*PREFILL, SPECS[3], *SCORES[1:3]])
 @pytest.mark.parametrize("chunk", [3, 16])
@@ -176,6 +181,7 @@ def test_a_prompt_in_chunks_equals_one_piece(family: str, spec: str, chunk: int)
         close(parts, whole)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", SPECS)
 def test_beams(family: str, spec: str) -> None:
@@ -187,6 +193,7 @@ def test_beams(family: str, spec: str) -> None:
         assert torch.equal(together[row], new(run(this, single, spec, **beams), single)[0])
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [*PREFILL, *SPECS[2:]])
 def test_prompt_lookup_equals_greedy(family: str, spec: str) -> None:
@@ -199,6 +206,7 @@ def test_prompt_lookup_equals_greedy(family: str, spec: str) -> None:
     close(looked, greedy)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", [SPECS[0], "lookm:0.4?merge=none"])
 def test_a_text_turn_sees_what_is_left(family: str, spec: str) -> None:

@@ -93,6 +93,7 @@ def test_an_entry_is_never_written_over_for_copies() -> None:
     assert held == [[1.0], [2.0, 2.0], [2.0]]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(
     "options", [{}, {"reduce": "evs:0.5"}, {"cache": "snapkv:0.5"}, {"cache": "sentencekv:0.5"}]
 )

@@ -101,6 +101,7 @@ PROMPTED = [
 ]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("family", "name"), PROMPTED)
 def test_prompt_of_a_family(family: str, name: str) -> None:
     this = tiny(family)
@@ -115,6 +116,7 @@ def test_prompt_of_a_family(family: str, name: str) -> None:
     assert torch.equal(logits, torch.stack(stock.logits)) and not trace.rows
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", ["sample_attention", "pbs"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_with_padding_and_heads_of_their_own(family: str, name: str) -> None:

@@ -37,6 +37,7 @@ def long_stream(family: str, model: Any) -> list[Piece]:
     return [piece for seed in range(3) for piece in stream(family, model, 6, 10 * seed)]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("slack", [0.0, 0.25, 2.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sinks_and_window_against_the_slow_stream(family: str, slack: float) -> None:
@@ -384,6 +385,7 @@ def test_attention_is_that_of_the_stock_model(family: str) -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(
     "policy", ["snapkv:48", "lookm:48", "expected_attention:48", "keynorm:48+rekv:2"]
 )
