@@ -13,7 +13,6 @@ from cache_runs import MORE, close, new, rows, run
 from gate_models import give_gates
 from tiny_models import ALL_FAMILIES, FAMILIES, generate, tiny
 from transformers import DynamicCache, StaticCache, cache_utils
-from turns import in_turn_or_slow
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
@@ -105,7 +104,9 @@ def test_a_budget_that_keeps_all_changes_no_bit(family: str, part: int) -> None:
 NORMED = ("gemma3", "lfm2_vl", "qwen3_vl")
 
 
-@pytest.mark.parametrize("family, spec", in_turn_or_slow(ALL_FAMILIES, (*SPECS, *SCORES), every=6))
+@pytest.mark.rest_is_slow(6)
+@pytest.mark.parametrize("spec", (*SPECS, *SCORES))
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_ragged_batch_equals_single_rows(family: str, spec: str) -> None:
     if spec.startswith("knorm") and family in NORMED:
         pytest.skip("all norms of its keys are equal")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from cache_questions import SCORES, answers, ask, kinds_of, model_of
 from tiny_models import ALL_FAMILIES, FAMILIES, build, generate
-from turns import in_turn_or_slow
 
 from mmfast.attach import attach
 
@@ -40,7 +39,9 @@ def difference(
     return float((torch.stack(logits) - torch.cat(out.logits)).abs().max())
 
 
-@pytest.mark.parametrize("family, spec", in_turn_or_slow(ALL_FAMILIES, SCORES))
+@pytest.mark.rest_is_slow(3)
+@pytest.mark.parametrize("spec", SCORES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_decoding_equals_hiding_what_a_slow_policy_drops(family: str, spec: str) -> None:
     assert difference(family, spec) < 1e-5
 

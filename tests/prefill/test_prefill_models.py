@@ -132,6 +132,7 @@ def test_batch_with_padding_and_heads_of_their_own(family: str, name: str) -> No
     torch.testing.assert_close(together, by_itself, atol=1e-5, rtol=0)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_chunks_and_static_caches(family: str, attention: str) -> None:
