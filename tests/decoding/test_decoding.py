@@ -49,10 +49,10 @@ def _decode(
     return said, decoder
 
 
-@pytest.mark.parametrize("each", [30, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [60, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "window"), HEADS)
 def test_greedy_exact_equals_stock_generate(name: str, window: int, each: int) -> None:
-    """For 1000 prompts where all is run, and for 120 by default."""
+    """For 1000 prompts where all is run, and for 240 by default."""
     model, backbone, head = small.trained(name, window)
     tested = stood = 0
     for i, schedule in enumerate(("1,10", "boost", "balance", "MmmMMm")):
